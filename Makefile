@@ -1,0 +1,35 @@
+PYTHON ?= python3
+BIN := .venv/bin
+ARGS ?=
+
+.PHONY: demo test lint types suite benchmark clean
+
+demo: .venv/demo.stamp
+	@$(BIN)/python -m examples.feeds $(ARGS)
+
+test: lint types suite
+
+lint: .venv/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/dev.stamp
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+suite: .venv/dev.stamp
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest $(ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+benchmark: .venv/dev.stamp
+	$(BIN)/python -m benchmarks.round_trips $(ARGS)
+
+.venv/%.stamp: setup.cfg pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	touch $@
+
+clean:
+	rm -rf .venv .nox build dist *.egg-info

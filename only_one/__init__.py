@@ -1,0 +1,38 @@
+"""Only one of these runs at a time: one decorator above a function or a Celery task."""
+
+from .decorator import only_one
+from .errors import (
+    AlreadyRunning,
+    ConfigurationError,
+    KeyTemplateError,
+    LockLost,
+    LockUnavailable,
+    OnlyOneError,
+    UnkeyableArgument,
+)
+from .events import Acquired, Busy, Down, Lost, Released, subscribe
+from .policies import carry_on, fail, skip
+from .run import current_lock
+from .settings import configure
+
+__all__ = [
+    "Acquired",
+    "AlreadyRunning",
+    "Busy",
+    "ConfigurationError",
+    "Down",
+    "KeyTemplateError",
+    "LockLost",
+    "LockUnavailable",
+    "Lost",
+    "OnlyOneError",
+    "Released",
+    "UnkeyableArgument",
+    "carry_on",
+    "configure",
+    "current_lock",
+    "fail",
+    "only_one",
+    "skip",
+    "subscribe",
+]

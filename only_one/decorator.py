@@ -1,0 +1,269 @@
+"""`only_one` itself: reads its arguments, sees what it wraps, and hands over to `run`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, overload
+
+from .errors import ConfigurationError, KeyTemplateError
+from .keys import MakeKey, compile_key, names_the_function
+from .policies import fail
+from .run import Call, Cover, Options, run, run_async
+from .servers import Source, check_source
+from .settings import UNSET, Seconds, Unset, check_policy, check_times, check_when_busy
+
+if TYPE_CHECKING:
+    from typing import Never
+
+    from typing_extensions import TypeVar
+
+    from .errors import AlreadyRunning, LockUnavailable
+
+    P = ParamSpec("P")
+    R = TypeVar("R")
+    Busy = TypeVar("Busy", default=None)
+    Down = TypeVar("Down", default=Never)
+    BusyOut = TypeVar("BusyOut", covariant=True)
+    DownOut = TypeVar("DownOut", covariant=True)
+
+    class Decorator(Protocol[BusyOut, DownOut]):
+        """What `only_one(...)` gives: the function's type, with what the policies return beside its result."""
+
+        @overload
+        def __call__(
+            self, function: Callable[P, Coroutine[Any, Any, R]], /
+        ) -> Callable[P, Coroutine[Any, Any, R | BusyOut | DownOut]]: ...
+        @overload
+        def __call__(self, function: Callable[P, R], /) -> Callable[P, R | BusyOut | DownOut]: ...
+
+
+DEFAULT_KEY = "{name}:{md5}"
+
+
+@overload
+def only_one(
+    function: Callable[P, Coroutine[Any, Any, R]],
+    /,
+    timeout: Seconds | None | Unset = ...,
+    *,
+    key: str | Callable[..., str] = ...,
+    lease: Seconds | None | Unset = ...,
+    when_busy: Callable[[AlreadyRunning], Busy] = ...,
+    when_down: Callable[[LockUnavailable], Down] = ...,
+    redis: Source = ...,
+) -> Callable[P, Coroutine[Any, Any, R | Busy | Down]]: ...
+@overload
+def only_one(
+    function: Callable[P, R],
+    /,
+    timeout: Seconds | None | Unset = ...,
+    *,
+    key: str | Callable[..., str] = ...,
+    lease: Seconds | None | Unset = ...,
+    when_busy: Callable[[AlreadyRunning], Busy] = ...,
+    when_down: Callable[[LockUnavailable], Down] = ...,
+    redis: Source = ...,
+) -> Callable[P, R | Busy | Down]: ...
+@overload
+def only_one(
+    key: str = ...,
+    timeout: Seconds | None | Unset = ...,
+    *,
+    lease: Seconds | None | Unset = ...,
+    when_busy: Callable[[AlreadyRunning], Busy] = ...,
+    when_down: Callable[[LockUnavailable], Down] = ...,
+    redis: Source = ...,
+) -> Decorator[Busy, Down]: ...
+@overload
+def only_one(
+    *,
+    key: Callable[..., str],
+    timeout: Seconds | None | Unset = ...,
+    lease: Seconds | None | Unset = ...,
+    when_busy: Callable[[AlreadyRunning], Busy] = ...,
+    when_down: Callable[[LockUnavailable], Down] = ...,
+    redis: Source = ...,
+) -> Decorator[Busy, Down]: ...
+def only_one(
+    function_or_key: Any = UNSET,
+    /,
+    timeout: Any = UNSET,
+    *,
+    key: Any = UNSET,
+    lease: Any = UNSET,
+    when_busy: Any = UNSET,
+    when_down: Any = fail,
+    redis: Any = UNSET,
+) -> Any:
+    """Let only one run of a function with the same key be under way at a time, in all processes that share a Redis.
+
+    A call whose key is taken does not run.
+    Works on functions, `async def` functions and the functions of Celery tasks, below `@app.task`.
+
+    Args:
+        function_or_key: the function, where the decorator is used without parentheses or as a function; else `key`.
+        timeout: seconds or timedelta: the longest that a run may hold its key.
+            Alone, it is also how long the key outlives a holder that has died.
+        key: a template of `{name}`, `{md5}` (of all arguments) and the function's parameters, such as
+            `"{name}:{feed_url:md5}"`; or, by keyword, a callable that takes the call's arguments and returns a str.
+        lease: seconds or timedelta: how long the key outlives a holder that has died.
+            It is renewed while the run lives. Without `timeout` and `lease` it is 30 s.
+        when_busy: called with `AlreadyRunning` when the key is taken; what it returns or raises is what the call gives.
+            `skip` (the default, gives None), `fail`, or any callable.
+        when_down: called with `LockUnavailable` when the server cannot be asked.
+            `fail` (the default), `skip`, `carry_on` (run without the key), or any callable.
+        redis: the server: a client of redis-py, a URL, or a callable that returns a client, called once.
+            Default: as configured, else the environment's `ONLY_ONE_REDIS_URL`, else `redis://localhost:6379/0`.
+
+    Returns:
+        The covered function, or the decorator that covers one.
+
+    Raises:
+        KeyTemplateError: for a key that could not work.
+        ConfigurationError: for an option that could not work, or something that cannot be covered.
+    """
+    as_key = isinstance(function_or_key, str)
+    if as_key and key is not UNSET:
+        msg = f"two keys are given, {function_or_key!r} and key={key!r}: write one of them"
+        raise ConfigurationError(msg)
+    template = function_or_key if as_key else key
+    decorate = _decorator(DEFAULT_KEY if template is UNSET else template, _options(timeout, lease, when_busy, when_down, redis))
+    return decorate if as_key or function_or_key is UNSET else decorate(function_or_key)
+
+
+def _options(timeout: Any, lease: Any, when_busy: Any, when_down: Any, redis: Any) -> Options:
+    """The options, found to be sound."""
+    if isinstance(timeout, str):
+        msg = f"timeout={timeout!r} is a str: the key comes first, then the seconds, write only_one({timeout!r}, 300) or key={timeout!r}"
+        raise ConfigurationError(msg)
+    limit, renewed = check_times(timeout, lease)
+    if when_busy is not UNSET:
+        check_when_busy(when_busy)
+    check_policy("when_down", when_down)
+    if redis is not UNSET:
+        check_source(redis)
+    return Options(limit, renewed, when_busy, when_down, redis)
+
+
+def _decorator(key: Any, options: Options) -> Callable[[Any], Any]:
+    """A decorator that may be used for several functions; nothing of one is seen by another."""
+
+    def decorate(function: Any) -> Any:
+        check_function(function)
+        name = qualified_name(function)
+        if names_the_function(key):
+            check_name(function)
+        cover = Cover(function, name, options, functools.partial(_compile, key, _signature(function)))
+        return _wrap(cover)
+
+    return decorate
+
+
+def _wrap(cover: Cover) -> Any:
+    function = cover.function
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return await run_async(cover, _call(cover, wrapper, args), args, kwargs)
+
+    else:
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return run(cover, _call(cover, wrapper, args), args, kwargs)
+
+    # Celery checks the arguments of `.delay()` by the signature, and does not follow `__wrapped__` to find it.
+    wrapper.__signature__ = _signature(function)  # type: ignore[attr-defined]
+    return wrapper
+
+
+def _call(cover: Cover, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Call:
+    if "celery.app.task" not in sys.modules:
+        return cover.plain
+    from .tasks.running import call_of  # noqa: PLC0415 - Celery is not imported by us, but may have been by others
+
+    return call_of(cover, wrapper, args)
+
+
+def _compile(key: Any, signature: inspect.Signature, bound: bool) -> MakeKey:  # noqa: FBT001
+    """The key of calls with, or without, the task itself as first argument."""
+    parameters = list(signature.parameters.values())
+    if bound and parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+        signature = signature.replace(parameters=parameters[1:])
+    return compile_key(key, signature)
+
+
+# What can be covered
+
+
+def check_function(function: Any) -> None:
+    """Refuse what cannot be covered.
+
+    Only its type is looked at first, since a lazy Celery task is evaluated by almost anything else.
+
+    Raises:
+        ConfigurationError: saying what to write instead.
+    """
+    reason = _why_not(function)
+    if reason:
+        msg = f"only_one cannot cover {reason}"
+        raise ConfigurationError(msg)
+
+
+def _why_not(function: Any) -> str | None:
+    kind = type(function)
+    if hasattr(kind, "__then__") or any(base.__module__ == "celery.app.task" for base in kind.__mro__):
+        return "a task from queued to finished: write @only_one below @app.task, directly above the function"
+    if issubclass(kind, (staticmethod, classmethod, property)):
+        return f"a {kind.__name__}: write @only_one below @{kind.__name__}, directly above the function"
+    if issubclass(kind, type):
+        return f"the class {function.__name__}: write @only_one above the method that does the work, such as run"
+    if not callable(function):
+        return f"{function!r}, which cannot be called: write @only_one above a function, the key as only_one('key') or key="
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        return f"the generator function {function.__name__}, whose call returns before its body has run: cover the function that consumes it"
+    if not hasattr(function, "__qualname__"):
+        return f"{function!r}, which is no function: write @only_one above a def, or above the __call__ of its class"
+    return None
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(function)
+    except ValueError:
+        msg = f"only_one cannot cover {function!r}, whose parameters are not known: write a def around it, and @only_one above that"
+        raise ConfigurationError(msg) from None
+
+
+def qualified_name(function: Callable[..., Any]) -> str:
+    """`module.qualname`, where a program that was started with `-m` has its module's name, and not `__main__`."""
+    return f"{_module(function) or function.__module__}.{function.__qualname__}"
+
+
+def _module(function: Callable[..., Any]) -> str | None:
+    """The name by which everybody else knows a function's module, or None where there is no such name."""
+    if function.__module__ not in ("__main__", "__mp_main__"):
+        return function.__module__
+    spec = getattr(inspect.unwrap(function), "__globals__", {}).get("__spec__")
+    return getattr(spec, "name", None)
+
+
+def check_name(function: Callable[..., Any]) -> None:
+    """Refuse `{name}` where two different functions would have the same.
+
+    Raises:
+        KeyTemplateError: saying what to write instead.
+    """
+    if function.__name__ == "<lambda>":
+        msg = "a lambda has no {name}: write @only_one('a-key') above a def, or key=lambda … if it was meant as the key"
+        raise KeyTemplateError(msg)
+    if _module(function) is None:
+        msg = (
+            f"{{name}} of {function.__qualname__} in __main__ would be the same in every program: "
+            f"write a key, such as @only_one('{function.__name__}-of-my-program'), or start it with python -m"
+        )
+        raise KeyTemplateError(msg)

@@ -1,0 +1,198 @@
+"""What happened, and who listens. Logging is the hook that is always there."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Union
+
+from .errors import LockUnavailable
+from .holder import Holder
+
+logger = logging.getLogger("only_one")
+
+
+@dataclass(frozen=True)
+class Acquired:
+    """A call took its key and runs.
+
+    Attributes:
+        key: the key as it is in Redis.
+        name: the task's or function's name.
+        token: the value with which it was taken.
+    """
+
+    key: str
+    name: str
+    token: bytes
+
+    @property
+    def holder(self) -> Holder | None:
+        """The call, as others see it."""
+        return Holder.parse(self.token)
+
+    def __str__(self) -> str:
+        return f"{self.name} holds {self.key}"
+
+
+@dataclass(frozen=True)
+class Busy:
+    """A call found its key taken, and did not run.
+
+    Attributes:
+        key: the key as it is in Redis.
+        name: the task's or function's name.
+        value: what stands under the key.
+    """
+
+    key: str
+    name: str
+    value: bytes
+
+    @property
+    def holder(self) -> Holder | None:
+        """Who runs instead, or None where the value is not one of ours."""
+        return Holder.parse(self.value)
+
+    def __str__(self) -> str:
+        holder = self.holder
+        if holder is None:
+            return f"{self.name} did not run: {self.key} is taken by a value that is not a holder of only_one"
+        now = time.time()
+        free = (
+            "free when it ends"
+            if holder.deadline is None
+            else f"free in {max(0.0, holder.deadline - now):.1f} s at the latest"
+        )
+        return f"{self.name} did not run: {self.key} is taken by {holder}, running for {now - holder.since:.1f} s, {free}"
+
+
+@dataclass(frozen=True)
+class Released:
+    """A run ended and gave its key back.
+
+    Attributes:
+        key: the key as it is in Redis.
+        name: the task's or function's name.
+        outcome: "held" (it was ours until now), "gone" (it was not there any more, which is also how a release looks
+            whose first reply was lost), "taken" (it was somebody else's, and left alone), "unknown" (the server could
+            not be asked; it is released in the background).
+        seconds: how long the key was held.
+    """
+
+    key: str
+    name: str
+    outcome: Literal["held", "gone", "taken", "unknown"]
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.name} released {self.key} after {self.seconds:.3f} s ({self.outcome})"
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A run lost its key while it ran.
+
+    Attributes:
+        key: the key as it is in Redis.
+        name: the task's or function's name.
+        reason: as in `LockLost`.
+        value: what stands under the key instead, where that is known.
+    """
+
+    key: str
+    name: str
+    reason: str
+    value: str
+
+    @property
+    def holder(self) -> Holder | None:
+        """Who holds the key now, where that is known."""
+        return Holder.parse(self.value)
+
+    def __str__(self) -> str:
+        return f"{self.name} lost {self.key} while it ran ({self.reason}): another may have run beside it"
+
+
+@dataclass(frozen=True)
+class Down:
+    """A call could not ask the server for its key.
+
+    Attributes:
+        key: the key as it is in Redis.
+        name: the task's or function's name.
+        error: what `when_down` is told.
+    """
+
+    key: str
+    name: str
+    error: LockUnavailable
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.error}"
+
+
+Event = Union[Acquired, Busy, Released, Lost, Down]
+Hook = Callable[[Event], object]
+
+_LEVELS: dict[type, int] = {
+    Acquired: logging.DEBUG,
+    Busy: logging.INFO,
+    Released: logging.DEBUG,
+    Lost: logging.WARNING,
+    Down: logging.DEBUG,
+}
+
+_hooks: tuple[Hook, ...] = ()
+
+
+def subscribe(hook: Hook) -> Callable[[], None]:
+    """Have `hook` called with every event of this process, in the thread in which it happens.
+
+    Args:
+        hook: takes one event; an error in it is logged and goes no further.
+
+    Returns:
+        A function that ends the subscription.
+
+    Raises:
+        TypeError: if `hook` cannot be called.
+    """
+    global _hooks  # noqa: PLW0603 - replaced as a whole, so that emitting needs no lock
+    if not callable(hook):
+        msg = f"subscribe({hook!r}): write subscribe(function), it is called with each event"
+        raise TypeError(msg)
+    _hooks = (*_hooks, hook)
+
+    def unsubscribe() -> None:
+        global _hooks  # noqa: PLW0603
+        # By identity: equal hooks are two subscriptions.
+        position = next((index for index, each in enumerate(_hooks) if each is hook), None)
+        if position is not None:
+            _hooks = (*_hooks[:position], *_hooks[position + 1 :])
+
+    return unsubscribe
+
+
+def wanted(kind: type[Event]) -> bool:
+    """Whether anybody would see an event of this kind; building one is not free."""
+    return bool(_hooks) or logger.isEnabledFor(_LEVELS[kind])
+
+
+def emit(event: Event) -> None:
+    """Tell everybody who listens."""
+    _log(event)
+    for hook in _hooks:
+        try:
+            hook(event)
+        except Exception:
+            logger.exception("a hook failed on %s: %r", type(event).__name__, hook)
+
+
+def _log(event: Event) -> None:
+    level = _LEVELS[type(event)]
+    if logger.isEnabledFor(level):
+        extra: dict[str, Any] = {"only_one_event": type(event).__name__, "only_one_key": event.key, "only_one_name": event.name}
+        logger.log(level, "%s", event, extra=extra)

@@ -1,0 +1,218 @@
+"""redis-py's locks, for which a lost reply is no wrong answer, and which say who holds a key that is taken."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import redis.asyncio.lock
+import redis.lock
+from redis.exceptions import LockNotOwnedError, ResponseError
+
+from .clock import now
+from .protocol import Dialect, Outcome, Steps, T, give_back, take_command, take_in_two
+
+RAW = {"NEVER_DECODE": True, "get": True}
+"""Options of redis-py by which replies come as bytes, also from clients that decode, and as the server sent them."""
+
+
+def drive(client: Any, steps: Steps[T]) -> T:
+    """Send what `steps` decides, and return what it returns."""
+    try:
+        command = next(steps)
+        while True:
+            try:
+                reply = client.execute_command(*command, **RAW)
+            except Exception as error:  # noqa: BLE001 - it is for `steps` to say which errors end it
+                command = steps.throw(error)
+            else:
+                command = steps.send(reply)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+
+
+async def drive_async(client: Any, steps: Steps[T]) -> T:
+    """Send what `steps` decides, and return what it returns."""
+    try:
+        command = next(steps)
+        while True:
+            try:
+                reply = await client.execute_command(*command, **RAW)
+            except Exception as error:  # noqa: BLE001 - it is for `steps` to say which errors end it
+                command = steps.throw(error)
+            else:
+                command = steps.send(reply)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+
+
+def _take(client: Any, dialect: Dialect, key: Any, token: bytes, ttl: int | None) -> bytes | None:
+    """Take a key if it is free; returns what stands there if not. `ttl` in milliseconds."""
+    if dialect.sets_and_gets:
+        try:
+            found: bytes | None = client.execute_command(*take_command(key, token, ttl), **RAW)
+        except ResponseError as error:
+            dialect.unlearn_get(error)
+        else:
+            # Our own token: the reply was lost, and redis-py sent the command again.
+            return None if found == token else found
+    found = drive(client, take_in_two(key, token, ttl))
+    return None if found == token else found
+
+
+async def _take_async(client: Any, dialect: Dialect, key: Any, token: bytes, ttl: int | None) -> bytes | None:
+    """Take a key if it is free; returns what stands there if not. `ttl` in milliseconds."""
+    if dialect.sets_and_gets:
+        try:
+            found: bytes | None = await client.execute_command(*take_command(key, token, ttl), **RAW)
+        except ResponseError as error:
+            dialect.unlearn_get(error)
+        else:
+            # Our own token: the reply was lost, and redis-py sent the command again.
+            return None if found == token else found
+    found = await drive_async(client, take_in_two(key, token, ttl))
+    return None if found == token else found
+
+
+class _Common:
+    """What the two locks share: all but the sending.
+
+    Attributes:
+        dialect: what is known of the server.
+        expires_at: when the key that was taken last expires, by `clock.now()`.
+    """
+
+    name: Any
+    timeout: float | None
+    local: Any
+    dialect: Dialect
+    expires_at: float
+
+    def _begin(self, dialect: Dialect | None) -> None:
+        self.dialect = dialect or Dialect()
+        self.expires_at = math.inf
+
+    def _ttl(self) -> int | None:
+        # Counted from before the command is sent: the key never outlives what its holder believes.
+        self.expires_at = now() + self.timeout if self.timeout else math.inf
+        return round(self.timeout * 1000) if self.timeout else None
+
+    def _check(self, outcome: Outcome) -> None:
+        # A key that is gone before its time was deleted by a release of ours whose reply was lost.
+        if outcome.fate == "taken" or (outcome.fate == "gone" and now() >= self.expires_at):
+            msg = "Cannot release a lock that's no longer owned"
+            raise LockNotOwnedError(msg)
+
+
+class Lock(_Common, redis.lock.Lock):
+    """redis-py's `Lock`, to be used in its place."""
+
+    def __init__(self, client: Any, name: Any, *args: Any, dialect: Dialect | None = None, **kwargs: Any) -> None:
+        """See redis-py.
+
+        Args:
+            client: a client of redis-py.
+            name: the key.
+            *args: as redis-py's.
+            dialect: what is known of the server, to be shared by all locks in it.
+            **kwargs: as redis-py's.
+        """
+        super().__init__(client, name, *args, **kwargs)
+        self._begin(dialect)
+
+    @classmethod
+    def take(cls, client: Any, dialect: Dialect, name: str, token: bytes, ttl: float) -> Lock | bytes:
+        """Take a key once, without waiting.
+
+        There is no lock before there is something to release: a call that is skipped pays for none.
+
+        Args:
+            client: a client of redis-py.
+            dialect: what is known of the server.
+            name: the key.
+            token: the value that says whose it is.
+            ttl: seconds until the key expires.
+
+        Returns:
+            The lock, taken; or the value that stands under the key.
+        """
+        found = _take(client, dialect, name, token, round(ttl * 1000))
+        if found is not None:
+            return found
+        lock = cls(client, name, ttl, thread_local=False, dialect=dialect)
+        lock.local.token = token
+        return lock
+
+    def give_back(self) -> Outcome:
+        """Delete the key if it is ours, and say what became of it."""
+        return drive(self.redis, give_back(self.dialect, self.name, self.local.token))
+
+    def do_acquire(self, token: Any) -> bool:
+        """Take the key if it is free."""
+        return _take(self.redis, self.dialect, self.name, token, self._ttl()) is None
+
+    def do_release(self, expected_token: Any) -> None:
+        """Delete the key if it is ours.
+
+        Raises:
+            LockNotOwnedError: if it is somebody else's, or has expired.
+        """
+        self._check(drive(self.redis, give_back(self.dialect, self.name, expected_token)))
+
+
+class AsyncLock(_Common, redis.asyncio.lock.Lock):
+    """redis-py's asyncio `Lock`, to be used in its place."""
+
+    def __init__(self, client: Any, name: Any, *args: Any, dialect: Dialect | None = None, **kwargs: Any) -> None:
+        """See redis-py.
+
+        Args:
+            client: an asyncio client of redis-py.
+            name: the key.
+            *args: as redis-py's.
+            dialect: what is known of the server, to be shared by all locks in it.
+            **kwargs: as redis-py's.
+        """
+        super().__init__(client, name, *args, **kwargs)
+        self._begin(dialect)
+
+    @classmethod
+    async def take(cls, client: Any, dialect: Dialect, name: str, token: bytes, ttl: float) -> AsyncLock | bytes:
+        """Take a key once, without waiting.
+
+        There is no lock before there is something to release: a call that is skipped pays for none.
+
+        Args:
+            client: an asyncio client of redis-py.
+            dialect: what is known of the server.
+            name: the key.
+            token: the value that says whose it is.
+            ttl: seconds until the key expires.
+
+        Returns:
+            The lock, taken; or the value that stands under the key.
+        """
+        found = await _take_async(client, dialect, name, token, round(ttl * 1000))
+        if found is not None:
+            return found
+        lock = cls(client, name, ttl, thread_local=False, dialect=dialect)
+        lock.local.token = token
+        return lock
+
+    async def give_back(self) -> Outcome:
+        """Delete the key if it is ours, and say what became of it."""
+        return await drive_async(self.redis, give_back(self.dialect, self.name, self.local.token))
+
+    async def do_acquire(self, token: Any) -> bool:
+        """Take the key if it is free."""
+        return await _take_async(self.redis, self.dialect, self.name, token, self._ttl()) is None
+
+    async def do_release(self, expected_token: Any) -> None:
+        """Delete the key if it is ours.
+
+        Raises:
+            LockNotOwnedError: if it is somebody else's, or has expired.
+        """
+        self._check(await drive_async(self.redis, give_back(self.dialect, self.name, expected_token)))

@@ -1,0 +1,174 @@
+"""The lock's commands, decided purely: `lock` sends them, sync and async alike.
+
+Each function is a generator that yields one command at a time and is sent its reply, or thrown its error.
+The idea is that of httpx's auth flows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator
+from typing import Any, Literal, NamedTuple, TypeVar, Union
+
+from redis.exceptions import NoScriptError, RedisClusterException, RedisError, ResponseError
+
+T = TypeVar("T")
+Command = tuple[Union[str, bytes, int], ...]
+Steps = Generator[Command, Any, T]
+
+TROUBLE = (RedisError, RedisClusterException, OSError)
+"""What redis-py raises when the server could not be asked, or refused."""
+
+
+class Outcome(NamedTuple):
+    """What became of a key that was to be released or renewed.
+
+    Attributes:
+        fate: "held" (it was ours, and is released or renewed), "gone", or "taken" (somebody else's, and left alone).
+        value: what stands under the key if it is somebody else's.
+    """
+
+    fate: Literal["held", "gone", "taken"]
+    value: bytes = b""
+
+
+HELD = Outcome("held")
+GONE = Outcome("gone")
+
+_RELEASE = """
+local value = redis.call('get', KEYS[1])
+if value == ARGV[1] then
+    return redis.call('del', KEYS[1])
+end
+return value
+"""
+
+_RENEW = """
+local value = redis.call('get', KEYS[1])
+if value == ARGV[1] then
+    return redis.call('pexpire', KEYS[1], ARGV[2])
+end
+return value
+"""
+
+_RELEASE_SHA = hashlib.sha1(_RELEASE.encode(), usedforsecurity=False).hexdigest()
+
+_VANISHED = 3
+"""How often a key that is taken when set and gone when read is tried again, before it is called taken."""
+
+
+class Dialect:
+    """Which commands one server knows, learnt from what it refuses.
+
+    Attributes:
+        sets_and_gets: it knows `SET NX GET` (from Redis 7.0, and Valkey).
+        release: how it compares and deletes: `DELIFEQ` (Valkey 9), `DELEX` (Redis 8.4), or a script (all).
+    """
+
+    __slots__ = ("release", "sets_and_gets")
+
+    def __init__(self) -> None:
+        self.sets_and_gets = True
+        self.release: Literal["DELIFEQ", "DELEX", "EVALSHA"] = "DELIFEQ"
+
+    def release_command(self, key: str | bytes, token: bytes) -> Command:
+        """The command that deletes `key` if it holds `token`."""
+        if self.release == "DELIFEQ":
+            return ("DELIFEQ", key, token)
+        if self.release == "DELEX":
+            return ("DELEX", key, "IFEQ", token)
+        return ("EVALSHA", _RELEASE_SHA, 1, key, token)
+
+    def unlearn_get(self, error: ResponseError) -> None:
+        """Note that the server refused to set and get at once.
+
+        Raises:
+            ResponseError: the `error`, if it says something else.
+        """
+        if "syntax error" not in str(error):
+            raise error
+        self.sets_and_gets = False
+
+    def unlearn_release(self, refused: object, error: ResponseError) -> bool:
+        """Whether there is another command to release with, after this one was refused."""
+        if refused == "EVALSHA" or not _is_unknown(error):
+            return False
+        if refused == self.release:
+            self.release = "DELEX" if refused == "DELIFEQ" else "EVALSHA"
+        return True
+
+
+def _is_unknown(error: ResponseError) -> bool:
+    """Whether the server does not know a command, or does not let this user call it."""
+    text = str(error).lower()
+    return "unknown command" in text or "permission" in text
+
+
+def take_command(key: str | bytes, token: bytes, ttl: int | None) -> Command:
+    """The command that takes a key if it is free and else gives what stands there, in one trip.
+
+    Args:
+        key: the key as it is in Redis.
+        token: the value that says whose it is.
+        ttl: milliseconds until the key expires, or None for never.
+    """
+    return ("SET", key, token, "NX", "GET") if ttl is None else ("SET", key, token, "NX", "GET", "PX", ttl)
+
+
+def take_in_two(key: str | bytes, token: bytes, ttl: int | None) -> Steps[bytes | None]:
+    """Take a key if it is free, on a server that cannot set and get at once.
+
+    Returns:
+        None if the key is ours, else the value that stands there.
+    """
+    expiry: Command = () if ttl is None else ("PX", ttl)
+    for _ in range(_VANISHED):
+        if (yield ("SET", key, token, "NX", *expiry)):
+            return None
+        found: bytes | None = yield ("GET", key)
+        if found is not None:
+            return found
+    return b""
+
+
+def give_back(dialect: Dialect, key: str | bytes, token: bytes) -> Steps[Outcome]:
+    """Delete a key if it is ours.
+
+    Args:
+        dialect: what the server knows.
+        key: the key as it is in Redis.
+        token: the value with which it was taken.
+
+    Returns:
+        What became of it.
+    """
+    while True:
+        command = dialect.release_command(key, token)
+        try:
+            reply = yield command
+        except NoScriptError:
+            reply = yield ("EVAL", _RELEASE, 1, key, token)
+        except ResponseError as error:
+            if not dialect.unlearn_release(command[0], error):
+                raise
+            continue
+        if reply == 1:
+            return HELD
+        if reply == 0:  # the native commands do not say whose it is
+            reply = yield ("GET", key)
+        return outcome(reply)
+
+
+def renew_command(key: str | bytes, token: bytes, ttl: int) -> Command:
+    """The command that lets a key live for `ttl` more milliseconds if it holds `token`; `outcome` reads the reply.
+
+    The script is sent whole, so that no restart and no SCRIPT FLUSH costs a second trip.
+    """
+    return ("EVAL", _RENEW, 1, key, token, ttl)
+
+
+def outcome(reply: int | bytes | None) -> Outcome:
+    """What a reply says: 1 for done, nothing for gone, else the value that stands there."""
+    if reply == 1:
+        return HELD
+    return Outcome("taken", reply) if isinstance(reply, bytes) else GONE

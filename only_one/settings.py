@@ -1,0 +1,202 @@
+"""What holds for every decorator that does not say otherwise."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Union
+
+from .errors import ConfigurationError
+from .policies import carry_on
+from .servers import Source, check_source
+from .times import seconds
+
+Seconds = Union[float, timedelta]
+
+
+class Unset:
+    """Not given; None is a value that can be given."""
+
+    def __repr__(self) -> str:
+        return "…"
+
+
+UNSET = Unset()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `configure` has been told; the fields are its parameters."""
+
+    redis: Any = UNSET
+    prefix: Any = UNSET
+    timeout: Any = UNSET
+    lease: Any = UNSET
+    when_busy: Any = UNSET
+    active: Any = UNSET
+
+
+current = Settings()
+"""Replaced as a whole by `configure`, so that whoever has derived something from it sees that it is another."""
+
+DEFAULT_PREFIX = "only_one:"
+DEFAULT_LEASE = 30.0
+DEFAULT_URL = "redis://localhost:6379/0"
+
+_ON = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+class _Configured:
+    """Undoes one `configure` at the end of a `with`."""
+
+    def __init__(self, before: Settings) -> None:
+        self._before = before
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        _replace(self._before)
+
+
+def configure(
+    *,
+    redis: Source | Unset = UNSET,
+    prefix: str | Unset = UNSET,
+    timeout: Seconds | None | Unset = UNSET,
+    lease: Seconds | None | Unset = UNSET,
+    when_busy: Callable[[Any], Any] | Unset = UNSET,
+    active: bool | Unset = UNSET,
+) -> _Configured:
+    """Set what holds for every decorator of this process that does not say otherwise.
+
+    What is not given stays as it is.
+    As a context manager it restores at the end what was in force before.
+
+    Args:
+        redis: the server: a client, a URL, or a callable that returns a client.
+        prefix: what every key begins with in Redis (`only_one:`).
+        timeout: seconds or timedelta, the longest that a run may hold its key.
+        lease: seconds or timedelta, how long a key outlives a dead holder.
+            `timeout` and `lease` go together: a decorator that gives one of them takes neither from here.
+        when_busy: what a call gives when its key is taken.
+        active: False switches the locking off, so that every call runs; so does the environment's `ONLY_ONE_ACTIVE=0`.
+
+    Raises:
+        ConfigurationError: for a value that could not work; nothing is changed.
+    """
+    given = {name: value for name, value in locals().items() if value is not UNSET}
+    _check(given)
+    before = current
+    after = replace(before, **given)
+    check_times(after.timeout, after.lease)
+    _replace(after)
+    return _Configured(before)
+
+
+def _replace(settings: Settings) -> None:
+    global current  # noqa: PLW0603 - see its docstring
+    current = settings
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    if "redis" in given:
+        check_source(given["redis"])
+    if "prefix" in given:
+        check_prefix(given["prefix"])
+    if "when_busy" in given:
+        check_when_busy(given["when_busy"])
+    if not isinstance(given.get("active", True), bool):
+        msg = f"active={given['active']!r}: write active=True or active=False"
+        raise ConfigurationError(msg)
+
+
+def check_prefix(prefix: object) -> None:
+    """Refuse a prefix with braces: they would move some keys of a cluster to other slots than those beside them.
+
+    Raises:
+        ConfigurationError: saying what to write instead.
+    """
+    if not isinstance(prefix, str) or "{" in prefix or "}" in prefix:
+        msg = f"prefix={prefix!r}: write a str without braces, such as prefix='myapp:only_one:'"
+        raise ConfigurationError(msg)
+
+
+def check_policy(name: str, policy: object) -> None:
+    """Refuse a policy that cannot be called.
+
+    Raises:
+        ConfigurationError: saying what to write instead.
+    """
+    if not callable(policy):
+        msg = f"{name}={policy!r}: write skip, fail, or any callable that takes the error and returns the result"
+        raise ConfigurationError(msg)
+
+
+def check_when_busy(policy: object) -> None:
+    """Refuse what is no policy for a busy key.
+
+    Raises:
+        ConfigurationError: saying what to write instead.
+    """
+    check_policy("when_busy", policy)
+    if policy is carry_on:
+        msg = "when_busy=carry_on would run two at a time: write when_busy=skip or when_busy=fail, or leave the decorator out"
+        raise ConfigurationError(msg)
+
+
+def check_times(timeout: object, lease: object) -> tuple[float | None, float | None]:
+    """`timeout` and `lease` in seconds, with None for what is not given.
+
+    Raises:
+        ConfigurationError: for times that could not work.
+    """
+    limit = None if _absent(timeout) else seconds("timeout", timeout, "for no limit leave it out")
+    renewed = None if _absent(lease) else seconds("lease", lease, "for the default of 30 s leave it out")
+    if limit is not None and renewed is not None and renewed > limit:
+        msg = f"lease={lease!r} is longer than timeout={timeout!r}: write a lease of at most the timeout, or leave one of them out"
+        raise ConfigurationError(msg)
+    return limit, renewed
+
+
+def _absent(value: object) -> bool:
+    return value is None or value is UNSET
+
+
+def is_active(settings: Settings) -> bool:
+    """Whether keys are taken at all: as configured, else as `ONLY_ONE_ACTIVE` says, else yes.
+
+    Raises:
+        ConfigurationError: if the environment says what cannot be understood.
+    """
+    if settings.active is not UNSET:
+        return bool(settings.active)
+    said = os.environ.get("ONLY_ONE_ACTIVE", "1")
+    try:
+        return _ON[said.lower()]
+    except KeyError:
+        msg = f"the environment has ONLY_ONE_ACTIVE={said!r}: write ONLY_ONE_ACTIVE=0 or ONLY_ONE_ACTIVE=1"
+        raise ConfigurationError(msg) from None
+
+
+def source_of(settings: Settings) -> Source:
+    """Where the keys are kept, for a decorator that does not say: as configured, or by `ONLY_ONE_REDIS_URL`.
+
+    Raises:
+        ConfigurationError: if the environment's URL is none.
+    """
+    if settings.redis is not UNSET:
+        return settings.redis
+    url = os.environ.get("ONLY_ONE_REDIS_URL", DEFAULT_URL)
+    check_source(url, "ONLY_ONE_REDIS_URL")
+    return url
+
+
+def most_specific(*values: Any) -> Any:
+    """The first value that is set."""
+    return next(value for value in values if value is not UNSET)
+
+

@@ -1,0 +1,1 @@
+"""What only_one knows of Celery: the only place that imports it."""
