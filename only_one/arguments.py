@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from inspect import BoundArguments, Parameter, Signature
 from typing import Any
@@ -66,6 +67,10 @@ class Arguments:
                 if not any(value is _MISSING for value in values):
                     return values
         return list(self.bind(args, kwargs).arguments.values())
+
+    def position(self, name: str) -> int:
+        """Where a parameter stands among the positional arguments; further than any stands if it never does."""
+        return self.names.index(name) if self.call.parameters[name].kind in _BY_POSITION else sys.maxsize
 
     def getter(self, name: str) -> Get:
         """A function that gives one parameter's value and looks at no other."""

@@ -26,31 +26,34 @@ if TYPE_CHECKING:
     R = TypeVar("R")
     Busy = TypeVar("Busy", default=None)
     Down = TypeVar("Down", default=Never)
-    BusyOut = TypeVar("BusyOut", covariant=True)
-    DownOut = TypeVar("DownOut", covariant=True)
+    Busy_co = TypeVar("Busy_co", covariant=True)
+    Down_co = TypeVar("Down_co", covariant=True)
 
-    class Decorator(Protocol[BusyOut, DownOut]):
+    class Decorator(Protocol[Busy_co, Down_co]):
         """What `only_one(...)` gives: the function's type, with what the policies return beside its result."""
 
         @overload
         def __call__(
             self, function: Callable[P, Coroutine[Any, Any, R]], /
-        ) -> Callable[P, Coroutine[Any, Any, R | BusyOut | DownOut]]: ...
+        ) -> Callable[P, Coroutine[Any, Any, R | Busy_co | Down_co]]: ...
         @overload
-        def __call__(self, function: Callable[P, R], /) -> Callable[P, R | BusyOut | DownOut]: ...
+        def __call__(self, function: Callable[P, R], /) -> Callable[P, R | Busy_co | Down_co]: ...
 
 
 DEFAULT_KEY = "{name}:{md5}"
+
+_CELERY = "celery.app.task"
+"""Celery is not imported by us, but a task can only be running where others have imported it."""
 
 
 @overload
 def only_one(
     function: Callable[P, Coroutine[Any, Any, R]],
     /,
-    timeout: Seconds | None | Unset = ...,
+    timeout: Seconds | Unset | None = ...,
     *,
     key: str | Callable[..., str] = ...,
-    lease: Seconds | None | Unset = ...,
+    lease: Seconds | Unset | None = ...,
     when_busy: Callable[[AlreadyRunning], Busy] = ...,
     when_down: Callable[[LockUnavailable], Down] = ...,
     redis: Source = ...,
@@ -59,20 +62,21 @@ def only_one(
 def only_one(
     function: Callable[P, R],
     /,
-    timeout: Seconds | None | Unset = ...,
+    timeout: Seconds | Unset | None = ...,
     *,
     key: str | Callable[..., str] = ...,
-    lease: Seconds | None | Unset = ...,
+    lease: Seconds | Unset | None = ...,
     when_busy: Callable[[AlreadyRunning], Busy] = ...,
     when_down: Callable[[LockUnavailable], Down] = ...,
     redis: Source = ...,
 ) -> Callable[P, R | Busy | Down]: ...
 @overload
 def only_one(
-    key: str = ...,
-    timeout: Seconds | None | Unset = ...,
+    key: str,
+    /,
+    timeout: Seconds | Unset | None = ...,
     *,
-    lease: Seconds | None | Unset = ...,
+    lease: Seconds | Unset | None = ...,
     when_busy: Callable[[AlreadyRunning], Busy] = ...,
     when_down: Callable[[LockUnavailable], Down] = ...,
     redis: Source = ...,
@@ -80,9 +84,9 @@ def only_one(
 @overload
 def only_one(
     *,
-    key: Callable[..., str],
-    timeout: Seconds | None | Unset = ...,
-    lease: Seconds | None | Unset = ...,
+    timeout: Seconds | Unset | None = ...,
+    key: str | Callable[..., str] = ...,
+    lease: Seconds | Unset | None = ...,
     when_busy: Callable[[AlreadyRunning], Busy] = ...,
     when_down: Callable[[LockUnavailable], Down] = ...,
     redis: Source = ...,
@@ -130,14 +134,16 @@ def only_one(
         msg = f"two keys are given, {function_or_key!r} and key={key!r}: write one of them"
         raise ConfigurationError(msg)
     template = function_or_key if as_key else key
-    decorate = _decorator(DEFAULT_KEY if template is UNSET else template, _options(timeout, lease, when_busy, when_down, redis))
+    decorate = _decorator(
+        DEFAULT_KEY if template is UNSET else template, _options(timeout, lease, when_busy, when_down, redis)
+    )
     return decorate if as_key or function_or_key is UNSET else decorate(function_or_key)
 
 
 def _options(timeout: Any, lease: Any, when_busy: Any, when_down: Any, redis: Any) -> Options:
     """The options, found to be sound."""
     if isinstance(timeout, str):
-        msg = f"timeout={timeout!r} is a str: the key comes first, then the seconds, write only_one({timeout!r}, 300) or key={timeout!r}"
+        msg = f"timeout={timeout!r} is a str: write the key first and then the seconds, only_one({timeout!r}, 300)"
         raise ConfigurationError(msg)
     limit, renewed = check_times(timeout, lease)
     if when_busy is not UNSET:
@@ -163,28 +169,32 @@ def _decorator(key: Any, options: Options) -> Callable[[Any], Any]:
 
 
 def _wrap(cover: Cover) -> Any:
-    function = cover.function
-    if inspect.iscoroutinefunction(function):
-
-        @functools.wraps(function)
-        async def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return await run_async(cover, _call(cover, wrapper, args), args, kwargs)
-
-    else:
-
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return run(cover, _call(cover, wrapper, args), args, kwargs)
-
+    wrapper = _wrap_async(cover) if inspect.iscoroutinefunction(cover.function) else _wrap_sync(cover)
     # Celery checks the arguments of `.delay()` by the signature, and does not follow `__wrapped__` to find it.
-    wrapper.__signature__ = _signature(function)  # type: ignore[attr-defined]
+    wrapper.__signature__ = _signature(cover.function)
     return wrapper
 
 
-def _call(cover: Cover, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Call:
-    if "celery.app.task" not in sys.modules:
-        return cover.plain
-    from .tasks.running import call_of  # noqa: PLC0415 - Celery is not imported by us, but may have been by others
+def _wrap_sync(cover: Cover) -> Any:
+    @functools.wraps(cover.function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        call = _task_call(cover, wrapper, args) if _CELERY in sys.modules else cover.plain
+        return run(cover, call, args, kwargs)
+
+    return wrapper
+
+
+def _wrap_async(cover: Cover) -> Any:
+    @functools.wraps(cover.function)
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        call = _task_call(cover, wrapper, args) if _CELERY in sys.modules else cover.plain
+        return await run_async(cover, call, args, kwargs)
+
+    return wrapper
+
+
+def _task_call(cover: Cover, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Call:
+    from .tasks.running import call_of  # noqa: PLC0415 - not before Celery is there
 
     return call_of(cover, wrapper, args)
 
@@ -216,16 +226,19 @@ def check_function(function: Any) -> None:
 
 def _why_not(function: Any) -> str | None:
     kind = type(function)
-    if hasattr(kind, "__then__") or any(base.__module__ == "celery.app.task" for base in kind.__mro__):
+    if hasattr(kind, "__then__") or any(base.__module__ == _CELERY for base in kind.__mro__):
         return "a task from queued to finished: write @only_one below @app.task, directly above the function"
     if issubclass(kind, (staticmethod, classmethod, property)):
         return f"a {kind.__name__}: write @only_one below @{kind.__name__}, directly above the function"
     if issubclass(kind, type):
         return f"the class {function.__name__}: write @only_one above the method that does the work, such as run"
     if not callable(function):
-        return f"{function!r}, which cannot be called: write @only_one above a function, the key as only_one('key') or key="
+        return f"{function!r}, which cannot be called: write @only_one above a function, and its key as key='a-name'"
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        return f"the generator function {function.__name__}, whose call returns before its body has run: cover the function that consumes it"
+        return (
+            f"the generator function {function.__name__}, whose call returns before its body has run: "
+            "write @only_one above the function that consumes it"
+        )
     if not hasattr(function, "__qualname__"):
         return f"{function!r}, which is no function: write @only_one above a def, or above the __call__ of its class"
     return None
@@ -235,7 +248,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     try:
         return inspect.signature(function)
     except ValueError:
-        msg = f"only_one cannot cover {function!r}, whose parameters are not known: write a def around it, and @only_one above that"
+        msg = f"only_one cannot cover {function!r}, whose parameters are unknown: write @only_one above a def around it"
         raise ConfigurationError(msg) from None
 
 

@@ -1,13 +1,15 @@
-"""Values to digests: the same value gives the same MD5 in every process, on every Python, before and after the broker."""
+"""Values to digests: the same MD5 in every process, on every Python, before and after a trip through the broker."""
 
 from __future__ import annotations
 
-import functools
+import hashlib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
+from importlib import import_module
 from pathlib import PurePath
 from typing import Any
 from uuid import UUID
@@ -18,12 +20,9 @@ VERSION = b"\xff1"
 No UTF-8 text begins with this byte, so no str is spelt like anything else.
 """
 
-try:  # CPython's own takes a third of OpenSSL's time for a text as short as an argument
-    from _md5 import md5
-except ImportError:
-    from hashlib import md5
-
-_md5 = functools.partial(md5, usedforsecurity=False)
+md5 = hashlib.md5
+with suppress(ImportError):  # CPython's own takes a third of OpenSSL's time for a text as short as an argument
+    md5 = import_module("_md5").md5
 
 
 class UnknownType(Exception):
@@ -49,25 +48,21 @@ def digest(value: object) -> str:
     Raises:
         UnknownType: for a value, or a part of it, that has no canonical spelling.
     """
-    if type(value) is str:
-        try:
-            return _md5(value.encode()).hexdigest()
-        except UnicodeEncodeError:
-            return _md5(_utf8(value)).hexdigest()
-    encoded = encode(value)
-    text = encoded[0] == _STR
-    return _md5(encoded.partition(b":")[2] if text else VERSION + encoded).hexdigest()
-
-
-def encode(value: object) -> bytes:
-    """The canonical spelling of one value: a letter for the type, a length, and the content."""
-    encoder = _ENCODERS.get(type(value))
-    if encoder is None:
-        encoder = _encoder_of_subclass(value)
+    if type(value) is str and value.isascii():
+        return md5(value.encode(), usedforsecurity=False).hexdigest()
+    value = plain(value)
+    if isinstance(value, str):
+        return md5(_utf8(value), usedforsecurity=False).hexdigest()
     try:
-        return encoder(value)
+        return md5(VERSION + _encode(value), usedforsecurity=False).hexdigest()
     except RecursionError:
         raise UnknownType(type(value)) from None
+
+
+def _encode(value: object) -> bytes:
+    """The canonical spelling of one value: a letter for the type, a length, and the content."""
+    encoder = _ENCODERS.get(type(value)) or _encoder_of_subclass(value)
+    return encoder(value)
 
 
 def plain(value: object) -> object:
@@ -101,7 +96,7 @@ def _spelt(letter: bytes, spell: Callable[[Any], str]) -> Callable[[Any], bytes]
 
 
 def _mapping(value: dict[Any, Any]) -> bytes:
-    return _joined(b"d", sorted(_mapping_key(key) + encode(item) for key, item in value.items()))
+    return _joined(b"d", sorted(_mapping_key(key) + _encode(item) for key, item in value.items()))
 
 
 def _mapping_key(key: object) -> bytes:
@@ -114,7 +109,7 @@ def _mapping_key(key: object) -> bytes:
         return _str(int.__repr__(key))
     if isinstance(key, float):
         return _str(_json_float(key))
-    return encode(key)
+    return _encode(key)
 
 
 def _json_float(value: float) -> str:
@@ -123,11 +118,11 @@ def _json_float(value: float) -> str:
 
 
 def _set(value: Iterable[object]) -> bytes:
-    return _joined(b"S", sorted(encode(item) for item in value))
+    return _joined(b"S", sorted(_encode(item) for item in value))
 
 
 def _list(value: Iterable[object]) -> bytes:
-    return _joined(b"l", [encode(item) for item in value])
+    return _joined(b"l", [_encode(item) for item in value])
 
 
 def _dataclass(value: Any) -> bytes:
@@ -158,12 +153,10 @@ _ENCODERS: dict[type, Callable[[Any], bytes]] = {
     PurePath: _spelt(b"p", lambda value: value.as_posix()),
 }
 
-_STR = ord("s")
-
 
 def _encoder_of_subclass(value: object) -> Callable[[Any], bytes]:
     if isinstance(value, Enum):
-        return lambda member: encode(plain(member))
+        return lambda member: _encode(plain(member))
     for kind, encoder in _ENCODERS.items():
         if isinstance(value, kind):
             return encoder

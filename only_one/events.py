@@ -66,7 +66,9 @@ class Busy:
             if holder.deadline is None
             else f"free in {max(0.0, holder.deadline - now):.1f} s at the latest"
         )
-        return f"{self.name} did not run: {self.key} is taken by {holder}, running for {now - holder.since:.1f} s, {free}"
+        return (
+            f"{self.name} did not run: {self.key} is taken by {holder}, running for {now - holder.since:.1f} s, {free}"
+        )
 
 
 @dataclass(frozen=True)
@@ -194,5 +196,9 @@ def emit(event: Event) -> None:
 def _log(event: Event) -> None:
     level = _LEVELS[type(event)]
     if logger.isEnabledFor(level):
-        extra: dict[str, Any] = {"only_one_event": type(event).__name__, "only_one_key": event.key, "only_one_name": event.name}
+        extra: dict[str, Any] = {
+            "only_one_event": type(event).__name__,
+            "only_one_key": event.key,
+            "only_one_name": event.name,
+        }
         logger.log(level, "%s", event, extra=extra)

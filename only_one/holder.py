@@ -9,6 +9,7 @@ import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
 FORMAT = 1
@@ -83,9 +84,7 @@ class _Process:
         pid = os.getpid()
         self.stem = os.urandom(8).hex() + "-"
         self.numbers = itertools.count()
-        self.spelling = _spell(
-            machine=machine(), host=socket.gethostname(), pid=pid, process_start=process_start(pid)
-        )
+        self.spelling = _spell(machine=machine(), host=socket.gethostname(), pid=pid, process_start=process_start(pid))
 
 
 _process: _Process | None = None
@@ -108,17 +107,12 @@ def _this_process() -> _Process:
 
 
 class Identity:
-    """Who calls, as a token spells it: made once for a function, and anew for each run of a task.
+    """Who calls, as a token spells it: made once for a function, and anew for each run of a task."""
 
-    Attributes:
-        name: the task's name, or the function's.
-    """
-
-    __slots__ = ("_head", "_process", "_spelling", "name")
+    __slots__ = ("_head", "_process", "_spelling")
 
     def __init__(self, name: str, task_id: str | None = None, attempt: int | None = None) -> None:
         """See `Holder` for what the arguments are."""
-        self.name = name
         self._spelling = _spell(name=name, task_id=task_id, attempt=attempt)
         self._process: _Process | None = None
         self._head = ""
@@ -134,7 +128,9 @@ class Identity:
         """
         process = _process or _this_process()
         if self._process is not process:
-            self._head = f'{{"only_one":{FORMAT},"state":"running",{self._spelling},{process.spelling},"id":"{process.stem}'
+            self._head = (
+                f'{{"only_one":{FORMAT},"state":"running",{self._spelling},{process.spelling},"id":"{process.stem}'
+            )
             self._process = process
         # Whole milliseconds: a float takes longer to spell than the rest of the token.
         since = time.time_ns() // 1_000_000
@@ -150,18 +146,17 @@ def _spell(**values: object) -> str:
 def machine() -> str:
     """This machine as far as process ids mean something in it: host, boot and pid namespace."""
     boot = namespace = "?"
-    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read().strip()
     with suppress(OSError):
-        namespace = os.readlink("/proc/self/ns/pid")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    with suppress(OSError):
+        namespace = str(Path("/proc/self/ns/pid").readlink())
     return f"{socket.gethostname()}/{boot}/{namespace}"
 
 
 def process_start(pid: int) -> int | None:
     """When process `pid` began, in clock ticks since boot, or None where that cannot be read."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The command's name, second in the line, is in parentheses and may hold anything, blanks included.
-            return int(file.read().rpartition(b")")[2].split()[19])
+        # The command's name, second in the line, is in parentheses and may hold anything, blanks included.
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
     except (OSError, IndexError, ValueError):
         return None

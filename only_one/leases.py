@@ -16,8 +16,8 @@ from redis.exceptions import ResponseError
 from .clock import now
 from .errors import LockLost
 from .holder import Holder
-from .lock import RAW, drive
-from .protocol import TROUBLE, Dialect, give_back, outcome, renew_command
+from .lock import RAW, give_back
+from .protocol import TROUBLE, Dialect, outcome, renew_command
 
 RENEWED_EVERY = 1 / 3
 """The part of a lease after which it is renewed."""
@@ -39,7 +39,19 @@ class Lease:
         value: what stands under the key since it was lost.
     """
 
-    __slots__ = ("begun", "client", "ends_at", "expires_at", "key", "reason", "renew_at", "renewer", "token", "ttl", "value")
+    __slots__ = (
+        "begun",
+        "client",
+        "ends_at",
+        "expires_at",
+        "key",
+        "reason",
+        "renew_at",
+        "renewer",
+        "token",
+        "ttl",
+        "value",
+    )
 
     def __init__(self, client: Any, key: str, token: bytes, begun: float, ttl: float, limit: float) -> None:
         """A lease that ends at `begun + ttl` unless it is renewed.
@@ -126,7 +138,7 @@ class _Adrift:
     def release(self) -> bool:
         """Try once to release the token; returns whether its fate is known."""
         try:
-            drive(self.client, give_back(self.dialect, self.key, self.token))
+            give_back(self.client, self.dialect, self.key, self.token)
         except TROUBLE:
             self.pause = min(self.pause * 2, _RETRIED_AFTER_AT_MOST)
         else:
@@ -205,7 +217,8 @@ class _Renewer:
         sent = now()
         ttls = [min(lease.ttl, lease.ends_at - sent) for lease in leases]
         commands = [
-            renew_command(lease.key, lease.token, max(1, round(ttl * 1000))) for lease, ttl in zip(leases, ttls, strict=True)
+            renew_command(lease.key, lease.token, max(1, round(ttl * 1000)))
+            for lease, ttl in zip(leases, ttls, strict=True)
         ]
         for lease, ttl, reply in zip(leases, ttls, _replies(leases[0].client, commands), strict=True):
             if isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply):

@@ -10,7 +10,7 @@ import redis.lock
 from redis.exceptions import LockNotOwnedError, ResponseError
 
 from .clock import now
-from .protocol import Dialect, Outcome, Steps, T, give_back, take_command, take_in_two
+from .protocol import HELD, Dialect, Outcome, Steps, T, give_back_otherwise, take_in_two, what_became
 
 RAW = {"NEVER_DECODE": True, "get": True}
 """Options of redis-py by which replies come as bytes, also from clients that decode, and as the server sent them."""
@@ -48,11 +48,23 @@ async def drive_async(client: Any, steps: Steps[T]) -> T:
         return result
 
 
-def _take(client: Any, dialect: Dialect, key: Any, token: bytes, ttl: int | None) -> bytes | None:
-    """Take a key if it is free; returns what stands there if not. `ttl` in milliseconds."""
+def take(client: Any, dialect: Dialect, key: Any, token: bytes, ttl: int | None) -> bytes | None:
+    """Take a key once, without waiting.
+
+    Args:
+        client: a client of redis-py.
+        dialect: what is known of the server.
+        key: the key as it is in Redis.
+        token: the value that says whose it is.
+        ttl: milliseconds until the key expires, or None for never.
+
+    Returns:
+        None if the key is ours, else the value that stands there.
+    """
     if dialect.sets_and_gets:
+        expiry = ("PX", ttl) if ttl else ()
         try:
-            found: bytes | None = client.execute_command(*take_command(key, token, ttl), **RAW)
+            found: bytes | None = client.execute_command("SET", key, token, "NX", "GET", *expiry, **RAW)
         except ResponseError as error:
             dialect.unlearn_get(error)
         else:
@@ -62,11 +74,23 @@ def _take(client: Any, dialect: Dialect, key: Any, token: bytes, ttl: int | None
     return None if found == token else found
 
 
-async def _take_async(client: Any, dialect: Dialect, key: Any, token: bytes, ttl: int | None) -> bytes | None:
-    """Take a key if it is free; returns what stands there if not. `ttl` in milliseconds."""
+async def take_async(client: Any, dialect: Dialect, key: Any, token: bytes, ttl: int | None) -> bytes | None:
+    """Take a key once, without waiting.
+
+    Args:
+        client: an asyncio client of redis-py.
+        dialect: what is known of the server.
+        key: the key as it is in Redis.
+        token: the value that says whose it is.
+        ttl: milliseconds until the key expires, or None for never.
+
+    Returns:
+        None if the key is ours, else the value that stands there.
+    """
     if dialect.sets_and_gets:
+        expiry = ("PX", ttl) if ttl else ()
         try:
-            found: bytes | None = await client.execute_command(*take_command(key, token, ttl), **RAW)
+            found: bytes | None = await client.execute_command("SET", key, token, "NX", "GET", *expiry, **RAW)
         except ResponseError as error:
             dialect.unlearn_get(error)
         else:
@@ -74,6 +98,26 @@ async def _take_async(client: Any, dialect: Dialect, key: Any, token: bytes, ttl
             return None if found == token else found
     found = await drive_async(client, take_in_two(key, token, ttl))
     return None if found == token else found
+
+
+def give_back(client: Any, dialect: Dialect, key: Any, token: bytes) -> Outcome:
+    """Delete a key if it holds `token`, and say what became of it."""
+    command = dialect.release_command(key, token)
+    try:
+        reply = client.execute_command(*command, **RAW)
+    except ResponseError as error:
+        return drive(client, give_back_otherwise(dialect, key, token, command, error))
+    return HELD if reply == 1 else drive(client, what_became(key, reply))
+
+
+async def give_back_async(client: Any, dialect: Dialect, key: Any, token: bytes) -> Outcome:
+    """Delete a key if it holds `token`, and say what became of it."""
+    command = dialect.release_command(key, token)
+    try:
+        reply = await client.execute_command(*command, **RAW)
+    except ResponseError as error:
+        return await drive_async(client, give_back_otherwise(dialect, key, token, command, error))
+    return HELD if reply == 1 else await drive_async(client, what_became(key, reply))
 
 
 class _Common:
@@ -123,35 +167,19 @@ class Lock(_Common, redis.lock.Lock):
         self._begin(dialect)
 
     @classmethod
-    def take(cls, client: Any, dialect: Dialect, name: str, token: bytes, ttl: float) -> Lock | bytes:
-        """Take a key once, without waiting.
-
-        There is no lock before there is something to release: a call that is skipped pays for none.
-
-        Args:
-            client: a client of redis-py.
-            dialect: what is known of the server.
-            name: the key.
-            token: the value that says whose it is.
-            ttl: seconds until the key expires.
-
-        Returns:
-            The lock, taken; or the value that stands under the key.
-        """
-        found = _take(client, dialect, name, token, round(ttl * 1000))
-        if found is not None:
-            return found
+    def held(cls, client: Any, dialect: Dialect, name: str, token: bytes, ttl: float) -> Lock:
+        """The lock of a key that has been taken with `token` for `ttl` seconds; a call that is skipped makes none."""
         lock = cls(client, name, ttl, thread_local=False, dialect=dialect)
         lock.local.token = token
         return lock
 
     def give_back(self) -> Outcome:
         """Delete the key if it is ours, and say what became of it."""
-        return drive(self.redis, give_back(self.dialect, self.name, self.local.token))
+        return give_back(self.redis, self.dialect, self.name, self.local.token)
 
     def do_acquire(self, token: Any) -> bool:
         """Take the key if it is free."""
-        return _take(self.redis, self.dialect, self.name, token, self._ttl()) is None
+        return take(self.redis, self.dialect, self.name, token, self._ttl()) is None
 
     def do_release(self, expected_token: Any) -> None:
         """Delete the key if it is ours.
@@ -159,7 +187,7 @@ class Lock(_Common, redis.lock.Lock):
         Raises:
             LockNotOwnedError: if it is somebody else's, or has expired.
         """
-        self._check(drive(self.redis, give_back(self.dialect, self.name, expected_token)))
+        self._check(give_back(self.redis, self.dialect, self.name, expected_token))
 
 
 class AsyncLock(_Common, redis.asyncio.lock.Lock):
@@ -179,35 +207,19 @@ class AsyncLock(_Common, redis.asyncio.lock.Lock):
         self._begin(dialect)
 
     @classmethod
-    async def take(cls, client: Any, dialect: Dialect, name: str, token: bytes, ttl: float) -> AsyncLock | bytes:
-        """Take a key once, without waiting.
-
-        There is no lock before there is something to release: a call that is skipped pays for none.
-
-        Args:
-            client: an asyncio client of redis-py.
-            dialect: what is known of the server.
-            name: the key.
-            token: the value that says whose it is.
-            ttl: seconds until the key expires.
-
-        Returns:
-            The lock, taken; or the value that stands under the key.
-        """
-        found = await _take_async(client, dialect, name, token, round(ttl * 1000))
-        if found is not None:
-            return found
+    def held(cls, client: Any, dialect: Dialect, name: str, token: bytes, ttl: float) -> AsyncLock:
+        """The lock of a key that has been taken with `token` for `ttl` seconds; a call that is skipped makes none."""
         lock = cls(client, name, ttl, thread_local=False, dialect=dialect)
         lock.local.token = token
         return lock
 
     async def give_back(self) -> Outcome:
         """Delete the key if it is ours, and say what became of it."""
-        return await drive_async(self.redis, give_back(self.dialect, self.name, self.local.token))
+        return await give_back_async(self.redis, self.dialect, self.name, self.local.token)
 
     async def do_acquire(self, token: Any) -> bool:
         """Take the key if it is free."""
-        return await _take_async(self.redis, self.dialect, self.name, token, self._ttl()) is None
+        return await take_async(self.redis, self.dialect, self.name, token, self._ttl()) is None
 
     async def do_release(self, expected_token: Any) -> None:
         """Delete the key if it is ours.
@@ -215,4 +227,4 @@ class AsyncLock(_Common, redis.asyncio.lock.Lock):
         Raises:
             LockNotOwnedError: if it is somebody else's, or has expired.
         """
-        self._check(await drive_async(self.redis, give_back(self.dialect, self.name, expected_token)))
+        self._check(await give_back_async(self.redis, self.dialect, self.name, expected_token))

@@ -7,7 +7,7 @@ from typing import NoReturn
 from .errors import OnlyOneError
 
 
-class CarryOn(Exception):  # noqa: N818 - not an error, but the way in which a policy says what cannot be returned
+class CarryOn(Exception):
     """Raised by `carry_on`, for the run that called it."""
 
 

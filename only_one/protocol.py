@@ -91,7 +91,7 @@ class Dialect:
 
     def unlearn_release(self, refused: object, error: ResponseError) -> bool:
         """Whether there is another command to release with, after this one was refused."""
-        if refused == "EVALSHA" or not _is_unknown(error):
+        if refused not in ("DELIFEQ", "DELEX") or not _is_unknown(error):
             return False
         if refused == self.release:
             self.release = "DELEX" if refused == "DELIFEQ" else "EVALSHA"
@@ -102,17 +102,6 @@ def _is_unknown(error: ResponseError) -> bool:
     """Whether the server does not know a command, or does not let this user call it."""
     text = str(error).lower()
     return "unknown command" in text or "permission" in text
-
-
-def take_command(key: str | bytes, token: bytes, ttl: int | None) -> Command:
-    """The command that takes a key if it is free and else gives what stands there, in one trip.
-
-    Args:
-        key: the key as it is in Redis.
-        token: the value that says whose it is.
-        ttl: milliseconds until the key expires, or None for never.
-    """
-    return ("SET", key, token, "NX", "GET") if ttl is None else ("SET", key, token, "NX", "GET", "PX", ttl)
 
 
 def take_in_two(key: str | bytes, token: bytes, ttl: int | None) -> Steps[bytes | None]:
@@ -131,32 +120,42 @@ def take_in_two(key: str | bytes, token: bytes, ttl: int | None) -> Steps[bytes 
     return b""
 
 
-def give_back(dialect: Dialect, key: str | bytes, token: bytes) -> Steps[Outcome]:
-    """Delete a key if it is ours.
+def give_back_otherwise(
+    dialect: Dialect, key: str | bytes, token: bytes, refused: Command, error: ResponseError
+) -> Steps[Outcome]:
+    """Delete a key if it is ours, on a server that refused `dialect.release_command`.
 
     Args:
         dialect: what the server knows.
         key: the key as it is in Redis.
         token: the value with which it was taken.
+        refused: the command.
+        error: what the server said to it.
 
     Returns:
-        What became of it.
+        What became of the key.
+
+    Raises:
+        ResponseError: the `error`, if no other command would help.
     """
     while True:
-        command = dialect.release_command(key, token)
+        if isinstance(error, NoScriptError):
+            command: Command = ("EVAL", _RELEASE, 1, key, token)
+        elif dialect.unlearn_release(refused[0], error):
+            command = dialect.release_command(key, token)
+        else:
+            raise error
         try:
             reply = yield command
-        except NoScriptError:
-            reply = yield ("EVAL", _RELEASE, 1, key, token)
-        except ResponseError as error:
-            if not dialect.unlearn_release(command[0], error):
-                raise
-            continue
-        if reply == 1:
-            return HELD
-        if reply == 0:  # the native commands do not say whose it is
-            reply = yield ("GET", key)
-        return outcome(reply)
+        except ResponseError as another:
+            refused, error = command, another
+        else:
+            return (yield from what_became(key, reply))
+
+
+def what_became(key: str | bytes, reply: int | bytes | None) -> Steps[Outcome]:
+    """What the reply to a release says; the native commands do not say whose a key is that is not ours."""
+    return outcome((yield ("GET", key)) if reply == 0 else reply)
 
 
 def renew_command(key: str | bytes, token: bytes, ttl: int) -> Command:

@@ -16,8 +16,8 @@ from .events import Acquired, Busy, Down, Lost, Released, emit, logger, wanted
 from .holder import Identity
 from .keys import MakeKey
 from .leases import Lease, hold, let_go, release_later
-from .lock import AsyncLock, Lock
-from .policies import CarryOn, fail, skip
+from .lock import AsyncLock, Lock, take, take_async
+from .policies import CarryOn, skip
 from .protocol import TROUBLE, Outcome
 from .servers import Server, Source, find_server
 
@@ -60,17 +60,14 @@ class Call:
     """Who calls, as the key and the token name it.
 
     Attributes:
-        identity: who it is in a token.
+        name: the task's name, or the function's.
+        identity: the same in a token.
         bound: the first argument is the task itself.
     """
 
+    name: str
     identity: Identity
     bound: bool = False
-
-    @property
-    def name(self) -> str:
-        """The task's name, or the function's."""
-        return self.identity.name
 
 
 @dataclass(frozen=True)
@@ -82,6 +79,7 @@ class Plan:
         server: None where the locking is switched off.
         prefix: what every key begins with.
         ttl: seconds that the key is first taken for.
+        ttl_ms: the same in milliseconds.
         limit: seconds that a run may hold it, or infinity.
         free_in: seconds after which the key is free at the latest, or None if it is renewed without limit.
         renewed: whether the key is renewed while the run lives.
@@ -93,6 +91,7 @@ class Plan:
     server: Server | None
     prefix: str
     ttl: float
+    ttl_ms: int
     limit: float
     free_in: float | None
     renewed: bool
@@ -106,35 +105,35 @@ class Cover:
     Attributes:
         function: what is covered.
         name: the function's, with its module's.
+        key: makes the key of a call, without the prefix.
         plain: the call of the function by itself.
-        plain_bound: the same by hand with a task as first argument.
+        plain_bound: the same by hand, with a task as first argument.
+        plan: what was in force when it was called last.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str, options: Options, compile_key: Callable[[bool], MakeKey]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], name: str, options: Options, compile_key: Callable[[bool], MakeKey]
+    ) -> None:
         self.function = function
         self.name = name
-        self.plain = Call(Identity(name))
-        self.plain_bound = Call(Identity(name), bound=True)
+        self.plain = Call(name, Identity(name))
+        self.plain_bound = Call(name, Identity(name), bound=True)
         self._options = options
         self._compile_key = compile_key
-        self._make_key = compile_key(False)  # noqa: FBT003 - found bad when decorating
-        self._make_bound_key: MakeKey | None = None
-        self._plan: Plan | None = None
+        self.key = compile_key(False)
+        self._bound_key: MakeKey | None = None
+        self.plan: Plan | None = None
 
-    def key(self, call: Call, args: Args, kwargs: Kwargs) -> str:
-        """The key of one call, without the prefix."""
-        if not call.bound:
-            return self._make_key(call.name, args, kwargs)
-        if self._make_bound_key is None:
-            self._make_bound_key = self._compile_key(True)  # noqa: FBT003
-        return self._make_bound_key(call.name, args[1:], kwargs)
+    def bound_key(self, name: str, args: Args, kwargs: Kwargs) -> str:
+        """The key of a call whose first argument is the task itself, which is no part of the key."""
+        if self._bound_key is None:
+            self._bound_key = self._compile_key(True)
+        return self._bound_key(name, args[1:], kwargs)
 
-    def plan(self) -> Plan:
-        """What is in force now; made anew when `configure` has been called since."""
-        plan = self._plan
-        if plan is None or plan.made_from is not settings.current:
-            plan = self._plan = _make_plan(self._options, settings.current)
-        return plan
+    def make_plan(self) -> Plan:
+        """What is in force now; to be made anew when `configure` has been called since."""
+        self.plan = _make_plan(self._options, settings.current)
+        return self.plan
 
 
 def _make_plan(options: Options, configured: settings.Settings) -> Plan:
@@ -151,6 +150,7 @@ def _make_plan(options: Options, configured: settings.Settings) -> Plan:
         server=find_server(source or settings.source_of(configured)) if settings.is_active(configured) else None,
         prefix=settings.most_specific(configured.prefix, settings.DEFAULT_PREFIX),
         ttl=ttl,
+        ttl_ms=round(ttl * 1000),
         limit=limit,
         free_in=None if limit == inf else limit,
         renewed=ttl < limit,
@@ -246,58 +246,65 @@ def _refuse_unfinished(cover: Cover, result: Any) -> None:
 
 def run(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """Run the function if its key is free, and give what the policies say if not."""
-    plan = cover.plan()
-    key = plan.prefix + cover.key(call, args, kwargs)
+    plan = cover.plan
+    if plan is None or plan.made_from is not settings.current:
+        plan = cover.make_plan()
+    key = plan.prefix + (cover.bound_key if call.bound else cover.key)(call.name, args, kwargs)
     server = plan.server
     if server is None:
         return _run_as(_unlocked(key), cover, args, kwargs)
     token, begun = call.identity.token(plan.free_in), now()
+    found, problem = None, None
     try:
-        got = Lock.take(server.client, server.dialect, key, token, plan.ttl)
-    except TROUBLE as problem:
-        got = problem
+        found = take(server.client, server.dialect, key, token, plan.ttl_ms)
+    except TROUBLE as error:
+        problem = error
     except BaseException:
         _begin(plan, server, call, key, token, begun).adrift(is_set=False)
         raise
-    if type(got) is bytes:
-        return _busy(plan, call, key, got)
+    if found is not None:
+        return _busy(plan, call, key, found)
     this = _begin(plan, server, call, key, token, begun)
-    if not isinstance(got, Lock):
-        instead = this.down(got)
+    if problem is not None:
+        instead = this.down(problem)
         return _run_as(this.lease, cover, args, kwargs) if instead is _CARRY_ON else instead
     try:
         this.taken()
         return _run_as(this.lease, cover, args, kwargs)
     finally:
-        _give_back(this, got)
+        _give_back(this, Lock.held(server.client, server.dialect, key, token, plan.ttl))
 
 
 async def run_async(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """Run the function if its key is free, and give what the policies say if not."""
-    plan = cover.plan()
-    key = plan.prefix + cover.key(call, args, kwargs)
+    plan = cover.plan
+    if plan is None or plan.made_from is not settings.current:
+        plan = cover.make_plan()
+    key = plan.prefix + (cover.bound_key if call.bound else cover.key)(call.name, args, kwargs)
     server = plan.server
     if server is None:
         return await _run_as_async(_unlocked(key), cover, args, kwargs)
+    client = await server.async_client()
     token, begun = call.identity.token(plan.free_in), now()
+    found, problem = None, None
     try:
-        got = await AsyncLock.take(await server.async_client(), server.dialect, key, token, plan.ttl)
-    except TROUBLE as problem:
-        got = problem
+        found = await take_async(client, server.dialect, key, token, plan.ttl_ms)
+    except TROUBLE as error:
+        problem = error
     except BaseException:
         _begin(plan, server, call, key, token, begun).adrift(is_set=False)
         raise
-    if type(got) is bytes:
-        return _busy(plan, call, key, got)
+    if found is not None:
+        return _busy(plan, call, key, found)
     this = _begin(plan, server, call, key, token, begun)
-    if not isinstance(got, AsyncLock):
-        instead = this.down(got)
+    if problem is not None:
+        instead = this.down(problem)
         return await _run_as_async(this.lease, cover, args, kwargs) if instead is _CARRY_ON else instead
     try:
         this.taken()
         return await _run_as_async(this.lease, cover, args, kwargs)
     finally:
-        await _give_back_async(this, got)
+        await _give_back_async(this, AsyncLock.held(client, server.dialect, key, token, plan.ttl))
 
 
 def _run_as(lease: Lease, cover: Cover, args: Args, kwargs: Kwargs) -> Any:

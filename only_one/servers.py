@@ -16,7 +16,6 @@ import redis.asyncio
 import redis.asyncio.connection
 import redis.asyncio.retry
 from redis.backoff import NoBackoff
-from redis.connection import parse_url
 from redis.retry import Retry
 
 from .errors import ConfigurationError
@@ -28,7 +27,7 @@ Source = Union[str, Any, Callable[[], Any]]
 """A URL, a client, or a callable that returns a client."""
 
 PATIENCE = {"socket_timeout": 0.9, "socket_connect_timeout": 0.5}
-"""Seconds that a client made here waits for a reply and for a connection, twice: a server that is down is known within 2 s."""
+"""Seconds that a client made here waits for a reply and a connection; with one retry, a dead server is known in 2 s."""
 
 _RETRIES = 1
 _SCHEMES = ("redis://", "rediss://", "unix://")
@@ -72,13 +71,15 @@ def _twin(client: Any) -> Any:
     pool = client.connection_pool
     kind = getattr(redis.asyncio.connection, pool.connection_class.__name__, None)
     if kind is None:
-        msg = f"no asyncio client can be made from {client!r}, which connects by {pool.connection_class!r}: give redis= as a URL"
+        msg = f"no asyncio client can be made from one that connects by {pool.connection_class!r}: give redis= as a URL"
         raise ConfigurationError(msg)
     known = _parameters(kind) - {"retry", "retry_on_error", "redis_connect_func", "event_dispatcher"}
     options = {name: value for name, value in pool.connection_kwargs.items() if name in known}
     retry = redis.asyncio.retry.Retry(NoBackoff(), _RETRIES)
     return redis.asyncio.Redis(
-        connection_pool=redis.asyncio.ConnectionPool(connection_class=kind, max_connections=pool.max_connections, retry=retry, **options)
+        connection_pool=redis.asyncio.ConnectionPool(
+            connection_class=kind, max_connections=pool.max_connections, retry=retry, **options
+        )
     )
 
 
@@ -112,12 +113,12 @@ def check_source(source: object, name: str = "redis") -> None:
             msg = f"{name}={masked(source)!r} is not a URL of Redis: write redis://host:6379/0, rediss://… or unix:///path"
             raise ConfigurationError(msg)
         try:
-            parse_url(source)
-        except ValueError as error:
+            redis.Redis.from_url(source).connection_pool.make_connection()  # which does not connect yet
+        except (TypeError, ValueError) as error:
             msg = f"{name}={masked(source)!r} cannot be read ({error}): write redis://[user:password@]host:6379/0"
             raise ConfigurationError(msg) from None
     elif not _is_client(source) and not callable(source):
-        msg = f"{name}={source!r}: give a client of redis-py, a URL such as redis://host:6379/0, or a callable that returns a client"
+        msg = f"{name}={source!r}: give a URL such as redis://host:6379/0, a client, or a callable that returns one"
         raise ConfigurationError(msg)
     elif _is_async(source):
         msg = f"{name}={source!r} is an asyncio client: give a sync one or a URL, the asyncio client is made from it"

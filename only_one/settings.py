@@ -58,7 +58,9 @@ class _Configured:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         _replace(self._before)
 
 
@@ -66,8 +68,8 @@ def configure(
     *,
     redis: Source | Unset = UNSET,
     prefix: str | Unset = UNSET,
-    timeout: Seconds | None | Unset = UNSET,
-    lease: Seconds | None | Unset = UNSET,
+    timeout: Seconds | Unset | None = UNSET,
+    lease: Seconds | Unset | None = UNSET,
     when_busy: Callable[[Any], Any] | Unset = UNSET,
     active: bool | Unset = UNSET,
 ) -> _Configured:
@@ -144,7 +146,7 @@ def check_when_busy(policy: object) -> None:
     """
     check_policy("when_busy", policy)
     if policy is carry_on:
-        msg = "when_busy=carry_on would run two at a time: write when_busy=skip or when_busy=fail, or leave the decorator out"
+        msg = "when_busy=carry_on would run two at a time: write when_busy=skip or when_busy=fail"
         raise ConfigurationError(msg)
 
 
@@ -157,7 +159,7 @@ def check_times(timeout: object, lease: object) -> tuple[float | None, float | N
     limit = None if _absent(timeout) else seconds("timeout", timeout, "for no limit leave it out")
     renewed = None if _absent(lease) else seconds("lease", lease, "for the default of 30 s leave it out")
     if limit is not None and renewed is not None and renewed > limit:
-        msg = f"lease={lease!r} is longer than timeout={timeout!r}: write a lease of at most the timeout, or leave one of them out"
+        msg = f"lease={lease!r} is longer than timeout={timeout!r}: write a shorter lease, or leave one of them out"
         raise ConfigurationError(msg)
     return limit, renewed
 
@@ -198,5 +200,3 @@ def source_of(settings: Settings) -> Source:
 def most_specific(*values: Any) -> Any:
     """The first value that is set."""
     return next(value for value in values if value is not UNSET)
-
-

@@ -22,7 +22,7 @@ def call_of(cover: Cover, wrapper: Callable[..., Any], args: tuple[Any, ...]) ->
     if task is None or not _runs(task, wrapper):
         return cover.plain_bound if bound else cover.plain
     request = task.request
-    return Call(Identity(task.name, request.id, request.retries), bound=bound)
+    return Call(task.name, Identity(task.name, request.id, request.retries), bound=bound)
 
 
 def _runs(task: Task, wrapper: Callable[..., Any]) -> bool:

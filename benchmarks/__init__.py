@@ -1,0 +1,1 @@
+"""Measurements, each a program of its own; ratios within one run, never absolute times."""

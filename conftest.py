@@ -1,0 +1,32 @@
+"""Runs the code blocks of README.md, on a server of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser
+
+from only_one import configure
+from only_one.testing import redis_server
+
+_OPEN: list[Any] = []
+
+
+def _begin(namespace: dict[str, Any]) -> None:
+    server = redis_server()
+    configured = configure(redis=server.__enter__().url)
+    namespace["__name__"] = "readme"
+    _OPEN.extend((configured, server))
+
+
+def _end(_namespace: dict[str, Any]) -> None:
+    for each in _OPEN:
+        each.__exit__(None, None, None)
+    _OPEN.clear()
+
+
+pytest_collect_file = Sybil(
+    parsers=[PythonCodeBlockParser()], patterns=["README.md"], setup=_begin, teardown=_end
+).pytest()

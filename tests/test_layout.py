@@ -1,0 +1,84 @@
+"""The house: imports run downwards only, and Celery is imported in one place."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import only_one
+
+ROOT = Path(only_one.__file__).parent
+
+# From the top downwards; a module imports only from those that stand after it.
+ORDER = [
+    "only_one",
+    "only_one.decorator",
+    "only_one.tasks.running",
+    "only_one.run",
+    "only_one.leases",
+    "only_one.lock",
+    "only_one.settings",
+    "only_one.servers",
+    "only_one.protocol",
+    "only_one.keys",
+    "only_one.fields",
+    "only_one.escaping",
+    "only_one.encoding",
+    "only_one.arguments",
+    "only_one.policies",
+    "only_one.events",
+    "only_one.times",
+    "only_one.testing",
+    "only_one.errors",
+    "only_one.holder",
+    "only_one.clock",
+    "only_one.tasks",
+]
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        parts = ("only_one", *path.relative_to(ROOT).with_suffix("").parts)
+        found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+def imports(name: str, path: Path) -> Iterator[str]:
+    """Every module that a file imports from, in functions and under TYPE_CHECKING too."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - (node.level - 1)] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            yield origin
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
+
+
+MODULES = modules()
+
+
+def test_every_module_has_its_place_in_the_order() -> None:
+    assert sorted(MODULES) == sorted(ORDER)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_run_downwards_only(name: str) -> None:
+    below = set(ORDER[ORDER.index(name) + 1 :])
+    own = {each for each in imports(name, MODULES[name]) if each in MODULES and each != "only_one"}
+    assert own <= below
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith("only_one.tasks")])
+def test_only_tasks_imports_celery(name: str) -> None:
+    assert not [each for each in imports(name, MODULES[name]) if each.split(".")[0] in ("celery", "kombu", "billiard")]
+
+
+@pytest.mark.parametrize("name", ["only_one.keys", "only_one.fields", "only_one.encoding", "only_one.arguments"])
+def test_keys_know_nothing_of_redis(name: str) -> None:
+    assert not [each for each in imports(name, MODULES[name]) if each.split(".")[0] == "redis"]
