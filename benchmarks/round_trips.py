@@ -92,7 +92,7 @@ def skips(client: Any) -> tuple[dict[str, Callable[[], Any]], Callable[[Callable
         client.set("bare-taken", b"token", nx=True, px=TTL)
 
     @only_one("{name}:{feed_url:md5}")
-    def covered(feed_url: str, then: Callable[[], None] | None = None) -> None:
+    def covered(feed_url: str, then: Callable[[], None] | None = None) -> None:  # noqa: ARG001 - it is in the key
         if then:
             then()
 
@@ -146,9 +146,8 @@ def report(client: Any, title: str, variants: dict[str, Callable[[], Any]], opti
         call()
     for name, found in ratios(variants, options).items():
         tenths = statistics.quantiles(found, n=10)
-        print(
-            f"{name:42}  {statistics.median(found):6.3f} {tenths[0]:6.3f} {tenths[-1]:6.3f}  {commands_of(client, variants[name])}"
-        )
+        figures = f"{statistics.median(found):6.3f} {tenths[0]:6.3f} {tenths[-1]:6.3f}"
+        print(f"{name:42}  {figures}  {commands_of(client, variants[name])}")
 
 
 def main() -> None:
@@ -160,9 +159,7 @@ def main() -> None:
     options = parser.parse_args()
     options.random = random.Random(options.seed)
     with redis_server() as server, redis.Redis.from_url(server.url) as client, configure(redis=client):
-        print(
-            f"redis-py {redis.__version__}, {server.url}, {options.rounds} rounds of {options.calls}, seed {options.seed}"
-        )
+        print(f"redis-py {redis.__version__}, {options.rounds} rounds of {options.calls}, seed {options.seed}")
         report(client, "A run", runs(client), options)
         variants, while_taken = skips(client)
         while_taken(lambda: report(client, "A skip", variants, options))

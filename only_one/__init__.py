@@ -10,7 +10,7 @@ from .errors import (
     OnlyOneError,
     UnkeyableArgument,
 )
-from .events import Acquired, Busy, Down, Lost, Released, subscribe
+from .events import Acquired, Busy, Down, Lost, Reclaimed, Released, subscribe
 from .policies import carry_on, fail, skip
 from .run import current_lock
 from .settings import configure
@@ -26,6 +26,7 @@ __all__ = [
     "LockUnavailable",
     "Lost",
     "OnlyOneError",
+    "Reclaimed",
     "Released",
     "UnkeyableArgument",
     "carry_on",

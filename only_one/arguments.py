@@ -21,13 +21,14 @@ class Arguments:
     Attributes:
         call: the signature.
         names: the parameters, in order.
+        gathers: there is a `*args` or a `**kwargs` among them.
     """
 
     def __init__(self, call: Signature) -> None:
         parameters = list(call.parameters.values())
         self.call = call
         self.names = [parameter.name for parameter in parameters]
-        self._gathers = any(parameter.kind in _GATHERING for parameter in parameters)
+        self.gathers = any(parameter.kind in _GATHERING for parameter in parameters)
         self._positions = sum(parameter.kind in _BY_POSITION for parameter in parameters)
         self._index = {each.name: index for index, each in enumerate(parameters) if each.kind in _BY_NAME}
         self._defaults = [_MISSING if each.default is Parameter.empty else each.default for each in parameters]
@@ -55,7 +56,7 @@ class Arguments:
             TypeError: if the function could not be called so.
         """
         given = len(args)
-        if not self._gathers and given <= self._positions:
+        if not self.gathers and given <= self._positions:
             values = self._defaults.copy()
             values[:given] = args
             for name, value in kwargs.items():

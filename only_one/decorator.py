@@ -10,17 +10,26 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, overload
 
 from .errors import ConfigurationError, KeyTemplateError
 from .keys import MakeKey, compile_key, names_the_function
-from .policies import fail
-from .run import Call, Cover, Options, run, run_async
+from .plan import Call, Cover, Options
+from .policies import carry_on, fail
+from .run import run, run_async
 from .servers import Source, check_source
-from .settings import UNSET, Seconds, Unset, check_policy, check_times, check_when_busy
+from .settings import (
+    UNSET,
+    Seconds,
+    Unset,
+    check_at_least,
+    check_policy,
+    check_takeover,
+    check_times,
+    check_when_busy,
+    check_when_lost,
+)
 
 if TYPE_CHECKING:
-    from typing import Never
+    from typing_extensions import Never, TypeVar
 
-    from typing_extensions import TypeVar
-
-    from .errors import AlreadyRunning, LockUnavailable
+    from .errors import AlreadyRunning, LockLost, LockUnavailable
 
     P = ParamSpec("P")
     R = TypeVar("R")
@@ -54,9 +63,12 @@ def only_one(
     *,
     key: str | Callable[..., str] = ...,
     lease: Seconds | Unset | None = ...,
+    at_least: Seconds = ...,
     when_busy: Callable[[AlreadyRunning], Busy] = ...,
+    when_lost: Callable[[LockLost], object] = ...,
     when_down: Callable[[LockUnavailable], Down] = ...,
-    redis: Source = ...,
+    takeover: bool = ...,
+    redis: Source | None = ...,
 ) -> Callable[P, Coroutine[Any, Any, R | Busy | Down]]: ...
 @overload
 def only_one(
@@ -66,9 +78,12 @@ def only_one(
     *,
     key: str | Callable[..., str] = ...,
     lease: Seconds | Unset | None = ...,
+    at_least: Seconds = ...,
     when_busy: Callable[[AlreadyRunning], Busy] = ...,
+    when_lost: Callable[[LockLost], object] = ...,
     when_down: Callable[[LockUnavailable], Down] = ...,
-    redis: Source = ...,
+    takeover: bool = ...,
+    redis: Source | None = ...,
 ) -> Callable[P, R | Busy | Down]: ...
 @overload
 def only_one(
@@ -77,9 +92,12 @@ def only_one(
     timeout: Seconds | Unset | None = ...,
     *,
     lease: Seconds | Unset | None = ...,
+    at_least: Seconds = ...,
     when_busy: Callable[[AlreadyRunning], Busy] = ...,
+    when_lost: Callable[[LockLost], object] = ...,
     when_down: Callable[[LockUnavailable], Down] = ...,
-    redis: Source = ...,
+    takeover: bool = ...,
+    redis: Source | None = ...,
 ) -> Decorator[Busy, Down]: ...
 @overload
 def only_one(
@@ -87,9 +105,12 @@ def only_one(
     timeout: Seconds | Unset | None = ...,
     key: str | Callable[..., str] = ...,
     lease: Seconds | Unset | None = ...,
+    at_least: Seconds = ...,
     when_busy: Callable[[AlreadyRunning], Busy] = ...,
+    when_lost: Callable[[LockLost], object] = ...,
     when_down: Callable[[LockUnavailable], Down] = ...,
-    redis: Source = ...,
+    takeover: bool = ...,
+    redis: Source | None = ...,
 ) -> Decorator[Busy, Down]: ...
 def only_one(
     function_or_key: Any = UNSET,
@@ -98,9 +119,12 @@ def only_one(
     *,
     key: Any = UNSET,
     lease: Any = UNSET,
+    at_least: Any = 0,
     when_busy: Any = UNSET,
+    when_lost: Any = carry_on,
     when_down: Any = fail,
-    redis: Any = UNSET,
+    takeover: Any = UNSET,
+    redis: Any = None,
 ) -> Any:
     """Let only one run of a function with the same key be under way at a time, in all processes that share a Redis.
 
@@ -115,10 +139,17 @@ def only_one(
             `"{name}:{feed_url:md5}"`; or, by keyword, a callable that takes the call's arguments and returns a str.
         lease: seconds or timedelta: how long the key outlives a holder that has died.
             It is renewed while the run lives. Without `timeout` and `lease` it is 30 s.
+        at_least: seconds or timedelta: after a run that has succeeded, the key is kept until this long after it was
+            taken.
         when_busy: called with `AlreadyRunning` when the key is taken; what it returns or raises is what the call gives.
             `skip` (the default, gives None), `fail`, or any callable.
+        when_lost: called once with `LockLost` when the run has lost its key, soon after that is known, in a thread of
+            its own. `carry_on` (the default), `fail` (an async run is cancelled, and the call raises `LockLost` in
+            place of its result), or any callable.
         when_down: called with `LockUnavailable` when the server cannot be asked.
             `fail` (the default), `skip`, `carry_on` (run without the key), or any callable.
+        takeover: a holder on this machine whose process is dead does not block. False is for runs that leave children
+            behind that go on working.
         redis: the server: a client of redis-py, a URL, or a callable that returns a client, called once.
             Default: as configured, else the environment's `ONLY_ONE_REDIS_URL`, else `redis://localhost:6379/0`.
 
@@ -134,24 +165,37 @@ def only_one(
         msg = f"two keys are given, {function_or_key!r} and key={key!r}: write one of them"
         raise ConfigurationError(msg)
     template = function_or_key if as_key else key
-    decorate = _decorator(
-        DEFAULT_KEY if template is UNSET else template, _options(timeout, lease, when_busy, when_down, redis)
+    options = _options(
+        timeout=timeout,
+        lease=lease,
+        at_least=at_least,
+        when_busy=when_busy,
+        when_lost=when_lost,
+        when_down=when_down,
+        takeover=takeover,
+        redis=redis,
     )
+    decorate = _decorator(DEFAULT_KEY if template is UNSET else template, options)
     return decorate if as_key or function_or_key is UNSET else decorate(function_or_key)
 
 
-def _options(timeout: Any, lease: Any, when_busy: Any, when_down: Any, redis: Any) -> Options:
+def _options(**given: Any) -> Options:
     """The options, found to be sound."""
+    timeout = given["timeout"]
     if isinstance(timeout, str):
         msg = f"timeout={timeout!r} is a str: write the key first and then the seconds, only_one({timeout!r}, 300)"
         raise ConfigurationError(msg)
-    limit, renewed = check_times(timeout, lease)
-    if when_busy is not UNSET:
-        check_when_busy(when_busy)
-    check_policy("when_down", when_down)
-    if redis is not UNSET:
-        check_source(redis)
-    return Options(limit, renewed, when_busy, when_down, redis)
+    limit, renewed = check_times(timeout, given["lease"])
+    if given["when_busy"] is not UNSET:
+        check_when_busy(given["when_busy"])
+    check_when_lost(given["when_lost"])
+    check_policy("when_down", given["when_down"])
+    check_takeover(given["takeover"])
+    if given["redis"] is not None:
+        check_source(given["redis"])
+    has_times = timeout is not UNSET or given["lease"] is not UNSET
+    at_least = check_at_least(given["at_least"], limit)
+    return Options(**{**given, "timeout": limit, "lease": renewed, "has_times": has_times, "at_least": at_least})
 
 
 def _decorator(key: Any, options: Options) -> Callable[[Any], Any]:
@@ -159,11 +203,16 @@ def _decorator(key: Any, options: Options) -> Callable[[Any], Any]:
 
     def decorate(function: Any) -> Any:
         check_function(function)
+        check_not_twice(function, key)
         name = qualified_name(function)
         if names_the_function(key):
             check_name(function)
-        cover = Cover(function, name, options, functools.partial(_compile, key, _signature(function)))
-        return _wrap(cover)
+        signature = _signature(function)
+        takes_self = next(iter(signature.parameters), None) == "self"
+        cover = Cover(function, name, options, functools.partial(_compile, key, signature), takes_self=takes_self)
+        wrapper = _wrap(cover)
+        wrapper.__only_one__ = key
+        return wrapper
 
     return decorate
 
@@ -226,7 +275,7 @@ def check_function(function: Any) -> None:
 
 def _why_not(function: Any) -> str | None:
     kind = type(function)
-    if hasattr(kind, "__then__") or any(base.__module__ == _CELERY for base in kind.__mro__):
+    if any(base.__module__ in ("celery.local", _CELERY) for base in kind.__mro__):
         return "a task from queued to finished: write @only_one below @app.task, directly above the function"
     if issubclass(kind, (staticmethod, classmethod, property)):
         return f"a {kind.__name__}: write @only_one below @{kind.__name__}, directly above the function"
@@ -242,6 +291,17 @@ def _why_not(function: Any) -> str | None:
     if not hasattr(function, "__qualname__"):
         return f"{function!r}, which is no function: write @only_one above a def, or above the __call__ of its class"
     return None
+
+
+def check_not_twice(function: Any, key: Any) -> None:
+    """Refuse a second cover with the key of the first, which would find itself busy in every call.
+
+    Raises:
+        ConfigurationError: saying what to write instead.
+    """
+    if getattr(function, "__only_one__", UNSET) == key:
+        msg = f"{function.__qualname__} is covered with key={key!r} already: write one @only_one, or another key"
+        raise ConfigurationError(msg)
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:

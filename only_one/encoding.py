@@ -9,6 +9,7 @@ from dataclasses import fields, is_dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
+from functools import lru_cache
 from importlib import import_module
 from pathlib import PurePath
 from typing import Any
@@ -19,6 +20,9 @@ VERSION = b"\xff1"
 
 No UTF-8 text begins with this byte, so no str is spelt like anything else.
 """
+
+_SHORT = 200
+"""Characters of a str whose digest is remembered; longer ones would take the memory."""
 
 md5 = hashlib.md5
 with suppress(ImportError):  # CPython's own takes a third of OpenSSL's time for a text as short as an argument
@@ -48,8 +52,8 @@ def digest(value: object) -> str:
     Raises:
         UnknownType: for a value, or a part of it, that has no canonical spelling.
     """
-    if type(value) is str and value.isascii():
-        return md5(value.encode(), usedforsecurity=False).hexdigest()
+    if type(value) is str and len(value) <= _SHORT:
+        return _digest_of_short(value)
     value = plain(value)
     if isinstance(value, str):
         return md5(_utf8(value), usedforsecurity=False).hexdigest()
@@ -57,6 +61,12 @@ def digest(value: object) -> str:
         return md5(VERSION + _encode(value), usedforsecurity=False).hexdigest()
     except RecursionError:
         raise UnknownType(type(value)) from None
+
+
+@lru_cache(maxsize=4096)
+def _digest_of_short(text: str) -> str:
+    """Calls come back with the same arguments, or there would be no need of us."""
+    return md5(_utf8(text), usedforsecurity=False).hexdigest()
 
 
 def _encode(value: object) -> bytes:
@@ -106,7 +116,10 @@ def _mapping_key(key: object) -> bytes:
     if isinstance(key, bool):
         return _str("true" if key else "false")
     if isinstance(key, int):
-        return _str(int.__repr__(key))
+        try:
+            return _str(int.__repr__(key))
+        except ValueError:  # more digits than Python spells, JSON neither
+            raise UnknownType(int) from None
     if isinstance(key, float):
         return _str(_json_float(key))
     return _encode(key)

@@ -15,7 +15,7 @@ Each is built from plain strings, so it survives pickle and Celery's JSON, which
 
 from __future__ import annotations
 
-from .holder import Holder
+from .holder import Holder, printable
 
 
 class OnlyOneError(Exception):
@@ -47,7 +47,7 @@ class AlreadyRunning(OnlyOneError):
         return holder.task_id if holder else None
 
     def __str__(self) -> str:
-        return f"{self.key} is taken by {self.holder or 'a value that is not a holder of only_one'}"
+        return f"{printable(self.key)} is taken by {self.holder or 'a value that is not a holder of only_one'}"
 
 
 class LockLost(OnlyOneError):
@@ -73,7 +73,7 @@ class LockLost(OnlyOneError):
 
     def __str__(self) -> str:
         now = f", now held by {self.holder}" if self.holder else ""
-        return f"{self.key} is lost: {self.reason}{now}"
+        return f"{printable(self.key)} is lost: {self.reason}{now}"
 
 
 class LockUnavailable(OnlyOneError):
@@ -92,7 +92,7 @@ class LockUnavailable(OnlyOneError):
         self.problem = problem
 
     def __str__(self) -> str:
-        return f"{self.key} could not be taken: {self.problem}"
+        return f"{printable(self.key)} could not be taken: {self.problem}"
 
 
 class KeyTemplateError(OnlyOneError, ValueError):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Union
 
+from .callables import check_callable
 from .errors import ConfigurationError, LockUnavailable
-from .holder import Holder
+from .holder import Holder, printable
 
 logger = logging.getLogger("only_one")
 
@@ -34,7 +36,7 @@ class Acquired:
         return Holder.parse(self.token)
 
     def __str__(self) -> str:
-        return f"{self.name} holds {self.key}"
+        return f"{self.name} holds {printable(self.key)}"
 
 
 @dataclass(frozen=True)
@@ -59,16 +61,40 @@ class Busy:
     def __str__(self) -> str:
         holder = self.holder
         if holder is None:
-            return f"{self.name} did not run: {self.key} is taken by a value that is not a holder of only_one"
+            return (
+                f"{self.name} did not run: {printable(self.key)} is taken by a value that is not a holder of only_one"
+            )
         now = time.time()
         free = (
             "free when it ends"
             if holder.deadline is None
             else f"free in {max(0.0, holder.deadline - now):.1f} s at the latest"
         )
-        return (
-            f"{self.name} did not run: {self.key} is taken by {holder}, running for {now - holder.since:.1f} s, {free}"
-        )
+        taken = f"{printable(self.key)} is taken by {holder}, running for {now - holder.since:.1f} s, {free}"
+        return f"{self.name} did not run: {taken}"
+
+
+@dataclass(frozen=True)
+class Reclaimed:
+    """A call took over a key whose holder is certainly dead, or forgotten by this very process.
+
+    Attributes:
+        key: the key as it is in Redis.
+        name: the task's or function's name.
+        value: what stood under the key.
+    """
+
+    key: str
+    name: str
+    value: bytes
+
+    @property
+    def holder(self) -> Holder | None:
+        """Who held the key."""
+        return Holder.parse(self.value)
+
+    def __str__(self) -> str:
+        return f"{self.name} took over {printable(self.key)} from {self.holder}, which is dead"
 
 
 @dataclass(frozen=True)
@@ -80,22 +106,22 @@ class Released:
         name: the task's or function's name.
         outcome: "held" (it was ours until now), "gone" (it was not there any more, which is also how a release looks
             whose first reply was lost), "taken" (it was somebody else's, and left alone), "unknown" (the server could
-            not be asked; it is released in the background).
+            not be asked; it is released in the background), "kept" (it stays for the rest of `at_least`).
         seconds: how long the key was held.
     """
 
     key: str
     name: str
-    outcome: Literal["held", "gone", "taken", "unknown"]
+    outcome: Literal["held", "gone", "taken", "unknown", "kept"]
     seconds: float
 
     def __str__(self) -> str:
-        return f"{self.name} released {self.key} after {self.seconds:.3f} s ({self.outcome})"
+        return f"{self.name} released {printable(self.key)} after {self.seconds:.3f} s ({self.outcome})"
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A run lost its key while it ran.
+    """A run lost its key while it ran; told as soon as that is known.
 
     Attributes:
         key: the key as it is in Redis.
@@ -115,7 +141,7 @@ class Lost:
         return Holder.parse(self.value)
 
     def __str__(self) -> str:
-        return f"{self.name} lost {self.key} while it ran ({self.reason}): another may have run beside it"
+        return f"{self.name} lost {printable(self.key)} while it ran ({self.reason}): another may have run beside it"
 
 
 @dataclass(frozen=True)
@@ -136,18 +162,19 @@ class Down:
         return f"{self.name}: {self.error}"
 
 
-Event = Union[Acquired, Busy, Released, Lost, Down]
+Event = Union[Acquired, Busy, Reclaimed, Released, Lost, Down]
 Hook = Callable[[Event], object]
 
 _LEVELS: dict[type, int] = {
     Acquired: logging.DEBUG,
     Busy: logging.INFO,
+    Reclaimed: logging.WARNING,
     Released: logging.DEBUG,
     Lost: logging.WARNING,
     Down: logging.DEBUG,
 }
 
-_hooks: tuple[Hook, ...] = ()
+_hooks: tuple[list[Hook], ...] = ()
 
 
 def subscribe(hook: Hook) -> Callable[[], None]:
@@ -163,17 +190,17 @@ def subscribe(hook: Hook) -> Callable[[], None]:
         ConfigurationError: if `hook` cannot be called.
     """
     global _hooks  # noqa: PLW0603 - replaced as a whole, so that emitting needs no lock
+    instead = "write subscribe(function), it is called with each event"
     if not callable(hook):
-        msg = f"subscribe({hook!r}): write subscribe(function), it is called with each event"
+        msg = f"subscribe({hook!r}): {instead}"
         raise ConfigurationError(msg)
-    _hooks = (*_hooks, hook)
+    check_callable("hook", hook, 1, instead)
+    subscription = [hook]  # an object of its own, as one hook may be subscribed twice
+    _hooks = (*_hooks, subscription)
 
     def unsubscribe() -> None:
         global _hooks  # noqa: PLW0603
-        # By identity: equal hooks are two subscriptions.
-        position = next((index for index, each in enumerate(_hooks) if each is hook), None)
-        if position is not None:
-            _hooks = (*_hooks[:position], *_hooks[position + 1 :])
+        _hooks = tuple(each for each in _hooks if each is not subscription)
 
     return unsubscribe
 
@@ -185,8 +212,9 @@ def wanted(kind: type[Event]) -> bool:
 
 def emit(event: Event) -> None:
     """Tell everybody who listens."""
-    _log(event)
-    for hook in _hooks:
+    with suppress(Exception):  # a filter or handler that fails is not to fail the call
+        _log(event)
+    for (hook,) in _hooks:
         try:
             hook(event)
         except Exception:

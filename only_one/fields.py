@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
+from collections.abc import Callable, Iterable, Mapping
+from datetime import date, time, timedelta
+from decimal import Decimal
 from inspect import Parameter
+from pathlib import PurePath
+from types import NoneType
 from typing import Any, NamedTuple
+from uuid import UUID
 
 from .arguments import Arguments, Get
 from .encoding import UnknownType, digest, plain
@@ -19,8 +23,9 @@ Text = Callable[[str, tuple[Any, ...], Mapping[str, Any]], str]
 
 _PATH = re.compile(r"(?P<first>[^.\[\]]+)(?P<rest>(?:\.[^.\[\]]+|\[[^\[\]]+\])*)\Z")
 _STEP = re.compile(r"\.(?P<attribute>[^.\[\]]+)|\[(?P<item>[^\[\]]+)\]")
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 _OWN = ("name", "md5")
+_SCALARS = (str, bytes, int, float, NoneType, Decimal, UUID, date, time, timedelta, PurePath)
 _CONVERSIONS: dict[str | None, Callable[[Any], Any]] = {None: lambda value: value, "r": repr, "s": str, "a": ascii}
 
 
@@ -217,19 +222,25 @@ def _formatted(value: _Value, found: Any) -> str:
 
 def _converted(value: _Value, found: Any) -> Any:
     found = plain(found)
-    if isinstance(found, (list, tuple, dict, set, frozenset)) or _is_bare_dataclass(found):
+    if _has_no_stable_text(found):
         # The text of a container differs for equal ones: a set's order by process, a tuple's brackets by the broker.
-        msg = (
-            f"the parameter {value.parameter!r} is a {type(found).__qualname__}, which has no stable text: "
-            f"write {{{value.field.path}:md5}}"
-        )
-        raise UnkeyableArgument(msg)
+        raise _unkeyable_text(value, type(found))
     converted = _CONVERSIONS[value.field.conversion](found)
     return _without_address(value, found, converted) if value.field.conversion else converted
 
 
-def _is_bare_dataclass(found: object) -> bool:
-    return is_dataclass(found) and type(found).__str__ is object.__str__
+def _unkeyable_text(value: _Value, kind: type) -> UnkeyableArgument:
+    return UnkeyableArgument(
+        f"the parameter {value.parameter!r} is a {kind.__module__}.{kind.__qualname__}, which has no stable text: "
+        f"write {{{value.field.path}:md5}}, or what identifies it, such as {{{value.field.path}.id}}, or key=callable"
+    )
+
+
+def _has_no_stable_text(found: object) -> bool:
+    """Whether it holds others, or has no text of its own but what its `repr` says of it."""
+    if isinstance(found, _SCALARS):
+        return False
+    return isinstance(found, Iterable) or type(found).__str__ is object.__str__
 
 
 def _without_address(value: _Value, found: object, text: str) -> str:

@@ -7,10 +7,11 @@ import json
 import os
 import socket
 import time
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
+
+from .clock import now
 
 FORMAT = 1
 """The version of the value's layout. A value of another version is nobody we know, and is left alone."""
@@ -22,7 +23,7 @@ class Holder:
 
     Attributes:
         id: random, one per attempt to take the key.
-        state: "running" while the call runs.
+        state: "running" while the call runs, "kept" after it has succeeded, for the rest of `at_least`.
         name: the task's or function's name.
         task_id: the Celery task's id, or None for a plain function.
         attempt: how many times the Celery task has been retried, or None.
@@ -35,7 +36,7 @@ class Holder:
     """
 
     id: str
-    state: Literal["running"]
+    state: Literal["running", "kept"]
     name: str
     task_id: str | None
     attempt: int | None
@@ -58,12 +59,23 @@ class Holder:
         if found.keys() != _TYPES.keys() or not all(isinstance(found[name], _TYPES[name]) for name in _TYPES):
             return None
         deadline = found["deadline"]
+        if abs(found["since"]) > _LATEST or abs(deadline or 0) > _LATEST:
+            return None
         found.update(since=found["since"] / 1000, deadline=deadline and deadline / 1000)
         return cls(**found)
 
     def __str__(self) -> str:
         task = f" (task {self.task_id})" if self.task_id else ""
-        return f"{self.name}{task}, pid {self.pid} on {self.host}"
+        return printable(f"{self.name}{task}, pid {self.pid} on {self.host}")
+
+
+_LATEST = 10**14
+"""Milliseconds since the epoch; what is later is a number that somebody has made up."""
+
+
+def printable(text: str) -> str:
+    """`text` with line ends, terminal escapes and the like spelt out: anybody can write anything under our keys."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 _TYPES: dict[str, Any] = {
@@ -84,7 +96,17 @@ class _Process:
         pid = os.getpid()
         self.stem = os.urandom(8).hex() + "-"
         self.numbers = itertools.count()
-        self.spelling = _spell(machine=machine(), host=socket.gethostname(), pid=pid, process_start=process_start(pid))
+        self.machine = machine()
+        self.spelling = _spell(
+            machine=self.machine or socket.gethostname(),
+            host=socket.gethostname(),
+            pid=pid,
+            process_start=process_start(pid),
+        )
+        self.head = f'{{"only_one":{FORMAT},{self.spelling},"id":"{self.stem}'
+        # What the values of this process, and of all of this machine, begin with.
+        self.mark = self.head.encode()
+        self.machine_mark = f'{{"only_one":{FORMAT},{_spell(machine=self.machine)},'.encode()
 
 
 _process: _Process | None = None
@@ -109,13 +131,11 @@ def _this_process() -> _Process:
 class Identity:
     """Who calls, as a token spells it: made once for a function, and anew for each run of a task."""
 
-    __slots__ = ("_head", "_process", "_spelling")
+    __slots__ = ("_spelling",)
 
     def __init__(self, name: str, task_id: str | None = None, attempt: int | None = None) -> None:
         """See `Holder` for what the arguments are."""
         self._spelling = _spell(name=name, task_id=task_id, attempt=attempt)
-        self._process: _Process | None = None
-        self._head = ""
 
     def token(self, deadline_in: float | None) -> bytes:
         """The value with which this process takes a key.
@@ -127,15 +147,13 @@ class Identity:
             Compact ASCII JSON that `Holder.parse` reads; no two are alike.
         """
         process = _process or _this_process()
-        if self._process is not process:
-            self._head = (
-                f'{{"only_one":{FORMAT},"state":"running",{self._spelling},{process.spelling},"id":"{process.stem}'
-            )
-            self._process = process
         # Whole milliseconds: a float takes longer to spell than the rest of the token.
         since = time.time_ns() // 1_000_000
         deadline = "null" if deadline_in is None else since + round(deadline_in * 1000)
-        return f'{self._head}{next(process.numbers)}","since":{since},"deadline":{deadline}}}'.encode()
+        return (
+            f'{process.head}{next(process.numbers)}","state":"running",{self._spelling},'
+            f'"since":{since},"deadline":{deadline}}}'
+        ).encode()
 
 
 def _spell(**values: object) -> str:
@@ -143,14 +161,18 @@ def _spell(**values: object) -> str:
     return json.dumps(values, separators=(",", ":"))[1:-1]
 
 
-def machine() -> str:
-    """This machine as far as process ids mean something in it: host, boot and pid namespace."""
-    boot = namespace = "?"
-    with suppress(OSError):
+def machine() -> str | None:
+    """This machine as far as process ids mean something in it: host, boot and pid namespace.
+
+    None where that cannot be read, or is that of others, as in a container that sees its host's /proc.
+    """
+    try:
+        if Path("/proc/self").readlink() != Path(str(os.getpid())):
+            return None
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    with suppress(OSError):
-        namespace = str(Path("/proc/self/ns/pid").readlink())
-    return f"{socket.gethostname()}/{boot}/{namespace}"
+        return f"{socket.gethostname()}/{boot}/{Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return None
 
 
 def process_start(pid: int) -> int | None:
@@ -160,3 +182,55 @@ def process_start(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
     except (OSError, IndexError, ValueError):
         return None
+
+
+_LOOKED_AT_AGAIN_AFTER = 1.0
+"""Seconds after which it is read anew whether a living process is still the holder's, and not another with its id."""
+
+_MOST_REMEMBERED = 1000
+_alive: dict[bytes, tuple[int, float]] = {}
+"""Holders that were found alive, with their process and when to look again; a skip is not to pay for it each time."""
+
+
+def is_dead(value: bytes) -> bool:
+    """Whether the run that `value` spells was one of a process of this machine that is certainly gone.
+
+    A holder of another machine, one that is kept, and one of which nothing can be known, is not.
+    """
+    process = _this_process()
+    if not value.startswith(process.machine_mark) or value.startswith(process.mark):
+        return False
+    pid, until = _alive.get(value, (0, 0.0))
+    if until > now():
+        return not _exists(pid)
+    holder = Holder.parse(value)
+    if holder is None or holder.state != "running" or process.machine is None:
+        return False
+    if not _exists(holder.pid) or _is_another(holder):
+        return True
+    if len(_alive) >= _MOST_REMEMBERED:
+        _alive.clear()
+    _alive[value] = (holder.pid, now() + _LOOKED_AT_AGAIN_AFTER)
+    return False
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # not ours to ask
+        return True
+    return True
+
+
+def _is_another(holder: Holder) -> bool:
+    start = process_start(holder.pid)
+    return start is not None and holder.process_start is not None and start != holder.process_start
+
+
+def kept(value: bytes, since_it_was_taken: float) -> bytes:
+    """The value of a run that has succeeded, and whose key is kept until some seconds after it was taken."""
+    found = json.loads(value)
+    found.update(state="kept", deadline=found["since"] + round(since_it_was_taken * 1000))
+    return json.dumps(found, separators=(",", ":")).encode()

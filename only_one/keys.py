@@ -51,11 +51,11 @@ def _computed(key: Callable[..., Any], arguments: Arguments) -> MakeKey:
         msg = "key= is an async function: write a plain one, the key is made before anything is awaited"
         raise KeyTemplateError(msg)
     called = getattr(key, "__qualname__", repr(key))
-    _check_parameters(key, called, arguments)
+    by_name = _check_parameters(key, called, arguments)
 
     def make(_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         bound = arguments.bind(args, kwargs)
-        made = key(*bound.args, **bound.kwargs)
+        made = key(**bound.arguments) if by_name else key(*bound.args, **bound.kwargs)
         if not isinstance(made, str) or not made:
             msg = f"key={called} returned {made!r}: return a str that is not empty"
             raise UnkeyableArgument(msg)
@@ -64,20 +64,26 @@ def _computed(key: Callable[..., Any], arguments: Arguments) -> MakeKey:
     return make
 
 
-def _check_parameters(key: Callable[..., Any], called: str, arguments: Arguments) -> None:
+def _check_parameters(key: Callable[..., Any], called: str, arguments: Arguments) -> bool:
+    """Whether the callable has the function's own parameters, and is called by name; else it is by position."""
     try:
         accepted = signature(key)
     except (TypeError, ValueError):
-        return  # builtins such as str.join have none to check
+        return False  # builtins such as str.join have none to check
     example = arguments.example()
+    by_name = not arguments.gathers and set(arguments.names) == set(accepted.parameters)
     try:
-        accepted.bind(*example.args, **example.kwargs)
+        if by_name:
+            accepted.bind(**example.arguments)
+        else:
+            accepted.bind(*example.args, **example.kwargs)
     except TypeError as error:
         msg = (
             f"key={called} takes {accepted} ({error}): write it with all parameters of the function, {arguments.call}, "
             "as it is called with all of them"
         )
         raise KeyTemplateError(msg) from None
+    return by_name
 
 
 # Templates

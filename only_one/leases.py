@@ -1,133 +1,52 @@
-"""The one thread that renews what this process holds, and releases what it may have left behind."""
+"""The one thread that renews what this process holds, tells what is lost, and releases what may be left behind."""
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
+import sys
 import threading
+import time
 from _queue import Empty, SimpleQueue  # the one in C: a signal handler may put into it
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+from weakref import WeakSet, ref
 
 from redis.cluster import RedisCluster
 from redis.exceptions import ResponseError
 
 from .clock import now
 from .errors import LockLost
-from .holder import Holder
+from .lease import RENEWED_EVERY, Lease
 from .lock import RAW, give_back
-from .protocol import Dialect, outcome, renew_command
-
-RENEWED_EVERY = 1 / 3
-"""The part of a lease after which it is renewed."""
+from .protocol import outcome, renew_command
+from .servers import Server
 
 _RETRIED_EVERY = 0.1
 """The part of a lease, and seconds at the most below, after which a failed renewal is tried again."""
 _RETRIED_AFTER_AT_MOST = 1.0
+_SOON = 0.02
+"""The part of a lease by which a renewal may come early, to go with others in one trip."""
 _CHUNK = 500
+_CONNECTED_BEFORE = 2.0
+"""Seconds before the first renewal in a server in which the connection for it is made."""
 _FIRST_RELEASE_AFTER = 0.05
-
-
-class Lease:
-    """One taken key: what a run may know and ask of its lock. None of it costs a round trip.
-
-    Attributes:
-        key: the key as it is in Redis.
-        token: the value that says that it is ours.
-        reason: why it is lost, as in `LockLost`, or None.
-        value: what stands under the key since it was lost.
-    """
-
-    __slots__ = (
-        "begun",
-        "client",
-        "ends_at",
-        "expires_at",
-        "key",
-        "reason",
-        "renew_at",
-        "renewer",
-        "token",
-        "ttl",
-        "value",
-    )
-
-    def __init__(self, client: Any, key: str, token: bytes, begun: float, ttl: float, limit: float) -> None:
-        """A lease that ends at `begun + ttl` unless it is renewed.
-
-        Args:
-            client: the sync client to renew with.
-            key: the key as it is in Redis.
-            token: the value with which it was taken.
-            begun: the time before the command that took the key was sent, by `clock.now()`.
-            ttl: seconds that the key was taken for, and that each renewal gives.
-            limit: seconds after which it is renewed no more; infinity for never.
-        """
-        self.client = client
-        self.key = key
-        self.token = token
-        self.ttl = ttl
-        self.begun = begun
-        self.expires_at = begun + ttl
-        self.ends_at = begun + limit
-        self.renew_at = begun + ttl * RENEWED_EVERY
-        self.reason: str | None = None
-        self.value = b""
-        self.renewer = _renewer
-
-    @property
-    def holder(self) -> Holder | None:
-        """This run, as the others see it."""
-        return Holder.parse(self.token)
-
-    @property
-    def expires_in(self) -> float:
-        """Seconds until the key expires, unless it is renewed; 0 once it is lost."""
-        return max(0.0, self.expires_at - now()) if self.reason is None else 0.0
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the key is ours, as far as this process can know."""
-        return self.reason is None and now() < self.expires_at
-
-    def ensure_held(self) -> None:
-        """Stop a run that has lost its key.
-
-        Raises:
-            LockLost: if the key is not ours any more.
-        """
-        lost = self.loss()
-        if lost:
-            raise lost
-
-    def loss(self) -> LockLost | None:
-        """How the key was lost, or None while it is ours."""
-        time = now()
-        if self.reason is None and time < self.expires_at:
-            return None
-        reason = self.reason or ("overrun" if time >= self.ends_at else "expired")
-        return LockLost(self.key, reason, self.value.decode(errors="backslashreplace"))
-
-    @property
-    def is_inherited(self) -> bool:
-        """Whether this process was forked off in the middle of the run, which stays the parent's."""
-        return self.renewer is not _renewer
-
-    def lose(self, reason: str, value: bytes = b"") -> None:
-        """Note that the key is lost; what was noted first counts."""
-        if self.reason is None:
-            self.reason, self.value = reason, value
+_RELEASED_AT_ONCE = 100
+_MOST_ADRIFT = 10_000
+_FINISHED_IN = 2.0
+"""Seconds that the end of the process waits at the most for keys that could not be released."""
 
 
 class _Adrift:
     """A token of unknown fate: the command that sets it may have been carried out, or may still be on its way."""
 
-    __slots__ = ("client", "dialect", "key", "pause", "settled", "token", "try_at", "until")
+    __slots__ = ("key", "pause", "server", "settled", "token", "try_at", "until")
 
-    def __init__(self, client: Any, dialect: Dialect, key: str, token: bytes, until: float, *, settled: bool) -> None:
-        self.client = client
-        self.dialect = dialect
+    def __init__(self, server: Server, key: str, token: bytes, until: float, *, settled: bool) -> None:
+        self.server = server
         self.key = key
         self.token = token
         self.until = until
@@ -138,9 +57,12 @@ class _Adrift:
     def release(self) -> bool:
         """Try once to release the token; returns whether its fate is known."""
         try:
-            give_back(self.client, self.dialect, self.key, self.token)
+            give_back(self.server.background, self.server.dialect, self.key, self.token)
+        except ResponseError:
+            self.pause = min(self.pause * 2, _RETRIED_AFTER_AT_MOST)
         except Exception:  # noqa: BLE001 - whatever a client raises, the thread has other keys to see to
             self.pause = min(self.pause * 2, _RETRIED_AFTER_AT_MOST)
+            self.server.rests_until = now() + self.pause
         else:
             if self.settled:
                 return True
@@ -155,24 +77,31 @@ class _Renewer:
     """The thread of one process, and what is in its care."""
 
     def __init__(self) -> None:
-        self.leases: dict[int, Lease] = {}
+        # By reference only: a lease lives as long as its run, and whatever may interrupt that ends its renewal too.
+        self.leases: dict[bytes, ref[Lease]] = {}
         self.adrift: dict[bytes, _Adrift] = {}
+        self.connected: WeakSet[Server] = WeakSet()
         self.woken: SimpleQueue[float] = SimpleQueue()
         self.wakes_at = -math.inf
-        self.thread: threading.Thread | None = None
+        self.is_running = False
+        self._claim = [None]
 
     def see_to_it_by(self, due: float) -> None:
         """Wake the thread in time for something that is new in its care."""
-        thread = self.thread
-        if thread is None:
-            self.thread = thread = threading.Thread(target=self.run, name="only_one-leases", daemon=True)
+        if not self.is_running:
             with suppress(RuntimeError):  # the interpreter is shutting down: what is held expires by itself
-                thread.start()
+                _start_native_thread(self.run)
         elif due < self.wakes_at:
             self.woken.put(due)
 
     def run(self) -> None:
+        try:
+            self._claim.pop()
+        except IndexError:
+            return  # another was started at the same time
+        self.is_running = True
         while True:
+            self.connect_for_what_is_due_soon()
             self.renew_what_is_due()
             self.release_what_is_adrift()
             self.sleep_until(self.next_due())
@@ -189,52 +118,97 @@ class _Renewer:
             with suppress(Empty):
                 self.wakes_at = due = min(due, self.woken.get(timeout=min(pause, threading.TIMEOUT_MAX)))
 
+    def held(self) -> list[Lease]:
+        """The leases of the runs that are under way."""
+        found = []
+        for token, reference in list(self.leases.items()):
+            lease = reference()
+            if lease is None:
+                self.leases.pop(token, None)
+            elif lease.reason is None:
+                found.append(lease)
+        return found
+
     def next_due(self) -> float:
-        dues = [lease.renew_at for lease in list(self.leases.values())]
+        dues = [lease.renew_at for lease in self.held()]
         dues += [adrift.try_at for adrift in list(self.adrift.values())]
         return min(dues, default=math.inf)
 
     def release_what_is_adrift(self) -> None:
-        for token, adrift in list(self.adrift.items()):
-            if adrift.try_at <= now() and adrift.release():
-                self.adrift.pop(token, None)
+        moment = now()
+        due = [adrift for adrift in list(self.adrift.values()) if adrift.try_at <= moment]
+        for adrift in due[:_RELEASED_AT_ONCE]:
+            # Of all that waits for a server that is down, one a time finds out whether it still is.
+            if adrift.server.rests_until > now():
+                adrift.try_at = adrift.server.rests_until
+            elif adrift.release():
+                self.adrift.pop(adrift.token, None)
+
+    def connect_for_what_is_due_soon(self) -> None:
+        moment = now()
+        for lease in self.held():
+            server = lease.server
+            if server and lease.renews and server not in self.connected and lease.renew_at - moment < _CONNECTED_BEFORE:
+                self.connected.add(server)
+                try:
+                    server.connect_background()
+                except Exception:  # noqa: BLE001 - whatever a client raises, the thread has other keys to see to
+                    server.rests_until = now() + _RETRIED_EVERY * lease.ttl
 
     def renew_what_is_due(self) -> None:
-        soon = now()
-        by_client: defaultdict[int, list[Lease]] = defaultdict(list)
-        for lease in list(self.leases.values()):
-            if soon >= min(lease.expires_at, lease.ends_at):
-                self.leases.pop(id(lease), None)
-                lease.lose("overrun" if soon >= lease.ends_at else "expired")
-            elif lease.renew_at <= soon:
-                by_client[id(lease.client)].append(lease)
-        for leases in by_client.values():
+        moment = now()
+        by_server: defaultdict[Server, list[Lease]] = defaultdict(list)
+        for lease in self.held():
+            if moment >= min(lease.expires_at, lease.ends_at):
+                self.lost(lease, "overrun" if moment >= lease.ends_at else "expired")
+            elif lease.server and lease.renews and lease.renew_at <= moment + lease.ttl * _SOON:
+                by_server[lease.server].append(lease)
+        # Those that could not be reached come last: waiting for them is not to cost the others their leases.
+        for server, leases in sorted(by_server.items(), key=lambda item: item[0].rests_until):
             for start in range(0, len(leases), _CHUNK):
-                self.renew(leases[start : start + _CHUNK])
+                self.renew(server, leases[start : start + _CHUNK])
 
-    def renew(self, leases: list[Lease]) -> None:
+    def renew(self, server: Server, leases: list[Lease]) -> None:
         """Renew leases of one server in one trip, and note what became of each."""
         sent = now()
-        ttls = [min(lease.ttl, lease.ends_at - sent) for lease in leases]
+        if server.rests_until > sent:
+            for lease in leases:
+                lease.renew_at = min(server.rests_until, lease.expires_at)
+            return
+        ttls = [max(0.001, min(lease.ttl, lease.ends_at - sent)) for lease in leases]
         commands = [
-            renew_command(lease.key, lease.token, max(1, round(ttl * 1000)))
-            for lease, ttl in zip(leases, ttls, strict=True)
+            renew_command(each.key, each.token, round(ttl * 1000)) for each, ttl in zip(leases, ttls, strict=True)
         ]
-        for lease, ttl, reply in zip(leases, ttls, _replies(leases[0].client, commands), strict=True):
-            if isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply):
-                reply = b""  # noqa: PLW2901 - a list or hash that somebody has put there
-            if isinstance(reply, Exception):
-                lease.renew_at = now() + min(lease.ttl * _RETRIED_EVERY, _RETRIED_AFTER_AT_MOST)
-                continue
-            fate, value = outcome(reply)
-            if fate == "held":
-                lease.expires_at = sent + ttl
-                lease.renew_at = min(sent + ttl * RENEWED_EVERY, lease.ends_at)
-                if lease.expires_at >= lease.ends_at:
-                    lease.renew_at = lease.ends_at
-            else:
-                self.leases.pop(id(lease), None)
-                lease.lose("deleted" if fate == "gone" else "taken", value)
+        for lease, ttl, reply in zip(leases, ttls, _replies(server.background, commands), strict=True):
+            self.note(lease, sent, ttl, reply)
+
+    def note(self, lease: Lease, sent: float, ttl: float, reply: Any) -> None:
+        """What the reply to a renewal, or its error, means for a lease."""
+        if isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply):
+            reply = b""  # a list or hash that somebody has put there
+        if isinstance(reply, Exception):
+            pause = min(lease.ttl * _RETRIED_EVERY, _RETRIED_AFTER_AT_MOST)
+            lease.renew_at = min(now() + pause, lease.expires_at)
+            if lease.server and not isinstance(reply, ResponseError):
+                lease.server.rests_until = lease.renew_at
+            return
+        fate, value = outcome(reply)
+        if fate == "held":
+            lease.expires_at = sent + ttl
+            lease.renew_at = sent + ttl * RENEWED_EVERY if lease.expires_at < lease.ends_at else lease.ends_at
+        elif lease.reason is None:
+            self.lost(lease, "deleted" if fate == "gone" else "taken", value)
+
+    def lost(self, lease: Lease, reason: str, value: bytes = b"") -> None:
+        """Stop renewing, and have the run told: by another thread, since what it does about it is its own."""
+        lease.lose(reason, value)
+        lost = lease.loss()
+        if lost is not None and lease.on_loss:
+            threading.Thread(target=_tell, args=(lease, lost), name="only_one-lost", daemon=True).start()
+
+
+def _tell(lease: Lease, lost: LockLost) -> None:
+    lease.tell_loss(lost)
 
 
 def _replies(client: Any, commands: list[Any]) -> list[Any]:
@@ -258,6 +232,15 @@ def _reply(client: Any, command: Any) -> Any:
         return error
 
 
+def _start_native_thread(run: Callable[[], None]) -> None:
+    """Start a daemon thread of the system, under gevent too, whose greenlets are starved by work that does not wait."""
+    monkey = sys.modules.get("gevent.monkey")
+    if monkey is not None and monkey.is_module_patched("threading"):
+        monkey.get_original("_thread", "start_new_thread")(run, ())
+    else:
+        threading.Thread(target=run, name="only_one-leases", daemon=True).start()
+
+
 _renewer = _Renewer()
 
 
@@ -270,28 +253,51 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_begin_anew_in_child)
 
 
+@atexit.register
+def _finish() -> None:
+    """Release what could not be released at the end of a run, as nobody will after us."""
+    limit = now() + _FINISHED_IN
+    left = [adrift for adrift in list(_renewer.adrift.values()) if adrift.settled]
+    while left and now() < limit:
+        left = [adrift for adrift in left if not adrift.release()]
+        if left:
+            time.sleep(_FIRST_RELEASE_AFTER)
+
+
 def hold(lease: Lease) -> None:
-    """Renew `lease` from now on, until `let_go`."""
-    _renewer.leases[id(lease)] = lease
+    """Renew `lease` from now on, until `let_go`, and tell its run when it is lost."""
+    _renewer.leases[lease.token] = ref(lease)
     _renewer.see_to_it_by(lease.renew_at)
 
 
 def let_go(lease: Lease) -> None:
-    """Renew `lease` no more."""
-    _renewer.leases.pop(id(lease), None)
+    """Renew `lease` no more: its run is over."""
+    _renewer.leases.pop(lease.token, None)
 
 
-def release_later(client: Any, dialect: Dialect, key: str, token: bytes, until: float, *, settled: bool) -> None:
+def is_adrift(token: bytes) -> bool:
+    """Whether `token` is one of this process that no run of it holds any more."""
+    return bool(_renewer.adrift) and token in _renewer.adrift
+
+
+def generation() -> object:
+    """Another object in every process, forked ones included."""
+    return _renewer
+
+
+def release_later(server: Server, key: str, token: bytes, until: float, *, settled: bool) -> None:
     """Release a token of unknown fate, in the background, again and again.
 
     Args:
-        client: the sync client to release with.
-        dialect: what its server knows.
+        server: where the key is.
         key: the key as it is in Redis.
         token: the value that may stand there.
         until: when to give up, as the key has expired by itself, by `clock.now()`.
         settled: the server has done with every command that may set the token, so that "gone" is final.
     """
-    adrift = _Adrift(client, dialect, key, token, until, settled=settled)
+    adrift = _Adrift(server, key, token, until, settled=settled)
+    if len(_renewer.adrift) >= _MOST_ADRIFT:  # the oldest has the least time left to do harm
+        with suppress(StopIteration, KeyError, RuntimeError):
+            del _renewer.adrift[next(iter(_renewer.adrift))]
     _renewer.adrift[token] = adrift
     _renewer.see_to_it_by(adrift.try_at)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import redis.asyncio.lock
 import redis.lock
 from redis.exceptions import LockNotOwnedError, ResponseError
 
 from .clock import now
-from .protocol import HELD, Dialect, Outcome, Steps, T, give_back_otherwise, take_in_two, what_became
+from .protocol import HELD, Dialect, Outcome, Steps, T, give_back_otherwise, replace, take_in_two, what_became
 
 RAW = {"NEVER_DECODE": True, "get": True}
 """Options of redis-py by which replies come as bytes, also from clients that decode, and as the server sent them."""
@@ -143,6 +143,9 @@ class _Common:
         self.expires_at = now() + self.timeout if self.timeout else math.inf
         return round(self.timeout * 1000) if self.timeout else None
 
+    def _extended(self, asked: float, seconds: float, *, from_now: bool) -> None:
+        self.expires_at = seconds + (asked if from_now else self.expires_at)
+
     def _check(self, outcome: Outcome) -> None:
         # A key that is gone before its time was deleted by a release of ours whose reply was lost.
         if outcome.fate == "taken" or (outcome.fate == "gone" and now() >= self.expires_at):
@@ -173,6 +176,10 @@ class Lock(_Common, redis.lock.Lock):
         lock.local.token = token
         return lock
 
+    def keep(self, value: bytes, ttl: int) -> Outcome:
+        """Put `value` in the place of the token for `ttl` milliseconds, if the key is ours."""
+        return drive(self.redis, replace(self.name, self.local.token, value, ttl))
+
     def give_back(self) -> Outcome:
         """Delete the key if it is ours, and say what became of it."""
         return give_back(self.redis, self.dialect, self.name, self.local.token)
@@ -188,6 +195,20 @@ class Lock(_Common, redis.lock.Lock):
             LockNotOwnedError: if it is somebody else's, or has expired.
         """
         self._check(give_back(self.redis, self.dialect, self.name, expected_token))
+
+    def do_extend(self, additional_time: float, replace_ttl: bool) -> Literal[True]:  # noqa: FBT001 - redis-py's
+        """Let the key live for `additional_time` more seconds, counted from now if `replace_ttl`, if it is ours."""
+        asked = now()
+        done = super().do_extend(additional_time, replace_ttl)
+        self._extended(asked, additional_time, from_now=replace_ttl)
+        return done
+
+    def do_reacquire(self) -> Literal[True]:
+        """Let the key live for its whole time again, if it is ours."""
+        asked = now()
+        done = super().do_reacquire()
+        self._extended(asked, self.timeout or math.inf, from_now=True)
+        return done
 
 
 class AsyncLock(_Common, redis.asyncio.lock.Lock):
@@ -213,6 +234,10 @@ class AsyncLock(_Common, redis.asyncio.lock.Lock):
         lock.local.token = token
         return lock
 
+    async def keep(self, value: bytes, ttl: int) -> Outcome:
+        """Put `value` in the place of the token for `ttl` milliseconds, if the key is ours."""
+        return await drive_async(self.redis, replace(self.name, self.local.token, value, ttl))
+
     async def give_back(self) -> Outcome:
         """Delete the key if it is ours, and say what became of it."""
         return await give_back_async(self.redis, self.dialect, self.name, self.local.token)
@@ -228,3 +253,17 @@ class AsyncLock(_Common, redis.asyncio.lock.Lock):
             LockNotOwnedError: if it is somebody else's, or has expired.
         """
         self._check(await give_back_async(self.redis, self.dialect, self.name, expected_token))
+
+    async def do_extend(self, additional_time: float, replace_ttl: bool) -> Literal[True]:  # noqa: FBT001 - redis-py's
+        """Let the key live for `additional_time` more seconds, counted from now if `replace_ttl`, if it is ours."""
+        asked = now()
+        done = await super().do_extend(additional_time, replace_ttl)
+        self._extended(asked, additional_time, from_now=replace_ttl)
+        return done
+
+    async def do_reacquire(self) -> Literal[True]:
+        """Let the key live for its whole time again, if it is ours."""
+        asked = now()
+        done = await super().do_reacquire()
+        self._extended(asked, self.timeout or math.inf, from_now=True)
+        return done

@@ -35,23 +35,35 @@ class Outcome(NamedTuple):
 HELD = Outcome("held")
 GONE = Outcome("gone")
 
-_RELEASE = """
-local value = redis.call('get', KEYS[1])
-if value == ARGV[1] then
-    return redis.call('del', KEYS[1])
-end
-return value
-"""
 
-_RENEW = """
-local value = redis.call('get', KEYS[1])
-if value == ARGV[1] then
-    return redis.call('pexpire', KEYS[1], ARGV[2])
-end
-return value
-"""
+class _Script:
+    """A Lua script that begins with the value of the key, and ends with it where that is not ours."""
 
-_RELEASE_SHA = hashlib.sha1(_RELEASE.encode(), usedforsecurity=False).hexdigest()
+    def __init__(self, then: str) -> None:
+        self.text = f"local value = redis.call('get', KEYS[1])\n{then}\nreturn value"
+        self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+
+_RELEASE = _Script("if value == ARGV[1] then return redis.call('del', KEYS[1]) end")
+_RENEW = _Script("if value == ARGV[1] then return redis.call('pexpire', KEYS[1], ARGV[2]) end")
+# The new value may be there already, if the reply was lost and redis-py has sent the command again.
+_REPLACE = _Script("""
+if value == ARGV[1] or value == ARGV[2] then
+    redis.call('set', KEYS[1], ARGV[2], 'PX', ARGV[3])
+    return 1
+end""")
+_FENCE = _Script("""
+if value == ARGV[1] then
+    local time = redis.call('time')
+    local fence = time[1] * 1000000 + time[2]
+    local last = tonumber(redis.call('get', KEYS[2]) or 0)
+    if fence <= last then fence = last + 1 end
+    redis.call('set', KEYS[2], string.format('%.0f', fence), 'PX', ARGV[2])
+    return fence
+end""")
+
+_FENCE_REMEMBERED = 24 * 3600 * 1000
+"""Milliseconds for which the last fencing token is remembered. The server's clock goes on where it is forgotten."""
 
 _VANISHED = 3
 """How often a key that is taken when set and gone when read is tried again, before it is called taken."""
@@ -77,7 +89,7 @@ class Dialect:
             return ("DELIFEQ", key, token)
         if self.release == "DELEX":
             return ("DELEX", key, "IFEQ", token)
-        return ("EVALSHA", _RELEASE_SHA, 1, key, token)
+        return ("EVALSHA", _RELEASE.sha, 1, key, token)
 
     def unlearn_get(self, error: ResponseError) -> None:
         """Note that the server refused to set and get at once.
@@ -140,7 +152,7 @@ def give_back_otherwise(
     """
     while True:
         if isinstance(error, NoScriptError):
-            command: Command = ("EVAL", _RELEASE, 1, key, token)
+            command: Command = ("EVAL", _RELEASE.text, 1, key, token)
         elif dialect.unlearn_release(refused[0], error):
             command = dialect.release_command(key, token)
         else:
@@ -163,7 +175,7 @@ def renew_command(key: str | bytes, token: bytes, ttl: int) -> Command:
 
     The script is sent whole, so that no restart and no SCRIPT FLUSH costs a second trip.
     """
-    return ("EVAL", _RENEW, 1, key, token, ttl)
+    return ("EVAL", _RENEW.text, 1, key, token, ttl)
 
 
 def outcome(reply: int | bytes | None) -> Outcome:
@@ -171,3 +183,45 @@ def outcome(reply: int | bytes | None) -> Outcome:
     if reply == 1:
         return HELD
     return Outcome("taken", reply) if isinstance(reply, bytes) else GONE
+
+
+def extend(key: str, token: bytes, ttl: int) -> Steps[Outcome]:
+    """Let a key live for `ttl` more milliseconds from now if it is ours."""
+    return outcome((yield from _evaluate(_RENEW, key, token, ttl)))
+
+
+def replace(key: str, old: bytes, new: bytes, ttl: int) -> Steps[Outcome]:
+    """Put `new` in the place of `old` for `ttl` milliseconds, if it is `old` that stands there."""
+    return outcome((yield from _evaluate(_REPLACE, key, old, new, ttl)))
+
+
+def take_over(key: str, old: bytes, token: bytes, ttl: int) -> Steps[bytes | None]:
+    """Take a key from a holder that is dead, if it is `old` that still stands there; `ttl` in milliseconds.
+
+    Returns:
+        None if the key is ours, else the value that stands there.
+    """
+    became = yield from replace(key, old, token, ttl)
+    if became.fate == "held":
+        return None
+    found = became.value if became.fate == "taken" else (yield from take_in_two(key, token, ttl))
+    return None if found == token else found
+
+
+def mint_fence(key: str, token: bytes) -> Steps[int | bytes | None]:
+    """A number higher than all before it, if the key is ours; else what stands there.
+
+    The number is the server's time in microseconds, and never below the last plus one.
+    So it goes on rising where the server has forgotten the last one, as long as its clock does not step back.
+    The idea of fencing tokens is Martin Kleppmann's, in "How to do distributed locking".
+    """
+    found: int | bytes | None = yield from _evaluate(_FENCE, key, token, _FENCE_REMEMBERED, beside=f"{{{key}}}:fence")
+    return found
+
+
+def _evaluate(script: _Script, key: str, *args: bytes | int, beside: str | None = None) -> Steps[Any]:
+    keys = (key,) if beside is None else (key, beside)
+    try:
+        return (yield ("EVALSHA", script.sha, len(keys), *keys, *args))
+    except NoScriptError:
+        return (yield ("EVAL", script.text, len(keys), *keys, *args))

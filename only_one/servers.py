@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import re
 import threading
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Union
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import redis
 import redis.asyncio
+import redis.asyncio.cluster
 import redis.asyncio.connection
 import redis.asyncio.retry
 from redis.backoff import NoBackoff
+from redis.client import Pipeline
+from redis.exceptions import ConnectionError, TimeoutError  # noqa: A004 - redis-py's are meant
 from redis.retry import Retry
 
+from .callables import check_callable
 from .errors import ConfigurationError
 from .protocol import Dialect
 
@@ -29,8 +34,13 @@ Source = Union[str, Any, Callable[[], Any]]
 PATIENCE = {"socket_timeout": 0.9, "socket_connect_timeout": 0.5}
 """Seconds that a client made here waits for a reply and a connection; with one retry, a dead server is known in 2 s."""
 
+_BACKGROUND_PATIENCE = {"socket_timeout": 0.5, "socket_connect_timeout": 0.25}
+"""The same for the thread that renews, which tries again by itself, and has keys in other servers to see to."""
+
 _RETRIES = 1
-_SCHEMES = ("redis://", "rediss://", "unix://")
+_RETRIED: list[type[Exception]] = [ConnectionError, TimeoutError]  # redis-py 5 wants them named
+_NO_LIMIT = 2**31
+_URL = re.compile(r"rediss?://[^/]*(/\d*)?(\?.*)?\Z|unix://[^?]*/[^?]+(\?.*)?\Z")
 
 
 class Server:
@@ -39,35 +49,74 @@ class Server:
     Attributes:
         client: a sync client of redis-py.
         dialect: which commands the server knows.
+        rests_until: when the background asks it again, by `clock.now()`, after it could not be reached.
     """
 
     def __init__(self, client: Any) -> None:
         self.client = client
         self.dialect = Dialect()
-        self._twins: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncGenerator[Any, None]] = WeakKeyDictionary()
-        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = WeakKeyDictionary()
+        if isinstance(client, redis.RedisCluster):
+            self.dialect.release = "EVALSHA"  # an unknown command cannot be sent, as its slot is not known
+        self.rests_until = 0.0
+        self._background: Any = None
+        self._twins: dict[asyncio.AbstractEventLoop, tuple[Any, AsyncGenerator[Any, None]]] = {}
+
+    @property
+    def background(self) -> Any:
+        """The client of the thread that renews: connections of its own, and no wait without end.
+
+        A pool whose connections are all in use, or a server that swallows what it is sent, must not keep it from the
+        keys in other servers.
+        """
+        if self._background is None:
+            self._background = _impatient(self.client)
+        return self._background
+
+    def connect_background(self) -> None:
+        """Connect the client of the thread that renews; its first renewal then takes no longer than the others."""
+        pool = getattr(self.background, "connection_pool", None)
+        if pool is not None and self.background is not self.client:
+            pool.release(pool.get_connection())
 
     async def async_client(self) -> Any:
         """The asyncio client of the same server for the running event loop."""
         loop = asyncio.get_running_loop()
-        twin = self._clients.get(loop)
+        twin = self._twins.get(loop)
         if twin is None:
+            for other in [each for each in self._twins if each.is_closed()]:
+                del self._twins[other]
             # A generator, as a loop that is shut down closes those which it has begun: nobody else could tell us.
-            self._twins[loop] = generator = _open_twin(self.client)
-            twin = self._clients[loop] = await anext(generator)
-        return twin
+            generator = self._open_twin(loop)
+            twin = await anext(generator)
+            self._twins[loop] = twin, generator
+            return twin
+        return twin[0]
+
+    async def _open_twin(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[Any, None]:
+        twin = _twin(self.client)
+        try:
+            yield twin
+        finally:
+            self._twins.pop(loop, None)
+            await twin.aclose()
 
 
-async def _open_twin(client: Any) -> AsyncGenerator[Any, None]:
-    twin = _twin(client)
-    try:
-        yield twin
-    finally:
-        await twin.aclose(close_connection_pool=True)
+def _impatient(client: Any) -> Any:
+    """A client of the same server that soon gives up; the same one where none can be made."""
+    pool: Any = getattr(client, "connection_pool", None)
+    if type(pool) not in (redis.ConnectionPool, redis.BlockingConnectionPool):
+        return client
+    options = dict(pool.connection_kwargs)
+    for name, longest in _BACKGROUND_PATIENCE.items():
+        options[name] = min(options.get(name) or longest, longest)
+    options["retry"] = Retry(NoBackoff(), 0)
+    return redis.Redis(connection_pool=redis.ConnectionPool(connection_class=pool.connection_class, **options))
 
 
 def _twin(client: Any) -> Any:
     """An asyncio client with the address, credentials, encryption and time-outs of a sync one."""
+    if isinstance(client, redis.RedisCluster):
+        return _cluster_twin(client)
     pool = client.connection_pool
     kind = getattr(redis.asyncio.connection, pool.connection_class.__name__, None)
     if kind is None:
@@ -75,12 +124,19 @@ def _twin(client: Any) -> Any:
         raise ConfigurationError(msg)
     known = _parameters(kind) - {"retry", "retry_on_error", "redis_connect_func", "event_dispatcher"}
     options = {name: value for name, value in pool.connection_kwargs.items() if name in known}
-    retry = redis.asyncio.retry.Retry(NoBackoff(), _RETRIES)
-    return redis.asyncio.Redis(
-        connection_pool=redis.asyncio.ConnectionPool(
-            connection_class=kind, max_connections=pool.max_connections, retry=retry, **options
-        )
-    )
+    options.update(retry=redis.asyncio.retry.Retry(NoBackoff(), _RETRIES), retry_on_error=_RETRIED)
+    waits = isinstance(pool, redis.BlockingConnectionPool)
+    pools: Any = redis.asyncio.BlockingConnectionPool if waits else redis.asyncio.ConnectionPool
+    twin_pool = pools(connection_class=kind, max_connections=pool.max_connections, **options)
+    return redis.asyncio.Redis.from_pool(twin_pool)
+
+
+def _cluster_twin(client: Any) -> Any:
+    known = set(inspect.signature(redis.asyncio.RedisCluster.__init__).parameters) - {"self", "host", "port", "retry"}
+    given = client.nodes_manager.connection_kwargs.items()
+    options = {name: value for name, value in given if name in known and value is not None}
+    nodes = [redis.asyncio.cluster.ClusterNode(str(node.host), int(node.port)) for node in client.get_nodes()]
+    return redis.asyncio.RedisCluster(startup_nodes=nodes, **options)
 
 
 def _parameters(kind: type) -> set[str]:
@@ -109,20 +165,27 @@ def check_source(source: object, name: str = "redis") -> None:
         ConfigurationError: saying what to write instead.
     """
     if isinstance(source, str):
-        if not source.startswith(_SCHEMES):
+        if not _URL.match(source):
             msg = f"{name}={masked(source)!r} is not a URL of Redis: write redis://host:6379/0, rediss://… or unix:///path"
             raise ConfigurationError(msg)
         try:
             redis.Redis.from_url(source).connection_pool.make_connection()  # which does not connect yet
-        except (TypeError, ValueError) as error:
-            msg = f"{name}={masked(source)!r} cannot be read ({error}): write redis://[user:password@]host:6379/0"
+        except (TypeError, ValueError):  # whose text may hold the password
+            msg = f"{name}={masked(source)!r} cannot be read: write redis://[user:password@]host:6379/0[?option=value]"
             raise ConfigurationError(msg) from None
-    elif not _is_client(source) and not callable(source):
-        msg = f"{name}={source!r}: give a URL such as redis://host:6379/0, a client, or a callable that returns one"
-        raise ConfigurationError(msg)
     elif _is_async(source):
-        msg = f"{name}={source!r} is an asyncio client: give a sync one or a URL, the asyncio client is made from it"
+        msg = f"{name}= an asyncio client: give a sync one or a URL, the asyncio client is made from it"
         raise ConfigurationError(msg)
+    elif not _is_client(source):
+        _check_callable_source(source, name)
+
+
+def _check_callable_source(source: object, name: str) -> None:
+    instead = "give a URL such as redis://host:6379/0, a client, or a callable that returns one"
+    if not callable(source):
+        msg = f"{name}= a {type(source).__name__}: {instead}"
+        raise ConfigurationError(msg)
+    check_callable(name, source, 0, instead)
 
 
 def find_server(source: Source) -> Server:
@@ -135,33 +198,49 @@ def find_server(source: Source) -> Server:
     if not isinstance(source, str) and not _is_client(source):
         source = source()
         if not isinstance(source, str) and not _is_client(source):
-            msg = f"the callable given as redis= returned {source!r}: return a client of redis-py"
+            msg = f"the callable given as redis= returned a {type(source).__name__}: return a client of redis-py"
             raise ConfigurationError(msg)
         check_source(source)
     with _lock:
         if not isinstance(source, str):
             return _from_clients.setdefault(id(source), Server(source))
-        if source not in _from_urls:
-            logger.info("locks are kept in %s", masked(source), extra={"only_one_server": masked(source)})
-            _from_urls[source] = Server(_open(source))
-        return _from_urls[source]
+        server = _from_urls.get(source)
+        if server is not None:
+            return server
+        server = _from_urls[source] = Server(_open(source))
+    # Outside of the lock: a handler may call what is covered.
+    logger.info("locks are kept in %s", masked(source), extra={"only_one_server": masked(source)})
+    return server
+
+
+def _begin_anew_in_child() -> None:
+    global _lock  # noqa: PLW0603 - it may have been held by a thread that the child does not have
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew_in_child)
 
 
 def _open(url: str) -> Any:
-    return redis.Redis.from_url(url, retry=Retry(NoBackoff(), _RETRIES), **PATIENCE)
+    options: dict[str, Any] = {"max_connections": _NO_LIMIT, **PATIENCE}
+    return redis.Redis.from_url(url, retry=Retry(NoBackoff(), _RETRIES), retry_on_error=_RETRIED, **options)
 
 
 def _is_client(source: object) -> bool:
-    return hasattr(source, "execute_command")
+    if isinstance(source, (type, Pipeline)):
+        return False
+    return hasattr(source, "execute_command") and hasattr(source, "register_script")  # which a PubSub has not
 
 
 def _is_async(source: object) -> bool:
-    return inspect.iscoroutinefunction(getattr(type(source), "execute_command", None))
+    kind = source if isinstance(source, type) else type(source)
+    return inspect.iscoroutinefunction(getattr(kind, "execute_command", None))
 
 
 def masked(url: str) -> str:
     """A URL without user and password, in the address or in the query."""
-    scheme, separator, rest = url.rpartition("://")
+    scheme, separator, rest = url.partition("://") if "://" in url else ("", "", url)
     _, credentials, address = rest.rpartition("@")
     shown = f"***@{address}" if credentials else rest
     return scheme + separator + re.sub(r"(?<=password=)[^&]*", "***", shown)

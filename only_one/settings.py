@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Union
 
+from .callables import check_callable
 from .errors import ConfigurationError
-from .policies import carry_on
+from .policies import carry_on, skip
 from .servers import Source, check_source
 from .times import seconds
 
@@ -36,11 +38,13 @@ class Settings:
     timeout: Any = UNSET
     lease: Any = UNSET
     when_busy: Any = UNSET
+    takeover: Any = UNSET
     active: Any = UNSET
 
 
 current = Settings()
 """Replaced as a whole by `configure`, so that whoever has derived something from it sees that it is another."""
+
 
 DEFAULT_PREFIX = "only_one:"
 DEFAULT_LEASE = 30.0
@@ -49,19 +53,33 @@ DEFAULT_URL = "redis://localhost:6379/0"
 _ON = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
-class _Configured:
-    """Undoes one `configure` at the end of a `with`."""
+_lock = threading.Lock()
 
-    def __init__(self, before: Settings) -> None:
-        self._before = before
+
+class _Layer(AbstractContextManager[None]):
+    """What one `configure` has given; as a context manager it is taken back at the end of the block."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.given = given
+        self.is_entered = False
 
     def __enter__(self) -> None:
-        return None
+        self.is_entered = True
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _replace(self._before)
+    def __exit__(self, *_: object) -> None:
+        with _lock:
+            # With what was configured for good inside of the block, but not what other blocks hold, in other threads.
+            above = _layers.index(self)
+            _layers[above:] = [layer for layer in _layers[above:] if layer.is_entered and layer is not self]
+            _combine()
+
+
+_layers: list[_Layer] = []
+
+
+def _combine() -> None:
+    global current  # noqa: PLW0603 - see its docstring
+    current = Settings(**{name: value for layer in _layers for name, value in layer.given.items()})
 
 
 def configure(
@@ -71,8 +89,9 @@ def configure(
     timeout: Seconds | Unset | None = UNSET,
     lease: Seconds | Unset | None = UNSET,
     when_busy: Callable[[Any], Any] | Unset = UNSET,
+    takeover: bool | Unset = UNSET,
     active: bool | Unset = UNSET,
-) -> _Configured:
+) -> AbstractContextManager[None]:
     """Set what holds for every decorator of this process that does not say otherwise.
 
     What is not given stays as it is.
@@ -85,6 +104,7 @@ def configure(
         lease: seconds or timedelta, how long a key outlives a dead holder.
             `timeout` and `lease` go together: a decorator that gives one of them takes neither from here.
         when_busy: what a call gives when its key is taken.
+        takeover: whether a holder on this machine whose process is dead does not block.
         active: False switches the locking off, so that every call runs; so does the environment's `ONLY_ONE_ACTIVE=0`.
 
     Raises:
@@ -92,16 +112,12 @@ def configure(
     """
     given = {name: value for name, value in locals().items() if value is not UNSET}
     _check(given)
-    before = current
-    after = replace(before, **given)
-    check_times(after.timeout, after.lease)
-    _replace(after)
-    return _Configured(before)
-
-
-def _replace(settings: Settings) -> None:
-    global current  # noqa: PLW0603 - see its docstring
-    current = settings
+    layer = _Layer(given)
+    with _lock:
+        check_times(given.get("timeout", current.timeout), given.get("lease", current.lease))
+        _layers.append(layer)
+        _combine()
+    return layer
 
 
 def _check(given: Mapping[str, Any]) -> None:
@@ -111,6 +127,7 @@ def _check(given: Mapping[str, Any]) -> None:
         check_prefix(given["prefix"])
     if "when_busy" in given:
         check_when_busy(given["when_busy"])
+    check_takeover(given.get("takeover", UNSET))
     if not isinstance(given.get("active", True), bool):
         msg = f"active={given['active']!r}: write active=True or active=False"
         raise ConfigurationError(msg)
@@ -133,9 +150,11 @@ def check_policy(name: str, policy: object) -> None:
     Raises:
         ConfigurationError: saying what to write instead.
     """
+    instead = "write skip, fail, or any callable that takes the error and returns the result"
     if not callable(policy):
-        msg = f"{name}={policy!r}: write skip, fail, or any callable that takes the error and returns the result"
+        msg = f"{name}={policy!r}: {instead}"
         raise ConfigurationError(msg)
+    check_callable(name, policy, 1, instead)
 
 
 def check_when_busy(policy: object) -> None:
@@ -148,6 +167,46 @@ def check_when_busy(policy: object) -> None:
     if policy is carry_on:
         msg = "when_busy=carry_on would run two at a time: write when_busy=skip or when_busy=fail"
         raise ConfigurationError(msg)
+
+
+def check_when_lost(policy: object) -> None:
+    """Refuse what is no policy for a lost key.
+
+    Raises:
+        ConfigurationError: saying what to write instead.
+    """
+    check_policy("when_lost", policy)
+    if policy is skip:
+        msg = (
+            "when_lost=skip: the run has begun; write when_lost=carry_on to let it go on, or when_lost=fail to stop it"
+        )
+        raise ConfigurationError(msg)
+
+
+def check_takeover(takeover: object) -> None:
+    """Refuse what is neither True nor False.
+
+    Raises:
+        ConfigurationError: saying what to write instead.
+    """
+    if takeover is not UNSET and not isinstance(takeover, bool):
+        msg = f"takeover={takeover!r}: write takeover=True or takeover=False"
+        raise ConfigurationError(msg)
+
+
+def check_at_least(at_least: object, limit: float | None) -> float:
+    """`at_least` in seconds; 0 for a key that is given back at once.
+
+    Raises:
+        ConfigurationError: for a time that could not work.
+    """
+    if at_least in (0, timedelta(0)) and not isinstance(at_least, bool):
+        return 0.0
+    kept = seconds("at_least", at_least, "for none leave it out")
+    if limit is not None and kept > limit:
+        msg = f"at_least={at_least!r} is longer than timeout={limit:g}: write a shorter one, or leave one of them out"
+        raise ConfigurationError(msg)
+    return kept
 
 
 def check_times(timeout: object, lease: object) -> tuple[float | None, float | None]:
@@ -195,6 +254,15 @@ def source_of(settings: Settings) -> Source:
     url = os.environ.get("ONLY_ONE_REDIS_URL", DEFAULT_URL)
     check_source(url, "ONLY_ONE_REDIS_URL")
     return url
+
+
+def _begin_anew_in_child() -> None:
+    global _lock  # noqa: PLW0603 - it may have been held by a thread that the child does not have
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew_in_child)
 
 
 def most_specific(*values: Any) -> Any:

@@ -8,6 +8,7 @@ from datetime import timedelta
 from .errors import ConfigurationError
 
 _LONGEST = 10 * 365 * 24 * 3600
+_SHOWN = 10**15
 
 
 def seconds(name: str, value: object, instead: str) -> float:
@@ -29,10 +30,15 @@ def seconds(name: str, value: object, instead: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         msg = f"{name}={value!r}: write seconds, such as {name}=300, or a timedelta"
         raise ConfigurationError(msg)
+    if value > _LONGEST:
+        msg = f"{name}={_shown(value)}: write at most ten years, in seconds; {instead}"
+        raise ConfigurationError(msg)
     if math.isnan(value) or value < 0.001:  # noqa: PLR2004 - Redis counts in milliseconds
         msg = f"{name}={value!r}: write at least 0.001 seconds; {instead}"
         raise ConfigurationError(msg)
-    if value > _LONGEST:
-        msg = f"{name}={value!r}: write at most ten years, in seconds; {instead}"
-        raise ConfigurationError(msg)
     return float(value)
+
+
+def _shown(value: float) -> str:
+    """A number that may have more digits than Python spells."""
+    return repr(value) if value < _SHOWN else "a number of more than 15 digits"

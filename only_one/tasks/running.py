@@ -9,7 +9,7 @@ from celery import Task
 from celery._state import get_current_task
 
 from only_one.holder import Identity
-from only_one.run import Call, Cover
+from only_one.plan import Call, Cover
 
 
 def call_of(cover: Cover, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Call:
@@ -17,7 +17,7 @@ def call_of(cover: Cover, wrapper: Callable[..., Any], args: tuple[Any, ...]) ->
 
     A function that is called directly, or from another task's run, is none of that task's.
     """
-    bound = bool(args) and isinstance(args[0], Task)
+    bound = bool(args) and isinstance(args[0], Task) and _runs(args[0], wrapper)
     task = get_current_task()
     if task is None or not _runs(task, wrapper):
         return cover.plain_bound if bound else cover.plain

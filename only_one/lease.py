@@ -1,0 +1,168 @@
+"""One taken key, as the run that holds it sees it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from math import inf
+
+from .clock import now
+from .errors import LockLost
+from .holder import Holder
+from .lock import drive
+from .protocol import Outcome, extend, mint_fence, outcome
+from .servers import Server
+
+RENEWED_EVERY = 1 / 3
+"""The part of a lease after which it is renewed."""
+
+
+class Lease:
+    """One taken key: what a run may know and ask of its lock.
+
+    What is known here costs no round trip; `extend` and `fence` cost one, and wait for it, in async runs too.
+
+    Attributes:
+        key: the key as it is in Redis.
+        token: the value that says that it is ours.
+        reason: why it is lost, as in `LockLost`, or "released" after the run; None while it is held.
+        value: what stands under the key since it was lost.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_fence",
+        "begun",
+        "ends_at",
+        "expires_at",
+        "key",
+        "on_loss",
+        "reason",
+        "renew_at",
+        "renews",
+        "server",
+        "token",
+        "ttl",
+        "value",
+    )
+
+    def __init__(self, server: Server | None, key: str, token: bytes, begun: float, ttl: float, limit: float) -> None:
+        """A lease that ends at `begun + ttl` unless it is renewed.
+
+        Args:
+            server: where the key is; None where the locking is switched off.
+            key: the key as it is in Redis.
+            token: the value with which it was taken.
+            begun: the time before the command that took the key was sent, by `clock.now()`.
+            ttl: seconds that the key was taken for, and that each renewal gives.
+            limit: seconds after which it is renewed no more; infinity for never.
+        """
+        self.server = server
+        self.key = key
+        self.token = token
+        self.begun = begun
+        self.ttl = ttl
+        self.expires_at = begun + ttl
+        self.ends_at = begun + limit
+        self.renews = ttl < limit
+        self.renew_at = begun + ttl * RENEWED_EVERY if self.renews else self.ends_at
+        self.reason: str | None = None
+        self.value = b""
+        # A list of at most one, as taking from it happens once, whoever tries.
+        self.on_loss: list[Callable[[LockLost], None]] = []
+        self._fence: int | None = None
+
+    @property
+    def holder(self) -> Holder | None:
+        """This run, as the others see it."""
+        return Holder.parse(self.token)
+
+    @property
+    def expires_in(self) -> float:
+        """Seconds until the key expires, unless it is renewed; 0 once it is lost."""
+        return max(0.0, self.expires_at - now()) if self.reason is None else 0.0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the key is ours, as far as this process can know."""
+        return self.reason is None and now() < self.expires_at
+
+    def ensure_held(self) -> None:
+        """Stop a run that has lost its key.
+
+        Raises:
+            LockLost: if the key is not ours any more.
+        """
+        lost = self.loss()
+        if lost:
+            raise lost
+
+    def loss(self) -> LockLost | None:
+        """How the key was lost, or None while it is ours."""
+        moment = now()
+        if self.reason is None and moment < self.expires_at:
+            return None
+        reason = self.reason or ("overrun" if moment >= self.ends_at else "expired")
+        return LockLost(self.key, reason, self.value.decode(errors="backslashreplace"))
+
+    def lose(self, reason: str, value: bytes = b"") -> None:
+        """Note that the key is lost; what was noted first counts."""
+        if self.reason is None:
+            self.reason, self.value = reason, value
+
+    def tell_loss(self, lost: LockLost) -> None:
+        """Tell the run of its loss, once."""
+        try:
+            tell = self.on_loss.pop()
+        except IndexError:
+            return
+        tell(lost)
+
+    def extend(self, seconds: float) -> None:
+        """Let the run hold its key for longer than it might have: at the cost of one round trip.
+
+        Args:
+            seconds: by how much its `timeout` is lengthened; where it has none, the key is renewed all the same.
+
+        Raises:
+            LockLost: if the key is not ours any more.
+        """
+        self.ensure_held()
+        if self.server is None or self.ends_at == inf:
+            return
+        ends_at = self.ends_at + seconds
+        asked = now()
+        ttl = self.ttl if self.renews else ends_at - asked
+        found = drive(self.server.client, extend(self.key, self.token, round(ttl * 1000)))
+        if found.fate != "held":
+            raise self._lost(found)
+        self.ends_at = ends_at
+        self.expires_at = asked + ttl
+        self.renew_at = asked + ttl * RENEWED_EVERY if self.renews else ends_at
+
+    @property
+    def fence(self) -> int:
+        """The fencing token of this run: higher than that of every run with this key before it.
+
+        A store that is given it with each write, and refuses what is lower than the highest it has seen, is safe from
+        a run that goes on after it has lost its key. It is minted on first use, at the cost of one round trip.
+
+        Raises:
+            LockLost: if the key is not ours any more.
+        """
+        if self._fence is None:
+            self._fence = self._mint()
+        return self._fence
+
+    def _mint(self) -> int:
+        self.ensure_held()
+        if self.server is None:
+            return time.time_ns() // 1000
+        found = drive(self.server.client, mint_fence(self.key, self.token))
+        if isinstance(found, int):
+            return found
+        raise self._lost(outcome(found))
+
+    def _lost(self, found: Outcome) -> LockLost:
+        self.lose("deleted" if found.fate == "gone" else "taken", found.value)
+        return LockLost(self.key, self.reason or "", self.value.decode(errors="backslashreplace"))

@@ -1,0 +1,81 @@
+"""A real server for the session, and for each test a prefix and settings of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from threading import Event
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from redis import Redis
+
+from only_one import configure, only_one
+from only_one.testing import RedisServer, redis_server
+
+LIMIT = 10.0
+"""Seconds after which a test does not expect any more what it waits for."""
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    """The server that the tests share: the one of `ONLY_ONE_TEST_REDIS_URL`, else one that is started for them."""
+    if url := os.environ.get("ONLY_ONE_TEST_REDIS_URL"):
+        yield url
+        return
+    with redis_server() as server:
+        yield server.url
+
+
+@pytest.fixture(autouse=True)
+def prefix(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """What this test's keys begin with; the settings are put back at its end."""
+    for variable in ("ONLY_ONE_REDIS_URL", "ONLY_ONE_ACTIVE"):
+        monkeypatch.delenv(variable, raising=False)
+    own = f"test:{uuid4().hex}:"
+    with configure(prefix=own):
+        yield own
+
+
+@pytest.fixture
+def redis(redis_url: str, prefix: str) -> Iterator[Redis]:
+    """A client of the shared server, on which everything that the test covers takes its keys, too."""
+    with Redis.from_url(redis_url) as client, configure(redis=redis_url):
+        yield client
+        for key in client.scan_iter(match=f"*{prefix}*", count=1000):
+            client.delete(key)
+
+
+@pytest.fixture
+def server(prefix: str) -> Iterator[RedisServer]:  # noqa: ARG001 - for its settings, which are put back
+    """A server of the test's own, to be paused and killed; what the test covers takes its keys there."""
+    with redis_server() as own, configure(redis=own.url):
+        yield own
+
+
+@pytest.fixture
+def busy() -> Callable[..., AbstractContextManager[None]]:
+    """`with busy("k"):` has a covered run hold a key in another thread until the block ends."""
+
+    @contextmanager
+    def held(key: str, **options: Any) -> Iterator[None]:
+        begun, end = Event(), Event()
+
+        def hold_it() -> bool:
+            begun.set()
+            return end.wait(LIMIT)
+
+        with ThreadPoolExecutor(1) as pool:
+            run = pool.submit(only_one(hold_it, key=key, **options))
+            run.add_done_callback(lambda _: begun.set())
+            try:
+                assert begun.wait(LIMIT)
+                yield
+            finally:
+                end.set()
+                assert run.result(LIMIT), f"{key} was busy already, or was held for longer than {LIMIT:g} s"
+
+    return held

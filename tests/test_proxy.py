@@ -1,0 +1,161 @@
+"""The proxy breaks what it is told to break, and nothing else: the tests of lost replies rest on it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from tests.proxy import Proxy, Then
+
+BINARY = bytes(range(256)) + b"\r\n$5\r\n"
+
+
+@pytest.fixture
+def key(prefix: str) -> str:
+    return f"{prefix}k"
+
+
+@pytest.fixture
+def proxy(redis_url: str) -> Iterator[Proxy]:
+    with Proxy(redis_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def direct(redis_url: str) -> Iterator[Any]:
+    with redis.Redis.from_url(redis_url) as client:
+        yield client
+
+
+@pytest.fixture(params=[2, 3], ids=["RESP2", "RESP3"])
+def client(proxy: Proxy, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A client that does not try twice."""
+    with connect(proxy, protocol=request.param) as client:
+        yield client
+
+
+def connect(proxy: Proxy, **options: Any) -> Any:
+    """A client that does not try twice."""
+    return redis.Redis.from_url(proxy.url, retry=Retry(NoBackoff(), 0), socket_timeout=0.5, **options)
+
+
+def lost(send: Callable[[], object]) -> bool:
+    """Whether a command ends without a reply."""
+    with pytest.raises((redis.ConnectionError, redis.TimeoutError)):
+        send()
+    return True
+
+
+def test_replies_of_all_kinds_come_through(proxy: Proxy, client: Any, key: str) -> None:
+    client.set(key, BINARY)
+
+    assert client.get(key) == BINARY
+    assert client.get(key + "none") is None
+    assert client.hset(key + "hash", mapping={"a": 1, "b": BINARY}) == 2
+    assert client.hgetall(key + "hash") == {b"a": b"1", b"b": BINARY}
+    assert client.eval("return {1, {'a', false, {}}, 'b'}", 0) == [1, [b"a", None, []], b"b"]
+    with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+        client.get(key + "hash")
+    assert proxy.commands == ["SET", "GET", "GET", "HSET", "HGETALL", "EVAL", "GET"]
+
+
+def test_a_pipeline_and_a_transaction_come_through(client: Any, key: str) -> None:
+    for transaction in (False, True):
+        pipeline = client.pipeline(transaction=transaction)
+        assert pipeline.set(key, "a").get(key).delete(key).execute() == [True, b"a", 1]
+
+
+@pytest.mark.parametrize("then", ["close", "hang"])
+def test_a_lost_reply_is_that_of_a_command_that_was_carried_out(
+    proxy: Proxy, client: Any, direct: Any, key: str, then: Then
+) -> None:
+    client.ping()
+    proxy.lose_reply("SET", then=then)
+
+    assert lost(lambda: client.set(key, "a"))
+    assert direct.get(key) == b"a"
+    assert client.set(key, "b")
+
+
+@pytest.mark.parametrize("then", ["close", "hang"])
+def test_a_lost_request_is_never_carried_out(proxy: Proxy, client: Any, direct: Any, key: str, then: Then) -> None:
+    proxy.lose_request("SET", "GET", times=2, then=then)
+
+    assert lost(lambda: client.set(key, "a"))
+    assert lost(lambda: client.get(key))
+    assert direct.get(key) is None
+    assert client.set(key, "b")
+
+
+def test_only_the_named_commands_meet_a_fault(proxy: Proxy, client: Any, key: str) -> None:
+    fault = proxy.lose_reply("GET")
+
+    client.set(key, "a")
+
+    assert not fault.met.is_set()
+    assert lost(lambda: client.get(key))
+    assert fault.met.is_set()
+
+
+def test_what_is_held_up_arrives_when_its_client_has_long_gone(
+    proxy: Proxy, client: Any, direct: Any, key: str
+) -> None:
+    held = proxy.hold_up("RPUSH")
+    assert lost(lambda: client.rpush(key, "late"))
+    assert direct.exists(key) == 0
+
+    held.let_go()
+
+    assert direct.blpop(key, timeout=10) == (key.encode(), b"late")
+
+
+def test_what_is_held_up_is_answered_if_its_client_still_waits(proxy: Proxy, key: str) -> None:
+    held = proxy.hold_up("SET")
+    replies: list[Any] = []
+    with redis.Redis.from_url(proxy.url) as client:
+        waits = threading.Thread(target=lambda: replies.append(client.set(key, "a")))
+        waits.start()
+        assert held.met.wait(10)
+        assert replies == []
+        held.let_go()
+        waits.join()
+    assert replies == [True]
+
+
+def test_what_is_still_held_up_at_the_end_is_dropped(redis_url: str, direct: Any, key: str) -> None:
+    with Proxy(redis_url) as proxy, connect(proxy) as client:
+        proxy.hold_up("SET")
+        assert lost(lambda: client.set(key, "a"))
+    assert direct.get(key) is None
+
+
+def test_cut_refused_and_swallowed_until_the_end_of_the_block(proxy: Proxy, client: Any, key: str) -> None:
+    client.ping()
+    for broken, error in (
+        (proxy.cut, redis.ConnectionError),
+        (proxy.refused, redis.ConnectionError),
+        (proxy.black_hole, redis.TimeoutError),
+    ):
+        with broken():
+            for _ in range(2):  # over the connection that is open, and over a new one
+                with pytest.raises(error):
+                    client.set(key, "a")
+        assert client.ping()
+        assert client.get(key) is None
+
+
+def test_no_thread_and_no_open_port_is_left(redis_url: str, key: str) -> None:
+    before = set(threading.enumerate())
+    with Proxy(redis_url) as proxy, connect(proxy) as client, connect(proxy) as other:
+        client.ping()
+        proxy.lose_reply("SET", then="hang")
+        assert lost(lambda: client.set(key, "a"))
+        other.delete(key)
+    assert set(threading.enumerate()) <= before
+    assert lost(connect(proxy).ping)

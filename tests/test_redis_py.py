@@ -1,0 +1,147 @@
+"""redis-py's own tests of its locks pass with our locks in place of its own.
+
+They come from the source distribution of the redis-py that is installed, which pip brings once and pytest keeps.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import redis
+
+import only_one
+from only_one.testing import RedisServer, redis_server
+
+ROOT = Path(only_one.__file__).parents[1]
+"""Where our package is, for a process with another working directory."""
+
+ENOUGH = 25
+"""Tests of each kind that there were in redis-py 5 already."""
+
+PLUGIN = '''
+"""Puts our locks in place of redis-py's before its tests are imported, and runs those that are coroutines."""
+
+import asyncio
+import functools
+import inspect
+import sys
+from types import ModuleType
+
+import pytest
+import redis.asyncio.lock
+import redis.lock
+
+from only_one.lock import AsyncLock, Lock
+
+redis.lock.Lock = Lock
+redis.asyncio.lock.Lock = AsyncLock
+
+
+class Loop:
+    current = None
+
+
+def fixture(*args, **options):
+    """What `pytest_asyncio.fixture` does, as far as these tests use it."""
+    if args:
+        return fixture()(*args)
+
+    def decorate(function):
+        @functools.wraps(function)
+        def run(*args, **kwargs):
+            made = function(*args, **kwargs)
+            if inspect.isasyncgen(made):
+                yield Loop.current.run_until_complete(anext(made))
+                Loop.current.run_until_complete(anext(made, None))
+            else:
+                yield Loop.current.run_until_complete(made)
+
+        return pytest.fixture(**options)(run)
+
+    return decorate
+
+
+sys.modules["pytest_asyncio"] = ModuleType("pytest_asyncio")
+sys.modules["pytest_asyncio"].fixture = fixture
+
+
+@pytest.fixture
+def event_loop():
+    return Loop.current
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    Loop.current = asyncio.new_event_loop()
+    try:
+        return (yield)
+    finally:
+        Loop.current.run_until_complete(Loop.current.shutdown_asyncgens())
+        Loop.current.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    if inspect.iscoroutinefunction(pyfuncitem.obj):
+        arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+        Loop.current.run_until_complete(pyfuncitem.obj(**arguments))
+        return True
+
+
+def pytest_runtest_setup(item):
+    lock = item.module.Lock
+    assert lock in {Lock, AsyncLock}, lock
+'''
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    """A server of their own: they empty it."""
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def sources(pytestconfig: pytest.Config) -> Path:
+    """The unpacked source distribution of the redis-py that is installed."""
+    assert pytestconfig.cache is not None
+    name = f"redis-{redis.__version__}"
+    unpacked = pytestconfig.cache.mkdir("redis-py") / name
+    if not unpacked.exists():
+        with TemporaryDirectory(dir=unpacked.parent) as folder:
+            download = ["pip", "download", "--quiet", "--no-deps", "--no-binary", "redis", "--dest", folder]
+            unpack = ["tarfile", "-e", f"{folder}/{name}.tar.gz", folder]
+            for command in ([*download, f"redis=={redis.__version__}"], unpack):
+                subprocess.run([sys.executable, "-m", *command], check=True, timeout=100)
+            Path(folder, name).rename(unpacked)
+    return unpacked
+
+
+@pytest.mark.parametrize("path", ["tests/test_lock.py", "tests/test_asyncio/test_lock.py"])
+def test_redis_pys_own_tests_of_its_locks(sources: Path, server: RedisServer, tmp_path: Path, path: str) -> None:
+    (tmp_path / "our_locks.py").write_text(PLUGIN)
+    # As they are, and not as our own pytest.ini would have them; nor with a real pytest_asyncio, if there is one.
+    plugins = ["-p", "our_locks", "-p", "no:asyncio", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *plugins, "-c", os.devnull, "--rootdir", str(sources)]
+    done = subprocess.run(
+        [*command, "-rs", "--redis-url", server.url, path],
+        cwd=sources,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-1_000:]
+    summary = done.stdout.rstrip().rpartition("\n")[2]
+    print(path, summary)
+    passed = re.search(r"(\d+) passed", summary)
+    assert passed
+    assert int(passed[1]) > ENOUGH, summary

@@ -1,0 +1,260 @@
+"""One run, and what may come between its beginning and its end: what it returns or raises is what the call gives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from only_one import ConfigurationError, LockUnavailable, carry_on, configure, current_lock, only_one
+from tests.proxy import LIMIT, Fault, Proxy, eventually
+
+NAME = "k"
+RELEASES = ("DELIFEQ", "DELEX", "EVALSHA", "EVAL")
+
+
+@pytest.fixture
+def key(prefix: str) -> str:
+    """The key as it is in Redis."""
+    return f"{prefix}{NAME}"
+
+
+@pytest.fixture
+def direct(redis_url: str, prefix: str) -> Iterator[Any]:  # noqa: ARG001 - its settings are put back after ours
+    """A client past every proxy; what the test covers takes its keys on the same server."""
+    with redis.Redis.from_url(redis_url) as client, configure(redis=redis_url):
+        yield client
+
+
+@pytest.fixture
+def proxy(redis_url: str) -> Iterator[Proxy]:
+    with Proxy(redis_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def hasty(proxy: Proxy) -> Iterator[Any]:
+    """A client through the proxy that does not ask twice."""
+    with redis.Redis.from_url(proxy.url, socket_timeout=0.3, retry=Retry(NoBackoff(), 0)) as client:
+        yield client
+
+
+# Trouble at the end
+
+
+@pytest.mark.parametrize("way", ["cut", "refused", "black_hole"])
+def test_an_exception_says_nothing_of_a_release_that_failed(proxy: Proxy, hasty: Any, way: str) -> None:
+    cause = KeyError("cause")
+
+    @only_one(NAME, redis=hasty)
+    def run() -> None:
+        broken.__enter__()
+        raise ValueError(NAME) from cause
+
+    broken = getattr(proxy, way)()
+    with pytest.raises(ValueError, match=NAME) as caught:
+        run()
+    broken.__exit__(None, None, None)
+    assert caught.value.__cause__ is cause
+    assert caught.value.__context__ is None
+    assert not hasattr(caught.value, "__notes__")
+
+
+class SoftLimit(Exception):
+    """What a signal handler raises at a soft time limit."""
+
+
+class HardStop(BaseException):
+    """What a signal handler raises that nobody is to catch."""
+
+
+@contextmanager
+def interrupted(fault: Fault, error: type[BaseException]) -> Iterator[None]:
+    """Raise an error in the main thread, by a signal, as soon as a fault has met its command."""
+
+    def interrupt(*_: object) -> None:
+        raise error
+
+    def send() -> None:
+        fault.met.wait(LIMIT)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        yield
+    finally:
+        sender.join()
+        signal.signal(signal.SIGUSR1, before)
+        fault.let_go()
+
+
+def test_a_release_that_is_interrupted_frees_the_key(proxy: Proxy, direct: Any, key: str) -> None:
+    @only_one(NAME, lease=60, redis=proxy.url)
+    def run() -> str:
+        return "done"
+
+    assert run() == "done"
+    for error in (SoftLimit, HardStop):
+        fault = proxy.hold_up(*RELEASES)
+        with interrupted(fault, error):
+            try:
+                assert run() == "done"
+            except HardStop:
+                assert error is HardStop
+        assert eventually(lambda: not direct.exists(key))
+    assert run() == "done"
+
+
+def test_a_run_that_is_interrupted_frees_the_key(proxy: Proxy, direct: Any, key: str) -> None:
+    fault = proxy.lose_request("GET", then="hang")
+    through = redis.Redis.from_url(proxy.url)
+
+    @only_one(NAME, lease=60)
+    def run() -> None:
+        through.get("anything")
+
+    with interrupted(fault, HardStop), pytest.raises(HardStop):
+        run()
+    assert not direct.exists(key)
+    through.close()
+
+
+def test_settings_that_change_during_a_run(direct: Any, prefix: str, key: str, proxy: Proxy) -> None:
+    @only_one(NAME, lease=60)
+    def run() -> bool:
+        configure(prefix=f"{prefix}other:", redis=proxy.url, active=False)
+        return bool(direct.exists(key))
+
+    assert run()
+    assert not direct.exists(key)
+    assert proxy.commands == []
+
+
+# What a call may not give
+
+
+async def coroutine() -> None: ...
+
+
+def generator() -> Iterator[int]:
+    yield 1
+
+
+async def async_generator() -> Any:
+    yield 1
+
+
+@pytest.mark.parametrize("unfinished", [coroutine, generator, async_generator])
+def test_what_has_yet_to_run_is_refused(direct: Any, key: str, unfinished: Callable[[], Any]) -> None:
+    """The key would be given back before the work begins; and nothing warns of a coroutine that is never awaited."""
+
+    @only_one(NAME)
+    def run() -> object:
+        return unfinished()
+
+    with pytest.raises(ConfigurationError, match=r"write @only_one directly above"):
+        run()
+    assert not direct.exists(key)
+
+
+def test_when_busy_may_not_carry_on_by_a_detour(direct: Any, key: str) -> None:
+    runs: list[int] = []
+    direct.set(key, "taken")
+    run = only_one(NAME, when_busy=lambda error: carry_on(error))(lambda: runs.append(1))  # noqa: PLW0108
+    with pytest.raises(ConfigurationError, match="when_busy=skip or when_busy=fail"):
+        run()
+    assert runs == []
+
+
+# Threads and tasks that a run begins
+
+
+@pytest.mark.usefixtures("direct")
+def test_current_lock_is_that_of_the_context() -> None:
+    @only_one("outer")
+    async def outer() -> None:
+        mine = current_lock()
+        assert await asyncio.to_thread(current_lock) is mine
+        assert contextvars.copy_context().run(current_lock) is mine
+        with pytest.raises(ConfigurationError, match="outside of a covered run"):
+            contextvars.Context().run(current_lock)
+        assert list(await asyncio.gather(inner("a"), inner("b"))) == ["a", "b"]
+        assert current_lock() is mine
+
+    @only_one("{name_}")
+    async def inner(name_: str) -> str:
+        mine = current_lock()
+        assert mine.key.endswith(name_)
+        await asyncio.sleep(0)
+        assert current_lock() is mine
+        return name_
+
+    asyncio.run(outer())
+
+
+def test_a_task_that_is_still_running_when_its_loop_ends(direct: Any, key: str) -> None:
+    ended: list[str] = []
+
+    @only_one(NAME, lease=60)
+    async def run() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("run")
+
+    async def main() -> None:
+        tasks.append(asyncio.ensure_future(run()))
+        assert await asyncio.to_thread(eventually, lambda: direct.exists(key))
+
+    tasks: list[asyncio.Future[Any]] = []
+    asyncio.run(main())
+    assert ended == ["run"]
+    assert eventually(lambda: not direct.exists(key))
+
+
+def connections(client: Any) -> int:
+    """How many clients the server has."""
+    number: int = client.info("clients")["connected_clients"]
+    return number
+
+
+def test_a_loop_that_ends_leaves_no_connection_open(direct: Any) -> None:
+    @only_one(NAME)
+    async def run() -> bool:
+        return True
+
+    before = connections(direct)
+    for _ in range(5):
+        assert asyncio.run(run())
+    assert eventually(lambda: connections(direct) <= before + 1)
+
+
+def test_what_carries_on_without_its_key_knows_it(proxy: Proxy, hasty: Any) -> None:
+    @only_one(NAME, redis=hasty, when_down=carry_on)
+    def run() -> str:
+        lock = current_lock()
+        assert not lock.is_held
+        assert lock.expires_in == 0
+        with pytest.raises(Exception, match="unavailable"):
+            lock.ensure_held()
+        return "done"
+
+    @only_one(NAME, redis=hasty)
+    def fails() -> None: ...
+
+    with proxy.refused():
+        assert run() == "done"
+        with pytest.raises(LockUnavailable):
+            fails()

@@ -1,0 +1,325 @@
+"""What type checkers know of covered functions: never run, but checked by mypy and pyright."""
+
+# pyright: reportUnnecessaryTypeIgnoreComment=true
+# ruff: noqa: ARG001, ARG005 - nothing here is ever called
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from redis import Redis
+
+from only_one import (
+    Acquired,
+    AlreadyRunning,
+    Busy,
+    Down,
+    LockLost,
+    LockUnavailable,
+    Lost,
+    Reclaimed,
+    Released,
+    carry_on,
+    configure,
+    current_lock,
+    fail,
+    only_one,
+    skip,
+    subscribe,
+)
+from only_one.events import Event
+from only_one.holder import Holder
+
+if TYPE_CHECKING:
+    from typing_extensions import assert_type  # noqa: TC004 - on 3.10 it is not there when the tests run
+
+# --- every form keeps the parameters, and adds what a skip gives ---------------------------------------------------
+
+
+@only_one
+def bare(a: int, b: str = "x", *rest: bytes, c: float = 1) -> float:
+    """`@only_one`."""
+    return c
+
+
+@only_one()
+def empty(a: int) -> float:
+    """`@only_one()`."""
+    return a
+
+
+@only_one("k")
+def key(a: int) -> float:
+    """`@only_one("k")`."""
+    return a
+
+
+@only_one("k", 300)
+def positional(a: int) -> float:
+    """`@only_one("k", 300)`."""
+    return a
+
+
+@only_one(key="k", timeout=300.5)
+def keywords(a: int) -> float:
+    """`@only_one(key="k", timeout=300)`."""
+    return a
+
+
+@only_one("k", timedelta(minutes=5), lease=timedelta(seconds=10))
+def deltas(a: int) -> float:
+    """Times may be timedeltas."""
+    return a
+
+
+@only_one(timeout=300, lease=10)
+def no_key(a: int) -> float:
+    """Times alone."""
+    return a
+
+
+@only_one(key=lambda a: f"k{a}")
+def computed(a: int) -> float:
+    """The key is made by a callable."""
+    return a
+
+
+def plain(a: int, b: str = "x") -> float:
+    """Covered below."""
+    return a
+
+
+async def plain_async(a: int, b: str = "x") -> float:
+    """Covered below."""
+    return a
+
+
+def forms() -> None:
+    """What the forms above give."""
+    assert_type(bare(1, "x", b"", c=2.0), float | None)
+    assert_type(bare(a=1), float | None)
+    assert_type(empty(1), float | None)
+    assert_type(key(1), float | None)
+    assert_type(positional(1), float | None)
+    assert_type(keywords(a=1), float | None)
+    assert_type(deltas(1), float | None)
+    assert_type(no_key(1), float | None)
+    assert_type(computed(1), float | None)
+    assert_type(only_one(plain)(1, b="y"), float | None)
+    assert_type(only_one(plain, key="k", timeout=300)(1, b="y"), float | None)
+    assert_type(only_one(plain, key=lambda a, b: f"{a}")(1), float | None)
+    assert_type(only_one(plain, 300, lease=10)(1), float | None)
+    assert_type(only_one("k")(plain)(1, "y"), float | None)
+    assert_type(only_one("k")(lambda: "x")(), str | None)
+
+
+@only_one
+async def async_bare(a: int, b: str = "x") -> float:
+    """`@only_one`."""
+    return a
+
+
+@only_one()
+async def async_empty(a: int) -> float:
+    """`@only_one()`."""
+    return a
+
+
+@only_one("k", 300, lease=10)
+async def async_key(a: int) -> float:
+    """`@only_one("k", 300)`."""
+    return a
+
+
+@only_one(key=lambda a: f"k{a}")
+async def async_computed(a: int) -> float:
+    """The key is made by a callable."""
+    return a
+
+
+async def async_forms() -> None:
+    """What the async forms above give."""
+    assert_type(await async_bare(1, b="y"), float | None)
+    assert_type(await async_empty(1), float | None)
+    assert_type(await async_key(1), float | None)
+    assert_type(await async_computed(a=1), float | None)
+    assert_type(await only_one(plain_async)(1), float | None)
+    assert_type(await only_one(plain_async, key="k", timeout=300)(1, b="y"), float | None)
+    assert_type(await only_one("k")(plain_async)(1), float | None)
+    await assert_type(async_bare(1), Coroutine[Any, Any, float | None])
+
+
+# --- what policies add ---------------------------------------------------------------------------------------------
+
+
+def who(error: AlreadyRunning) -> str:
+    """A policy for busy keys."""
+    assert_type(error.key, str)
+    assert_type(error.holder, Holder | None)
+    assert_type(error.task_id, str | None)
+    return error.key
+
+
+def why(error: LockUnavailable) -> bytes:
+    """A policy for servers that are down."""
+    assert_type(error.key, str)
+    return error.key.encode()
+
+
+def policies() -> None:
+    """The types follow by themselves."""
+    assert_type(only_one("k", when_busy=skip)(plain)(1), float | None)
+    assert_type(only_one("k", when_busy=fail)(plain)(1), float)
+    assert_type(only_one("k", when_busy=who)(plain)(1), float | str)
+    assert_type(only_one("k", when_busy=lambda error: error.task_id)(plain)(1), float | str | None)
+    assert_type(only_one("k", when_busy=lambda _: "busy")(plain)(1), float | str)
+    assert_type(only_one("k", when_down=skip)(plain)(1), float | None)
+    assert_type(only_one("k", when_down=carry_on)(plain)(1), float | None)
+    assert_type(only_one("k", when_busy=fail, when_down=fail)(plain)(1), float)
+    assert_type(only_one("k", when_busy=fail, when_down=carry_on)(plain)(1), float)
+    assert_type(only_one("k", when_busy=fail, when_down=skip)(plain)(1), float | None)
+    assert_type(only_one("k", when_busy=fail, when_down=why)(plain)(1), float | bytes)
+    assert_type(only_one("k", when_busy=who, when_down=why)(plain)(1), float | str | bytes)
+    assert_type(only_one(plain, key="k", when_busy=who, when_down=why)(1), float | str | bytes)
+    assert_type(only_one(key=lambda a, b: "k", when_busy=who)(plain)(1), float | str)
+    assert_type(only_one(when_busy=fail)(plain)(1), float)
+
+
+async def async_policies() -> None:
+    """The same for what is awaited."""
+    assert_type(await only_one("k", when_busy=fail)(plain_async)(1), float)
+    assert_type(await only_one("k", when_busy=skip)(plain_async)(1), float | None)
+    assert_type(await only_one("k", when_busy=who)(plain_async)(1), float | str)
+    assert_type(await only_one("k", when_busy=fail, when_down=why)(plain_async)(1), float | bytes)
+    assert_type(await only_one(plain_async, key="k", when_busy=fail, when_down=carry_on)(1), float)
+
+
+@only_one("k", when_busy=who)
+async def async_who(a: int) -> float:
+    """With a policy of its own."""
+    return a
+
+
+@only_one("k", when_busy=fail)
+def returns_nothing() -> None:
+    """For a function without a result."""
+
+
+async def decorated_policies() -> None:
+    """What the two above give."""
+    assert_type(await async_who(1), float | str)
+    assert_type(returns_nothing(), None)
+
+
+# --- methods -------------------------------------------------------------------------------------------------------
+
+
+class Feed:
+    """Has covered methods of every kind."""
+
+    @only_one("feed:{self.url}")
+    def load(self, a: int) -> float:
+        """A method."""
+        return a
+
+    @only_one("feed:{self.url}", when_busy=fail)
+    async def load_async(self, a: int) -> float:
+        """An async method."""
+        return a
+
+    @staticmethod
+    @only_one("k")
+    def static(a: int) -> float:
+        """A static method."""
+        return a
+
+    @classmethod
+    @only_one("k")
+    def of_class(cls, a: int) -> float:
+        """A class method."""
+        return a
+
+    @property
+    @only_one("k", when_busy=fail)
+    def size(self) -> int:
+        """A property."""
+        return 1
+
+
+async def methods(feed: Feed) -> None:
+    """What methods give."""
+    assert_type(feed.load(1), float | None)
+    assert_type(Feed.load(feed, 1), float | None)
+    assert_type(await feed.load_async(1), float)
+    assert_type(Feed.static(1), float | None)
+    assert_type(Feed.of_class(1), float | None)
+    assert_type(feed.size, int)
+
+
+# --- the rest ------------------------------------------------------------------------------------------------------
+
+
+def lock() -> None:
+    """What a run may know and ask."""
+    own = current_lock()
+    assert_type(own.key, str)
+    assert_type(own.is_held, bool)
+    assert_type(own.expires_in, float)
+    own.ensure_held()
+    holder = own.holder
+    if holder is not None:
+        assert_type(holder.pid, int)
+        assert_type(holder.host, str)
+        assert_type(holder.name, str)
+        assert_type(holder.task_id, str | None)
+        assert_type(holder.since, float)
+        assert_type(holder.deadline, float | None)
+
+
+def lost(error: LockLost) -> None:
+    """What is known of a loss."""
+    assert_type(error.key, str)
+    assert_type(error.reason, str)
+    assert_type(error.holder, Holder | None)
+
+
+def settings(client: Redis) -> None:
+    """Everything that can be set."""
+    configure(redis="redis://localhost", prefix="app:", timeout=300, lease=timedelta(seconds=10), when_busy=fail)
+    configure(redis=client, when_busy=who, active=False)
+    configure(redis=lambda: client, timeout=None)
+    with configure(active=False):
+        only_one("k", redis=client)
+        only_one("k", redis="redis://localhost")
+        only_one("k", redis=lambda: client)
+
+
+def hook(event: Event) -> None:
+    """Listens to everything."""
+    assert_type(event.key, str)
+    assert_type(event.name, str)
+    if isinstance(event, (Acquired, Busy, Lost)):
+        assert_type(event.holder, Holder | None)
+    if isinstance(event, Lost):
+        assert_type(event.reason, str)
+    if isinstance(event, Released):
+        assert_type(event.seconds, float)
+    if isinstance(event, Down):
+        assert_type(event.error, LockUnavailable)
+
+
+def all_of_them(event: Acquired | Busy | Reclaimed | Released | Lost | Down) -> Event:
+    """Each is one of the events."""
+    return event
+
+
+def anything(event: object) -> None:
+    """Listens to everything, and does not care what it is."""
+
+
+def hooks() -> None:
+    """What ends a subscription."""
+    assert_type(subscribe(hook), Callable[[], None])
+    subscribe(anything)()

@@ -1,0 +1,92 @@
+"""What type checkers refuse: never run, but checked by mypy and pyright, which tell of a comment that is not needed."""
+
+# pyright: reportUnnecessaryTypeIgnoreComment=true
+# ruff: noqa: ARG001 - nothing here is ever called
+
+from __future__ import annotations
+
+from only_one import AlreadyRunning, LockUnavailable, configure, current_lock, fail, only_one, subscribe
+
+
+def plain(a: int, b: str = "x") -> float:
+    """Covered below."""
+    return a
+
+
+@only_one("k")
+def covered(a: int, b: str = "x") -> float:
+    """A covered function."""
+    return a
+
+
+@only_one("k")
+async def covered_async(a: int) -> float:
+    """A covered async function."""
+    return a
+
+
+async def calls() -> None:
+    """The parameters are those of the function."""
+    covered()  # type: ignore[call-arg]
+    covered("x")  # type: ignore[arg-type]
+    covered(1, "x", 2)  # type: ignore[call-arg]
+    covered(1, c=3)  # type: ignore[call-arg]
+    only_one(plain)("x")  # type: ignore[arg-type]
+    only_one(plain, key="k", timeout=3)()  # type: ignore[call-arg]
+    await covered_async("x")  # type: ignore[arg-type]
+    await covered(1)  # type: ignore[misc]
+
+
+async def results() -> None:
+    """A call may have been skipped."""
+    skipped: float = covered(1)  # type: ignore[assignment]
+    skipped = await covered_async(1)  # type: ignore[assignment]
+    sure: float = only_one("k", when_busy=fail)(plain)(1)
+    sure = only_one("k", when_busy=lambda _: "busy")(plain)(1)  # type: ignore[assignment]
+    sure = only_one("k", when_busy=fail, when_down=lambda _: None)(plain)(1)  # type: ignore[assignment]
+    covered(1).is_integer()  # type: ignore[union-attr]
+    covered_async(1) + 1  # type: ignore[operator]
+    del skipped, sure
+
+
+def options() -> None:
+    """What a decorator takes."""
+    only_one("k", "300")  # type: ignore[call-overload]
+    only_one("k", lease="300")  # type: ignore[call-overload]
+    only_one("k", timeout=[300])  # type: ignore[call-overload]
+    only_one("k", 300, 30)  # type: ignore[call-overload]
+    only_one(key=3)  # type: ignore[call-overload]
+    only_one(3)  # type: ignore[call-overload]
+    only_one("k", key="k")  # type: ignore[call-overload]
+    only_one("k", nope=1)  # type: ignore[call-overload]
+    only_one("k", when_busy="skip")  # type: ignore[call-overload]
+    only_one("k", when_busy=lambda: None)  # type: ignore[arg-type, misc]
+    only_one("k", when_busy=wrong_error)  # type: ignore[arg-type]
+    only_one("k", when_down=other_wrong_error)  # type: ignore[arg-type]
+    only_one("k")(3)  # type: ignore[call-overload]
+
+
+def wrong_error(error: LockUnavailable) -> None:
+    """A policy for another occasion."""
+
+
+def other_wrong_error(error: AlreadyRunning) -> None:
+    """A policy for another occasion."""
+
+
+def wrong_hook(event: AlreadyRunning) -> None:
+    """A policy is no hook."""
+
+
+def the_rest() -> None:
+    """What settings, hooks and locks take."""
+    configure("redis://localhost")  # type: ignore[call-arg]
+    configure(timeout="300")  # type: ignore[arg-type]
+    configure(prefix=b"k")  # type: ignore[arg-type]
+    configure(active="no")  # type: ignore[arg-type]
+    configure(when_busy="skip")  # type: ignore[arg-type]
+    configure(nope=1)  # type: ignore[call-arg]
+    subscribe(3)  # type: ignore[arg-type]
+    subscribe(lambda: None)  # type: ignore[arg-type, misc]
+    subscribe(wrong_hook)  # type: ignore[arg-type]
+    current_lock().is_held = True  # type: ignore[misc]
