@@ -143,6 +143,8 @@ class _Renewer:
                 adrift.try_at = adrift.server.rests_until
             elif adrift.release():
                 self.adrift.pop(adrift.token, None)
+            elif adrift.server.rests_until > moment:
+                return  # it has been waited for, and renewals may have come due meanwhile
 
     def connect_for_what_is_due_soon(self) -> None:
         moment = now()

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from contextvars import ContextVar
 from math import inf
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
-from redis.exceptions import ResponseError
-
 from . import settings
+from .attempt import CARRIED_ON, AsyncAttempt, Attempt
 from .clock import now
-from .errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable
-from .events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, logger, wanted
-from .holder import is_dead, kept
+from .errors import AlreadyRunning, ConfigurationError, LockLost
+from .events import Busy, emit, logger, wanted
+from .holder import is_dead
 from .lease import Lease
-from .leases import generation, hold, is_adrift, let_go, release_later
+from .leases import is_adrift
 from .lock import AsyncLock, Lock, drive, drive_async, take, take_async
 from .plan import Args, Call, Cover, Kwargs, Plan
-from .policies import CarryOn, carry_on, fail, skip
-from .protocol import HELD, TROUBLE, Outcome, take_over
+from .policies import CarryOn, fail, skip
+from .protocol import TROUBLE, take_over
 from .servers import Server
 
 _current: ContextVar[Lease] = ContextVar("only_one_current_lock")
 
-_CARRY_ON = object()
 _UNFINISHED = frozenset({CoroutineType, GeneratorType, AsyncGeneratorType})
 
 
@@ -43,148 +40,6 @@ def current_lock() -> Lease:
     except LookupError:
         msg = "current_lock() was called outside of a covered run: call it in a function that has @only_one above it"
         raise ConfigurationError(msg) from None
-
-
-class _Run:
-    """A call that has asked for its key: what is decided about it, without waiting for the server."""
-
-    __slots__ = ("call", "generation", "is_settled", "key", "lease", "plan", "server", "token")
-
-    def __init__(self, plan: Plan, server: Server, call: Call, key: str, token: bytes, begun: float) -> None:
-        self.plan = plan
-        self.server = server
-        self.call = call
-        self.key = key
-        self.token = token
-        self.lease = Lease(server, key, token, begun, plan.ttl, plan.limit)
-        self.generation = generation()
-        self.is_settled = False
-
-    @property
-    def name(self) -> str:
-        """The task's name, or the function's."""
-        return self.call.name
-
-    def taken(self, reclaimed: bytes | None) -> None:
-        """The key is ours; `reclaimed` is what stood there before, if it was taken over."""
-        self.lease.on_loss.append(self._lost)
-        hold(self.lease)
-        if reclaimed is not None and wanted(Reclaimed):
-            emit(Reclaimed(self.key, self.name, reclaimed))
-        if wanted(Acquired):
-            emit(Acquired(self.key, self.name, self.token))
-
-    def down(self, problem: Exception) -> Any:
-        """What `when_down` gives, or `_CARRY_ON`."""
-        # A server that refuses has done with what it was sent before, if redis-py has sent it twice.
-        self.adrift(settled=isinstance(problem, ResponseError))
-        error = LockUnavailable(self.key, f"{type(problem).__name__}: {problem}")
-        error.__cause__ = problem
-        if wanted(Down):
-            emit(Down(self.key, self.name, error))
-        try:
-            return self.plan.when_down(error)
-        except CarryOn:
-            self.lease.lose("unavailable")
-            return _CARRY_ON
-
-    def adrift(self, *, settled: bool) -> None:
-        """Whether the token stands on the server is not known: see to it in the background."""
-        release_later(self.server, self.key, self.token, now() + self.plan.ttl, settled=settled)
-        self.is_settled = True
-
-    def abandon(self) -> None:
-        """Leave nothing behind, if the key has not been given back in the ordinary way."""
-        if not self.is_settled and not self.is_inherited:
-            let_go(self.lease)
-            self.lease.lose("released")
-            self.adrift(settled=False)
-
-    @property
-    def is_inherited(self) -> bool:
-        """Whether this process was forked off in the middle of the run, which stays the parent's."""
-        return self.generation is not generation()
-
-    @property
-    def to_be_kept(self) -> int:
-        """Milliseconds for which the key stays after a run that has succeeded now, or 0."""
-        return max(0, round((self.lease.begun + self.plan.at_least - now()) * 1000)) if self.plan.at_least else 0
-
-    def kept_value(self) -> bytes:
-        """What stands under a key that is kept."""
-        return kept(self.token, self.plan.at_least)
-
-    def ended(self) -> LockLost | None:
-        """The function has returned or raised: what was lost until now is told. From here on nothing is lost."""
-        lost = self.lease.loss()
-        if lost is not None:
-            self.lease.tell_loss(lost)
-        self.lease.lose("released")
-        return lost
-
-    def released(self, outcome: Outcome | None, lost: LockLost | None, *, is_kept: bool) -> LockLost | None:
-        """The key has been given back, or with None for an outcome could not be; returns how it was lost, if it was."""
-        if outcome is None:
-            self.adrift(settled=True)
-        elif outcome.fate == "taken" and lost is None:
-            lost = LockLost(self.key, "taken", outcome.value.decode(errors="backslashreplace"))
-            self.lease.tell_loss(lost)
-        self.is_settled = True
-        let_go(self.lease)
-        if wanted(Released):
-            fate = "unknown" if outcome is None else "kept" if is_kept and outcome is HELD else outcome.fate
-            emit(Released(self.key, self.name, fate, now() - self.lease.begun))
-        return lost
-
-    def _lost(self, lost: LockLost) -> None:
-        """Tell whoever listens, and the policy, unless that is to be heeded by the run itself."""
-        if wanted(Lost):
-            emit(Lost(self.key, self.name, lost.reason, lost.value))
-        policy = self.plan.when_lost
-        if policy is carry_on or policy is fail:
-            return
-        try:
-            policy(lost)
-        except CarryOn:
-            pass
-        except Exception:  # noqa: BLE001 - there is no call left that could raise it
-            logger.exception("when_lost of %s failed", self.name)
-
-
-class _AsyncRun(_Run):
-    """The same in an event loop, where `when_lost=fail` stops the run at once."""
-
-    __slots__ = ("is_cancelled", "is_over", "loop", "task")
-
-    def __init__(self, plan: Plan, server: Server, call: Call, key: str, token: bytes, begun: float) -> None:
-        super().__init__(plan, server, call, key, token, begun)
-        self.loop = asyncio.get_running_loop()
-        self.task = asyncio.current_task()
-        self.is_over = False
-        self.is_cancelled = False
-
-    def ended(self) -> LockLost | None:
-        self.is_over = True
-        return super().ended()
-
-    def is_withdrawn(self) -> bool:
-        """Whether a cancellation was ours alone; if so it is taken back."""
-        if not self.is_cancelled or self.task is None:
-            return False
-        uncancel = getattr(self.task, "uncancel", None)  # from Python 3.11
-        return uncancel is None or uncancel() == 0
-
-    def _lost(self, lost: LockLost) -> None:
-        super()._lost(lost)
-        if self.plan.when_lost is fail and not self.is_over:
-            with suppress(RuntimeError):  # the loop is closed
-                self.loop.call_soon_threadsafe(self._cancel)
-
-    def _cancel(self) -> None:
-        # In the loop's own thread, so the run cannot end between the look and the leap.
-        if not self.is_over and self.task is not None:
-            self.is_cancelled = True
-            self.task.cancel()
 
 
 def _busy(plan: Plan, call: Call, key: str, value: bytes) -> Any:
@@ -243,21 +98,21 @@ def run(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> Any:
             problem = error
         if found is not None:
             return None if plan.when_busy is skip and not wanted(Busy) else _busy(plan, call, key, found)
-        this = _Run(plan, server, call, key, token, begun)
+        this = Attempt(plan, server, call, key, token, begun)
         if problem is not None:
             instead = this.down(problem)
-            return _run_as(this.lease, cover, args, kwargs) if instead is _CARRY_ON else instead
+            return _run_as(this.lease, cover, args, kwargs) if instead is CARRIED_ON else instead
         return _run_held(this, server.client, reclaimed, cover, args, kwargs)
     except BaseException:
         # What has come in between a command and what was to follow it is to leave nothing behind.
         if this is not None:
             this.abandon()
         elif found is None:
-            _Run(plan, server, call, key, token, begun).abandon()
+            Attempt(plan, server, call, key, token, begun).abandon()
         raise
 
 
-def _run_held(this: _Run, client: Any, reclaimed: bytes | None, cover: Cover, args: Args, kwargs: Kwargs) -> Any:
+def _run_held(this: Attempt, client: Any, reclaimed: bytes | None, cover: Cover, args: Args, kwargs: Kwargs) -> Any:
     succeeded = False
     try:
         this.taken(reclaimed)
@@ -281,7 +136,7 @@ def _run_as(lease: Lease, cover: Cover, args: Args, kwargs: Kwargs) -> Any:
         _current.reset(reset)
 
 
-def _give_back(this: _Run, client: Any, *, succeeded: bool) -> LockLost | None:
+def _give_back(this: Attempt, client: Any, *, succeeded: bool) -> LockLost | None:
     if this.is_inherited:
         return None
     lost = this.ended()
@@ -330,22 +185,22 @@ async def run_async(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> Any
             problem = error
         if found is not None:
             return None if plan.when_busy is skip and not wanted(Busy) else _busy(plan, call, key, found)
-        this = _AsyncRun(plan, server, call, key, token, begun)
+        this = AsyncAttempt(plan, server, call, key, token, begun)
         if problem is not None:
             instead = this.down(problem)
-            return await _run_as_async(this.lease, cover, args, kwargs) if instead is _CARRY_ON else instead
+            return await _run_as_async(this.lease, cover, args, kwargs) if instead is CARRIED_ON else instead
         return await _run_held_async(this, client, reclaimed, cover, args, kwargs)
     except BaseException:
         # What has come in between a command and what was to follow it is to leave nothing behind.
         if this is not None:
             this.abandon()
         elif found is None:
-            _Run(plan, server, call, key, token, begun).abandon()
+            Attempt(plan, server, call, key, token, begun).abandon()
         raise
 
 
 async def _run_held_async(
-    this: _AsyncRun, client: Any, reclaimed: bytes | None, cover: Cover, args: Args, kwargs: Kwargs
+    this: AsyncAttempt, client: Any, reclaimed: bytes | None, cover: Cover, args: Args, kwargs: Kwargs
 ) -> Any:
     result, succeeded = None, False
     try:
@@ -370,7 +225,7 @@ async def _run_as_async(lease: Lease, cover: Cover, args: Args, kwargs: Kwargs) 
         _current.reset(reset)
 
 
-async def _give_back_async(this: _AsyncRun, client: Any, *, succeeded: bool) -> LockLost | None:
+async def _give_back_async(this: AsyncAttempt, client: Any, *, succeeded: bool) -> LockLost | None:
     if this.is_inherited:
         return None
     lost = this.ended()

@@ -19,7 +19,7 @@ import redis.asyncio.connection
 import redis.asyncio.retry
 from redis.backoff import NoBackoff
 from redis.client import Pipeline
-from redis.exceptions import ConnectionError, TimeoutError  # noqa: A004 - redis-py's are meant
+from redis.exceptions import ConnectionError, RedisError, TimeoutError  # noqa: A004 - redis-py's are meant
 from redis.retry import Retry
 
 from .callables import check_callable
@@ -170,7 +170,7 @@ def check_source(source: object, name: str = "redis") -> None:
             raise ConfigurationError(msg)
         try:
             redis.Redis.from_url(source).connection_pool.make_connection()  # which does not connect yet
-        except (TypeError, ValueError):  # whose text may hold the password
+        except (TypeError, ValueError, RedisError):  # whose text may hold the password
             msg = f"{name}={masked(source)!r} cannot be read: write redis://[user:password@]host:6379/0[?option=value]"
             raise ConfigurationError(msg) from None
     elif _is_async(source):

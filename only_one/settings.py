@@ -235,7 +235,7 @@ def is_active(settings: Settings) -> bool:
     """
     if settings.active is not UNSET:
         return bool(settings.active)
-    said = os.environ.get("ONLY_ONE_ACTIVE", "1")
+    said = os.environ.get("ONLY_ONE_ACTIVE") or "1"  # empty, as compose files pass what is not set
     try:
         return _ON[said.lower()]
     except KeyError:
@@ -251,7 +251,7 @@ def source_of(settings: Settings) -> Source:
     """
     if settings.redis is not UNSET:
         return settings.redis
-    url = os.environ.get("ONLY_ONE_REDIS_URL", DEFAULT_URL)
+    url = os.environ.get("ONLY_ONE_REDIS_URL") or DEFAULT_URL
     check_source(url, "ONLY_ONE_REDIS_URL")
     return url
 

@@ -18,6 +18,7 @@ ORDER = [
     "only_one.decorator",
     "only_one.tasks.running",
     "only_one.run",
+    "only_one.attempt",
     "only_one.plan",
     "only_one.leases",
     "only_one.lease",

@@ -471,7 +471,6 @@ def test_a_refused_release_whose_reply_is_lost_is_made_in_another_way(
 # Lost replies, seen by a covered run
 
 
-NEW = int(redis.__version__.split(".")[0]) >= 6
 """Whether redis-py asks again without being told after which errors."""
 
 RETRIES: dict[str, dict[str, Any]] = {"default": {}, "none": {"retry": Retry(NoBackoff(), 0)}}
@@ -489,7 +488,7 @@ def patient(request: pytest.FixtureRequest, proxy: Proxy) -> Iterator[Any]:
 def asks_again(side: Sync, client: Any) -> bool:
     """Whether a command whose reply is lost is sent again; the asyncio client that is made for a loop does so once."""
     retry = client.get_retry()
-    return NEW if isinstance(side, Async) else bool(retry and retry._retries)
+    return isinstance(side, Async) or bool(retry and retry._retries)
 
 
 @over_new_and_old

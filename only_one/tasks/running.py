@@ -19,7 +19,7 @@ def call_of(cover: Cover, wrapper: Callable[..., Any], args: tuple[Any, ...]) ->
     """
     bound = bool(args) and isinstance(args[0], Task) and _runs(args[0], wrapper)
     task = get_current_task()
-    if task is None or not _runs(task, wrapper):
+    if task is None or task.request.called_directly or not _runs(task, wrapper):
         return cover.plain_bound if bound else cover.plain
     request = task.request
     return Call(task.name, Identity(task.name, request.id, request.retries), bound=bound)

@@ -1,0 +1,166 @@
+"""One call's attempt to run: what is decided about it, and told of it, without waiting for the server."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from .clock import now
+from .errors import LockLost, LockUnavailable
+from .events import Acquired, Down, Lost, Reclaimed, Released, emit, logger, wanted
+from .holder import kept
+from .lease import Lease
+from .leases import generation, hold, let_go, release_later
+from .plan import Call, Plan
+from .policies import CarryOn, carry_on, fail
+from .protocol import HELD, Outcome
+from .servers import Server
+
+CARRIED_ON = object()
+"""What `Attempt.down` gives where the policy lets the run begin without its key."""
+
+
+class Attempt:
+    """A call that has asked for its key: what is decided about it, without waiting for the server."""
+
+    __slots__ = ("call", "generation", "is_settled", "key", "lease", "plan", "server", "token")
+
+    def __init__(self, plan: Plan, server: Server, call: Call, key: str, token: bytes, begun: float) -> None:
+        self.plan = plan
+        self.server = server
+        self.call = call
+        self.key = key
+        self.token = token
+        self.lease = Lease(server, key, token, begun, plan.ttl, plan.limit)
+        self.generation = generation()
+        self.is_settled = False
+
+    @property
+    def name(self) -> str:
+        """The task's name, or the function's."""
+        return self.call.name
+
+    def taken(self, reclaimed: bytes | None) -> None:
+        """The key is ours; `reclaimed` is what stood there before, if it was taken over."""
+        self.lease.on_loss.append(self._lost)
+        hold(self.lease)
+        if reclaimed is not None and wanted(Reclaimed):
+            emit(Reclaimed(self.key, self.name, reclaimed))
+        if wanted(Acquired):
+            emit(Acquired(self.key, self.name, self.token))
+
+    def down(self, problem: Exception) -> Any:
+        """What `when_down` gives, or `CARRIED_ON`."""
+        # A server that refuses has done with what it was sent before, if redis-py has sent it twice.
+        self.adrift(settled=isinstance(problem, ResponseError))
+        error = LockUnavailable(self.key, f"{type(problem).__name__}: {problem}")
+        error.__cause__ = problem
+        if wanted(Down):
+            emit(Down(self.key, self.name, error))
+        try:
+            return self.plan.when_down(error)
+        except CarryOn:
+            self.lease.lose("unavailable")
+            return CARRIED_ON
+
+    def adrift(self, *, settled: bool) -> None:
+        """Whether the token stands on the server is not known: see to it in the background."""
+        release_later(self.server, self.key, self.token, now() + self.plan.ttl, settled=settled)
+        self.is_settled = True
+
+    def abandon(self) -> None:
+        """Leave nothing behind, if the key has not been given back in the ordinary way."""
+        if not self.is_settled and not self.is_inherited:
+            let_go(self.lease)
+            self.lease.lose("released")
+            self.adrift(settled=False)
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process was forked off in the middle of the run, which stays the parent's."""
+        return self.generation is not generation()
+
+    @property
+    def to_be_kept(self) -> int:
+        """Milliseconds for which the key stays after a run that has succeeded now, or 0."""
+        return max(0, round((self.lease.begun + self.plan.at_least - now()) * 1000)) if self.plan.at_least else 0
+
+    def kept_value(self) -> bytes:
+        """What stands under a key that is kept."""
+        return kept(self.token, self.plan.at_least)
+
+    def ended(self) -> LockLost | None:
+        """The function has returned or raised: what was lost until now is told. From here on nothing is lost."""
+        lost = self.lease.loss()
+        if lost is not None:
+            self.lease.tell_loss(lost)
+        self.lease.lose("released")
+        return lost
+
+    def released(self, outcome: Outcome | None, lost: LockLost | None, *, is_kept: bool) -> LockLost | None:
+        """The key has been given back, or with None for an outcome could not be; returns how it was lost, if it was."""
+        if outcome is None:
+            self.adrift(settled=True)
+        elif outcome.fate == "taken" and lost is None:
+            lost = LockLost(self.key, "taken", outcome.value.decode(errors="backslashreplace"))
+            self.lease.tell_loss(lost)
+        self.is_settled = True
+        let_go(self.lease)
+        if wanted(Released):
+            fate = "unknown" if outcome is None else "kept" if is_kept and outcome is HELD else outcome.fate
+            emit(Released(self.key, self.name, fate, now() - self.lease.begun))
+        return lost
+
+    def _lost(self, lost: LockLost) -> None:
+        """Tell whoever listens, and the policy, unless that is to be heeded by the run itself."""
+        if wanted(Lost):
+            emit(Lost(self.key, self.name, lost.reason, lost.value))
+        policy = self.plan.when_lost
+        if policy is carry_on or policy is fail:
+            return
+        try:
+            policy(lost)
+        except CarryOn:
+            pass
+        except Exception:  # noqa: BLE001 - there is no call left that could raise it
+            logger.exception("when_lost of %s failed", self.name)
+
+
+class AsyncAttempt(Attempt):
+    """The same in an event loop, where `when_lost=fail` stops the run at once."""
+
+    __slots__ = ("is_cancelled", "is_over", "loop", "task")
+
+    def __init__(self, plan: Plan, server: Server, call: Call, key: str, token: bytes, begun: float) -> None:
+        super().__init__(plan, server, call, key, token, begun)
+        self.loop = asyncio.get_running_loop()
+        self.task = asyncio.current_task()
+        self.is_over = False
+        self.is_cancelled = False
+
+    def ended(self) -> LockLost | None:
+        """The same, and from here on the run is not cancelled."""
+        self.is_over = True
+        return super().ended()
+
+    def is_withdrawn(self) -> bool:
+        """Whether a cancellation was ours alone; if so it is taken back."""
+        if not self.is_cancelled or self.task is None:
+            return False
+        uncancel = getattr(self.task, "uncancel", None)  # from Python 3.11
+        return uncancel is None or uncancel() == 0
+
+    def _lost(self, lost: LockLost) -> None:
+        super()._lost(lost)
+        if self.plan.when_lost is fail and not self.is_over:
+            with suppress(RuntimeError):  # the loop is closed
+                self.loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        # In the loop's own thread, so the run cannot end between the look and the leap.
+        if not self.is_over and self.task is not None:
+            self.is_cancelled = True
+            self.task.cancel()
