@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: demo test lint types suite benchmark clean
+.PHONY: demo test lint types suite benchmark benchmark-takeover benchmark-leases clean
 
 demo: .venv/demo.stamp
 	@$(BIN)/python -m examples.feeds $(ARGS)
@@ -25,6 +25,13 @@ suite: .venv/dev.stamp
 
 benchmark: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.round_trips $(ARGS)
+
+benchmark-takeover: .venv/dev.stamp
+	$(BIN)/python -m benchmarks.takeover $(ARGS)
+
+benchmark-leases: .venv/dev.stamp
+	$(BIN)/pip install --quiet python-redis-lock
+	$(BIN)/python -m benchmarks.leases $(ARGS)
 
 .venv/%.stamp: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv

@@ -74,6 +74,7 @@ class Attempt:
     def abandon(self) -> None:
         """Leave nothing behind, if the key has not been given back in the ordinary way."""
         if not self.is_settled and not self.is_inherited:
+            self.server.drop_connections()
             let_go(self.lease)
             self.lease.lose("released")
             self.adrift(settled=False)
@@ -144,12 +145,14 @@ class AsyncAttempt(Attempt):
     def ended(self) -> LockLost | None:
         """The same, and from here on the run is not cancelled."""
         self.is_over = True
+        self.is_withdrawn()  # where the run has kept it to itself
         return super().ended()
 
     def is_withdrawn(self) -> bool:
-        """Whether a cancellation was ours alone; if so it is taken back."""
+        """Take our cancellation back, if there was one; returns whether it was the only one."""
         if not self.is_cancelled or self.task is None:
             return False
+        self.is_cancelled = False
         uncancel = getattr(self.task, "uncancel", None)  # from Python 3.11
         return uncancel is None or uncancel() == 0
 

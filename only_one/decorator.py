@@ -16,7 +16,6 @@ from .run import run, run_async
 from .servers import Source, check_source
 from .settings import (
     UNSET,
-    Seconds,
     Unset,
     check_at_least,
     check_policy,
@@ -25,6 +24,7 @@ from .settings import (
     check_when_busy,
     check_when_lost,
 )
+from .times import Seconds
 
 if TYPE_CHECKING:
     from typing_extensions import Never, TypeVar

@@ -27,7 +27,7 @@ class Holder:
         name: the task's or function's name.
         task_id: the Celery task's id, or None for a plain function.
         attempt: how many times the Celery task has been retried, or None.
-        machine: the host name, boot id and pid namespace in one.
+        machine: the host name, boot id, pid and time namespace in one.
         host: the host name.
         pid: the process id.
         process_start: when that process began, in clock ticks since boot, or None where that cannot be read.
@@ -162,7 +162,7 @@ def _spell(**values: object) -> str:
 
 
 def machine() -> str | None:
-    """This machine as far as process ids mean something in it: host, boot and pid namespace.
+    """This machine as far as process ids mean something in it: host, boot, pid and time namespace.
 
     None where that cannot be read, or is that of others, as in a container that sees its host's /proc.
     """
@@ -170,9 +170,15 @@ def machine() -> str | None:
         if Path("/proc/self").readlink() != Path(str(os.getpid())):
             return None
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{socket.gethostname()}/{boot}/{Path('/proc/self/ns/pid').readlink()}"
+        namespaces = [_namespace("pid"), _namespace("time")]  # the latter shifts when a process seems to have begun
+        return "/".join([socket.gethostname(), boot, *namespaces])
     except OSError:
         return None
+
+
+def _namespace(kind: str) -> str:
+    path = Path(f"/proc/self/ns/{kind}")
+    return str(path.readlink()) if path.is_symlink() else ""
 
 
 def process_start(pid: int) -> int | None:
@@ -215,6 +221,8 @@ def is_dead(value: bytes) -> bool:
 
 
 def _exists(pid: int) -> bool:
+    if pid <= 0:  # would be a process group, and no holder has such an id
+        return True
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

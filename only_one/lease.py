@@ -12,6 +12,8 @@ from .holder import Holder
 from .lock import drive
 from .protocol import Outcome, extend, mint_fence, outcome
 from .servers import Server
+from .times import Seconds
+from .times import seconds as in_seconds
 
 RENEWED_EVERY = 1 / 3
 """The part of a lease after which it is renewed."""
@@ -118,19 +120,22 @@ class Lease:
             return
         tell(lost)
 
-    def extend(self, seconds: float) -> None:
+    def extend(self, seconds: Seconds) -> None:
         """Let the run hold its key for longer than it might have: at the cost of one round trip.
 
         Args:
-            seconds: by how much its `timeout` is lengthened; where it has none, the key is renewed all the same.
+            seconds: by how much its `timeout` is lengthened, or a timedelta; where it has none, the key is renewed all
+                the same.
 
         Raises:
+            ConfigurationError: for a time that could not work.
             LockLost: if the key is not ours any more.
         """
+        longer = in_seconds("extend", seconds, "to give the key back, return")
         self.ensure_held()
         if self.server is None or self.ends_at == inf:
             return
-        ends_at = self.ends_at + seconds
+        ends_at = self.ends_at + longer
         asked = now()
         ttl = self.ttl if self.renews else ends_at - asked
         found = drive(self.server.client, extend(self.key, self.token, round(ttl * 1000)))

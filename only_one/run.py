@@ -147,6 +147,8 @@ def _give_back(this: Attempt, client: Any, *, succeeded: bool) -> LockLost | Non
         outcome = lock.keep(this.kept_value(), to_be_kept) if to_be_kept else lock.give_back()
     except Exception as error:  # noqa: BLE001 - nothing in here may take the place of the run's own result or exception
         logger.debug("%s could not be released, and will be in the background: %s", this.key, error)
+        if not isinstance(error, TROUBLE):  # a signal handler's, such as Celery's soft time limit
+            this.server.drop_connections()
     finally:
         lost = this.released(outcome, lost, is_kept=to_be_kept > 0)
     return lost
@@ -236,6 +238,8 @@ async def _give_back_async(this: AsyncAttempt, client: Any, *, succeeded: bool) 
         outcome = await (lock.keep(this.kept_value(), to_be_kept) if to_be_kept else lock.give_back())
     except Exception as error:  # noqa: BLE001 - nothing in here may take the place of the run's own result or exception
         logger.debug("%s could not be released, and will be in the background: %s", this.key, error)
+        if not isinstance(error, TROUBLE):  # a signal handler's, such as Celery's soft time limit
+            this.server.drop_connections()
     finally:
         lost = this.released(outcome, lost, is_kept=to_be_kept > 0)
     return lost

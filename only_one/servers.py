@@ -9,6 +9,7 @@ import os
 import re
 import threading
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from typing import Any, Union
 from weakref import WeakValueDictionary
 
@@ -71,6 +72,18 @@ class Server:
         if self._background is None:
             self._background = _impatient(self.client)
         return self._background
+
+    def drop_connections(self) -> None:
+        """Drop the idle connections after a command was interrupted, as redis-py keeps the one it was sent on.
+
+        The next command there would take the reply that is yet to come for its own.
+        """
+        client: Any = self.client
+        nodes = client.get_nodes() if isinstance(self.client, redis.RedisCluster) else [client]
+        with suppress(Exception):
+            for node in nodes:
+                pool = getattr(node, "redis_connection", node).connection_pool
+                pool.disconnect(inuse_connections=False)
 
     def connect_background(self) -> None:
         """Connect the client of the thread that renews; its first renewal then takes no longer than the others."""
@@ -149,7 +162,7 @@ def _parameters(kind: type) -> set[str]:
 
 # Where the client comes from
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _from_urls: dict[str, Server] = {}
 _from_clients: WeakValueDictionary[int, Server] = WeakValueDictionary()
 
@@ -215,7 +228,7 @@ def find_server(source: Source) -> Server:
 
 def _begin_anew_in_child() -> None:
     global _lock  # noqa: PLW0603 - it may have been held by a thread that the child does not have
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):

@@ -8,15 +8,13 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Union
+from typing import Any
 
 from .callables import check_callable
 from .errors import ConfigurationError
 from .policies import carry_on, skip
 from .servers import Source, check_source
-from .times import seconds
-
-Seconds = Union[float, timedelta]
+from .times import Seconds, seconds
 
 
 class Unset:
@@ -53,7 +51,7 @@ DEFAULT_URL = "redis://localhost:6379/0"
 _ON = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 class _Layer(AbstractContextManager[None]):
@@ -258,7 +256,7 @@ def source_of(settings: Settings) -> Source:
 
 def _begin_anew_in_child() -> None:
     global _lock  # noqa: PLW0603 - it may have been held by a thread that the child does not have
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
+from typing import Union
 
 from .errors import ConfigurationError
+
+Seconds = Union[float, timedelta]
 
 _LONGEST = 10 * 365 * 24 * 3600
 _SHOWN = 10**15

@@ -1,0 +1,245 @@
+"""Covered runs in processes and threads of their own, for tests that stop and kill them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import IO, TYPE_CHECKING, Any
+
+from only_one import current_lock, only_one
+from only_one.testing import guarded
+from tests.proxy import LIMIT, eventually
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+SLACK = 1.5
+"""Seconds by which something may be late, on a machine that has other things to do."""
+
+# The process reports each thing that happens as a line of JSON, and goes on until it is ended.
+HOLDER = """
+import asyncio, json, sys, threading, time
+import only_one
+from only_one.errors import LockLost
+
+url, prefix, is_async, key, options = json.loads(sys.argv[1])
+
+def say(what, *rest):
+    print(json.dumps([what, *rest]), flush=True)
+
+def lost(error):
+    say("when_lost", error.reason, threading.current_thread().name)
+
+options["when_lost"] = {"carry_on": only_one.carry_on, "fail": only_one.fail, "say": lost}[options["when_lost"]]
+seconds, options["redis"] = options.pop("seconds"), url
+only_one.configure(prefix=prefix)
+
+@only_one.only_one(key, **options)
+def hold():
+    say("begun", only_one.current_lock().token.decode())
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and only_one.current_lock().is_held:
+        time.sleep(0.005)
+    return "done"
+
+@only_one.only_one(key, **options)
+async def hold_async():
+    say("begun", only_one.current_lock().token.decode())
+    await asyncio.sleep(seconds)
+    return "done"
+
+try:
+    result = asyncio.run(hold_async()) if is_async else hold()
+except LockLost as error:
+    say("raised", error.reason)
+else:
+    say("returned", result)
+"""
+
+
+class Program(AbstractContextManager["Program"]):
+    """A program that reports by lines of JSON, or of anything else.
+
+    Attributes:
+        process: the process, which ends with the block.
+        pid: its process id.
+    """
+
+    def __init__(self, source: str, *arguments: str, inside: Sequence[str] = ()) -> None:
+        """Start it.
+
+        Args:
+            source: the program in Python.
+            arguments: its `sys.argv[1:]`.
+            inside: a command that starts it, such as `unshare`.
+        """
+        # Forking beside a thread, which some of them do on purpose, warns.
+        python = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", source, *arguments]
+        self.process = guarded([*inside, *python], stdout=subprocess.PIPE, text=True)
+        self.pid = self.process.pid
+
+    @property
+    def _lines(self) -> IO[str]:
+        stdout: IO[str] | None = self.process.guardian.stdout
+        assert stdout is not None
+        return stdout
+
+    def line(self) -> str:
+        """What it says next, or nothing if it has ended."""
+        return self._lines.readline().strip()
+
+    def says(self) -> Any:
+        """The next of its reports."""
+        return json.loads(self.line())
+
+    def rest(self) -> list[Any]:
+        """All that it reports until it ends."""
+        return [json.loads(line) for line in self._lines]
+
+    def kill(self) -> None:
+        """End it by `kill -9`; it is gone, and no zombie, on return."""
+        self.process.signal(signal.SIGKILL)
+        assert self.process.wait(LIMIT) == 128 + signal.SIGKILL
+
+    def stop(self) -> None:
+        """Have it stand still; it does on return."""
+        self.process.signal(signal.SIGSTOP)
+        assert eventually(lambda: _state(self.pid) in {"T", None})
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self.process.signal(signal.SIGCONT)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.process.__exit__(*details)
+
+
+class Holder(Program):
+    """A process that holds a key for as long as it lives.
+
+    Attributes:
+        token: what stands under the key.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        prefix: str,
+        *,
+        key: str = "k",
+        is_async: bool = False,
+        inside: Sequence[str] = (),
+        seconds: float = 60,
+        when_lost: str = "carry_on",
+        **options: Any,
+    ) -> None:
+        """Start it; it holds the key on return.
+
+        Args:
+            url: the server.
+            prefix: what the key begins with.
+            key: the key.
+            is_async: whether the run is one of an event loop.
+            inside: a command that starts it, such as `unshare`.
+            seconds: how long the run lasts at the most; a sync one ends when it finds its key lost.
+            when_lost: "carry_on", "fail", or "say" for a callable.
+            options: other options of the decorator.
+        """
+        options.update(when_lost=when_lost, seconds=seconds)
+        super().__init__(HOLDER, json.dumps([url, prefix, is_async, key, options]), inside=inside)
+        try:
+            begun, token = self.says()
+            assert begun == "begun"
+        except BaseException:
+            self.process.close()
+            raise
+        self.token: bytes = token.encode()
+
+
+def _state(pid: int) -> str | None:
+    """The state of a process, such as T for stopped, or None where that cannot be read."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:  # noqa: PTH123 - `Path` is what some tests replace
+            return stat.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return None
+
+
+class Running(AbstractContextManager["Running"]):
+    """A covered run in a thread of its own, until the end of the block.
+
+    Attributes:
+        lock: what `current_lock()` gave it.
+        finish: set it, and the run ends.
+        result: what it returned or raised.
+    """
+
+    lock: Any
+
+    def __init__(self, key: str = "k", *, ends: Callable[[], object] = lambda: "done", **options: Any) -> None:
+        self.finish = threading.Event()
+        self.result: Any = None
+        self._ends = ends
+        self._started = threading.Event()
+        self._call = self._cover(key, options)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _cover(self, key: str, options: dict[str, Any]) -> Callable[[], Any]:
+        @only_one(key, **options)
+        def work() -> object:
+            self._begin()
+            assert self.finish.wait(60)
+            return self._ends()
+
+        return work
+
+    def _begin(self) -> None:
+        self.lock = current_lock()
+        self._started.set()
+
+    def _run(self) -> None:
+        try:
+            self.result = self._call()
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            self.result = error
+        finally:
+            self._started.set()
+
+    def join(self) -> Any:
+        """What the run has returned or raised, once it has ended."""
+        self._thread.join(LIMIT)
+        assert not self._thread.is_alive()
+        return self.result
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._started.wait(LIMIT)
+        assert hasattr(self, "lock"), f"it did not run: {self.result!r}"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish.set()
+        self.join()
+
+
+class RunningAsync(Running):
+    """The same in an event loop of its own, where it can be cancelled."""
+
+    def _cover(self, key: str, options: dict[str, Any]) -> Callable[[], Any]:
+        @only_one(key, **options)
+        async def work() -> object:
+            self._begin()
+            while not self.finish.is_set():  # noqa: ASYNC110 - it is set in another thread
+                await asyncio.sleep(0.005)
+            return self._ends()
+
+        return lambda: asyncio.run(work())

@@ -1,0 +1,149 @@
+"""Servers that answer, and refuse."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import redis as redis_py
+
+from only_one import LockUnavailable, carry_on, current_lock, fail, only_one, skip
+from only_one.testing import RedisServer
+from tests.faults.programs import Running
+from tests.proxy import eventually
+
+
+@contextmanager
+def out_of_memory(server: RedisServer, client: Any) -> Iterator[str]:
+    """No memory is left, and nothing may be evicted."""
+    client.config_set("maxmemory-policy", "noeviction")
+    client.config_set("maxmemory", 1)
+    yield server.url
+    client.config_set("maxmemory", 0)
+
+
+@contextmanager
+def read_only(server: RedisServer, client: Any) -> Iterator[str]:
+    """It is the replica of another."""
+    client.replicaof("127.0.0.1", 1)
+    yield server.url
+    client.replicaof("NO", "ONE")
+
+
+@contextmanager
+def wrong_password(server: RedisServer, client: Any) -> Iterator[str]:
+    """It wants another password than the URL has."""
+    client.config_set("requirepass", "right")
+    yield server.url.replace("redis://", "redis://:wrong@")
+    client.config_set("requirepass", "")
+
+
+@contextmanager
+def not_permitted(server: RedisServer, client: Any) -> Iterator[str]:
+    """Our user may not call what takes a key."""
+    client.execute_command("ACL", "SETUSER", "reader", "on", ">secret", "~*", "+@all", "-set")
+    yield server.url.replace("redis://", "redis://reader:secret@")
+    client.execute_command("ACL", "DELUSER", "reader")
+
+
+Trouble = Callable[[RedisServer, Any], Any]
+
+troubles = pytest.mark.parametrize(
+    ("trouble", "named"),
+    [
+        (out_of_memory, "OutOfMemoryError"),
+        (read_only, "ReadOnlyError"),
+        (wrong_password, "AuthenticationError"),
+        (not_permitted, "NoPermissionError"),
+    ],
+)
+
+
+def call(**options: Any) -> Any:
+    """What a call gives."""
+    return only_one(lambda: current_lock().is_held, key="k", **options)()
+
+
+def call_async(**options: Any) -> Any:
+    """The same in an event loop."""
+
+    @only_one("k", **options)
+    async def work() -> bool:
+        return current_lock().is_held
+
+    return asyncio.run(work())
+
+
+both = pytest.mark.parametrize("calls", [call, call_async], ids=["sync", "async"])
+
+
+@both
+@troubles
+def test_a_server_that_refuses_is_named_and_when_down_decides(
+    server: RedisServer, prefix: str, calls: Callable[..., Any], trouble: Trouble, named: str
+) -> None:
+    with redis_py.Redis.from_url(server.url) as client:
+        with trouble(server, client) as url:
+            with pytest.raises(LockUnavailable, match=named) as caught:
+                calls(redis=url)
+            assert caught.value.key == f"{prefix}k"
+            assert type(caught.value.__cause__).__name__ == named
+            assert "secret" not in str(caught.value)
+            with pytest.raises(LockUnavailable):
+                calls(redis=url, when_down=fail)
+            assert calls(redis=url, when_down=skip) is None
+            assert calls(redis=url, when_down=carry_on) is False  # it runs, and knows that it holds nothing
+            seen: list[LockUnavailable] = []
+
+            def note(error: LockUnavailable) -> str:
+                seen.append(error)
+                return "instead"
+
+            assert calls(redis=url, when_down=note) == "instead"
+            assert [type(error.__cause__).__name__ for error in seen] == [named]
+        assert calls(redis=server.url) is True
+        assert not client.exists(f"{prefix}k")
+
+
+def test_a_user_who_may_take_and_not_release_gets_the_result_all_the_same(server: RedisServer, prefix: str) -> None:
+    with redis_py.Redis.from_url(server.url) as client:
+        client.execute_command("ACL", "SETUSER", "taker", "on", ">secret", "~*", "-@all", "+set", "+get", "+hello")
+        url = server.url.replace("redis://", "redis://taker:secret@")
+        assert call(redis=url, timeout=2) is True
+        assert call_async(redis=url, timeout=0.5, takeover=False) is None  # the key could not be given back
+        with pytest.raises(LockUnavailable, match=r"(?i)eval"):  # nor be taken over from ourselves
+            call_async(redis=url, timeout=0.5)
+        assert eventually(lambda: not client.exists(f"{prefix}k"))
+        assert call_async(redis=url, timeout=0.5) is True
+
+
+def test_a_server_that_runs_out_of_memory_during_a_run_goes_on_renewing(server: RedisServer, prefix: str) -> None:
+    told: list[object] = []
+    with redis_py.Redis.from_url(server.url) as client:
+        with Running(lease=0.6, when_lost=told.append) as run, out_of_memory(server, client):
+            assert not eventually(lambda: not run.lock.is_held or not client.exists(f"{prefix}k"), 1.8)
+            run.__exit__()
+        assert run.result == "done"
+        assert not client.exists(f"{prefix}k")
+    assert told == []
+
+
+@pytest.mark.parametrize("for_", ["less", "more"])
+def test_a_server_that_becomes_a_replica_during_a_run(server: RedisServer, for_: str) -> None:
+    """As in a failover: a lease that can be renewed again in time is kept, and another is lost when it is over."""
+    told: list[str] = []
+    lease = 2.4 if for_ == "less" else 0.8
+    with redis_py.Redis.from_url(server.url) as client:
+        with Running(lease=lease, when_lost=lambda lost: told.append(lost.reason)) as run:
+            with read_only(server, client):
+                if for_ == "less":
+                    assert eventually(lambda: run.lock.expires_in < lease * 0.55)
+                else:
+                    assert eventually(lambda: told)
+            if for_ == "less":
+                assert eventually(lambda: run.lock.expires_in > lease * 0.7)
+        assert run.result == "done"
+    assert told == ([] if for_ == "less" else ["expired"])

@@ -1,0 +1,286 @@
+"""Covered Celery tasks on a real worker with several processes, and a real broker and result backend."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import redis
+
+from only_one.holder import Holder
+from only_one.testing import guarded, redis_server
+from tests.live import app as live
+from tests.proxy import eventually
+
+LIMIT = 30.0
+"""Seconds that a worker may take, on a machine that has other things to do too."""
+
+ROOT = Path(__file__).parents[2]
+PREFIX = "live:"
+COPIES = 6
+
+
+class Worker:
+    """A worker with several processes, and what has been seen of its runs.
+
+    Attributes:
+        client: a client of its server.
+    """
+
+    def __init__(self, client: Any, witness: Path) -> None:
+        self.client = client
+        self._witness = witness
+
+    def lines(self, word: str, gate: str) -> list[str]:
+        """What runs have written down, of one kind."""
+        lines = self._witness.read_text().splitlines() if self._witness.exists() else []
+        return [rest for line in lines for head, _, rest in [line.partition(f" {gate} ")] if head == word]
+
+    def wait_until_begun(self, gate: str, times: int = 1) -> None:
+        """Wait until so many runs have begun."""
+        assert eventually(lambda: len(self.lines("begin", gate)) >= times, LIMIT)
+
+    def open(self, gate: str, times: int = 1) -> None:
+        """Let so many runs go on."""
+        self.client.rpush(gate, *range(times))
+
+    def holder(self, key: str) -> Holder | None:
+        """Who holds a key."""
+        value = self.client.get(PREFIX + key)
+        return None if value is None else Holder.parse(value)
+
+    def no_key_is_left(self) -> bool:
+        """Whether all keys have been given back."""
+        return eventually(lambda: not list(self.client.scan_iter(f"{PREFIX}*")))
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    folder = tmp_path_factory.mktemp("worker")
+    witness, log = folder / "witness", folder / "log"
+    command = [
+        sys.executable,
+        "-m",
+        "celery",
+        "-A",
+        "tests.live.app",
+        "worker",
+        "--pool",
+        "prefork",
+        "-c",
+        "4",
+        "-l",
+        "INFO",
+    ]
+    with redis_server() as server, redis.Redis.from_url(server.url) as client, log.open("wb") as output:
+        # Results that are dropped when the server is gone would try for 20 s each to say so.
+        brief = {"retry_policy": {"max_retries": 1, "interval_start": 0, "interval_step": 0}}
+        live.app.conf.update(broker_url=server.url, result_backend=server.url, result_backend_transport_options=brief)
+        environment = {**os.environ, "LIVE_URL": server.url, "LIVE_PREFIX": PREFIX, "LIVE_WITNESS": str(witness)}
+        with guarded(command, cwd=ROOT, env=environment, stdout=output, stderr=output) as process:
+            assert eventually(lambda: b" ready." in log.read_bytes() or process.poll() is not None, LIMIT)
+            assert process.poll() is None, log.read_text()[-2000:]
+            yield Worker(client, witness)
+        live.app.close()
+    print(log.read_text())
+
+
+@pytest.fixture
+def gate() -> str:
+    return f"gate-{uuid4()}"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(worker: Worker) -> Iterator[None]:
+    """After each test all keys are free."""
+    yield
+    assert worker.no_key_is_left()
+
+
+def result(answer: Any) -> Any:
+    """What a task has returned, or raised."""
+    return answer.get(timeout=LIMIT)
+
+
+TASKS = {
+    "plain": (live.plain, "tests.live.app.plain:{gate}"),
+    "bound": (live.bound, None),
+    "shared": (live.shared, "tests.live.app.shared:{gate}"),
+    "bound and shared": (live.bound_and_shared, "a shared name:{gate}"),
+    "named": (live.named, "a name of its own:{gate}"),
+    "SingleTask": (live.single_task, "SingleTask"),
+    "class with a name": (live.named_task, "another name:{gate}:0"),
+}
+
+
+@pytest.mark.parametrize(("task", "key"), TASKS.values(), ids=TASKS)
+def test_duplicates_in_flight_are_skipped(worker: Worker, gate: str, task: Any, key: str | None) -> None:
+    answers = [task.delay(gate) for _ in range(COPIES)]
+    assert eventually(lambda: sum(answer.ready() for answer in answers) == COPIES - 1, LIMIT)
+    late = [task.delay(gate), task.apply_async(kwargs={"gate": gate})]
+    answers += late
+    assert [result(answer) for answer in late] == [None, None]
+
+    (running,) = [answer for answer in answers if not answer.ready()]
+    assert len(worker.lines("begin", gate)) == 1
+    keys = [name.decode().removeprefix(PREFIX) for name in worker.client.scan_iter(f"{PREFIX}*")]
+    if key is None:
+        assert len(keys) == 1
+        assert keys[0].startswith(f"{task.name}:")
+    else:
+        assert keys == [key.format(gate=gate)]
+    holder = worker.holder(keys[0])
+    assert holder is not None
+    assert (holder.name, holder.task_id, holder.attempt) == (task.name, running.id, 0)
+    assert worker.lines("begin", gate) == [str(holder.pid)]
+
+    worker.open(gate)
+    found = result(running)
+    assert (found["key"], found["name"], found["id"], found["held"]) == (PREFIX + keys[0], task.name, running.id, True)
+    assert len(worker.lines("begin", gate)) == len(worker.lines("end", gate)) == 1
+    assert [answer.state for answer in answers] == ["SUCCESS"] * len(answers)
+    assert [answer.result for answer in answers if answer is not running] == [None] * (len(answers) - 1)
+
+
+def test_the_next_one_runs(worker: Worker, gate: str) -> None:
+    for number in range(1, 4):
+        answer = live.plain.delay(gate)
+        worker.open(gate)
+        assert result(answer)["id"] == answer.id
+        assert len(worker.lines("end", gate)) == number
+
+
+def test_other_arguments_are_another_key(worker: Worker, gate: str) -> None:
+    for task in (live.bound, live.named_task):
+        answers = [task.delay(gate), task.delay(gate, 1), task.delay(gate, extra=2)]
+        skipped = [task.delay(gate, 0), task.delay(gate, extra=1), task.delay(extra=2, gate=gate)]
+        assert [result(answer) for answer in skipped] == [None] * 3
+        worker.open(gate, 3)
+        assert [result(answer)["extra"] for answer in answers] == [0, 1, 2]
+
+
+def test_what_is_not_in_the_key_does_not_count(worker: Worker, gate: str) -> None:
+    answer = live.plain.delay(gate, extra=1)
+    worker.wait_until_begun(gate)
+    assert result(live.plain.delay(gate, extra=2)) is None
+    assert result(live.plain.delay(gate, 3)) is None
+    worker.open(gate)
+    assert result(answer)["extra"] == 1
+
+
+def test_a_bound_task_gets_itself(worker: Worker, gate: str) -> None:
+    answer = live.bound.delay(gate)
+    worker.open(gate)
+    assert result(answer)["own id"] == result(answer)["id"] == answer.id
+
+
+def test_results_that_are_ignored(worker: Worker, gate: str) -> None:
+    answers = [live.silent.delay(gate) for _ in range(COPIES)]
+    worker.wait_until_begun(gate)
+    assert result(live.around_a_function.delay(opened(worker))) is not None  # the copies have been seen to before it
+    worker.open(gate)
+    assert eventually(lambda: worker.lines("end", gate), LIMIT)
+    assert worker.no_key_is_left()
+    assert len(worker.lines("begin", gate)) == 1
+    assert not worker.client.exists(*[f"celery-task-meta-{answer.id}" for answer in answers])
+
+
+def opened(worker: Worker) -> str:
+    """A gate that is open."""
+    gate = f"gate-{uuid4()}"
+    worker.open(gate)
+    return gate
+
+
+@pytest.mark.usefixtures("worker")
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [((), {}), (("a", 1, 2), {}), ((), {"gate": "a", "unknown": 1}), (("a",), {"gate": "a"})],
+    ids=["too few", "too many", "unknown", "twice"],
+)
+@pytest.mark.parametrize("task", [live.plain, live.bound, live.shared], ids=["plain", "bound", "shared"])
+def test_wrong_arguments_raise_where_the_task_is_sent(task: Any, arguments: Any, options: Any) -> None:
+    with pytest.raises(TypeError):
+        task.delay(*arguments, **options)
+    with pytest.raises(TypeError):
+        task.apply_async(arguments, options)
+
+
+def test_an_exception_is_the_tasks_own(worker: Worker, gate: str) -> None:
+    answer = live.failing.delay(gate)
+    worker.wait_until_begun(gate)
+    assert result(live.failing.delay(gate)) is None
+    worker.open(gate)
+    with pytest.raises(live.Trouble, match=gate):
+        result(answer)
+    assert answer.state == "FAILURE"
+    assert worker.holder(f"tests.live.app.failing:{gate}") is None  # released before the result is stored
+
+
+def test_a_task_that_celery_retries(worker: Worker, gate: str) -> None:
+    answer = live.retried.delay(gate)
+    for attempt in range(3):
+        worker.wait_until_begun(gate, attempt + 1)
+        holder = worker.holder(f"tests.live.app.retried:{gate}")
+        assert holder is not None
+        assert (holder.task_id, holder.attempt) == (answer.id, attempt)
+        assert result(live.retried.delay(gate)) is None
+        worker.open(gate)
+    assert result(answer) == [2, 2]
+    assert worker.lines("attempt", gate) == ["0", "1", "2"]
+    assert len(worker.lines("begin", gate)) == 3
+
+
+@pytest.mark.parametrize("how", ["the task", "its run"])
+def test_a_task_that_another_calls_is_a_plain_function(worker: Worker, gate: str, how: str) -> None:
+    answer = live.outer.delay(gate, how)
+    worker.open(gate)
+    found = result(answer)
+    assert (found["name"], found["id"], found["attempt"]) == ("tests.live.app.named", None, None)
+    assert found["key"] == f"{PREFIX}tests.live.app.named:{gate}"
+
+
+def test_a_covered_function_in_a_task_is_a_plain_function(worker: Worker, gate: str) -> None:
+    worker.open(gate)
+    found = result(live.around_a_function.delay(gate))
+    assert found["key"] == f"{PREFIX}tests.live.app.function:{gate}"
+    assert (found["name"], found["id"], found["attempt"]) == ("tests.live.app.function", None, None)
+
+
+def test_a_covered_function_in_a_covered_task(worker: Worker, gate: str) -> None:
+    worker.open(gate)
+    answer = live.nested.delay(gate)
+    before, inner, after = result(answer)
+    assert before == after
+    assert (before["name"], before["id"]) == (live.nested.name, answer.id)
+    assert (inner["name"], inner["id"]) == ("tests.live.app.function", None)
+
+
+def test_a_worker_process_that_is_killed_frees_its_key_within_the_lease(worker: Worker, gate: str) -> None:
+    key = f"tests.live.app.plain:{gate}"
+    killed = live.plain.delay(gate)
+    worker.wait_until_begun(gate)
+    holder = worker.holder(key)
+    assert holder is not None
+    assert result(live.plain.delay(gate)) is None
+
+    os.kill(holder.pid, signal.SIGKILL)
+    began = time.monotonic()
+    assert eventually(lambda: worker.holder(key) is None, LIMIT)
+    assert time.monotonic() - began < live.LEASE + 1
+    assert worker.lines("end", gate) == []
+
+    answer = live.plain.delay(gate)
+    worker.wait_until_begun(gate, 2)
+    worker.open(gate)
+    assert result(answer)["id"] == answer.id
+    assert worker.lines("end", gate) == [worker.lines("begin", gate)[1]]
+    with pytest.raises(Exception, match="SIGKILL"):
+        result(killed)
