@@ -23,7 +23,7 @@ LIMIT = 30
 LEASE = 1.5
 """Seconds that a key outlives a worker that is killed."""
 
-app = Celery("live")
+app = Celery("live", set_as_current=False)
 app.conf.broker_connection_retry_on_startup = True
 
 if "LIVE_URL" in os.environ:  # in the worker

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import pytest
 import redis
+from celery._state import get_current_app
 
 from only_one.holder import Holder
 from only_one.testing import guarded, redis_server
@@ -87,7 +88,11 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
         with guarded(command, cwd=ROOT, env=environment, stdout=output, stderr=output) as process:
             assert eventually(lambda: b" ready." in log.read_bytes() or process.poll() is not None, LIMIT)
             assert process.poll() is None, log.read_text()[-2000:]
+            # Shared tasks are those of the current app, which other modules have, too.
+            before = get_current_app()
+            live.app.set_current()
             yield Worker(client, witness)
+            before.set_current()
         live.app.close()
     print(log.read_text())
 
