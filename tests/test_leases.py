@@ -312,7 +312,8 @@ def test_the_key_is_never_renewed_past_the_timeout(
             latest = max(latest, moment + direct.pttl(key) / 1000)
             time.sleep(0.01)
         assert lease < time.monotonic() - began  # it was renewed
-        assert latest - began < timeout + 0.01  # and at no time for longer than to the limit
+        # And at no time for longer than to the limit, as the server counts: from when the command has arrived.
+        assert latest - began < timeout + 0.1
         assert eventually(lambda: not direct.exists(key))
         with pytest.raises(LockLost, match="overrun"):
             run.lock.ensure_held()
@@ -462,7 +463,7 @@ def test_a_child_does_not_renew_the_key_of_its_parent(direct: Any, redis_url: st
 def test_a_connection_that_is_gone_for_less_than_the_lease(
     proxy: Proxy, direct: Any, key: str, way: str, client: str, losses: list[Lost]
 ) -> None:
-    lease = 2.4
+    lease = 1.8
     source = proxy.url if client == "ours" else default_client(proxy.url, socket_timeout=0.2)
     with Running(lease=lease, redis=source) as run:
         token = direct.get(key)
@@ -692,7 +693,7 @@ def test_a_server_that_is_down_loses_no_lease_on_another(proxy: Proxy, redis_url
         Running(lease=1, redis=redis_url) as run,
         getattr(proxy, way)(),
     ):
-        assert not eventually(lambda: not run.lock.is_held, 2.5)
+        assert not eventually(lambda: not run.lock.is_held, 2)
 
 
 @pytest.mark.usefixtures("direct")
@@ -710,7 +711,7 @@ def test_tokens_of_unknown_fate_lose_no_lease(proxy: Proxy, clients: int) -> Non
             thread.start()
         for thread in threads:
             thread.join()
-        assert not eventually(lambda: not run.lock.is_held, 2.5)
+        assert not eventually(lambda: not run.lock.is_held, 2)
 
 
 # Tokens of unknown fate

@@ -42,7 +42,7 @@ def client(proxy: Proxy, request: pytest.FixtureRequest) -> Iterator[Any]:
 
 def connect(proxy: Proxy, **options: Any) -> Any:
     """A client that does not try twice."""
-    return redis.Redis.from_url(proxy.url, retry=Retry(NoBackoff(), 0), socket_timeout=0.5, **options)
+    return redis.Redis.from_url(proxy.url, retry=Retry(NoBackoff(), 0), socket_timeout=0.25, **options)
 
 
 def lost(send: Callable[[], object]) -> bool:
