@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextvars import ContextVar
 from math import inf
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
@@ -154,16 +155,25 @@ def _give_back(this: Attempt, client: Any, *, succeeded: bool) -> LockLost | Non
     return lost
 
 
+def _cancellations() -> int:
+    """How often the running task has been cancelled; 0 before Python 3.11, which does not count."""
+    cancelling: Callable[[], int] = getattr(asyncio.current_task(), "cancelling", int)
+    return cancelling()
+
+
 async def _ask_async(
     plan: Plan, server: Server, client: Any, key: str, token: bytes, begun: float
 ) -> tuple[bytes | None, bytes | None]:
     """What stands in the way, or None if the key is ours; and whose it was, if it was taken over."""
+    before = _cancellations()
     found, reclaimed = await take_async(client, server.dialect, key, token, plan.ttl_ms), None
     if found is not None and plan.takeover and (is_adrift(found) or is_dead(found)):
         reclaimed, found = found, await drive_async(client, take_over(key, found, token, plan.ttl_ms))
     if found is None and now() >= begun + plan.ttl:
         msg = "the answer came when the key had expired again"
         raise TimeoutError(msg)
+    if _cancellations() > before:
+        raise asyncio.CancelledError  # redis-py loses one that comes when the reply has come, too
     return found, reclaimed
 
 

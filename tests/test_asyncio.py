@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 import time
 from collections.abc import Coroutine, Generator
@@ -300,5 +301,30 @@ def test_a_run_that_is_cancelled_by_others_is_cancelled(redis: Any, key: str) ->
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tasks do not count their cancellations before Python 3.11")
+def test_a_cancellation_that_comes_with_the_reply_is_not_lost(redis: Any, key: str) -> None:
+    """redis-py loses one that meets its reply: a run that was cancelled while it took its key would go on."""
+
+    @only_one(key=lambda: "k", lease=30)
+    async def run() -> str:
+        await asyncio.sleep(5)
+        return "done"
+
+    async def cancelled_after(steps: int) -> None:
+        task = asyncio.ensure_future(run())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(eventually, lambda: not redis.exists(key))
+
+    async def main() -> None:
+        for steps in range(10):
+            await cancelled_after(steps)
 
     asyncio.run(main())

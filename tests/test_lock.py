@@ -595,6 +595,24 @@ def test_a_call_after_one_whose_acquire_got_no_reply_is_not_skipped(
         assert run() == "result"
 
 
+@pytest.mark.parametrize("url", ["redis_url"], indirect=True)
+@pytest.mark.xfail(reason="only a token that is known to be adrift is taken over by its own process")
+def test_a_command_that_redis_py_sent_twice_and_that_comes_after_the_release(
+    proxy: Proxy, redis_url: str, key: str
+) -> None:
+    """The key names this process, in which no such run is alive any more."""
+    options: dict[str, Any] = {"retry": Retry(NoBackoff(), 1), "retry_on_error": list(LOST), "socket_timeout": 0.3}
+    with redis.Redis.from_url(redis_url) as direct, redis.Redis.from_url(proxy.url, **options) as client:
+        run = Sync().cover(lambda: "result", redis=client)
+        assert run() == "result"
+        held = proxy.hold_up("SET")
+        assert run() == "result"  # by the second of the two
+        assert not direct.exists(key)
+        held.let_go()
+        assert eventually(lambda: direct.exists(key))
+        assert run() == "result"
+
+
 # What else may stand under a key
 
 
