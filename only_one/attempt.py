@@ -43,6 +43,12 @@ class Attempt:
         """The task's name, or the function's."""
         return self.call.name
 
+    def lateness(self) -> TimeoutError | None:
+        """What is wrong if the key, now that the server has said that it is ours, has expired again."""
+        if now() < self.lease.expires_at:
+            return None
+        return TimeoutError("the answer came when the key had expired again")
+
     def taken(self, reclaimed: bytes | None) -> None:
         """The key is ours; `reclaimed` is what stood there before, if it was taken over."""
         self.lease.on_loss.append(self._lost)

@@ -7,9 +7,9 @@ import json
 import os
 import socket
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from .clock import now
 
@@ -58,10 +58,11 @@ class Holder:
             return None
         if found.keys() != _TYPES.keys() or not all(isinstance(found[name], _TYPES[name]) for name in _TYPES):
             return None
-        deadline = found["deadline"]
-        if abs(found["since"]) > _LATEST or abs(deadline or 0) > _LATEST:
+        since, limit = found["since"], found.pop("limit")
+        if abs(since) > _LATEST or abs(limit or 0) > _LATEST:
             return None
-        found.update(since=found["since"] / 1000, deadline=deadline and deadline / 1000)
+        deadline = None if limit is None else (since + limit) / 1000
+        found.update(id=f"{found.pop('process')}-{found.pop('number')}", since=since / 1000, deadline=deadline)
         return cls(**found)
 
     def __str__(self) -> str:
@@ -79,14 +80,20 @@ def printable(text: str) -> str:
 
 
 _TYPES: dict[str, Any] = {
-    **dict.fromkeys((field.name for field in fields(Holder)), str),
-    "task_id": (str, type(None)),
-    "attempt": (int, type(None)),
+    "machine": str,
+    "host": str,
     "pid": int,
     "process_start": (int, type(None)),
+    "process": str,
+    "state": str,
+    "name": str,
+    "task_id": (str, type(None)),
+    "attempt": (int, type(None)),
+    "limit": (int, type(None)),
+    "number": int,
     "since": int,
-    "deadline": (int, type(None)),
 }
+"""The JSON of a value, with milliseconds; what changes from call to call comes last, so that the rest is spelt once."""
 
 
 class _Process:
@@ -94,27 +101,32 @@ class _Process:
 
     def __init__(self) -> None:
         pid = os.getpid()
-        self.stem = os.urandom(8).hex() + "-"
-        self.numbers = itertools.count()
         self.machine = machine()
         self.spelling = _spell(
+            only_one=FORMAT,
             machine=self.machine or socket.gethostname(),
             host=socket.gethostname(),
             pid=pid,
             process_start=process_start(pid),
+            process=os.urandom(8).hex(),
         )
-        self.head = f'{{"only_one":{FORMAT},{self.spelling},"id":"{self.stem}'
         # What the values of this process, and of all of this machine, begin with.
-        self.mark = self.head.encode()
-        self.machine_mark = f'{{"only_one":{FORMAT},{_spell(machine=self.machine)},'.encode()
+        self.mark = f"{{{self.spelling},".encode()
+        self.machine_mark = f"{{{_spell(only_one=FORMAT, machine=self.machine)},".encode()
 
 
 _process: _Process | None = None
+
+_numbers = itertools.count()
+
+under_way: set[bytes] = set()
+"""The tokens of this process whose calls have not ended; others that still stand in Redis are held by nobody."""
 
 
 def _forget_process() -> None:
     global _process  # noqa: PLW0603 - a forked child is another process, and finds out about itself
     _process = None
+    under_way.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -131,11 +143,14 @@ def _this_process() -> _Process:
 class Identity:
     """Who calls, as a token spells it: made once for a function, and anew for each run of a task."""
 
-    __slots__ = ("_spelling",)
+    __slots__ = ("_head", "_limit", "_process", "_spelling")
 
     def __init__(self, name: str, task_id: str | None = None, attempt: int | None = None) -> None:
         """See `Holder` for what the arguments are."""
-        self._spelling = _spell(name=name, task_id=task_id, attempt=attempt)
+        self._spelling = _spell(state="running", name=name, task_id=task_id, attempt=attempt)
+        self._process: _Process | None = None
+        self._limit: float | None = None
+        self._head = b""
 
     def token(self, deadline_in: float | None) -> bytes:
         """The value with which this process takes a key.
@@ -146,14 +161,16 @@ class Identity:
         Returns:
             Compact ASCII JSON that `Holder.parse` reads; no two are alike.
         """
-        process = _process or _this_process()
+        if self._process is None or self._process is not _process or self._limit != deadline_in:
+            self._spell_head(deadline_in)
         # Whole milliseconds: a float takes longer to spell than the rest of the token.
-        since = time.time_ns() // 1_000_000
-        deadline = "null" if deadline_in is None else since + round(deadline_in * 1000)
-        return (
-            f'{process.head}{next(process.numbers)}","state":"running",{self._spelling},'
-            f'"since":{since},"deadline":{deadline}}}'
-        ).encode()
+        return self._head + b'%d,"since":%d}' % (next(_numbers), time.time_ns() // 1_000_000)
+
+    def _spell_head(self, deadline_in: float | None) -> None:
+        process = _this_process()
+        limit = "null" if deadline_in is None else round(deadline_in * 1000)
+        self._head = f'{{{process.spelling},{self._spelling},"limit":{limit},"number":'.encode()
+        self._process, self._limit = process, deadline_in
 
 
 def _spell(**values: object) -> str:
@@ -199,18 +216,21 @@ _alive: dict[bytes, tuple[int, float]] = {}
 
 
 def is_dead(value: bytes) -> bool:
-    """Whether the run that `value` spells was one of a process of this machine that is certainly gone.
+    """Whether the run that `value` spells has certainly ended without giving its key back.
 
-    A holder of another machine, one that is kept, and one of which nothing can be known, is not.
+    Either its process, of this machine, is gone; or it was one of this process, where no such call is under way.
+    A holder of another machine, one that is kept, and one of which nothing can be known, is not dead.
     """
-    process = _this_process()
-    if not value.startswith(process.machine_mark) or value.startswith(process.mark):
+    process = _process or _this_process()
+    if value.startswith(process.mark):
+        return value not in under_way and _is_running(Holder.parse(value))
+    if not value.startswith(process.machine_mark):
         return False
     pid, until = _alive.get(value, (0, 0.0))
     if until > now():
         return not _exists(pid)
     holder = Holder.parse(value)
-    if holder is None or holder.state != "running" or process.machine is None:
+    if not _is_running(holder) or process.machine is None:
         return False
     if not _exists(holder.pid) or _is_another(holder):
         return True
@@ -218,6 +238,10 @@ def is_dead(value: bytes) -> bool:
         _alive.clear()
     _alive[value] = (holder.pid, now() + _LOOKED_AT_AGAIN_AFTER)
     return False
+
+
+def _is_running(holder: Holder | None) -> TypeGuard[Holder]:
+    return holder is not None and holder.state == "running"
 
 
 def _exists(pid: int) -> bool:
@@ -240,5 +264,5 @@ def _is_another(holder: Holder) -> bool:
 def kept(value: bytes, since_it_was_taken: float) -> bytes:
     """The value of a run that has succeeded, and whose key is kept until some seconds after it was taken."""
     found = json.loads(value)
-    found.update(state="kept", deadline=found["since"] + round(since_it_was_taken * 1000))
+    found.update(state="kept", limit=round(since_it_was_taken * 1000))
     return json.dumps(found, separators=(",", ":")).encode()

@@ -277,11 +277,6 @@ def let_go(lease: Lease) -> None:
     _renewer.leases.pop(lease.token, None)
 
 
-def is_adrift(token: bytes) -> bool:
-    """Whether `token` is one of this process that no run of it holds any more."""
-    return bool(_renewer.adrift) and token in _renewer.adrift
-
-
 def generation() -> object:
     """Another object in every process, forked ones included."""
     return _renewer

@@ -10,7 +10,20 @@ import redis.lock
 from redis.exceptions import LockNotOwnedError, ResponseError
 
 from .clock import now
-from .protocol import HELD, Dialect, Outcome, Steps, T, give_back_otherwise, replace, take_in_two, what_became
+from .protocol import (
+    HELD,
+    NEVER,
+    Dialect,
+    Expiry,
+    Outcome,
+    Steps,
+    T,
+    expiry_in,
+    give_back_otherwise,
+    replace,
+    take_in_two,
+    what_became,
+)
 
 RAW = {"NEVER_DECODE": True, "get": True}
 """Options of redis-py by which replies come as bytes, also from clients that decode, and as the server sent them."""
@@ -48,7 +61,7 @@ async def drive_async(client: Any, steps: Steps[T]) -> T:
         return result
 
 
-def take(client: Any, dialect: Dialect, key: Any, token: bytes, ttl: int | None) -> bytes | None:
+def take(client: Any, dialect: Dialect, key: Any, token: bytes, expiry: Expiry) -> bytes | None:
     """Take a key once, without waiting.
 
     Args:
@@ -56,25 +69,24 @@ def take(client: Any, dialect: Dialect, key: Any, token: bytes, ttl: int | None)
         dialect: what is known of the server.
         key: the key as it is in Redis.
         token: the value that says whose it is.
-        ttl: milliseconds until the key expires, or None for never.
+        expiry: when the key expires, as `expiry_in` spells it.
 
     Returns:
         None if the key is ours, else the value that stands there.
     """
     if dialect.sets_and_gets:
-        expiry = ("PX", ttl) if ttl else ()
         try:
-            found: bytes | None = client.execute_command("SET", key, token, "NX", "GET", *expiry, **RAW)
+            found: bytes | None = client.execute_command("SET", key, token, b"NX", b"GET", *expiry, **RAW)
         except ResponseError as error:
             dialect.unlearn_get(error)
         else:
             # Our own token: the reply was lost, and redis-py sent the command again.
             return None if found == token else found
-    found = drive(client, take_in_two(key, token, ttl))
+    found = drive(client, take_in_two(key, token, expiry))
     return None if found == token else found
 
 
-async def take_async(client: Any, dialect: Dialect, key: Any, token: bytes, ttl: int | None) -> bytes | None:
+async def take_async(client: Any, dialect: Dialect, key: Any, token: bytes, expiry: Expiry) -> bytes | None:
     """Take a key once, without waiting.
 
     Args:
@@ -82,21 +94,20 @@ async def take_async(client: Any, dialect: Dialect, key: Any, token: bytes, ttl:
         dialect: what is known of the server.
         key: the key as it is in Redis.
         token: the value that says whose it is.
-        ttl: milliseconds until the key expires, or None for never.
+        expiry: when the key expires, as `expiry_in` spells it.
 
     Returns:
         None if the key is ours, else the value that stands there.
     """
     if dialect.sets_and_gets:
-        expiry = ("PX", ttl) if ttl else ()
         try:
-            found: bytes | None = await client.execute_command("SET", key, token, "NX", "GET", *expiry, **RAW)
+            found: bytes | None = await client.execute_command("SET", key, token, b"NX", b"GET", *expiry, **RAW)
         except ResponseError as error:
             dialect.unlearn_get(error)
         else:
             # Our own token: the reply was lost, and redis-py sent the command again.
             return None if found == token else found
-    found = await drive_async(client, take_in_two(key, token, ttl))
+    found = await drive_async(client, take_in_two(key, token, expiry))
     return None if found == token else found
 
 
@@ -138,10 +149,10 @@ class _Common:
         self.dialect = dialect or Dialect()
         self.expires_at = math.inf
 
-    def _ttl(self) -> int | None:
+    def _expiry(self) -> Expiry:
         # Counted from before the command is sent: the key never outlives what its holder believes.
         self.expires_at = now() + self.timeout if self.timeout else math.inf
-        return round(self.timeout * 1000) if self.timeout else None
+        return expiry_in(self.timeout) if self.timeout else NEVER
 
     def _extended(self, asked: float, seconds: float, *, from_now: bool) -> None:
         self.expires_at = seconds + (asked if from_now else self.expires_at)
@@ -186,7 +197,7 @@ class Lock(_Common, redis.lock.Lock):
 
     def do_acquire(self, token: Any) -> bool:
         """Take the key if it is free."""
-        return take(self.redis, self.dialect, self.name, token, self._ttl()) is None
+        return take(self.redis, self.dialect, self.name, token, self._expiry()) is None
 
     def do_release(self, expected_token: Any) -> None:
         """Delete the key if it is ours.
@@ -244,7 +255,7 @@ class AsyncLock(_Common, redis.asyncio.lock.Lock):
 
     async def do_acquire(self, token: Any) -> bool:
         """Take the key if it is free."""
-        return await take_async(self.redis, self.dialect, self.name, token, self._ttl()) is None
+        return await take_async(self.redis, self.dialect, self.name, token, self._expiry()) is None
 
     async def do_release(self, expected_token: Any) -> None:
         """Delete the key if it is ours.

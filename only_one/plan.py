@@ -13,6 +13,7 @@ from .errors import KeyTemplateError
 from .holder import Identity
 from .keys import MakeKey
 from .policies import skip
+from .protocol import Expiry, expiry_in
 from .servers import Server, Source, find_server
 
 Args = tuple[Any, ...]
@@ -59,7 +60,7 @@ class Plan:
         server: None where the locking is switched off.
         prefix: what every key begins with.
         ttl: seconds that the key is first taken for.
-        ttl_ms: the same in milliseconds.
+        expiry: the same as it is sent.
         limit: seconds that a run may hold it, or infinity.
         free_in: seconds after which the key is free at the latest, or None if it is renewed without limit.
         at_least: seconds for which the key is kept, from when it was taken, after a run that has succeeded.
@@ -73,7 +74,7 @@ class Plan:
     server: Server | None
     prefix: str
     ttl: float
-    ttl_ms: int
+    expiry: Expiry
     limit: float
     free_in: float | None
     at_least: float
@@ -157,7 +158,7 @@ def _make_plan(options: Options, configured: settings.Settings) -> Plan:
         server=find_server(source) if settings.is_active(configured) else None,
         prefix=settings.most_specific(configured.prefix, settings.DEFAULT_PREFIX),
         ttl=ttl,
-        ttl_ms=round(ttl * 1000),
+        expiry=expiry_in(ttl),
         limit=limit,
         free_in=None if limit == inf else limit,
         at_least=options.at_least,

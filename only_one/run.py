@@ -14,14 +14,12 @@ from .attempt import CARRIED_ON, AsyncAttempt, Attempt
 from .clock import now
 from .errors import AlreadyRunning, ConfigurationError, LockLost
 from .events import Busy, emit, logger, wanted
-from .holder import is_dead
+from .holder import is_dead, under_way
 from .lease import Lease
-from .leases import is_adrift
 from .lock import AsyncLock, Lock, drive, drive_async, take, take_async
 from .plan import Args, Call, Cover, Kwargs, Plan
 from .policies import CarryOn, fail, skip
 from .protocol import TROUBLE, take_over
-from .servers import Server
 
 _current: ContextVar[Lease] = ContextVar("only_one_current_lock")
 
@@ -69,17 +67,6 @@ def _unlocked(key: str) -> Lease:
     return Lease(None, key, b"", now(), inf, inf)
 
 
-def _ask(plan: Plan, server: Server, key: str, token: bytes, begun: float) -> tuple[bytes | None, bytes | None]:
-    """What stands in the way, or None if the key is ours; and whose it was, if it was taken over."""
-    found, reclaimed = take(server.client, server.dialect, key, token, plan.ttl_ms), None
-    if found is not None and plan.takeover and (is_adrift(found) or is_dead(found)):
-        reclaimed, found = found, drive(server.client, take_over(key, found, token, plan.ttl_ms))
-    if found is None and now() >= begun + plan.ttl:
-        msg = "the answer came when the key had expired again"
-        raise TimeoutError(msg)
-    return found, reclaimed
-
-
 def run(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """Run the function if its key is free, and give what the policies say if not."""
     plan = cover.plan
@@ -92,25 +79,30 @@ def run(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> Any:
     token, begun = call.identity.token(plan.free_in), now()
     found, reclaimed, this = None, None, None
     problem: Exception | None = None
+    under_way.add(token)  # before it is sent: to others in this process it is a call that lives
     try:
         try:
-            found, reclaimed = _ask(plan, server, key, token, begun)
+            found = take(server.client, server.dialect, key, token, plan.expiry)
+            if found is not None and plan.takeover and is_dead(found):
+                reclaimed, found = found, None
+                found = drive(server.client, take_over(key, reclaimed, token, plan.ttl))
         except TROUBLE as error:
             problem = error
         if found is not None:
             return None if plan.when_busy is skip and not wanted(Busy) else _busy(plan, call, key, found)
         this = Attempt(plan, server, call, key, token, begun)
+        problem = problem or this.lateness()
         if problem is not None:
             instead = this.down(problem)
             return _run_as(this.lease, cover, args, kwargs) if instead is CARRIED_ON else instead
         return _run_held(this, server.client, reclaimed, cover, args, kwargs)
     except BaseException:
         # What has come in between a command and what was to follow it is to leave nothing behind.
-        if this is not None:
-            this.abandon()
-        elif found is None:
-            Attempt(plan, server, call, key, token, begun).abandon()
+        if found is None:
+            (this or Attempt(plan, server, call, key, token, begun)).abandon()
         raise
+    finally:
+        under_way.discard(token)
 
 
 def _run_held(this: Attempt, client: Any, reclaimed: bytes | None, cover: Cover, args: Args, kwargs: Kwargs) -> Any:
@@ -161,20 +153,10 @@ def _cancellations() -> int:
     return cancelling()
 
 
-async def _ask_async(
-    plan: Plan, server: Server, client: Any, key: str, token: bytes, begun: float
-) -> tuple[bytes | None, bytes | None]:
-    """What stands in the way, or None if the key is ours; and whose it was, if it was taken over."""
-    before = _cancellations()
-    found, reclaimed = await take_async(client, server.dialect, key, token, plan.ttl_ms), None
-    if found is not None and plan.takeover and (is_adrift(found) or is_dead(found)):
-        reclaimed, found = found, await drive_async(client, take_over(key, found, token, plan.ttl_ms))
-    if found is None and now() >= begun + plan.ttl:
-        msg = "the answer came when the key had expired again"
-        raise TimeoutError(msg)
+def _heed_cancellation(before: int) -> None:
+    """redis-py loses a cancellation that comes when the reply has come, too."""
     if _cancellations() > before:
-        raise asyncio.CancelledError  # redis-py loses one that comes when the reply has come, too
-    return found, reclaimed
+        raise asyncio.CancelledError
 
 
 async def run_async(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -190,25 +172,32 @@ async def run_async(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> Any
     token, begun = call.identity.token(plan.free_in), now()
     found, reclaimed, this = None, None, None
     problem: Exception | None = None
+    cancellations = _cancellations()
+    under_way.add(token)
     try:
         try:
-            found, reclaimed = await _ask_async(plan, server, client, key, token, begun)
+            found = await take_async(client, server.dialect, key, token, plan.expiry)
+            if found is not None and plan.takeover and is_dead(found):
+                reclaimed, found = found, None
+                found = await drive_async(client, take_over(key, reclaimed, token, plan.ttl))
         except TROUBLE as error:
             problem = error
+        _heed_cancellation(cancellations)
         if found is not None:
             return None if plan.when_busy is skip and not wanted(Busy) else _busy(plan, call, key, found)
         this = AsyncAttempt(plan, server, call, key, token, begun)
+        problem = problem or this.lateness()
         if problem is not None:
             instead = this.down(problem)
             return await _run_as_async(this.lease, cover, args, kwargs) if instead is CARRIED_ON else instead
         return await _run_held_async(this, client, reclaimed, cover, args, kwargs)
     except BaseException:
         # What has come in between a command and what was to follow it is to leave nothing behind.
-        if this is not None:
-            this.abandon()
-        elif found is None:
-            Attempt(plan, server, call, key, token, begun).abandon()
+        if found is None:
+            (this or Attempt(plan, server, call, key, token, begun)).abandon()
         raise
+    finally:
+        under_way.discard(token)
 
 
 async def _run_held_async(

