@@ -29,7 +29,9 @@ def suite(session: nox.Session, *pinned: str) -> None:
         source, target = HERE / name, away / name
         _ = shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
     session.chdir(away)
-    session.run("python", "-m", "pytest", "--ignore=tests/test_wheel.py", *session.posargs)
+    session.run(
+        "python", "-m", "pytest", "-n", "2", "--dist", "loadfile", "--ignore=tests/test_wheel.py", *session.posargs
+    )
 
 
 @nox.session(python=PYTHONS)
