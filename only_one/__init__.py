@@ -11,7 +11,7 @@ from .errors import (
     UnkeyableArgument,
 )
 from .events import Acquired, Busy, Down, Lost, Reclaimed, Released, subscribe
-from .policies import carry_on, fail, skip
+from .policies import buffer_one, carry_on, fail, retry, skip
 from .run import current_lock
 from .settings import configure
 
@@ -29,11 +29,13 @@ __all__ = [
     "Reclaimed",
     "Released",
     "UnkeyableArgument",
+    "buffer_one",
     "carry_on",
     "configure",
     "current_lock",
     "fail",
     "only_one",
+    "retry",
     "skip",
     "subscribe",
 ]

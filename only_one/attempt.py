@@ -15,7 +15,7 @@ from .holder import kept
 from .lease import Lease
 from .leases import generation, hold, let_go, release_later
 from .plan import Call, Plan
-from .policies import CarryOn, carry_on, fail
+from .policies import CarryOn, PutBack, carry_on, fail
 from .protocol import HELD, Outcome
 from .servers import Server
 
@@ -58,6 +58,16 @@ class Attempt:
         if wanted(Acquired):
             emit(Acquired(self.key, self.name, self.token))
 
+    def is_superseded(self) -> bool:
+        """Whether the key is ours, but the work is not to be done any more."""
+        task = self.call.task
+        return task is not None and not task.may_begin(self.plan, self.server, self.key)
+
+    def note(self, ended_by: BaseException | None) -> str | None:
+        """Where copies of a task's message are to be told that its run has ended, if they are."""
+        task = self.call.task
+        return None if task is None else task.note(self.key, ended_by)
+
     def down(self, problem: Exception) -> Any:
         """What `when_down` gives, or `CARRIED_ON`."""
         # A server that refuses has done with what it was sent before, if redis-py has sent it twice.
@@ -71,6 +81,10 @@ class Attempt:
         except CarryOn:
             self.lease.lose("unavailable")
             return CARRIED_ON
+        except PutBack as wish:
+            if self.call.task is None:
+                raise error from None
+            return self.call.task.put_back(self.server, self.key, wish)
 
     def adrift(self, *, settled: bool) -> None:
         """Whether the token stands on the server is not known: see to it in the background."""

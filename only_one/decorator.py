@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, overload
 
 from .errors import ConfigurationError, KeyTemplateError
 from .keys import MakeKey, compile_key, names_the_function
-from .plan import Call, Cover, Options
+from .plan import Cover, Options
 from .policies import carry_on, fail
 from .run import run, run_async
 from .servers import Source, check_source
@@ -209,9 +209,11 @@ def _decorator(key: Any, options: Options) -> Callable[[Any], Any]:
             check_name(function)
         signature = _signature(function)
         takes_self = next(iter(signature.parameters), None) == "self"
-        cover = Cover(function, name, options, functools.partial(_compile, key, signature), takes_self=takes_self)
+        cover = Cover(function, name, key, options, functools.partial(_compile, key, signature), takes_self=takes_self)
         wrapper = _wrap(cover)
-        wrapper.__only_one__ = key
+        if "celery" in sys.modules:
+            from .tasks import endings as endings  # noqa: PLC0415 - listens in the worker's main process, which runs nothing
+        wrapper.__only_one__ = cover
         return wrapper
 
     return decorate
@@ -227,8 +229,9 @@ def _wrap(cover: Cover) -> Any:
 def _wrap_sync(cover: Cover) -> Any:
     @functools.wraps(cover.function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        call = _task_call(cover, wrapper, args) if _CELERY in sys.modules else cover.plain
-        return run(cover, call, args, kwargs)
+        if _CELERY in sys.modules:
+            return _tasks().run_task(cover, wrapper, args, kwargs)
+        return run(cover, cover.plain, args, kwargs)
 
     return wrapper
 
@@ -236,16 +239,17 @@ def _wrap_sync(cover: Cover) -> Any:
 def _wrap_async(cover: Cover) -> Any:
     @functools.wraps(cover.function)
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
-        call = _task_call(cover, wrapper, args) if _CELERY in sys.modules else cover.plain
-        return await run_async(cover, call, args, kwargs)
+        if _CELERY in sys.modules:
+            return await _tasks().run_task_async(cover, wrapper, args, kwargs)
+        return await run_async(cover, cover.plain, args, kwargs)
 
     return wrapper
 
 
-def _task_call(cover: Cover, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Call:
-    from .tasks.running import call_of  # noqa: PLC0415 - not before Celery is there
+def _tasks() -> Any:
+    from .tasks import running  # noqa: PLC0415 - not before Celery is there
 
-    return call_of(cover, wrapper, args)
+    return running
 
 
 def _compile(key: Any, signature: inspect.Signature, bound: bool) -> MakeKey:  # noqa: FBT001
@@ -299,7 +303,8 @@ def check_not_twice(function: Any, key: Any) -> None:
     Raises:
         ConfigurationError: saying what to write instead.
     """
-    if getattr(function, "__only_one__", UNSET) == key:
+    covered = getattr(function, "__only_one__", None)
+    if covered is not None and covered.template == key:
         msg = f"{function.__qualname__} is covered with key={key!r} already: write one @only_one, or another key"
         raise ConfigurationError(msg)
 

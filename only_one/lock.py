@@ -19,8 +19,10 @@ from .protocol import (
     Steps,
     T,
     expiry_in,
+    give_back_noting,
     give_back_otherwise,
     replace,
+    replace_noting,
     take_in_two,
     what_became,
 )
@@ -187,12 +189,16 @@ class Lock(_Common, redis.lock.Lock):
         lock.local.token = token
         return lock
 
-    def keep(self, value: bytes, ttl: int) -> Outcome:
-        """Put `value` in the place of the token for `ttl` milliseconds, if the key is ours."""
-        return drive(self.redis, replace(self.name, self.local.token, value, ttl))
+    def keep(self, value: bytes, ttl: int, note: str | None = None) -> Outcome:
+        """Put `value` in the place of the token for `ttl` milliseconds, if the key is ours; for `note` see below."""
+        token = self.local.token
+        steps = replace_noting(self.name, token, value, ttl, note) if note else replace(self.name, token, value, ttl)
+        return drive(self.redis, steps)
 
-    def give_back(self) -> Outcome:
-        """Delete the key if it is ours, and say what became of it."""
+    def give_back(self, note: str | None = None) -> Outcome:
+        """Delete the key if it is ours, and say what became of it; copies that wait at `note` are told."""
+        if note:
+            return drive(self.redis, give_back_noting(self.name, self.local.token, note))
         return give_back(self.redis, self.dialect, self.name, self.local.token)
 
     def do_acquire(self, token: Any) -> bool:
@@ -245,12 +251,16 @@ class AsyncLock(_Common, redis.asyncio.lock.Lock):
         lock.local.token = token
         return lock
 
-    async def keep(self, value: bytes, ttl: int) -> Outcome:
-        """Put `value` in the place of the token for `ttl` milliseconds, if the key is ours."""
-        return await drive_async(self.redis, replace(self.name, self.local.token, value, ttl))
+    async def keep(self, value: bytes, ttl: int, note: str | None = None) -> Outcome:
+        """Put `value` in the place of the token for `ttl` milliseconds, if the key is ours; for `note` see below."""
+        token = self.local.token
+        steps = replace_noting(self.name, token, value, ttl, note) if note else replace(self.name, token, value, ttl)
+        return await drive_async(self.redis, steps)
 
-    async def give_back(self) -> Outcome:
-        """Delete the key if it is ours, and say what became of it."""
+    async def give_back(self, note: str | None = None) -> Outcome:
+        """Delete the key if it is ours, and say what became of it; copies that wait at `note` are told."""
+        if note:
+            return await drive_async(self.redis, give_back_noting(self.name, self.local.token, note))
         return await give_back_async(self.redis, self.dialect, self.name, self.local.token)
 
     async def do_acquire(self, token: Any) -> bool:

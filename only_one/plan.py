@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 
 from . import settings
 from .errors import KeyTemplateError
 from .holder import Identity
 from .keys import MakeKey
-from .policies import skip
+from .policies import PutBack, skip
 from .protocol import Expiry, expiry_in
 from .servers import Server, Source, find_server
 
@@ -36,6 +36,40 @@ class Options:
     redis: Source | None
 
 
+class TaskRun(Protocol):
+    """A Celery task's own run, as far as a cover has to do with it: what only the task knows, and can do.
+
+    Attributes:
+        id: the task's id.
+    """
+
+    id: str
+
+    def app_settings(self) -> settings.Settings:
+        """What the app's configuration says."""
+
+    def app_server(self) -> Source | None:
+        """The app's own server, if it speaks Redis."""
+
+    def default_policy(self) -> Policy:
+        """What a busy key means for it where nobody has said so."""
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan that could not work in this app."""
+
+    def meet(self, server: Server, key: str, value: bytes) -> None:
+        """The key is taken by `value`: raise what is to be done if that is this very task."""
+
+    def put_back(self, server: Server, key: str, wish: PutBack) -> Any:
+        """Put it back into its queue."""
+
+    def may_begin(self, plan: Plan, server: Server, key: str) -> bool:
+        """The key is ours: whether the work is still to be done."""
+
+    def note(self, key: str, ended_by: BaseException | None) -> str | None:
+        """Where copies of its message wait to be told that it has ended, if they do, and it has."""
+
+
 @dataclass(frozen=True)
 class Call:
     """Who calls, as the key and the token name it.
@@ -44,11 +78,15 @@ class Call:
         name: the task's name, or the function's.
         identity: the same in a token.
         bound: the first argument is the task itself.
+        app: the task's app; None for a plain function.
+        task: the run of a task; None for a plain function.
     """
 
     name: str
     identity: Identity
     bound: bool = False
+    app: Any = None
+    task: TaskRun | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +103,7 @@ class Plan:
         free_in: seconds after which the key is free at the latest, or None if it is renewed without limit.
         at_least: seconds for which the key is kept, from when it was taken, after a run that has succeeded.
         takeover: whether a dead holder on this machine does not block.
-        when_busy: what a call gives whose key is taken.
+        when_busy: what a call gives whose key is taken; None where that is for the task to say.
         when_lost: what is done about a key that is lost during the run.
         when_down: what a call gives whose server cannot be asked.
     """
@@ -79,7 +117,7 @@ class Plan:
     free_in: float | None
     at_least: float
     takeover: bool
-    when_busy: Policy
+    when_busy: Policy | None
     when_lost: Policy
     when_down: Policy
 
@@ -90,16 +128,18 @@ class Cover:
     Attributes:
         function: what is covered.
         name: the function's, with its module's.
+        template: the key as it was given.
         key: makes the key of a call, without the prefix.
         plain: the call of the function by itself.
         plain_bound: the same by hand, with a task as first argument.
-        plan: what was in force when it was called last.
+        plans: what was in force when it was called last, by app, with None for the function by itself.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
         name: str,
+        template: Any,
         options: Options,
         compile_key: Callable[[bool], MakeKey],
         *,
@@ -107,6 +147,7 @@ class Cover:
     ) -> None:
         self.function = function
         self.name = name
+        self.template = template
         self.plain = Call(name, Identity(name))
         self.plain_bound = Call(name, Identity(name), bound=True)
         self._options = options
@@ -123,7 +164,7 @@ class Cover:
             if self._bound_key is None:
                 raise
             self.key = _refuse(error)
-        self.plan: Plan | None = None
+        self.plans: dict[Any, Plan] = {}
 
     def bound_key(self, name: str, args: Args, kwargs: Kwargs) -> str:
         """The key of a call whose first argument is the task itself, which is no part of the key."""
@@ -131,10 +172,21 @@ class Cover:
             self._bound_key = self._compile_key(True)
         return self._bound_key(name, args[1:], kwargs)
 
-    def make_plan(self) -> Plan:
+    def make_plan(self, call: Call) -> Plan:
         """What is in force now; to be made anew when `configure` has been called since."""
-        self.plan = _make_plan(self._options, settings.current)
-        return self.plan
+        plan = _make_plan(self._options, settings.current, call.task)
+        if call.task is not None:
+            call.task.check(plan)
+        self.plans[call.app] = plan
+        return plan
+
+    def plan_for(self, call: Call) -> Plan:
+        """What is in force for a call."""
+        return self.plans.get(call.app) or self.make_plan(call)
+
+    def make_key(self, call: Call, args: Args, kwargs: Kwargs) -> str:
+        """The key of a call, without the prefix."""
+        return (self.bound_key if call.bound else self.key)(call.name, args, kwargs)
 
 
 def _refuse(error: KeyTemplateError) -> MakeKey:
@@ -144,26 +196,32 @@ def _refuse(error: KeyTemplateError) -> MakeKey:
     return make
 
 
-def _make_plan(options: Options, configured: settings.Settings) -> Plan:
+def _make_plan(options: Options, configured: settings.Settings, task: TaskRun | None) -> Plan:
+    said = configured if task is None else configured.over(task.app_settings())
     timeout, lease = options.timeout, options.lease
     if not options.has_times:
-        timeout, lease = settings.check_times(configured.timeout, configured.lease)
+        timeout, lease = settings.check_times(said.timeout, said.lease)
     if timeout is None and lease is None:
         lease = settings.DEFAULT_LEASE
     limit = inf if timeout is None else timeout
     ttl = min(limit, inf if lease is None else lease)
-    source = settings.source_of(configured) if options.redis is None else options.redis
     return Plan(
         made_from=configured,
-        server=find_server(source) if settings.is_active(configured) else None,
-        prefix=settings.most_specific(configured.prefix, settings.DEFAULT_PREFIX),
+        server=_server(options, said, task) if settings.is_active(said) else None,
+        prefix=settings.most_specific(said.prefix, settings.DEFAULT_PREFIX),
         ttl=ttl,
         expiry=expiry_in(ttl),
         limit=limit,
         free_in=None if limit == inf else limit,
         at_least=options.at_least,
-        takeover=settings.most_specific(options.takeover, configured.takeover, True),
+        takeover=settings.most_specific(options.takeover, said.takeover, True),
         when_lost=options.when_lost,
-        when_busy=settings.most_specific(options.when_busy, configured.when_busy, skip),
+        when_busy=settings.most_specific(options.when_busy, said.when_busy, None if task else skip),
         when_down=options.when_down,
     )
+
+
+def _server(options: Options, said: settings.Settings, task: TaskRun | None) -> Server:
+    if options.redis is not None:
+        return find_server(options.redis)
+    return find_server(settings.source_of(said, task.app_server) if task else settings.source_of(said))

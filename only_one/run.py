@@ -18,8 +18,9 @@ from .holder import is_dead, under_way
 from .lease import Lease
 from .lock import AsyncLock, Lock, drive, drive_async, take, take_async
 from .plan import Args, Call, Cover, Kwargs, Plan
-from .policies import CarryOn, fail, skip
+from .policies import CarryOn, PutBack, fail, skip
 from .protocol import TROUBLE, take_over
+from .servers import Server
 
 _current: ContextVar[Lease] = ContextVar("only_one_current_lock")
 
@@ -41,15 +42,28 @@ def current_lock() -> Lease:
         raise ConfigurationError(msg) from None
 
 
-def _busy(plan: Plan, call: Call, key: str, value: bytes) -> Any:
+def current_lease() -> Lease | None:
+    """The lock of the run that calls this, or None outside of one."""
+    return _current.get(None)
+
+
+def _busy(plan: Plan, server: Server, call: Call, key: str, value: bytes) -> Any:
     """What `when_busy` gives."""
+    task = call.task
+    if task is not None:
+        task.meet(server, key, value)
     if wanted(Busy):
         emit(Busy(key, call.name, value))
+    policy = plan.when_busy or (skip if task is None else task.default_policy())
     try:
-        return plan.when_busy(AlreadyRunning(key, value.decode(errors="backslashreplace")))
+        return policy(AlreadyRunning(key, value.decode(errors="backslashreplace")))
     except CarryOn:
         msg = "when_busy ends in carry_on, which would run two at a time: write when_busy=skip or when_busy=fail"
         raise ConfigurationError(msg) from None
+    except PutBack as wish:
+        if task is None:
+            raise wish.error from None
+        return task.put_back(server, key, wish)
 
 
 def _refuse_unfinished(cover: Cover, result: Any) -> None:
@@ -69,9 +83,9 @@ def _unlocked(key: str) -> Lease:
 
 def run(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """Run the function if its key is free, and give what the policies say if not."""
-    plan = cover.plan
+    plan = cover.plans.get(call.app)
     if plan is None or plan.made_from is not settings.current:
-        plan = cover.make_plan()
+        plan = cover.make_plan(call)
     key = plan.prefix + (cover.bound_key if call.bound else cover.key)(call.name, args, kwargs)
     server = plan.server
     if server is None:
@@ -89,7 +103,9 @@ def run(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> Any:
         except TROUBLE as error:
             problem = error
         if found is not None:
-            return None if plan.when_busy is skip and not wanted(Busy) else _busy(plan, call, key, found)
+            if plan.when_busy is skip and call.task is None and not wanted(Busy):
+                return None
+            return _busy(plan, server, call, key, found)
         this = Attempt(plan, server, call, key, token, begun)
         problem = problem or this.lateness()
         if problem is not None:
@@ -106,13 +122,18 @@ def run(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _run_held(this: Attempt, client: Any, reclaimed: bytes | None, cover: Cover, args: Args, kwargs: Kwargs) -> Any:
-    succeeded = False
+    succeeded, ended_by = False, None
     try:
         this.taken(reclaimed)
+        if this.is_superseded():
+            return None
         result = _run_as(this.lease, cover, args, kwargs)
         succeeded = True
+    except BaseException as error:
+        ended_by = error
+        raise
     finally:
-        lost = _give_back(this, client, succeeded=succeeded)
+        lost = _give_back(this, client, succeeded=succeeded, ended_by=ended_by)
     if lost is not None and this.plan.when_lost is fail:
         raise lost
     return result
@@ -129,15 +150,15 @@ def _run_as(lease: Lease, cover: Cover, args: Args, kwargs: Kwargs) -> Any:
         _current.reset(reset)
 
 
-def _give_back(this: Attempt, client: Any, *, succeeded: bool) -> LockLost | None:
+def _give_back(this: Attempt, client: Any, *, succeeded: bool, ended_by: BaseException | None) -> LockLost | None:
     if this.is_inherited:
         return None
     lost = this.ended()
     to_be_kept = this.to_be_kept if succeeded else 0
     lock = Lock.held(client, this.server.dialect, this.key, this.token, this.plan.ttl)
-    outcome = None
+    outcome, note = None, this.note(ended_by)
     try:
-        outcome = lock.keep(this.kept_value(), to_be_kept) if to_be_kept else lock.give_back()
+        outcome = lock.keep(this.kept_value(), to_be_kept, note) if to_be_kept else lock.give_back(note)
     except Exception as error:  # noqa: BLE001 - nothing in here may take the place of the run's own result or exception
         logger.debug("%s could not be released, and will be in the background: %s", this.key, error)
         if not isinstance(error, TROUBLE):  # a signal handler's, such as Celery's soft time limit
@@ -161,9 +182,9 @@ def _heed_cancellation(before: int) -> None:
 
 async def run_async(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """Run the function if its key is free, and give what the policies say if not."""
-    plan = cover.plan
+    plan = cover.plans.get(call.app)
     if plan is None or plan.made_from is not settings.current:
-        plan = cover.make_plan()
+        plan = cover.make_plan(call)
     key = plan.prefix + (cover.bound_key if call.bound else cover.key)(call.name, args, kwargs)
     server = plan.server
     if server is None:
@@ -184,7 +205,9 @@ async def run_async(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> Any
             problem = error
         _heed_cancellation(cancellations)
         if found is not None:
-            return None if plan.when_busy is skip and not wanted(Busy) else _busy(plan, call, key, found)
+            if plan.when_busy is skip and call.task is None and not wanted(Busy):
+                return None
+            return _busy(plan, server, call, key, found)
         this = AsyncAttempt(plan, server, call, key, token, begun)
         problem = problem or this.lateness()
         if problem is not None:
@@ -204,15 +227,19 @@ async def _run_held_async(
     this: AsyncAttempt, client: Any, reclaimed: bytes | None, cover: Cover, args: Args, kwargs: Kwargs
 ) -> Any:
     result, succeeded = None, False
+    ended_by: BaseException | None = None
     try:
         this.taken(reclaimed)
+        if this.is_superseded():
+            return None
         result = await _run_as_async(this.lease, cover, args, kwargs)
         succeeded = True
-    except asyncio.CancelledError:
-        if not this.is_withdrawn():
+    except BaseException as error:
+        ended_by = error
+        if not isinstance(error, asyncio.CancelledError) or not this.is_withdrawn():
             raise
     finally:
-        lost = await _give_back_async(this, client, succeeded=succeeded)
+        lost = await _give_back_async(this, client, succeeded=succeeded, ended_by=ended_by)
     if lost is not None and this.plan.when_lost is fail:
         raise lost
     return result
@@ -226,15 +253,17 @@ async def _run_as_async(lease: Lease, cover: Cover, args: Args, kwargs: Kwargs) 
         _current.reset(reset)
 
 
-async def _give_back_async(this: AsyncAttempt, client: Any, *, succeeded: bool) -> LockLost | None:
+async def _give_back_async(
+    this: AsyncAttempt, client: Any, *, succeeded: bool, ended_by: BaseException | None
+) -> LockLost | None:
     if this.is_inherited:
         return None
     lost = this.ended()
     to_be_kept = this.to_be_kept if succeeded else 0
     lock = AsyncLock.held(client, this.server.dialect, this.key, this.token, this.plan.ttl)
-    outcome = None
+    outcome, note = None, this.note(ended_by)
     try:
-        outcome = await (lock.keep(this.kept_value(), to_be_kept) if to_be_kept else lock.give_back())
+        outcome = await (lock.keep(this.kept_value(), to_be_kept, note) if to_be_kept else lock.give_back(note))
     except Exception as error:  # noqa: BLE001 - nothing in here may take the place of the run's own result or exception
         logger.debug("%s could not be released, and will be in the background: %s", this.key, error)
         if not isinstance(error, TROUBLE):  # a signal handler's, such as Celery's soft time limit

@@ -6,13 +6,13 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any
 
 from .callables import check_callable
 from .errors import ConfigurationError
-from .policies import carry_on, skip
+from .policies import BufferOne, Retry, buffer_one, carry_on, retry, skip
 from .servers import Source, check_source
 from .times import Seconds, seconds
 
@@ -38,6 +38,14 @@ class Settings:
     when_busy: Any = UNSET
     takeover: Any = UNSET
     active: Any = UNSET
+
+    def over(self, others: Settings) -> Settings:
+        """These, and the `others` where they say nothing; `timeout` and `lease` come from one of them together."""
+        has_times = self.timeout is not UNSET or self.lease is not UNSET
+        times = {name: getattr(self if has_times else others, name) for name in ("timeout", "lease")}
+        said = {each.name: getattr(self, each.name) for each in fields(self)}
+        merged = {name: getattr(others, name) if value is UNSET else value for name, value in said.items()}
+        return Settings(**{**merged, **times})
 
 
 current = Settings()
@@ -109,7 +117,7 @@ def configure(
         ConfigurationError: for a value that could not work; nothing is changed.
     """
     given = {name: value for name, value in locals().items() if value is not UNSET}
-    _check(given)
+    check(given)
     layer = _Layer(given)
     with _lock:
         check_times(given.get("timeout", current.timeout), given.get("lease", current.lease))
@@ -118,7 +126,12 @@ def configure(
     return layer
 
 
-def _check(given: Mapping[str, Any]) -> None:
+def check(given: Mapping[str, Any]) -> None:
+    """Refuse settings that could not work; `timeout` and `lease` are looked at by `check_times`.
+
+    Raises:
+        ConfigurationError: saying what to write instead.
+    """
     if "redis" in given:
         check_source(given["redis"])
     if "prefix" in given:
@@ -142,7 +155,7 @@ def check_prefix(prefix: object) -> None:
         raise ConfigurationError(msg)
 
 
-def check_policy(name: str, policy: object) -> None:
+def check_policy(name: str, policy: Any) -> None:
     """Refuse a policy that cannot be called.
 
     Raises:
@@ -151,6 +164,13 @@ def check_policy(name: str, policy: object) -> None:
     instead = "write skip, fail, or any callable that takes the error and returns the result"
     if not callable(policy):
         msg = f"{name}={policy!r}: {instead}"
+        raise ConfigurationError(msg)
+    for each in (retry, buffer_one):
+        if policy is each:
+            msg = f"{name}={each.__name__}: write {name}={each.__name__}(), with parentheses"
+            raise ConfigurationError(msg)
+    if isinstance(policy, BufferOne) and name != "when_busy":
+        msg = f"{name}=buffer_one() needs the server to say which task is the newest: write {name}=retry()"
         raise ConfigurationError(msg)
     check_callable(name, policy, 1, instead)
 
@@ -178,6 +198,9 @@ def check_when_lost(policy: object) -> None:
         msg = (
             "when_lost=skip: the run has begun; write when_lost=carry_on to let it go on, or when_lost=fail to stop it"
         )
+        raise ConfigurationError(msg)
+    if isinstance(policy, Retry):
+        msg = "when_lost=retry(): the run has begun; write when_lost=fail to stop it, and the task may retry by itself"
         raise ConfigurationError(msg)
 
 
@@ -241,17 +264,23 @@ def is_active(settings: Settings) -> bool:
         raise ConfigurationError(msg) from None
 
 
-def source_of(settings: Settings) -> Source:
-    """Where the keys are kept, for a decorator that does not say: as configured, or by `ONLY_ONE_REDIS_URL`.
+def source_of(settings: Settings, otherwise: Callable[[], Source | None] = lambda: None) -> Source:
+    """Where the keys are kept, for a decorator that does not say.
+
+    Args:
+        settings: what has been configured.
+        otherwise: asked where neither they nor `ONLY_ONE_REDIS_URL` say it, and before the default.
 
     Raises:
         ConfigurationError: if the environment's URL is none.
     """
     if settings.redis is not UNSET:
         return settings.redis
-    url = os.environ.get("ONLY_ONE_REDIS_URL") or DEFAULT_URL
-    check_source(url, "ONLY_ONE_REDIS_URL")
-    return url
+    url = os.environ.get("ONLY_ONE_REDIS_URL")
+    if url:
+        check_source(url, "ONLY_ONE_REDIS_URL")
+        return url
+    return otherwise() or DEFAULT_URL
 
 
 def _begin_anew_in_child() -> None:

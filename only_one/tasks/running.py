@@ -1,7 +1,8 @@
-"""The task whose run calls a covered function: its name, id and attempt."""
+"""The run of a covered function in a Celery process: whose it is, and what it waits for."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,47 @@ from celery import Task
 from celery._state import get_current_task
 
 from only_one.holder import Identity
-from only_one.plan import Call, Cover
+from only_one.lease import Lease
+from only_one.plan import Args, Call, Cover, Kwargs
+from only_one.run import current_lease, run, run_async
+
+from . import endings as endings  # which listens from now on
+from .delivery import Delivery, Predecessor
+from .wrapping import functions_of
+
+_PATIENCE = 5.0
+"""Seconds for which a retry waits for the attempt before it, which is cleaning up; then it is put back."""
+
+_LOOKS_FIRST_AFTER = 0.02
+_LOOKS_EVERY = 0.2
+
+
+def run_task(cover: Cover, wrapper: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Run a function that may be that of the current task, if its key is free."""
+    call = call_of(cover, wrapper, args)
+    if call.task is None:
+        return run(cover, call, args, kwargs)
+    if _is_retried_within(cover, call, args, kwargs):
+        return cover.function(*args, **kwargs)
+    waited, pause = 0.0, _LOOKS_FIRST_AFTER
+    while True:
+        try:
+            return run(cover, call, args, kwargs)
+        except Predecessor as predecessor:
+            if waited >= _PATIENCE:
+                return predecessor.put_back()
+        # A retry is never skipped behind the clean-up of the attempt before it, and its worker has nothing else for it.
+        time.sleep(pause)
+        waited += pause
+        pause = min(2 * pause, _LOOKS_EVERY)
+
+
+async def run_task_async(cover: Cover, wrapper: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """The same in an event loop, where nothing waits."""
+    try:
+        return await run_async(cover, call_of(cover, wrapper, args), args, kwargs)
+    except Predecessor as predecessor:
+        return predecessor.put_back()
 
 
 def call_of(cover: Cover, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Call:
@@ -17,20 +58,32 @@ def call_of(cover: Cover, wrapper: Callable[..., Any], args: tuple[Any, ...]) ->
 
     A function that is called directly, or from another task's run, is none of that task's.
     """
-    bound = bool(args) and isinstance(args[0], Task) and _runs(args[0], wrapper)
+    bound = bool(args) and isinstance(args[0], Task) and runs(args[0], wrapper)
     task = get_current_task()
-    if task is None or task.request.called_directly or not _runs(task, wrapper):
+    if task is None or task.request.called_directly or not runs(task, wrapper):
         return cover.plain_bound if bound else cover.plain
     request = task.request
-    return Call(task.name, Identity(task.name, request.id, request.retries), bound=bound)
+    identity = Identity(task.name, request.id, request.retries)
+    if _is_within(current_lease(), request.id, request.retries):
+        return Call(task.name, identity, bound)  # busy like any other
+    return Call(task.name, identity, bound, task.app, Delivery(task, request))
 
 
-def _runs(task: Task, wrapper: Callable[..., Any]) -> bool:
-    """Whether `wrapper` is the task's `run`, under whatever Celery has put around it (autoretry, pydantic)."""
-    found = getattr(task.run, "__func__", task.run)
-    while found is not None:
-        if found is wrapper:
-            return True
-        found = getattr(found, "__wrapped__", None)
-        found = getattr(found, "__func__", found)
-    return False
+def runs(task: Task, wrapper: Callable[..., Any]) -> bool:
+    """Whether `wrapper` is the task's `run`, under whatever Celery has put around it."""
+    return any(found is wrapper for found in functions_of(task))
+
+
+def _is_within(lease: Lease | None, task_id: str, attempt: int) -> bool:
+    """Whether this is called from inside of the run itself."""
+    holder = lease.holder if lease else None
+    return holder is not None and (holder.task_id, holder.attempt) == (task_id, attempt)
+
+
+def _is_retried_within(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> bool:
+    """Whether an attempt of an eager task, which Celery retries from inside, has the key already."""
+    lease = current_lease()
+    holder = lease.holder if lease else None
+    if lease is None or holder is None or call.task is None or holder.task_id != call.task.id:
+        return False
+    return lease.key == cover.plan_for(call).prefix + cover.make_key(call, args, kwargs)

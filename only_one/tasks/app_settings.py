@@ -1,0 +1,66 @@
+"""What a Celery app's configuration says: `only_one_redis`, `only_one_prefix` and the others, in its namespace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from celery import Celery
+from kombu.utils.imports import symbol_by_name
+
+from only_one.errors import ConfigurationError
+from only_one.servers import Source
+from only_one.settings import UNSET, Settings, check, check_times
+
+_POLICIES = ("when_busy",)
+
+import_by_name: Callable[[str], Any] = symbol_by_name
+
+
+def settings_of(app: Celery) -> Settings:
+    """The settings in an app's configuration, which is loaded by then.
+
+    Raises:
+        ConfigurationError: for one that could not work.
+    """
+    given = {each.name: app.conf.get(f"only_one_{each.name}", UNSET) for each in fields(Settings)}
+    given = {name: value for name, value in given.items() if value is not UNSET}
+    for name in _POLICIES:
+        if isinstance(given.get(name), str):
+            given[name] = _policy(name, given[name])
+    try:
+        check(given)
+        check_times(given.get("timeout"), given.get("lease"))
+    except ConfigurationError as error:
+        msg = f"in the configuration of the app {app.main!r}, as only_one_…: {error}"
+        raise ConfigurationError(msg) from None
+    return Settings(**given)
+
+
+def _policy(name: str, path: str) -> Any:
+    try:
+        return import_by_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        msg = f"only_one_{name}={path!r} cannot be imported ({error}): write 'only_one.fail' or 'package.module.name'"
+        raise ConfigurationError(msg) from None
+
+
+def server_of(app: Celery) -> Source | None:
+    """The server that the app has anyhow: its result backend if that speaks Redis, else its broker if it does."""
+    backend = app.conf.result_backend
+    if _speaks_redis(backend) and not app.conf.redis_backend_use_ssl:
+        return _url(backend)
+    client = getattr(app.backend, "client", None) if backend else None
+    if hasattr(client, "register_script"):
+        return client
+    broker = app.conf.broker_read_url or app.conf.broker_url
+    return _url(broker) if _speaks_redis(broker) and not app.conf.broker_use_ssl else None
+
+
+def _speaks_redis(url: Any) -> bool:
+    return isinstance(url, str) and url.startswith(("redis://", "rediss://", "redis+socket://")) and ";" not in url
+
+
+def _url(url: str) -> str:
+    return url.replace("redis+socket://", "unix://", 1)

@@ -1,0 +1,30 @@
+"""The triggers of `buffer_one`: numbered when they first arrive, so that the newest runs and no older one after it."""
+
+from __future__ import annotations
+
+from celery import Celery
+
+from only_one.lock import drive
+from only_one.protocol import number_trigger
+from only_one.servers import Server
+
+from .put_back import remembered_for
+
+
+def arrive(server: Server, key: str, app: Celery, task_id: str, trigger: int | None) -> int | None:
+    """Number a trigger that has to wait.
+
+    Returns:
+        Its number, or None if a newer one waits or has run.
+    """
+    return drive(server.client, number_trigger(key, "arrive", remembered_for(app), task_id, trigger))
+
+
+def published(server: Server, key: str, app: Celery, trigger: int) -> None:
+    """The trigger waits in the queue: from now on it is the pending one, unless a newer one is."""
+    drive(server.client, number_trigger(key, "pending", remembered_for(app), "", trigger))
+
+
+def begin(server: Server, key: str, app: Celery, task_id: str, trigger: int | None) -> bool:
+    """The trigger has the key: whether it runs, and supersedes every one before it, or is itself superseded."""
+    return drive(server.client, number_trigger(key, "begin", remembered_for(app), task_id, trigger)) is not None

@@ -1,0 +1,168 @@
+"""One delivery of a Celery task's message: no work is lost behind a key that is taken, and nothing behind itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery import Task
+from celery.exceptions import Ignore, Reject
+
+from only_one.errors import AlreadyRunning
+from only_one.events import logger
+from only_one.holder import Holder
+from only_one.lock import drive
+from only_one.plan import Plan, Policy
+from only_one.policies import BufferOne, PutBack, fail, retry, skip
+from only_one.protocol import TROUBLE, ask_of_copy, number_of_copy
+from only_one.servers import Server, Source
+from only_one.settings import Settings
+
+from . import app_settings, buffer
+from .put_back import check_countdown, header_of, publish, remembered_for
+
+
+def _waiting(key: str, value: bytes) -> PutBack:
+    return PutBack(AlreadyRunning(key, value.decode(errors="backslashreplace")))
+
+
+class Predecessor(Exception):
+    """Raised where the key is held by an attempt of the same task before this one, which is cleaning up."""
+
+    def __init__(self, delivery: Delivery, server: Server, key: str, value: bytes) -> None:
+        super().__init__(key)
+        self._seen = delivery, server, key, value
+
+    def put_back(self) -> Any:
+        """Wait in the queue instead of in a worker."""
+        delivery, server, key, value = self._seen
+        return delivery.put_back(server, key, _waiting(key, value))
+
+
+class Delivery:
+    """The current delivery of a task's message.
+
+    Attributes:
+        app: the task's app.
+        id: the task's id.
+        attempt: how many times the task has been retried.
+    """
+
+    def __init__(self, task: Task, request: Any) -> None:
+        self.app = task.app
+        self.id = request.id
+        self.attempt = request.retries
+        self._task = task
+        self._request = request
+        self._header = header_of(request)
+
+    def app_settings(self) -> Settings:
+        """What the app's configuration says."""
+        return app_settings.settings_of(self.app)
+
+    def app_server(self) -> Source | None:
+        """The app's own server, if it speaks Redis."""
+        return app_settings.server_of(self.app)
+
+    def default_policy(self) -> Policy:
+        """None would do harm where the work has begun, and where others would be given it for a result."""
+        request = self._request
+        if not request.is_eager and (self.attempt or (request.delivery_info or {}).get("redelivered")):
+            return retry()
+        return fail if request.chord or request.chain else skip
+
+    def check(self, plan: Plan) -> None:
+        """Refuse countdowns that would make the broker deliver copies.
+
+        Raises:
+            ConfigurationError: saying what to write instead.
+        """
+        for policy in (plan.when_busy, plan.when_down):
+            check_countdown(self.app, getattr(policy, "countdown", None))
+
+    def meet(self, server: Server, key: str, value: bytes) -> None:
+        """Nothing is skipped behind itself: the key is taken by `value`, which may be this very task.
+
+        Raises:
+            Predecessor: if it is an attempt before this one.
+            Ignore: if this is a copy of a message whose work is done, or is under way: then it was put back.
+        """
+        holder = Holder.parse(value)
+        if holder is None or holder.task_id != self.id or holder.attempt is None or self._request.is_eager:
+            return
+        if holder.state == "kept" or holder.attempt > self.attempt:
+            raise self._drop(key, "it is out of date")
+        if holder.attempt < self.attempt:
+            raise Predecessor(self, server, key, value)
+        # The copy asks, the release answers: whether the run has ended is not for the result backend to say.
+        try:
+            has_ended = drive(server.client, ask_of_copy(key, self._copies(key), remembered_for(self.app)))
+        except TROUBLE as error:
+            logger.debug("the run of %s cannot be asked: %s", self.id, error)
+            has_ended = False
+        if has_ended:
+            raise self._drop(key, "its run has ended")
+        self.put_back(server, key, _waiting(key, value))
+
+    def put_back(self, server: Server, key: str, wish: PutBack) -> Any:
+        """Put the message back into its queue, under the same id and with all that it carries.
+
+        Returns:
+            None for a trigger that a newer one has taken the place of.
+
+        Raises:
+            Ignore: so that this delivery ends without a result.
+            AlreadyRunning: at the limit, and where there is no queue.
+        """
+        header = self._header
+        if self._request.is_eager or (wish.max_retries is not None and header.times >= wish.max_retries):
+            raise wish.error
+        copies = self._copies(key)
+        try:
+            if header.number < drive(server.client, number_of_copy(key, copies)).number:
+                raise self._drop(key, "a later copy of it waits")
+            if wish.only_newest:
+                header = header.of_trigger(buffer.arrive(server, key, self.app, self.id, header.trigger))
+                if header.trigger is None:
+                    return None
+        except TROUBLE as error:
+            logger.debug("copies of %s cannot be told apart: %s", self.id, error)
+        number = publish(self._task, self._request, header, wish.countdown)
+        try:
+            drive(server.client, number_of_copy(key, copies, number, remembered_for(self.app)))
+            if header.trigger is not None and wish.only_newest:
+                buffer.published(server, key, self.app, header.trigger)
+        except TROUBLE as error:
+            logger.debug("copies of %s cannot be told apart: %s", self.id, error)
+        raise Ignore
+
+    def may_begin(self, plan: Plan, server: Server, key: str) -> bool:
+        """The key is ours: whether the work is still to be done.
+
+        Raises:
+            Ignore: for a copy of a message whose run has ended.
+        """
+        try:
+            if self._header.number:
+                found = drive(server.client, number_of_copy(key, self._copies(key)))
+                if found.has_ended or self._header.number < found.number:
+                    raise self._drop(key, "its run has ended, or a later copy waits")
+            if isinstance(plan.when_busy, BufferOne) and not self._request.is_eager:
+                return buffer.begin(server, key, self.app, self.id, self._header.trigger)
+        except TROUBLE as error:
+            logger.debug("copies of %s cannot be told apart: %s", self.id, error)
+        return True
+
+    def note(self, key: str, ended_by: BaseException | None) -> str | None:
+        """Where copies of the message wait to be told that its run has ended, as it can only have with acks_late.
+
+        A run that was rejected, ignored or interrupted by a signal has not ended: a copy is to do its work.
+        """
+        has_ended = ended_by is None or (isinstance(ended_by, Exception) and not isinstance(ended_by, (Ignore, Reject)))
+        return self._copies(key) if self._task.acks_late and has_ended else None
+
+    def _copies(self, key: str) -> str:
+        return f"{{{key}}}:copy:{self.id}:{self.attempt}"
+
+    def _drop(self, key: str, reason: str) -> Ignore:
+        logger.info("a copy of %s[%s] was dropped: %s", self._task.name, self.id, reason, extra={"only_one_key": key})
+        return Ignore(reason)

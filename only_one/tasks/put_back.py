@@ -1,0 +1,109 @@
+"""Put a task's message back into its queue: the same id, and all that it carries."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from random import SystemRandom
+from typing import Any
+
+from celery import Celery, Task
+
+from only_one.errors import ConfigurationError
+
+HEADER = "only_one"
+
+_LONGEST_DELAY = 10.0
+_VISIBILITY_TIMEOUTS = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "redis+socket": 3600.0}
+_VISIBILITY_TIMEOUT = 1800.0
+"""Seconds: that of SQS, and how long RabbitMQ waits for an acknowledgement."""
+
+_random = SystemRandom()
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a message that was put back carries beside the task's own.
+
+    Attributes:
+        attempt: the attempt of the task that was put back; for another the rest does not count.
+        times: how often it was put back.
+        number: rises with each time; of the copies that a broker makes only the latest counts.
+        trigger: which one it is among those of `buffer_one`.
+    """
+
+    attempt: int
+    times: int = 0
+    number: int = 0
+    trigger: int | None = None
+
+    def of_trigger(self, trigger: int | None) -> Header:
+        """The same with its number among triggers."""
+        return replace(self, trigger=trigger)
+
+
+def header_of(request: Any) -> Header:
+    """What the message carries; of another attempt only the trigger's number counts, as it is the task's."""
+    try:
+        found = Header(**request.headers[HEADER])
+    except (TypeError, KeyError):  # none, or by somebody else
+        return Header(request.retries)
+    return found if found.attempt == request.retries else Header(request.retries, trigger=found.trigger)
+
+
+def publish(task: Task, request: Any, header: Header, countdown: float | None) -> int:
+    """Publish the message again.
+
+    Args:
+        task: the task.
+        request: its current request.
+        header: what the message has carried until now.
+        countdown: seconds until it is delivered, or None for a second that doubles to ten.
+
+    Returns:
+        The number that the message carries now.
+    """
+    delay = _delay(header.times) if countdown is None else countdown
+    later = replace(header, times=header.times + 1, number=header.number + 1)
+    headers = {**(request.headers or {}), HEADER: asdict(later)}
+    task.signature_from_request(
+        request, countdown=min(delay, longest_countdown(task.app)), retries=request.retries, headers=headers
+    ).apply_async(add_to_parent=False)
+    return later.number
+
+
+def _delay(times: int) -> float:
+    return min(2.0 ** min(times, 10), _LONGEST_DELAY) * _random.uniform(0.5, 1)
+
+
+def visibility_timeout(app: Celery) -> float:
+    """Seconds after which the broker delivers a message again that was not acknowledged."""
+    said = (app.conf.broker_transport_options or {}).get("visibility_timeout")
+    if said:
+        return float(said)
+    url = app.conf.broker_read_url or app.conf.broker_url or ""
+    return _VISIBILITY_TIMEOUTS.get(str(url).partition("://")[0], _VISIBILITY_TIMEOUT)
+
+
+def longest_countdown(app: Celery) -> float:
+    """Seconds for which a message may wait in a worker: longer, and the broker would deliver copies of it."""
+    return visibility_timeout(app) / 3
+
+
+def remembered_for(app: Celery) -> float:
+    """Seconds after which no copy of a message is to be expected any more."""
+    return max(2 * visibility_timeout(app), 3600.0)
+
+
+def check_countdown(app: Celery, countdown: float | None) -> None:
+    """Refuse a countdown for which the broker would deliver copies.
+
+    Raises:
+        ConfigurationError: saying what to write instead.
+    """
+    longest = longest_countdown(app)
+    if countdown is not None and countdown > longest:
+        msg = (
+            f"countdown={countdown:g} is more than a third of the broker's visibility timeout, and it would deliver "
+            f"copies: write at most {longest:g} seconds, or raise broker_transport_options['visibility_timeout']"
+        )
+        raise ConfigurationError(msg)
