@@ -142,12 +142,13 @@ def only_one(
         at_least: seconds or timedelta: after a run that has succeeded, the key is kept until this long after it was
             taken.
         when_busy: called with `AlreadyRunning` when the key is taken; what it returns or raises is what the call gives.
-            `skip` (the default, gives None), `fail`, or any callable.
+            `skip` (gives None), `fail`, `retry()`, `buffer_one()`, or any callable. Not given it is `skip`, but for
+            tasks to which None would do harm: see the README.
         when_lost: called once with `LockLost` when the run has lost its key, soon after that is known, in a thread of
             its own. `carry_on` (the default), `fail` (an async run is cancelled, and the call raises `LockLost` in
             place of its result), or any callable.
         when_down: called with `LockUnavailable` when the server cannot be asked.
-            `fail` (the default), `skip`, `carry_on` (run without the key), or any callable.
+            `fail` (the default), `skip`, `carry_on` (run without the key), `retry()`, or any callable.
         takeover: a holder on this machine whose process is dead does not block. False is for runs that leave children
             behind that go on working.
         redis: the server: a client of redis-py, a URL, or a callable that returns a client, called once.

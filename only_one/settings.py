@@ -293,5 +293,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def most_specific(*values: Any) -> Any:
-    """The first value that is set."""
-    return next(value for value in values if value is not UNSET)
+    """The first value that is set, or the last, which is the default."""
+    for value in values:
+        if value is not UNSET:
+            return value
+    return values[-1]

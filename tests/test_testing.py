@@ -240,7 +240,9 @@ def test_stopping_twice_is_stopping() -> None:
 # The death of the parent
 
 SERVER_IN_PARENT = """
-import time
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has these ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from only_one.testing import redis_server
 with redis_server() as server:
     print(server.pid, server.process.guardian.pid, flush=True)
