@@ -39,7 +39,7 @@ HELD = Outcome("held")
 GONE = Outcome("gone")
 
 
-class _Script:
+class Script:
     """A Lua script that begins with the value of the key, and ends with it where that is not ours."""
 
     def __init__(self, then: str) -> None:
@@ -47,15 +47,15 @@ class _Script:
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
-_RELEASE = _Script("if value == ARGV[1] then return redis.call('del', KEYS[1]) end")
-_RENEW = _Script("if value == ARGV[1] then return redis.call('pexpire', KEYS[1], ARGV[2]) end")
+_RELEASE = Script("if value == ARGV[1] then return redis.call('del', KEYS[1]) end")
+_RENEW = Script("if value == ARGV[1] then return redis.call('pexpire', KEYS[1], ARGV[2]) end")
 # The new value may be there already, if the reply was lost and redis-py has sent the command again.
-_REPLACE = _Script("""
+_REPLACE = Script("""
 if value == ARGV[1] or value == ARGV[2] then
     redis.call('set', KEYS[1], ARGV[2], 'PX', ARGV[3])
     return 1
 end""")
-_FENCE = _Script("""
+_FENCE = Script("""
 if value == ARGV[1] then
     local time = redis.call('time')
     local fence = time[1] * 1000000 + time[2]
@@ -65,48 +65,15 @@ if value == ARGV[1] then
     return fence
 end""")
 
-# Copies of a task's message and the run of it meet in a hash beside the key.
+# The copies of a task's message leave word in a hash beside the key; see `tasks.notes`.
 _NOTE_END = "if redis.call('exists', KEYS[2]) == 1 then redis.call('hset', KEYS[2], 'ended', 1) end"
-_RELEASE_NOTING = _Script(f"{_NOTE_END}\nif value == ARGV[1] then return redis.call('del', KEYS[1]) end")
-_REPLACE_NOTING = _Script(f"""
+_RELEASE_NOTING = Script(f"{_NOTE_END}\nif value == ARGV[1] then return redis.call('del', KEYS[1]) end")
+_REPLACE_NOTING = Script(f"""
 {_NOTE_END}
 if value == ARGV[1] or value == ARGV[2] then
     redis.call('set', KEYS[1], ARGV[2], 'PX', ARGV[3])
     return 1
 end""")
-_ASK = _Script("""
-redis.call('hset', KEYS[2], 'asked', 1)
-redis.call('pexpire', KEYS[2], ARGV[1])
-value = tonumber(redis.call('hget', KEYS[2], 'ended') or 0)""")
-_NUMBER = _Script("""
-if tonumber(redis.call('hget', KEYS[2], 'number') or 0) < tonumber(ARGV[1]) then
-    redis.call('hset', KEYS[2], 'number', ARGV[1])
-    redis.call('pexpire', KEYS[2], ARGV[2])
-end""")
-
-# A trigger's number is the server's time, in microseconds, when it first arrived; the set forgets those of long ago.
-_TRIGGER = _Script("""
-local what, id, number, kept = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local function of(member) return tonumber(redis.call('zscore', KEYS[2], member) or 0) end
-local function raise(member, to)
-    if of(member) < to then redis.call('zadd', KEYS[2], string.format('%.0f', to), member) end
-end
-local time = redis.call('time')
-local now = time[1] * 1000000 + time[2]
-redis.call('zremrangebyscore', KEYS[2], '-inf', string.format('%.0f', now - kept * 1000))
-if what == 'pending' then
-    raise('pending', number)
-else
-    if number == 0 then number = of('id:' .. id) end
-    if number == 0 then number = math.max(now, of('last') + 1) end
-    raise('last', number)
-    raise('id:' .. id, number)
-    if number < math.max(of('pending'), of('begun')) then number = 0
-    elseif what == 'begin' then raise('begun', number) end
-end
-redis.call('pexpire', KEYS[2], ARGV[4])
-value = number""")
-
 _FENCE_REMEMBERED = 24 * 3600 * 1000
 """Milliseconds for which the last fencing token is remembered. The server's clock goes on where it is forgotten."""
 
@@ -236,12 +203,12 @@ def outcome(reply: int | bytes | None) -> Outcome:
 
 def extend(key: str, token: bytes, ttl: int) -> Steps[Outcome]:
     """Let a key live for `ttl` more milliseconds from now if it is ours."""
-    return outcome((yield from _evaluate(_RENEW, key, token, ttl)))
+    return outcome((yield from evaluate(_RENEW, key, token, ttl)))
 
 
 def replace(key: str, old: bytes, new: bytes, ttl: int) -> Steps[Outcome]:
     """Put `new` in the place of `old` for `ttl` milliseconds, if it is `old` that stands there."""
-    return outcome((yield from _evaluate(_REPLACE, key, old, new, ttl)))
+    return outcome((yield from evaluate(_REPLACE, key, old, new, ttl)))
 
 
 def take_over(key: str, old: bytes, token: bytes, seconds: float) -> Steps[bytes | None]:
@@ -264,70 +231,22 @@ def mint_fence(key: str, token: bytes) -> Steps[int | bytes | None]:
     So it goes on rising where the server has forgotten the last one, as long as its clock does not step back.
     The idea of fencing tokens is Martin Kleppmann's, in "How to do distributed locking".
     """
-    found: int | bytes | None = yield from _evaluate(_FENCE, key, token, _FENCE_REMEMBERED, beside=f"{{{key}}}:fence")
+    found: int | bytes | None = yield from evaluate(_FENCE, key, token, _FENCE_REMEMBERED, beside=f"{{{key}}}:fence")
     return found
 
 
 def give_back_noting(key: str, token: bytes, note: str) -> Steps[Outcome]:
     """Delete a key if it is ours, and tell the copies that wait at `note`, if there are any, that the run has ended."""
-    return outcome((yield from _evaluate(_RELEASE_NOTING, key, token, beside=note)))
+    return outcome((yield from evaluate(_RELEASE_NOTING, key, token, beside=note)))
 
 
 def replace_noting(key: str, old: bytes, new: bytes, ttl: int, note: str) -> Steps[Outcome]:
     """The same as `replace`, and tell the copies."""
-    return outcome((yield from _evaluate(_REPLACE_NOTING, key, old, new, ttl, beside=note)))
+    return outcome((yield from evaluate(_REPLACE_NOTING, key, old, new, ttl, beside=note)))
 
 
-def ask_of_copy(key: str, note: str, seconds: float) -> Steps[bool]:
-    """Leave word for the run that holds the key, for so many seconds, that a copy of its message waits.
-
-    Returns:
-        Whether the run has ended already.
-    """
-    return bool((yield from _evaluate(_ASK, key, round(seconds * 1000), beside=note)))
-
-
-class Copies(NamedTuple):
-    """What is known of the copies of a message.
-
-    Attributes:
-        number: that of the latest that was published; the others do not count.
-        has_ended: the run has ended for which copies have waited.
-    """
-
-    number: int
-    has_ended: bool
-
-
-def number_of_copy(key: str, note: str, number: int = 0, seconds: float = 0) -> Steps[Copies]:
-    """What is known of the copies of a message; with a `number`, after one was published with it."""
-    if number:
-        yield from _evaluate(_NUMBER, key, number, round(seconds * 1000), beside=note)
-        return Copies(number, has_ended=False)
-    found = yield ("HMGET", note, "number", "ended")
-    return Copies(int(found[0] or 0), has_ended=bool(found[1]))
-
-
-def number_trigger(key: str, what: str, seconds: float, task_id: str, number: int | None) -> Steps[int | None]:
-    """Number a trigger of `buffer_one`, or note what has become of it.
-
-    Args:
-        key: the key as it is in Redis.
-        what: "arrive" (it has to wait), "pending" (it is published) or "begin" (it has the key).
-        seconds: how long it is remembered.
-        task_id: the trigger's id.
-        number: its number, where that is known.
-
-    Returns:
-        Its number, or None if a newer one has taken its place.
-    """
-    found = yield from _evaluate(
-        _TRIGGER, key, what, task_id, number or 0, round(seconds * 1000), beside=f"{{{key}}}:triggers"
-    )
-    return found or None
-
-
-def _evaluate(script: _Script, key: str, *args: bytes | str | int, beside: str | None = None) -> Steps[Any]:
+def evaluate(script: Script, key: str, *args: bytes | str | int, beside: str | None = None) -> Steps[Any]:
+    """Run a script for a key, and perhaps one beside it in its slot; sent whole where the server does not know it."""
     keys = (key,) if beside is None else (key, beside)
     try:
         return (yield ("EVALSHA", script.sha, len(keys), *keys, *args))

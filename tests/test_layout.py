@@ -20,6 +20,7 @@ ORDER = [
     "only_one.tasks.endings",
     "only_one.tasks.delivery",
     "only_one.tasks.buffer",
+    "only_one.tasks.notes",
     "only_one.tasks.put_back",
     "only_one.tasks.app_settings",
     "only_one.tasks.wrapping",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from celery import Celery
 
 from only_one.lock import drive
-from only_one.protocol import number_trigger
 from only_one.servers import Server
 
+from .notes import number_trigger
 from .put_back import remembered_for
 
 

@@ -13,11 +13,12 @@ from only_one.holder import Holder
 from only_one.lock import drive
 from only_one.plan import Plan, Policy
 from only_one.policies import BufferOne, PutBack, fail, retry, skip
-from only_one.protocol import TROUBLE, ask_of_copy, number_of_copy
+from only_one.protocol import TROUBLE
 from only_one.servers import Server, Source
 from only_one.settings import Settings
 
 from . import app_settings, buffer
+from .notes import ask_of_copy, number_of_copy
 from .put_back import check_countdown, header_of, publish, remembered_for
 
 

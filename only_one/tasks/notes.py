@@ -1,0 +1,89 @@
+"""What copies of a task's message, and triggers of `buffer_one`, leave in Redis beside the key that they wait for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from only_one.protocol import Script, Steps, evaluate
+
+_ASK = Script("""
+redis.call('hset', KEYS[2], 'asked', 1)
+redis.call('pexpire', KEYS[2], ARGV[1])
+value = tonumber(redis.call('hget', KEYS[2], 'ended') or 0)""")
+_NUMBER = Script("""
+if tonumber(redis.call('hget', KEYS[2], 'number') or 0) < tonumber(ARGV[1]) then
+    redis.call('hset', KEYS[2], 'number', ARGV[1])
+    redis.call('pexpire', KEYS[2], ARGV[2])
+end""")
+
+# A trigger's number is the server's time, in microseconds, when it first arrived; the set forgets those of long ago.
+_TRIGGER = Script("""
+local what, id, number, kept = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local function of(member) return tonumber(redis.call('zscore', KEYS[2], member) or 0) end
+local function raise(member, to)
+    if of(member) < to then redis.call('zadd', KEYS[2], string.format('%.0f', to), member) end
+end
+local time = redis.call('time')
+local now = time[1] * 1000000 + time[2]
+redis.call('zremrangebyscore', KEYS[2], '-inf', string.format('%.0f', now - kept * 1000))
+if what == 'pending' then
+    raise('pending', number)
+else
+    if number == 0 then number = of('id:' .. id) end
+    if number == 0 then number = math.max(now, of('last') + 1) end
+    raise('last', number)
+    raise('id:' .. id, number)
+    if number < math.max(of('pending'), of('begun')) then number = 0
+    elseif what == 'begin' then raise('begun', number) end
+end
+redis.call('pexpire', KEYS[2], ARGV[4])
+value = number""")
+
+
+def ask_of_copy(key: str, note: str, seconds: float) -> Steps[bool]:
+    """Leave word for the run that holds the key, for so many seconds, that a copy of its message waits.
+
+    Returns:
+        Whether the run has ended already.
+    """
+    return bool((yield from evaluate(_ASK, key, round(seconds * 1000), beside=note)))
+
+
+class Copies(NamedTuple):
+    """What is known of the copies of a message.
+
+    Attributes:
+        number: that of the latest that was published; the others do not count.
+        has_ended: the run has ended for which copies have waited.
+    """
+
+    number: int
+    has_ended: bool
+
+
+def number_of_copy(key: str, note: str, number: int = 0, seconds: float = 0) -> Steps[Copies]:
+    """What is known of the copies of a message; with a `number`, after one was published with it."""
+    if number:
+        yield from evaluate(_NUMBER, key, number, round(seconds * 1000), beside=note)
+        return Copies(number, has_ended=False)
+    found = yield ("HMGET", note, "number", "ended")
+    return Copies(int(found[0] or 0), has_ended=bool(found[1]))
+
+
+def number_trigger(key: str, what: str, seconds: float, task_id: str, number: int | None) -> Steps[int | None]:
+    """Number a trigger of `buffer_one`, or note what has become of it.
+
+    Args:
+        key: the key as it is in Redis.
+        what: "arrive" (it has to wait), "pending" (it is published) or "begin" (it has the key).
+        seconds: how long it is remembered.
+        task_id: the trigger's id.
+        number: its number, where that is known.
+
+    Returns:
+        Its number, or None if a newer one has taken its place.
+    """
+    found = yield from evaluate(
+        _TRIGGER, key, what, task_id, number or 0, round(seconds * 1000), beside=f"{{{key}}}:triggers"
+    )
+    return found or None
