@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 from . import settings
 from .errors import KeyTemplateError
@@ -36,7 +37,7 @@ class Options:
     redis: Source | None
 
 
-class TaskRun(Protocol):
+class TaskRun(ABC):
     """A Celery task's own run, as far as a cover has to do with it: what only the task knows, and can do.
 
     Attributes:
@@ -45,27 +46,35 @@ class TaskRun(Protocol):
 
     id: str
 
+    @abstractmethod
     def app_settings(self) -> settings.Settings:
         """What the app's configuration says."""
 
+    @abstractmethod
     def app_server(self) -> Source | None:
         """The app's own server, if it speaks Redis."""
 
+    @abstractmethod
     def default_policy(self) -> Policy:
         """What a busy key means for it where nobody has said so."""
 
+    @abstractmethod
     def check(self, plan: Plan) -> None:
         """Refuse a plan that could not work in this app."""
 
+    @abstractmethod
     def meet(self, server: Server, key: str, value: bytes) -> None:
         """The key is taken by `value`: raise what is to be done if that is this very task."""
 
+    @abstractmethod
     def put_back(self, server: Server, key: str, wish: PutBack) -> Any:
         """Put it back into its queue."""
 
+    @abstractmethod
     def may_begin(self, plan: Plan, server: Server, key: str) -> bool:
         """The key is ours: whether the work is still to be done."""
 
+    @abstractmethod
     def note(self, key: str, ended_by: BaseException | None) -> str | None:
         """Where copies of its message wait to be told that it has ended, if they do, and it has."""
 
@@ -182,7 +191,8 @@ class Cover:
 
     def plan_for(self, call: Call) -> Plan:
         """What is in force for a call."""
-        return self.plans.get(call.app) or self.make_plan(call)
+        plan = self.plans.get(call.app)
+        return self.make_plan(call) if plan is None or plan.made_from is not settings.current else plan
 
     def make_key(self, call: Call, args: Args, kwargs: Kwargs) -> str:
         """The key of a call, without the prefix."""

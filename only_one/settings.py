@@ -193,14 +193,14 @@ def check_when_lost(policy: object) -> None:
     Raises:
         ConfigurationError: saying what to write instead.
     """
+    if isinstance(policy, (Retry, BufferOne)):
+        msg = "when_lost is too late to wait: write when_lost=fail to stop the run, and the task may retry by itself"
+        raise ConfigurationError(msg)
     check_policy("when_lost", policy)
     if policy is skip:
         msg = (
             "when_lost=skip: the run has begun; write when_lost=carry_on to let it go on, or when_lost=fail to stop it"
         )
-        raise ConfigurationError(msg)
-    if isinstance(policy, Retry):
-        msg = "when_lost=retry(): the run has begun; write when_lost=fail to stop it, and the task may retry by itself"
         raise ConfigurationError(msg)
 
 

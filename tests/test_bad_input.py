@@ -20,9 +20,11 @@ from only_one import (
     ConfigurationError,
     KeyTemplateError,
     UnkeyableArgument,
+    buffer_one,
     carry_on,
     configure,
     current_lock,
+    retry,
     subscribe,
 )
 
@@ -340,6 +342,19 @@ for label, policy in [
     ]
 ROWS += [
     ("when_busy=carry_on", lambda: only_one("k", when_busy=carry_on), ConfigurationError, "when_busy=skip"),
+    ("retry without parentheses", lambda: only_one("k", when_busy=retry), ConfigurationError, "retry()"),
+    ("buffer_one without parentheses", lambda: only_one("k", when_busy=buffer_one), ConfigurationError, "buffer_one()"),
+    ("configure retry", lambda: configure_(when_busy=retry), ConfigurationError, "retry()"),
+    ("when_down=buffer_one()", lambda: only_one("k", when_down=buffer_one()), ConfigurationError, "retry()"),
+    ("when_lost=retry()", lambda: only_one("k", when_lost=retry()), ConfigurationError, "when_lost=fail"),
+    ("when_lost=buffer_one()", lambda: only_one("k", when_lost=buffer_one()), ConfigurationError, "when_lost=fail"),
+    ("retry that is given the error", lambda: busy(lambda error: retry(error)), ConfigurationError, "retry()"),  # noqa: PLW0108
+    ("a countdown of nothing", lambda: retry(0), ConfigurationError, "countdown"),
+    ("a countdown of a str", lambda: buffer_one("5"), ConfigurationError, "countdown=300"),  # type: ignore[arg-type]
+    ("a countdown of True", lambda: retry(countdown=True), ConfigurationError, "countdown"),
+    ("max_retries below nothing", lambda: retry(max_retries=-1), ConfigurationError, "such as 10"),
+    ("max_retries of a half", lambda: retry(max_retries=0.5), ConfigurationError, "such as 10"),  # type: ignore[arg-type]
+    ("max_retries of True", lambda: retry(max_retries=True), ConfigurationError, "such as 10"),
     ("configure when_busy=carry_on", lambda: configure_(when_busy=carry_on), ConfigurationError, "when_busy=skip"),
     ("carry_on by way of a lambda", lambda: busy(lambda error: carry_on(error)), ConfigurationError, "when_busy"),  # noqa: PLW0108
 ]

@@ -25,7 +25,8 @@ def settings_of(app: Celery) -> Settings:
         ConfigurationError: for one that could not work.
     """
     given = {each.name: app.conf.get(f"only_one_{each.name}", UNSET) for each in fields(Settings)}
-    given = {name: value for name, value in given.items() if value is not UNSET}
+    # None is what a settings module has that takes it from an environment in which it is not.
+    given = {name: value for name, value in given.items() if value is not UNSET and value is not None}
     for name in _POLICIES:
         if isinstance(given.get(name), str):
             given[name] = _policy(name, given[name])
@@ -33,7 +34,7 @@ def settings_of(app: Celery) -> Settings:
         check(given)
         check_times(given.get("timeout"), given.get("lease"))
     except ConfigurationError as error:
-        msg = f"in the configuration of the app {app.main!r}, as only_one_…: {error}"
+        msg = f"the configuration of the app {app.main!r} has only_one_{error}"
         raise ConfigurationError(msg) from None
     return Settings(**given)
 
@@ -54,7 +55,8 @@ def server_of(app: Celery) -> Source | None:
     client = getattr(app.backend, "client", None) if backend else None
     if hasattr(client, "register_script"):
         return client
-    broker = app.conf.broker_read_url or app.conf.broker_url
+    brokers = app.conf.broker_read_url or app.conf.broker_url
+    broker: Any = next(iter(brokers.split(";") if isinstance(brokers, str) else brokers or ()), None)
     return _url(broker) if _speaks_redis(broker) and not app.conf.broker_use_ssl else None
 
 
@@ -63,4 +65,7 @@ def _speaks_redis(url: Any) -> bool:
 
 
 def _url(url: str) -> str:
-    return url.replace("redis+socket://", "unix://", 1)
+    """As redis-py spells it."""
+    if not url.startswith("redis+socket://"):
+        return url
+    return url.replace("redis+socket://", "unix://", 1).replace("virtual_host=", "db=", 1)

@@ -11,7 +11,7 @@ from only_one.errors import AlreadyRunning
 from only_one.events import logger
 from only_one.holder import Holder
 from only_one.lock import drive
-from only_one.plan import Plan, Policy
+from only_one.plan import Plan, Policy, TaskRun
 from only_one.policies import BufferOne, PutBack, fail, retry, skip
 from only_one.protocol import TROUBLE
 from only_one.servers import Server, Source
@@ -39,7 +39,7 @@ class Predecessor(Exception):
         return delivery.put_back(server, key, _waiting(key, value))
 
 
-class Delivery:
+class Delivery(TaskRun):
     """The current delivery of a task's message.
 
     Attributes:

@@ -6,17 +6,18 @@ On this machine a caller would take it over by itself. On others it would wait f
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 import time
 from types import SimpleNamespace
 from typing import Any
 
-from celery import Task, signals
+from celery import signals
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
 
 from only_one.clock import now
 from only_one.events import logger
-from only_one.holder import Holder, Identity, is_dead
+from only_one.holder import Holder, Identity, is_dead, machine
 from only_one.lock import RAW, give_back
 from only_one.plan import Call, Cover
 
@@ -47,14 +48,14 @@ def _watch(task: Any, task_id: str, args: Any, kwargs: Any) -> None:
         threading.Thread(target=_release, args=given, name="only_one-endings", daemon=True).start()
 
 
-def _release(task: Task, cover: Cover, task_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _release(task: Any, cover: Cover, task_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     try:
         _release_when_dead(task, cover, task_id, args, kwargs)
     except Exception as error:  # noqa: BLE001 - there is nobody to raise it to, and the key expires by itself
         logger.debug("the key of %s[%s] could not be given back: %s", task.name, task_id, error)
 
 
-def _release_when_dead(task: Task, cover: Cover, task_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _release_when_dead(task: Any, cover: Cover, task_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     request = SimpleNamespace(id=task_id, retries=0, headers=None)
     bound = not isinstance(inspect.getattr_static(type(task), "run"), staticmethod)
     call = Call(task.name, Identity(task.name, task_id), bound, task.app, Delivery(task, request))
@@ -67,11 +68,21 @@ def _release_when_dead(task: Task, cover: Cover, task_id: str, args: tuple[Any, 
     if holder is None or holder.task_id != task_id:
         return
     until = now() + _DEAD_WITHIN
-    while not is_dead(value):
+    while not (is_dead(value) or _has_ended(holder)):
         if now() > until:
             return
         time.sleep(_LOOKS_EVERY)
     give_back(plan.server.client, plan.server.dialect, key, value)
+
+
+def _has_ended(holder: Holder) -> bool:
+    """Whether it is a child of ours that has ended; it seems alive until Celery waits for it, which may take 5 s."""
+    if holder.machine != machine() or not hasattr(os, "waitid"):
+        return False
+    try:
+        return os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return False
 
 
 signals.task_failure.connect(_on_failure, weak=False, dispatch_uid="only_one")

@@ -65,9 +65,10 @@ def publish(task: Task, request: Any, header: Header, countdown: float | None) -
     delay = _delay(header.times) if countdown is None else countdown
     later = replace(header, times=header.times + 1, number=header.number + 1)
     headers = {**(request.headers or {}), HEADER: asdict(later)}
-    task.signature_from_request(
+    again: Any = task.signature_from_request(
         request, countdown=min(delay, longest_countdown(task.app)), retries=request.retries, headers=headers
-    ).apply_async(add_to_parent=False)
+    )
+    again.apply_async(add_to_parent=False)
     return later.number
 
 

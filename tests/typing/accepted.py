@@ -21,11 +21,13 @@ from only_one import (
     Lost,
     Reclaimed,
     Released,
+    buffer_one,
     carry_on,
     configure,
     current_lock,
     fail,
     only_one,
+    retry,
     skip,
     subscribe,
 )
@@ -181,6 +183,10 @@ def policies() -> None:
     assert_type(only_one("k", when_busy=fail, when_down=carry_on)(plain)(1), float)
     assert_type(only_one("k", when_busy=fail, when_down=skip)(plain)(1), float | None)
     assert_type(only_one("k", when_busy=fail, when_down=why)(plain)(1), float | bytes)
+    assert_type(only_one("k", when_busy=retry())(plain)(1), float)
+    again = retry(5, max_retries=3)
+    assert_type(only_one("k", when_busy=again, when_down=retry(timedelta(seconds=9)))(plain)(1), float)
+    assert_type(only_one("k", when_busy=buffer_one())(plain)(1), float)
     assert_type(only_one("k", when_busy=who, when_down=why)(plain)(1), float | str | bytes)
     assert_type(only_one(plain, key="k", when_busy=who, when_down=why)(1), float | str | bytes)
     assert_type(only_one(key=lambda a, b: "k", when_busy=who)(plain)(1), float | str)
