@@ -1,4 +1,4 @@
-"""Runs the code blocks of README.md, on a server of their own."""
+"""Runs the code blocks of README.md and of each page in docs, on a server of their own."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def _end(_namespace: dict[str, Any]) -> None:
 
 
 pytest_collect_file = Sybil(
-    parsers=[PythonCodeBlockParser()], patterns=["README.md"], setup=_begin, teardown=_end
+    parsers=[PythonCodeBlockParser()], patterns=["README.md", "docs/*.md"], setup=_begin, teardown=_end
 ).pytest()

@@ -16,6 +16,44 @@ _clients: WeakSet[DirectClient] = WeakSet()
 _inherited: list[Any] = []
 
 
+class _BrokenError(Exception):
+    """The connection is gone; no error of redis-py's, which would wait for a while and try again by itself."""
+
+
+class _Line(redis.Redis):
+    """One connection, which never goes back to the pool with a reply that is yet to come.
+
+    It is one of these while it has its connection, so that nothing in here is in the way of collecting what has none:
+    a signal's exception that is raised there is lost.
+    """
+
+    @classmethod
+    def of(cls, pool: Any) -> Any:
+        """A connection of a pool."""
+        line: Any = redis.Redis(connection_pool=pool, single_connection_client=True)
+        line.__class__ = cls
+        return line
+
+    def _send_command_parse_response(self, *args: Any, **options: Any) -> Any:
+        try:
+            parent: Any = super()
+            return parent._send_command_parse_response(*args, **options)  # noqa: SLF001 - it is overridden here
+        except ConnectionError as error:
+            raise _BrokenError from error
+
+    def close(self) -> None:
+        """Close the connection, also where nobody has come to it, as by a second interruption."""
+        line: Any = self
+        line.connection.disconnect()
+        line.give_back()
+
+    def give_back(self) -> None:
+        """Leave the connection to the pool as it is."""
+        line: Any = self
+        line.__class__ = redis.Redis
+        line.close()
+
+
 class DirectClient(redis.Redis):
     """Sends each command on a connection that it keeps, past the pool.
 
@@ -38,26 +76,26 @@ class DirectClient(redis.Redis):
             return False
         pool = client.connection_pool
         is_plain = type(pool) is redis.ConnectionPool and getattr(pool, "cache", None) is None
+        # Tokens that are renewed get to a connection when it goes back to the pool.
+        is_plain = is_plain and not hasattr(pool.connection_kwargs.get("credential_provider"), "on_next")
         return is_plain and pool.max_connections >= redis.ConnectionPool().max_connections
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         """See redis-py."""
-        line: Any
         try:
             line = self._kept.pop()
         except IndexError:
-            line = redis.Redis(connection_pool=self.connection_pool, single_connection_client=True)
+            line = _Line.of(self.connection_pool)
         try:
             reply = line.execute_command(*args, **options)
         except ResponseError:
             self._keep(line)
             raise
-        except ConnectionError:
+        except _BrokenError:
             line.close()
             return self._client.execute_command(*args, **options)
         except BaseException:
             # A reply may be on its way still, which the next command there would take for its own.
-            line.connection.disconnect()
             line.close()
             raise
         self._keep(line)
@@ -67,7 +105,7 @@ class DirectClient(redis.Redis):
         if len(self._kept) < _MOST_KEPT:
             self._kept.append(line)
         else:
-            line.close()
+            line.give_back()
 
     def forget_connections(self) -> None:
         """Use the connections no more: they are the parent's, and not even to be closed here."""

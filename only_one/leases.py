@@ -15,13 +15,15 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakSet, ref
 
-from redis.cluster import RedisCluster
 from redis.exceptions import ResponseError
 
 from .clock import now
 from .errors import LockLost
+from .events import logger
+from .eviction import may_evict
 from .lease import RENEWED_EVERY, Lease
 from .lock import RAW, give_back
+from .nodes import Node
 from .protocol import outcome, renew_command
 from .servers import Server
 
@@ -33,6 +35,9 @@ _SOON = 0.02
 _CHUNK = 500
 _CONNECTED_BEFORE = 2.0
 """Seconds before the first renewal in a server in which the connection for it is made."""
+_LONG = 0.1
+"""Seconds after which other leases may have come due, and are looked at before anything else that may take long."""
+_LOOKED_AT_AGAIN_AFTER = 60.0
 _FIRST_RELEASE_AFTER = 0.05
 _RELEASED_AT_ONCE = 100
 _MOST_ADRIFT = 10_000
@@ -57,12 +62,9 @@ class _Adrift:
     def release(self) -> bool:
         """Try once to release the token; returns whether its fate is known."""
         try:
-            give_back(self.server.background, self.server.dialect, self.key, self.token)
-        except ResponseError:
-            self.pause = min(self.pause * 2, _RETRIED_AFTER_AT_MOST)
+            give_back(self.server.node_of(self.key), self.server.dialect, self.key, self.token)
         except Exception:  # noqa: BLE001 - whatever a client raises, the thread has other keys to see to
             self.pause = min(self.pause * 2, _RETRIED_AFTER_AT_MOST)
-            self.server.rests_until = now() + self.pause
         else:
             if self.settled:
                 return True
@@ -80,7 +82,8 @@ class _Renewer:
         # By reference only: a lease lives as long as its run, and whatever may interrupt that ends its renewal too.
         self.leases: dict[bytes, ref[Lease]] = {}
         self.adrift: dict[bytes, _Adrift] = {}
-        self.connected: WeakSet[Server] = WeakSet()
+        self.unknown: dict[Server, str] = {}
+        self.connected: WeakSet[Node] = WeakSet()
         self.woken: SimpleQueue[float] = SimpleQueue()
         self.wakes_at = -math.inf
         self.is_running = False
@@ -102,8 +105,10 @@ class _Renewer:
         self.is_running = True
         while True:
             self.connect_for_what_is_due_soon()
-            self.renew_what_is_due()
+            while self.renew_what_is_due():
+                pass
             self.release_what_is_adrift()
+            self.look_at_a_new_server()
             self.sleep_until(self.next_due())
 
     def sleep_until(self, due: float) -> None:
@@ -130,6 +135,8 @@ class _Renewer:
         return found
 
     def next_due(self) -> float:
+        if self.unknown:
+            return -math.inf
         dues = [lease.renew_at for lease in self.held()]
         dues += [adrift.try_at for adrift in list(self.adrift.values())]
         return min(dues, default=math.inf)
@@ -138,50 +145,81 @@ class _Renewer:
         moment = now()
         due = [adrift for adrift in list(self.adrift.values()) if adrift.try_at <= moment]
         for adrift in due[:_RELEASED_AT_ONCE]:
-            # Of all that waits for a server that is down, one a time finds out whether it still is.
-            if adrift.server.rests_until > now():
-                adrift.try_at = adrift.server.rests_until
+            # Of all that waits for a node that is down, one a time finds out whether it still is.
+            rests_until = adrift.server.node_of(adrift.key).rests_until
+            if rests_until > now():
+                adrift.try_at = rests_until
             elif adrift.release():
                 self.adrift.pop(adrift.token, None)
-            elif adrift.server.rests_until > moment:
-                return  # it has been waited for, and renewals may have come due meanwhile
+            if now() > moment + _LONG:
+                return
 
     def connect_for_what_is_due_soon(self) -> None:
         moment = now()
         for lease in self.held():
-            server = lease.server
-            if server and lease.renews and server not in self.connected and lease.renew_at - moment < _CONNECTED_BEFORE:
-                self.connected.add(server)
+            if not lease.server or not lease.renews or lease.renew_at - moment >= _CONNECTED_BEFORE:
+                continue
+            node = lease.server.node_of(lease.key)
+            if node not in self.connected:
+                self.connected.add(node)
                 try:
-                    server.connect_background()
+                    node.connect()
                 except Exception:  # noqa: BLE001 - whatever a client raises, the thread has other keys to see to
-                    server.rests_until = now() + _RETRIED_EVERY * lease.ttl
+                    node.fail(_rest([lease]))
+            if now() > moment + _LONG:
+                return
 
-    def renew_what_is_due(self) -> None:
+    def look_at_a_new_server(self) -> None:
+        """Have it warned of a server that may evict keys; by another thread, as the handler of a log may take long."""
+        try:
+            server, key = self.unknown.popitem()
+        except KeyError:
+            return
+        node = server.node_of(key)
+        try:
+            warning = may_evict(node.client)
+        except Exception:  # noqa: BLE001 - whatever a client raises, the thread has other keys to see to
+            node.fail()
+            server.looked_at_from = now() + _LOOKED_AT_AGAIN_AFTER
+            return
+        if warning:
+            threading.Thread(target=logger.warning, args=("%s", warning), name="only_one-warning", daemon=True).start()
+
+    def renew_what_is_due(self) -> bool:
+        """Renew the leases that are due, in one trip to each node.
+
+        Returns:
+            Whether some are left, as it has taken long: others have the first turn then.
+        """
         moment = now()
-        by_server: defaultdict[Server, list[Lease]] = defaultdict(list)
+        by_node: defaultdict[Node, list[Lease]] = defaultdict(list)
         for lease in self.held():
             if moment >= min(lease.expires_at, lease.ends_at):
                 self.lost(lease, "overrun" if moment >= lease.ends_at else "expired")
             elif lease.server and lease.renews and lease.renew_at <= moment + lease.ttl * _SOON:
-                by_server[lease.server].append(lease)
+                by_node[lease.server.node_of(lease.key)].append(lease)
         # Those that could not be reached come last: waiting for them is not to cost the others their leases.
-        for server, leases in sorted(by_server.items(), key=lambda item: item[0].rests_until):
+        for node in sorted(by_node, key=lambda node: node.rests_until):
+            leases = by_node.pop(node)
             for start in range(0, len(leases), _CHUNK):
-                self.renew(server, leases[start : start + _CHUNK])
+                self.renew(node, leases[start : start + _CHUNK])
+            if by_node and now() > moment + _LONG:
+                return True
+        return False
 
-    def renew(self, server: Server, leases: list[Lease]) -> None:
-        """Renew leases of one server in one trip, and note what became of each."""
+    def renew(self, node: Node, leases: list[Lease]) -> None:
+        """Renew leases of one node in one trip, and note what became of each."""
         sent = now()
-        if server.rests_until > sent:
+        if node.rests_until > sent:
             for lease in leases:
-                lease.renew_at = min(server.rests_until, lease.expires_at)
+                lease.renew_at = min(node.rests_until, lease.expires_at)
             return
         ttls = [max(0.001, min(lease.ttl, lease.ends_at - sent)) for lease in leases]
         commands = [
             renew_command(each.key, each.token, round(ttl * 1000)) for each, ttl in zip(leases, ttls, strict=True)
         ]
-        for lease, ttl, reply in zip(leases, ttls, _replies(server.background, commands), strict=True):
+        replies = node.send(commands, RAW, _rest(leases))
+        for lease, ttl, reply in zip(leases, ttls, replies, strict=True):
             self.note(lease, sent, ttl, reply)
 
     def note(self, lease: Lease, sent: float, ttl: float, reply: Any) -> None:
@@ -189,10 +227,7 @@ class _Renewer:
         if isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply):
             reply = b""  # a list or hash that somebody has put there
         if isinstance(reply, Exception):
-            pause = min(lease.ttl * _RETRIED_EVERY, _RETRIED_AFTER_AT_MOST)
-            lease.renew_at = min(now() + pause, lease.expires_at)
-            if lease.server and not isinstance(reply, ResponseError):
-                lease.server.rests_until = lease.renew_at
+            lease.renew_at = min(now() + _rest([lease]), lease.expires_at)
             return
         fate, value = outcome(reply)
         if fate == "held":
@@ -213,25 +248,9 @@ def _tell(lease: Lease, lost: LockLost) -> None:
     lease.tell_loss(lost)
 
 
-def _replies(client: Any, commands: list[Any]) -> list[Any]:
-    """The reply to each command, or its error; one trip but in a cluster."""
-    if isinstance(client, RedisCluster):
-        return [_reply(client, command) for command in commands]
-    try:
-        pipeline = client.pipeline(transaction=False)
-        for command in commands:
-            pipeline.execute_command(*command, **RAW)
-        replies: list[Any] = pipeline.execute(raise_on_error=False)
-    except Exception as error:  # noqa: BLE001 - whatever a client raises, the thread has other keys to see to
-        return [error] * len(commands)
-    return replies
-
-
-def _reply(client: Any, command: Any) -> Any:
-    try:
-        return client.execute_command(*command, **RAW)
-    except Exception as error:  # noqa: BLE001 - whatever a client raises, the thread has other keys to see to
-        return error
+def _rest(leases: list[Lease]) -> float:
+    """Seconds after which a renewal that has failed is tried again."""
+    return min(min(lease.ttl for lease in leases) * _RETRIED_EVERY, _RETRIED_AFTER_AT_MOST)
 
 
 def _start_native_thread(run: Callable[[], None]) -> None:
@@ -269,7 +288,13 @@ def _finish() -> None:
 def hold(lease: Lease) -> None:
     """Renew `lease` from now on, until `let_go`, and tell its run when it is lost."""
     _renewer.leases[lease.token] = ref(lease)
-    _renewer.see_to_it_by(lease.renew_at)
+    server = lease.server
+    if server is not None and server.looked_at_from <= lease.begun:
+        server.looked_at_from = math.inf
+        _renewer.unknown[server] = lease.key
+        _renewer.see_to_it_by(lease.begun)
+    else:
+        _renewer.see_to_it_by(lease.renew_at)
 
 
 def let_go(lease: Lease) -> None:

@@ -27,8 +27,11 @@ from .protocol import (
     what_became,
 )
 
-RAW = {"NEVER_DECODE": True, "get": True}
-"""Options of redis-py by which replies come as bytes, also from clients that decode, and as the server sent them."""
+RAW = {"NEVER_DECODE": True}
+"""Options of redis-py by which replies come as bytes, also from clients that decode."""
+
+_GET = {**RAW, "get": True}
+"""The same for a SET whose reply is the value that stood there."""
 
 
 def drive(client: Any, steps: Steps[T]) -> T:
@@ -78,7 +81,7 @@ def take(client: Any, dialect: Dialect, key: Any, token: bytes, expiry: Expiry) 
     """
     if dialect.sets_and_gets:
         try:
-            found: bytes | None = client.execute_command("SET", key, token, b"NX", b"GET", *expiry, **RAW)
+            found: bytes | None = client.execute_command("SET", key, token, b"NX", b"GET", *expiry, **_GET)
         except ResponseError as error:
             dialect.unlearn_get(error)
         else:
@@ -103,7 +106,7 @@ async def take_async(client: Any, dialect: Dialect, key: Any, token: bytes, expi
     """
     if dialect.sets_and_gets:
         try:
-            found: bytes | None = await client.execute_command("SET", key, token, b"NX", b"GET", *expiry, **RAW)
+            found: bytes | None = await client.execute_command("SET", key, token, b"NX", b"GET", *expiry, **_GET)
         except ResponseError as error:
             dialect.unlearn_get(error)
         else:

@@ -14,19 +14,17 @@ from typing import Any, Union
 from weakref import WeakValueDictionary
 
 import redis
-import redis.asyncio
-import redis.asyncio.cluster
-import redis.asyncio.connection
-import redis.asyncio.retry
 from redis.backoff import NoBackoff
 from redis.client import Pipeline
-from redis.exceptions import ConnectionError, RedisError, TimeoutError  # noqa: A004 - redis-py's are meant
+from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from .callables import check_callable
 from .direct import DirectClient
 from .errors import ConfigurationError
+from .nodes import ClusterNodes, Node, impatient
 from .protocol import Dialect
+from .twins import RETRIED, RETRIES, async_twin, close_twin
 
 logger = logging.getLogger("only_one")
 
@@ -36,11 +34,6 @@ Source = Union[str, Any, Callable[[], Any]]
 PATIENCE = {"socket_timeout": 0.9, "socket_connect_timeout": 0.5}
 """Seconds that a client made here waits for a reply and a connection; with one retry, a dead server is known in 2 s."""
 
-_BACKGROUND_PATIENCE = {"socket_timeout": 0.5, "socket_connect_timeout": 0.25}
-"""The same for the thread that renews, which tries again by itself, and has keys in other servers to see to."""
-
-_RETRIES = 1
-_RETRIED: list[type[Exception]] = [ConnectionError, TimeoutError]  # redis-py 5 wants them named
 _NO_LIMIT = 2**31
 _URL = re.compile(r"rediss?://[^/]*(/\d*)?(\?.*)?\Z|unix://[^?]*/[^?]+(\?.*)?\Z")
 
@@ -51,7 +44,7 @@ class Server:
     Attributes:
         client: a sync client of redis-py.
         dialect: which commands the server knows.
-        rests_until: when the background asks it again, by `clock.now()`, after it could not be reached.
+        looked_at_from: when the thread that renews has a look at it, by `clock.now()`, once a key is taken there.
     """
 
     def __init__(self, client: Any) -> None:
@@ -59,8 +52,9 @@ class Server:
         self.dialect = Dialect()
         if isinstance(client, redis.RedisCluster):
             self.dialect.release = "EVALSHA"  # an unknown command cannot be sent, as its slot is not known
-        self.rests_until = 0.0
+        self.looked_at_from = 0.0
         self._background: Any = None
+        self._nodes: ClusterNodes | Node | None = None
         self._twins: dict[asyncio.AbstractEventLoop, tuple[Any, AsyncGenerator[Any, None]]] = {}
 
     @property
@@ -68,11 +62,18 @@ class Server:
         """The client of the thread that renews: connections of its own, and no wait without end.
 
         A pool whose connections are all in use, or a server that swallows what it is sent, must not keep it from the
-        keys in other servers.
+        keys in other servers. In a cluster each node has one of its own.
         """
         if self._background is None:
-            self._background = _impatient(self.client)
+            self._background = impatient(self.client)
         return self._background
+
+    def node_of(self, key: str) -> Node:
+        """The node that has `key`, as the thread that renews asks it."""
+        if self._nodes is None:
+            is_cluster = isinstance(self.client, redis.RedisCluster)
+            self._nodes = ClusterNodes(self.client) if is_cluster else Node(self.background)
+        return self._nodes if isinstance(self._nodes, Node) else self._nodes.of(key)
 
     def drop_connections(self) -> None:
         """Drop the idle connections after a command was interrupted, as redis-py keeps the one it was sent on.
@@ -81,16 +82,10 @@ class Server:
         """
         client: Any = self.client
         nodes = client.get_nodes() if isinstance(self.client, redis.RedisCluster) else [client]
-        with suppress(Exception):
-            for node in nodes:
+        for node in nodes:
+            with suppress(Exception):
                 pool = getattr(node, "redis_connection", node).connection_pool
                 pool.disconnect(inuse_connections=False)
-
-    def connect_background(self) -> None:
-        """Connect the client of the thread that renews; its first renewal then takes no longer than the others."""
-        pool = getattr(self.background, "connection_pool", None)
-        if pool is not None and self.background is not self.client:
-            pool.release(pool.get_connection())
 
     async def async_client(self) -> Any:
         """The asyncio client of the same server for the running event loop."""
@@ -107,58 +102,12 @@ class Server:
         return twin[0]
 
     async def _open_twin(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[Any, None]:
-        twin = _twin(self.client)
+        twin = async_twin(self.client)
         try:
             yield twin
         finally:
             self._twins.pop(loop, None)
-            await twin.aclose()
-
-
-def _impatient(client: Any) -> Any:
-    """A client of the same server that soon gives up; the same one where none can be made."""
-    pool: Any = getattr(client, "connection_pool", None)
-    if type(pool) not in (redis.ConnectionPool, redis.BlockingConnectionPool):
-        return client
-    options = dict(pool.connection_kwargs)
-    for name, longest in _BACKGROUND_PATIENCE.items():
-        options[name] = min(options.get(name) or longest, longest)
-    options["retry"] = Retry(NoBackoff(), 0)
-    return redis.Redis(connection_pool=redis.ConnectionPool(connection_class=pool.connection_class, **options))
-
-
-def _twin(client: Any) -> Any:
-    """An asyncio client with the address, credentials, encryption and time-outs of a sync one."""
-    if isinstance(client, redis.RedisCluster):
-        return _cluster_twin(client)
-    pool = client.connection_pool
-    kind = getattr(redis.asyncio.connection, pool.connection_class.__name__, None)
-    if kind is None:
-        msg = f"no asyncio client can be made from one that connects by {pool.connection_class!r}: give redis= as a URL"
-        raise ConfigurationError(msg)
-    known = _parameters(kind) - {"retry", "retry_on_error", "redis_connect_func", "event_dispatcher"}
-    options = {name: value for name, value in pool.connection_kwargs.items() if name in known}
-    options.update(retry=redis.asyncio.retry.Retry(NoBackoff(), _RETRIES), retry_on_error=_RETRIED)
-    waits = isinstance(pool, redis.BlockingConnectionPool)
-    pools: Any = redis.asyncio.BlockingConnectionPool if waits else redis.asyncio.ConnectionPool
-    twin_pool = pools(connection_class=kind, max_connections=pool.max_connections, **options)
-    return redis.asyncio.Redis.from_pool(twin_pool)
-
-
-def _cluster_twin(client: Any) -> Any:
-    known = set(inspect.signature(redis.asyncio.RedisCluster.__init__).parameters) - {"self", "host", "port", "retry"}
-    given = client.nodes_manager.connection_kwargs.items()
-    options = {name: value for name, value in given if name in known and value is not None}
-    nodes = [redis.asyncio.cluster.ClusterNode(str(node.host), int(node.port)) for node in client.get_nodes()]
-    return redis.asyncio.RedisCluster(startup_nodes=nodes, **options)
-
-
-def _parameters(kind: type) -> set[str]:
-    found: set[str] = set()
-    for base in kind.__mro__:
-        if "__init__" in base.__dict__:
-            found.update(inspect.signature(base.__dict__["__init__"]).parameters)
-    return found - {"self", "args", "kwargs"}
+            await close_twin(twin)
 
 
 # Where the client comes from
@@ -238,7 +187,7 @@ if hasattr(os, "register_at_fork"):
 
 def _open(url: str) -> Any:
     options: dict[str, Any] = {"max_connections": _NO_LIMIT, **PATIENCE}
-    return redis.Redis.from_url(url, retry=Retry(NoBackoff(), _RETRIES), retry_on_error=_RETRIED, **options)
+    return redis.Redis.from_url(url, retry=Retry(NoBackoff(), RETRIES), retry_on_error=RETRIED, **options)
 
 
 def _is_client(source: object) -> bool:

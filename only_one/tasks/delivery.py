@@ -7,6 +7,7 @@ from typing import Any
 from celery import Task
 from celery.exceptions import Ignore, Reject
 
+from only_one.clock import now
 from only_one.errors import AlreadyRunning
 from only_one.events import logger
 from only_one.holder import Holder
@@ -19,7 +20,7 @@ from only_one.settings import Settings
 
 from . import app_settings, buffer
 from .notes import ask_of_copy, number_of_copy
-from .put_back import check_countdown, header_of, publish, remembered_for
+from .put_back import check_countdown, header_of, publish, remembered_for, visibility_timeout
 
 
 def _waiting(key: str, value: bytes) -> PutBack:
@@ -55,6 +56,7 @@ class Delivery(TaskRun):
         self._task = task
         self._request = request
         self._header = header_of(request)
+        self._run: tuple[Server, float] | None = None
 
     def app_settings(self) -> Settings:
         """What the app's configuration says."""
@@ -67,9 +69,14 @@ class Delivery(TaskRun):
     def default_policy(self) -> Policy:
         """None would do harm where the work has begun, and where others would be given it for a result."""
         request = self._request
-        if not request.is_eager and (self.attempt or (request.delivery_info or {}).get("redelivered")):
+        if not request.is_eager and (self.attempt or self._is_redelivered):
             return retry()
         return fail if request.chord or request.chain else skip
+
+    @property
+    def _is_redelivered(self) -> bool:
+        """Whether the broker says that it has delivered the message before."""
+        return bool((self._request.delivery_info or {}).get("redelivered"))
 
     def check(self, plan: Plan) -> None:
         """Refuse countdowns that would make the broker deliver copies.
@@ -142,8 +149,9 @@ class Delivery(TaskRun):
         Raises:
             Ignore: for a copy of a message whose run has ended.
         """
+        self._run = server, now()
         try:
-            if self._header.number:
+            if self._header.number or self._is_redelivered:
                 found = drive(server.client, number_of_copy(key, self._copies(key)))
                 if found.has_ended or self._header.number < found.number:
                     raise self._drop(key, "its run has ended, or a later copy waits")
@@ -159,7 +167,19 @@ class Delivery(TaskRun):
         A run that was rejected, ignored or interrupted by a signal has not ended: a copy is to do its work.
         """
         has_ended = ended_by is None or (isinstance(ended_by, Exception) and not isinstance(ended_by, (Ignore, Reject)))
-        return self._copies(key) if self._task.acks_late and has_ended else None
+        if not self._task.acks_late or not has_ended:
+            return None
+        copies = self._copies(key)
+        if self._run is not None and now() - self._run[1] > visibility_timeout(self.app) / 2:
+            self._ask_for_copies(key, copies, self._run[0])
+        return copies
+
+    def _ask_for_copies(self, key: str, copies: str, server: Server) -> None:
+        """After a long run there may be a copy that could not ask, as it waits for a free place in a worker."""
+        try:
+            drive(server.client, ask_of_copy(key, copies, remembered_for(self.app)))
+        except TROUBLE as error:
+            logger.debug("copies of %s cannot be told: %s", self.id, error)
 
     def _copies(self, key: str) -> str:
         return f"{{{key}}}:copy:{self.id}:{self.attempt}"

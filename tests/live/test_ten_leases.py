@@ -1,0 +1,181 @@
+"""Runs that are ten leases long, whatever they do and wherever, while others call for their keys all the time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import redis as redis_py
+
+from only_one.holder import Holder
+from only_one.testing import guarded, redis_server
+from tests.live.ten_leases_app import LEASE, LEASES, LIMIT, app, task
+from tests.proxy import eventually
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+pytest.importorskip("gevent")
+
+ROOT = Path(__file__).parents[2]
+APP = "tests.live.ten_leases_app"
+PREFIX = "only_one:"
+
+# Those who compute have a core each.
+TOGETHER = [
+    ["threads IO", "asyncio IO", "prefork IO", "gevent IO", "threads CPU", "prefork CPU"],
+    ["asyncio CPU", "gevent CPU"],
+]
+POOLS = {"prefork": 4, "gevent": 10}
+
+
+@dataclass
+class Line:
+    """What a run has written down."""
+
+    word: str
+    key: str
+    pid: int
+    moment: float
+
+
+class Witness:
+    """What runs have written down, in its order."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.touch()
+
+    def lines(self, key: str) -> list[Line]:
+        """What the runs of one key have written down."""
+        found = []
+        for line in self._path.read_text().splitlines():
+            word, *names, pid, moment = line.split()
+            found.append(Line(word, " ".join(names), int(pid), float(moment)))
+        return [line for line in found if line.key == key]
+
+    def overlaps(self, key: str) -> int:
+        """How often a run started while another had not ended."""
+        running = overlaps = 0
+        for line in self.lines(key):
+            overlaps += line.word == "start" and running > 0
+            running += 1 if line.word == "start" else -1
+        return overlaps
+
+
+class Watch:
+    """Looks at keys all the time, and sees whether they stay what they are until their first run has ended."""
+
+    def __init__(self, url: str, witness: Witness, keys: list[str]) -> None:
+        self.values: dict[str, bytes] = {}
+        self.looks = dict.fromkeys(keys, 0)
+        self.gone = dict.fromkeys(keys, 0)
+        self._url = url
+        self._witness = witness
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, args=(keys,))
+
+    def _watch(self, keys: list[str]) -> None:
+        with redis_py.Redis.from_url(self._url) as client:
+            while not self._ended.wait(0.005):
+                found = client.mget([PREFIX + key for key in keys])
+                for key, value in zip(keys, found, strict=True):
+                    # Read after the key was: what has not ended by now had not then.
+                    if len(self._witness.lines(key)) == 1:
+                        self.looks[key] += 1
+                        self.gone[key] += value != self.values.setdefault(key, value or b"")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+@contextmanager
+def workers(environment: dict[str, str], folder: Path) -> Iterator[None]:
+    """A worker of each pool, each with a queue of its own."""
+    with ExitStack() as stack:
+        logs = []
+        for pool, size in POOLS.items():
+            worker = [sys.executable, "-W", "ignore", "-m", "celery", "-A", APP, "worker", "-P", pool, "-c", str(size)]
+            command = [*worker, "-Q", pool, "-n", f"{pool}@%h", "-l", "INFO", "--without-gossip", "--without-mingle"]
+            logs.append(folder / f"{pool}.log")
+            output = stack.enter_context(logs[-1].open("wb"))
+            stack.enter_context(guarded(command, cwd=ROOT, env=environment, stdout=output, stderr=output, grace=1))
+        ready = eventually(lambda: all(b" ready." in log.read_bytes() for log in logs), LIMIT)
+        assert ready, [log.read_text()[-2000:] for log in logs]
+        yield
+
+
+def begin(key: str, environment: dict[str, str], stack: ExitStack) -> None:
+    """Have a run begin where it belongs."""
+    where, _, _ = key.partition(" ")
+    if where in POOLS:
+        # The second is skipped; a greenlet that computes would have it wait until the first has ended.
+        for _ in range(1 if key == "gevent CPU" else 2):
+            task.apply_async([key], queue=where)
+    else:
+        stack.enter_context(guarded([sys.executable, "-m", APP, where, key], cwd=ROOT, env=environment))
+
+
+def row(key: str, witness: Witness, watch: Watch, calls: int) -> list[Any]:
+    """What has been seen of one combination."""
+    start, end, *_ = witness.lines(key)
+    took = (end.moment - start.moment) / LEASE
+    return [*key.split(), round(took, 1), calls, watch.looks[key], witness.overlaps(key), watch.gone[key], end.word]
+
+
+def show(rows: list[list[Any]]) -> None:
+    head = ["kind", "work", "leases", "contending calls", "looks", "overlaps", "key gone", "ended"]
+    for each in [head, *rows]:
+        print(" | ".join(f"{word!s:>{len(title)}}" for word, title in zip(each, head, strict=True)))
+
+
+@pytest.mark.timeout(120)
+def test_nothing_overlaps_and_no_key_is_lost(tmp_path: Path) -> None:
+    rows: list[list[Any]] = []
+    witness = Witness(tmp_path / "witness")
+    with redis_server() as server:
+        environment = {**os.environ, "TEN_URL": server.url, "TEN_WITNESS": str(tmp_path / "witness")}
+        app.conf.broker_url = server.url
+        with workers(environment, tmp_path):
+            for keys in TOGETHER:
+                with ExitStack() as stack:
+                    watch = stack.enter_context(Watch(server.url, witness, keys))
+                    for key in keys:
+                        begin(key, environment, stack)
+                    assert eventually(lambda keys=keys: all(map(witness.lines, keys)), LIMIT)  # type: ignore[misc]
+                    contend = [sys.executable, "-m", APP, "contend", *keys]
+                    others = guarded(contend, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+                    stack.enter_context(others)
+                    assert others.guardian.stdout is not None
+                    counts = others.guardian.stdout.readline().split()
+                rows += [row(key, witness, watch, int(calls)) for key, calls in zip(keys, counts, strict=True)]
+                for key in keys:
+                    holder = Holder.parse(watch.values[key])
+                    assert holder is not None
+                    assert holder.pid == witness.lines(key)[0].pid, key
+        app.close()
+    show(rows)
+    for kind, work, leases, calls, looks, overlaps, gone, ended in rows:
+        where = f"{kind} {work}"
+        assert overlaps == 0, where
+        assert gone == 0, where
+        assert ended == "end", where
+        assert leases >= LEASES, where
+        assert calls > 10 * LEASES, where
+        assert looks > 10 * LEASES, where
+        # The run, and one of those who had called for its key.
+        assert [line.word for line in witness.lines(where)] == ["start", "end"] * 2, where
+    assert len(rows) == 8
