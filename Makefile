@@ -1,9 +1,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
-INTERRUPTS := tests/test_interrupts.py
 
-.PHONY: demo test lint types suite benchmark benchmark-takeover benchmark-leases clean
+.PHONY: demo test lint types suite matrix benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-kills clean
 
 demo: .venv/demo.stamp
 	@$(BIN)/python -m examples.feeds $(ARGS)
@@ -20,11 +19,15 @@ types: .venv/dev.stamp
 
 suite: .venv/dev.stamp
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest --numprocesses 2 --dist loadfile --ignore $(INTERRUPTS) $(ARGS)
+	$(BIN)/coverage run -m pytest --numprocesses 2 --dist loadfile -m "not interrupts" $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
-# What interrupts at every line interrupts coverage in its locks, too, so these run without it.
-	$(BIN)/python -m pytest $(INTERRUPTS)
+# What raises out of nowhere interrupts coverage in its locks, too, so these run without it.
+	$(BIN)/python -m pytest -m interrupts
+
+# Every kind of task in every pool under every combination of settings, of which the suite runs a slice.
+matrix: .venv/dev.stamp
+	POOLS_MATRIX=1 $(BIN)/python -m pytest tests/live/test_pools.py $(ARGS)
 
 benchmark: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.round_trips $(ARGS)
@@ -32,9 +35,15 @@ benchmark: .venv/dev.stamp
 benchmark-takeover: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.takeover $(ARGS)
 
+benchmark-throughput: .venv/dev.stamp
+	$(BIN)/python -m benchmarks.throughput $(ARGS)
+
 benchmark-leases: .venv/dev.stamp
 	$(BIN)/pip install --quiet python-redis-lock
 	$(BIN)/python -m benchmarks.leases $(ARGS)
+
+benchmark-kills: .venv/dev.stamp
+	$(BIN)/python -m benchmarks.kills $(ARGS)
 
 .venv/%.stamp: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv

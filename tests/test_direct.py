@@ -359,6 +359,8 @@ def alarm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Alarm]:
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.interrupts
+@pytest.mark.timeout(method="thread")  # as SIGALRM is ours
 @pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
 def test_a_reply_is_never_another_command_s(
     redis_url: str, name: str, redis: Any, alarm: Alarm, *, again: bool
@@ -405,6 +407,7 @@ class TwoInterruptions:
         return self
 
 
+@pytest.mark.interrupts
 @pytest.mark.usefixtures("alarm")  # for what is raised where Python collects garbage
 def test_a_reply_is_never_another_command_s_after_two_interruptions(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
@@ -436,6 +439,8 @@ def test_a_reply_is_never_another_command_s_after_two_interruptions(
     assert number > 3
 
 
+@pytest.mark.interrupts
+@pytest.mark.timeout(method="thread")  # as SIGALRM is ours
 def test_a_handler_that_sends_a_command_of_its_own(direct: DirectClient) -> None:
     seed = random.randrange(2**32)
     print("seed", seed)

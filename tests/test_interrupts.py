@@ -33,6 +33,8 @@ from tests.proxy import LIMIT, Proxy, eventually
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+pytestmark = [pytest.mark.interrupts, pytest.mark.timeout(method="thread")]  # as SIGALRM is ours
+
 NAME = "k"
 LEASE = 0.4
 OURS = str(Path(package.__file__).parent)

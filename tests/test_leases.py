@@ -833,6 +833,7 @@ class Interruption(BaseException):
     """What a signal handler may raise, as Celery's does at a soft time limit."""
 
 
+@pytest.mark.interrupts
 def test_an_acquire_that_is_interrupted_by_a_signal(proxy: Proxy, direct: Any, key: str) -> None:
     def interrupt(*_: object) -> None:
         raise Interruption

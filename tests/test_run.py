@@ -100,6 +100,7 @@ def interrupted(fault: Fault, error: type[BaseException]) -> Iterator[None]:
         fault.let_go()
 
 
+@pytest.mark.interrupts
 def test_a_release_that_is_interrupted_frees_the_key(proxy: Proxy, direct: Any, key: str) -> None:
     @only_one(NAME, lease=60, redis=proxy.url)
     def run() -> str:
@@ -119,6 +120,7 @@ def test_a_release_that_is_interrupted_frees_the_key(proxy: Proxy, direct: Any, 
     assert run() == "done"
 
 
+@pytest.mark.interrupts
 def test_a_run_that_is_interrupted_frees_the_key(proxy: Proxy, direct: Any, key: str) -> None:
     fault = proxy.lose_request("GET", then="hang")
     through = redis.Redis.from_url(proxy.url)
