@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from datetime import date, datetime, time, timedelta
-from decimal import Decimal
 from enum import Enum
 from functools import lru_cache
 from importlib import import_module
@@ -157,7 +157,6 @@ _ENCODERS: dict[type, Callable[[Any], bytes]] = {
     dict: _mapping,
     set: _set,
     frozenset: _set,
-    Decimal: _spelt(b"D", Decimal.__str__),
     UUID: _spelt(b"U", lambda value: value.hex),
     datetime: _spelt(b"t", datetime.isoformat),
     date: _spelt(b"a", date.isoformat),
@@ -170,6 +169,9 @@ _ENCODERS: dict[type, Callable[[Any], bytes]] = {
 def _encoder_of_subclass(value: object) -> Callable[[Any], bytes]:
     if isinstance(value, Enum):
         return lambda member: _encode(plain(member))
+    decimal = sys.modules.get("decimal")  # which takes long to import, and which whoever has a Decimal has imported
+    if decimal is not None and isinstance(value, decimal.Decimal):
+        return _spelt(b"D", decimal.Decimal.__str__)
     for kind, encoder in _ENCODERS.items():
         if isinstance(value, kind):
             return encoder

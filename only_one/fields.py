@@ -5,13 +5,8 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from datetime import date, time, timedelta
-from decimal import Decimal
 from inspect import Parameter
-from pathlib import PurePath
-from types import NoneType
 from typing import Any, NamedTuple
-from uuid import UUID
 
 from .arguments import Arguments, Get
 from .encoding import UnknownType, digest, plain
@@ -21,11 +16,10 @@ from .escaping import escape, shorten
 Text = Callable[[str, tuple[Any, ...], Mapping[str, Any]], str]
 """The name, and the call's positional and keyword arguments, to a part of the key."""
 
-_PATH = re.compile(r"(?P<first>[^.\[\]]+)(?P<rest>(?:\.[^.\[\]]+|\[[^\[\]]+\])*)\Z")
-_STEP = re.compile(r"\.(?P<attribute>[^.\[\]]+)|\[(?P<item>[^\[\]]+)\]")
-_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
+_PATH = r"(?P<first>[^.\[\]]+)(?P<rest>(?:\.[^.\[\]]+|\[[^\[\]]+\])*)"
+_STEP = r"\.(?P<attribute>[^.\[\]]+)|\[(?P<item>[^\[\]]+)\]"
+_ADDRESS = r"0x[0-9a-fA-F]{6,}"
 _OWN = ("name", "md5")
-_SCALARS = (str, bytes, int, float, NoneType, Decimal, UUID, date, time, timedelta, PurePath)
 _CONVERSIONS: dict[str | None, Callable[[Any], Any]] = {None: lambda value: value, "r": repr, "s": str, "a": ascii}
 
 
@@ -111,12 +105,12 @@ def _unkeyable(name: str, kind: type) -> UnkeyableArgument:
 
 
 def _value(field: Field, arguments: Arguments) -> _Value:
-    matched = _PATH.match(field.path)
+    matched = re.fullmatch(_PATH, field.path)
     if not matched:
         problem = f"{field} names no parameter, write one of {_choices(arguments)}"
         raise field.error(problem)
     parameter = matched["first"]
-    steps = [(step["attribute"] or "", step["item"] or "") for step in _STEP.finditer(matched["rest"])]
+    steps = [(step["attribute"] or "", step["item"] or "") for step in re.finditer(_STEP, matched["rest"])]
     if any(word.startswith("_") for word in (parameter, *(word for step in steps for word in step))):
         problem = f"{field} has a name that begins with an underscore, write a public one or key=callable"
         raise field.error(problem)
@@ -238,13 +232,13 @@ def _unkeyable_text(value: _Value, kind: type) -> UnkeyableArgument:
 
 def _has_no_stable_text(found: object) -> bool:
     """Whether it holds others, or has no text of its own but what its `repr` says of it."""
-    if isinstance(found, _SCALARS):
+    if found is None or isinstance(found, (str, bytes, int, float)):
         return False
     return isinstance(found, Iterable) or type(found).__str__ is object.__str__
 
 
 def _without_address(value: _Value, found: object, text: str) -> str:
     """`text`, unless it holds the address of an object, which is another in every process."""
-    if not isinstance(found, str) and _ADDRESS.search(text):
+    if not isinstance(found, str) and re.search(_ADDRESS, text):
         raise _unkeyable(value.parameter, type(found))
     return text

@@ -5,9 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import settings
 from .errors import KeyTemplateError
@@ -22,8 +21,7 @@ Kwargs = Mapping[str, Any]
 Policy = Callable[[Any], Any]
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """What one decorator says; what it leaves to the settings is UNSET."""
 
     timeout: float | None
@@ -79,8 +77,7 @@ class TaskRun(ABC):
         """Where copies of its message wait to be told that it has ended, if they do, and it has."""
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """Who calls, as the key and the token name it.
 
     Attributes:
@@ -98,8 +95,7 @@ class Call:
     task: TaskRun | None = None
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What the decorator and the settings come to.
 
     Attributes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
 
@@ -14,7 +13,6 @@ class CarryOn(Exception):
     """Raised by `carry_on`, for the run that called it."""
 
 
-@dataclass
 class PutBack(Exception):
     """Raised by `retry` and `buffer_one`, for the run of a task that called them.
 
@@ -25,29 +23,38 @@ class PutBack(Exception):
         only_newest: of all that wait for the key, only the newest is to.
     """
 
-    error: OnlyOneError
-    countdown: float | None = None
-    max_retries: int | None = None
-    only_newest: bool = False
+    def __init__(
+        self,
+        error: OnlyOneError,
+        countdown: float | None = None,
+        max_retries: int | None = None,
+        *,
+        only_newest: bool = False,
+    ) -> None:
+        super().__init__(error)
+        self.error = error
+        self.countdown = countdown
+        self.max_retries = max_retries
+        self.only_newest = only_newest
 
 
-@dataclass(frozen=True)
 class Retry:
     """What `retry` gives: see there."""
 
-    countdown: float | None
-    max_retries: int | None
+    def __init__(self, countdown: float | None, max_retries: int | None) -> None:
+        self.countdown = countdown
+        self.max_retries = max_retries
 
     def __call__(self, error: OnlyOneError) -> NoReturn:
         """Have the task put back."""
         raise PutBack(error, self.countdown, self.max_retries)
 
 
-@dataclass(frozen=True)
 class BufferOne:
     """What `buffer_one` gives: see there."""
 
-    countdown: float | None
+    def __init__(self, countdown: float | None) -> None:
+        self.countdown = countdown
 
     def __call__(self, error: OnlyOneError) -> NoReturn:
         """Have the task put back, in the place of older ones that wait."""

@@ -35,7 +35,7 @@ PATIENCE = {"socket_timeout": 0.9, "socket_connect_timeout": 0.5}
 """Seconds that a client made here waits for a reply and a connection; with one retry, a dead server is known in 2 s."""
 
 _NO_LIMIT = 2**31
-_URL = re.compile(r"rediss?://[^/]*(/\d*)?(\?.*)?\Z|unix://[^?]*/[^?]+(\?.*)?\Z")
+_URL = r"rediss?://[^/]*(/\d*)?(\?.*)?|unix://[^?]*/[^?]+(\?.*)?"
 
 
 class Server:
@@ -128,7 +128,7 @@ def check_source(source: object, name: str = "redis") -> None:
         ConfigurationError: saying what to write instead.
     """
     if isinstance(source, str):
-        if not _URL.match(source):
+        if not re.fullmatch(_URL, source):
             msg = f"{name}={masked(source)!r} is not a URL of Redis: write redis://host:6379/0, rediss://… or unix:///path"
             raise ConfigurationError(msg)
         try:

@@ -344,13 +344,13 @@ def test_a_run_in_a_cluster(cluster: Any, key: str, counter: str, cover: Cover) 
 
 def test_a_run_in_a_cluster_that_is_renewed(cluster: Any, key: str, cover: Cover) -> None:
     def work() -> bool:
-        until = time.monotonic() + 1.5
+        until = time.monotonic() + 3.5
         while time.monotonic() < until:
-            assert 0 < cluster.pttl(key) <= 400
+            assert 0 < cluster.pttl(key) <= 1000
             time.sleep(0.02)
         return current_lock().is_held
 
-    assert cover(work, lease=0.4)()
+    assert cover(work, lease=1)()  # less is at the mercy of a machine that has other things to do
     assert not cluster.exists(key)
 
 

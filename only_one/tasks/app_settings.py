@@ -48,7 +48,11 @@ def _policy(name: str, path: str) -> Any:
 
 
 def server_of(app: Celery) -> Source | None:
-    """The server that the app has anyhow: its result backend if that speaks Redis, else its broker if it does."""
+    """The server that the app has anyhow: its result backend if that speaks Redis, else its broker if it does.
+
+    Raises:
+        ConfigurationError: if that cannot be known.
+    """
     backend = app.conf.result_backend
     if _speaks_redis(backend) and not app.conf.redis_backend_use_ssl:
         return _url(backend)
@@ -57,7 +61,16 @@ def server_of(app: Celery) -> Source | None:
         return client
     brokers = app.conf.broker_read_url or app.conf.broker_url
     broker: Any = next(iter(brokers.split(";") if isinstance(brokers, str) else brokers or ()), None)
-    return _url(broker) if _speaks_redis(broker) and not app.conf.broker_use_ssl else None
+    if _speaks_redis(broker) and not app.conf.broker_use_ssl:
+        return _url(broker)
+    if _speaks_redis(broker) or str(broker).startswith("sentinel://"):
+        # Not localhost: on each machine that would be another server.
+        msg = (
+            f"the broker of the app {app.main!r} is a Redis whose URL does not say all, because of sentinels or "
+            "broker_use_ssl: write only_one_redis=... in its configuration, a URL, a client or a callable"
+        )
+        raise ConfigurationError(msg)
+    return None
 
 
 def _speaks_redis(url: Any) -> bool:

@@ -56,6 +56,7 @@ class Delivery(TaskRun):
         self._task = task
         self._request = request
         self._header = header_of(request)
+        self._is_superseded = False
         self._run: tuple[Server, float] | None = None
 
     def app_settings(self) -> Settings:
@@ -156,7 +157,8 @@ class Delivery(TaskRun):
                 if found.has_ended or self._header.number < found.number:
                     raise self._drop(key, "its run has ended, or a later copy waits")
             if isinstance(plan.when_busy, BufferOne) and not self._request.is_eager:
-                return buffer.begin(server, key, self.app, self.id, self._header.trigger)
+                self._is_superseded = not buffer.begin(server, key, self.app, self.id, self._header.trigger)
+                return not self._is_superseded
         except TROUBLE as error:
             logger.debug("copies of %s cannot be told apart: %s", self.id, error)
         return True
@@ -167,7 +169,8 @@ class Delivery(TaskRun):
         A run that was rejected, ignored or interrupted by a signal has not ended: a copy is to do its work.
         """
         has_ended = ended_by is None or (isinstance(ended_by, Exception) and not isinstance(ended_by, (Ignore, Reject)))
-        if not self._task.acks_late or not has_ended:
+        # Where nothing has run, a copy finds that out, too, and stores the result that this one may not come to store.
+        if not self._task.acks_late or not has_ended or self._is_superseded:
             return None
         copies = self._copies(key)
         if self._run is not None and now() - self._run[1] > visibility_timeout(self.app) / 2:

@@ -62,18 +62,18 @@ def publish(task: Task, request: Any, header: Header, countdown: float | None) -
     Returns:
         The number that the message carries now.
     """
-    delay = _delay(header.times) if countdown is None else countdown
+    longest = longest_countdown(task.app)
+    delay = _delay(header.times, longest) if countdown is None else min(countdown, longest)
     later = replace(header, times=header.times + 1, number=header.number + 1)
     headers = {**(request.headers or {}), HEADER: asdict(later)}
-    again: Any = task.signature_from_request(
-        request, countdown=min(delay, longest_countdown(task.app)), retries=request.retries, headers=headers
-    )
+    again: Any = task.signature_from_request(request, countdown=delay, retries=request.retries, headers=headers)
     again.apply_async(add_to_parent=False)
     return later.number
 
 
-def _delay(times: int) -> float:
-    return min(2.0 ** min(times, 10), _LONGEST_DELAY) * _random.uniform(0.5, 1)
+def _delay(times: int, longest: float) -> float:
+    # Jitter comes last: what is cut off at the longest would all come back at the same time.
+    return min(2.0 ** min(times, 10), _LONGEST_DELAY, longest) * _random.uniform(0.5, 1)
 
 
 def visibility_timeout(app: Celery) -> float:

@@ -1,0 +1,94 @@
+"""The tasks of `benchmarks.kills`: units of work on a few keys, in workers that are killed.
+
+A run has a file of its key locked for as long as it lives, by the system, which sees to it when a process is killed
+and knows nothing of Redis. What it has done it writes into another file, which is opened to append.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from celery import Celery
+
+from only_one import configure, only_one, retry
+
+URL = "KILLS_URL"
+RESULTS = "KILLS_RESULTS"
+FOLDER = "KILLS_FOLDER"
+
+ALONE = "alone-"
+"""What the names of the locked files begin with."""
+
+LEASE = 1.5
+"""Seconds for which those on another machine wait for a holder that was killed."""
+
+VISIBILITY = 3.0
+"""Seconds after which the broker delivers the messages of a killed worker again; and those of a slow one."""
+
+app = Celery("kills", set_as_current=False)
+app.conf.update(
+    broker_connection_retry_on_startup=True,
+    broker_transport_options={
+        "visibility_timeout": VISIBILITY,
+        "unacked_restore_interval": 1,
+        "unacked_restore_throttle": 1,
+    },
+    task_acks_late=True,
+    task_reject_on_worker_lost=True,
+    worker_prefetch_multiplier=2,
+)
+
+if URL in os.environ:  # in a worker
+    app.conf.broker_url = os.environ[URL]
+    app.conf.result_backend = os.environ[RESULTS]
+    configure(redis=os.environ[URL], prefix="kills:")
+
+
+def note(*words: object) -> None:
+    """Append a line to the file that tells what was done."""
+    with Path(os.environ[FOLDER], "witness").open("ab", buffering=0) as file:
+        file.write(" ".join(map(str, words)).encode() + b"\n")
+
+
+@contextmanager
+def alone(key: str, unit: int) -> Iterator[None]:
+    """Write down whether another run with this key lives."""
+    with Path(os.environ[FOLDER], f"{ALONE}{key}").open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            note("overlap", unit, key)
+        note("begin", unit, key)
+        yield
+        note("end", unit, key)
+
+
+def work(task: Any, key: str, unit: int, seconds: float, retries: int) -> int:
+    """Do a unit of work after some retries."""
+    with alone(key, unit):
+        time.sleep(seconds)
+        if task.request.retries < retries:
+            note("retry", unit, key)
+            raise task.retry(countdown=0.1)
+        note("done", unit, key)
+    return unit
+
+
+@app.task(bind=True, max_retries=None)  # type: ignore[untyped-decorator]
+@only_one("{key}", lease=LEASE, when_busy=retry())
+def loud(self: Any, key: str, unit: int, seconds: float, retries: int) -> int:
+    """A unit of work whose result is stored, where there is a backend."""
+    return work(self, key, unit, seconds, retries)
+
+
+@app.task(bind=True, max_retries=None, ignore_result=True)  # type: ignore[untyped-decorator]
+@only_one("{key}", lease=LEASE, when_busy=retry())
+def silent(self: Any, key: str, unit: int, seconds: float, retries: int) -> int:
+    """A unit of work whose result is ignored."""
+    return work(self, key, unit, seconds, retries)

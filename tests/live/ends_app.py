@@ -1,0 +1,115 @@
+"""Covered tasks that end in every way that there is; none of their keys expires within a test.
+
+A run writes down when it has begun, and last of all that it ends, in a file that does not use the lock.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import redis
+from celery import Celery
+from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
+
+from only_one import configure, only_one
+from tests.live.workers import LIMIT, PREFIX, RESULTS, URL, note
+
+TIMEOUT = 600
+AT_LEAST = 1.5
+WAIT = 1
+"""Seconds between two attempts."""
+
+app = Celery("ends", set_as_current=False)
+app.conf.broker_connection_retry_on_startup = True
+
+if URL in os.environ:  # in the worker
+    app.conf.broker_url = os.environ[URL]
+    app.conf.result_backend = os.environ[RESULTS]
+    app.conf.worker_soft_shutdown_timeout = float(os.environ.get("ENDS_SOFT", "0"))
+    configure(redis=os.environ[URL], prefix=PREFIX)
+
+
+class Trouble(Exception):
+    """Raised by a run."""
+
+
+def is_first(task: Any) -> bool:
+    """Whether this is the first run for its message."""
+    request = task.request
+    return not request.retries and not request.delivery_info.get("redelivered")
+
+
+def end(task: Any, gate: str, how: str) -> str:
+    """Run, and end as is said, at the first time."""
+    note("begin", gate, os.getpid())
+    if not is_first(task):
+        note("again", gate)
+        return "again"
+    try:
+        go_on(task, gate, how)
+    except SoftTimeLimitExceeded:
+        note("end", gate)
+        raise
+    note("end", gate)
+    if how == "exception":
+        raise Trouble(gate)
+    if how == "ignore":
+        raise Ignore
+    if how.startswith("reject"):
+        raise Reject(how, requeue=how == "reject and requeue")
+    if how == "retry":
+        raise task.retry(countdown=WAIT)
+    if how == "exit":
+        raise SystemExit(how)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return how
+
+
+def go_on(task: Any, gate: str, how: str) -> None:
+    """What a run does until it ends."""
+    if how == "C call":
+        sum(range(10**14))
+    elif how == "sleep":
+        time.sleep(LIMIT)
+    elif how == "gate":
+        with redis.Redis.from_url(task.app.conf.broker_url) as client:
+            client.blpop([f"{gate}:gate"], timeout=LIMIT)
+
+
+@app.task(bind=True)  # type: ignore[untyped-decorator]
+@only_one("{gate}", timeout=TIMEOUT)
+def early(self: Any, gate: str, how: str) -> str:
+    """Its message is acknowledged when it begins."""
+    return end(self, gate, how)
+
+
+@app.task(bind=True, acks_late=True, reject_on_worker_lost=True)  # type: ignore[untyped-decorator]
+@only_one("{gate}", timeout=TIMEOUT)
+def late(self: Any, gate: str, how: str) -> str:
+    """Its message is acknowledged when it has ended, and delivered again when it is lost."""
+    return end(self, gate, how)
+
+
+@app.task(bind=True)  # type: ignore[untyped-decorator]
+@only_one("{gate}", timeout=TIMEOUT, at_least=AT_LEAST)
+def cooling(self: Any, gate: str, how: str) -> str:
+    """Its key is kept for a while."""
+    return end(self, gate, how)
+
+
+@app.task(bind=True, autoretry_for=(Trouble,), default_retry_delay=WAIT)  # type: ignore[untyped-decorator]
+@only_one("{gate}", timeout=TIMEOUT)
+def again(self: Any, gate: str, how: str) -> str:
+    """Celery retries it."""
+    return end(self, gate, how)
+
+
+@app.task(bind=True)  # type: ignore[untyped-decorator]
+@only_one("{gate}", lease=AT_LEAST)
+def leased(self: Any, gate: str, how: str) -> str:
+    """Its key outlives it by a lease."""
+    return end(self, gate, how)

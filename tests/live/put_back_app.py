@@ -1,0 +1,109 @@
+"""Covered tasks that are put back while their key is busy; the broker delivers again after 3 s."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any
+
+import redis
+from celery import Celery
+
+from only_one import configure, only_one, retry
+from tests.live.workers import PREFIX, RESULTS, URL, note
+
+LOCKS = "LIVE_LOCKS"
+"""The server of the locks, where it is another than the broker."""
+
+VISIBILITY = 3.0
+TIMEOUT = 600
+
+app = Celery("put back", set_as_current=False)
+app.conf.broker_connection_retry_on_startup = True
+app.conf.broker_transport_options = {
+    "visibility_timeout": VISIBILITY,
+    "unacked_restore_interval": 1,
+    "unacked_restore_throttle": 1,
+}
+
+if URL in os.environ:  # in a worker
+    app.conf.broker_url = os.environ[URL]
+    app.conf.result_backend = os.environ[RESULTS]
+    configure(redis=os.environ.get(LOCKS, os.environ[URL]), prefix=PREFIX)
+
+
+class Trouble(Exception):
+    """Raised by a run."""
+
+
+def request_of(task: Any) -> dict[str, Any]:
+    """All that a run is told of its message, as far as JSON can say it."""
+    found: dict[str, Any] = json.loads(json.dumps(vars(task.request), default=str))
+    return found
+
+
+@app.task(bind=True)  # type: ignore[untyped-decorator]
+@only_one("{key}", timeout=TIMEOUT, when_busy=retry())
+def waits(self: Any, key: str, number: int = 0, *, fails: bool = False) -> Any:
+    """Tells what its message says, in a note; returns its number."""
+    note("ran", key, number, json.dumps(request_of(self)).replace(" ", ""))
+    if fails:
+        raise Trouble(key)
+    return number
+
+
+@app.task(bind=True, acks_late=True)  # type: ignore[untyped-decorator]
+@only_one("{key}", timeout=TIMEOUT, when_busy=retry())
+def waits_late(self: Any, key: str, number: int = 0) -> int:
+    """The same, with a message that is acknowledged when it has ended."""
+    note("ran", key, number, self.request.retries)
+    return number
+
+
+@app.task  # type: ignore[untyped-decorator]
+@only_one("{key}", timeout=TIMEOUT, when_busy=retry(0.2, max_retries=3))
+def gives_up(key: str) -> None:
+    note("ran", key)
+
+
+@app.task  # type: ignore[untyped-decorator]
+@only_one("{key}", timeout=TIMEOUT, when_busy=retry(VISIBILITY / 3 + 0.1))
+def waits_too_long(key: str) -> None:
+    note("ran", key)
+
+
+@app.task  # type: ignore[untyped-decorator]
+@only_one("{key}", timeout=TIMEOUT, when_busy=retry())
+def contends(key: str, seconds: float) -> None:
+    """One of many for a key."""
+    note("begin", key)
+    time.sleep(seconds)
+    note("end", key)
+
+
+@app.task(bind=True, ignore_result=True)  # type: ignore[untyped-decorator]
+def fills(self: Any, until: str, seconds: float) -> None:
+    """Takes the place of others, again and again."""
+    time.sleep(seconds)
+    with redis.Redis.from_url(os.environ[URL]) as client:
+        if not client.exists(until):
+            self.apply_async((until, seconds), queue=self.request.delivery_info["routing_key"])
+
+
+@app.task  # type: ignore[untyped-decorator]
+def add(before: Any, number: int) -> Any:
+    """What comes after."""
+    return (sum(before) if isinstance(before, list) else before) + number
+
+
+@app.task  # type: ignore[untyped-decorator]
+def hear(result: Any, key: str) -> None:
+    """A link."""
+    note("heard", key, result)
+
+
+@app.task  # type: ignore[untyped-decorator]
+def hear_of_trouble(request: Any, error: Any, _traceback: Any, key: str) -> None:
+    """A link for errors."""
+    note("trouble", key, request.id, type(error).__name__)

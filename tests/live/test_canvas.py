@@ -1,0 +1,192 @@
+"""What others get when a covered task in a canvas finds its key taken, for each policy: the table in docs/canvas.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import redis
+from celery import chain, chord, group
+from celery.exceptions import ChordError
+
+from only_one import AlreadyRunning
+from only_one.testing import redis_server
+from tests.live import canvas_app as live
+from tests.live.crew import LIMIT, ROOT, Witness, celery_worker, environment, sender
+from tests.proxy import eventually
+
+PAGE = ROOT / "docs" / "canvas.md"
+NEWER = "buffer_one(), a newer one comes"
+COLUMNS = ["not given", "skip", "fail", "retry()", "buffer_one()", NEWER, "a callable"]
+
+other, after = live.other, live.after
+
+
+def in_a_chain(work: Any) -> Any:
+    return chain(other.si(), work, after.s()).delay()
+
+
+def with_link(work: Any) -> Any:
+    """The result of what is linked."""
+    task_id = str(uuid4())
+    answer = work.apply_async(link=after.s().set(task_id=task_id))
+    linked = after.AsyncResult(task_id)
+    linked.parent = answer
+    return linked
+
+
+def retried(work: Any) -> Any:
+    """The same task, whose first attempt has another key that is free."""
+    key = work.kwargs["key"]
+    return live.app.tasks[work.task].si(key=f"free-{key}", then=key)
+
+
+POSITIONS: dict[str, Callable[[Any], Any]] = {
+    "alone": lambda work: work.delay(),
+    "in a group": lambda work: group(work, other.si()).delay(),
+    "in a chain, with others after it": in_a_chain,
+    "last in a chain": lambda work: chain(other.si(), work).delay(),
+    "in a chord's header": lambda work: chord([work, other.si()], after.s()).delay(),
+    "in a group with others after it": lambda work: chain(group(work, other.si()), after.s()).delay(),
+    "in a chain in a chord's header, with others after it": lambda work: chord(
+        [chain(work, after.s()), other.si()], after.s()
+    ).delay(),
+    "last in a chain in a chord's header": lambda work: chord([chain(other.si(), work), other.si()], after.s()).delay(),
+    "a chord's body": lambda work: chord([other.si(), other.si()], work).delay(),
+    "a chord's body, with others after it": lambda work: chain(
+        chord([other.si(), other.si()], work), after.s()
+    ).delay(),
+    "in the header of a chord with others after it": lambda work: chain(
+        chord([work, other.si()], after.s()), after.s()
+    ).delay(),
+    "with `link`": with_link,
+    "with `link_error`": lambda work: work.apply_async(link_error=live.failed.s(key=work.kwargs["key"])),
+    "run again by `self.retry()`": lambda work: retried(work).delay(),
+    "run again, in a chain with others after it": lambda work: in_a_chain(retried(work)),
+    "run again, in a chord's header": lambda work: chord([retried(work), other.si()], after.s()).delay(),
+}
+
+
+@dataclass
+class Case:
+    """A task in a canvas, and what became of it.
+
+    Attributes:
+        position: where it is in the canvas.
+        column: its policy.
+        key: its key, which is taken.
+        answer: the result of the canvas.
+        when: "" if that was there while the key was taken, else when.
+    """
+
+    position: str
+    column: str
+    key: str
+    answer: Any
+    when: str = ""
+
+    def is_over(self) -> bool:
+        """Whether the last of the canvas has a result, or will have none, because one before it has failed."""
+        return self.answer.ready() or self.error() is not None
+
+    def error(self) -> BaseException | None:
+        """What one of the canvas was ended by."""
+        node = self.answer
+        while node is not None:
+            for each in getattr(node, "children", None) or [] if isinstance(node, live.app.GroupResult) else [node]:
+                if each.failed():
+                    assert isinstance(each.result, BaseException)
+                    return each.result
+            node = node.parent
+        return None
+
+    def cell(self, witness: Witness) -> str:
+        """What the table says of it."""
+        error = self.error()
+        failed = [line for line in witness.lines("failed") if line[0] == self.key]
+        if self.position == "with `link_error`":
+            return "called" if failed else "not called"
+        assert not failed
+        if isinstance(error, AlreadyRunning):
+            assert error.key == f"live:{self.key}"
+            return "`AlreadyRunning`"
+        if isinstance(error, ChordError):
+            assert "AlreadyRunning" in str(error)
+            return "`ChordError`"
+        assert error is None
+        value = self.answer.get(timeout=LIMIT)
+        if isinstance(value, list):
+            value, beside = value
+            assert beside == "other"
+        known = {None: "`None`", f"result of {self.key}": "its result", f"instead of {self.key}": "what it returns"}
+        return known[value] + self.when
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[str]]]:
+    """What real workers do, row by row."""
+    folder = tmp_path_factory.mktemp("canvas")
+    witness = Witness(folder / "witness")
+    with (
+        redis_server() as server,
+        redis.Redis.from_url(server.url) as client,
+        sender(live.app, server.url),
+        celery_worker("tests.live.canvas_app", folder / "log", environment(server.url, witness.path)),
+    ):
+        cases = [begin(client, position, column) for position in POSITIONS for column in COLUMNS]
+        seen: dict[str, int] = {}
+
+        def is_settled(case: Case) -> bool:
+            """Whether it is over, or was put back twice."""
+            return seen.get(case.key, 0) >= 2 or case.is_over()
+
+        def are_settled() -> bool:
+            keys = [line[0] for line in witness.lines("seen")]
+            seen.update({case.key: keys.count(case.key) for case in cases})
+            return all(is_settled(case) for case in cases)
+
+        assert eventually(are_settled, 2 * LIMIT), [case for case in cases if not is_settled(case)]
+        for case in cases:
+            if case.column == NEWER:
+                live.WORK["buffer_one()"].delay(key=case.key)
+        replaced = [case for case in cases if case.column == NEWER]
+        assert eventually(lambda: all(case.is_over() for case in replaced), LIMIT), replaced
+        waiting = [case for case in cases if not case.is_over()]
+        for case in waiting:
+            case.when = ", once the key is free"
+        client.delete(*[f"live:{case.key}" for case in cases])
+        assert eventually(lambda: all(case.is_over() for case in waiting), LIMIT), waiting
+        # What is called on failure is sent once the failure is stored; a task that is sent after it is done after it.
+        assert eventually(lambda: client.llen("celery") + client.hlen("unacked") == 0, LIMIT)
+        yield {position: [case.cell(witness) for case in cases if case.position == position] for position in POSITIONS}
+        assert not list(client.scan_iter("live:*-key"))
+
+
+def begin(client: Any, position: str, column: str) -> Case:
+    """Send a canvas in which a task finds its key taken."""
+    key = f"{uuid4()}-key"
+    client.set(f"live:{key}", "somebody else")
+    policy = "buffer_one()" if column == NEWER else column
+    return Case(position, column, key, POSITIONS[position](live.WORK[policy].si(key=key)))
+
+
+def written() -> dict[str, list[str]]:
+    """The table as the docs have it."""
+    rows = [row.strip("|").split("|") for row in PAGE.read_text().splitlines() if row.startswith("|")]
+    return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows[2:]}
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_the_table_in_the_docs_is_what_happens(table: dict[str, list[str]], position: str) -> None:
+    print("|", " | ".join([position, *table[position]]), "|")
+    assert table[position] == written().get(position)
+
+
+def test_the_table_has_no_other_rows() -> None:
+    assert list(written()) == list(POSITIONS)
+    heads = next(row for row in PAGE.read_text().splitlines() if row.startswith("| the task is"))
+    assert re.findall(r"\| ([^|]+) ", heads.replace("`", ""))[1:] == COLUMNS

@@ -1,0 +1,210 @@
+"""Tasks of every kind in every pool: they run, are skipped, retried, put back and ended by limits.
+
+The suite runs each pool once; `make matrix` runs each with every combination of settings.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import redis
+from celery.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded
+
+from only_one.testing import redis_server
+from tests.live import pools_app as live
+from tests.live.crew import LIMIT, Witness, celery_worker, environment, sender
+from tests.proxy import eventually
+
+SIZE = {"prefork": 3, "threads": 3, "gevent": 10, "solo": 1}
+HAS_SOFT_LIMIT = {"prefork"}
+HAS_HARD_LIMIT = {"prefork", "gevent"}
+
+SETTINGS: dict[str, list[Any]] = {
+    "task_acks_late": [False, True],
+    "task_track_started": [False, True],
+    "worker_prefetch_multiplier": [4, 1],
+}
+if os.environ.get("POOLS_MATRIX"):
+    VARIANTS: list[dict[str, Any]] = [
+        dict(zip(SETTINGS, values, strict=True)) for values in itertools.product(*SETTINGS.values())
+    ]
+else:
+    VARIANTS = [{}]
+MATRIX = [(pool, settings) for settings in VARIANTS for pool in SIZE]
+
+KINDS = {
+    "plain": live.plain,
+    "custom name": live.named,
+    "annotated": live.annotated,
+    "base class with __call__": live.based,
+}
+if live.HAS_MODELS:
+    KINDS["pydantic"] = live.modelled
+
+
+class Pool:
+    """A worker of a pool, and its server."""
+
+    def __init__(self, name: str, client: Any, witness: Witness) -> None:
+        self.name = name
+        self.client = client
+        self.witness = witness
+
+    def times(self, word: str, key: str = "") -> int:
+        """How often runs have written this down."""
+        return len(self.witness.lines(*[word, key][: 1 + bool(key)]))
+
+    def take(self, key: str) -> None:
+        """Somebody else has the key from now on."""
+        self.client.set(f"live:{key}", "somebody else")
+
+    def free(self, key: str) -> None:
+        """And gives it back."""
+        self.client.delete(f"live:{key}")
+
+    def is_free(self, key: str) -> bool:
+        """Whether the key is free, or comes to be."""
+        return eventually(lambda: not self.client.exists(f"live:{key}"), 5)
+
+
+def name_of(each: tuple[str, dict[str, Any]]) -> str:
+    return "-".join([each[0], *map(str, each[1].values())])
+
+
+def those_of(pools: set[str]) -> pytest.MarkDecorator:
+    """Only the pools that can do it in Celery."""
+    matrix = [each for each in MATRIX if each[0] in pools]
+    return pytest.mark.parametrize("pool", matrix, indirect=True, ids=name_of, scope="module")
+
+
+@pytest.fixture(scope="module", params=MATRIX, ids=name_of)
+def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, server: Any) -> Iterator[Pool]:
+    name, settings = request.param
+    folder = tmp_path_factory.mktemp("pool")
+    witness = Witness(folder / "witness")
+    env = environment(server.url, witness.path, LIVE_SETTINGS=json.dumps(settings))
+    with (
+        redis.Redis.from_url(server.url) as client,
+        celery_worker("tests.live.pools_app", folder / "log", env, pool=name, size=SIZE[name]),
+    ):
+        yield Pool(name, client, witness)
+        assert eventually(lambda: not list(client.scan_iter("live:*")), 5)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Any]:
+    with redis_server() as server, sender(live.app, server.url):
+        yield server
+
+
+@pytest.fixture
+def key() -> str:
+    return str(uuid4())
+
+
+def send(task: Any, key: str) -> Any:
+    return task.delay(live.Feed(key=key, pages=3).model_dump() if task is live.modelled else key)
+
+
+def result(answer: Any) -> Any:
+    found = answer.get(timeout=LIMIT)
+    return found["whose"] if isinstance(found, dict) else found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_task_runs_and_is_skipped(pool: Pool, key: str, kind: str) -> None:
+    task = KINDS[kind]
+    answer = send(task, key)
+    assert result(answer) == [task.name, answer.id, 0, True]
+    assert pool.is_free(key)
+    pool.take(key)
+    assert result(send(task, key)) is None
+    pool.free(key)
+    answer = send(task, key)
+    assert result(answer) == [task.name, answer.id, 0, True]
+    assert pool.is_free(key)
+    around = {"annotated": "annotation", "base class with __call__": "call"}
+    assert kind not in around or pool.times(around[kind]) == 3
+
+
+def test_duplicates_are_skipped(pool: Pool, key: str) -> None:
+    running = send(live.gated, key)
+    assert eventually(lambda: pool.times("begin", key), LIMIT)
+    copies = [send(live.gated, key) for _ in range(4)]
+    if pool.name == "solo":  # which does nothing else meanwhile: they come after it
+        pool.client.rpush(f"gate-{key}", *range(5))
+        answers = [running, *copies]
+        assert [result(answer) for answer in answers] == [[live.gated.name, each.id, 0, True] for each in answers]
+        return
+    assert [result(copy) for copy in copies] == [None] * 4
+    assert not running.ready()
+    pool.client.rpush(f"gate-{key}", "open")
+    assert result(running) == [live.gated.name, running.id, 0, True]
+    assert (pool.times("begin", key), pool.times("end", key)) == (1, 1)
+    assert pool.is_free(key)
+
+
+def test_a_run_that_is_longer_than_its_lease_keeps_its_key(pool: Pool, key: str) -> None:
+    running = send(live.gated, key)
+    assert eventually(lambda: pool.times("begin", key), LIMIT)
+    first = pool.client.get(f"live:{key}")
+    left = [pool.client.pttl(f"live:{key}")]
+
+    def is_renewed_twice() -> bool:
+        left.append(pool.client.pttl(f"live:{key}"))
+        return len([0 for before, after in itertools.pairwise(left) if after > before]) >= 4
+
+    assert eventually(is_renewed_twice, 6 * live.LEASE)
+    assert pool.client.get(f"live:{key}") == first
+    pool.client.rpush(f"gate-{key}", "open")
+    assert result(running) == [live.gated.name, running.id, 0, True]
+
+
+@pytest.mark.parametrize("task", [live.again, live.failing], ids=["self.retry", "autoretry_for"])
+def test_a_task_that_is_retried(pool: Pool, key: str, task: Any) -> None:
+    answer = send(task, key)
+    assert result(answer) == [task.name, answer.id, 2, True]
+    assert pool.is_free(key)
+
+
+def test_a_task_that_is_put_back(pool: Pool, key: str) -> None:
+    pool.take(key)
+    answer = send(live.patient, key)
+    other = send(live.plain, other_key := str(uuid4()))
+    assert result(other) == [live.plain.name, other.id, 0, True]  # nobody waits in the worker
+    assert pool.is_free(other_key)
+    assert eventually(lambda: is_waiting(pool, answer.id), LIMIT)
+    assert not answer.ready()
+    pool.free(key)
+    assert result(answer) == [live.patient.name, answer.id, 0, True]
+    assert pool.is_free(key)
+
+
+def is_waiting(pool: Pool, task_id: str) -> bool:
+    """Whether the task's message has been put back into the queue, with a countdown of our own."""
+    messages = [*pool.client.lrange("celery", 0, -1), *pool.client.hvals("unacked")]
+    return any(task_id.encode() in message and b"only_one" in message for message in messages)
+
+
+@those_of(HAS_SOFT_LIMIT)
+def test_the_soft_time_limit(pool: Pool, key: str) -> None:
+    with pytest.raises(SoftTimeLimitExceeded):
+        result(send(live.softly_limited, key))
+    assert (pool.times("begin", key), pool.times("limit", key)) == (1, 1)
+    assert pool.is_free(key)
+
+
+@those_of(HAS_HARD_LIMIT)
+def test_the_hard_time_limit(pool: Pool, key: str) -> None:
+    with pytest.raises(TimeLimitExceeded):
+        result(send(live.limited, key))
+    assert pool.times("begin", key) == 1
+    assert pool.is_free(key)
+    answer = send(live.plain, key)
+    assert result(answer) == [live.plain.name, answer.id, 0, True]
