@@ -45,6 +45,9 @@ class Retry:
         self.countdown = countdown
         self.max_retries = max_retries
 
+    def __repr__(self) -> str:
+        return f"retry(countdown={self.countdown!r}, max_retries={self.max_retries!r})"
+
     def __call__(self, error: OnlyOneError) -> NoReturn:
         """Have the task put back."""
         raise PutBack(error, self.countdown, self.max_retries)
@@ -55,6 +58,9 @@ class BufferOne:
 
     def __init__(self, countdown: float | None) -> None:
         self.countdown = countdown
+
+    def __repr__(self) -> str:
+        return f"buffer_one(countdown={self.countdown!r})"
 
     def __call__(self, error: OnlyOneError) -> NoReturn:
         """Have the task put back, in the place of older ones that wait."""

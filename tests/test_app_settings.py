@@ -272,7 +272,7 @@ def busy(url: str) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("busy")
-@pytest.mark.parametrize("policy", ["only_one.fail", "only_one:fail", "only_one.policies.fail", fail], ids=repr)
+@pytest.mark.parametrize("policy", ["only_one.fail", "only_one:fail", "only_one.policies.fail", fail])
 def test_when_busy_by_its_name(url: str, policy: Any) -> None:
     app = an_app(only_one_redis=url, only_one_when_busy=policy)
     with pytest.raises(AlreadyRunning):
