@@ -894,15 +894,19 @@ def test_an_acquire_that_is_cancelled(proxy: Proxy, direct: Any, key: str, arriv
 
 
 def test_a_run_and_a_release_that_are_cancelled(proxy: Proxy, direct: Any, key: str) -> None:
+    begun: list[float] = []
+
     @only_one(NAME, lease=60, redis=proxy.url)
     async def run(seconds: float) -> str:
+        begun.append(seconds)
         await asyncio.sleep(seconds)
         return "done"
 
     async def cancel() -> None:
         assert await run(0) == "done"
         task = asyncio.ensure_future(run(60))
-        assert await asyncio.to_thread(eventually, lambda: direct.exists(key))
+        assert await asyncio.to_thread(eventually, lambda: 60 in begun)
+        assert direct.exists(key)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -97,7 +97,9 @@ def test_a_plain_function_has_no_task_to_put_back(busy: KeyIsBusy) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_retry_within_its_own_run_is_not_skipped_behind_itself(app: Celery, redis: Redis, policy: str) -> None:
+def test_a_retry_within_its_own_run_is_not_skipped_behind_itself(
+    app: Celery, redis: Redis, prefix: str, policy: str
+) -> None:
     seen = []
 
     @app.task(bind=True, max_retries=3, shared=False, name=f"retries-{uuid4()}")  # type: ignore[untyped-decorator]
@@ -110,15 +112,10 @@ def test_a_retry_within_its_own_run_is_not_skipped_behind_itself(app: Celery, re
 
     assert work.delay().get() == "done"
     assert seen == [(0, True), (1, True), (2, True)]
-    assert not redis.exists(current_key(redis))
+    assert not redis.exists(f"{prefix}k")
 
 
-def current_key(redis: Redis) -> str:
-    """A key that would still be there, else one that never was."""
-    return next((key.decode() for key in redis.scan_iter("test:*k")), "no such key")
-
-
-def test_an_autoretry_within_its_own_run(app: Celery, redis: Redis) -> None:
+def test_an_autoretry_within_its_own_run(app: Celery, redis: Redis, prefix: str) -> None:
     seen = []
 
     @app.task(bind=True, autoretry_for=(OSError,), default_retry_delay=0, shared=False, name=f"auto-{uuid4()}")  # type: ignore[untyped-decorator]
@@ -131,7 +128,7 @@ def test_an_autoretry_within_its_own_run(app: Celery, redis: Redis) -> None:
 
     assert work.delay().get() == "done"
     assert seen == [0, 1, 2]
-    assert not redis.exists(current_key(redis))
+    assert not redis.exists(f"{prefix}k")
 
 
 def test_a_retry_with_other_arguments_takes_the_other_key(app: Celery, prefix: str) -> None:

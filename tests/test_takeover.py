@@ -28,6 +28,7 @@ from redis.retry import Retry
 from only_one import LockUnavailable, configure, only_one, subscribe
 from only_one.events import Event, Reclaimed
 from only_one.holder import Holder as HolderOf
+from only_one.servers import find_server
 from only_one.testing import RedisServer
 from tests.faults.programs import SLACK, Holder, Program, Running
 from tests.proxy import LIMIT, Proxy, eventually
@@ -511,6 +512,7 @@ def test_a_forgotten_token_of_our_own_does_not_block(
 ) -> None:
     """The acquire timed out on a frozen server, which carries it out when it goes on."""
     with redis_py.Redis.from_url(server.url) as client, hasty_client(server.url) as hasty:
+        kept = find_server(hasty)  # as a function that is covered once keeps it, with its connections
         assert eventually(lambda: succeeds(lasting, hasty))
         server.pause()
         try:
@@ -527,6 +529,7 @@ def test_a_forgotten_token_of_our_own_does_not_block(
         assert eventually(lambda: succeeds(lasting, hasty), SLACK)
         assert [event.value for event in reclaimed] == [token]
         assert not client.exists(key)
+        assert find_server(hasty) is kept
 
 
 def succeeds(calls: Callable[..., Any], client: Any) -> bool:
@@ -542,6 +545,7 @@ def test_a_forgotten_token_does_not_block_though_takeover_is_of_no_use_to_others
 ) -> None:
     """The process that forgot it lives: to others it is busy, and to itself it is not."""
     with redis_py.Redis.from_url(server.url) as client, hasty_client(server.url) as hasty:
+        kept = find_server(hasty)
         assert eventually(lambda: succeeds(call, hasty))
         server.pause()
         try:
@@ -554,6 +558,7 @@ def test_a_forgotten_token_does_not_block_though_takeover_is_of_no_use_to_others
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
         assert done.stdout == "None\n"
         assert eventually(lambda: succeeds(call, hasty), SLACK)
+        assert find_server(hasty) is kept
 
 
 # What a dead holder may have left at work
