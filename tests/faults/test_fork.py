@@ -91,8 +91,9 @@ def test_a_child_that_ends_releases_nothing_of_its_parent(redis: Any, redis_url:
         assert program.says()[0] == "parent"
         token = redis.get(f"{prefix}parent")
         program.process.signal(signal.SIGUSR1)
-        _, child = program.says()
-        os.kill(child, signal.SIGUSR1)
+        what, *child = program.says()
+        assert (what, len(child)) == ("child", 1), child
+        os.kill(child[0], signal.SIGUSR1)
         assert program.says() == ["returned", True, False]
         assert eventually(lambda: not redis.exists(f"{prefix}child"))
         assert redis.get(f"{prefix}parent") == token
