@@ -34,6 +34,7 @@ from only_one import (
     subscribe,
 )
 from only_one.testing import RedisServer
+from tests.proxy import eventually
 
 KeyIsBusy = Callable[..., AbstractContextManager[None]]
 CLOSED = "redis://127.0.0.1:1/0"
