@@ -11,6 +11,9 @@ import pytest
 from tests.faults.programs import Program
 from tests.proxy import LIMIT, Proxy, eventually
 
+# A child that is forked while another thread is in coverage's lock waits for it for ever.
+pytestmark = pytest.mark.interrupts
+
 FORKS = """
 import asyncio, json, os, signal, sys, time
 import only_one

@@ -86,9 +86,10 @@ class Watch:
     def _watch(self, keys: list[str]) -> None:
         with redis_py.Redis.from_url(self._url) as client:
             while not self._ended.wait(0.005):
-                found = client.mget([PREFIX + key for key in keys])
-                for key, value in zip(keys, found, strict=True):
-                    # Read after the key was: what has not ended by now had not then.
+                begun = [key for key in keys if self._witness.lines(key)]
+                found = client.mget([PREFIX + key for key in begun]) if begun else []
+                for key, value in zip(begun, found, strict=True):
+                    # Read before the key was and after: what had begun then, and has not ended by now.
                     if len(self._witness.lines(key)) == 1:
                         self.looks[key] += 1
                         self.gone[key] += value != self.values.setdefault(key, value or b"")
