@@ -40,9 +40,11 @@ class TaskRun(ABC):
 
     Attributes:
         id: the task's id.
+        attempt: how many times the task has been retried.
     """
 
     id: str
+    attempt: int
 
     @abstractmethod
     def app_settings(self) -> settings.Settings:

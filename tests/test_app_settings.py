@@ -18,10 +18,12 @@ from only_one import (
     AlreadyRunning,
     ConfigurationError,
     LockUnavailable,
+    buffer_one,
     configure,
     current_lock,
     fail,
     only_one,
+    retry,
     skip,
 )
 from only_one.errors import OnlyOneError
@@ -507,3 +509,21 @@ def test_a_covered_function_in_a_task_has_no_apps_settings(servers: list[RedisSe
 
     with configure(redis=servers[1].url):
         assert run(app.task(around, name="around", shared=False)) == ["1/0 only_one:k"]
+
+
+@pytest.mark.parametrize("policy", [None, retry(), buffer_one(), fail])
+def test_a_call_from_inside_its_own_run_has_the_apps_settings_and_is_busy(url: str, policy: Any) -> None:
+    app = an_app(only_one_redis=url, only_one_prefix="the-apps:")
+    keys: list[str] = []
+
+    def work() -> Any:
+        keys.append(own_key())
+        assert len(keys) == 1, "it has run inside of its own run"
+        try:
+            return [task.run()]
+        except AlreadyRunning as error:
+            return error.key
+
+    task = a_task(app, work, **({} if policy is None else {"when_busy": policy}))
+    assert run(task) == ([None] if policy is None else "the-apps:k")
+    assert keys == ["the-apps:k"]

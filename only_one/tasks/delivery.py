@@ -49,7 +49,9 @@ class Delivery(TaskRun):
         attempt: how many times the task has been retried.
     """
 
-    def __init__(self, task: Task, request: Any) -> None:
+    def __init__(self, task: Task, request: Any, *, is_inner: bool = False) -> None:
+        """See above; a call from inside of the task's own run has its app's settings, and is else a plain one."""
+        self._is_inner = is_inner
         self.app = task.app
         self.id = request.id
         self.attempt = request.retries
@@ -70,6 +72,8 @@ class Delivery(TaskRun):
     def default_policy(self) -> Policy:
         """None would do harm where the work has begun, and where others would be given it for a result."""
         request = self._request
+        if self._is_inner:
+            return skip
         if not request.is_eager and (self.attempt or self._is_redelivered):
             return retry()
         return fail if request.chord or request.chain else skip
@@ -95,7 +99,7 @@ class Delivery(TaskRun):
             Predecessor: if it is an attempt before this one.
             Ignore: if this is a copy of a message whose work is done, or is under way: then it was put back.
         """
-        holder = Holder.parse(value)
+        holder = None if self._is_inner else Holder.parse(value)
         if holder is None or holder.task_id != self.id or holder.attempt is None or self._request.is_eager:
             return
         if holder.state == "kept" or holder.attempt > self.attempt:
@@ -123,7 +127,11 @@ class Delivery(TaskRun):
             AlreadyRunning: at the limit, and where there is no queue.
         """
         header = self._header
-        if self._request.is_eager or (wish.max_retries is not None and header.times >= wish.max_retries):
+        if (
+            self._is_inner
+            or self._request.is_eager
+            or (wish.max_retries is not None and header.times >= wish.max_retries)
+        ):
             raise wish.error
         copies = self._copies(key)
         try:
@@ -150,6 +158,8 @@ class Delivery(TaskRun):
         Raises:
             Ignore: for a copy of a message whose run has ended.
         """
+        if self._is_inner:
+            return True
         self._run = server, now()
         try:
             if self._header.number or self._is_redelivered:
@@ -170,7 +180,7 @@ class Delivery(TaskRun):
         """
         has_ended = ended_by is None or (isinstance(ended_by, Exception) and not isinstance(ended_by, (Ignore, Reject)))
         # Where nothing has run, a copy finds that out, too, and stores the result that this one may not come to store.
-        if not self._task.acks_late or not has_ended or self._is_superseded:
+        if self._is_inner or not self._task.acks_late or not has_ended or self._is_superseded:
             return None
         copies = self._copies(key)
         if self._run is not None and now() - self._run[1] > visibility_timeout(self.app) / 2:

@@ -64,9 +64,8 @@ def call_of(cover: Cover, wrapper: Callable[..., Any], args: tuple[Any, ...]) ->
         return cover.plain_bound if bound else cover.plain
     request = task.request
     identity = Identity(task.name, request.id, request.retries)
-    if _is_within(current_lease(), request.id, request.retries):
-        return Call(task.name, identity, bound)  # busy like any other
-    return Call(task.name, identity, bound, task.app, Delivery(task, request))
+    is_inner = _is_within(current_lease(), request.id, request.retries)
+    return Call(task.name, identity, bound, task.app, Delivery(task, request, is_inner=is_inner))
 
 
 def runs(task: Task, wrapper: Callable[..., Any]) -> bool:
@@ -85,5 +84,7 @@ def _is_retried_within(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> 
     lease = current_lease()
     holder = lease.holder if lease else None
     if lease is None or holder is None or call.task is None or holder.task_id != call.task.id:
+        return False
+    if holder.attempt == call.task.attempt:
         return False
     return lease.key == cover.plan_for(call).prefix + cover.make_key(call, args, kwargs)
