@@ -11,7 +11,7 @@ from redis.exceptions import ResponseError
 from .clock import now
 from .errors import LockLost, LockUnavailable
 from .events import Acquired, Down, Lost, Reclaimed, Released, emit, logger, wanted
-from .holder import kept
+from .holder import is_queued, kept
 from .lease import Lease
 from .leases import generation, hold, let_go, release_later
 from .plan import Call, Plan
@@ -53,7 +53,7 @@ class Attempt:
         """The key is ours; `reclaimed` is what stood there before, if it was taken over."""
         self.lease.on_loss.append(self._lost)
         hold(self.lease)
-        if reclaimed is not None and wanted(Reclaimed):
+        if reclaimed is not None and wanted(Reclaimed) and not is_queued(reclaimed):
             emit(Reclaimed(self.key, self.name, reclaimed))
         if wanted(Acquired):
             emit(Acquired(self.key, self.name, self.token))
@@ -104,14 +104,15 @@ class Attempt:
         """Whether this process was forked off in the middle of the run, which stays the parent's."""
         return self.generation is not generation()
 
-    @property
-    def to_be_kept(self) -> int:
-        """Milliseconds for which the key stays after a run that has succeeded now, or 0."""
-        return max(0, round((self.lease.begun + self.plan.at_least - now()) * 1000)) if self.plan.at_least else 0
-
-    def kept_value(self) -> bytes:
-        """What stands under a key that is kept."""
-        return kept(self.token, self.plan.at_least)
+    def stays(self, ended_by: BaseException | None, *, succeeded: bool) -> tuple[bytes, int] | None:
+        """What stands under the key after the run, and for how many milliseconds; None if it is given back."""
+        task = self.call.task
+        if not succeeded:
+            return None if task is None else task.stays(self.plan, ended_by)
+        if not self.plan.at_least:
+            return None
+        milliseconds = round((self.lease.begun + self.plan.at_least - now()) * 1000)
+        return (kept(self.token, self.plan.at_least), milliseconds) if milliseconds > 0 else None
 
     def ended(self) -> LockLost | None:
         """The function has returned or raised: what was lost until now is told. From here on nothing is lost."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, overload
 
-from .errors import ConfigurationError, KeyTemplateError
-from .keys import MakeKey, compile_key, names_the_function
-from .plan import Cover, Options
+from .covering import cover_function, is_task
+from .errors import ConfigurationError
+from .plan import Options
 from .policies import carry_on, fail
-from .run import run, run_async
 from .servers import Source, check_source
 from .settings import (
     UNSET,
@@ -50,9 +47,6 @@ if TYPE_CHECKING:
 
 
 DEFAULT_KEY = "{name}:{md5}"
-
-_CELERY = "celery.app.task"
-"""Celery is not imported by us, but a task can only be running where others have imported it."""
 
 
 @overload
@@ -202,147 +196,15 @@ def _options(**given: Any) -> Options:
 def _decorator(key: Any, options: Options) -> Callable[[Any], Any]:
     """A decorator that may be used for several functions; nothing of one is seen by another."""
 
-    def decorate(function: Any) -> Any:
-        check_function(function)
-        check_not_twice(function, key)
-        name = qualified_name(function)
-        if names_the_function(key):
-            check_name(function)
-        signature = _signature(function)
-        takes_self = next(iter(signature.parameters), None) == "self"
-        cover = Cover(function, name, key, options, functools.partial(_compile, key, signature), takes_self=takes_self)
-        wrapper = _wrap(cover)
+    def decorate(found: Any) -> Any:
+        # Only its type is looked at, since a lazy Celery task is evaluated by almost anything else.
+        if is_task(found):
+            from .tasks import queue_cover  # noqa: PLC0415 - not before Celery is there
+
+            return queue_cover.cover_task(found, key, options)
+        wrapper = cover_function(found, key, options)
         if "celery" in sys.modules:
             from .tasks import endings as endings  # noqa: PLC0415 - listens in the worker's main process, which runs nothing
-        wrapper.__only_one__ = cover
         return wrapper
 
     return decorate
-
-
-def _wrap(cover: Cover) -> Any:
-    wrapper = _wrap_async(cover) if inspect.iscoroutinefunction(cover.function) else _wrap_sync(cover)
-    # Celery checks the arguments of `.delay()` by the signature, and does not follow `__wrapped__` to find it.
-    wrapper.__signature__ = _signature(cover.function)
-    return wrapper
-
-
-def _wrap_sync(cover: Cover) -> Any:
-    @functools.wraps(cover.function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _CELERY in sys.modules:
-            return _tasks().run_task(cover, wrapper, args, kwargs)
-        return run(cover, cover.plain, args, kwargs)
-
-    return wrapper
-
-
-def _wrap_async(cover: Cover) -> Any:
-    @functools.wraps(cover.function)
-    async def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _CELERY in sys.modules:
-            return await _tasks().run_task_async(cover, wrapper, args, kwargs)
-        return await run_async(cover, cover.plain, args, kwargs)
-
-    return wrapper
-
-
-def _tasks() -> Any:
-    from .tasks import running  # noqa: PLC0415 - not before Celery is there
-
-    return running
-
-
-def _compile(key: Any, signature: inspect.Signature, bound: bool) -> MakeKey:  # noqa: FBT001
-    """The key of calls with, or without, the task itself as first argument."""
-    parameters = list(signature.parameters.values())
-    if bound and parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
-        signature = signature.replace(parameters=parameters[1:])
-    return compile_key(key, signature)
-
-
-# What can be covered
-
-
-def check_function(function: Any) -> None:
-    """Refuse what cannot be covered.
-
-    Only its type is looked at first, since a lazy Celery task is evaluated by almost anything else.
-
-    Raises:
-        ConfigurationError: saying what to write instead.
-    """
-    reason = _why_not(function)
-    if reason:
-        msg = f"only_one cannot cover {reason}"
-        raise ConfigurationError(msg)
-
-
-def _why_not(function: Any) -> str | None:
-    kind = type(function)
-    if any(base.__module__ in ("celery.local", _CELERY) for base in kind.__mro__):
-        return "a task from queued to finished: write @only_one below @app.task, directly above the function"
-    if issubclass(kind, (staticmethod, classmethod, property)):
-        return f"a {kind.__name__}: write @only_one below @{kind.__name__}, directly above the function"
-    if issubclass(kind, type):
-        return f"the class {function.__name__}: write @only_one above the method that does the work, such as run"
-    if not callable(function):
-        return f"{function!r}, which cannot be called: write @only_one above a function, and its key as key='a-name'"
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        return (
-            f"the generator function {function.__name__}, whose call returns before its body has run: "
-            "write @only_one above the function that consumes it"
-        )
-    if not hasattr(function, "__qualname__"):
-        return f"{function!r}, which is no function: write @only_one above a def, or above the __call__ of its class"
-    return None
-
-
-def check_not_twice(function: Any, key: Any) -> None:
-    """Refuse a second cover with the key of the first, which would find itself busy in every call.
-
-    Raises:
-        ConfigurationError: saying what to write instead.
-    """
-    covered = getattr(function, "__only_one__", None)
-    if covered is not None and covered.template == key:
-        msg = f"{function.__qualname__} is covered with key={key!r} already: write one @only_one, or another key"
-        raise ConfigurationError(msg)
-
-
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    try:
-        return inspect.signature(function)
-    except ValueError:
-        msg = f"only_one cannot cover {function!r}, whose parameters are unknown: write @only_one above a def around it"
-        raise ConfigurationError(msg) from None
-
-
-def qualified_name(function: Callable[..., Any]) -> str:
-    """`module.qualname`, where a program that was started with `-m` has its module's name, and not `__main__`."""
-    return f"{_module(function) or function.__module__}.{function.__qualname__}"
-
-
-def _module(function: Callable[..., Any]) -> str | None:
-    """The name by which everybody else knows a function's module, or None where there is no such name."""
-    if function.__module__ not in ("__main__", "__mp_main__"):
-        return function.__module__
-    spec = getattr(inspect.unwrap(function), "__globals__", {}).get("__spec__")
-    return getattr(spec, "name", None)
-
-
-def check_name(function: Callable[..., Any]) -> None:
-    """Refuse `{name}` where two different functions would have the same.
-
-    Raises:
-        KeyTemplateError: saying what to write instead.
-    """
-    if function.__name__ == "<lambda>":
-        msg = "a lambda has no {name}: write @only_one('a-key') above a def, or key=lambda … if it was meant as the key"
-        raise KeyTemplateError(msg)
-    if _module(function) is None:
-        msg = (
-            f"{{name}} of {function.__qualname__} in __main__ would be the same in every program: "
-            f"write a key, such as @only_one('{function.__name__}-of-my-program'), or start it with python -m"
-        )
-        raise KeyTemplateError(msg)

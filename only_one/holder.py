@@ -23,7 +23,8 @@ class Holder:
 
     Attributes:
         id: random, one per attempt to take the key.
-        state: "running" while the call runs, "kept" after it has succeeded, for the rest of `at_least`.
+        state: "running" while the call runs, "kept" after it has succeeded, for the rest of `at_least`, "queued" while
+            a task waits in its queue; then host, pid and the like are those of who has put it there.
         name: the task's or function's name.
         task_id: the Celery task's id, or None for a plain function.
         attempt: how many times the Celery task has been retried, or None.
@@ -36,7 +37,7 @@ class Holder:
     """
 
     id: str
-    state: Literal["running", "kept"]
+    state: Literal["running", "kept", "queued"]
     name: str
     task_id: str | None
     attempt: int | None
@@ -145,9 +146,11 @@ class Identity:
 
     __slots__ = ("_head", "_limit", "_process", "_spelling")
 
-    def __init__(self, name: str, task_id: str | None = None, attempt: int | None = None) -> None:
+    def __init__(
+        self, name: str, task_id: str | None = None, attempt: int | None = None, state: str = "running"
+    ) -> None:
         """See `Holder` for what the arguments are."""
-        self._spelling = _spell(state="running", name=name, task_id=task_id, attempt=attempt)
+        self._spelling = _spell(state=state, name=name, task_id=task_id, attempt=attempt)
         self._process: _Process | None = None
         self._limit: float | None = None
         self._head = b""
@@ -238,6 +241,14 @@ def is_dead(value: bytes) -> bool:
         _alive.clear()
     _alive[value] = (holder.pid, now() + _LOOKED_AT_AGAIN_AFTER)
     return False
+
+
+def is_queued(value: bytes) -> bool:
+    """Whether the task that `value` spells waits in its queue, so that a run may take its key."""
+    if b'"state":"queued"' not in value:
+        return False
+    holder = Holder.parse(value)
+    return holder is not None and holder.state == "queued"
 
 
 def _is_running(holder: Holder | None) -> TypeGuard[Holder]:

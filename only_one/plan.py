@@ -75,6 +75,14 @@ class TaskRun(ABC):
         """The key is ours: whether the work is still to be done."""
 
     @abstractmethod
+    def may_take(self, value: bytes) -> bool:
+        """Whether the key may be taken from `value`, which waits in a queue."""
+
+    @abstractmethod
+    def stays(self, plan: Plan, ended_by: BaseException | None) -> tuple[bytes, int] | None:
+        """What stands under the key after a run that has not succeeded, and for how many milliseconds; None if free."""
+
+    @abstractmethod
     def note(self, key: str, ended_by: BaseException | None) -> str | None:
         """Where copies of its message wait to be told that it has ended, if they do, and it has."""
 
@@ -88,6 +96,8 @@ class Call(NamedTuple):
         bound: the first argument is the task itself.
         app: the task's app; None for a plain function.
         task: the run of a task; None for a plain function.
+        key: the key as it is in Redis, where it has come with the task's message.
+        queued: the value with which it was put there when the task was queued.
     """
 
     name: str
@@ -95,6 +105,8 @@ class Call(NamedTuple):
     bound: bool = False
     app: Any = None
     task: TaskRun | None = None
+    key: str | None = None
+    queued: bytes | None = None
 
 
 class Plan(NamedTuple):
@@ -113,6 +125,7 @@ class Plan(NamedTuple):
         when_busy: what a call gives whose key is taken; None where that is for the task to say.
         when_lost: what is done about a key that is lost during the run.
         when_down: what a call gives whose server cannot be asked.
+        queue_timeout: seconds that a task may wait in its queue before others no longer wait for it.
     """
 
     made_from: settings.Settings
@@ -127,6 +140,7 @@ class Plan(NamedTuple):
     when_busy: Policy | None
     when_lost: Policy
     when_down: Policy
+    queue_timeout: float
 
 
 class Cover:
@@ -139,6 +153,7 @@ class Cover:
         key: makes the key of a call, without the prefix.
         plain: the call of the function by itself.
         plain_bound: the same by hand, with a task as first argument.
+        task: the task that is covered from queued to finished; None for a function.
         plans: what was in force when it was called last, by app, with None for the function by itself.
     """
 
@@ -148,26 +163,29 @@ class Cover:
         name: str,
         template: Any,
         options: Options,
-        compile_key: Callable[[bool], MakeKey],
+        compile_key: Callable[[Any, bool], MakeKey],
         *,
         takes_self: bool,
+        task: Any = None,
     ) -> None:
         self.function = function
         self.name = name
         self.template = template
+        self.task = task
         self.plain = Call(name, Identity(name))
         self.plain_bound = Call(name, Identity(name), bound=True)
         self._options = options
         self._compile_key = compile_key
+        self._digest: MakeKey | None = None
         self._bound_key: MakeKey | None = None
         try:
-            self.key = compile_key(False)
+            self.key = compile_key(template, False)
         except KeyTemplateError as error:
             # It may be meant for the arguments without the task, which only `@app.task(bind=True)` will tell.
             if not takes_self:
                 raise
             with suppress(KeyTemplateError):
-                self._bound_key = compile_key(True)
+                self._bound_key = compile_key(template, True)
             if self._bound_key is None:
                 raise
             self.key = _refuse(error)
@@ -176,7 +194,7 @@ class Cover:
     def bound_key(self, name: str, args: Args, kwargs: Kwargs) -> str:
         """The key of a call whose first argument is the task itself, which is no part of the key."""
         if self._bound_key is None:
-            self._bound_key = self._compile_key(True)
+            self._bound_key = self._compile_key(self.template, True)
         return self._bound_key(name, args[1:], kwargs)
 
     def make_plan(self, call: Call) -> Plan:
@@ -191,6 +209,16 @@ class Cover:
         """What is in force for a call."""
         plan = self.plans.get(call.app)
         return self.make_plan(call) if plan is None or plan.made_from is not settings.current else plan
+
+    def digest(self, args: Args, kwargs: Kwargs) -> str:
+        """What tells the calls with one key apart, by all of their arguments.
+
+        Raises:
+            UnkeyableArgument: where they cannot be compared.
+        """
+        if self._digest is None:
+            self._digest = self._compile_key("{md5}", False)
+        return self._digest(self.name, args, kwargs)
 
     def make_key(self, call: Call, args: Args, kwargs: Kwargs) -> str:
         """The key of a call, without the prefix."""
@@ -226,6 +254,7 @@ def _make_plan(options: Options, configured: settings.Settings, task: TaskRun | 
         when_lost=options.when_lost,
         when_busy=settings.most_specific(options.when_busy, said.when_busy, None if task else skip),
         when_down=options.when_down,
+        queue_timeout=settings.queue_timeout_of(said),
     )
 
 

@@ -14,7 +14,7 @@ from .attempt import CARRIED_ON, AsyncAttempt, Attempt
 from .clock import now
 from .errors import AlreadyRunning, ConfigurationError, LockLost
 from .events import Busy, emit, logger, wanted
-from .holder import is_dead, under_way
+from .holder import is_dead, is_queued, under_way
 from .lease import Lease
 from .lock import AsyncLock, Lock, drive, drive_async, take, take_async
 from .plan import Args, Call, Cover, Kwargs, Plan
@@ -47,7 +47,14 @@ def current_lease() -> Lease | None:
     return _current.get(None)
 
 
-def _busy(plan: Plan, server: Server, call: Call, key: str, value: bytes) -> Any:
+def _may_be_taken(plan: Plan, call: Call, found: bytes) -> bool:
+    """Whether who holds the key has not begun, or is dead."""
+    if is_queued(found):
+        return call.task is None or call.task.may_take(found)
+    return plan.takeover and is_dead(found)
+
+
+def busy(plan: Plan, server: Server, call: Call, key: str, value: bytes) -> Any:
     """What `when_busy` gives."""
     task = call.task
     if task is not None:
@@ -86,7 +93,7 @@ def run(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> Any:
     plan = cover.plans.get(call.app)
     if plan is None or plan.made_from is not settings.current:
         plan = cover.make_plan(call)
-    key = plan.prefix + (cover.bound_key if call.bound else cover.key)(call.name, args, kwargs)
+    key = call.key or plan.prefix + (cover.bound_key if call.bound else cover.key)(call.name, args, kwargs)
     server = plan.server
     if server is None:
         return _run_as(_unlocked(key), cover, args, kwargs)
@@ -96,8 +103,12 @@ def run(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> Any:
     under_way.add(token)  # before it is sent: to others in this process it is a call that lives
     try:
         try:
-            found = take(server.client, server.dialect, key, token, plan.expiry)
-            if found is not None and plan.takeover and is_dead(found):
+            found = (
+                take(server.client, server.dialect, key, token, plan.expiry)
+                if call.queued is None
+                else drive(server.client, take_over(key, call.queued, token, plan.ttl))
+            )
+            if found is not None and _may_be_taken(plan, call, found):
                 reclaimed, found = found, None
                 found = drive(server.client, take_over(key, reclaimed, token, plan.ttl))
         except TROUBLE as error:
@@ -105,7 +116,7 @@ def run(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> Any:
         if found is not None:
             if plan.when_busy is skip and call.task is None and not wanted(Busy):
                 return None
-            return _busy(plan, server, call, key, found)
+            return busy(plan, server, call, key, found)
         this = Attempt(plan, server, call, key, token, begun)
         problem = problem or this.lateness()
         if problem is not None:
@@ -154,17 +165,17 @@ def _give_back(this: Attempt, client: Any, *, succeeded: bool, ended_by: BaseExc
     if this.is_inherited:
         return None
     lost = this.ended()
-    to_be_kept = this.to_be_kept if succeeded else 0
+    stays = this.stays(ended_by, succeeded=succeeded)
     lock = Lock.held(client, this.server.dialect, this.key, this.token, this.plan.ttl)
     outcome, note = None, this.note(ended_by)
     try:
-        outcome = lock.keep(this.kept_value(), to_be_kept, note) if to_be_kept else lock.give_back(note)
+        outcome = lock.keep(*stays, note) if stays else lock.give_back(note)
     except Exception as error:  # noqa: BLE001 - nothing in here may take the place of the run's own result or exception
         logger.debug("%s could not be released, and will be in the background: %s", this.key, error)
         if not isinstance(error, TROUBLE):  # a signal handler's, such as Celery's soft time limit
             this.server.drop_connections()
     finally:
-        lost = this.released(outcome, lost, is_kept=to_be_kept > 0)
+        lost = this.released(outcome, lost, is_kept=stays is not None)
     return lost
 
 
@@ -185,7 +196,7 @@ async def run_async(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> Any
     plan = cover.plans.get(call.app)
     if plan is None or plan.made_from is not settings.current:
         plan = cover.make_plan(call)
-    key = plan.prefix + (cover.bound_key if call.bound else cover.key)(call.name, args, kwargs)
+    key = call.key or plan.prefix + (cover.bound_key if call.bound else cover.key)(call.name, args, kwargs)
     server = plan.server
     if server is None:
         return await _run_as_async(_unlocked(key), cover, args, kwargs)
@@ -197,8 +208,12 @@ async def run_async(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> Any
     under_way.add(token)
     try:
         try:
-            found = await take_async(client, server.dialect, key, token, plan.expiry)
-            if found is not None and plan.takeover and is_dead(found):
+            found = await (
+                take_async(client, server.dialect, key, token, plan.expiry)
+                if call.queued is None
+                else drive_async(client, take_over(key, call.queued, token, plan.ttl))
+            )
+            if found is not None and _may_be_taken(plan, call, found):
                 reclaimed, found = found, None
                 found = await drive_async(client, take_over(key, reclaimed, token, plan.ttl))
         except TROUBLE as error:
@@ -207,7 +222,7 @@ async def run_async(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> Any
         if found is not None:
             if plan.when_busy is skip and call.task is None and not wanted(Busy):
                 return None
-            return _busy(plan, server, call, key, found)
+            return busy(plan, server, call, key, found)
         this = AsyncAttempt(plan, server, call, key, token, begun)
         problem = problem or this.lateness()
         if problem is not None:
@@ -259,15 +274,15 @@ async def _give_back_async(
     if this.is_inherited:
         return None
     lost = this.ended()
-    to_be_kept = this.to_be_kept if succeeded else 0
+    stays = this.stays(ended_by, succeeded=succeeded)
     lock = AsyncLock.held(client, this.server.dialect, this.key, this.token, this.plan.ttl)
     outcome, note = None, this.note(ended_by)
     try:
-        outcome = await (lock.keep(this.kept_value(), to_be_kept, note) if to_be_kept else lock.give_back(note))
+        outcome = await (lock.keep(*stays, note) if stays else lock.give_back(note))
     except Exception as error:  # noqa: BLE001 - nothing in here may take the place of the run's own result or exception
         logger.debug("%s could not be released, and will be in the background: %s", this.key, error)
         if not isinstance(error, TROUBLE):  # a signal handler's, such as Celery's soft time limit
             this.server.drop_connections()
     finally:
-        lost = this.released(outcome, lost, is_kept=to_be_kept > 0)
+        lost = this.released(outcome, lost, is_kept=stays is not None)
     return lost

@@ -35,6 +35,7 @@ class Settings:
     prefix: Any = UNSET
     timeout: Any = UNSET
     lease: Any = UNSET
+    queue_timeout: Any = UNSET
     when_busy: Any = UNSET
     takeover: Any = UNSET
     active: Any = UNSET
@@ -54,6 +55,7 @@ current = Settings()
 
 DEFAULT_PREFIX = "only_one:"
 DEFAULT_LEASE = 30.0
+DEFAULT_QUEUE_TIMEOUT = 3600.0
 DEFAULT_URL = "redis://localhost:6379/0"
 
 _ON = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
@@ -94,6 +96,7 @@ def configure(
     prefix: str | Unset = UNSET,
     timeout: Seconds | Unset | None = UNSET,
     lease: Seconds | Unset | None = UNSET,
+    queue_timeout: Seconds | Unset = UNSET,
     when_busy: Callable[[Any], Any] | Unset = UNSET,
     takeover: bool | Unset = UNSET,
     active: bool | Unset = UNSET,
@@ -109,6 +112,8 @@ def configure(
         timeout: seconds or timedelta, the longest that a run may hold its key.
         lease: seconds or timedelta, how long a key outlives a dead holder.
             `timeout` and `lease` go together: a decorator that gives one of them takes neither from here.
+        queue_timeout: seconds or timedelta for which a task that is covered from queued to finished, and has no
+            `expires`, may wait in its queue before another is queued beside it (1 h).
         when_busy: what a call gives when its key is taken.
         takeover: whether a holder on this machine whose process is dead does not block.
         active: False switches the locking off, so that every call runs; so does the environment's `ONLY_ONE_ACTIVE=0`.
@@ -138,6 +143,8 @@ def check(given: Mapping[str, Any]) -> None:
         check_prefix(given["prefix"])
     if "when_busy" in given:
         check_when_busy(given["when_busy"])
+    if "queue_timeout" in given:
+        seconds("queue_timeout", given["queue_timeout"], "for the default of 1 h leave it out")
     check_takeover(given.get("takeover", UNSET))
     if not isinstance(given.get("active", True), bool):
         msg = f"active={given['active']!r}: write active=True or active=False"
@@ -242,6 +249,12 @@ def check_times(timeout: object, lease: object) -> tuple[float | None, float | N
         msg = f"lease={lease!r} is longer than timeout={timeout!r}: write a shorter lease, or leave one of them out"
         raise ConfigurationError(msg)
     return limit, renewed
+
+
+def queue_timeout_of(settings: Settings) -> float:
+    """`queue_timeout` in seconds."""
+    given = most_specific(settings.queue_timeout, DEFAULT_QUEUE_TIMEOUT)
+    return seconds("queue_timeout", given, "for the default of 1 h leave it out")
 
 
 def _absent(value: object) -> bool:

@@ -40,7 +40,6 @@ SHORTER = "shorter lease, or leave one of them out"
 POLICY = "skip, fail, or any callable"
 URL = "write redis://"
 SOURCE = "redis://host:6379/0, a client, or a callable that returns one"
-BELOW = "write @only_one below @app.task, directly above the function"
 
 
 # --- what is covered, or is not ----------------------------------------------------------------------------------
@@ -51,6 +50,10 @@ def function(a: Any = None, b: Any = 2, *rest: Any, c: Any = 3, **others: Any) -
 
 
 def two(x: Any, y: Any) -> None:
+    """Can be covered."""
+
+
+def with_self(self: Any, x: Any, y: Any) -> None:
     """Can be covered."""
 
 
@@ -93,6 +96,12 @@ class Feed:
         return 1
 
     def __call__(self) -> None: ...
+
+
+class Nameless(Task):  # type: ignore[misc]
+    """A class-based task that Celery is to name."""
+
+    def run(self) -> None: ...
 
 
 class AsTask(Task):  # type: ignore[misc]
@@ -293,11 +302,9 @@ ROWS += [
         ("None", None, NO_FUNCTION),
         ("a number", 3, NO_FUNCTION),
         ("a module", functools, NO_FUNCTION),
-        ("a lazy task", app().task(two), BELOW),
-        ("a bound task", app().task(bind=True)(two), BELOW),
-        ("a task", app().task(lazy=False, name="made")(two), BELOW),
-        ("a task's object", AsTask(), BELOW),
-        ("a shared task", shared_task(name="bad.shared")(two), "directly above the function"),
+        ("a task that is not registered", Nameless(), "only_one(app.register_task("),
+        ("a task of a generator", app().task(generator), CONSUMER),
+        ("a shared task of a generator", shared_task(name="bad.shared")(generator), CONSUMER),
         ("a task's signature", app().task(lazy=False, name="signed")(two).s(), NO_FUNCTION),
     ]
     for form, call in [
@@ -317,6 +324,44 @@ ROWS += [
         lambda: cover("k", over=lambda: async_generator()),  # noqa: PLW0108
         ConfigurationError,
         "consumes",
+    ),
+    *[
+        row
+        for kind, made in [
+            ("a lazy task", lambda: app().task(two)),
+            ("a bound task", lambda: app().task(bind=True)(with_self)),
+            ("a task", lambda: app().task(lazy=False, name="made")(two)),
+            ("a shared task", lambda: shared_task(name="bad.shared.two")(two)),
+            ("a bound shared task", lambda: shared_task(name="bad.shared.bound", bind=True)(with_self)),
+        ]
+        for row in [
+            (f"{kind}: no such parameter", lambda made=made: only_one("{z}")(made()), KeyTemplateError, "write one of"),
+            (f"{kind}: nothing between", lambda made=made: only_one("{x}{y}")(made()), KeyTemplateError, "between"),
+            (
+                f"{kind}: retry()",
+                lambda made=made: only_one("k", when_busy=retry())(made()),
+                ConfigurationError,
+                "write @only_one below @app.task",
+            ),
+            (
+                f"{kind}: carry_on",
+                lambda made=made: only_one("k", when_busy=carry_on)(made()),
+                ConfigurationError,
+                "when_busy=skip",
+            ),
+        ]
+    ],
+    (
+        "a task twice",
+        lambda: only_one("k")(only_one("l")(app().task(lazy=False, name="made twice")(two))),
+        ConfigurationError,
+        "write one @only_one above @app.task",
+    ),
+    (
+        "a task and its function by one key",
+        lambda: only_one("k")(app().task(lazy=False, name="made of covered")(only_one("k")(two))),
+        ConfigurationError,
+        "write one @only_one",
     ),
     ("current_lock outside of a run", current_lock, ConfigurationError, "@only_one above it"),
 ]

@@ -7,7 +7,7 @@ from celery import Celery
 from only_one.lock import drive
 from only_one.servers import Server
 
-from .notes import number_trigger
+from .notes import number_new_trigger, number_trigger
 from .put_back import remembered_for
 
 
@@ -18,6 +18,28 @@ def arrive(server: Server, key: str, app: Celery, task_id: str, trigger: int | N
         Its number, or None if a newer one waits or has run.
     """
     return drive(server.client, number_trigger(key, "arrive", remembered_for(app), task_id, trigger))
+
+
+def arrive_anew(server: Server, key: str, app: Celery, task_id: str, digest: str, seconds: float) -> int | str:
+    """Number a trigger that is about to be queued.
+
+    Args:
+        server: where the key is.
+        key: the key as it is in Redis.
+        app: the task's app.
+        task_id: the trigger's id.
+        digest: what tells it from others with this key; empty where that cannot be told.
+        seconds: for how long one that waits is waited for.
+
+    Returns:
+        Its number; or the id of one with the same digest that waits, and is the newest.
+    """
+    return drive(server.client, number_new_trigger(key, remembered_for(app), task_id, digest, seconds))
+
+
+def withdraw(server: Server, key: str, app: Celery, trigger: int) -> None:
+    """The trigger does not wait any more, and will not run."""
+    drive(server.client, number_trigger(key, "withdraw", remembered_for(app), "", trigger))
 
 
 def published(server: Server, key: str, app: Celery, trigger: int) -> None:

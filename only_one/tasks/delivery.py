@@ -5,22 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from celery import Task
-from celery.exceptions import Ignore, Reject
+from celery.exceptions import Ignore, Reject, Retry
 
 from only_one.clock import now
 from only_one.errors import AlreadyRunning
 from only_one.events import logger
-from only_one.holder import Holder
+from only_one.holder import Holder, Identity
 from only_one.lock import drive
-from only_one.plan import Plan, Policy, TaskRun
+from only_one.plan import Plan, Policy
 from only_one.policies import BufferOne, PutBack, fail, retry, skip
 from only_one.protocol import TROUBLE
-from only_one.servers import Server, Source
-from only_one.settings import Settings
+from only_one.servers import Server
 
-from . import app_settings, buffer
+from . import buffer
 from .notes import ask_of_copy, number_of_copy
-from .put_back import check_countdown, header_of, publish, remembered_for, visibility_timeout
+from .put_back import header_of, publish, remembered_for, visibility_timeout
+from .task_call import TaskCall
+from .waiting import waits_for
 
 
 def _waiting(key: str, value: bytes) -> PutBack:
@@ -40,40 +41,33 @@ class Predecessor(Exception):
         return delivery.put_back(server, key, _waiting(key, value))
 
 
-class Delivery(TaskRun):
+class Delivery(TaskCall):
     """The current delivery of a task's message.
 
     Attributes:
-        app: the task's app.
-        id: the task's id.
-        attempt: how many times the task has been retried.
+        header: what the message carries for us.
     """
 
-    def __init__(self, task: Task, request: Any, *, is_inner: bool = False) -> None:
-        """See above; a call from inside of the task's own run has its app's settings, and is else a plain one."""
-        self._is_inner = is_inner
-        self.app = task.app
+    def __init__(self, task: Task, request: Any, *, covers_queue: bool = False) -> None:
+        """See above.
+
+        Args:
+            task: the task.
+            request: its current request.
+            covers_queue: it is covered from queued to finished, through its waits for a retry, too.
+        """
+        super().__init__(task)
         self.id = request.id
         self.attempt = request.retries
-        self._task = task
+        self.header = header_of(request)
         self._request = request
-        self._header = header_of(request)
+        self._covers_queue = covers_queue
         self._is_superseded = False
         self._run: tuple[Server, float] | None = None
-
-    def app_settings(self) -> Settings:
-        """What the app's configuration says."""
-        return app_settings.settings_of(self.app)
-
-    def app_server(self) -> Source | None:
-        """The app's own server, if it speaks Redis."""
-        return app_settings.server_of(self.app)
 
     def default_policy(self) -> Policy:
         """None would do harm where the work has begun, and where others would be given it for a result."""
         request = self._request
-        if self._is_inner:
-            return skip
         if not request.is_eager and (self.attempt or self._is_redelivered):
             return retry()
         return fail if request.chord or request.chain else skip
@@ -83,15 +77,6 @@ class Delivery(TaskRun):
         """Whether the broker says that it has delivered the message before."""
         return bool((self._request.delivery_info or {}).get("redelivered"))
 
-    def check(self, plan: Plan) -> None:
-        """Refuse countdowns that would make the broker deliver copies.
-
-        Raises:
-            ConfigurationError: saying what to write instead.
-        """
-        for policy in (plan.when_busy, plan.when_down):
-            check_countdown(self.app, getattr(policy, "countdown", None))
-
     def meet(self, server: Server, key: str, value: bytes) -> None:
         """Nothing is skipped behind itself: the key is taken by `value`, which may be this very task.
 
@@ -99,7 +84,7 @@ class Delivery(TaskRun):
             Predecessor: if it is an attempt before this one.
             Ignore: if this is a copy of a message whose work is done, or is under way: then it was put back.
         """
-        holder = None if self._is_inner else Holder.parse(value)
+        holder = Holder.parse(value)
         if holder is None or holder.task_id != self.id or holder.attempt is None or self._request.is_eager:
             return
         if holder.state == "kept" or holder.attempt > self.attempt:
@@ -126,12 +111,8 @@ class Delivery(TaskRun):
             Ignore: so that this delivery ends without a result.
             AlreadyRunning: at the limit, and where there is no queue.
         """
-        header = self._header
-        if (
-            self._is_inner
-            or self._request.is_eager
-            or (wish.max_retries is not None and header.times >= wish.max_retries)
-        ):
+        header = self.header
+        if self._request.is_eager or (wish.max_retries is not None and header.times >= wish.max_retries):
             raise wish.error
         copies = self._copies(key)
         try:
@@ -158,20 +139,31 @@ class Delivery(TaskRun):
         Raises:
             Ignore: for a copy of a message whose run has ended.
         """
-        if self._is_inner:
-            return True
         self._run = server, now()
         try:
-            if self._header.number or self._is_redelivered:
+            if self.header.number or self._is_redelivered:
                 found = drive(server.client, number_of_copy(key, self._copies(key)))
-                if found.has_ended or self._header.number < found.number:
+                if found.has_ended or self.header.number < found.number:
                     raise self._drop(key, "its run has ended, or a later copy waits")
             if isinstance(plan.when_busy, BufferOne) and not self._request.is_eager:
-                self._is_superseded = not buffer.begin(server, key, self.app, self.id, self._header.trigger)
+                self._is_superseded = not buffer.begin(server, key, self.app, self.id, self.header.trigger)
                 return not self._is_superseded
         except TROUBLE as error:
             logger.debug("copies of %s cannot be told apart: %s", self.id, error)
         return True
+
+    def may_take(self, value: bytes) -> bool:
+        """A retry of this very task is ahead of it; all else that waits in a queue has not begun."""
+        holder = Holder.parse(value)
+        return holder is None or holder.task_id != self.id or (holder.attempt or 0) <= self.attempt
+
+    def stays(self, plan: Plan, ended_by: BaseException | None) -> tuple[bytes, int] | None:
+        """A task that is covered from queued to finished keeps its key while it waits to be retried."""
+        if not self._covers_queue or self._request.is_eager or not isinstance(ended_by, Retry):
+            return None
+        seconds = waits_for(self.app, plan.queue_timeout, self._request.expires, ended_by.when)
+        identity = Identity(self._task.name, self.id, self.attempt + 1, "queued")
+        return (identity.token(seconds), round(seconds * 1000)) if seconds > 0 else None
 
     def note(self, key: str, ended_by: BaseException | None) -> str | None:
         """Where copies of the message wait to be told that its run has ended, as it can only have with acks_late.
@@ -180,7 +172,7 @@ class Delivery(TaskRun):
         """
         has_ended = ended_by is None or (isinstance(ended_by, Exception) and not isinstance(ended_by, (Ignore, Reject)))
         # Where nothing has run, a copy finds that out, too, and stores the result that this one may not come to store.
-        if self._is_inner or not self._task.acks_late or not has_ended or self._is_superseded:
+        if not self._task.acks_late or not has_ended or self._is_superseded:
             return None
         copies = self._copies(key)
         if self._run is not None and now() - self._run[1] > visibility_timeout(self.app) / 2:

@@ -1,15 +1,13 @@
-"""What a worker's main process does for a run whose own process was killed: it gives the key back.
+"""What a worker's main process does for a task that was killed or revoked: it gives the key back.
 
 On this machine a caller would take it over by itself. On others it would wait for the lease, or for `timeout`.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 from celery import signals
@@ -17,12 +15,14 @@ from celery.exceptions import TimeLimitExceeded, WorkerLostError
 
 from only_one.clock import now
 from only_one.events import logger
-from only_one.holder import Holder, Identity, is_dead, machine
+from only_one.holder import Holder, is_dead, is_queued, machine
 from only_one.lock import RAW, give_back
-from only_one.plan import Call, Cover
+from only_one.plan import Cover
+from only_one.servers import Server
 
-from .delivery import Delivery
-from .wrapping import functions_of
+from .put_back import header_of
+from .task_call import call_from_outside, key_from_outside
+from .wrapping import covers_of, queue_cover_of
 
 _DEAD_WITHIN = 10.0
 """Seconds within which a process that is to be killed is; Celery tells it before it does it."""
@@ -36,43 +36,41 @@ def _on_failure(sender: Any, task_id: str, exception: Any, args: Any = (), kwarg
 
 
 def _on_revoked(sender: Any, request: Any, terminated: bool = False, **_: Any) -> None:  # noqa: FBT001, FBT002 - Celery's
-    if terminated:
-        _watch(sender, request.id, request.args, request.kwargs)
+    if terminated or queue_cover_of(sender) is not None:
+        _watch(sender, request.id, request.args, request.kwargs, header_of(request).key)
 
 
-def _watch(task: Any, task_id: str, args: Any, kwargs: Any) -> None:
+def _watch(task: Any, task_id: str, args: Any, kwargs: Any, key: str | None = None) -> None:
     """Give the keys of a task back as soon as its process is dead, in a thread, as the worker has others to see to."""
-    # Wrappers copy what they find on the function that they wrap.
-    for cover in {each.__only_one__ for each in functions_of(task) if hasattr(each, "__only_one__")}:
-        given = (task, cover, task_id, tuple(args or ()), dict(kwargs or {}))
+    for cover in covers_of(task):
+        given = (task, cover, task_id, args, kwargs, key if cover.task is not None else None)
         threading.Thread(target=_release, args=given, name="only_one-endings", daemon=True).start()
 
 
-def _release(task: Any, cover: Cover, task_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _release(task: Any, cover: Cover, task_id: str, args: Any, kwargs: Any, key: str | None) -> None:
     try:
-        _release_when_dead(task, cover, task_id, args, kwargs)
+        call = call_from_outside(task, cover)
+        plan = cover.plan_for(call)
+        if plan.server is not None and plan.takeover:
+            _release_when_dead(plan.server, key or key_from_outside(task, cover, call, args, kwargs), task_id)
     except Exception as error:  # noqa: BLE001 - there is nobody to raise it to, and the key expires by itself
         logger.debug("the key of %s[%s] could not be given back: %s", task.name, task_id, error)
 
 
-def _release_when_dead(task: Any, cover: Cover, task_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    request = SimpleNamespace(id=task_id, retries=0, headers=None)
-    bound = not isinstance(inspect.getattr_static(type(task), "run"), staticmethod)
-    call = Call(task.name, Identity(task.name, task_id), bound, task.app, Delivery(task, request))
-    plan = cover.plan_for(call)
-    key = plan.prefix + cover.make_key(call, (task, *args) if bound else args, kwargs)
-    if plan.server is None or not plan.takeover:
-        return
-    value = plan.server.client.execute_command("GET", key, **RAW)
-    holder = Holder.parse(value or b"")
-    if holder is None or holder.task_id != task_id:
-        return
+def _release_when_dead(server: Server, key: str, task_id: str) -> None:
     until = now() + _DEAD_WITHIN
-    while not (is_dead(value) or _has_ended(holder)):
-        if now() > until:
+    while now() < until:
+        value: bytes = server.client.execute_command("GET", key, **RAW) or b""
+        holder = Holder.parse(value)
+        if holder is None or holder.task_id != task_id:
             return
-        time.sleep(_LOOKS_EVERY)
-    give_back(plan.server.client, plan.server.dialect, key, value)
+        while not (is_queued(value) or is_dead(value) or _has_ended(holder)):
+            if now() > until:
+                return
+            time.sleep(_LOOKS_EVERY)
+        # A task that is queued may just have begun: then it is its process that is waited for.
+        if give_back(server.client, server.dialect, key, value).fate == "held":
+            return
 
 
 def _has_ended(holder: Holder) -> bool:

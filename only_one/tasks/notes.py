@@ -28,6 +28,19 @@ local now = time[1] * 1000000 + time[2]
 redis.call('zremrangebyscore', KEYS[2], '-inf', string.format('%.0f', now - kept * 1000))
 if what == 'pending' then
     raise('pending', number)
+elseif what == 'withdraw' then
+    if of('pending') == number then redis.call('zrem', KEYS[2], 'pending') end
+elseif what == 'anew' then
+    local same, like = ARGV[5], of('same:' .. ARGV[5])
+    if same ~= '' and like > 0 and like == of('pending') and like > of('begun') and now - like < ARGV[6] * 1000 then
+        for _, member in ipairs(redis.call('zrangebyscore', KEYS[2], like, like)) do
+            if string.sub(member, 1, 3) == 'id:' then return string.sub(member, 4) end
+        end
+    end
+    number = math.max(now, of('last') + 1)
+    raise('last', number)
+    raise('id:' .. id, number)
+    if same ~= '' then raise('same:' .. same, number) end
 else
     if number == 0 then number = of('id:' .. id) end
     if number == 0 then number = math.max(now, of('last') + 1) end
@@ -75,7 +88,7 @@ def number_trigger(key: str, what: str, seconds: float, task_id: str, number: in
 
     Args:
         key: the key as it is in Redis.
-        what: "arrive" (it has to wait), "pending" (it is published) or "begin" (it has the key).
+        what: "arrive" (it has to wait), "pending" (it is published), "begin" (it has the key) or "withdraw".
         seconds: how long it is remembered.
         task_id: the trigger's id.
         number: its number, where that is known.
@@ -87,3 +100,23 @@ def number_trigger(key: str, what: str, seconds: float, task_id: str, number: in
         _TRIGGER, key, what, task_id, number or 0, round(seconds * 1000), beside=f"{{{key}}}:triggers"
     )
     return found or None
+
+
+def number_new_trigger(key: str, seconds: float, task_id: str, digest: str, waits: float) -> Steps[int | str]:
+    """Number a trigger of `buffer_one` that is about to be queued.
+
+    Args:
+        key: the key as it is in Redis.
+        seconds: how long it is remembered.
+        task_id: the trigger's id.
+        digest: what tells it from others with this key; empty where that cannot be told.
+        waits: seconds for which one that waits is waited for.
+
+    Returns:
+        Its number; or the id of one with the same digest that waits, and is the newest.
+    """
+    kept, limit = round(seconds * 1000), round(waits * 1000)
+    found: int | bytes = yield from evaluate(
+        _TRIGGER, key, "anew", task_id, 0, kept, digest, limit, beside=f"{{{key}}}:triggers"
+    )
+    return found if isinstance(found, int) else found.decode()

@@ -29,25 +29,33 @@ class Header:
         times: how often it was put back.
         number: rises with each time; of the copies that a broker makes only the latest counts.
         trigger: which one it is among those of `buffer_one`.
+        key: the key as it is in Redis, of a task that was covered when it was queued.
+        token: the value with which it was taken then.
     """
 
     attempt: int
     times: int = 0
     number: int = 0
     trigger: int | None = None
+    key: str | None = None
+    token: str | None = None
 
     def of_trigger(self, trigger: int | None) -> Header:
         """The same with its number among triggers."""
         return replace(self, trigger=trigger)
 
+    def as_headers(self) -> dict[str, Any]:
+        """As the message carries it."""
+        return {HEADER: {name: value for name, value in asdict(self).items() if value is not None}}
+
 
 def header_of(request: Any) -> Header:
-    """What the message carries; of another attempt only the trigger's number counts, as it is the task's."""
+    """What the message carries; of another attempt only that counts which is the task's."""
     try:
         found = Header(**request.headers[HEADER])
     except (TypeError, KeyError):  # none, or by somebody else
         return Header(request.retries)
-    return found if found.attempt == request.retries else Header(request.retries, trigger=found.trigger)
+    return found if found.attempt == request.retries else Header(request.retries, trigger=found.trigger, key=found.key)
 
 
 def publish(task: Task, request: Any, header: Header, countdown: float | None) -> int:
@@ -64,8 +72,8 @@ def publish(task: Task, request: Any, header: Header, countdown: float | None) -
     """
     longest = longest_countdown(task.app)
     delay = _delay(header.times, longest) if countdown is None else min(countdown, longest)
-    later = replace(header, times=header.times + 1, number=header.number + 1)
-    headers = {**(request.headers or {}), HEADER: asdict(later)}
+    later = replace(header, times=header.times + 1, number=header.number + 1, token=None)
+    headers = {**(request.headers or {}), **later.as_headers()}
     again: Any = task.signature_from_request(request, countdown=delay, retries=request.retries, headers=headers)
     again.apply_async(add_to_parent=False)
     return later.number

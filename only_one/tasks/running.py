@@ -16,6 +16,7 @@ from only_one.run import current_lease, run, run_async
 
 from . import endings as endings  # which listens from now on
 from .delivery import Delivery, Predecessor
+from .task_call import TaskCall, call_from_outside
 from .wrapping import functions_of
 
 _PATIENCE = 5.0
@@ -58,14 +59,23 @@ def call_of(cover: Cover, wrapper: Callable[..., Any], args: tuple[Any, ...]) ->
 
     A function that is called directly, or from another task's run, is none of that task's.
     """
-    bound = bool(args) and isinstance(args[0], Task) and runs(args[0], wrapper)
+    covers_queue = cover.task is not None  # then `wrapper` is not given the task
+    bound = not covers_queue and bool(args) and isinstance(args[0], Task) and runs(args[0], wrapper)
     task = get_current_task()
     if task is None or task.request.called_directly or not runs(task, wrapper):
+        if covers_queue:
+            return call_from_outside(cover.task, cover)
         return cover.plain_bound if bound else cover.plain
     request = task.request
     identity = Identity(task.name, request.id, request.retries)
-    is_inner = _is_within(current_lease(), request.id, request.retries)
-    return Call(task.name, identity, bound, task.app, Delivery(task, request, is_inner=is_inner))
+    if _is_within(current_lease(), request.id, request.retries):
+        return Call(task.name, identity, bound, task.app, TaskCall(task))
+    delivery = Delivery(task, request, covers_queue=covers_queue)
+    if not covers_queue:
+        return Call(task.name, identity, bound, task.app, delivery)
+    request.only_one_has_begun = True
+    token = delivery.header.token
+    return Call(task.name, identity, bound, task.app, delivery, delivery.header.key, token.encode() if token else None)
 
 
 def runs(task: Task, wrapper: Callable[..., Any]) -> bool:

@@ -1,0 +1,113 @@
+"""Cover a task from the moment when it is queued until it has ended."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from celery import Task
+
+from only_one.covering import check_function, cover_run
+from only_one.errors import ConfigurationError, OnlyOneError
+from only_one.events import logger
+from only_one.keys import compile_key
+from only_one.plan import Cover, Options
+from only_one.policies import Retry
+
+from . import endings as endings  # which listens from now on
+from . import queue_endings as queue_endings
+from .promises import Promise, made_already, promise_behind, when_made
+from .queueing import Publication
+from .wrapping import functions_of, is_bound
+
+
+def cover_task(found: Any, key: Any, options: Options) -> Any:
+    """Cover a task, or what Celery will make one of, without making it.
+
+    Args:
+        found: a task, or Celery's proxy of one.
+        key: a key template, or a callable.
+        options: what the decorator says.
+
+    Returns:
+        What was given; its `apply_async` and `run` are covered.
+
+    Raises:
+        KeyTemplateError: for a key that could not work.
+        ConfigurationError: for an option that could not work, or something that cannot be covered.
+    """
+    if isinstance(options.when_busy, Retry):
+        msg = (
+            f"when_busy={options.when_busy!r} above @app.task: there is nothing to put back yet when a task is queued; "
+            "write @only_one below @app.task, or buffer_one()"
+        )
+        raise ConfigurationError(msg)
+    install = functools.partial(_install_late, key, options)
+    task = made_already(found)
+    if task is not None:
+        _install(task, key, options)
+        when_made(found, Promise(functions_of(task)[-1], task.name, is_bound(task)), install)
+        return found
+    promise = promise_behind(found)
+    if promise is not None:
+        _check(promise, key)
+    when_made(found, promise, install)
+    return found
+
+
+def _check(promise: Promise, key: Any) -> None:
+    """Refuse now what will be refused when the task is made."""
+    check_function(promise.function)
+    parameters = list(inspect.signature(promise.function).parameters.values())
+    without_self = inspect.Signature(parameters[1:])
+    # A shared task does not say whether the first parameter is the task.
+    takes_self = parameters[:1] and parameters[0].name == "self" if promise.bound is None else promise.bound
+    compile_key(key, without_self if takes_self else inspect.Signature(parameters))
+
+
+def _install(task: Task, key: Any, options: Options) -> None:
+    installed = vars(task).get("only_one_options")
+    if installed is options:
+        return
+    if installed is not None:
+        msg = f"{task.name} is covered from queued to finished already: write one @only_one above @app.task"
+        raise ConfigurationError(msg)
+    if task.name is None:
+        msg = (
+            f"{task!r} has no name before it is registered: write only_one(app.register_task({type(task).__name__}()))"
+        )
+        raise ConfigurationError(msg)
+    wrapper = cover_run(task, key, options)
+    task.apply_async = _covered(task, wrapper.__only_one__)
+    task.run = wrapper
+    vars(task)["only_one_options"] = options
+
+
+def _install_late(key: Any, options: Options, task: Task) -> None:
+    """The same where nobody could be told of an error, so that every call of the task tells it."""
+    try:
+        _install(task, key, options)
+    except OnlyOneError as error:
+        vars(task)["only_one_options"] = options
+        logger.error("%s cannot be covered: %s", task.name, error)
+        task.run = task.apply_async = functools.partial(_refuse, error)
+
+
+def _refuse(error: OnlyOneError, *_args: Any, **_kwargs: Any) -> NoReturn:
+    raise error
+
+
+_POSITIONS = ("task_id", "producer", "link", "link_error", "shadow")
+
+
+def _covered(task: Task, cover: Cover) -> Callable[..., Any]:
+    apply_async = task.apply_async
+
+    @functools.wraps(apply_async)
+    def covered(args: Any = None, kwargs: Any = None, *others: Any, **options: Any) -> Any:
+        given = {**dict(zip(_POSITIONS, others, strict=False)), **options}
+        return Publication(task, apply_async, args, kwargs, given).queue(cover)
+
+    return covered

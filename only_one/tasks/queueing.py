@@ -1,0 +1,183 @@
+"""Queue a task that is covered from queued to finished: the first takes its key, and who comes next gets that one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from celery import Task
+from kombu.utils.uuid import uuid
+
+from only_one.attempt import CARRIED_ON, Attempt
+from only_one.clock import now
+from only_one.errors import AlreadyRunning, OnlyOneError
+from only_one.events import Busy, emit, logger, wanted
+from only_one.holder import Identity, is_dead
+from only_one.lock import drive, give_back, take
+from only_one.plan import Call, Cover, Policy
+from only_one.policies import BufferOne, PutBack
+from only_one.protocol import TROUBLE, expiry_in, extend, take_over
+from only_one.run import busy
+from only_one.servers import Server
+
+from . import buffer
+from .put_back import Header
+from .task_call import TaskCall
+from .waiting import waits_for
+
+_UNTIL_PUBLISHED = 30.0
+"""Seconds for which the key is taken at first, so that a producer that dies before it has published blocks nobody."""
+
+_CARRIED = ("task_id", "link", "link_error", "chain", "chord", "group_id")
+"""Somebody waits for a task that is called with one of these, so it is always published, and the worker decides."""
+
+
+class Publication(TaskCall):
+    """One call of a task's `apply_async`.
+
+    Attributes:
+        id: the id of the task, if it is published as the first with its key.
+    """
+
+    def __init__(
+        self, task: Task, apply_async: Callable[..., Any], args: Any, kwargs: Any, options: dict[str, Any]
+    ) -> None:
+        """See `apply_async`, which is the task's own, for the others."""
+        super().__init__(task)
+        self.id = uuid()
+        self._apply_async = apply_async
+        self._args = args
+        self._kwargs = kwargs
+        self._options = options
+
+    def queue(self, cover: Cover) -> Any:
+        """Publish the task's message, unless its key is taken.
+
+        Returns:
+            The `AsyncResult` of the task that is published, or of the one that is there, or what the policies give.
+
+        Raises:
+            OnlyOneError: as the policies say.
+        """
+        if self._is_published_in_every_case():
+            return self._publish()
+        call = Call(self._task.name, Identity(self._task.name, self.id, 0, "queued"), app=self.app, task=self)
+        plan = cover.plan_for(call)
+        delay = self._options.get("eta") or self._options.get("countdown")
+        expires = self._options.get("expires", self._task.expires)
+        seconds = waits_for(self.app, plan.queue_timeout, expires, delay)
+        if plan.server is None or seconds <= 0:  # the worker says that it has expired
+            return self._publish()
+        key = plan.prefix + cover.make_key(call, *self._as_sent())
+        at_first = plan._replace(ttl=min(seconds, _UNTIL_PUBLISHED), limit=seconds)
+        this = Attempt(at_first, plan.server, call, key, call.identity.token(seconds), now())
+        try:
+            if isinstance(plan.when_busy, BufferOne):
+                next_step = self._number(this, plan.server, cover)
+            else:
+                next_step = self._take(this, plan.server)
+        except TROUBLE as error:
+            instead = this.down(error)
+            return self._publish() if instead is CARRIED_ON else instead
+        except BaseException:
+            this.abandon()
+            raise
+        return next_step()
+
+    def default_policy(self) -> Policy:
+        """Who comes next gets the one that is there."""
+        return self._one_that_is_there
+
+    def put_back(self, server: Server, key: str, wish: PutBack) -> Any:  # noqa: ARG002 - it is in no queue yet
+        """There is nothing to put back yet: a `retry()` that was configured for all is for those that run.
+
+        Raises:
+            OnlyOneError: where it is not about a key that is taken.
+        """
+        if not isinstance(wish.error, AlreadyRunning):
+            raise wish.error
+        return self._one_that_is_there(wish.error)
+
+    def _one_that_is_there(self, error: AlreadyRunning) -> Any:
+        """Its result; what holds the key without being a task has none to give, and the worker will meet it, too."""
+        return self._publish() if error.task_id is None else self._task.AsyncResult(error.task_id)
+
+    def _is_published_in_every_case(self) -> bool:
+        if any(self._options.get(each) for each in _CARRIED) or self.app.conf.task_always_eager:
+            return True
+        return not isinstance(self._args or (), (list, tuple))  # which Celery refuses
+
+    def _publish(self, header: Header | None = None) -> Any:
+        if header is None:
+            return self._apply_async(self._args, self._kwargs, **self._options)
+        headers = {**(self._options.get("headers") or {}), **header.as_headers()}
+        return self._apply_async(self._args, self._kwargs, **{**self._options, "task_id": self.id, "headers": headers})
+
+    def _as_sent(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """The arguments as the worker will see them, for a task with pydantic's models."""
+        args, kwargs = self._args, self._kwargs
+        dump = getattr(self._task, "_dump_pydantic_arguments", None)
+        if dump is not None and self._options.get("serializer") != "pickle":
+            args, kwargs = dump(args, kwargs)
+        return tuple(args or ()), kwargs or {}
+
+    def _take(self, this: Attempt, server: Server) -> Callable[[], Any]:
+        """Take the key; returns what is to be done then."""
+        found = take(server.client, server.dialect, this.key, this.token, expiry_in(this.plan.ttl))
+        if found is not None and this.plan.takeover and is_dead(found):
+            found = drive(server.client, take_over(this.key, found, this.token, this.plan.ttl))
+        if found is None:
+            return partial(self._queue_first, this, server)
+        return partial(busy, this.plan, server, this.call, this.key, found)
+
+    def _queue_first(self, this: Attempt, server: Server) -> Any:
+        try:
+            result = self._publish(Header(0, key=this.key, token=this.token.decode()))
+        except BaseException:
+            self._give_back(this, server)
+            raise
+        if this.plan.ttl < this.plan.limit:
+            self._lengthen(this, server)
+        return result
+
+    def _give_back(self, this: Attempt, server: Server) -> None:
+        try:
+            give_back(server.client, server.dialect, this.key, this.token)
+        except TROUBLE as error:
+            logger.debug("%s could not be released, and will be in the background: %s", this.key, error)
+            this.adrift(settled=True)
+
+    def _lengthen(self, this: Attempt, server: Server) -> None:
+        # It compares with the token of a task that is queued: a worker may have begun it, and have its own lease.
+        try:
+            drive(server.client, extend(this.key, this.token, round(this.plan.limit * 1000)))
+        except TROUBLE as error:
+            logger.debug("%s is queued, and may be queued again in %g s: %s", this.key, _UNTIL_PUBLISHED, error)
+        except BaseException:
+            server.drop_connections()
+            raise
+
+    def _number(self, this: Attempt, server: Server, cover: Cover) -> Callable[[], Any]:
+        """Number the trigger, as `buffer_one` does it; returns what is to be done then."""
+        try:
+            digest = cover.digest(*self._as_sent())
+        except OnlyOneError:
+            digest = ""  # its arguments cannot be compared
+        found = buffer.arrive_anew(server, this.key, self.app, self.id, digest, this.plan.queue_timeout)
+        if isinstance(found, int):
+            return partial(self._queue_newest, this, server, found)
+        return partial(self._get_newest, this, found)
+
+    def _queue_newest(self, this: Attempt, server: Server, trigger: int) -> Any:
+        result = self._publish(Header(0, key=this.key, trigger=trigger))
+        try:
+            buffer.published(server, this.key, self.app, trigger)
+        except TROUBLE as error:
+            logger.debug("%s is queued, and may be queued again: %s", this.key, error)
+        return result
+
+    def _get_newest(self, this: Attempt, task_id: str) -> Any:
+        if wanted(Busy):
+            emit(Busy(this.key, this.name, b""))
+        return self._task.AsyncResult(task_id)
