@@ -35,9 +35,19 @@ if TYPE_CHECKING:
     Busy_co = TypeVar("Busy_co", covariant=True)
     Down_co = TypeVar("Down_co", covariant=True)
 
+    class CeleryTask(Protocol):
+        """A task, which stays what it is: what its policies return comes to its results."""
+
+        def apply_async(self, *args: Any, **kwargs: Any) -> Any:
+            """See Celery."""
+
+    AnyTask = TypeVar("AnyTask", bound=CeleryTask)
+
     class Decorator(Protocol[Busy_co, Down_co]):
         """What `only_one(...)` gives: the function's type, with what the policies return beside its result."""
 
+        @overload
+        def __call__(self, task: AnyTask, /) -> AnyTask: ...
         @overload
         def __call__(
             self, function: Callable[P, Coroutine[Any, Any, R]], /
@@ -49,6 +59,21 @@ if TYPE_CHECKING:
 DEFAULT_KEY = "{name}:{md5}"
 
 
+@overload
+def only_one(
+    task: AnyTask,
+    /,
+    timeout: Seconds | Unset | None = ...,
+    *,
+    key: str | Callable[..., str] = ...,
+    lease: Seconds | Unset | None = ...,
+    at_least: Seconds = ...,
+    when_busy: Callable[[AlreadyRunning], object] = ...,
+    when_lost: Callable[[LockLost], object] = ...,
+    when_down: Callable[[LockUnavailable], object] = ...,
+    takeover: bool = ...,
+    redis: Source | None = ...,
+) -> AnyTask: ...
 @overload
 def only_one(
     function: Callable[P, Coroutine[Any, Any, R]],

@@ -16,6 +16,10 @@ ROOT = Path(only_one.__file__).parent
 ORDER = [
     "only_one",
     "only_one.decorator",
+    "only_one.__main__",
+    "only_one.tasks.command",
+    "only_one.cli",
+    "only_one.inspection",
     "only_one.tasks.queue_cover",
     "only_one.covering",
     "only_one.tasks.running",

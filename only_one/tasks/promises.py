@@ -42,6 +42,11 @@ def made_already(found: Any) -> Task | None:
     return None
 
 
+def task_behind(found: Any) -> Any:
+    """The task, which is made if it was not yet."""
+    return found if issubclass(type(found), Task) else found._get_current_object()  # noqa: SLF001 - as above
+
+
 def promise_behind(proxy: Any) -> Promise | None:
     """What a proxy of a task will make it of; None where that cannot be seen, or it is made already."""
     try:

@@ -17,6 +17,7 @@ from redis.exceptions import RedisClusterException, RedisError
 from redis.retry import Retry
 
 from only_one import LockUnavailable, configure, only_one, skip
+from only_one.inspection import held, release_key
 from only_one.testing import RedisServer, redis_server
 from tests.faults.programs import SLACK, Holder, Running, RunningAsync
 from tests.proxy import LIMIT, eventually
@@ -434,3 +435,15 @@ def knows(node: Node, replica: Node) -> bool:
     """Whether a node says that a replica is there, to take over."""
     slots = node.client.execute_command("CLUSTER SLOTS")
     return replica.server.port in {port for _, _, *nodes in slots for _, port, *_ in nodes}
+
+
+def test_all_nodes_are_looked_at(cluster: Cluster, names: list[str], prefix: str) -> None:
+    client = cluster.connect()
+    keys = {f"{prefix}{name}" for name in names}
+    for key in keys:
+        client.set(key, "x", px=60_000)
+
+    assert {each.key for each in held()} == keys
+    assert all(release_key(key, "x") for key in keys)
+    assert not list(held())
+    client.close()

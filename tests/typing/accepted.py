@@ -329,3 +329,26 @@ def hooks() -> None:
     """What ends a subscription."""
     assert_type(subscribe(hook), Callable[[], None])
     subscribe(anything)()
+
+
+# --- a task stays a task ------------------------------------------------------------------------------------------
+
+
+class FeedTask:
+    """What has the shape of a Celery task, which has no types of its own."""
+
+    def __call__(self, url: str) -> int:
+        """Run it here."""
+        return len(url)
+
+    def apply_async(self, args: tuple[str, ...], countdown: float = 0) -> str:
+        """Queue it."""
+        return str((args, countdown))
+
+
+def tasks(feed: FeedTask, unknown: Any) -> None:
+    """Covered from queued to finished."""
+    assert_type(only_one("k")(feed), FeedTask)
+    assert_type(only_one(timeout=5, when_busy=fail)(feed), FeedTask)
+    assert_type(only_one(feed, key="k", timeout=5), FeedTask)
+    assert_type(only_one("k")(unknown).delay(1), Any)

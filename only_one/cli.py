@@ -1,0 +1,194 @@
+"""The keys that are held, from the command line: `python -m only_one list`, or `celery -A proj only-one list`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from .errors import OnlyOneError
+from .holder import printable
+from .inspection import Held, Place, held_in, place_of, read, release_in
+from .settings import check_prefix
+
+_COLUMNS = ("key", "state", "task", "id", "host", "pid", "since", "free_by", "process")
+
+
+def main(arguments: Sequence[str] | None = None, *, program: str = "python -m only_one", app: Any = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: what stands after the program's name; by default those of this process.
+        program: the program's name, as the help shows it.
+        app: the Celery app whose settings hold, too.
+
+    Returns:
+        The exit status: 0 if all was done, 1 if something was not freed or not found, 2 for wrong use and trouble.
+    """
+    given = _parser(program).parse_args(arguments)
+    try:
+        place = place_of(given.redis, app)
+        if given.prefix is not None:
+            check_prefix(given.prefix)
+            place = place._replace(prefix=given.prefix)
+        status: int = given.command(place, given)
+    except (OnlyOneError, RedisError, OSError) as error:
+        print(f"{program}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(program, description="Look at the keys that only_one holds, and free them.")
+    parser.add_argument("--redis", metavar="URL", help="the server, if it is another than the configured one")
+    parser.add_argument("--prefix", help="what the keys begin with, if it is not what is configured")
+    commands = parser.add_subparsers(required=True, metavar="list|show|release")
+
+    listing = commands.add_parser("list", help="the keys that are held, and by whom")
+    listing.add_argument(
+        "--match", default="*", metavar="PATTERN", help="a pattern of keys without the prefix: *, ?, [abc]"
+    )
+    listing.add_argument("--json", action="store_true", help="one line of JSON for each key")
+    listing.set_defaults(command=_list)
+
+    showing = commands.add_parser("show", help="all that is known of a key")
+    showing.add_argument("key", help="the key, with or without the prefix")
+    showing.add_argument("--json", action="store_true", help="one line of JSON")
+    showing.set_defaults(command=_show)
+
+    releasing = commands.add_parser("release", help="free keys; the runs that hold them go on, and learn it")
+    releasing.add_argument("keys", nargs="*", metavar="key", help="a key, with or without the prefix")
+    releasing.add_argument("--force", action="store_true", help="also where the holder is not known to be dead")
+    releasing.add_argument(
+        "--dead", action="store_true", help="all keys whose holder is certainly dead, seen from here"
+    )
+    releasing.add_argument("--match", default="*", metavar="PATTERN", help="with --dead: only keys of this pattern")
+    releasing.set_defaults(command=_release)
+    return parser
+
+
+def _list(place: Place, given: argparse.Namespace) -> int:
+    found = sorted(held_in(place, given.match))
+    if given.json:
+        for each in found:
+            print(json.dumps(_facts(each)))
+        return 0
+    rows = [[_cell(_facts(each)[name]) for name in _COLUMNS] for each in found]
+    if sys.stdout.isatty():
+        _print_table([[name.replace("_", " ") for name in _COLUMNS], *rows])
+    else:
+        for row in rows:
+            print("\t".join(row))
+    return 0
+
+
+def _show(place: Place, given: argparse.Namespace) -> int:
+    found = _find(place, given.key)
+    if found is None:
+        print(f"{printable(given.key)} is free", file=sys.stderr)
+        return 1
+    if given.json:
+        print(json.dumps(_facts(found)))
+    else:
+        for name, value in _facts(found).items():
+            print(f"{name.replace('_', ' ') + ':':<12} {_cell(value)}")
+    return 0
+
+
+def _release(place: Place, given: argparse.Namespace) -> int:
+    if given.dead == bool(given.keys):
+        print("write the keys that are to be freed, or --dead for all whose holder is dead", file=sys.stderr)
+        return 2
+    if given.dead:
+        return _free(place, [each for each in held_in(place, given.match) if each.process == "dead"])
+    status = 0
+    for key in given.keys:
+        found = _find(place, key)
+        reason = "it is free" if found is None else _why_not(found, force=given.force)
+        if found is None or reason is not None:
+            print(f"{printable(key)} was not freed: {reason}", file=sys.stderr)
+            status = 1
+        else:
+            status = max(status, _free(place, [found]))
+    return status
+
+
+def _why_not(found: Held, *, force: bool) -> str | None:
+    """Why a key is not freed."""
+    if not found.value:
+        return "it holds a value of another type, which cannot be compared; redis-cli deletes it"
+    if force:
+        return None
+    if found.holder is None:
+        return f"it is not a key of only_one, but holds {_cell(_value(found))}; --force frees it all the same"
+    if found.process in ("alive", "unknown"):
+        known = "alive" if found.process == "alive" else "not known to be dead"
+        return f"{found.holder} is {known}; --force frees it all the same"
+    return None
+
+
+def _free(place: Place, found: Iterable[Held]) -> int:
+    status = 0
+    for each in found:
+        if release_in(place, each.key, each.value):
+            print(f"{printable(each.key)} was freed, held by {each.holder or _cell(_value(each))}")
+        else:
+            print(f"{printable(each.key)} was not freed: it has another holder now, or none", file=sys.stderr)
+            status = 1
+    return status
+
+
+def _find(place: Place, key: str) -> Held | None:
+    """A key as it is in Redis, or without its prefix."""
+    found = read(place, place.prefix + key)
+    return found or (read(place, key) if key.startswith(place.prefix) else None)
+
+
+def _facts(found: Held) -> dict[str, Any]:
+    """What is known of a key, with None for what is not; a key that is renewed is free when its run ends."""
+    holder = found.holder
+    ends_with_run = holder is not None and holder.state == "running" and holder.deadline is None
+    return {
+        "key": found.key,
+        "state": holder.state if holder else "foreign",
+        "task": holder.name if holder else None,
+        "id": holder.task_id if holder else None,
+        "host": holder.host if holder else None,
+        "pid": holder.pid if holder else None,
+        "since": _time(holder.since) if holder else None,
+        "free_by": None if ends_with_run or found.expires_in is None else _time(time.time() + found.expires_in),
+        "process": found.process,
+        "attempt": holder.attempt if holder else None,
+        "expires_in": found.expires_in,
+        "value": _value(found),
+    }
+
+
+def _value(found: Held) -> str:
+    return found.value.decode(errors="backslashreplace") if found.value else "a value of another type"
+
+
+def _time(moment: float) -> str:
+    """In this machine's time, to the second, with what it differs from UTC."""
+    return datetime.fromtimestamp(moment, timezone.utc).astimezone().isoformat(timespec="seconds")
+
+
+_LONGEST_CELL = 200
+
+
+def _cell(value: Any) -> str:
+    """As a terminal may be given it: anybody can write anything under our keys."""
+    text = "-" if value is None else printable(str(value))
+    return text if len(text) <= _LONGEST_CELL else text[: _LONGEST_CELL - 1] + "…"
+
+
+def _print_table(rows: list[list[str]]) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,288 @@
+"""The commands, in the process of the test where that will do, as a program, and as a plugin of the celery command."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from only_one import configure, current_lock, only_one
+from only_one.cli import main
+from only_one.holder import Identity
+from tests.proxy import eventually
+
+Busy = Callable[..., AbstractContextManager[None]]
+Out = pytest.CaptureFixture[str]
+
+pytestmark = pytest.mark.usefixtures("redis")
+
+
+def hold(url: str, prefix: str, key: str) -> None:
+    """Hold a key until the process is killed."""
+    with configure(redis=url, prefix=prefix):
+        only_one(signal.pause, key=key, timeout=600)()
+
+
+@pytest.fixture
+def dead(redis: Redis, redis_url: str, prefix: str) -> str:
+    """A key whose holder was killed."""
+    child = multiprocessing.get_context("spawn").Process(target=hold, args=(redis_url, prefix, "dead"))
+    child.start()
+    assert eventually(lambda: redis.exists(f"{prefix}dead") == 1)
+    os.kill(child.pid or 0, signal.SIGKILL)
+    child.join()
+    return f"{prefix}dead"
+
+
+def queued(redis: Redis, key: str, name: str = "t") -> str:
+    redis.set(key, Identity(name, "the-id", 0, "queued").token(3600), px=60_000)
+    return key
+
+
+def rows(out: Out) -> list[list[str]]:
+    return [line.split("\t") for line in out.readouterr().out.splitlines()]
+
+
+def test_a_list_is_plain_rows_in_a_pipe(redis: Redis, prefix: str, busy: Busy, dead: str, capsys: Out) -> None:
+    queued(redis, f"{prefix}queued")
+    with busy("alive"):
+        assert main(["list"]) == 0
+
+    found = {row[0]: row[1:] for row in rows(capsys)}
+    assert found.keys() == {dead, f"{prefix}alive", f"{prefix}queued"}
+    assert found[f"{prefix}alive"][0] == "running"
+    assert found[f"{prefix}alive"][-1] == "alive"
+    assert found[dead][0] == "running"
+    assert found[dead][-1] == "dead"
+    state, task, task_id, _, pid, since, free_by, process = found[f"{prefix}queued"]
+    assert (state, task, task_id, pid, process) == ("queued", "t", "the-id", str(os.getpid()), "-")
+    assert abs(datetime.fromisoformat(since) - datetime.now(timezone.utc)) < timedelta(seconds=30)
+    assert abs(datetime.fromisoformat(free_by) - datetime.now(timezone.utc)) < timedelta(seconds=90)
+
+
+def test_a_list_of_a_pattern(redis: Redis, prefix: str, capsys: Out) -> None:
+    queued(redis, f"{prefix}a:1")
+    queued(redis, f"{prefix}b:1")
+
+    main(["list", "--match", "b:*"])
+
+    assert [row[0] for row in rows(capsys)] == [f"{prefix}b:1"]
+
+
+def test_nothing_is_held(capsys: Out) -> None:
+    assert main(["list"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_list_in_json(redis: Redis, prefix: str, busy: Busy, capsys: Out) -> None:
+    queued(redis, f"{prefix}a")
+    redis.set(f"{prefix}\x1b[31m", b"\xff\x1b", px=5000)
+    with busy("b"):
+        assert main(["list", "--json"]) == 0
+
+    found = {each["key"]: each for each in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert {name: found[f"{prefix}a"][name] for name in ("state", "id", "attempt", "process")} == {
+        "state": "queued",
+        "id": "the-id",
+        "attempt": 0,
+        "process": None,
+    }
+    assert 50 < found[f"{prefix}a"]["expires_in"] <= 60
+    assert found[f"{prefix}b"]["free_by"] is None  # it is renewed for as long as it runs
+    assert found[f"{prefix}b"]["process"] == "alive"
+    assert found[f"{prefix}\x1b[31m"]["state"] == "foreign"
+    assert len({tuple(each) for each in found.values()}) == 1, "all have the same names"
+
+
+@pytest.mark.parametrize(
+    "command", [["list"], ["show", "\x1b[2J"], ["release", "\x1b[2J"], ["release", "--force", "\x1b[2J"]]
+)
+def test_foreign_values_are_shown_escaped(redis: Redis, prefix: str, command: list[str], capsys: Out) -> None:
+    redis.set(f"{prefix}\x1b[2J", b"\x1b]0;owned\x07\xff\n" + b"x" * 10_000)
+
+    main(command)
+
+    shown = capsys.readouterr()
+    assert "\\x1b[2J" in shown.out + shown.err
+    assert not {"\x1b", "\x07", "\ufffd"} & set(shown.out + shown.err)
+    assert max(map(len, (shown.out + shown.err).splitlines())) < 700
+
+
+def test_a_table_on_a_terminal(redis: Redis, redis_url: str, prefix: str) -> None:
+    queued(redis, f"{prefix}a", "a task")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "only_one", "--redis", redis_url, "--prefix", prefix, "list"]
+    subprocess.run(command, stdout=theirs, check=True)
+    os.close(theirs)
+    shown = os.read(ours, 10_000).decode().splitlines()
+    os.close(ours)
+
+    heads, row = shown
+    for head, cell in [("key", prefix), ("state", "queued"), ("task", "a task"), ("id", "the-id"), ("process", "-")]:
+        assert row[heads.index(head) :].startswith(cell)
+    assert "free by" in heads
+
+
+def test_show(redis: Redis, prefix: str, capsys: Out) -> None:
+    queued(redis, f"{prefix}a")
+
+    assert main(["show", "a"]) == 0
+    short = capsys.readouterr().out
+    assert main(["show", f"{prefix}a"]) == 0
+    assert short.splitlines()[:4] == capsys.readouterr().out.splitlines()[:4]
+    assert "the-id" in short
+    assert main(["show", "--json", "a"]) == 0
+    assert json.loads(capsys.readouterr().out)["id"] == "the-id"
+
+
+def test_show_a_key_that_is_free(capsys: Out) -> None:
+    assert main(["show", "nothing\x1b"]) == 1
+    assert capsys.readouterr() == ("", "nothing\\x1b is free\n")
+
+
+def test_a_living_holder_is_not_freed_without_force(redis: Redis, prefix: str, capsys: Out) -> None:
+    held: list[Any] = []
+
+    @only_one("k")
+    def run() -> None:
+        held.append(main(["release", "k"]))
+        held.append(current_lock().is_held and redis.exists(f"{prefix}k"))
+        held.append(main(["release", "k", "--force"]))
+        held.append(redis.exists(f"{prefix}k"))
+
+    run()
+
+    shown = capsys.readouterr()
+    assert held == [1, 1, 0, 0]
+    assert f"pid {os.getpid()}" in shown.err
+    assert "is alive; --force frees it" in shown.err
+    assert f"{prefix}k was freed, held by" in shown.out
+
+
+def test_a_holder_of_another_machine_is_not_freed_without_force(redis: Redis, prefix: str, capsys: Out) -> None:
+    redis.set(f"{prefix}k", Identity("f").token(None).replace(b'"machine":"', b'"machine":"elsewhere'))
+
+    assert main(["release", "k"]) == 1
+    assert "not known to be dead" in capsys.readouterr().err
+    assert main(["release", "--dead"]) == 0
+    assert redis.exists(f"{prefix}k")
+
+
+def test_a_dead_holder_and_a_queued_task_are_freed_by_name(redis: Redis, prefix: str, dead: str, capsys: Out) -> None:
+    queued(redis, f"{prefix}queued")
+
+    assert main(["release", "queued", dead, "nothing"]) == 1
+
+    shown = capsys.readouterr()
+    assert not redis.exists(f"{prefix}queued", dead)
+    assert f"{prefix}queued was freed, held by t (task the-id), pid {os.getpid()}" in shown.out
+    assert f"{dead} was freed" in shown.out
+    assert "nothing was not freed: it is free" in shown.err
+
+
+def test_all_that_are_dead_are_freed_and_no_other(
+    redis: Redis, prefix: str, busy: Busy, dead: str, capsys: Out
+) -> None:
+    queued(redis, f"{prefix}queued")
+    redis.set(f"{prefix}foreign", "x")
+    with busy("alive"):
+        assert main(["release", "--dead", "--match", "a*"]) == 0
+        assert redis.exists(dead)
+        assert main(["release", "--dead"]) == 0
+        assert redis.exists(f"{prefix}alive", f"{prefix}queued", f"{prefix}foreign") == 3
+
+    assert not redis.exists(dead)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{dead} was freed, held by")
+
+
+def test_what_is_not_ours_is_freed_by_force_only(redis: Redis, prefix: str, capsys: Out) -> None:
+    redis.set(f"{prefix}k", "x")
+
+    assert main(["release", "k"]) == 1
+    assert "not a key of only_one" in capsys.readouterr().err
+    assert main(["release", "--force", "k"]) == 0
+    assert not redis.exists(f"{prefix}k")
+
+
+def test_a_value_of_another_type_is_left_alone(redis: Redis, prefix: str, capsys: Out) -> None:
+    redis.lpush(f"{prefix}k", "x")
+
+    assert main(["release", "--force", "k"]) == 1
+    assert "redis-cli deletes it" in capsys.readouterr().err
+    assert redis.exists(f"{prefix}k")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["release"], "--dead"),
+        (["release", "--dead", "k"], "--dead"),
+        (["--redis", "nowhere", "list"], "write redis://"),
+        (["--redis", "redis://127.0.0.1:1/0", "list"], "refused"),
+        (["--prefix", "{a}", "list"], "without braces"),
+    ],
+)
+def test_wrong_use_is_told(arguments: list[str], words: str, capsys: Out) -> None:
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["free"], ["show"], ["list", "--forever"]])
+def test_wrong_arguments_are_told(arguments: list[str], capsys: Out) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+
+    assert ended.value.code == 2
+    assert "usage: python -m only_one" in capsys.readouterr().err
+
+
+APP = """
+from celery import Celery
+app = Celery("cli_app", broker="{url}")
+app.conf.only_one_prefix = "{prefix}"
+"""
+
+
+def celery(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "celery", "-A", "cli_app", "only-one", *arguments]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+
+
+def test_the_celery_command_has_the_settings_of_its_app(
+    redis: Redis, redis_url: str, prefix: str, tmp_path: Path
+) -> None:
+    (tmp_path / "cli_app.py").write_text(APP.format(url=redis_url, prefix=prefix))
+    queued(redis, f"{prefix}a")
+
+    listed = celery(tmp_path, "list")
+    shown = celery(tmp_path, "show", "a", "--json")
+    freed = celery(tmp_path, "release", "a", "b")
+
+    assert listed.stdout.split("\t")[:2] == [f"{prefix}a", "queued"], listed.stderr
+    assert json.loads(shown.stdout)["id"] == "the-id"
+    assert (freed.returncode, freed.stdout[: len(prefix) + 11]) == (1, f"{prefix}a was freed")
+    assert not redis.exists(f"{prefix}a")
+    assert "usage: celery only-one" in celery(tmp_path, "--help").stdout
+
+
+def test_the_program_needs_no_celery(redis: Redis, redis_url: str, prefix: str) -> None:
+    queued(redis, f"{prefix}a")
+    program = "import sys; sys.modules['celery'] = None; from only_one.cli import main; sys.exit(main())"
+    environment = {**os.environ, "ONLY_ONE_REDIS_URL": redis_url}
+    command = [sys.executable, "-c", program, "--prefix", prefix, "list"]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    assert (ran.returncode, ran.stdout.split("\t")[0]) == (0, f"{prefix}a"), ran.stderr
