@@ -93,14 +93,21 @@ class Witness:
 class Machine:
     """Where a worker runs, which is started again when it is killed."""
 
-    def __init__(self, name: str, inside: Sequence[str], environment: dict[str, str], log: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        inside: Sequence[str],
+        environment: dict[str, str],
+        log: Path,
+        app: str = "benchmarks.kills_app",
+    ) -> None:
         self.name = name
-        self._inside, self._environment, self._log = inside, environment, log
+        self._inside, self._environment, self._log, self._app = inside, environment, log, app
         self._worker: Guarded | None = None
 
     def start(self) -> None:
         """Start the worker, and wait until it is ready."""
-        celery = [sys.executable, "-m", "celery", "-A", "benchmarks.kills_app", "worker", "-P", "prefork"]
+        celery = [sys.executable, "-m", "celery", "-A", self._app, "worker", "-P", "prefork"]
         quiet = ["--without-gossip", "--without-mingle", "-l", "INFO", "-c", str(CHILDREN), "-n", f"{self.name}@%h"]
         with self._log.open("ab") as log:
             ready_before = self._ready()
