@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import celery
+from celery import shared_task
 
 from only_one import only_one
 from tests.live.crew import note, wait_at
 
-shared_task: Any = celery.shared_task  # which has no types
-
 
 @only_one("{name}:{order}")
-@shared_task
+@shared_task  # type: ignore[untyped-decorator]
 def ship(order: int, gate: str) -> str:
     """Wait until the test lets it end."""
     note("begun", order)
