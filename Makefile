@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: demo test lint types suite matrix benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-kills clean
+.PHONY: demo test lint types suite matrix benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-kills benchmark-queue benchmark-queue-kills clean
 
 demo: .venv/demo.stamp
 	@$(BIN)/python -m examples.feeds $(ARGS)
@@ -44,6 +44,13 @@ benchmark-leases: .venv/dev.stamp
 
 benchmark-kills: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.kills $(ARGS)
+
+benchmark-queue: .venv/dev.stamp
+	$(BIN)/pip install --quiet celery-singleton==0.3.1 celery-once==3.0.1 celery-heimdall==1.0.1
+	$(BIN)/python -m benchmarks.queueing $(ARGS)
+
+benchmark-queue-kills: .venv/dev.stamp
+	$(BIN)/python -m benchmarks.queue_kills $(ARGS)
 
 .venv/%.stamp: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv

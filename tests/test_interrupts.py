@@ -212,6 +212,7 @@ def test_a_run_that_is_interrupted(redis: Any, key: str, kind: type[AtLine], tim
     check_every_place(kind, lambda: covered, check)
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="tracing does not show every instruction there")
 def test_a_first_run_that_is_interrupted(redis: Any, key: str) -> None:
     """Not at every line: tracing can raise between the end of a `with` block and its exit, and no signal can."""
 

@@ -103,11 +103,13 @@ _POSITIONS = ("task_id", "producer", "link", "link_error", "shadow")
 
 
 def _covered(task: Task, cover: Cover) -> Callable[..., Any]:
-    apply_async = task.apply_async
+    set_on_the_task = vars(task).get("apply_async")
 
-    @functools.wraps(apply_async)
+    @functools.wraps(task.apply_async)
     def covered(args: Any = None, kwargs: Any = None, *others: Any, **options: Any) -> Any:
         given = {**dict(zip(_POSITIONS, others, strict=False)), **options}
+        # What has been put in the place of its class's since, as by instrumentation, is called, too.
+        apply_async = set_on_the_task or functools.partial(type(task).apply_async, task)
         return Publication(task, apply_async, args, kwargs, given).queue(cover)
 
     return covered

@@ -64,7 +64,7 @@ class Publication(TaskCall):
             return self._publish()
         call = Call(self._task.name, Identity(self._task.name, self.id, 0, "queued"), app=self.app, task=self)
         plan = cover.plan_for(call)
-        delay = self._options.get("eta") or self._options.get("countdown")
+        delay = self._options.get("countdown") or self._options.get("eta")
         expires = self._options.get("expires", self._task.expires)
         seconds = waits_for(self.app, plan.queue_timeout, expires, delay)
         if plan.server is None or seconds <= 0:  # the worker says that it has expired
