@@ -180,7 +180,7 @@ def only_one(
         KeyTemplateError: for a key that could not work.
         ConfigurationError: for an option that could not work, or something that cannot be covered.
     """
-    as_key = isinstance(function_or_key, str)
+    as_key = issubclass(type(function_or_key), str)  # `isinstance` would make a lazy task
     if as_key and key is not UNSET:
         msg = f"two keys are given, {function_or_key!r} and key={key!r}: write one of them"
         raise ConfigurationError(msg)

@@ -29,6 +29,13 @@ _DEAD_WITHIN = 10.0
 
 _LOOKS_EVERY = 0.02
 
+_at_work = threading.Lock()
+"""Held while a thread of ours does something: the pool does not fork then, as its new child would inherit whatever lock
+of Python, Celery or redis-py the thread has, and nobody to let it go."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_at_work.acquire, after_in_parent=_at_work.release, after_in_child=_at_work.release)
+
 
 def _on_failure(sender: Any, task_id: str, exception: Any, args: Any = (), kwargs: Any = None, **_: Any) -> None:
     if isinstance(exception, (TimeLimitExceeded, WorkerLostError)):
@@ -49,28 +56,37 @@ def _watch(task: Any, task_id: str, args: Any, kwargs: Any, key: str | None = No
 
 def _release(task: Any, cover: Cover, task_id: str, args: Any, kwargs: Any, key: str | None) -> None:
     try:
-        call = call_from_outside(task, cover)
-        plan = cover.plan_for(call)
-        if plan.server is not None and plan.takeover:
-            _release_when_dead(plan.server, key or key_from_outside(task, cover, call, args, kwargs), task_id)
+        with _at_work:
+            call = call_from_outside(task, cover)
+            plan = cover.plan_for(call)
+            key = key or key_from_outside(task, cover, call, args, kwargs)
+        if plan.server is not None:
+            _release_when_dead(plan.server, key, task_id, takeover=plan.takeover)
     except Exception as error:  # noqa: BLE001 - there is nobody to raise it to, and the key expires by itself
         logger.debug("the key of %s[%s] could not be given back: %s", task.name, task_id, error)
 
 
-def _release_when_dead(server: Server, key: str, task_id: str) -> None:
+def _release_when_dead(server: Server, key: str, task_id: str, *, takeover: bool) -> None:
     until = now() + _DEAD_WITHIN
     while now() < until:
-        value: bytes = server.client.execute_command("GET", key, **RAW) or b""
-        holder = Holder.parse(value)
-        if holder is None or holder.task_id != task_id:
-            return
-        while not (is_queued(value) or is_dead(value) or _has_ended(holder)):
-            if now() > until:
+        with _at_work:
+            if _is_released(server, key, task_id, takeover=takeover):
                 return
-            time.sleep(_LOOKS_EVERY)
-        # A task that is queued may just have begun: then it is its process that is waited for.
-        if give_back(server.client, server.dialect, key, value).fate == "held":
-            return
+        time.sleep(_LOOKS_EVERY)
+
+
+def _is_released(server: Server, key: str, task_id: str, *, takeover: bool) -> bool:
+    """Whether there is no more to do: the key was given back as its process is dead, or never began, or is not its."""
+    value: bytes = server.client.execute_command("GET", key, **RAW) or b""
+    holder = Holder.parse(value)
+    if holder is None or holder.task_id != task_id:
+        return True
+    if not is_queued(value) and not takeover:
+        return True
+    if not (is_queued(value) or is_dead(value) or _has_ended(holder)):
+        return False
+    # A task that is queued may just have begun: then it is its process that is waited for.
+    return give_back(server.client, server.dialect, key, value).fate == "held"
 
 
 def _has_ended(holder: Holder) -> bool:

@@ -1,0 +1,26 @@
+"""The tasks of examples/singleton, which take until the test lets them go on."""
+
+from __future__ import annotations
+
+import os
+
+from celery import current_task
+
+from examples.singleton import configured, tasks, work
+from tests.live.crew import wait_at
+from tests.live.workers import note
+
+app = tasks.app
+strict = configured.app
+
+
+def take(seconds: float) -> None:  # noqa: ARG001 - nothing here depends on how long anything takes
+    """Write down the begin and the end, and wait in between."""
+    task_id = current_task.request.id
+    note("begin", task_id)
+    wait_at(task_id)
+    note("end", task_id)
+
+
+if "LIVE_URL" in os.environ:  # in a worker
+    work.take = take

@@ -1,0 +1,621 @@
+"""Covered from queued to finished, by a real worker of several processes: what runs, and when the key is free.
+
+Keys have a `timeout` of ten minutes and a `queue_timeout` of an hour, so no expiry explains that one is free.
+What is to stay queued is sent to a queue that the worker does not know, and moved to the one that it does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery import chain, chord, group
+from celery.exceptions import ChordError, TaskRevokedError
+
+from only_one import AlreadyRunning, configure, only_one
+from only_one.holder import Holder
+from tests.live import queue_app as live
+from tests.live.workers import LIMIT, PREFIX, World, world
+from tests.proxy import eventually
+
+AT_ONCE = 3.0
+"""Seconds within which something happens at once, on a machine that has other things to do too."""
+
+CELERY_LOOKS_EVERY = 5.0
+"""Seconds after which a worker notices that a child is gone, at the latest."""
+
+END = Callable[["Scene"], Any]
+
+
+class Scene:
+    """A gate of a test's own, which is its key too, and a queue of its own."""
+
+    def __init__(self, place: World) -> None:
+        self.place = place
+        self.gate = f"gate-{uuid4().hex}"
+        self.queue = f"queue-{self.gate}"
+
+    def queued(self, queue: str = "celery") -> int:
+        """How many messages are in a queue."""
+        return int(self.place.client.llen(queue))
+
+    def consume(self) -> None:
+        """Have the worker take what is in this test's queue."""
+        while self.place.client.lmove(self.queue, "celery", "RIGHT", "LEFT"):
+            pass
+
+    def go_on_consuming(self) -> None:
+        """The same, and what is put back there, too; it takes the worker up to a second to begin."""
+        live.app.control.add_consumer(self.queue)
+
+    def open(self) -> None:
+        """Let a run pass."""
+        self.place.client.rpush(f"gate:{self.gate}", 1)
+
+    def holder(self) -> Holder | None:
+        """Who has the key."""
+        value = self.place.client.get(PREFIX + self.gate)
+        return None if value is None else Holder.parse(value)
+
+    def keys(self) -> list[str]:
+        """What is left of this test: its keys, and what stands beside them and does not expire."""
+        names = [name.decode() for name in self.place.client.scan_iter(f"*{PREFIX}{self.gate}*")]
+        return [name for name in names if name.startswith(PREFIX) or self.place.client.ttl(name) == -1]
+
+    def is_free(self, limit: float = AT_ONCE) -> bool:
+        """Whether the key is free, or comes to be."""
+        return eventually(lambda: not self.place.is_held(self.gate), limit)
+
+    def begun(self, times: int = 1) -> None:
+        self.place.wait_for("begin", self.gate, times)
+
+    def runs(self) -> list[str]:
+        """What has run, none beside another."""
+        begins, ends = self.place.notes("begin", self.gate), self.place.notes("end", self.gate)
+        assert len(begins) == len(ends)
+        assert all(end.at <= begin.at for end, begin in zip(ends, begins[1:], strict=False)), "beside each other"
+        return [each.rest[0] for each in begins]
+
+    def gaps(self) -> int:
+        """How often the key was free, as the server tells it."""
+        return len([each for each in self.place.events(self.gate) if each.what in {"del", "expired"}])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with (
+        world(live.app, "tests.live.queue_app", tmp_path_factory.mktemp("queue")) as found,
+        configure(redis=found.server.url, prefix=PREFIX),
+        found.worker("-c", "4", QUEUE_TEMPLATE="new-{gate}"),
+    ):
+        yield found
+
+
+@pytest.fixture
+def scene(place: World) -> Iterator[Scene]:
+    with configure(redis=place.server.url, prefix=PREFIX):
+        found = Scene(place)
+        yield found
+        assert eventually(lambda: not found.keys(), AT_ONCE), found.keys()
+
+
+# --- queued, running, finished -----------------------------------------------------------------------------------
+
+
+def test_queued_then_running_then_free(scene: Scene) -> None:
+    answer = live.gated.apply_async((scene.gate,), queue=scene.queue)
+    holder = scene.holder()
+    assert holder is not None
+    assert (holder.state, holder.task_id, holder.pid) == ("queued", answer.id, os.getpid())
+    assert live.gated.delay(scene.gate) == answer
+    assert scene.queued(scene.queue) == 1
+    scene.consume()
+    scene.begun()
+    holder = scene.holder()
+    assert holder is not None
+    assert (holder.state, holder.task_id, holder.attempt) == ("running", answer.id, 0)
+    assert holder.pid == scene.place.notes("begin", scene.gate)[0].pid
+    assert holder.name == live.gated.name
+    assert 0 < scene.place.client.pttl(PREFIX + scene.gate) <= live.TIMEOUT * 1000
+    duplicate = live.gated.delay(scene.gate)
+    assert duplicate == answer
+    assert scene.queued() == scene.queued(scene.queue) == 0
+    scene.open()
+    assert duplicate.get(timeout=LIMIT) == "done"
+    assert scene.is_free()
+    assert scene.runs() == ["done"]
+    assert scene.gaps() == 1  # at its end, and not between queued and running
+    again = live.gated.delay(scene.gate)
+    assert again != answer
+    scene.open()
+    assert again.get(timeout=LIMIT) == "done"
+
+
+def test_a_lease_is_renewed_from_the_start_of_the_run(scene: Scene) -> None:
+    answer = live.leased.delay(scene.gate)
+    since = scene.place.wait_for("begin", scene.gate).at
+    assert scene.place.client.pttl(PREFIX + scene.gate) <= 1000
+    for number in range(1, 4):  # three renewals, a third of a second each
+        assert eventually(lambda: renewals(scene, since) >= number, LIMIT)  # noqa: B023 - called at once
+    assert live.leased.delay(scene.gate) == answer
+    scene.open()
+    key, state, name, task_id, is_here, is_held = answer.get(timeout=LIMIT)
+    assert (key, state, name, task_id) == (PREFIX + scene.gate, "running", live.leased.name, answer.id)
+    assert is_here
+    assert is_held
+    assert scene.is_free()
+
+
+def renewals(scene: Scene, since: float) -> int:
+    return len([each for each in scene.place.events(scene.gate, since) if each.what in {"expire", "set"}])
+
+
+def test_the_default_key(scene: Scene) -> None:
+    first = live.default.apply_async((scene.gate,), queue=scene.queue)
+    assert live.default.delay(gate=scene.gate, number=1) == first
+    second = live.default.apply_async((scene.gate, 2), queue=scene.queue)
+    assert scene.queued(scene.queue) == 2
+    scene.consume()
+    for number, answer in enumerate([first, second], 1):
+        found, key, state, name, task_id, *_ = answer.get(timeout=LIMIT)
+        assert (found, state, name, task_id) == (number, "running", live.default.name, answer.id)
+        assert key.startswith(f"{PREFIX}{live.default.name}:")
+
+
+@pytest.mark.parametrize("kind", ["single", "based", *(["modelled"] if live.HAS_MODELS else [])])
+def test_a_task_of_another_kind(scene: Scene, kind: str) -> None:
+    task = getattr(live, kind)
+    argument = {"gate": scene.gate} if kind == "modelled" else scene.gate
+    answer = task.apply_async((argument,), queue=scene.queue)
+    assert task.delay(argument) == answer
+    scene.consume()
+    found = answer.get(timeout=LIMIT)
+    found = found["whose"] if kind == "modelled" else found
+    assert found == [PREFIX + scene.gate, "running", task.name, answer.id, True, True]
+    assert scene.is_free()
+    assert scene.gaps() == 1
+    assert kind != "based" or len(scene.place.notes("call", scene.gate)) == 1
+
+
+def test_fail_while_it_runs(scene: Scene) -> None:
+    answer = live.failing.delay(scene.gate)
+    scene.begun()
+    with pytest.raises(AlreadyRunning) as raised:
+        live.failing.delay(scene.gate)
+    assert raised.value.task_id == answer.id
+    assert raised.value.holder is not None
+    assert raised.value.holder.state == "running"
+    scene.open()
+    assert answer.get(timeout=LIMIT) == "done"
+
+
+def test_at_least_keeps_it_after_a_success(scene: Scene) -> None:
+    answer = live.cooling.delay(scene.gate)
+    assert answer.get(timeout=LIMIT) == "done"
+    holder = scene.holder()
+    assert holder is not None
+    assert (holder.state, holder.task_id) == ("kept", answer.id)
+    live.cooling.delay(scene.gate)
+    live.cooling.delay(scene.gate)
+    assert scene.place.client.pttl(PREFIX + scene.gate) <= live.AT_LEAST * 1000
+    assert scene.is_free(live.AT_LEAST + AT_ONCE)
+    assert eventually(lambda: not scene.queued())
+    assert scene.runs() == ["done"]
+    assert live.cooling.delay(scene.gate).get(timeout=LIMIT) == "done"
+    assert scene.runs() == ["done", "done"]
+
+
+# --- buffer_one --------------------------------------------------------------------------------------------------
+
+
+def test_buffer_one_is_one_running_and_one_queued_and_the_newest_is_last(scene: Scene) -> None:
+    first = live.buffered.delay(scene.gate, 1)
+    scene.begun()
+    others = [live.buffered.delay(scene.gate, number) for number in range(2, 7)]
+    scene.open()
+    assert first.get(timeout=LIMIT) == 1
+    scene.place.wait_for("end", scene.gate, 2)
+    values = [None if each is None else each.get(timeout=LIMIT) for each in others]
+    assert scene.is_free()
+    print(values)
+    assert values[-1] == 6
+    assert scene.runs() == ["1", "6"]
+
+
+def test_buffer_one_of_what_is_queued(scene: Scene) -> None:
+    """None runs yet; whatever is published, the newest is the last one that runs."""
+    answers = [live.buffered.apply_async((scene.gate, number), queue=scene.queue) for number in range(2, 7)]
+    scene.go_on_consuming()
+    scene.place.wait_for("end", scene.gate)
+    for each in answers:
+        each.get(timeout=LIMIT)
+    runs = scene.runs()
+    assert runs[-1] == "6"
+    assert len(runs) <= 2
+    assert runs == sorted(runs)
+
+
+def test_buffer_one_of_two_that_are_the_same(scene: Scene) -> None:
+    first = live.buffered.delay(scene.gate, 1)
+    scene.begun()
+    second = live.buffered.delay(scene.gate, 1)
+    third = live.buffered.delay(scene.gate, 1)
+    scene.open()
+    assert first.get(timeout=LIMIT) == 1
+    scene.begun(2)  # the trigger that came during the run is not lost
+    scene.open()
+    assert third.get(timeout=LIMIT) == 1
+    assert second.get(timeout=LIMIT) in (1, None)
+    assert scene.runs() == ["1", "1"]
+
+
+@pytest.mark.parametrize("how", ["revoked", "expired"])
+def test_buffer_one_whose_pending_one_is_dropped_waits_for_the_next(scene: Scene, how: str) -> None:
+    """What will never run is not given to who comes next."""
+    first = live.buffered.delay(scene.gate, 1)
+    scene.begun()
+    if how == "revoked":
+        dropped = live.buffered.apply_async((scene.gate, 2), queue=scene.queue)
+        live.app.control.revoke(dropped.id, reply=True, timeout=LIMIT, limit=1)
+        scene.consume()
+    else:
+        dropped = live.buffered.apply_async((scene.gate, 2), expires=-1)
+    assert eventually(lambda: dropped.state == "REVOKED", LIMIT)
+    answers = [dropped]
+
+    def is_another() -> bool:
+        answers.append(live.buffered.delay(scene.gate, 2))
+        return bool(answers[-1] != dropped)
+
+    assert eventually(is_another, AT_ONCE)  # Celery stores the state first, and tells it then
+    scene.open()
+    assert first.get(timeout=LIMIT) == 1
+    assert answers[-1].get(timeout=LIMIT) == 2
+    assert scene.runs() == ["1", "2"]
+
+
+# --- retries -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["retry", "autoretry"])
+def test_a_retry_keeps_the_key_through_its_wait(scene: Scene, how: str) -> None:
+    task, args = (live.ends, (scene.gate, "retry")) if how == "retry" else (live.again, (scene.gate, 1))
+    answer = task.delay(*args)
+    assert eventually(lambda: answer.state == "RETRY", LIMIT)
+    holder = scene.holder()
+    assert holder is not None
+    assert holder.task_id == answer.id
+    duplicate = task.delay(*args)
+    assert duplicate == answer
+    assert duplicate.get(timeout=LIMIT) == ("last" if how == "retry" else 1)
+    assert scene.is_free()
+    assert [each.rest[0] for each in scene.place.notes("begin", scene.gate)] == ["0", "1"]
+    assert scene.gaps() == 1
+
+
+def test_a_retry_that_gives_up(scene: Scene) -> None:
+    answer = live.again.delay(scene.gate, 5)
+    with pytest.raises(live.Trouble):
+        answer.get(timeout=LIMIT)
+    assert scene.is_free()
+    assert len(scene.place.notes("begin", scene.gate)) == 3
+    assert scene.gaps() == 1
+
+
+def test_a_retry_that_waits_and_is_revoked(scene: Scene) -> None:
+    answer = live.ends.delay(scene.gate, "retry")
+    assert eventually(lambda: answer.state == "RETRY", LIMIT)
+    live.app.control.revoke(answer.id, reply=True, timeout=LIMIT, limit=1)
+    assert eventually(lambda: answer.state == "REVOKED", LIMIT)
+    assert scene.is_free()
+
+
+def test_a_retry_with_other_arguments_leaves_no_key(scene: Scene) -> None:
+    answer = live.ends.delay(scene.gate, "retry with other arguments")
+    assert answer.get(timeout=LIMIT) == "last"
+    assert eventually(lambda: not scene.keys(), AT_ONCE)
+
+
+# --- ends --------------------------------------------------------------------------------------------------------
+
+
+def ends_by(how: str, **options: Any) -> END:
+    return lambda scene: live.ends.apply_async((scene.gate, how), **options)
+
+
+def ends_late(how: str) -> END:
+    return lambda scene: live.late.delay(scene.gate, how)
+
+
+def terminated(name: str) -> END:
+    def go(scene: Scene) -> Any:
+        answer = live.ends.delay(scene.gate, "sleep")
+        scene.begun()
+        live.app.control.revoke(answer.id, terminate=True, signal=name)
+        return answer
+
+    return go
+
+
+def killed(scene: Scene) -> Any:
+    answer = live.ends.delay(scene.gate, "sleep")
+    scene.begun()
+    holder = scene.holder()
+    assert holder is not None
+    assert holder.pid == scene.place.notes("begin", scene.gate)[0].pid
+    os.kill(holder.pid, signal.SIGKILL)
+    return answer
+
+
+def expired_in_the_queue(scene: Scene) -> Any:
+    answer = live.plain.apply_async((scene.gate,), queue=scene.queue, expires=0.5)
+    until = datetime.now(timezone.utc) + timedelta(seconds=0.6)
+    assert eventually(lambda: datetime.now(timezone.utc) > until)
+    scene.consume()
+    return answer
+
+
+def revoked_in_the_queue(**options: Any) -> END:
+    def go(scene: Scene) -> Any:
+        answer = live.plain.apply_async((scene.gate,), queue=scene.queue)
+        live.app.control.revoke(answer.id, reply=True, timeout=LIMIT, limit=1, **options)
+        assert scene.place.is_held(scene.gate)
+        scene.consume()
+        return answer
+
+    return go
+
+
+def revoked_in_the_worker(scene: Scene) -> Any:
+    answer = live.plain.apply_async((scene.gate,), countdown=1)
+    live.app.control.revoke(answer.id, reply=True, timeout=LIMIT, limit=1)
+    return answer
+
+
+ENDS: dict[str, tuple[END, str, float]] = {
+    "return": (ends_by("return"), "SUCCESS", AT_ONCE),
+    "exception": (ends_by("exception"), "FAILURE", AT_ONCE),
+    "Ignore": (ends_by("ignore"), "PENDING", AT_ONCE),
+    "Reject": (ends_by("reject"), "PENDING", AT_ONCE),
+    "Reject, acks_late": (ends_late("reject"), "PENDING", AT_ONCE),
+    "Reject and requeue, acks_late": (ends_late("reject and requeue"), "SUCCESS", AT_ONCE),
+    "replace": (ends_by("replace"), "SUCCESS", AT_ONCE),
+    "soft time limit": (ends_by("sleep", soft_time_limit=1), "FAILURE", AT_ONCE),
+    "hard time limit": (ends_by("sleep", time_limit=1), "FAILURE", AT_ONCE),
+    "hard time limit in a C call": (ends_by("C call", time_limit=1), "FAILURE", AT_ONCE),
+    "revoke with terminate": (terminated("SIGTERM"), "REVOKED", AT_ONCE),
+    "revoke with SIGKILL": (terminated("SIGKILL"), "REVOKED", AT_ONCE),
+    "kill -9 of the child": (killed, "FAILURE", CELERY_LOOKS_EVERY + AT_ONCE),
+    "kill -9 of the child, reject_on_worker_lost": (ends_late("kill"), "SUCCESS", CELERY_LOOKS_EVERY + AT_ONCE),
+    "expired in the queue": (expired_in_the_queue, "REVOKED", AT_ONCE),
+    "expired before it was published": (lambda scene: live.plain.apply_async((scene.gate,), expires=-5), "REVOKED", 3),
+    "revoked in the queue": (revoked_in_the_queue(), "REVOKED", AT_ONCE),
+    "revoked in the queue, with terminate": (revoked_in_the_queue(terminate=True), "REVOKED", AT_ONCE),
+    "revoked in the worker": (revoked_in_the_worker, "REVOKED", AT_ONCE),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_key_is_free_after(scene: Scene, end: str) -> None:
+    go, state, limit = ENDS[end]
+    answer = go(scene)
+    if state == "PENDING":  # it never ends, so what is seen is that it has begun
+        scene.begun()
+    else:
+        assert eventually(lambda: answer.state == state, LIMIT), answer.state
+    assert scene.is_free(limit)
+    if state == "REVOKED":
+        with pytest.raises(TaskRevokedError):
+            answer.get(timeout=LIMIT)
+    # And the next one is published, and runs.
+    assert live.plain.delay(scene.gate).get(timeout=LIMIT) == "done"
+
+
+# --- past the decorator ------------------------------------------------------------------------------------------
+
+
+def test_by_name_it_is_covered_when_it_runs(scene: Scene) -> None:
+    answer = live.app.send_task(live.gated.name, (scene.gate,))
+    scene.begun()
+    holder = scene.holder()
+    assert holder is not None
+    assert (holder.state, holder.task_id) == ("running", answer.id)
+    assert live.gated.delay(scene.gate) == answer
+    assert live.app.send_task(live.gated.name, (scene.gate,)).get(timeout=LIMIT) is None
+    scene.open()
+    assert answer.get(timeout=LIMIT) == "done"
+    assert scene.runs() == ["done"]
+
+
+@pytest.mark.parametrize("how", ["by name", "with an id"])
+def test_a_run_takes_over_a_key_that_is_merely_queued(scene: Scene, how: str) -> None:
+    queued = live.gated.apply_async((scene.gate,), queue=scene.queue)
+    if how == "by name":
+        running = live.app.send_task(live.gated.name, (scene.gate,))
+    else:
+        running = live.gated.apply_async((scene.gate,), task_id=str(uuid4()))
+    scene.begun()
+    holder = scene.holder()
+    assert holder is not None
+    assert (holder.state, holder.task_id) == ("running", running.id)
+    assert running != queued
+    scene.open()
+    assert running.get(timeout=LIMIT) == "done"
+    assert scene.is_free()
+    # What was queued has no key any more, and takes it when it runs.
+    scene.consume()
+    scene.begun(2)
+    scene.open()
+    assert queued.get(timeout=LIMIT) == "done"
+    assert scene.runs() == ["done", "done"]
+
+
+def test_one_whose_queued_key_is_taken_by_a_run_is_not_beside_it(scene: Scene) -> None:
+    queued = live.gated.apply_async((scene.gate,), queue=scene.queue)
+    running = live.app.send_task(live.gated.name, (scene.gate,))
+    scene.begun()
+    scene.consume()
+    answer = queued.get(timeout=LIMIT)
+    assert answer is None  # as any that finds its key busy
+    scene.open()
+    assert running.get(timeout=LIMIT) == "done"
+    assert scene.runs() == ["done"]
+
+
+def test_starmap_and_chunks_are_covered_when_they_run(scene: Scene) -> None:
+    free = f"{scene.gate}-free"
+    held = live.gated.delay(scene.gate)
+    scene.begun()
+    items = [(scene.gate,), (free,)]
+    assert live.plain.starmap(items).apply_async().get(timeout=LIMIT) == [None, "done"]
+    assert live.plain.map([scene.gate, free]).apply_async().get(timeout=LIMIT) == [None, "done"]
+    assert live.plain.chunks(items, 1).apply_async().get(timeout=LIMIT) == [[None], ["done"]]
+    scene.open()
+    assert held.get(timeout=LIMIT) == "done"
+    assert scene.runs() == ["done"]
+
+
+def test_a_template_that_has_changed_in_between(scene: Scene) -> None:
+    """The worker has another one; the key that was taken when it was queued travels with the message."""
+    answer = live.moved.apply_async((scene.gate,), queue=scene.queue)
+    scene.consume()
+    scene.begun()
+    assert not scene.place.is_held(f"new-{scene.gate}")
+    assert live.moved.delay(scene.gate) == answer
+    scene.open()
+    assert answer.get(timeout=LIMIT)[:2] == [PREFIX + scene.gate, "running"]
+    assert scene.is_free()
+    # What is sent past the decorator brings no key, so the worker's own template is used.
+    by_name = live.app.send_task(live.moved.name, (scene.gate,))
+    scene.begun(2)
+    scene.open()
+    assert by_name.get(timeout=LIMIT)[0] == f"{PREFIX}new-{scene.gate}"
+
+
+def test_a_holder_that_is_no_task(scene: Scene) -> None:
+    """It is published, and the worker decides."""
+    begun, end = threading.Event(), threading.Event()
+
+    @only_one(live.CONSTANT, timeout=live.TIMEOUT)
+    def script() -> bool:
+        begun.set()
+        return end.wait(LIMIT)
+
+    thread = threading.Thread(target=script)
+    thread.start()
+    try:
+        assert begun.wait(LIMIT)
+        answer = live.constant.delay(scene.gate)
+        assert answer.get(timeout=LIMIT) is None
+        queued = live.constant.apply_async((scene.gate,), queue=scene.queue)
+    finally:
+        end.set()
+        thread.join(LIMIT)
+    scene.consume()
+    assert queued.get(timeout=LIMIT) == "done"
+    assert scene.runs() == ["done"]
+
+
+def test_a_foreign_value(scene: Scene) -> None:
+    scene.place.client.set(PREFIX + scene.gate, "somebody else")
+    answer = live.plain.delay(scene.gate)
+    assert answer.get(timeout=LIMIT) is None
+    assert scene.place.client.get(PREFIX + scene.gate) == b"somebody else"
+    scene.place.client.delete(PREFIX + scene.gate)
+    assert live.plain.delay(scene.gate).get(timeout=LIMIT) == "done"
+
+
+# --- canvas: nothing hangs ---------------------------------------------------------------------------------------
+
+
+CANVAS: dict[str, Callable[[Any], Any]] = {
+    "group": lambda f: group(f(), f()),
+    "group with others": lambda f: group(f(), live.other.si(), f(), f()),
+    "chain whose last is a duplicate": lambda f: chain(live.other.si(), f()),
+    "chain of two": lambda f: chain(f(), f()),
+    "chain with others after it": lambda f: chain(f(), live.after.s()),
+    "chord": lambda f: chord([f(), f()], live.after.s()),
+    "chord with others": lambda f: chord([live.other.si(), f(), f()], live.after.s()),
+    "chord's body": lambda f: chord([live.other.si(), live.other.si()], f()),
+    "group after a task": lambda f: chain(live.other.si(), group(f(), f())),
+    "chord of chains": lambda f: chord([chain(f(), live.after.s()), chain(live.other.si(), f())], live.after.s()),
+}
+
+
+@pytest.mark.parametrize("canvas", CANVAS)
+def test_a_canvas_of_duplicates_ends(scene: Scene, canvas: str) -> None:
+    answer = CANVAS[canvas](lambda: live.plain.si(scene.gate)).apply_async()
+    try:
+        found = answer.get(timeout=LIMIT)
+    except (AlreadyRunning, ChordError) as error:
+        found = error
+    print(found)
+    assert eventually(lambda: len(scene.place.notes("end", scene.gate)) >= 1, LIMIT)
+    assert scene.is_free()
+    assert "done" in scene.runs()
+
+
+EXPECTED: dict[str, Any] = {
+    "group": [None, None],
+    "group with others": [None, "other", None, None],
+    "chain whose last is a duplicate": None,
+    "chain of two": AlreadyRunning,
+    "chain with others after it": AlreadyRunning,
+    "chord": (ChordError, AlreadyRunning),
+    "chord with others": (ChordError, AlreadyRunning),
+    "chord's body": None,
+    "group after a task": [None, None],
+    "chord of chains": (ChordError, AlreadyRunning),
+}
+
+
+@pytest.mark.parametrize("canvas", CANVAS)
+def test_a_canvas_behind_one_that_runs_ends(scene: Scene, canvas: str) -> None:
+    """As below `@app.task`: None, except where others would go on with it."""
+    running = live.gated.delay(scene.gate)
+    scene.begun()
+    answer = CANVAS[canvas](lambda: live.plain.si(scene.gate)).apply_async()
+    expected = EXPECTED[canvas]
+    if isinstance(expected, list | None):
+        assert answer.get(timeout=LIMIT) == expected
+    else:
+        with pytest.raises(expected):
+            answer.get(timeout=LIMIT)
+    assert live.plain.delay(scene.gate) == running
+    scene.open()
+    assert running.get(timeout=LIMIT) == "done"
+    assert scene.runs() == ["done"]
+
+
+@pytest.mark.parametrize("canvas", CANVAS)
+def test_a_canvas_behind_one_that_is_queued_ends(scene: Scene, canvas: str) -> None:
+    """Its runs take over what is merely queued, which runs, too, when it comes."""
+    queued = live.plain.apply_async((scene.gate,), queue=scene.queue)
+    answer = CANVAS[canvas](lambda: live.plain.si(scene.gate)).apply_async()
+    try:
+        print(answer.get(timeout=LIMIT))
+    except (AlreadyRunning, ChordError) as error:
+        print(error)
+    scene.place.wait_for("end", scene.gate)
+    scene.consume()
+    assert queued.get(timeout=LIMIT) in {"done", None}
+    assert scene.is_free()
+    assert set(scene.runs()) == {"done"}
+
+
+def test_a_link_on_a_duplicate_is_called(scene: Scene) -> None:
+    running = live.gated.delay(scene.gate)
+    scene.begun()
+    answer = live.gated.apply_async((scene.gate,), link=live.plain.si(f"{scene.gate}-link"))
+    assert answer != running
+    assert answer.get(timeout=LIMIT) is None  # as below `@app.task`
+    scene.place.wait_for("end", f"{scene.gate}-link")
+    scene.open()
+    assert running.get(timeout=LIMIT) == "done"
+    assert scene.runs() == ["done"]

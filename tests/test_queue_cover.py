@@ -1,0 +1,959 @@
+"""The decorator above a task, where there is no worker: what is published, what is not, and what becomes of the key."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery import VERSION, Celery, Task, _state, chain, chord, group, shared_task
+from celery.beat import ScheduleEntry, Scheduler
+from celery.local import PromiseProxy
+from celery.result import AsyncResult, EagerResult
+from celery.schedules import schedule
+from celery.signals import before_task_publish
+from kombu.exceptions import EncodeError, OperationalError
+from pydantic import BaseModel
+from redis import Redis
+
+from only_one import (
+    AlreadyRunning,
+    ConfigurationError,
+    KeyTemplateError,
+    LockUnavailable,
+    UnkeyableArgument,
+    buffer_one,
+    carry_on,
+    configure,
+    current_lock,
+    fail,
+    only_one,
+    retry,
+    skip,
+)
+from only_one.holder import Holder
+from only_one.testing import RedisServer, redis_server
+
+KeyIsBusy = Callable[..., AbstractContextManager[None]]
+CLOSED = "redis://127.0.0.1:1/0"
+ROOT = Path(__file__).parents[1]
+QUEUE_TIMEOUT = 3600
+SLACK = 10
+"""Seconds that a test may take between two commands, on a machine that has other things to do too."""
+
+cover: Any = only_one
+pytestmark = pytest.mark.usefixtures("redis", "finalizers")
+
+
+@pytest.fixture
+def finalizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test has done in every app is undone at its end."""
+    monkeypatch.setattr(_state, "_on_app_finalizers", set(_state._on_app_finalizers))
+
+
+@pytest.fixture
+def new_app(redis_url: str, prefix: str) -> Iterator[Callable[..., Celery]]:
+    """Makes apps that publish to a queue of this test, or of their own."""
+    apps = []
+
+    def made(queue: str = "queue", **settings: Any) -> Celery:
+        changes = {
+            "broker_url": redis_url,
+            "result_backend": "cache+memory://",
+            "task_default_queue": f"{prefix}{queue}",
+            "task_publish_retry": False,
+            **settings,
+        }
+        app = Celery(f"app-{uuid4()}", set_as_current=False, changes=changes)
+        apps.append(app)
+        return app
+
+    yield made
+    for app in apps:
+        app.close()
+
+
+@pytest.fixture
+def app(new_app: Callable[..., Celery]) -> Celery:
+    """An app that is not finalized yet, so its tasks are promises."""
+    return new_app()
+
+
+@pytest.fixture
+def queued(redis: Redis, prefix: str) -> Callable[..., Any]:
+    """Tells how many messages are in a queue."""
+    return lambda queue="queue": redis.llen(f"{prefix}{queue}")
+
+
+@pytest.fixture
+def held(redis: Redis, prefix: str) -> Callable[..., Holder | None]:
+    """Tells who holds a key."""
+
+    def read(key: str) -> Holder | None:
+        value: Any = redis.get(f"{prefix}{key}")
+        return None if value is None else Holder.parse(value)
+
+    return read
+
+
+@pytest.fixture
+def left(redis: Redis, prefix: str) -> Callable[..., float]:
+    """Tells for how many seconds a key is there: -2 if it is not, -0.001 if it does not expire."""
+
+    def read(key: str) -> float:
+        milliseconds: Any = redis.pttl(f"{prefix}{key}")
+        return -2.0 if milliseconds == -2 else milliseconds / 1000
+
+    return read
+
+
+@contextmanager
+def is_current(app: Celery) -> Iterator[None]:
+    before = _state._tls.current_app
+    app.set_current()
+    try:
+        yield
+    finally:
+        _state._set_current_app(before)
+
+
+def work(value: Any = None, more: Any = "more") -> Any:
+    """Says which key it has."""
+    return value, more, current_lock().key
+
+
+def a_task(app: Celery, *template: Any, function: Any = work, celery: Any = None, **options: Any) -> Any:
+    """A covered task of the app."""
+    made = app.task(function, **{"name": f"task-{uuid4()}", "shared": False, **(celery or {})})
+    return cover(*template, **options)(made)
+
+
+# --- the first and its duplicates --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("finalized", [False, True], ids=["lazy", "finalized"])
+def test_the_first_is_published_and_its_key_names_it(app: Celery, queued: Any, held: Any, finalized: bool) -> None:  # noqa: FBT001
+    if finalized:
+        app.finalize()
+    task = a_task(app, "k-{value}")
+    answer = task.delay(1)
+    assert isinstance(answer, AsyncResult)
+    assert queued() == 1
+    holder = held("k-1")
+    assert (holder.state, holder.task_id, holder.name) == ("queued", answer.id, task.name)
+
+
+@pytest.mark.parametrize("finalized", [False, True], ids=["lazy", "finalized"])
+def test_a_duplicate_is_not_published_and_gets_the_result_of_the_one_that_is_there(
+    app: Celery,
+    queued: Any,
+    held: Any,
+    finalized: bool,  # noqa: FBT001
+) -> None:
+    if finalized:
+        app.finalize()
+    task = a_task(app, "k-{value}")
+    first = task.delay(1)
+    second = task.delay(1)
+    assert isinstance(second, AsyncResult)
+    assert second == first
+    assert second.id == first.id == held("k-1").task_id
+    assert second.app is first.app
+    assert second.backend is first.backend
+    assert second.state == "PENDING"
+    assert task.apply_async((1,), countdown=5) == first
+    assert task.apply_async(kwargs={"value": 1}) == first
+    assert queued() == 1
+    assert task.delay(2) != first
+    assert queued() == 2
+
+
+@pytest.mark.parametrize("options", [(), None], ids=["called", "bare"])
+def test_the_default_key_is_of_all_arguments(app: Celery, queued: Any, options: Any) -> None:
+    task = app.task(work, name=f"task-{uuid4()}", shared=False)
+    task = cover(task) if options is None else cover()(task)
+    first = task.delay({"b": 1, "a": [2]})
+    assert task.delay({"a": [2], "b": 1}) == first
+    assert task.delay({"a": [3], "b": 1}) != first
+    assert queued() == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [((1,), {}), ((1, "more"), {}), ((), {"value": 1}), ((1,), {"more": "more"}), ((), {"more": "more", "value": 1})],
+    ids=repr,
+)
+@pytest.mark.parametrize("template", ["{name}:{md5}", "k-{value}-{more}"])
+def test_calls_that_mean_the_same_are_one(app: Celery, queued: Any, template: str, args: Any, kwargs: Any) -> None:
+    task = a_task(app, template)
+    assert task.delay(1) == task.delay(*args, **kwargs) == task.apply_async(args, kwargs)
+    assert task.s(*args, **kwargs).delay() == task.si(*args, **kwargs).apply_async() == task.delay(1)
+    assert queued() == 1
+    assert task.delay(1, "others") != task.delay(1)
+    assert queued() == 2
+
+
+def test_a_bound_task_and_one_with_a_callable_key(app: Celery, queued: Any, held: Any) -> None:
+    def bound(self: Any, value: int) -> Any:
+        return self, value
+
+    task = a_task(app, "k-{value}", function=bound, celery={"bind": True})
+    other = a_task(app, key=lambda *, value: f"c-{value}", function=bound, celery={"bind": True})
+    assert task.delay(1) == task.delay(value=1)
+    assert other.delay(1) == other.delay(value=1)
+    assert queued() == 2
+    assert held("k-1").name == task.name
+    assert held("c-1").name == other.name
+
+
+def test_of_many_threads_one_publishes(app: Celery, queued: Any) -> None:
+    task = a_task(app, "k")
+    app.finalize()
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: task.delay(), range(32)))
+    assert len({answer.id for answer in answers}) == 1
+    assert queued() == 1
+
+
+def test_one_that_is_queued_stays_so_when_its_producer_has_ended(
+    app: Celery, redis_url: str, prefix: str, queued: Any, held: Any
+) -> None:
+    program = f"""
+from celery import Celery
+from only_one import configure, only_one
+configure(redis={redis_url!r}, prefix={prefix!r})
+app = Celery("producer", broker={redis_url!r}, backend={redis_url!r})
+app.conf.task_default_queue = {prefix!r} + "queue"
+@only_one("k")
+@app.task(name="produced")
+def produced(): ...
+print(produced.delay().id)
+"""
+    printed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    task = a_task(app, "k", celery={"name": "produced"})
+    assert held("k").state == "queued"
+    assert task.delay().id == printed.stdout.strip() == held("k").task_id
+    assert queued() == 1
+
+
+# --- policies ----------------------------------------------------------------------------------------------------
+
+
+def test_fail_raises_with_the_id_of_the_one_that_is_there(app: Celery, queued: Any, prefix: str) -> None:
+    task = a_task(app, "k", when_busy=fail)
+    first = task.delay()
+    with pytest.raises(AlreadyRunning) as raised:
+        task.delay()
+    assert raised.value.task_id == first.id
+    assert raised.value.key == f"{prefix}k"
+    assert raised.value.holder is not None
+    assert raised.value.holder.state == "queued"
+    assert queued() == 1
+
+
+def test_any_callable_says_what_a_duplicate_gives(app: Celery, queued: Any) -> None:
+    task = a_task(app, "k", when_busy=lambda error: ["busy", error.task_id])
+    first = task.delay()
+    assert task.delay() == ["busy", first.id]
+    assert queued() == 1
+
+
+def test_skip_gives_none(app: Celery, queued: Any) -> None:
+    task = a_task(app, "k", when_busy=skip)
+    assert task.delay() is not None
+    assert task.delay() is None
+    assert queued() == 1
+
+
+def test_the_policy_may_be_configured_or_the_apps(new_app: Any, queued: Any) -> None:
+    app = new_app(only_one_when_busy="only_one.fail")
+    task = a_task(app, "k")
+    task.delay()
+    with pytest.raises(AlreadyRunning):
+        task.delay()
+    with configure(when_busy=skip):
+        assert task.delay() is None
+    assert queued() == 1
+
+
+@pytest.mark.parametrize("finalized", [False, True], ids=["lazy", "finalized"])
+def test_retry_is_refused_as_there_is_nothing_to_put_back(app: Celery, queued: Any, finalized: bool) -> None:  # noqa: FBT001
+    if finalized:
+        app.finalize()
+    with pytest.raises(ConfigurationError, match="retry"):
+        a_task(app, "k", when_busy=retry()).delay()
+    assert queued() == 0
+
+
+def test_retry_that_is_inherited_makes_no_decorator_invalid(app: Celery, queued: Any) -> None:
+    with configure(when_busy=retry()):
+        task = a_task(app, "k")
+        assert isinstance(task.delay(), AsyncResult)
+        assert queued() == 1
+
+
+def test_buffer_one_publishes_what_has_not_begun(app: Celery, queued: Any, busy: KeyIsBusy) -> None:
+    task = a_task(app, "k", when_busy=buffer_one())
+    with busy("k"):
+        answer = task.delay(1)
+    assert isinstance(answer, AsyncResult)
+    assert queued() == 1
+
+
+# --- what goes wrong ---------------------------------------------------------------------------------------------
+
+
+def test_a_broker_that_is_down_frees_the_key(new_app: Any, held: Any) -> None:
+    task = a_task(new_app(broker_url=CLOSED, broker_connection_timeout=0.1), "k")
+    for _ in range(2):
+        with pytest.raises(OperationalError):
+            task.delay()
+        assert held("k") is None
+
+
+def test_a_broker_that_is_down_leaves_nothing_pending_of_buffer_one(new_app: Any, queued: Any) -> None:
+    name = f"task-{uuid4()}"
+    down = new_app(broker_url=CLOSED, broker_connection_timeout=0.1)
+    with pytest.raises(OperationalError):
+        a_task(down, "k", celery={"name": name}, when_busy=buffer_one()).delay(1)
+    up = a_task(new_app(), "k", celery={"name": name}, when_busy=buffer_one())
+    first = up.delay(1)
+    assert queued() == 1
+    assert up.delay(1) == first
+    assert queued() == 1
+
+
+def test_a_holder_that_is_dead_on_this_machine_does_not_block(
+    app: Celery, redis_url: str, prefix: str, queued: Any, held: Any
+) -> None:
+    program = f"""
+import os, signal
+from only_one import configure, only_one
+configure(redis={redis_url!r}, prefix={prefix!r})
+only_one(lambda: os.kill(os.getpid(), signal.SIGKILL), key="k", timeout=600)()
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False)
+    assert held("k").state == "running"
+    answer = a_task(app, "k").delay()
+    assert queued() == 1
+    assert (held("k").state, held("k").task_id) == ("queued", answer.id)
+
+
+def test_a_message_that_cannot_be_encoded_frees_the_key(app: Celery, left: Any, queued: Any) -> None:
+    task = a_task(app, "k")
+    with pytest.raises((EncodeError, TypeError)):
+        task.delay(object())
+    assert left("k") == -2
+    assert queued() == 0
+    task.delay(1)
+    assert queued() == 1
+
+
+def test_a_handler_that_raises_before_it_is_published_frees_the_key(app: Celery, left: Any) -> None:
+    task = a_task(app, "k")
+    seen = []
+
+    @before_task_publish.connect(sender=task.name, weak=False)  # type: ignore[untyped-decorator]
+    def refuse(**_: Any) -> None:
+        seen.append(left("k"))
+        raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            task.delay()
+    finally:
+        before_task_publish.disconnect(refuse, sender=task.name)
+    assert seen[0] > 0
+    assert left("k") == -2
+
+
+@pytest.mark.parametrize(
+    ("options", "gives"),
+    [({}, LockUnavailable), ({"when_down": fail}, LockUnavailable), ({"when_down": skip}, None)],
+    ids=["not given", "fail", "skip"],
+)
+def test_a_server_that_is_down_is_not_published_past(app: Celery, queued: Any, options: Any, gives: Any) -> None:
+    task = a_task(app, "k", redis=CLOSED, **options)
+    if gives is None:
+        assert task.delay() is None
+    else:
+        with pytest.raises(gives):
+            task.delay()
+    assert queued() == 0
+
+
+def test_a_server_that_is_down_and_other_policies(app: Celery, queued: Any) -> None:
+    task = a_task(app, "k", redis=CLOSED, when_down=carry_on)
+    assert task.delay() != task.delay()
+    assert queued() == 2
+    assert a_task(app, "k", redis=CLOSED, when_down=type).delay() is LockUnavailable
+    assert queued() == 2
+
+
+def test_arguments_that_do_not_fit_raise_and_leave_no_key(app: Celery, queued: Any, left: Any) -> None:
+    for template in ("k", "k-{value}"):
+        task = a_task(app, template)
+        for args, kwargs in [((1, 2, 3), {}), ((), {"wrong": 1}), ((1,), {"value": 1})]:
+            with pytest.raises(TypeError):
+                task.delay(*args, **kwargs)
+            with pytest.raises(TypeError):
+                task.apply_async(args, kwargs)
+    assert queued() == 0
+    assert left("k") == left("k-1") == -2
+
+
+def test_an_argument_without_a_key(app: Celery, queued: Any) -> None:
+    task = a_task(app)
+    with pytest.raises(UnkeyableArgument, match="value"):
+        task.delay(object())
+    assert queued() == 0
+
+
+@pytest.mark.parametrize("is_final", [False, True], ids=["lazy", "finalized"])
+def test_a_wrong_template_is_raised_when_decorating(app: Celery, is_final: bool) -> None:  # noqa: FBT001
+    if is_final:
+        app.finalize()
+    task = app.task(work, name=f"task-{uuid4()}", shared=False)
+    with pytest.raises(KeyTemplateError, match="nothing"):
+        cover("k-{nothing}")(task)
+    assert is_final or not task.__evaluated__()
+
+
+def test_what_is_found_wrong_later_is_raised_by_every_call(app: Celery, queued: Any) -> None:
+    """And not only by the first, which nobody may have seen; of this promise nothing is known before."""
+    task = cover("k-{nothing}")(PromiseProxy(lambda: app.task(work, name="promised", shared=False, lazy=False)))
+    for call in (task.delay, task.delay, task.apply_async, task, app.tasks["promised"].delay):
+        with pytest.raises(KeyTemplateError, match="nothing"):
+            call()
+    assert queued() == 0
+
+
+# --- how long ----------------------------------------------------------------------------------------------------
+
+
+def lives_for(seconds: float, left: float) -> bool:
+    return seconds - SLACK < left <= seconds + 1
+
+
+def in_(seconds: float) -> datetime:
+    return datetime.now(timezone.utc) + timedelta(seconds=seconds)
+
+
+def test_it_is_taken_for_30_s_until_it_is_published(app: Celery, left: Any, held: Any) -> None:
+    task = a_task(app, "k", timeout=7200)
+    seen = []
+
+    @before_task_publish.connect(sender=task.name, weak=False)  # type: ignore[untyped-decorator]
+    def look(headers: Any, **_: Any) -> None:
+        seen.append((left("k"), held("k").state, held("k").task_id == headers["id"]))
+
+    try:
+        task.delay()
+    finally:
+        before_task_publish.disconnect(look, sender=task.name)
+    ((seconds, *others),) = seen
+    assert 0 < seconds <= 30
+    assert others == ["queued", True]
+    assert lives_for(QUEUE_TIMEOUT, left("k"))
+
+
+@pytest.mark.parametrize("options", [{}, {"timeout": 5}, {"timeout": 72_000}, {"lease": 5}], ids=repr)
+def test_while_queued_it_lives_for_an_hour_whatever_a_run_may_take(app: Celery, left: Any, options: Any) -> None:
+    a_task(app, "k", **options).delay()
+    assert lives_for(QUEUE_TIMEOUT, left("k"))
+
+
+def test_queue_timeout_is_configured_or_the_apps(new_app: Any, left: Any) -> None:
+    app = new_app(only_one_queue_timeout=300)
+    task = a_task(app, "k-{value}")
+    task.delay(1)
+    assert lives_for(300, left("k-1"))
+    with configure(queue_timeout=600):
+        task.delay(2)
+    assert lives_for(600, left("k-2"))
+    with configure(queue_timeout=timedelta(minutes=20)):
+        task.delay(3)
+    assert lives_for(1200, left("k-3"))
+    with configure(queue_timeout=15):
+        task.delay(4)
+    assert 0 < left("k-4") <= 15
+
+
+@pytest.mark.parametrize("seconds", [20, 600, 9000])
+@pytest.mark.parametrize("how", ["number", "datetime", "naive", "text", "the task's"])
+def test_while_queued_it_lives_until_the_task_expires(app: Celery, left: Any, seconds: int, how: str) -> None:
+    every: dict[str, dict[str, Any]] = {
+        "number": {"expires": seconds},
+        "datetime": {"expires": in_(seconds)},
+        "naive": {"expires": in_(seconds).replace(tzinfo=None)},  # in the app's zone, UTC
+        "text": {"expires": in_(seconds).isoformat()},
+        "the task's": {},
+    }
+    task = a_task(app, "k", celery={"expires": seconds} if how == "the task's" else {})
+    task.apply_async(**every[how])
+    assert lives_for(seconds, left("k"))
+
+
+@pytest.mark.parametrize("expires", [-5, lambda: in_(-5), 0], ids=["number", "datetime", "zero"])
+def test_one_that_has_expired_already_holds_nothing_up(app: Celery, left: Any, queued: Any, expires: Any) -> None:
+    task = a_task(app, "k")
+    task.apply_async(expires=expires() if callable(expires) else expires)
+    assert queued() == 1  # the worker says that it was revoked
+    assert left("k") <= 30 or (expires == 0 and lives_for(QUEUE_TIMEOUT, left("k")))
+
+
+@pytest.mark.parametrize("how", ["countdown", "eta", "naive eta", "eta with a zone"])
+def test_what_waits_for_its_time_is_waited_for(app: Celery, left: Any, how: str) -> None:
+    zone = timezone(timedelta(hours=5))
+    every: dict[str, dict[str, Any]] = {
+        "countdown": {"countdown": 9000},
+        "eta": {"eta": in_(9000)},
+        "naive eta": {"eta": in_(9000).replace(tzinfo=None)},  # in the app's zone, UTC
+        "eta with a zone": {"eta": in_(9000).astimezone(zone)},
+    }
+    a_task(app, "k").apply_async(**every[how])
+    assert lives_for(9000 + QUEUE_TIMEOUT, left("k"))
+
+
+def test_one_that_waits_and_expires(app: Celery, left: Any) -> None:
+    a_task(app, "k").apply_async(countdown=9000, expires=10_000)
+    assert 10_000 - SLACK < left("k") <= 19_001
+    a_task(app, "past").apply_async(eta=in_(-9000))
+    assert lives_for(QUEUE_TIMEOUT, left("past"))
+
+
+def test_a_duplicate_does_not_lengthen_it(app: Celery, left: Any, queued: Any) -> None:
+    task = a_task(app, "k")
+    task.apply_async(expires=100)
+    task.apply_async(expires=1000)
+    task.delay()
+    assert lives_for(100, left("k"))
+    assert queued() == 1
+
+
+# --- what is always published ------------------------------------------------------------------------------------
+
+
+def other(*_: Any) -> str:
+    return "other"
+
+
+@pytest.mark.parametrize("policy", [{}, {"when_busy": fail}, {"when_busy": skip}], ids=["not given", "fail", "skip"])
+@pytest.mark.parametrize("how", ["task_id", "link", "link_error", "chain", "chord", "group", "group_id", "last"])
+def test_what_others_wait_for_is_always_published(app: Celery, queued: Any, held: Any, policy: Any, how: str) -> None:
+    task = a_task(app, "k", **policy)
+    plain = app.task(other, name="other", shared=False)
+    first = task.delay()
+    before = queued()
+    published: dict[str, tuple[int, Callable[[], Any]]] = {
+        "task_id": (1, lambda: task.apply_async(task_id=str(uuid4()))),
+        "link": (1, lambda: task.apply_async(link=plain.si())),
+        "link_error": (1, lambda: task.apply_async(link_error=plain.si())),
+        "chain": (1, lambda: chain(task.si(), plain.si()).apply_async()),
+        "chord": (2, lambda: chord([task.si(), task.si()], plain.s()).apply_async()),
+        "group": (2, lambda: group(task.si(), task.si()).apply_async()),
+        "group_id": (1, lambda: task.apply_async(group_id=str(uuid4()))),
+        "last": (1, lambda: chain(plain.si(), task.si()).apply_async()),
+    }
+    number, call = published[how]
+    answer = call()
+    assert queued() == before + number
+    assert answer != first
+    assert held("k").task_id == first.id
+    assert task.si().set(link=plain.si()).apply_async() != first
+    assert queued() == before + number + 1
+
+
+def test_one_that_brings_its_id_does_not_keep_others_from_being_published(app: Celery, queued: Any, held: Any) -> None:
+    """Whether it takes the key, or the worker does: the next one is waited for, and the one after it is not sent."""
+    task = a_task(app, "k")
+    own = str(uuid4())
+    assert task.apply_async(task_id=own).id == own
+    assert queued() == 1
+    answer = task.delay()
+    assert held("k").task_id == answer.id
+    assert queued() == (1 if answer.id == own else 2)
+    assert task.delay() == answer
+    assert queued() == (1 if answer.id == own else 2)
+
+
+def test_a_holder_that_is_no_task_is_for_the_worker_to_see(app: Celery, queued: Any, busy: KeyIsBusy) -> None:
+    task = a_task(app, "k")
+    with busy("k"):
+        answer = task.delay()
+        assert isinstance(answer, AsyncResult)
+        assert queued() == 1
+        with pytest.raises(AlreadyRunning) as raised:
+            a_task(app, "k", when_busy=fail).delay()
+        assert raised.value.task_id is None
+        assert a_task(app, "k", when_busy=skip).delay() is None
+    assert queued() == 1
+
+
+def test_a_foreign_value_is_for_the_worker_to_see(app: Celery, redis: Redis, prefix: str, queued: Any) -> None:
+    task = a_task(app, "k")
+    redis.set(f"{prefix}k", "somebody else")
+    answer = task.delay()
+    assert isinstance(answer, AsyncResult)
+    assert queued() == 1
+    assert redis.get(f"{prefix}k") == b"somebody else"
+    assert redis.ttl(f"{prefix}k") == -1
+    with pytest.raises(AlreadyRunning) as raised:
+        a_task(app, "k", when_busy=fail).delay()
+    assert raised.value.task_id is None
+
+
+def test_a_value_of_another_type(app: Celery, redis: Redis, prefix: str, queued: Any) -> None:
+    redis.rpush(f"{prefix}k", "a", "b")
+    with pytest.raises(LockUnavailable, match="k"):
+        a_task(app, "k").delay()
+    assert queued() == 0
+    assert redis.lrange(f"{prefix}k", 0, -1) == [b"a", b"b"]
+
+
+# --- without a queue ---------------------------------------------------------------------------------------------
+
+
+def test_always_eager(new_app: Any, busy: KeyIsBusy, queued: Any, left: Any, prefix: str) -> None:
+    task = a_task(new_app(task_always_eager=True), "k", timeout=60)
+    answer = task.delay(1)
+    assert isinstance(answer, EagerResult)
+    assert answer.get() == (1, "more", f"{prefix}k")
+    assert left("k") == -2
+    assert task.apply_async((2,), expires=60).get() == (2, "more", f"{prefix}k")
+    with busy("k"):
+        assert task.delay(1).get() is None
+    assert task.delay(1).get() == (1, "more", f"{prefix}k")
+    assert queued() == 0
+
+
+def test_always_eager_and_fail(new_app: Any, busy: KeyIsBusy) -> None:
+    task = a_task(new_app(task_always_eager=True), "k", when_busy=fail)
+    with busy("k"), pytest.raises(AlreadyRunning):
+        task.delay(1).get()
+    with busy("k"), pytest.raises(AlreadyRunning):
+        task.apply((1,)).get()
+
+
+def test_always_eager_with_retries(new_app: Any, left: Any) -> None:
+    seen = []
+
+    def again(self: Any) -> str:
+        seen.append((self.request.retries, current_lock().is_held))
+        if self.request.retries < 2:
+            raise self.retry(countdown=0)
+        return "done"
+
+    task = a_task(new_app(task_always_eager=True), "k", function=again, celery={"bind": True})
+    assert task.delay().get() == "done"
+    assert seen == [(0, True), (1, True), (2, True)]
+    assert left("k") == -2
+
+
+def test_apply_runs_here(app: Celery, busy: KeyIsBusy, prefix: str) -> None:
+    task = a_task(app, "k")
+    assert task.apply((1,)).get() == (1, "more", f"{prefix}k")
+    with busy("k"):
+        assert task.apply((1,)).get() is None
+
+
+def test_called_directly_it_is_covered_like_a_function(app: Celery, busy: KeyIsBusy, prefix: str, left: Any) -> None:
+    task = a_task(app, "k")
+    assert task(1) == task.run(1) == (1, "more", f"{prefix}k")
+    assert left("k") == -2
+    with busy("k"):
+        assert task(1) is None
+        with pytest.raises(AlreadyRunning):
+            a_task(app, "k", when_busy=fail)(1)
+
+
+def test_called_directly_it_has_its_apps_settings(new_app: Any) -> None:
+    with redis_server() as own, configure(), Redis.from_url(own.url) as client:
+        app = new_app(broker_url=own.url, result_backend=own.url, only_one_prefix="own:", only_one_timeout=50)
+        seen = []
+
+        def look() -> Any:
+            seen.append(client.pttl("own:k"))
+            return current_lock().key
+
+        # Neither the prefix nor the server that the other tests have.
+        with configure(prefix="own:"), configure(redis=own.url):
+            assert a_task(app, "k", function=look)() == "own:k"
+    assert 40_000 < seen[0] <= 50_000
+
+
+def test_called_directly_and_queued_it_has_one_key_on_its_apps_server(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is configured but the app, which a process of its own shows."""
+    monkeypatch.delenv("ONLY_ONE_REDIS_URL", raising=False)
+    with redis_server() as own:
+        program = f"""
+from celery import Celery
+from redis import Redis
+from only_one import current_lock, only_one
+app = Celery("own", broker={redis_url!r}, backend={own.url!r})
+app.conf.only_one_prefix = "own:"
+app.conf.task_default_queue = "own-{uuid4()}"
+client = Redis.from_url({own.url!r})
+@only_one("k")
+@app.task(name="own")
+def own():
+    return [current_lock().key, client.exists("own:k")]
+print(own())
+own.delay()
+print(client.exists("own:k"))
+with Redis.from_url({redis_url!r}) as broker:
+    print(broker.delete(app.conf.task_default_queue), broker.delete("_kombu.binding." + app.conf.task_default_queue))
+"""
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[:2] == ["['own:k', 1]", "1"], done.stderr
+
+
+def test_switched_off_nothing_is_covered(app: Celery, queued: Any, left: Any) -> None:
+    task = a_task(app, "k", when_busy=fail)
+    with configure(active=False):
+        assert task.delay() != task.delay()
+        assert queued() == 2
+        assert left("k") == -2
+    task.delay()
+    with pytest.raises(AlreadyRunning):
+        task.delay()
+    assert queued() == 3
+
+
+# --- apps and decorating -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["not shared", "shared"])
+@pytest.mark.parametrize(
+    "decorate",
+    [cover, cover(), cover("k-{value}", 300), cover(key="k", when_busy=fail, at_least=1, redis=CLOSED)],
+    ids=["bare", "called", "template", "options"],
+)
+def test_decorating_evaluates_nothing(decorate: Any, shared: bool) -> None:  # noqa: FBT001
+    app = Celery(f"app-{uuid4()}", set_as_current=False)
+    proxy = app.task(work, name="promised", shared=shared)
+    decorated = decorate(proxy)
+    assert not proxy.__evaluated__()
+    assert type(decorated) is not type(proxy) or not decorated.__evaluated__()
+    assert not app.finalized
+    assert not app.configured
+    assert decorated.name == "promised"  # which evaluates it
+    assert proxy.__evaluated__()
+    assert app.tasks["promised"].name == "promised"
+    assert app.finalized
+
+
+def test_decorating_a_shared_task_evaluates_nothing() -> None:
+    with is_current(Celery(f"app-{uuid4()}", set_as_current=False)):
+        app = _state.get_current_app()
+        for decorate in (cover, cover("k")):
+            task = decorate(shared_task(work, name=f"task-{uuid4()}"))
+            assert not app.finalized
+            assert not app.configured
+        assert task.name in app.tasks
+
+
+def test_the_task_is_what_it_was(app: Celery) -> None:
+    task = a_task(app, "k", celery={"name": "kept", "rate_limit": "10/s", "max_retries": 7})
+    assert app.tasks["kept"].delay() == task.delay()
+    assert isinstance(task, Task)
+    assert (task.name, task.rate_limit, task.max_retries, task.app) == ("kept", "10/s", 7, app)
+    assert task.__doc__ == work.__doc__
+    assert task.__name__ == "work"
+    assert task.s(1).task == "kept"
+
+
+def test_a_shared_task_in_two_apps(new_app: Any, queued: Any, held: Any) -> None:
+    first, second = new_app("first", only_one_queue_timeout=300), new_app("second")
+    second.finalize()
+    task = cover("k-{value}")(shared_task(work, name=f"task-{uuid4()}"))
+    late = new_app("late")
+    for number, (app, queue) in enumerate([(first, "first"), (second, "second"), (late, "late")]):
+        with is_current(app):
+            answer = task.delay(number)
+            assert answer.app is app
+            assert task.delay(number) == answer == app.tasks[task.name].delay(number)
+        assert queued(queue) == 1
+        assert held(f"k-{number}").task_id == answer.id
+    # The apps have one key, as they have one server and one prefix.
+    with is_current(second):
+        assert task.delay(0).id == held("k-0").task_id
+    assert queued("second") == 1
+
+
+def test_a_shared_task_has_each_apps_settings(new_app: Any, left: Any) -> None:
+    task = cover("k-{value}")(shared_task(work, name=f"task-{uuid4()}"))
+    for seconds in (300, 600):
+        with is_current(new_app(str(seconds), only_one_queue_timeout=seconds)):
+            task.delay(seconds)
+        assert lives_for(seconds, left(f"k-{seconds}"))
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_tasks_copy_in_another_app(new_app: Any, queued: Any, order: str) -> None:
+    """`app.task` puts the task into every app that is finalized later."""
+    app = new_app("first")
+    copies = None if order == "after" else new_app("copies")
+    name = f"task-{uuid4()}"
+    task = cover("k")(app.task(work, name=name))
+    first = task.delay()
+    copies = copies or new_app("copies")
+    copy = copies.tasks[name]
+    assert copy.app is copies
+    assert copy.delay() == first
+    assert queued("copies") == 0
+    assert queued("first") == 1
+
+
+def test_pickled_it_is_the_task(app: Celery, queued: Any) -> None:
+    with is_current(app):
+        task = a_task(app, "k", celery={"name": "pickled"})
+        first = task.delay()
+        copy = pickle.loads(pickle.dumps(task))  # noqa: S301 - our own
+        assert copy is app.tasks["pickled"]
+        assert copy.delay() == first
+        assert pickle.loads(pickle.dumps(task.s(1))).delay() == first  # noqa: S301 - our own
+    assert queued() == 1
+
+
+# --- tasks of every kind -----------------------------------------------------------------------------------------
+
+
+def test_a_base_class_with_methods_of_its_own(app: Celery, queued: Any, prefix: str) -> None:
+    calls = []
+
+    class Base(Task):  # type: ignore[misc]  # Celery has no types
+        def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+            calls.append(("apply_async", args))
+            return super().apply_async(args, kwargs, **{"headers": {"own": 1}, **options})
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append(("call", args))
+            return super().__call__(*args, **kwargs)
+
+    task = a_task(app, "k-{value}", celery={"base": Base})
+    first = task.delay(1)
+    assert ("apply_async", (1,)) in calls
+    assert task.delay(1) == first
+    assert queued() == 1
+    assert task(2) == (2, "more", f"{prefix}k-2")
+    assert calls[-1] == ("call", (2,))
+    assert task.apply((3,)).get() == (3, "more", f"{prefix}k-3")
+    assert calls[-1] == ("call", (3,))
+
+
+def test_a_task_that_is_a_class(app: Celery, queued: Any, held: Any, prefix: str) -> None:
+    class Single(Task):  # type: ignore[misc]  # Celery has no types
+        name = "single"
+
+        def run(self, value: int) -> Any:
+            return value, current_lock().key
+
+    task = cover("k-{value}")(app.register_task(Single()))
+    first = task.delay(1)
+    assert task.delay(value=1) == app.tasks["single"].delay(1) == first
+    assert held("k-1").name == "single"
+    assert queued() == 1
+    assert task(2) == (2, f"{prefix}k-2")
+
+
+@pytest.mark.skipif(VERSION < (5, 5), reason="Celery 5.5 brought models")
+def test_a_task_with_a_model(new_app: Any, queued: Any, prefix: str) -> None:
+    class Feed(BaseModel):
+        key: str
+        pages: int = 1
+
+    def modelled(feed: Feed) -> Feed:
+        return Feed(key=current_lock().key, pages=feed.pages)
+
+    modelled.__annotations__.update(feed=Feed, **{"return": Feed})  # which are local to this test
+    task = a_task(new_app(), "{feed[key]}", function=modelled, celery={"pydantic": True})
+    first = task.delay({"key": "k", "pages": 3})
+    assert task.delay({"key": "k", "pages": 4}) == first
+    assert queued() == 1
+    by_attribute = a_task(new_app(), function=modelled, celery={"pydantic": True})
+    assert by_attribute.delay({"key": "a"}) == by_attribute.delay({"key": "a"})
+    assert queued() == 2
+    eager = a_task(new_app(task_always_eager=True), "{feed[key]}", function=modelled, celery={"pydantic": True})
+    assert eager.delay({"key": "e", "pages": 3}).get() == {"key": f"{prefix}e", "pages": 3}
+
+
+def test_autoretry_does_not_change_the_key(app: Celery, queued: Any) -> None:
+    task = a_task(app, "k-{value}", celery={"autoretry_for": (OSError,), "default_retry_delay": 0})
+    assert task.delay(1) == task.delay(value=1)
+    with pytest.raises(TypeError):
+        task.delay(wrong=1)
+    assert queued() == 1
+
+
+def test_beat_takes_the_key(app: Celery, queued: Any) -> None:
+    task = a_task(app, "k", celery={"name": "beaten"})
+    app.finalize()
+    scheduler = Scheduler(app=app, lazy=True)
+    entry = ScheduleEntry(name="each", task="beaten", schedule=schedule(1), args=(), app=app)
+    first = scheduler.apply_async(entry, advance=False)
+    assert isinstance(first, AsyncResult)
+    assert scheduler.apply_async(entry, advance=False) == first == task.delay()
+    assert queued() == 1
+
+
+def test_beat_goes_on_after_any_policy(app: Celery, queued: Any) -> None:
+    for name, policy in {"skips": skip, "fails": fail}.items():
+        a_task(app, name, celery={"name": name}, when_busy=policy)
+    app.finalize()
+    scheduler = Scheduler(app=app, lazy=True)
+    for name in ("skips", "fails"):
+        entry = ScheduleEntry(name=name, task=name, schedule=schedule(1), args=(), app=app)
+        for _ in range(3):
+            scheduler.apply_entry(entry)  # which logs what is raised
+    assert queued() == 2
+
+
+def test_by_name_it_is_published_past_the_decorator(app: Celery, queued: Any) -> None:
+    task = a_task(app, "k", celery={"name": "named"})
+    first = task.delay()
+    assert app.send_task("named") != first
+    assert queued() == 2
+
+
+def test_what_is_sent_with_a_connection_or_to_another_queue(app: Celery, queued: Any, prefix: str) -> None:
+    task = a_task(app, "k-{value}")
+    first = task.apply_async((1,), queue=f"{prefix}elsewhere", headers={"own": 1}, ignore_result=True)
+    assert queued("elsewhere") == 1
+    with app.connection_for_write() as connection:
+        assert task.apply_async((1,), connection=connection) == first
+        task.apply_async((2,), connection=connection)
+    with app.producer_pool.acquire(block=True) as producer:
+        assert task.apply_async((1,), producer=producer) == first
+        task.apply_async((3,), producer=producer)
+    assert (queued("elsewhere"), queued()) == (1, 2)
+
+
+def test_a_server_that_stalls_and_comes_back(app: Celery, server: RedisServer, queued: Any) -> None:
+    """An acquire of unknown fate leaves no key that belongs to nobody."""
+    task = a_task(app, "k", redis=f"{server.url}?socket_timeout=0.2")
+    server.pause()
+    try:
+        with pytest.raises(LockUnavailable):
+            task.delay()
+    finally:
+        server.resume()
+    assert queued() == 0
+    until = time.monotonic() + SLACK
+    answer: Any = SimpleNamespace(id=None)
+    while not queued() and time.monotonic() < until:
+        answer = task.delay()
+    assert queued() == 1
+    assert task.delay() == answer
