@@ -12,7 +12,7 @@ nox.options.error_on_missing_interpreters = False
 
 HERE = Path(__file__).parent
 PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
-OLDEST = ["redis==5.0.1", "celery==5.4.0", "kombu==5.4.2"]  # later kombus want a later redis-py
+OLDEST = ["redis==5.2.0", "celery==5.5.0", "kombu==5.5.2"]  # later kombus want a later redis-py
 BESIDE_THE_PACKAGE = ["tests", "examples", "benchmarks", "docs", "README.md", "conftest.py", "pyproject.toml"]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from celery import Celery
 
+from benchmarks.sweeps import soon
 from only_one import configure, only_one, retry
 
 URL = "KILLS_URL"
@@ -31,14 +32,16 @@ LEASE = 1.5
 VISIBILITY = 3.0
 """Seconds after which the broker delivers the messages of a killed worker again; and those of a slow one."""
 
+TRANSPORT = {
+    **soon(VISIBILITY),
+    # A worker that is killed while it looks for such messages has all others wait for so long, 5 minutes by default.
+    "unacked_mutex_expire": 3,
+}
+
 app = Celery("kills", set_as_current=False)
 app.conf.update(
     broker_connection_retry_on_startup=True,
-    broker_transport_options={
-        "visibility_timeout": VISIBILITY,
-        "unacked_restore_interval": 1,
-        "unacked_restore_throttle": 1,
-    },
+    broker_transport_options=TRANSPORT,
     task_acks_late=True,
     task_reject_on_worker_lost=True,
     worker_prefetch_multiplier=2,

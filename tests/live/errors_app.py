@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from celery import Celery
 
@@ -52,9 +53,7 @@ def down(key: str) -> str:
 
 def an_app(serializer: str) -> Celery:
     """An app that speaks to its workers in one way only."""
-    settings = {
-        "broker_url": os.environ.get("LIVE_URL"),
-        "result_backend": os.environ.get("LIVE_URL"),
+    settings: dict[str, Any] = {
         "broker_connection_retry_on_startup": True,
         "task_serializer": serializer,
         "result_serializer": serializer,
@@ -63,6 +62,8 @@ def an_app(serializer: str) -> Celery:
         "only_one_when_busy": "only_one.fail",
         "only_one_lease": LEASE,
     }
+    if url := os.environ.get("LIVE_URL"):  # in a worker: Celery 5.5 takes these for more than what is set later
+        settings |= {"broker_url": url, "result_backend": url}
     app = Celery(f"errors in {serializer}", set_as_current=False)
     app.config_from_object({f"CELERY_{name.upper()}": value for name, value in settings.items()}, namespace="CELERY")
     for task in (busy, limited, lost, ensured, down):

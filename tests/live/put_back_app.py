@@ -10,6 +10,7 @@ from typing import Any
 import redis
 from celery import Celery
 
+from benchmarks.sweeps import soon
 from only_one import configure, only_one, retry
 from tests.live.workers import PREFIX, RESULTS, URL, note
 
@@ -21,11 +22,7 @@ TIMEOUT = 600
 
 app = Celery("put back", set_as_current=False)
 app.conf.broker_connection_retry_on_startup = True
-app.conf.broker_transport_options = {
-    "visibility_timeout": VISIBILITY,
-    "unacked_restore_interval": 1,
-    "unacked_restore_throttle": 1,
-}
+app.conf.broker_transport_options = soon(VISIBILITY)
 
 if URL in os.environ:  # in a worker
     app.conf.broker_url = os.environ[URL]

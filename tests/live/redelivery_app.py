@@ -15,6 +15,7 @@ from celery import Celery
 from celery.exceptions import Reject
 from celery.signals import task_received
 
+from benchmarks.sweeps import soon
 from only_one import configure, only_one
 from tests.live.workers import PREFIX, RESULTS, URL, note
 
@@ -27,11 +28,7 @@ TIMEOUT = 600
 
 app = Celery("redelivery", set_as_current=False)
 app.conf.broker_connection_retry_on_startup = True
-app.conf.broker_transport_options = {
-    "visibility_timeout": VISIBILITY,
-    "unacked_restore_interval": 1,
-    "unacked_restore_throttle": 1,
-}
+app.conf.broker_transport_options = soon(VISIBILITY)
 
 if URL in os.environ:  # in a worker
     app.conf.broker_url = os.environ[URL]
