@@ -16,7 +16,7 @@ from .lease import Lease
 from .leases import generation, hold, let_go, release_later
 from .plan import Call, Plan
 from .policies import CarryOn, PutBack, carry_on, fail
-from .protocol import HELD, Outcome
+from .protocol import Outcome
 from .servers import Server
 
 CARRIED_ON = object()
@@ -76,6 +76,7 @@ class Attempt:
         error.__cause__ = problem
         if wanted(Down):
             emit(Down(self.key, self.name, error))
+        is_put_back = False
         try:
             return self.plan.when_down(error)
         except CarryOn:
@@ -84,12 +85,21 @@ class Attempt:
         except PutBack as wish:
             if self.call.task is None:
                 raise error from None
+            is_put_back = True
             return self.call.task.put_back(self.server, self.key, wish)
+        finally:
+            if not is_put_back:
+                self._no_longer_queued()
 
     def adrift(self, *, settled: bool) -> None:
         """Whether the token stands on the server is not known: see to it in the background."""
         release_later(self.server, self.key, self.token, now() + self.plan.ttl, settled=settled)
         self.is_settled = True
+
+    def _no_longer_queued(self) -> None:
+        """What stands there for a task that was queued goes, too, as the task does not wait any more."""
+        if self.call.queued is not None:
+            release_later(self.server, self.key, self.call.queued, now() + self.plan.queue_timeout, settled=True)
 
     def abandon(self) -> None:
         """Leave nothing behind, if the key has not been given back in the ordinary way."""
@@ -98,6 +108,7 @@ class Attempt:
             let_go(self.lease)
             self.lease.lose("released")
             self.adrift(settled=False)
+            self._no_longer_queued()
 
     @property
     def is_inherited(self) -> bool:
@@ -124,6 +135,8 @@ class Attempt:
 
     def released(self, outcome: Outcome | None, lost: LockLost | None, *, is_kept: bool) -> LockLost | None:
         """The key has been given back, or with None for an outcome could not be; returns how it was lost, if it was."""
+        if self.call.task is not None:
+            self.call.task.told(self.server, self.key, outcome)
         if outcome is None:
             self.adrift(settled=True)
         elif outcome.fate == "taken" and lost is None:
@@ -132,7 +145,7 @@ class Attempt:
         self.is_settled = True
         let_go(self.lease)
         if wanted(Released):
-            fate = "unknown" if outcome is None else "kept" if is_kept and outcome is HELD else outcome.fate
+            fate = "unknown" if outcome is None else "kept" if is_kept and outcome.fate == "held" else outcome.fate
             emit(Released(self.key, self.name, fate, now() - self.lease.begun))
         return lost
 

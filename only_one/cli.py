@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -32,16 +33,27 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m on
         The exit status: 0 if all was done, 1 if something was not freed or not found, 2 for wrong use and trouble.
     """
     given = _parser(program).parse_args(arguments)
+    _spell_out(sys.stdout)
     try:
         place = place_of(given.redis, app)
         if given.prefix is not None:
             check_prefix(given.prefix)
             place = place._replace(prefix=given.prefix)
         status: int = given.command(place, given)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (OnlyOneError, RedisError, OSError) as error:
         print(f"{program}: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     return status
+
+
+def _spell_out(stream: Any) -> None:
+    """Have what a terminal cannot show spelt out."""
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="backslashreplace")
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -79,7 +91,7 @@ def _list(place: Place, given: argparse.Namespace) -> int:
         for each in found:
             print(json.dumps(_facts(each)))
         return 0
-    rows = [[_cell(_facts(each)[name]) for name in _COLUMNS] for each in found]
+    rows = [[_cell(facts[name]) for name in _COLUMNS] for facts in map(_facts, found)]
     if sys.stdout.isatty():
         _print_table([[name.replace("_", " ") for name in _COLUMNS], *rows])
     else:
@@ -174,9 +186,12 @@ def _value(found: Held) -> str:
     return found.value.decode(errors="backslashreplace") if found.value else "a value of another type"
 
 
-def _time(moment: float) -> str:
-    """In this machine's time, to the second, with what it differs from UTC."""
-    return datetime.fromtimestamp(moment, timezone.utc).astimezone().isoformat(timespec="seconds")
+def _time(moment: float) -> str | None:
+    """In this machine's time, with what it differs from UTC; None for a time that somebody has made up."""
+    try:
+        return datetime.fromtimestamp(moment, timezone.utc).astimezone().isoformat(timespec="seconds")
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 _LONGEST_CELL = 200

@@ -243,6 +243,15 @@ def is_dead(value: bytes) -> bool:
     return False
 
 
+def is_gone(value: bytes) -> bool:
+    """Whether the process, another one of this machine, that `value` names is certainly gone."""
+    process = _this_process()
+    if value.startswith(process.mark) or not value.startswith(process.machine_mark) or process.machine is None:
+        return False
+    holder = Holder.parse(value)
+    return holder is not None and (not _exists(holder.pid) or _is_another(holder))
+
+
 def is_queued(value: bytes) -> bool:
     """Whether the task that `value` spells waits in its queue, so that a run may take its key."""
     if b'"state":"queued"' not in value:

@@ -95,7 +95,11 @@ def held_in(place: Place, match: str = "*") -> Iterator[Held]:
     client: Any = place.server.client
     pattern = "".join(f"\\{each}" if each in "*?[]^\\" else each for each in place.prefix) + match
     found: list[bytes] = []
+    seen: set[bytes] = set()  # SCAN may show a key more than once
     for key in client.scan_iter(match=pattern, count=_AT_ONCE, **RAW):
+        if key in seen:
+            continue
+        seen.add(key)
         found.append(key)
         if len(found) == _AT_ONCE:
             yield from _read(client, found)

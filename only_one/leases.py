@@ -229,12 +229,12 @@ class _Renewer:
         if isinstance(reply, Exception):
             lease.renew_at = min(now() + _rest([lease]), lease.expires_at)
             return
-        fate, value = outcome(reply)
-        if fate == "held":
+        found = outcome(reply)
+        if found.fate == "held":
             lease.expires_at = sent + ttl
             lease.renew_at = sent + ttl * RENEWED_EVERY if lease.expires_at < lease.ends_at else lease.ends_at
         elif lease.reason is None:
-            self.lost(lease, "deleted" if fate == "gone" else "taken", value)
+            self.lost(lease, "deleted" if found.fate == "gone" else "taken", found.value)
 
     def lost(self, lease: Lease, reason: str, value: bytes = b"") -> None:
         """Stop renewing, and have the run told: by another thread, since what it does about it is its own."""

@@ -13,7 +13,7 @@ from .errors import KeyTemplateError
 from .holder import Identity
 from .keys import MakeKey
 from .policies import PutBack, skip
-from .protocol import Expiry, expiry_in
+from .protocol import Expiry, Outcome, expiry_in
 from .servers import Server, Source, find_server
 
 Args = tuple[Any, ...]
@@ -85,6 +85,10 @@ class TaskRun(ABC):
     @abstractmethod
     def note(self, key: str, ended_by: BaseException | None) -> str | None:
         """Where copies of its message wait to be told that it has ended, if they do, and it has."""
+
+    @abstractmethod
+    def told(self, server: Server, key: str, outcome: Outcome | None) -> None:
+        """They have been told, if `outcome` says so; with None nobody knows."""
 
 
 class Call(NamedTuple):

@@ -29,14 +29,17 @@ class Outcome(NamedTuple):
     Attributes:
         fate: "held" (it was ours, and is released or renewed), "gone", or "taken" (somebody else's, and left alone).
         value: what stands under the key if it is somebody else's.
+        has_copies: it was held by a task's run, and copies of its message wait to be told what has become of it.
     """
 
     fate: Literal["held", "gone", "taken"]
     value: bytes = b""
+    has_copies: bool = False
 
 
 HELD = Outcome("held")
 GONE = Outcome("gone")
+_HELD_WITH_COPIES = Outcome("held", has_copies=True)
 
 
 class Script:
@@ -66,13 +69,16 @@ if value == ARGV[1] then
 end""")
 
 # The copies of a task's message leave word in a hash beside the key; see `tasks.notes`.
-_NOTE_END = "if redis.call('exists', KEYS[2]) == 1 then redis.call('hset', KEYS[2], 'ended', 1) end"
-_RELEASE_NOTING = Script(f"{_NOTE_END}\nif value == ARGV[1] then return redis.call('del', KEYS[1]) end")
+_NOTE_END = """
+local copies = redis.call('exists', KEYS[2])
+if copies == 1 then redis.call('hset', KEYS[2], 'ended', ARGV[1], 'ended_at', redis.call('time')[1], 'stored', 0) end
+"""
+_RELEASE_NOTING = Script(f"{_NOTE_END}\nif value == ARGV[1] then return redis.call('del', KEYS[1]) + copies end")
 _REPLACE_NOTING = Script(f"""
 {_NOTE_END}
 if value == ARGV[1] or value == ARGV[2] then
     redis.call('set', KEYS[1], ARGV[2], 'PX', ARGV[3])
-    return 1
+    return 1 + copies
 end""")
 _FENCE_REMEMBERED = 24 * 3600 * 1000
 """Milliseconds for which the last fencing token is remembered. The server's clock goes on where it is forgotten."""
@@ -195,9 +201,11 @@ def renew_command(key: str | bytes, token: bytes, ttl: int) -> Command:
 
 
 def outcome(reply: int | bytes | None) -> Outcome:
-    """What a reply says: 1 for done, nothing for gone, else the value that stands there."""
+    """What a reply says: 1 for done, 2 if copies wait besides, nothing for gone, else the value that stands there."""
     if reply == 1:
         return HELD
+    if reply == 2:  # noqa: PLR2004 - see above
+        return _HELD_WITH_COPIES
     return Outcome("taken", reply) if isinstance(reply, bytes) else GONE
 
 

@@ -225,6 +225,35 @@ def test_a_value_of_another_type_is_left_alone(redis: Redis, prefix: str, capsys
     assert redis.exists(f"{prefix}k")
 
 
+@pytest.mark.parametrize("field", [b'"since":-100000000000000}', b'"since":99999999999999}'])
+def test_a_time_that_somebody_has_made_up(redis: Redis, prefix: str, field: bytes, capsys: Out) -> None:
+    token = Identity("f").token(60)
+    redis.set(f"{prefix}k", token[: token.index(b'"since"')] + field)
+    redis.set(f"{prefix}l", "x", px=10**15)
+
+    for arguments in (["list"], ["list", "--json"], ["show", "k"]):
+        assert main(arguments) == 0
+    assert f"{prefix}k" in capsys.readouterr().out
+
+
+def test_a_reader_that_has_seen_enough(redis: Redis, redis_url: str, prefix: str) -> None:
+    for number in range(3000):
+        redis.set(f"{prefix}{number}", "x", px=60_000)
+    program = f"{sys.executable} -m only_one --redis {redis_url} --prefix {prefix} list | head -1"
+    ran = subprocess.run(["bash", "-o", "pipefail", "-c", program], capture_output=True, text=True, check=False)  # noqa: S607
+
+    assert (ran.returncode, ran.stderr, len(ran.stdout.splitlines())) == (0, "", 1)
+
+
+def test_what_the_terminal_cannot_show_is_spelt_out(redis: Redis, redis_url: str, prefix: str) -> None:
+    redis.set(f"{prefix}ü", "x")
+    command = [sys.executable, "-m", "only_one", "--redis", redis_url, "--prefix", prefix, "list"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    assert (ran.returncode, ran.stdout.split("\t")[0]) == (0, f"{prefix}\\xfc"), ran.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

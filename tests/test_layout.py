@@ -26,6 +26,7 @@ ORDER = [
     "only_one.tasks.queueing",
     "only_one.tasks.queue_endings",
     "only_one.tasks.endings",
+    "only_one.tasks.results",
     "only_one.tasks.delivery",
     "only_one.tasks.task_call",
     "only_one.tasks.waiting",

@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from celery import VERSION, Celery, Task, chain, chord, group
+from celery import Celery, Task, chain, chord, group
 from pydantic import BaseModel
 from redis import Redis
 
@@ -195,18 +195,17 @@ def test_a_base_class_with_a_call_of_its_own(app: Celery, busy: KeyIsBusy, prefi
     assert calls == [(1,), (2,)]
 
 
-@pytest.mark.skipif(VERSION < (5, 5), reason="Celery 5.5 brought models")
 def test_a_task_with_a_model(app: Celery, busy: KeyIsBusy, prefix: str) -> None:
     class Feed(BaseModel):
         key: str
         pages: int = 1
 
-    @only_one("{feed.key}", when_busy=fail)
     def work(feed: Feed) -> Feed:
         return Feed(key=current_lock().key, pages=feed.pages)
 
     work.__annotations__.update(feed=Feed, **{"return": Feed})  # which are local to this test
-    task = app.task(pydantic=True, shared=False, name="modelled")(work)
+    covered = only_one("{feed.key}", when_busy=fail)(work)
+    task = app.task(pydantic=True, shared=False, name="modelled")(covered)
     assert task.delay({"key": "k", "pages": 3}).get() == {"key": f"{prefix}k", "pages": 3}
     with busy("k"), pytest.raises(AlreadyRunning):
         task.delay({"key": "k"}).get()

@@ -16,7 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from celery import VERSION, Celery, Task, _state, chain, chord, group, shared_task
+from celery import Celery, Task, _state, chain, chord, group, shared_task
 from celery.beat import ScheduleEntry, Scheduler
 from celery.local import PromiseProxy
 from celery.result import AsyncResult, EagerResult
@@ -869,7 +869,6 @@ def test_a_task_that_is_a_class(app: Celery, queued: Any, held: Any, prefix: str
     assert task(2) == (2, f"{prefix}k-2")
 
 
-@pytest.mark.skipif(VERSION < (5, 5), reason="Celery 5.5 brought models")
 def test_a_task_with_a_model(new_app: Any, queued: Any, prefix: str) -> None:
     class Feed(BaseModel):
         key: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -69,6 +70,8 @@ def main() -> int:
         first = queue()
         with guarded(WORKER, env={**os.environ, "SINGLETON_URL": server.url}, stdout=DEVNULL):
             watch(client, first)
+        del first
+        gc.collect()  # a result that is let go of later would look for the server, which is gone then
         tasks.app.close()
     return 0
 

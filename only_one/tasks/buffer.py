@@ -29,7 +29,7 @@ def arrive_anew(server: Server, key: str, app: Celery, task_id: str, digest: str
         app: the task's app.
         task_id: the trigger's id.
         digest: what tells it from others with this key; empty where that cannot be told.
-        seconds: for how long one that waits is waited for.
+        seconds: for how long it is waited for, if it waits.
 
     Returns:
         Its number; or the id of one with the same digest that waits, and is the newest.

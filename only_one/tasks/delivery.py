@@ -10,18 +10,21 @@ from celery.exceptions import Ignore, Reject, Retry
 from only_one.clock import now
 from only_one.errors import AlreadyRunning
 from only_one.events import logger
-from only_one.holder import Holder, Identity
+from only_one.holder import Holder, Identity, is_gone
 from only_one.lock import drive
 from only_one.plan import Plan, Policy
 from only_one.policies import BufferOne, PutBack, fail, retry, skip
-from only_one.protocol import TROUBLE
+from only_one.protocol import TROUBLE, Outcome
 from only_one.servers import Server
 
 from . import buffer
-from .notes import ask_of_copy, number_of_copy
+from .notes import ask_of_copy, forget_end, look_for_copies, number_copy, tell_copies_of_result
 from .put_back import header_of, publish, remembered_for, visibility_timeout
 from .task_call import TaskCall
 from .waiting import waits_for
+
+_STORES_WITHIN = 30
+"""Seconds within which a run that has ended has stored its result, or never does, if nobody can see its process."""
 
 
 def _waiting(key: str, value: bytes) -> PutBack:
@@ -63,7 +66,9 @@ class Delivery(TaskCall):
         self._request = request
         self._covers_queue = covers_queue
         self._is_superseded = False
+        self._has_note = False
         self._run: tuple[Server, float] | None = None
+        self._told: tuple[Server, str] | None = None
 
     def default_policy(self) -> Policy:
         """None would do harm where the work has begun, and where others would be given it for a result."""
@@ -93,7 +98,7 @@ class Delivery(TaskCall):
             raise Predecessor(self, server, key, value)
         # The copy asks, the release answers: whether the run has ended is not for the result backend to say.
         try:
-            has_ended = drive(server.client, ask_of_copy(key, self._copies(key), remembered_for(self.app)))
+            has_ended = drive(server.client, ask_of_copy(key, self._copies(key), remembered_for(self.app))).is_stored
         except TROUBLE as error:
             logger.debug("the run of %s cannot be asked: %s", self.id, error)
             has_ended = False
@@ -116,7 +121,7 @@ class Delivery(TaskCall):
             raise wish.error
         copies = self._copies(key)
         try:
-            if header.number < drive(server.client, number_of_copy(key, copies)).number:
+            if header.number < drive(server.client, look_for_copies(key, copies)).number:
                 raise self._drop(key, "a later copy of it waits")
             if wish.only_newest:
                 header = header.of_trigger(buffer.arrive(server, key, self.app, self.id, header.trigger))
@@ -126,7 +131,7 @@ class Delivery(TaskCall):
             logger.debug("copies of %s cannot be told apart: %s", self.id, error)
         number = publish(self._task, self._request, header, wish.countdown)
         try:
-            drive(server.client, number_of_copy(key, copies, number, remembered_for(self.app)))
+            drive(server.client, number_copy(key, copies, number, remembered_for(self.app)))
             if header.trigger is not None and wish.only_newest:
                 buffer.published(server, key, self.app, header.trigger)
         except TROUBLE as error:
@@ -142,15 +147,31 @@ class Delivery(TaskCall):
         self._run = server, now()
         try:
             if self.header.number or self._is_redelivered:
-                found = drive(server.client, number_of_copy(key, self._copies(key)))
-                if found.has_ended or self.header.number < found.number:
-                    raise self._drop(key, "its run has ended, or a later copy waits")
+                self._make_way(server, key)
             if isinstance(plan.when_busy, BufferOne) and not self._request.is_eager:
                 self._is_superseded = not buffer.begin(server, key, self.app, self.id, self.header.trigger)
                 return not self._is_superseded
         except TROUBLE as error:
             logger.debug("copies of %s cannot be told apart: %s", self.id, error)
         return True
+
+    def _make_way(self, server: Server, key: str) -> None:
+        """Leave the work to the run that has done it, or to a later copy.
+
+        Raises:
+            Ignore: where this copy is not to do it; it was dropped, or waits for the run's result to be stored.
+        """
+        found = drive(server.client, look_for_copies(key, self._copies(key)))
+        if self.header.number < found.number:
+            raise self._drop(key, "a later copy of it waits")
+        if not found.ended:
+            return
+        if found.is_stored:
+            raise self._drop(key, "its run has ended")
+        if found.age < _STORES_WITHIN and not is_gone(found.ended):
+            self.put_back(server, key, _waiting(key, found.ended))
+        logger.info("%s[%s] is run again: its run has ended, but stored no result", self._task.name, self.id)
+        drive(server.client, forget_end(key, self._copies(key)))
 
     def may_take(self, value: bytes) -> bool:
         """A retry of this very task is ahead of it; all else that waits in a queue has not begun."""
@@ -159,11 +180,18 @@ class Delivery(TaskCall):
 
     def stays(self, plan: Plan, ended_by: BaseException | None) -> tuple[bytes, int] | None:
         """A task that is covered from queued to finished keeps its key while it waits to be retried."""
-        if not self._covers_queue or self._request.is_eager or not isinstance(ended_by, Retry):
+        if not self._covers_queue or self._request.is_eager or not self._is_retried_as_it_is(ended_by):
             return None
-        seconds = waits_for(self.app, plan.queue_timeout, self._request.expires, ended_by.when)
+        seconds = waits_for(self.app, plan.queue_timeout, self._request.expires, getattr(ended_by, "when", None))
         identity = Identity(self._task.name, self.id, self.attempt + 1, "queued")
         return (identity.token(seconds), round(seconds * 1000)) if seconds > 0 else None
+
+    def _is_retried_as_it_is(self, ended_by: BaseException | None) -> bool:
+        """Whether it was published again with the same arguments, which are another key's if they are others."""
+        sig = ended_by.sig if isinstance(ended_by, Retry) else None
+        if sig is None:
+            return False
+        return list(sig.args) == list(self._request.args or ()) and sig.kwargs == dict(self._request.kwargs or {})
 
     def note(self, key: str, ended_by: BaseException | None) -> str | None:
         """Where copies of the message wait to be told that its run has ended, as it can only have with acks_late.
@@ -174,10 +202,27 @@ class Delivery(TaskCall):
         # Where nothing has run, a copy finds that out, too, and stores the result that this one may not come to store.
         if not self._task.acks_late or not has_ended or self._is_superseded:
             return None
+        self._has_note = True
         copies = self._copies(key)
         if self._run is not None and now() - self._run[1] > visibility_timeout(self.app) / 2:
             self._ask_for_copies(key, copies, self._run[0])
         return copies
+
+    def told(self, server: Server, key: str, outcome: Outcome | None) -> None:
+        """The copies know now that the run has ended; when its result is stored they are to know that, too."""
+        if self._has_note and outcome is not None and (outcome.has_copies or outcome.fate != "held"):
+            self._told = server, key
+            self._request.only_one_delivery = self  # for who learns that the result is stored
+
+    def result_is_stored(self) -> None:
+        """The task has ended, with all that Celery does for it."""
+        if self._told is None:
+            return
+        server, key = self._told
+        try:
+            drive(server.client, tell_copies_of_result(key, self._copies(key)))
+        except TROUBLE as error:
+            logger.debug("copies of %s cannot be told: %s", self.id, error)
 
     def _ask_for_copies(self, key: str, copies: str, server: Server) -> None:
         """After a long run there may be a copy that could not ask, as it waits for a free place in a worker."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from only_one.protocol import Script, Steps, evaluate
 
-_ASK = Script("""
+_READ = """
+local found = redis.call('hmget', KEYS[2], 'number', 'ended', 'stored', 'ended_at')
+value = {found[1] or 0, found[2] or '', found[3] or 0, redis.call('time')[1] - (found[4] or 0)}"""
+_LOOK = Script(_READ)
+_ASK = Script(f"""
 redis.call('hset', KEYS[2], 'asked', 1)
 redis.call('pexpire', KEYS[2], ARGV[1])
-value = tonumber(redis.call('hget', KEYS[2], 'ended') or 0)""")
+{_READ}""")
+_STORED = Script("value = redis.call('exists', KEYS[2]) == 1 and redis.call('hset', KEYS[2], 'stored', 1)")
+_FORGET = Script("value = redis.call('hdel', KEYS[2], 'ended')")
 _NUMBER = Script("""
 if tonumber(redis.call('hget', KEYS[2], 'number') or 0) < tonumber(ARGV[1]) then
     redis.call('hset', KEYS[2], 'number', ARGV[1])
@@ -32,7 +38,7 @@ elseif what == 'withdraw' then
     if of('pending') == number then redis.call('zrem', KEYS[2], 'pending') end
 elseif what == 'anew' then
     local same, like = ARGV[5], of('same:' .. ARGV[5])
-    if same ~= '' and like > 0 and like == of('pending') and like > of('begun') and now - like < ARGV[6] * 1000 then
+    if same ~= '' and like > 0 and like == of('pending') and like > of('begun') and now < of('until:' .. same) then
         for _, member in ipairs(redis.call('zrangebyscore', KEYS[2], like, like)) do
             if string.sub(member, 1, 3) == 'id:' then return string.sub(member, 4) end
         end
@@ -40,7 +46,10 @@ elseif what == 'anew' then
     number = math.max(now, of('last') + 1)
     raise('last', number)
     raise('id:' .. id, number)
-    if same ~= '' then raise('same:' .. same, number) end
+    if same ~= '' then
+        raise('same:' .. same, number)
+        redis.call('zadd', KEYS[2], string.format('%.0f', now + ARGV[6] * 1000), 'until:' .. same)
+    end
 else
     if number == 0 then number = of('id:' .. id) end
     if number == 0 then number = math.max(now, of('last') + 1) end
@@ -53,34 +62,50 @@ redis.call('pexpire', KEYS[2], ARGV[4])
 value = number""")
 
 
-def ask_of_copy(key: str, note: str, seconds: float) -> Steps[bool]:
-    """Leave word for the run that holds the key, for so many seconds, that a copy of its message waits.
-
-    Returns:
-        Whether the run has ended already.
-    """
-    return bool((yield from evaluate(_ASK, key, round(seconds * 1000), beside=note)))
-
-
 class Copies(NamedTuple):
     """What is known of the copies of a message.
 
     Attributes:
         number: that of the latest that was published; the others do not count.
-        has_ended: the run has ended for which copies have waited.
+        ended: the token of the run that has ended for which copies have waited; empty if none has.
+        is_stored: its result is stored, and what comes after it is published.
+        age: seconds since it ended.
     """
 
     number: int
-    has_ended: bool
+    ended: bytes
+    is_stored: bool
+    age: int
 
 
-def number_of_copy(key: str, note: str, number: int = 0, seconds: float = 0) -> Steps[Copies]:
-    """What is known of the copies of a message; with a `number`, after one was published with it."""
-    if number:
-        yield from evaluate(_NUMBER, key, number, round(seconds * 1000), beside=note)
-        return Copies(number, has_ended=False)
-    found = yield ("HMGET", note, "number", "ended")
-    return Copies(int(found[0] or 0), has_ended=bool(found[1]))
+def look_for_copies(key: str, note: str) -> Steps[Copies]:
+    """What is known of the copies of a message."""
+    return _copies((yield from evaluate(_LOOK, key, beside=note)))
+
+
+def ask_of_copy(key: str, note: str, seconds: float) -> Steps[Copies]:
+    """Leave word for the run that holds the key, for so many seconds, that a copy of its message waits."""
+    return _copies((yield from evaluate(_ASK, key, round(seconds * 1000), beside=note)))
+
+
+def _copies(found: list[Any]) -> Copies:
+    number, ended, stored, age = found
+    return Copies(int(number), ended, bool(int(stored)), int(age))
+
+
+def number_copy(key: str, note: str, number: int, seconds: float) -> Steps[None]:
+    """Note the number of a copy that was published."""
+    yield from evaluate(_NUMBER, key, number, round(seconds * 1000), beside=note)
+
+
+def tell_copies_of_result(key: str, note: str) -> Steps[None]:
+    """Note that the result of the run that has ended is stored."""
+    yield from evaluate(_STORED, key, beside=note)
+
+
+def forget_end(key: str, note: str) -> Steps[None]:
+    """Note that the run that has ended does not count: its work is done again."""
+    yield from evaluate(_FORGET, key, beside=note)
 
 
 def number_trigger(key: str, what: str, seconds: float, task_id: str, number: int | None) -> Steps[int | None]:
@@ -110,7 +135,7 @@ def number_new_trigger(key: str, seconds: float, task_id: str, digest: str, wait
         seconds: how long it is remembered.
         task_id: the trigger's id.
         digest: what tells it from others with this key; empty where that cannot be told.
-        waits: seconds for which one that waits is waited for.
+        waits: seconds for which it is waited for, if it waits.
 
     Returns:
         Its number; or the id of one with the same digest that waits, and is the newest.

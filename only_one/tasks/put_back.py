@@ -22,9 +22,10 @@ _random = SystemRandom()
 
 @dataclass(frozen=True)
 class Header:
-    """What a message that was put back carries beside the task's own.
+    """What a message carries for us beside the task's own.
 
     Attributes:
+        id: the id of the task that it was made for; others may be sent with copied headers.
         attempt: the attempt of the task that was put back; for another the rest does not count.
         times: how often it was put back.
         number: rises with each time; of the copies that a broker makes only the latest counts.
@@ -33,6 +34,7 @@ class Header:
         token: the value with which it was taken then.
     """
 
+    id: str
     attempt: int
     times: int = 0
     number: int = 0
@@ -51,11 +53,15 @@ class Header:
 
 def header_of(request: Any) -> Header:
     """What the message carries; of another attempt only that counts which is the task's."""
+    none = Header(request.id, request.retries)
     try:
-        found = Header(**request.headers[HEADER])
+        # Others, such as Sentry's SDK, may put headers of their own in the place of those that Celery hands on.
+        found = Header(**(vars(request).get(HEADER) or request.headers[HEADER]))
     except (TypeError, KeyError):  # none, or by somebody else
-        return Header(request.retries)
-    return found if found.attempt == request.retries else Header(request.retries, trigger=found.trigger, key=found.key)
+        return none
+    if found.id != request.id:
+        return none
+    return found if found.attempt == request.retries else replace(none, trigger=found.trigger, key=found.key)
 
 
 def publish(task: Task, request: Any, header: Header, countdown: float | None) -> int:
@@ -74,9 +80,21 @@ def publish(task: Task, request: Any, header: Header, countdown: float | None) -
     delay = _delay(header.times, longest) if countdown is None else min(countdown, longest)
     later = replace(header, times=header.times + 1, number=header.number + 1, token=None)
     headers = {**(request.headers or {}), **later.as_headers()}
-    again: Any = task.signature_from_request(request, countdown=delay, retries=request.retries, headers=headers)
+    again: Any = task.signature_from_request(
+        request,
+        countdown=delay,
+        retries=request.retries,
+        headers=headers,
+        ignore_result=_ignores_result(task, request),  # which Celery itself carries on since 5.7 only
+    )
     again.apply_async(add_to_parent=False)
     return later.number
+
+
+def _ignores_result(task: Task, request: Any) -> Any:
+    """What the message says, else the task; the request's class says something, too, which nobody has meant."""
+    said = vars(request).get("ignore_result")
+    return task.ignore_result if said is None else said
 
 
 def _delay(times: int, longest: float) -> float:

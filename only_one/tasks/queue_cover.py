@@ -71,6 +71,8 @@ def _install(task: Task, key: Any, options: Options) -> None:
     installed = vars(task).get("only_one_options")
     if installed is options:
         return
+    if installed is not None and _spelt(installed) == _spelt(options) and _spelt_key(key) == vars(task)["only_one_key"]:
+        return  # its module was loaded a second time, and Celery keeps the first task, too
     if installed is not None:
         msg = f"{task.name} is covered from queued to finished already: write one @only_one above @app.task"
         raise ConfigurationError(msg)
@@ -82,7 +84,16 @@ def _install(task: Task, key: Any, options: Options) -> None:
     wrapper = cover_run(task, key, options)
     task.apply_async = _covered(task, wrapper.__only_one__)
     task.run = wrapper
-    vars(task)["only_one_options"] = options
+    vars(task).update(only_one_options=options, only_one_key=_spelt_key(key))
+
+
+def _spelt(options: Options) -> str:
+    """What the options are, in words that are the same when a module is loaded again."""
+    return repr([_spelt_key(each) for each in options])
+
+
+def _spelt_key(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else repr(value)
 
 
 def _install_late(key: Any, options: Options, task: Task) -> None:
@@ -90,7 +101,7 @@ def _install_late(key: Any, options: Options, task: Task) -> None:
     try:
         _install(task, key, options)
     except OnlyOneError as error:
-        vars(task)["only_one_options"] = options
+        vars(task).update(only_one_options=options, only_one_key=_spelt_key(key))
         logger.error("%s cannot be covered: %s", task.name, error)
         task.run = task.apply_async = functools.partial(_refuse, error)
 
@@ -108,6 +119,8 @@ def _covered(task: Task, cover: Cover) -> Callable[..., Any]:
     @functools.wraps(task.apply_async)
     def covered(args: Any = None, kwargs: Any = None, *others: Any, **options: Any) -> Any:
         given = {**dict(zip(_POSITIONS, others, strict=False)), **options}
+        if len(given) < len(others) + len(options):
+            return task.__class__.apply_async(task, args, kwargs, *others, **options)  # which refuses them
         # What has been put in the place of its class's since, as by instrumentation, is called, too.
         apply_async = set_on_the_task or functools.partial(type(task).apply_async, task)
         return Publication(task, apply_async, args, kwargs, given).queue(cover)

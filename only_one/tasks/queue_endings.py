@@ -7,8 +7,10 @@ from typing import Any
 from celery import signals
 
 from only_one.events import logger
-from only_one.lock import give_back
+from only_one.holder import Holder
+from only_one.lock import RAW, give_back
 from only_one.plan import Cover
+from only_one.servers import Server
 
 from . import buffer
 from .put_back import header_of
@@ -37,12 +39,21 @@ def _forget(task: Any, cover: Cover, request: Any) -> None:
     if header.key is None or server is None:
         return
     try:
-        if header.token is not None:
-            give_back(server.client, server.dialect, header.key, header.token.encode())
+        value = header.token.encode() if header.token else _queued_value(server, header.key, request)
+        if value is not None:
+            give_back(server.client, server.dialect, header.key, value)
         if header.trigger is not None:
             buffer.withdraw(server, header.key, task.app, header.trigger)
     except Exception as error:  # noqa: BLE001 - there is nobody to raise it to, and it is forgotten by itself
         logger.debug("the key of %s could not be given back: %s", task.name, error)
+
+
+def _queued_value(server: Server, key: str, request: Any) -> bytes | None:
+    """What stands under the key for a retry, which was put there when its message was published already."""
+    value: bytes = server.client.execute_command("GET", key, **RAW) or b""
+    holder = Holder.parse(value)
+    is_its = holder is not None and holder.state == "queued" and holder.task_id == request.id
+    return value if is_its else None
 
 
 signals.task_postrun.connect(_on_end, weak=False, dispatch_uid="only_one_queue")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from celery import Task
 from kombu.utils.uuid import uuid
+from redis.exceptions import ResponseError
 
 from only_one.attempt import CARRIED_ON, Attempt
 from only_one.clock import now
@@ -17,17 +20,20 @@ from only_one.holder import Identity, is_dead
 from only_one.lock import drive, give_back, take
 from only_one.plan import Call, Cover, Policy
 from only_one.policies import BufferOne, PutBack
-from only_one.protocol import TROUBLE, expiry_in, extend, take_over
+from only_one.protocol import TROUBLE, expiry_in, extend, replace, take_over
 from only_one.run import busy
 from only_one.servers import Server
 
 from . import buffer
-from .put_back import Header
+from .put_back import HEADER, Header
 from .task_call import TaskCall
 from .waiting import waits_for
 
 _UNTIL_PUBLISHED = 30.0
 """Seconds for which the key is taken at first, so that a producer that dies before it has published blocks nobody."""
+
+_LEAST = 0.001
+"""Seconds; less cannot be told to the server."""
 
 _CARRIED = ("task_id", "link", "link_error", "chain", "chord", "group_id")
 """Somebody waits for a task that is called with one of these, so it is always published, and the worker decides."""
@@ -45,7 +51,7 @@ class Publication(TaskCall):
     ) -> None:
         """See `apply_async`, which is the task's own, for the others."""
         super().__init__(task)
-        self.id = uuid()
+        self.id = options.get("task_id") or uuid()
         self._apply_async = apply_async
         self._args = args
         self._kwargs = kwargs
@@ -60,23 +66,23 @@ class Publication(TaskCall):
         Raises:
             OnlyOneError: as the policies say.
         """
-        if self._is_published_in_every_case():
+        if self._is_none_of_ours():
             return self._publish()
         call = Call(self._task.name, Identity(self._task.name, self.id, 0, "queued"), app=self.app, task=self)
         plan = cover.plan_for(call)
         delay = self._options.get("countdown") or self._options.get("eta")
         expires = self._options.get("expires", self._task.expires)
         seconds = waits_for(self.app, plan.queue_timeout, expires, delay)
-        if plan.server is None or seconds <= 0:  # the worker says that it has expired
+        is_newest_only = isinstance(plan.when_busy, BufferOne)
+        if plan.server is None or seconds < _LEAST:  # the worker says that it has expired
+            return self._publish()
+        if self._is_waited_for and not is_newest_only:
             return self._publish()
         key = plan.prefix + cover.make_key(call, *self._as_sent())
         at_first = plan._replace(ttl=min(seconds, _UNTIL_PUBLISHED), limit=seconds)
         this = Attempt(at_first, plan.server, call, key, call.identity.token(seconds), now())
         try:
-            if isinstance(plan.when_busy, BufferOne):
-                next_step = self._number(this, plan.server, cover)
-            else:
-                next_step = self._take(this, plan.server)
+            next_step = self._number(this, plan.server, cover) if is_newest_only else self._take(this, plan.server)
         except TROUBLE as error:
             instead = this.down(error)
             return self._publish() if instead is CARRIED_ON else instead
@@ -103,15 +109,20 @@ class Publication(TaskCall):
         """Its result; what holds the key without being a task has none to give, and the worker will meet it, too."""
         return self._publish() if error.task_id is None else self._task.AsyncResult(error.task_id)
 
-    def _is_published_in_every_case(self) -> bool:
-        if any(self._options.get(each) for each in _CARRIED) or self.app.conf.task_always_eager:
-            return True
-        return not isinstance(self._args or (), (list, tuple))  # which Celery refuses
+    @property
+    def _is_waited_for(self) -> bool:
+        return any(self._options.get(each) for each in _CARRIED)
+
+    def _is_none_of_ours(self) -> bool:
+        if self._options.get("retries") or HEADER in dict(self._options.get("headers") or {}):
+            return True  # it is sent again
+        # What is no list Celery refuses.
+        return bool(self.app.conf.task_always_eager) or not isinstance(self._args or (), (list, tuple))
 
     def _publish(self, header: Header | None = None) -> Any:
         if header is None:
             return self._apply_async(self._args, self._kwargs, **self._options)
-        headers = {**(self._options.get("headers") or {}), **header.as_headers()}
+        headers = {**dict(self._options.get("headers") or {}), **header.as_headers()}
         return self._apply_async(self._args, self._kwargs, **{**self._options, "task_id": self.id, "headers": headers})
 
     def _as_sent(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -133,12 +144,13 @@ class Publication(TaskCall):
 
     def _queue_first(self, this: Attempt, server: Server) -> Any:
         try:
-            result = self._publish(Header(0, key=this.key, token=this.token.decode()))
+            result = self._publish(Header(self.id, 0, key=this.key, token=this.token.decode()))
         except BaseException:
             self._give_back(this, server)
             raise
-        if this.plan.ttl < this.plan.limit:
-            self._lengthen(this, server)
+        # A task's own `apply_async` may have published nothing, or under an id of its own.
+        if result is not None and (this.plan.ttl < this.plan.limit or result.id != self.id):
+            self._lengthen(this, server, result.id)
         return result
 
     def _give_back(self, this: Attempt, server: Server) -> None:
@@ -148,29 +160,35 @@ class Publication(TaskCall):
             logger.debug("%s could not be released, and will be in the background: %s", this.key, error)
             this.adrift(settled=True)
 
-    def _lengthen(self, this: Attempt, server: Server) -> None:
+    def _lengthen(self, this: Attempt, server: Server, task_id: str) -> None:
         # It compares with the token of a task that is queued: a worker may have begun it, and have its own lease.
+        milliseconds = round(this.plan.limit * 1000)
+        steps = extend(this.key, this.token, milliseconds)
+        if task_id != self.id:
+            token = Identity(self._task.name, task_id, 0, "queued").token(this.plan.limit)
+            steps = replace(this.key, this.token, token, milliseconds)
         try:
-            drive(server.client, extend(this.key, this.token, round(this.plan.limit * 1000)))
+            drive(server.client, steps)
         except TROUBLE as error:
-            logger.debug("%s is queued, and may be queued again in %g s: %s", this.key, _UNTIL_PUBLISHED, error)
+            level = logging.WARNING if isinstance(error, ResponseError) else logging.DEBUG
+            logger.log(level, "%s is queued, and may be queued again in %g s: %s", this.key, _UNTIL_PUBLISHED, error)
         except BaseException:
             server.drop_connections()
             raise
 
     def _number(self, this: Attempt, server: Server, cover: Cover) -> Callable[[], Any]:
         """Number the trigger, as `buffer_one` does it; returns what is to be done then."""
-        try:
-            digest = cover.digest(*self._as_sent())
-        except OnlyOneError:
-            digest = ""  # its arguments cannot be compared
-        found = buffer.arrive_anew(server, this.key, self.app, self.id, digest, this.plan.queue_timeout)
+        digest = ""  # one that is like no other
+        if not self._is_waited_for:
+            with suppress(OnlyOneError):  # its arguments cannot be compared
+                digest = cover.digest(*self._as_sent())
+        found = buffer.arrive_anew(server, this.key, self.app, self.id, digest, this.plan.limit)
         if isinstance(found, int):
             return partial(self._queue_newest, this, server, found)
         return partial(self._get_newest, this, found)
 
     def _queue_newest(self, this: Attempt, server: Server, trigger: int) -> Any:
-        result = self._publish(Header(0, key=this.key, trigger=trigger))
+        result = self._publish(Header(self.id, 0, key=this.key, trigger=trigger))
         try:
             buffer.published(server, this.key, self.app, trigger)
         except TROUBLE as error:

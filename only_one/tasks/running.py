@@ -9,12 +9,15 @@ from typing import Any
 from celery import Task
 from celery._state import get_current_task
 
-from only_one.holder import Identity
+from only_one.holder import Holder, Identity
 from only_one.lease import Lease
+from only_one.lock import RAW
 from only_one.plan import Args, Call, Cover, Kwargs
+from only_one.protocol import TROUBLE
 from only_one.run import current_lease, run, run_async
 
 from . import endings as endings  # which listens from now on
+from . import results as results
 from .delivery import Delivery, Predecessor
 from .task_call import TaskCall, call_from_outside
 from .wrapping import functions_of
@@ -33,6 +36,8 @@ def run_task(cover: Cover, wrapper: Callable[..., Any], args: Args, kwargs: Kwar
         return run(cover, call, args, kwargs)
     if _is_retried_within(cover, call, args, kwargs):
         return cover.function(*args, **kwargs)
+    if call.key is not None and call.task.attempt:
+        call = call._replace(key=_key_of_retry(cover, call, args, kwargs))
     waited, pause = 0.0, _LOOKS_FIRST_AFTER
     while True:
         try:
@@ -76,6 +81,20 @@ def call_of(cover: Cover, wrapper: Callable[..., Any], args: tuple[Any, ...]) ->
     request.only_one_has_begun = True
     token = delivery.header.token
     return Call(task.name, identity, bound, task.app, delivery, delivery.header.key, token.encode() if token else None)
+
+
+def _key_of_retry(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> str:
+    """The key that has come with the message if it is kept for this retry, which may have other arguments by now."""
+    plan = cover.plan_for(call)
+    key = plan.prefix + cover.make_key(call, args, kwargs)
+    if call.key is None or call.task is None or plan.server is None or key == call.key:
+        return key
+    try:
+        holder = Holder.parse(plan.server.client.execute_command("GET", call.key, **RAW) or b"")
+    except TROUBLE:
+        return key
+    is_kept = holder is not None and holder.state == "queued" and holder.task_id == call.task.id
+    return call.key if is_kept else key
 
 
 def runs(task: Task, wrapper: Callable[..., Any]) -> bool:

@@ -11,6 +11,7 @@ from celery import Task
 from only_one.holder import Identity
 from only_one.plan import Call, Cover, Plan, Policy, TaskRun
 from only_one.policies import PutBack, skip
+from only_one.protocol import Outcome
 from only_one.servers import Server, Source
 from only_one.settings import Settings
 
@@ -81,6 +82,9 @@ class TaskCall(TaskRun):
     def note(self, key: str, ended_by: BaseException | None) -> str | None:
         """There are no copies of it."""
         return None
+
+    def told(self, server: Server, key: str, outcome: Outcome | None) -> None:
+        """There are no copies of it."""
 
 
 def call_from_outside(task: Any, cover: Cover) -> Call:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import date, datetime
 from typing import Any
 
 from celery import Celery
@@ -27,6 +27,8 @@ def waits_for(app: Celery, queue_timeout: float, expires: Any, until: Any) -> fl
 
 
 def _seconds_until(app: Celery, moment: Any) -> float:
+    if isinstance(moment, date) and not isinstance(moment, datetime):
+        moment = datetime.combine(moment, datetime.min.time())
     if not isinstance(moment, (str, datetime)):
         return float(moment)
     time: Any = maybe_iso8601(moment)

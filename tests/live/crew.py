@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 import redis
 from celery._state import get_current_app
 
 from only_one.testing import Guarded, guarded
 from tests.proxy import eventually
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 LIMIT = 30.0
 """Seconds that a worker may take, on a machine that has other things to do too."""
@@ -76,6 +79,19 @@ def celery_worker(
         print(log.read_text()[-20_000:])
 
 
+def leave(app: Any) -> None:
+    """Let go of an application's server; results that are collected later are not to look for it, to say so."""
+    app.backend.result_consumer.stop()
+    app.backend.result_consumer._pubsub = None
+    app.close()
+
+
+def evaluated(function: Callable[P, T]) -> Callable[P, T]:
+    """With annotations that are no strings, which Celery 5.5 does not read."""
+    function.__annotations__ = get_type_hints(function)
+    return function
+
+
 @contextmanager
 def sender(app: Any, url: str, **settings: Any) -> Iterator[None]:
     """Let this process send an application's tasks for the length of a `with` block."""
@@ -86,4 +102,4 @@ def sender(app: Any, url: str, **settings: Any) -> Iterator[None]:
         yield
     finally:
         before.set_current()
-        app.close()
+        leave(app)

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from celery import VERSION, Celery, Task
+from celery import Celery, Task
 from celery.exceptions import SoftTimeLimitExceeded
 from pydantic import BaseModel
 
 from only_one import current_lock, only_one, retry
-from tests.live.crew import note, wait_at
+from tests.live.crew import evaluated, note, wait_at
 
 LEASE = 1.0
 
@@ -108,15 +108,12 @@ class Found(BaseModel):
     whose: list[Any]
 
 
+@app.task(pydantic=True)  # type: ignore[untyped-decorator]
 @only_one("{feed.key}")
+@evaluated
 def modelled(feed: Feed) -> Found:
     assert isinstance(feed, Feed)
     return Found(whose=whose())
-
-
-HAS_MODELS = VERSION >= (5, 5)
-if HAS_MODELS:
-    modelled = app.task(pydantic=True)(modelled)
 
 
 @app.task(bind=True, max_retries=3)  # type: ignore[untyped-decorator]

@@ -13,11 +13,12 @@ import time
 from typing import Any
 
 import redis
-from celery import VERSION, Celery, Task
-from celery.exceptions import Ignore, Reject
+from celery import Celery, Task
+from celery.exceptions import Ignore, Reject, Retry
 from pydantic import BaseModel
 
 from only_one import buffer_one, configure, current_lock, fail, only_one
+from tests.live.crew import evaluated
 from tests.live.workers import LIMIT, PREFIX, RESULTS, URL, note
 
 TIMEOUT = 600
@@ -76,6 +77,40 @@ def run(gate: str, result: Any = "done", *, gated: bool = False) -> Any:
 def plain(gate: str, result: str = "done") -> Any:
     """Runs at once."""
     return run(gate, result)
+
+
+@only_one("{gate}", timeout=TIMEOUT)
+@app.task(bind=True, max_retries=3)  # type: ignore[untyped-decorator]
+def goes_elsewhere(self: Any, gate: str, other: str) -> Any:
+    """Is retried with other arguments, and so under another key."""
+    if not self.request.retries:
+        raise self.retry(args=(other, other), countdown=0)
+    return whose()
+
+
+@only_one("{gate}", timeout=TIMEOUT)
+@app.task  # type: ignore[untyped-decorator]
+def retried_by_hand(gate: str) -> Any:
+    """Says that it is retried, and is not."""
+    raise Retry(gate, when=LIMIT)
+
+
+class NotAgain(Task):  # type: ignore[misc]  # Celery has no types
+    """Ends before its run when it is retried."""
+
+    abstract = True
+
+    def before_start(self, task_id: str, *_: Any) -> None:
+        if self.request.retries:
+            raise Trouble(task_id)
+
+
+@only_one("{gate}", timeout=TIMEOUT)
+@app.task(bind=True, base=NotAgain, max_retries=3)  # type: ignore[untyped-decorator]
+def not_again(self: Any, gate: str) -> Any:
+    """Never comes to run a second time."""
+    note("begin", gate)
+    raise self.retry(countdown=WAIT)
 
 
 @only_one("{gate}", timeout=TIMEOUT)
@@ -242,9 +277,7 @@ def modelled(feed: Feed) -> Found:
     return Found(whose=whose())
 
 
-HAS_MODELS = VERSION >= (5, 5)
-if HAS_MODELS:
-    modelled = only_one("{feed[gate]}", timeout=TIMEOUT)(app.task(pydantic=True)(modelled))
+modelled = only_one("{feed[gate]}", timeout=TIMEOUT)(app.task(pydantic=True)(evaluated(modelled)))
 
 
 @app.task  # type: ignore[untyped-decorator]

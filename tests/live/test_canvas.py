@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import pytest
 import redis
-from celery import chain, chord, group
+from celery import VERSION, chain, chord, group
 from celery.exceptions import ChordError
 
 from only_one import AlreadyRunning
@@ -175,9 +175,13 @@ def begin(client: Any, position: str, column: str) -> Case:
 
 
 def written() -> dict[str, list[str]]:
-    """The table as the docs have it."""
+    """The table as the docs have it, with what they say below it of older versions."""
     rows = [row.strip("|").split("|") for row in PAGE.read_text().splitlines() if row.startswith("|")]
-    return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows[2:]}
+    found = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows[2:]}
+    if VERSION < (5, 7):
+        row = "in the header of a chord with others after it"
+        found[row] = ["`AlreadyRunning`" if cell == "`ChordError`" else cell for cell in found[row]]
+    return found
 
 
 @pytest.mark.parametrize("position", POSITIONS)

@@ -43,9 +43,8 @@ KINDS = {
     "custom name": live.named,
     "annotated": live.annotated,
     "base class with __call__": live.based,
+    "pydantic": live.modelled,
 }
-if live.HAS_MODELS:
-    KINDS["pydantic"] = live.modelled
 
 
 class Pool:

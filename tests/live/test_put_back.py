@@ -183,6 +183,19 @@ def test_what_is_put_back_carries_all_that_it_came_with(place: World, held: Held
     assert after["expires"] is not None
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+def test_what_is_put_back_says_whether_its_result_is_ignored(place: World, held: Held, ignored: bool) -> None:  # noqa: FBT001
+    with held() as key:
+        answer = live.waits.apply_async((key, 1), ignore_result=ignored)
+        assert eventually(lambda: len(copies(place, answer.id)) > 2, LIMIT)
+    place.wait_for("ran", key)
+    (request,) = requests(place, key)
+    assert request["ignore_result"] is ignored
+    assert eventually(lambda: f"[{answer.id}] succeeded" in place.log(), LIMIT)
+    assert len(place.events(f"/celery-task-meta-{answer.id}")) > 0 or ignored
+    assert not (ignored and place.client.exists(f"celery-task-meta-{answer.id}"))
+
+
 def copies(place: World, task_id: str) -> list[str]:
     """What the log says of the deliveries of a task."""
     return [line for line in place.log().splitlines() if f"[{task_id}] received" in line]

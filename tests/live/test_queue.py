@@ -168,7 +168,7 @@ def test_the_default_key(scene: Scene) -> None:
         assert key.startswith(f"{PREFIX}{live.default.name}:")
 
 
-@pytest.mark.parametrize("kind", ["single", "based", *(["modelled"] if live.HAS_MODELS else [])])
+@pytest.mark.parametrize("kind", ["single", "based", "modelled"])
 def test_a_task_of_another_kind(scene: Scene, kind: str) -> None:
     task = getattr(live, kind)
     argument = {"gate": scene.gate} if kind == "modelled" else scene.gate
@@ -313,6 +313,27 @@ def test_a_retry_that_waits_and_is_revoked(scene: Scene) -> None:
     assert eventually(lambda: answer.state == "RETRY", LIMIT)
     live.app.control.revoke(answer.id, reply=True, timeout=LIMIT, limit=1)
     assert eventually(lambda: answer.state == "REVOKED", LIMIT)
+    assert scene.is_free()
+
+
+def test_a_retry_with_other_arguments_has_their_key(scene: Scene) -> None:
+    other = f"{scene.gate}-other"
+    key, state, *_, held = live.goes_elsewhere.delay(scene.gate, other).get(timeout=LIMIT)
+    assert (key, state, held) == (PREFIX + other, "running", True)
+    assert scene.is_free()
+
+
+def test_one_that_says_that_it_is_retried_and_is_not(scene: Scene) -> None:
+    live.retried_by_hand.delay(scene.gate)
+    assert scene.is_free()
+
+
+def test_a_retry_that_ends_before_its_run(scene: Scene) -> None:
+    answer = live.not_again.delay(scene.gate)
+    scene.begun()
+    assert live.not_again.delay(scene.gate) == answer
+    with pytest.raises(live.Trouble):
+        answer.get(timeout=LIMIT)
     assert scene.is_free()
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from celery import VERSION
 
 from tests.live import redelivery_app as live
 from tests.live.workers import LIMIT, World, kill_tree, world
@@ -106,6 +107,14 @@ EXPECTED = {
     "kill": (["0", "0"], "SUCCESS", "run 2"),
 }
 
+STORED_ALL_THE_SAME = {
+    "exception": VERSION < (5, 6, 3),
+    "retry": (VERSION < (5, 6, 3)) + (VERSION < (5, 7)),
+    "kill": VERSION < (5, 6, 3),
+}
+"""How often Celery stores a result that the call said to ignore: it heeds that in failures and retries since 5.6.3,
+and has the attempts after a retry heed it since 5.7."""
+
 
 @pytest.mark.parametrize(("how", "results"), CASES)
 def test_a_copy_is_never_beside_the_run(
@@ -123,7 +132,7 @@ def test_a_copy_is_never_beside_the_run(
         if how in {"return", "exception"}:
             assert stored(place, sent) == 1
     else:
-        assert stored(place, sent) == 0
+        assert stored(place, sent) == (STORED_ALL_THE_SAME.get(how, 0) if results == "ignore_result" else 0)
 
 
 @pytest.mark.parametrize("results", RESULTS[:3])

@@ -18,6 +18,7 @@ from celery._state import get_current_app
 from only_one.holder import Holder
 from only_one.testing import guarded, redis_server
 from tests.live import app as live
+from tests.live.crew import leave
 from tests.proxy import eventually
 
 LIMIT = 30.0
@@ -93,7 +94,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
             live.app.set_current()
             yield Worker(client, witness)
             before.set_current()
-        live.app.close()
+        leave(live.app)
     print(log.read_text())
 
 

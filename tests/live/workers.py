@@ -20,6 +20,7 @@ from celery import Celery
 from celery._state import get_current_app
 
 from only_one.testing import Guarded, RedisServer, guarded, redis_server
+from tests.live.crew import leave
 from tests.proxy import eventually
 
 LIMIT = 30.0
@@ -177,7 +178,7 @@ def world(app: Celery, name: str, folder: Path, *options: str) -> Iterator[World
             before.set_current()
             print(found.log())
             found.close()
-            app.close()
+            leave(app)
 
 
 def kill_tree(worker: Guarded) -> None:
