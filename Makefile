@@ -2,10 +2,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: demo test lint types suite matrix benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-kills benchmark-queue benchmark-queue-kills clean
+.PHONY: demo newsletter test lint types suite matrix benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-kills benchmark-queue benchmark-queue-kills benchmark-newsletter newsletter-kills clean
 
 demo: .venv/demo.stamp
 	@$(BIN)/python -m examples.feeds $(ARGS)
+
+newsletter: .venv/newsletter.stamp
+	@$(BIN)/python -m examples.newsletter $(ARGS)
+
+# Its workers killed at random points, and the newsletter started again each time.
+newsletter-kills: .venv/newsletter.stamp
+	$(BIN)/python -m benchmarks.newsletter_kills $(ARGS)
 
 test: lint types suite
 
@@ -51,6 +58,10 @@ benchmark-queue: .venv/dev.stamp
 
 benchmark-queue-kills: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.queue_kills $(ARGS)
+
+# Half a million of it, which takes some twenty minutes.
+benchmark-newsletter: .venv/newsletter.stamp
+	$(BIN)/python -m benchmarks.newsletter $(ARGS)
 
 .venv/%.stamp: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv

@@ -1,0 +1,111 @@
+"""The Celery application: a task that makes a chunk, one that sends, and the chord of them.
+
+```
+celery -A examples.newsletter.app worker
+```
+"""
+
+# mypy: disable-error-code=untyped-decorator
+
+from __future__ import annotations
+
+import os
+import sqlite3
+
+from celery import Celery, chord, group
+from celery.result import AsyncResult, GroupResult
+from celery.signals import worker_init
+
+from only_one import LockLost, LockUnavailable, current_lock, only_one, retry
+
+from . import making, places, recipients, sending
+
+BROKER = os.environ.get("NEWSLETTER_BROKER_URL", "redis://localhost:6379/1")
+RETRIES = int(os.environ.get("NEWSLETTER_RETRIES", "5"))
+VISIBILITY = float(os.environ.get("NEWSLETTER_VISIBILITY", "3600"))
+LEASE = float(os.environ.get("NEWSLETTER_LEASE", "30"))
+
+TRANSIENT = (OSError, sqlite3.OperationalError, LockLost, LockUnavailable)
+"""What may be better at the next attempt: disk, network, database, Redis."""
+
+app = Celery("newsletter", broker=BROKER, backend=BROKER)
+app.conf.update(
+    broker_connection_retry_on_startup=True,
+    broker_transport_options={
+        "visibility_timeout": VISIBILITY,
+        "unacked_restore_interval": min(VISIBILITY / 3, 10),
+        "unacked_restore_throttle": min(VISIBILITY / 3, 10),
+        "unacked_mutex_expire": min(VISIBILITY, 300),
+    },
+    worker_prefetch_multiplier=1,
+    only_one_lease=LEASE,
+)
+
+
+@app.task(
+    acks_late=True,
+    reject_on_worker_lost=True,
+    autoretry_for=TRANSIENT,
+    retry_backoff=True,
+    max_retries=RETRIES,
+)
+@only_one("{name}:{mailing}:{number}", when_busy=retry())
+def make_chunk(mailing: str, number: int) -> int:
+    """Make a chunk of a mailing, if it is not made.
+
+    Args:
+        mailing: which mailing.
+        number: which chunk, from 0.
+
+    Returns:
+        How many messages it has.
+    """
+    return making.make(mailing, number)
+
+
+@app.task(
+    acks_late=True,
+    reject_on_worker_lost=True,
+    autoretry_for=TRANSIENT,
+    retry_backoff=True,
+    max_retries=RETRIES,
+)
+@only_one("{name}:{mailing}")
+def send(mailing: str) -> int:
+    """Send a mailing, or what is left of it.
+
+    Args:
+        mailing: which mailing.
+
+    Returns:
+        How many messages the SMTP server has accepted from this run; None is given while another one sends.
+    """
+    return sending.deliver(mailing, current_lock().ensure_held)
+
+
+def make_all(mailing: str) -> GroupResult:
+    """Make a mailing, and do not send it.
+
+    Args:
+        mailing: which mailing.
+
+    Returns:
+        The results of its chunks.
+    """
+    return group(make_chunk.si(mailing, number) for number in range(recipients.mailing(mailing).chunks))()
+
+
+def start(mailing: str) -> AsyncResult:
+    """Start a mailing, or start it again: what is made is not made again, and what is sent is not sent again.
+
+    Args:
+        mailing: which mailing.
+
+    Returns:
+        The result of sending it.
+    """
+    chunks = recipients.mailing(mailing).chunks
+    return chord([make_chunk.si(mailing, number) for number in range(chunks)])(send.si(mailing))
+
+
+worker_init.connect(places.stay)
