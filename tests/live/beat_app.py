@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from celery import Celery
-from celery.signals import before_task_publish, task_postrun
+from celery.signals import after_task_publish, before_task_publish, task_postrun
 
 from only_one import only_one
 from tests.live.crew import Witness, note
@@ -42,8 +42,13 @@ if "LIVE_URL" in os.environ:  # in a beat or a worker
     app.conf.only_one_prefix = os.environ["LIVE_PREFIX"]
 
     @before_task_publish.connect(weak=False)  # type: ignore[untyped-decorator]
+    def about_to_send(headers: dict[str, Any], **_: Any) -> None:
+        """Write down what a beat is about to send; it may be ended in this moment."""
+        note("about", headers["id"])
+
+    @after_task_publish.connect(weak=False)  # type: ignore[untyped-decorator]
     def sent(headers: dict[str, Any], **_: Any) -> None:
-        """Write down what a beat sends."""
+        """Write down what a beat has sent."""
         note("sent", headers["id"])
 
     @task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
