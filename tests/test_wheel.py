@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROUNDS = 15
+ROUNDS = 41
 
 
 def run(*command: str | Path) -> str:
