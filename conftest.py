@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 from sybil import Sybil
@@ -11,12 +12,14 @@ from only_one import configure
 from only_one.testing import redis_server
 
 _OPEN: list[Any] = []
+_NUMBERS = count()
 
 
 def _begin(namespace: dict[str, Any]) -> None:
     server = redis_server()
     configured = configure(redis=server.__enter__().url)
-    namespace["__name__"] = "readme"
+    # A module of its own for each page, as Celery names tasks by it, and copies them from app to app.
+    namespace["__name__"] = f"page_{next(_NUMBERS)}"
     _OPEN.extend((configured, server))
 
 
