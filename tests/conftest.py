@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -28,6 +30,17 @@ def redis_url() -> Iterator[str]:
         return
     with redis_server() as server:
         yield server.url
+
+
+@pytest.fixture(autouse=True, scope="module")
+def results_are_done_with() -> Iterator[None]:
+    """Results of Celery's that are collected later are not to look for a server that is gone, and fail another test."""
+    yield
+    celery_result: Any = sys.modules.get("celery.result")
+    if celery_result is not None:
+        for each in gc.get_objects():
+            if issubclass(type(each), celery_result.AsyncResult):
+                each.backend = None
 
 
 @pytest.fixture(autouse=True)
