@@ -23,10 +23,6 @@ app.conf.broker_connection_retry_on_startup = True
 app.conf.broker_transport_options = {**soon(VISIBILITY), "unacked_mutex_expire": 3}
 app.conf.worker_prefetch_multiplier = 1
 
-if "LIVE_URL" in os.environ:  # in a worker
-    app.conf.broker_url = app.conf.result_backend = os.environ["LIVE_URL"]
-    configure(redis=os.environ["LIVE_URL"], prefix=os.environ["LIVE_PREFIX"])
-
 
 def die_after_the_first(event: Any) -> None:
     """Be killed when the first run has released its key."""
@@ -35,7 +31,10 @@ def die_after_the_first(event: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-subscribe(die_after_the_first)
+if "LIVE_URL" in os.environ:  # in a worker
+    app.conf.broker_url = app.conf.result_backend = os.environ["LIVE_URL"]
+    configure(redis=os.environ["LIVE_URL"], prefix=os.environ["LIVE_PREFIX"])
+    subscribe(die_after_the_first)
 
 
 @app.task(bind=True, acks_late=True, reject_on_worker_lost=True)  # type: ignore[untyped-decorator]

@@ -609,9 +609,18 @@ def test_a_canvas_behind_one_that_runs_ends(scene: Scene, canvas: str) -> None:
         with pytest.raises(expected):
             answer.get(timeout=LIMIT)
     assert live.plain.delay(scene.gate) == running
+    # A chord has failed with the first of its header, and the others may be still to come.
+    assert eventually(lambda: scene.queued() == 0 and active_tasks() == {running.id}, LIMIT)
     scene.open()
     assert running.get(timeout=LIMIT) == "done"
     assert scene.runs() == ["done"]
+
+
+def active_tasks() -> set[str]:
+    """What the worker is running, or has in hand."""
+    asked = live.app.control.inspect(timeout=5, limit=1)  # there is one worker
+    found = [*(asked.active() or {}).values(), *(asked.reserved() or {}).values()]
+    return {each["id"] for tasks in found for each in tasks}
 
 
 @pytest.mark.parametrize("canvas", CANVAS)
