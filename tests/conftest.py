@@ -17,9 +17,7 @@ from redis import Redis
 
 from only_one import configure, only_one
 from only_one.testing import RedisServer, redis_server
-
-LIMIT = 10.0
-"""Seconds after which a test does not expect any more what it waits for."""
+from tests.waiting import LIMIT
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,7 @@ from __future__ import annotations
 import select
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from random import SystemRandom
 from typing import TYPE_CHECKING, BinaryIO, Literal
@@ -31,24 +30,11 @@ if TYPE_CHECKING:
 Then = Literal["close", "hang"]
 """What comes after a loss: the connection is closed, or stays open and says nothing more."""
 
-LIMIT = 10.0
-"""Seconds within which what is to happen in the background has happened, on a machine that has other things to do."""
-
 _LINES = b"+-:_,#("
 _BULKS = b"$=!"
 _AGGREGATES = {b"*": 1, b"~": 1, b">": 1, b"%": 2, b"|": 2}
 _GREETINGS = {"HELLO", "AUTH", "CLIENT", "SELECT"}
 _ATTEMPTS = 20
-
-
-def eventually(condition: Callable[[], object], limit: float = LIMIT) -> bool:
-    """Whether a condition comes to hold within a limit in seconds."""
-    deadline = time.monotonic() + limit
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 class Fault:

@@ -29,7 +29,7 @@ from only_one import (
 from only_one.errors import OnlyOneError
 from only_one.holder import Holder
 from only_one.testing import RedisServer, redis_server
-from tests.proxy import eventually
+from tests.waiting import eventually
 
 CLOSED = "redis://127.0.0.1:1/0"
 NOWHERE = {"broker_url": "memory://", "result_backend": "cache+memory://"}

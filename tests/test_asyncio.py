@@ -16,7 +16,7 @@ import pytest
 import redis as redis_py
 
 from only_one import LockLost, current_lock, fail, leases, only_one
-from tests.proxy import LIMIT, eventually
+from tests.waiting import LIMIT, eventually
 
 NAME = "k"
 LEASE = 0.4

@@ -18,7 +18,7 @@ from only_one import ConfigurationError, current_lock, only_one, subscribe
 from only_one.events import Event, Released
 from only_one.holder import Holder
 from only_one.testing import guarded
-from tests.proxy import LIMIT, eventually
+from tests.waiting import LIMIT, eventually
 
 NAME = "k"
 

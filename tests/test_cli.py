@@ -21,7 +21,7 @@ from redis import Redis
 from only_one import configure, current_lock, only_one
 from only_one.cli import main
 from only_one.holder import Identity
-from tests.proxy import eventually
+from tests.waiting import eventually
 
 Busy = Callable[..., AbstractContextManager[None]]
 Out = pytest.CaptureFixture[str]

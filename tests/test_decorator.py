@@ -37,8 +37,8 @@ from only_one import (
     only_one,
 )
 from only_one.testing import RedisServer
+from tests.waiting import LIMIT
 
-LIMIT = 10.0
 SOON = 3.0
 """Seconds within which a call returns though the server does not answer."""
 

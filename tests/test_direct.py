@@ -34,7 +34,8 @@ from only_one.events import Down, Event
 from only_one.lock import Lock
 from only_one.servers import Server
 from only_one.testing import RedisServer, redis_server
-from tests.proxy import LIMIT, Proxy, eventually
+from tests.proxy import Proxy
+from tests.waiting import LIMIT, eventually
 
 ROOT = Path(__file__).parents[1]
 ALL = redis_py.ConnectionPool().max_connections

@@ -34,11 +34,10 @@ from only_one import (
     subscribe,
 )
 from only_one.testing import RedisServer
-from tests.proxy import eventually
+from tests.waiting import LIMIT, eventually
 
 KeyIsBusy = Callable[..., AbstractContextManager[None]]
 CLOSED = "redis://127.0.0.1:1/0"
-LIMIT = 5.0
 
 
 @pytest.fixture

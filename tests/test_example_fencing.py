@@ -13,7 +13,7 @@ import pytest
 
 from examples.fencing.__main__ import writer
 from examples.fencing.store import StaleWrite, Store
-from tests.proxy import eventually
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[1]
 KEY = "only_one:report"

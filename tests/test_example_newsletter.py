@@ -31,10 +31,10 @@ from examples.newsletter.spool import Entry
 from examples.newsletter.summary import ACCEPTED, accepted
 from only_one.testing import guarded
 from tests.test_examples import all_gone, descendants, eventually
+from tests.waiting import LIMIT
 
 ROOT = Path(__file__).parents[1]
 NEWSLETTER = [sys.executable, "-m", "examples.newsletter"]
-LIMIT = 60.0
 
 
 @pytest.fixture

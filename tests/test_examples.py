@@ -13,7 +13,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import StringIO
 from pathlib import Path
@@ -30,12 +30,10 @@ from examples.feeds.history import History
 from examples.feeds.journal import Line, Reader, note, witnessed
 from examples.feeds.summary import problem, report
 from examples.feeds.timeline import LABEL_WIDTH, Picture
+from tests.waiting import LIMIT, eventually
 
 ROOT = Path(__file__).parents[1]
 DEMO = [sys.executable, "-m", "examples.feeds"]
-LIMIT = 45.0
-"""Seconds that a demo may take, on a machine that has other things to do too."""
-
 
 # The demo as a whole
 
@@ -104,16 +102,6 @@ def demo(directory: Path, *arguments: str, terminal: bool = False, **environment
 
 def _take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
-def eventually(condition: Callable[[], bool], limit: float = LIMIT) -> bool:
-    """Whether a condition comes to hold within a limit in seconds."""
-    deadline = time.monotonic() + limit
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def processes() -> dict[int, tuple[int, str]]:

@@ -18,7 +18,7 @@ from redis.exceptions import RedisClusterException, ResponseError
 from only_one import ConfigurationError, LockLost, configure, current_lock, only_one, subscribe
 from only_one.events import Event, Lost
 from only_one.testing import RedisServer, redis_server
-from tests.proxy import LIMIT, eventually
+from tests.waiting import LIMIT, eventually
 
 NAME = "k"
 DAY = 24 * 3600 * 1000

@@ -14,8 +14,8 @@ import pytest
 import redis as redis_py
 
 from only_one.testing import guarded, redis_server
-from tests.proxy import LIMIT, eventually
 from tests.test_leases import assert_kept, watched
+from tests.waiting import LIMIT, eventually
 
 pytest.importorskip("gevent")
 

@@ -10,7 +10,7 @@ import redis as redis_py
 
 from only_one.testing import redis_server
 from tests.faults.programs import Running
-from tests.proxy import eventually
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[1]
 NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")

@@ -20,7 +20,7 @@ import pytest
 
 from only_one import holder
 from only_one.holder import Holder, Identity, is_dead, kept, process_start, under_way
-from tests.proxy import LIMIT, eventually
+from tests.waiting import LIMIT, eventually
 
 SPELLS = """
 import sys

@@ -18,7 +18,7 @@ from only_one import ConfigurationError, UnkeyableArgument, configure, only_one
 from only_one.holder import Identity
 from only_one.inspection import held, holder_of, key_of, release, release_key
 from only_one.testing import RedisServer
-from tests.proxy import eventually
+from tests.waiting import eventually
 
 Busy = Callable[..., AbstractContextManager[None]]
 

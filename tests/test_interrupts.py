@@ -28,7 +28,8 @@ from celery.exceptions import SoftTimeLimitExceeded
 import only_one as package
 from only_one import AlreadyRunning, ConfigurationError, current_lock, events, fail, leases, only_one
 from only_one.events import Event
-from tests.proxy import LIMIT, Proxy, eventually
+from tests.proxy import Proxy
+from tests.waiting import LIMIT, eventually
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -30,7 +30,8 @@ from redis.retry import Retry
 from only_one import LockLost, LockUnavailable, configure, current_lock, only_one, skip, subscribe
 from only_one.events import Event, Lost
 from only_one.testing import RedisServer, guarded, redis_server
-from tests.proxy import LIMIT, Fault, Proxy, eventually
+from tests.proxy import Fault, Proxy
+from tests.waiting import LIMIT, eventually
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -29,7 +29,8 @@ from only_one.holder import Holder
 from only_one.lock import AsyncLock, Lock, give_back, give_back_async, take, take_async
 from only_one.protocol import NEVER, Dialect, Expiry, Outcome, expiry_in
 from only_one.testing import RedisServer, redis_server
-from tests.proxy import LIMIT, Proxy, Then, eventually
+from tests.proxy import Proxy, Then
+from tests.waiting import LIMIT, eventually
 
 TTL = 60_000
 NAME = "k"

@@ -24,7 +24,8 @@ from only_one.run import run
 from only_one.tasks.put_back import Header, header_of
 from only_one.tasks.task_call import call_from_outside
 from only_one.testing import RedisServer
-from tests.proxy import Proxy, eventually
+from tests.proxy import Proxy
+from tests.waiting import eventually
 
 cover: Any = only_one
 

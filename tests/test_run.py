@@ -17,7 +17,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from only_one import ConfigurationError, LockUnavailable, carry_on, configure, current_lock, leases, only_one
-from tests.proxy import LIMIT, Fault, Proxy, eventually
+from tests.proxy import Fault, Proxy
+from tests.waiting import LIMIT, eventually
 
 NAME = "k"
 RELEASES = ("DELIFEQ", "DELEX", "EVALSHA", "EVAL")

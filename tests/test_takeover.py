@@ -31,8 +31,9 @@ from only_one.holder import Holder as HolderOf
 from only_one.servers import find_server
 from only_one.testing import RedisServer
 from tests.faults.programs import SLACK, Holder, Program, Running
-from tests.proxy import LIMIT, Proxy, eventually
+from tests.proxy import Proxy
 from tests.test_holder import CONTAINER, changed, in_container
+from tests.waiting import LIMIT, eventually
 
 TIMEOUT = 600
 

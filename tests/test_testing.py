@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -20,8 +20,8 @@ from redis.exceptions import RedisError
 from only_one import testing
 from only_one.errors import ConfigurationError
 from only_one.testing import PORTS, RedisServer, guarded, redis_server
+from tests.waiting import LIMIT, eventually
 
-LIMIT = 10.0
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 STUBBORN = """
 import signal, subprocess, sys, time
@@ -40,16 +40,6 @@ def is_running(pid: int) -> bool:
         return False
     with suppress(OSError):  # no /proc: not Linux, or gone by now
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
-    return True
-
-
-def eventually(condition: Callable[[], bool], limit: float = LIMIT) -> bool:
-    """Whether a condition comes to hold within a limit in seconds."""
-    deadline = time.monotonic() + limit
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
     return True
 
 
@@ -420,6 +410,7 @@ def test_the_module_needs_no_celery_and_the_package_does_not_need_the_module() -
 import sys, only_one
 print("only_one.testing" in sys.modules)
 import only_one.testing
+from tests.waiting import LIMIT, eventually
 print("celery" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True)

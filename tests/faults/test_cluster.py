@@ -20,7 +20,7 @@ from only_one import LockUnavailable, configure, only_one, skip
 from only_one.inspection import held, release_key
 from only_one.testing import RedisServer, redis_server
 from tests.faults.programs import SLACK, Holder, Running, RunningAsync
-from tests.proxy import LIMIT, eventually
+from tests.waiting import LIMIT, eventually
 
 LEASE = 1.5
 """Seconds; a renewal may wait for one node that does not answer, and be late for other reasons besides."""

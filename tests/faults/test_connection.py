@@ -9,7 +9,8 @@ import pytest
 
 from only_one import LockLost, fail
 from tests.faults.programs import SLACK, Running, RunningAsync
-from tests.proxy import Proxy, eventually
+from tests.proxy import Proxy
+from tests.waiting import eventually
 
 both = pytest.mark.parametrize("kind", [Running, RunningAsync], ids=["sync", "async"])
 

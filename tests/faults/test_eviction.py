@@ -12,7 +12,8 @@ import redis as redis_py
 from only_one import leases, only_one
 from only_one.testing import RedisServer, redis_server
 from tests.faults.programs import Running, RunningAsync
-from tests.proxy import Proxy, eventually
+from tests.proxy import Proxy
+from tests.waiting import eventually
 
 both = pytest.mark.parametrize("kind", [Running, RunningAsync], ids=["sync", "async"])
 

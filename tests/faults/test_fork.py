@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.faults.programs import Program
-from tests.proxy import LIMIT, Proxy, eventually
+from tests.proxy import Proxy
+from tests.waiting import LIMIT, eventually
 
 # A child that is forked while another thread is in coverage's lock waits for it for ever.
 pytestmark = pytest.mark.interrupts

@@ -14,7 +14,7 @@ import pytest
 
 from only_one import LockLost, current_lock, fail, only_one
 from tests.faults.programs import SLACK, Running, RunningAsync
-from tests.proxy import LIMIT, eventually
+from tests.waiting import LIMIT, eventually
 
 LEASE = 0.4
 HAND = b"by hand"

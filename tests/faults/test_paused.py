@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.faults.programs import Holder, Running
-from tests.proxy import eventually
+from tests.waiting import eventually
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import redis as redis_py
 from only_one import LockUnavailable, carry_on, current_lock, fail, only_one, skip
 from only_one.testing import RedisServer
 from tests.faults.programs import Running
-from tests.proxy import eventually
+from tests.waiting import eventually
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import redis as redis_py
 from only_one import LockLost, fail, only_one
 from only_one.testing import RedisServer, redis_server
 from tests.faults.programs import Holder, Running, RunningAsync
-from tests.proxy import eventually
+from tests.waiting import eventually
 
 both = pytest.mark.parametrize("kind", [Running, RunningAsync], ids=["sync", "async"])
 

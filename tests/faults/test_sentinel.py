@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from only_one import LockLost, LockUnavailable, configure, fail, only_one
 from only_one.testing import PORTS, RedisServer, _find_binary, guarded, redis_server
 from tests.faults.programs import Running, RunningAsync
-from tests.proxy import eventually
+from tests.waiting import eventually
 
 both = pytest.mark.parametrize("kind", [Running, RunningAsync], ids=["sync", "async"])
 

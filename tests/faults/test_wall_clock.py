@@ -9,7 +9,7 @@ import pytest
 from only_one import only_one
 from only_one.holder import Holder as HolderOf
 from tests.faults.programs import SLACK, Program
-from tests.proxy import eventually
+from tests.waiting import eventually
 
 DAY = 86_400
 

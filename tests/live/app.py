@@ -16,9 +16,7 @@ import redis
 from celery import Celery, Task, shared_task
 
 from only_one import configure, current_lock, only_one
-
-LIMIT = 30
-"""Seconds after which a run that waits gives up."""
+from tests.waiting import LIMIT
 
 LEASE = 1.5
 """Seconds that a key outlives a worker that is killed."""

@@ -14,9 +14,8 @@ from celery.signals import after_task_publish, before_task_publish, task_postrun
 
 from only_one import only_one
 from tests.live.crew import Witness, note
-from tests.proxy import eventually
+from tests.waiting import LIMIT, eventually
 
-LIMIT = 20.0
 EVERY = 0.25
 """Seconds between two ticks of a beat."""
 MEANWHILE = 5

@@ -13,13 +13,10 @@ import redis
 from celery._state import get_current_app
 
 from only_one.testing import Guarded, guarded
-from tests.proxy import eventually
+from tests.waiting import LIMIT, eventually
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-LIMIT = 30.0
-"""Seconds that a worker may take, on a machine that has other things to do too."""
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,7 +15,8 @@ from celery import Celery
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 
 from only_one import configure, only_one
-from tests.live.workers import LIMIT, PREFIX, RESULTS, URL, note
+from tests.live.workers import PREFIX, RESULTS, URL, note
+from tests.waiting import LIMIT
 
 TIMEOUT = 600
 AT_LEAST = 1.5

@@ -9,7 +9,7 @@ from celery import Celery
 
 from only_one import carry_on, current_lock, fail, only_one, retry
 from tests.live.crew import note, wait_at
-from tests.proxy import eventually
+from tests.waiting import eventually
 
 CLOSED = "redis://127.0.0.1:1/0"
 LEASE = 0.6

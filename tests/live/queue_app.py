@@ -19,7 +19,8 @@ from pydantic import BaseModel
 
 from only_one import buffer_one, configure, current_lock, fail, only_one
 from tests.live.crew import evaluated
-from tests.live.workers import LIMIT, PREFIX, RESULTS, URL, note
+from tests.live.workers import PREFIX, RESULTS, URL, note
+from tests.waiting import LIMIT
 
 TIMEOUT = 600
 """No expiry explains within a test that a key is free."""

@@ -16,10 +16,10 @@ from pathlib import Path
 from celery import Celery
 
 from only_one import configure, current_lock, only_one
+from tests.waiting import LIMIT
 
 LEASE = 1.0
 LEASES = 10.0
-LIMIT = 30.0
 COPIES = 3
 """Calls with one key in one process, of which one runs."""
 

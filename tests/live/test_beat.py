@@ -13,8 +13,8 @@ import redis
 
 from only_one.testing import guarded, redis_server
 from tests.live.beat_app import MEANWHILE
-from tests.live.crew import LIMIT, ROOT, Witness, celery_worker, environment
-from tests.proxy import eventually
+from tests.live.crew import ROOT, Witness, celery_worker, environment
+from tests.waiting import LIMIT, eventually
 
 NAME = "tests.live.beat_app"
 JOBS = 3

@@ -20,8 +20,8 @@ import redis
 
 from only_one.testing import redis_server
 from tests.live import buffer_app as live
-from tests.live.crew import LIMIT, Witness, celery_worker, environment, sender
-from tests.proxy import eventually
+from tests.live.crew import Witness, celery_worker, environment, sender
+from tests.waiting import LIMIT, eventually
 
 WORKERS = 2
 KEYS = 8

@@ -16,8 +16,8 @@ from celery.exceptions import ChordError
 from only_one import AlreadyRunning
 from only_one.testing import redis_server
 from tests.live import canvas_app as live
-from tests.live.crew import LIMIT, ROOT, Witness, celery_worker, environment, sender
-from tests.proxy import eventually
+from tests.live.crew import ROOT, Witness, celery_worker, environment, sender
+from tests.waiting import LIMIT, eventually
 
 PAGE = ROOT / "docs" / "canvas.md"
 NEWER = "buffer_one(), a newer one comes"

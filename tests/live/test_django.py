@@ -12,8 +12,8 @@ from redis import Redis
 
 from only_one.holder import Holder
 from only_one.testing import redis_server
-from tests.live.crew import LIMIT, ROOT, Witness, celery_worker, environment
-from tests.proxy import eventually
+from tests.live.crew import ROOT, Witness, celery_worker, environment
+from tests.waiting import LIMIT, eventually
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,9 @@ import pytest
 from only_one.holder import Holder
 from only_one.testing import Guarded
 from tests.live import ends_app as ends
-from tests.live.workers import LIMIT, PREFIX, ROOT, World, kill_tree, world
-from tests.proxy import eventually
+from tests.live.workers import PREFIX, ROOT, World, kill_tree, world
 from tests.test_holder import CONTAINER
+from tests.waiting import LIMIT, eventually
 
 AT_ONCE = 2.0
 """Seconds within which something happens at once, on a machine that has other things to do too."""

@@ -8,7 +8,8 @@ from celery import chain
 
 from only_one.testing import redis_server
 from tests.live import lost_result_app as live
-from tests.live.crew import LIMIT, Witness, celery_worker, environment, sender
+from tests.live.crew import Witness, celery_worker, environment, sender
+from tests.waiting import LIMIT
 
 
 def test_a_run_that_is_killed_between_its_release_and_its_result_is_done_again(tmp_path: Path) -> None:

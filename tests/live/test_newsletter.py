@@ -32,9 +32,9 @@ from only_one import AlreadyRunning, configure
 from only_one.inspection import holder_of
 from only_one.testing import Guarded, redis_server
 from tests.live import newsletter_app as live
-from tests.live.crew import LIMIT, ROOT, Witness, celery_worker, environment, sender
-from tests.proxy import eventually
+from tests.live.crew import ROOT, Witness, celery_worker, environment, sender
 from tests.test_examples import descendants
+from tests.waiting import LIMIT, eventually
 
 PEOPLE, SIZE = 120, 40
 CHILDREN = 2

@@ -18,8 +18,8 @@ from celery.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded
 
 from only_one.testing import redis_server
 from tests.live import pools_app as live
-from tests.live.crew import LIMIT, Witness, celery_worker, environment, sender
-from tests.proxy import eventually
+from tests.live.crew import Witness, celery_worker, environment, sender
+from tests.waiting import LIMIT, eventually
 
 SIZE = {"prefork": 3, "threads": 3, "gevent": 10, "solo": 1}
 HAS_SOFT_LIMIT = {"prefork"}

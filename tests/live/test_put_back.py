@@ -24,8 +24,8 @@ from celery import chain, chord
 from only_one import AlreadyRunning, ConfigurationError, configure, only_one
 from only_one.testing import redis_server
 from tests.live import put_back_app as live
-from tests.live.workers import LIMIT, PREFIX, World, world
-from tests.proxy import eventually
+from tests.live.workers import PREFIX, World, world
+from tests.waiting import LIMIT, eventually
 
 LONGEST = live.VISIBILITY / 3
 """Seconds for which a message is put back at the most."""

@@ -21,8 +21,8 @@ from celery.exceptions import ChordError, TaskRevokedError
 from only_one import AlreadyRunning, configure, only_one
 from only_one.holder import Holder
 from tests.live import queue_app as live
-from tests.live.workers import LIMIT, PREFIX, World, world
-from tests.proxy import eventually
+from tests.live.workers import PREFIX, World, world
+from tests.waiting import LIMIT, eventually
 
 AT_ONCE = 3.0
 """Seconds within which something happens at once, on a machine that has other things to do too."""

@@ -19,9 +19,9 @@ import pytest
 from celery import VERSION
 
 from tests.live import redelivery_app as live
-from tests.live.workers import LIMIT, World, kill_tree, world
-from tests.proxy import eventually
+from tests.live.workers import World, kill_tree, world
 from tests.test_holder import CONTAINER
+from tests.waiting import LIMIT, eventually
 
 PATIENCE = 5.0
 """Seconds for which a retry waits in its worker for the attempt before it."""

@@ -20,8 +20,8 @@ from examples.singleton import configured, tasks
 from only_one import AlreadyRunning, KeyTemplateError, only_one
 from only_one.holder import Holder
 from tests.live.crew import sender
-from tests.live.workers import LIMIT, RESULTS, URL, World, kill_tree, world
-from tests.proxy import eventually
+from tests.live.workers import RESULTS, URL, World, kill_tree, world
+from tests.waiting import LIMIT, eventually
 
 PREFIX = "only_one:"
 MISSPELT = "'user_id' is not a parameter, write one of {name}, {md5}, {username}"

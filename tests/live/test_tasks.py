@@ -19,10 +19,7 @@ from only_one.holder import Holder
 from only_one.testing import guarded, redis_server
 from tests.live import app as live
 from tests.live.crew import leave
-from tests.proxy import eventually
-
-LIMIT = 30.0
-"""Seconds that a worker may take, on a machine that has other things to do too."""
+from tests.waiting import LIMIT, eventually
 
 ROOT = Path(__file__).parents[2]
 PREFIX = "live:"

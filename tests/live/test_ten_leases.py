@@ -17,8 +17,8 @@ import redis as redis_py
 
 from only_one.holder import Holder
 from only_one.testing import guarded, redis_server
-from tests.live.ten_leases_app import LEASE, LEASES, LIMIT, app, task
-from tests.proxy import eventually
+from tests.live.ten_leases_app import LEASE, LEASES, app, task
+from tests.waiting import LIMIT, eventually
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -21,9 +21,8 @@ from celery.signals import before_task_publish
 
 from only_one import configure, only_one
 from only_one.testing import guarded, redis_server
-from tests.proxy import eventually
+from tests.waiting import LIMIT, eventually
 
-LIMIT = 40.0
 INTERVAL = 3.0
 APART = 1.2
 """Seconds between the two machines' clocks."""

@@ -21,10 +21,7 @@ from celery._state import get_current_app
 
 from only_one.testing import Guarded, RedisServer, guarded, redis_server
 from tests.live.crew import leave
-from tests.proxy import eventually
-
-LIMIT = 30.0
-"""Seconds that a worker may take, on a machine that has other things to do too."""
+from tests.waiting import LIMIT, eventually
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,0 +1,20 @@
+"""Waiting for what others do: other threads, processes and servers, on a machine that has other things to do."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+LIMIT = float(os.environ.get("ONLY_ONE_TEST_LIMIT", "120"))
+"""Seconds after which what a test waits for will not come any more: a machine of a tenth of the speed keeps them."""
+
+
+def eventually(condition: Callable[[], object], limit: float = LIMIT) -> bool:
+    """Whether a condition comes to hold within a limit in seconds."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
