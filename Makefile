@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: demo newsletter test lint types suite matrix benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-kills benchmark-queue benchmark-queue-kills benchmark-newsletter newsletter-kills clean
+.PHONY: demo newsletter test lint types suite soak matrix benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-kills benchmark-queue benchmark-queue-kills benchmark-newsletter newsletter-kills clean
 
 demo: .venv/demo.stamp
 	@$(BIN)/python -m examples.feeds $(ARGS)
@@ -32,6 +32,10 @@ suite: .venv/dev.stamp
 	$(BIN)/coverage report
 # What raises out of nowhere interrupts coverage in its locks, too, so these run without it.
 	$(BIN)/python -m pytest -m interrupts
+
+# The tests that measure times or run long, one at a time; nothing else should run on the machine meanwhile.
+soak: .venv/dev.stamp
+	$(BIN)/python -m benchmarks.soak $(ARGS)
 
 # Every kind of task in every pool under every combination of settings, of which the suite runs a slice.
 matrix: .venv/dev.stamp
