@@ -1,8 +1,14 @@
-"""Renewals that come when the test says so: its leases are long, and no test has to be faster than a lease."""
+"""Renewals and deadlines that come when the test says so: its leases are long, and no test has to be faster than one.
+
+They work in the process that calls them; one that a test has started calls them at a signal, as `programs.Holder` does.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from only_one import leases
@@ -22,3 +28,23 @@ def is_renewed(lock: Any) -> bool:
     before = lock.expires_at
     renew_now(lock)
     return eventually(lambda: lock.expires_at > before)
+
+
+def is_awaited(lock: Any) -> bool:
+    """Whether the thread that renews sleeps, and no longer than until it is the turn of this lease."""
+    return eventually(lambda: now() < leases._renewer.wakes_at <= lock.renew_at)
+
+
+@contextmanager
+def later(seconds: float) -> Iterator[None]:
+    """Put the clock of deadlines forward, as if so much time had gone by, and have the thread that renews see to it."""
+    modules: list[Any] = [sys.modules[name] for name in list(sys.modules) if name.startswith("only_one.")]
+    those = [module for module in modules if getattr(module, "now", None) is now]
+    for module in those:
+        module.now = lambda: now() + seconds
+    leases._renewer.see_to_it_by(-math.inf)
+    try:
+        yield
+    finally:
+        for module in those:
+            module.now = now

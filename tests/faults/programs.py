@@ -24,14 +24,20 @@ SLACK = 1.5
 
 # The process reports each thing that happens as a line of JSON, and goes on until it is ended.
 HOLDER = """
-import asyncio, json, sys, threading, time
+import asyncio, json, signal, sys, threading, time
 import only_one
 from only_one.errors import LockLost
+from tests.renewal import is_renewed
 
 url, prefix, is_async, key, options = json.loads(sys.argv[1])
 
 def say(what, *rest):
     print(json.dumps([what, *rest]), flush=True)
+
+def begin():
+    lock = only_one.current_lock()
+    signal.signal(signal.SIGUSR1, lambda *_: say("renewed", is_renewed(lock)))
+    say("begun", lock.token.decode())
 
 def lost(error):
     say("when_lost", error.reason, threading.current_thread().name)
@@ -42,7 +48,7 @@ only_one.configure(prefix=prefix)
 
 @only_one.only_one(key, **options)
 def hold():
-    say("begun", only_one.current_lock().token.decode())
+    begin()
     until = time.monotonic() + seconds
     while time.monotonic() < until and only_one.current_lock().is_held:
         time.sleep(0.005)
@@ -50,7 +56,7 @@ def hold():
 
 @only_one.only_one(key, **options)
 async def hold_async():
-    say("begun", only_one.current_lock().token.decode())
+    begin()
     await asyncio.sleep(seconds)
     return "done"
 
@@ -138,7 +144,7 @@ class Holder(Program):
         key: str = "k",
         is_async: bool = False,
         inside: Sequence[str] = (),
-        seconds: float = 60,
+        seconds: float = LIMIT,
         when_lost: str = "carry_on",
         **options: Any,
     ) -> None:
@@ -163,6 +169,13 @@ class Holder(Program):
             self.process.close()
             raise
         self.token: bytes = token.encode()
+
+    def is_renewed(self) -> bool:
+        """Whether its lease is renewed when it is its turn, which it is now; the report is what it says next."""
+        self.process.signal(signal.SIGUSR1)
+        what, answer = self.says()
+        assert what == "renewed", what
+        return bool(answer)
 
 
 def _state(pid: int) -> str | None:
@@ -197,7 +210,7 @@ class Running(AbstractContextManager["Running"]):
         @only_one(key, **options)
         def work() -> object:
             self._begin()
-            assert self.finish.wait(60)
+            self.finish.wait()
             return self._ends()
 
         return work
