@@ -1,41 +1,64 @@
 """Nothing is skipped behind itself: a message that is delivered again does its work, if it is still to be done.
 
 A run is never beside another of its key, by a file that is opened to append and knows nothing of the lock.
-The messages of a group of tests are sent together, as most of the time they wait for a broker.
+All messages are sent at once, and the broker delivers them again when the test says so: while the runs wait at their
+gates, or when they have ended.
 """
 
 from __future__ import annotations
 
-import signal
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 from uuid import uuid4
 
 import pytest
-from celery import VERSION
+from celery import chain
 
 from tests.live import redelivery_app as live
-from tests.live.workers import World, kill_tree, world
-from tests.test_holder import CONTAINER
+from tests.live.workers import World, world
 from tests.waiting import LIMIT, eventually
 
 PATIENCE = 5.0
 """Seconds for which a retry waits in its worker for the attempt before it."""
 
-BARE = "bare"
-"""The queue of the worker that stores no results."""
 
-FULL = "full"
-"""The queue of a worker that runs one task for each of its processes, and has no room for copies."""
+@dataclass(frozen=True)
+class Case:
+    """A message of which there is a copy.
 
-ENDED = ["return", "exception", "retry"]
-HOW = ["return", "exception", "retry", "reject", "kill"]
-RESULTS = ["result backend", "no result backend", "ignore_result", "no room"]
-CASES = [each for each in product(HOW, RESULTS) if each[0] in ENDED or each[1] != "no room"]
+    Attributes:
+        how: its first run ends.
+        results: where they are stored, if they are.
+        is_late: the copy is delivered when the run has ended, as there was no free place in a worker before.
+    """
+
+    how: str
+    results: str = "stored"
+    is_late: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.how}, results {self.results}{', late' * self.is_late}"
+
+
+CASES = [
+    *[Case(how) for how in ("return", "exception", "retry", "reject", "kill")],
+    *[Case(how, "nowhere") for how in ("return", "retry", "kill")],
+    Case("return", "ignored"),
+    *[Case(how, is_late=True) for how in ("return", "retry")],
+]
+
+EXPECTED: dict[str, tuple[list[str], str, str | None]] = {
+    "return": (["0"], "SUCCESS", "run 1"),
+    "exception": (["0"], "FAILURE", None),
+    "retry": (["0", "1"], "SUCCESS", "run 2"),
+    "reject": (["0", "0"], "SUCCESS", "run 2"),
+    "kill": (["0", "0"], "SUCCESS", "run 2"),
+}
+"""The attempts that are run, and what comes of them."""
+
+IS_DROPPED = {"return", "exception", "retry"}
+"""Where the copy has nothing to do any more."""
 
 
 @dataclass
@@ -46,25 +69,67 @@ class Sent:
     answer: Any
 
 
+@dataclass
+class Everything:
+    """All that was sent, and has ended."""
+
+    copied: dict[Case, Sent]
+    lost: Sent
+    cleans_up: dict[str, Sent]
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with (
         world(live.app, "tests.live.redelivery_app", tmp_path_factory.mktemp("redelivery")) as found,
-        found.worker("-c", "14"),
-        found.worker("-c", "7", "-Q", BARE, LIVE_RESULTS="disabled://"),
-        found.worker("-c", "3", "-Q", FULL),
+        found.worker("-c", str(len(CASES) + 7)),
     ):
         yield found
 
 
-def send(task: Any, *args: object, **options: Any) -> Sent:
+def send(case: Case) -> Sent:
     gate = f"gate-{uuid4().hex}"
-    return Sent(gate, task.apply_async((gate, *args), **options))
+    task = live.without_results if case.results == "nowhere" else live.late
+    return Sent(gate, task.apply_async((gate, case.how), ignore_result=case.results == "ignored"))
 
 
-def is_drained(place: World) -> bool:
-    """Whether no message is left, neither in a queue nor in a worker."""
-    return not place.client.exists("celery", BARE, FULL, "unacked")
+@pytest.fixture(scope="module")
+def everything(place: World) -> Everything:
+    copied = {case: send(case) for case in CASES}
+    gates = [f"gate-{uuid4().hex}" for _ in range(3)]
+    followed = chain(live.lost.s(gates[0]), live.follow.s()).apply_async()
+    cleans_up = {
+        where: Sent(gate, live.cleans_up.delay(gate))
+        for where, gate in zip(["worker", "queue"], gates[1:], strict=True)
+    }
+    found = Everything(copied, Sent(gates[0], followed), cleans_up)
+
+    place.wait_for("received", cleans_up["worker"].gate, 2)
+    place.client.rpush(cleans_up["worker"].gate, 1)
+
+    ids = {sent.gate: sent.answer.id for sent in copied.values()} | {gates[0]: followed.parent.id}
+    late = {sent.gate for case, sent in copied.items() if case.is_late}
+    for gate in ids:
+        place.wait_for("begin", gate)
+    copies = {gate: place.copy_of(task_id) for gate, task_id in ids.items()}
+    for gate in ids.keys() - late:
+        place.deliver_again(copies[gate])
+    for gate in ids.keys() - late:
+        place.wait_for("received", gate, 3)  # the copy has been put back, and comes again
+    for gate in ids:
+        place.client.rpush(gate, 1)
+    for gate in late:
+        assert eventually(lambda gate=gate: f"[{ids[gate]}] succeeded" in place.log())  # type: ignore[misc]
+        place.deliver_again(copies[gate])
+
+    place.wait_for("received", cleans_up["queue"].gate, 3)
+    place.client.rpush(cleans_up["queue"].gate, 1)
+    return found
+
+
+def was_dropped(place: World, sent: Sent) -> bool:
+    lines = place.log().splitlines()
+    return any("a copy of" in line and f"[{sent.answer.id}] was dropped: its run has ended" in line for line in lines)
 
 
 def runs(place: World, gate: str) -> list[str]:
@@ -77,108 +142,47 @@ def runs(place: World, gate: str) -> list[str]:
 
 def stored(place: World, sent: Sent) -> int:
     """How often a result was stored."""
+    place.catch_up()
     return len([event for event in place.events(f"/celery-task-meta-{sent.answer.id}") if event.what == "set"])
 
 
-@pytest.fixture(scope="module")
-def copied(place: World) -> dict[tuple[str, str], Sent]:
-    """Tasks whose messages are delivered again while they run, and what became of them."""
-    began = time.monotonic()
-    options: dict[str, dict[str, Any]] = {
-        "result backend": {},
-        "no result backend": {"queue": BARE},
-        "ignore_result": {"ignore_result": True},
-        "no room": {"queue": FULL},
-    }
-    found = {(how, results): send(live.late, live.LONG, how, **options[results]) for how in HOW for results in RESULTS}
-    for each in found.values():
-        place.wait_for("end", each.gate)
-    assert eventually(lambda: is_drained(place), LIMIT)
-    assert eventually(lambda: not place.keys_of_runs())
-    print(f"{len(found)} messages, drained after {time.monotonic() - began:.1f} s")
-    return found
-
-
-EXPECTED = {
-    "return": (["0"], "SUCCESS", "run 1"),
-    "exception": (["0"], "FAILURE", None),
-    "retry": (["0", "1"], "SUCCESS", "run 2"),
-    "reject": (["0", "0"], "SUCCESS", "run 2"),
-    "kill": (["0", "0"], "SUCCESS", "run 2"),
-}
-
-STORED_ALL_THE_SAME = {
-    "exception": VERSION < (5, 6, 3),
-    "retry": (VERSION < (5, 6, 3)) + (VERSION < (5, 7)),
-    "kill": VERSION < (5, 6, 3),
-}
-"""How often Celery stores a result that the call said to ignore: it heeds that in failures and retries since 5.6.3,
-and has the attempts after a retry heed it since 5.7."""
-
-
-@pytest.mark.parametrize(("how", "results"), CASES)
-def test_a_copy_is_never_beside_the_run(
-    place: World, copied: dict[tuple[str, str], Sent], how: str, results: str
-) -> None:
-    sent = copied[how, results]
-    attempts, state, result = EXPECTED[how]
-    received = len(place.notes("received", sent.gate))
-    print(f"{how}, {results}: received {received} times, run {len(runs(place, sent.gate))} times")
-    assert received > len(attempts), "no copy has come"
-    assert runs(place, sent.gate) == attempts
-    if results in {"result backend", "no room"}:
-        assert sent.answer.state == state
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_copy_is_never_beside_the_run(place: World, everything: Everything, case: Case) -> None:
+    sent = everything.copied[case]
+    attempts, state, result = EXPECTED[case.how]
+    if case.how in IS_DROPPED:
+        assert eventually(lambda: was_dropped(place, sent))
+    place.wait_for("end", sent.gate, len(attempts))
+    if case.results == "stored":
+        assert eventually(lambda: sent.answer.state == state)
         assert result in (sent.answer.result, None)
-        if how in {"return", "exception"}:
-            assert stored(place, sent) == 1
-    else:
-        assert stored(place, sent) == (STORED_ALL_THE_SAME.get(how, 0) if results == "ignore_result" else 0)
+    if case.how in {"return", "exception"}:
+        assert stored(place, sent) == (case.results == "stored")
+    assert runs(place, sent.gate) == attempts
 
 
-@pytest.mark.parametrize("results", RESULTS[:3])
-def test_a_message_that_is_delivered_again_after_a_crash(place: World, results: str) -> None:
-    options: dict[str, Any] = {"queue": BARE} if results == "no result backend" else {}
-    sent = send(live.safe, 0, "kill", ignore_result=results == "ignore_result", **options)
-    place.wait_for("end", sent.gate, 2)
-    assert eventually(lambda: is_drained(place), LIMIT)
+def test_a_run_that_is_killed_between_its_release_and_its_result_is_done_again(
+    place: World, everything: Everything
+) -> None:
+    """A copy had asked before the run ended: it is not dropped before there is a result, and what comes after it."""
+    sent = everything.lost
+    assert sent.answer.get(timeout=LIMIT) == "run 2, followed"
+    assert sent.answer.parent.get(timeout=LIMIT) == "run 2"
+    assert len(place.notes("killed", sent.gate)) == 1
     assert runs(place, sent.gate) == ["0", "0"]
-    if results == "result backend":
-        assert (sent.answer.state, sent.answer.result) == ("SUCCESS", "run 2")
 
 
-def test_a_retry_waits_for_the_attempt_before_it_to_clean_up(place: World) -> None:
+@pytest.mark.parametrize("where", ["worker", "queue"])
+def test_a_retry_waits_for_the_attempt_before_it_to_clean_up(place: World, everything: Everything, where: str) -> None:
     """In its worker, and when that takes too long, in the queue."""
-    every = {seconds: send(live.cleans_up, seconds) for seconds in (0.0, 1.5, PATIENCE + 1)}
-    for seconds, sent in every.items():
-        assert sent.answer.get(timeout=LIMIT) == "attempt 1"
-        assert runs(place, sent.gate) == ["0", "1"]
-        (end, _), (_, begin) = place.notes("end", sent.gate), place.notes("begin", sent.gate)
-        print(f"clean-up of {seconds} s: the retry begins {begin.at - end.at:.3f} s after it")
-        assert (len(place.notes("received", sent.gate)) > 2) == (seconds > PATIENCE)
+    sent = everything.cleans_up[where]
+    assert sent.answer.get(timeout=LIMIT) == "attempt 1"
+    assert runs(place, sent.gate) == ["0", "1"]
+    if where == "queue":
+        _, retry, put_back, *_ = place.notes("received", sent.gate)
+        assert put_back.at - retry.at >= PATIENCE
 
 
-def test_a_message_whose_worker_is_lost(place: World) -> None:
-    """A worker of this machine, one of another, and one that is shut down at once: another does the work once more."""
-    cases = {"this machine": live.safe, "another machine": live.leased, "cold shutdown": live.safe}
-    sent, ended = {}, {}
-    with ExitStack() as stack:
-        for name, task in cases.items():
-            worker = stack.enter_context(place.worker("-c", "1", "-Q", name))
-            sent[name] = send(task, LIMIT, queue=name)
-            place.wait_for("begin", sent[name].gate)
-            if name == "cold shutdown":
-                worker.signal(signal.SIGQUIT)
-                worker.wait(LIMIT)
-            else:
-                kill_tree(worker)
-            ended[name] = time.monotonic()
-        for name in cases:
-            inside = (CONTAINER or []) if name == "another machine" else []
-            stack.enter_context(place.worker("-c", "1", "-Q", name, inside=inside))
-        for name in cases:
-            begin = place.wait_for("begin", sent[name].gate, 2)
-            print(f"{name}: done again {begin.at - ended[name]:.1f} s after it")
-            assert sent[name].answer.get(timeout=LIMIT) == "run 2"
-        assert eventually(lambda: is_drained(place) and not place.client.exists(*cases), LIMIT)
-        assert [len(place.notes("begin", each.gate)) for each in sent.values()] == [2] * len(cases)
-        assert [len(place.notes("end", each.gate)) for each in sent.values()] == [1] * len(cases)
+def test_nothing_is_left(place: World, everything: Everything) -> None:  # noqa: ARG001 - it has ended
+    assert eventually(lambda: not place.client.exists("celery", "unacked"))
+    assert eventually(lambda: not place.keys_of_runs())

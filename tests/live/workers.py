@@ -5,6 +5,7 @@ All moments are those of the monotonic clock, which the processes of one machine
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import redis
 from celery import Celery
@@ -54,6 +56,13 @@ def note(word: str, gate: str, *rest: object) -> None:
         file.write(line.encode() + b"\n")
 
 
+class Copy(NamedTuple):
+    """A message as the broker keeps it until it is acknowledged."""
+
+    tag: bytes
+    raw: bytes
+
+
 class World:
     """A server that is watched, and workers on it.
 
@@ -62,9 +71,9 @@ class World:
         client: a client of it.
     """
 
-    def __init__(self, server: RedisServer, client: Any, app: str, folder: Path) -> None:
+    def __init__(self, server: RedisServer, client: Any, app: Celery, module: str, folder: Path) -> None:
         self.server, self.client = server, client
-        self._app, self._folder = app, folder
+        self._app, self._module, self._folder = app, module, folder
         self._events: list[tuple[float, str, str]] = []
         self._logs: list[Path] = []
         self._subscription = client.pubsub(ignore_subscribe_messages=True)
@@ -89,7 +98,7 @@ class World:
         """A worker of several processes, until the end of the block."""
         log = self._folder / f"log-{len(self._logs)}"
         self._logs.append(log)
-        command = [*inside, sys.executable, "-m", "celery", "-A", self._app, "worker", "--pool", "prefork"]
+        command = [*inside, sys.executable, "-m", "celery", "-A", self._module, "worker", "--pool", "prefork"]
         quiet = ["--without-gossip", "--without-mingle", "-l", "INFO"]
         with log.open("wb") as output:
             env = {**os.environ, **self.environment, **environment}
@@ -137,6 +146,34 @@ class World:
         assert eventually(found, limit), f"no {what} of {key}: {self.events(key)}"
         return found()[0]
 
+    def catch_up(self) -> None:
+        """Wait until all that has happened to keys by now is known."""
+        marker = f"marker-{uuid4().hex}"
+        self.client.set(f"{PREFIX}{marker}", 1)
+        self.client.delete(f"{PREFIX}{marker}")
+        self.wait_for_event(marker, "del", since=0)
+
+    def copy_of(self, task_id: str) -> Copy:
+        """The message of a task that was delivered and is not acknowledged, as the broker keeps it."""
+        found: list[Copy] = []
+
+        def is_found() -> bool:
+            found[:] = [
+                Copy(tag, raw)
+                for tag, raw in self.client.hgetall("unacked").items()
+                if json.loads(raw)[0]["headers"]["id"] == task_id
+            ]
+            return bool(found)
+
+        assert eventually(is_found), f"no message of {task_id}"
+        return found[0]
+
+    def deliver_again(self, copy: Copy) -> None:
+        """Have the broker deliver a message once more, as it does when its visibility timeout is over."""
+        self.client.hset("unacked", copy.tag, copy.raw)
+        with self._app.connection_for_write() as connection:
+            connection.default_channel.qos.restore_by_tag(copy.tag.decode())
+
     def is_held(self, key: str) -> bool:
         """Whether a key of ours is there."""
         return bool(self.client.exists(PREFIX + key))
@@ -166,7 +203,7 @@ def world(app: Celery, name: str, folder: Path, *options: str) -> Iterator[World
     ):
         brief = {"retry_policy": {"max_retries": 1, "interval_start": 0, "interval_step": 0}}
         app.conf.update(broker_url=server.url, result_backend=server.url, result_backend_transport_options=brief)
-        found = World(server, client, name, folder)
+        found = World(server, client, app, name, folder)
         before = get_current_app()
         app.set_current()
         try:
