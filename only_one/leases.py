@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import codecs
 import math
 import os
 import sys
@@ -92,6 +93,8 @@ class _Renewer:
     def see_to_it_by(self, due: float) -> None:
         """Wake the thread in time for something that is new in its care."""
         if not self.is_running:
+            # What a connection imports at its first host name: forked while the thread does, a child waits for ever.
+            codecs.lookup("idna")
             with suppress(RuntimeError):  # the interpreter is shutting down: what is held expires by itself
                 _start_native_thread(self.run)
         elif due < self.wakes_at:
