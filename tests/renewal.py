@@ -30,6 +30,13 @@ def is_renewed(lock: Any) -> bool:
     return eventually(lambda: lock.expires_at > before)
 
 
+def fails_to_renew(lock: Any) -> bool:
+    """Whether it is tried in vain when it is its turn, and is to be tried again."""
+    renew_now(lock)
+    before, expires_at = lock.renew_at, lock.expires_at
+    return eventually(lambda: lock.renew_at > before) and lock.expires_at == expires_at
+
+
 def is_awaited(lock: Any) -> bool:
     """Whether the thread that renews sleeps, and no longer than until it is the turn of this lease."""
     return eventually(lambda: now() < leases._renewer.wakes_at <= lock.renew_at)
