@@ -11,6 +11,9 @@ from celery.signals import task_postrun
 from only_one import AlreadyRunning, buffer_one, fail, only_one, retry, skip
 from tests.live.crew import note
 
+PAUSE = 2
+"""Seconds between two deliveries of what waits, of which there are dozens, and the worker has others to see to."""
+
 app = Celery("canvas", set_as_current=False)
 app.conf.broker_connection_retry_on_startup = True
 
@@ -33,8 +36,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "not given": {},
     "skip": {"when_busy": skip},
     "fail": {"when_busy": fail},
-    "retry()": {"when_busy": retry(countdown=0.3)},
-    "buffer_one()": {"when_busy": buffer_one(countdown=0.3)},
+    "retry()": {"when_busy": retry(countdown=PAUSE)},
+    "buffer_one()": {"when_busy": buffer_one(countdown=PAUSE)},
     "a callable": {"when_busy": instead},
 }
 
