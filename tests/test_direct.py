@@ -38,6 +38,9 @@ from tests.proxy import Proxy
 from tests.waiting import LIMIT, eventually
 
 ROOT = Path(__file__).parents[1]
+HANGS_FOR = 2.0
+"""Seconds that a client waits for a reply where none comes; all others are there sooner on any machine."""
+
 ALL = redis_py.ConnectionPool().max_connections
 """Connections that a client may open which says nothing of it."""
 
@@ -220,7 +223,7 @@ PATIENCE: dict[str, dict[str, Any]] = {
     "as made": {},
     "never again": {"retry": Retry(NoBackoff(), 0)},
     "again after a while": {
-        "retry": Retry(ConstantBackoff(20), 3),
+        "retry": Retry(ConstantBackoff(3600), 3),
         "retry_on_error": [redis_py.ConnectionError, redis_py.TimeoutError],
     },
 }
@@ -231,7 +234,7 @@ PATIENCE: dict[str, dict[str, Any]] = {
 def test_connections_that_the_server_has_closed_cost_nothing(
     server: RedisServer, close: Callable[[RedisServer, Any], None], patience: dict[str, Any]
 ) -> None:
-    """No error, and no wait for another try."""
+    """No error, and no wait for another try: it would end by the limit of the test."""
     troubles: list[Event] = []
     unsubscribe = subscribe(lambda event: troubles.append(event) if isinstance(event, Down) else None)
     with redis_py.Redis.from_url(server.url) as watching, redis_py.Redis(port=server.port, **patience) as client:
@@ -241,16 +244,12 @@ def test_connections_that_the_server_has_closed_cost_nothing(
         before = fill(direct, 4)
         watching.ping()
         close(server, watching)
-        began = time.monotonic()
         assert run() == "done"
         for _ in range(8):
             echo(direct)
-        took = time.monotonic() - began
         assert not before & kept(direct) or close is by_restart  # which begins to count anew
         assert not watching.exists("only_one:k")
     unsubscribe()
-    print(f"{took * 1000:.1f} ms")
-    assert took < LIMIT
     assert troubles == []
 
 
@@ -282,7 +281,7 @@ def test_an_error_of_the_server_keeps_the_connection(redis: Any, direct: DirectC
 
 def test_a_time_out_drops_the_connection(redis: Any, redis_url: str, name: str, prefix: str) -> None:
     """A reply that comes later goes to nobody."""
-    options: dict[str, Any] = {"socket_timeout": 0.2, "retry": Retry(NoBackoff(), 0), "client_name": name}
+    options: dict[str, Any] = {"socket_timeout": HANGS_FOR, "retry": Retry(NoBackoff(), 0), "client_name": name}
     with redis_py.Redis.from_url(redis_url, **options) as client:
         direct = DirectClient(client)
         (before,) = fill(direct, 1) if not direct._kept else kept(direct)
@@ -297,11 +296,11 @@ def test_a_time_out_drops_the_connection(redis: Any, redis_url: str, name: str, 
         assert redis.lpop(f"{prefix}list") == b"late"
 
 
-@pytest.mark.parametrize("retries", [0, 2])
+@pytest.mark.parametrize("retries", [0, 1])
 def test_a_time_out_is_tried_again_as_often_as_the_client_says(redis_url: str, retries: int) -> None:
     with Proxy(redis_url) as proxy:
         patience: dict[str, Any] = {"retry": Retry(NoBackoff(), retries), "retry_on_error": [redis_py.TimeoutError]}
-        with redis_py.Redis.from_url(proxy.url, socket_timeout=0.2, **patience) as client:
+        with redis_py.Redis.from_url(proxy.url, socket_timeout=HANGS_FOR, **patience) as client:
             direct = DirectClient(client)
             echo(direct)
             proxy.forget_commands()
@@ -511,9 +510,9 @@ def test_a_user_who_closes_their_client_at_any_moment(redis_url: str) -> None:
     print("seed", seed)
     moments = random.Random(seed)
     enough = threading.Event()
+    done: list[bool] = []
 
-    def work(direct: DirectClient) -> tuple[int, int]:
-        done = failed = 0
+    def work(direct: DirectClient) -> None:
         while not enough.is_set():
             text = f"text {next(_texts)}"
             try:
@@ -521,24 +520,25 @@ def test_a_user_who_closes_their_client_at_any_moment(redis_url: str) -> None:
             except AssertionError:
                 raise
             except Exception:  # noqa: BLE001 - redis-py raises all kinds, when what it reads from is taken away
-                failed += 1
-            done += 1
-        return done, failed
+                done.append(False)
+            else:
+                done.append(True)
 
-    with redis_py.Redis.from_url(redis_url, socket_timeout=0.3) as client, ThreadPoolExecutor(4) as pool:
+    with redis_py.Redis.from_url(redis_url, socket_timeout=HANGS_FOR) as client, ThreadPoolExecutor(4) as pool:
         direct = DirectClient(client)
         works = [pool.submit(work, direct) for _ in range(4)]
         try:
-            for _ in range(200):
+            closed = 0
+            while closed < 200 or sum(done) < 200:
                 time.sleep(moments.uniform(0, 2e-3))
                 client.close()
+                closed += 1
         finally:
             enough.set()
-        counts = [each.result(LIMIT) for each in works]
+        for each in works:
+            each.result(LIMIT)
         echo(direct)
-    done, failed = (sum(column) for column in zip(*counts, strict=True))
-    print(f"{failed} of {done} failed")
-    assert done > 100
+    print(f"closed {closed} times, {done.count(False)} of {len(done)} failed")
 
 
 # Connections are not lost
@@ -551,8 +551,9 @@ def test_connections_neither_grow_nor_stay(redis: Any, redis_url: str, name: str
     client = redis_py.Redis.from_url(redis_url, client_name=name)
     run = only_one(lambda: "done", key="k", timeout=600, redis=client)
     assert run() == "done"
+    # One for the runs, and one with which the server is looked at, once.
+    assert eventually(lambda: len(connections(redis, name)) == 2)
     before = connections(redis, name)
-    assert 1 <= len(before) <= 2
     for _ in range(1000):
         assert run() == "done"
     assert connections(redis, name) == before
@@ -614,7 +615,7 @@ for number in range(10):
             os._exit(1)
         enough.set()
         sys.exit()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 600
     while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < until:
         echo(direct)
     assert ended == (pid, 0), ended
@@ -634,7 +635,7 @@ print("good")
 def test_a_forked_child_leaves_the_parent_s_connections_alone(redis_url: str, others: str) -> None:
     # Forking beside threads, which is done on purpose, warns.
     command = [sys.executable, "-W", "ignore", "-c", HEAD + FORK, redis_url, others]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("good\n", 0), done.stderr
     assert not done.stderr
 
@@ -682,5 +683,5 @@ def test_under_gevent(redis_url: str, prefix: str) -> None:
     print("seed", seed)
     program = f"from gevent import monkey\nmonkey.patch_all()\n{HEAD}{GREENLETS}"
     command = [sys.executable, "-W", "ignore", "-c", program, redis_url, str(seed), prefix]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("True True {'done'}\n", 0), done.stderr

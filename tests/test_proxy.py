@@ -12,6 +12,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from tests.proxy import Proxy, Then
+from tests.waiting import LIMIT
 
 BINARY = bytes(range(256)) + b"\r\n$5\r\n"
 
@@ -33,16 +34,16 @@ def direct(redis_url: str) -> Iterator[Any]:
         yield client
 
 
-@pytest.fixture(params=[2, 3], ids=["RESP2", "RESP3"])
-def client(proxy: Proxy, request: pytest.FixtureRequest) -> Iterator[Any]:
+@pytest.fixture
+def client(proxy: Proxy) -> Iterator[Any]:
     """A client that does not try twice."""
-    with connect(proxy, protocol=request.param) as client:
+    with connect(proxy) as client:
         yield client
 
 
 def connect(proxy: Proxy, **options: Any) -> Any:
     """A client that does not try twice."""
-    return redis.Redis.from_url(proxy.url, retry=Retry(NoBackoff(), 0), socket_timeout=0.25, **options)
+    return redis.Redis.from_url(proxy.url, retry=Retry(NoBackoff(), 0), socket_timeout=2.0, **options)
 
 
 def lost(send: Callable[[], object]) -> bool:
@@ -52,16 +53,18 @@ def lost(send: Callable[[], object]) -> bool:
     return True
 
 
-def test_replies_of_all_kinds_come_through(proxy: Proxy, client: Any, key: str) -> None:
-    client.set(key, BINARY)
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_replies_of_all_kinds_come_through(proxy: Proxy, key: str, protocol: int) -> None:
+    with connect(proxy, protocol=protocol) as client:
+        client.set(key, BINARY)
 
-    assert client.get(key) == BINARY
-    assert client.get(key + "none") is None
-    assert client.hset(key + "hash", mapping={"a": 1, "b": BINARY}) == 2
-    assert client.hgetall(key + "hash") == {b"a": b"1", b"b": BINARY}
-    assert client.eval("return {1, {'a', false, {}}, 'b'}", 0) == [1, [b"a", None, []], b"b"]
-    with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
-        client.get(key + "hash")
+        assert client.get(key) == BINARY
+        assert client.get(key + "none") is None
+        assert client.hset(key + "hash", mapping={"a": 1, "b": BINARY}) == 2
+        assert client.hgetall(key + "hash") == {b"a": b"1", b"b": BINARY}
+        assert client.eval("return {1, {'a', false, {}}, 'b'}", 0) == [1, [b"a", None, []], b"b"]
+        with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+            client.get(key + "hash")
     assert proxy.commands == ["SET", "GET", "GET", "HSET", "HGETALL", "EVAL", "GET"]
 
 
@@ -112,7 +115,7 @@ def test_what_is_held_up_arrives_when_its_client_has_long_gone(
 
     held.let_go()
 
-    assert direct.blpop(key, timeout=10) == (key.encode(), b"late")
+    assert direct.blpop(key, timeout=LIMIT) == (key.encode(), b"late")
 
 
 def test_what_is_held_up_is_answered_if_its_client_still_waits(proxy: Proxy, key: str) -> None:
@@ -121,7 +124,7 @@ def test_what_is_held_up_is_answered_if_its_client_still_waits(proxy: Proxy, key
     with redis.Redis.from_url(proxy.url) as client:
         waits = threading.Thread(target=lambda: replies.append(client.set(key, "a")))
         waits.start()
-        assert held.met.wait(10)
+        assert held.met.wait(LIMIT)
         assert replies == []
         held.let_go()
         waits.join()
