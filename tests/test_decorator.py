@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -27,20 +27,16 @@ from celery import Celery
 from redis import ConnectionPool, Redis
 
 from only_one import (
-    AlreadyRunning,
     ConfigurationError,
     LockLost,
     OnlyOneError,
     configure,
     current_lock,
-    fail,
     only_one,
 )
 from only_one.testing import RedisServer
-from tests.waiting import LIMIT
-
-SOON = 3.0
-"""Seconds within which a call returns though the server does not answer."""
+from tests.renewal import is_renewed
+from tests.waiting import LIMIT, eventually
 
 KeyIsBusy = Callable[..., AbstractContextManager[None]]
 Function = Callable[..., Any]
@@ -126,18 +122,12 @@ FORMS: dict[str, tuple[Any, str, float]] = {
     "@only_one()": (only_one(), "{name}:", 30),
     '@only_one("k")': (only_one("k"), "k", 30),
     '@only_one("k", 300)': (only_one("k", 300), "k", 300),
-    '@only_one("k", timeout=300)': (only_one("k", timeout=300), "k", 300),
-    '@only_one(key="k")': (only_one(key="k"), "k", 30),
     '@only_one(key="k", timeout=300)': (only_one(key="k", timeout=300), "k", 300),
     "@only_one(timeout=300)": (only_one(timeout=300), "{name}:", 300),
-    "@only_one(lease=5)": (only_one(lease=5), "{name}:", 5),
-    '@only_one("k", 300, lease=5)': (only_one("k", 300, lease=5), "k", 5),
-    '@only_one("k", timedelta)': (only_one("k", timedelta(minutes=5)), "k", 300),
+    '@only_one("k", timedelta, lease=60)': (only_one("k", timedelta(minutes=5), lease=60), "k", 60),
     "@only_one(key=callable)": (only_one(key=lambda a: f"made-of-{a}"), "made-of-1", 30),
-    '@only_one("{name}-lock-{a}")': (only_one("{name}-lock-{a}"), "{name}-lock-1", 30),
     "only_one(function)": (only_one, "{name}:", 30),
     'only_one(function, key="k", timeout=300)': (lambda f: only_one(f, key="k", timeout=300), "k", 300),
-    "only_one(function, key=callable)": (lambda f: only_one(f, key=lambda a: f"made-of-{a}"), "made-of-1", 30),
     "only_one(function, 300)": (lambda f: only_one(f, 300), "{name}:", 300),
 }
 
@@ -161,7 +151,7 @@ def test_every_form_covers(
     with under_way(job, lambda: run_of(covered, 1)) as run:
         (taken,) = keys_of(redis, prefix)
         assert taken.startswith(prefix + key.format(name=name.replace("{", "%7B")))
-        assert seconds - 5 < redis.pttl(taken) / 1000 <= seconds
+        assert seconds / 2 < redis.pttl(taken) / 1000 <= seconds
         assert run_of(covered, 1) is None
         assert not run.done()
     assert run.result() == "done"
@@ -213,16 +203,9 @@ def test_methods(redis: Redis, prefix: str) -> None:
     assert Feed.of_class(1) == one.of_class(a=1) == ("Feed", f"{prefix}class:1")
     assert one.size == f"{prefix}property:a"
     assert one() == f"{prefix}call:a"
+    assert only_one(one.__call__, key="bound")() == f"{prefix}call:a"
     assert only_one(one.static, key="again")(1) == (1, f"{prefix}static:1")
     assert keys_of(redis, prefix) == []
-
-
-def test_a_bound_method(prefix: str) -> None:
-    class Feed:
-        def load(self, a: int) -> tuple[int, str]:
-            return a, current_lock().key
-
-    assert only_one(Feed().load, key="load:{a}")(3) == (3, f"{prefix}load:3")
 
 
 def test_one_decorator_above_two_functions(prefix: str) -> None:
@@ -241,14 +224,6 @@ def test_one_decorator_above_two_functions(prefix: str) -> None:
     assert outer == f"{prefix}{__name__}.{first.__qualname__}"
     assert inner == f"{prefix}{__name__}.{second.__qualname__}"
     assert skipped is None
-
-
-def test_one_decorator_with_one_key_above_two_functions() -> None:
-    once = only_one("shared")
-    second = once(lambda: "second")
-    first = once(lambda: ("first", second()))
-    assert first() == ("first", None)
-    assert second() == "second"
 
 
 def test_a_function_covered_twice_by_different_keys() -> None:
@@ -348,54 +323,33 @@ def test_threads() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         calls = [pool.submit(call) for _ in range(8)]
-        deadline = time.monotonic() + LIMIT
-        while sum(call.done() for call in calls) < 7 and time.monotonic() < deadline:
-            time.sleep(0.001)
+        eventually(lambda: sum(call.done() for call in calls) == 7)
         job.end.set()
         results = Counter(call.result(LIMIT) for call in calls)
     assert results == {None: 7, "done": 1}
     assert job.most == 1
 
 
-def test_tasks_of_one_event_loop() -> None:
-    job = Job()
-    covered = only_one("gather")(job.work_async)
-
-    async def main() -> list[str | None]:
-        calls = [asyncio.ensure_future(covered()) for _ in range(8)]
-        await until(lambda: sum(call.done() for call in calls) == 7)
-        job.end.set()
-        return await asyncio.gather(*calls)
-
-    assert Counter(asyncio.run(main())) == {None: 7, "done": 1}
-    assert job.most == 1
-
-
 def test_event_loops_and_threads_exclude_each_other() -> None:
     job = Job()
     sync, async_ = only_one("both")(job.work), only_one("both")(job.work_async)
-    with under_way(job, lambda: asyncio.run(async_())):
+    other = only_one("other")(lambda: "at once")
+
+    async def eight() -> list[str | None]:
+        return await asyncio.gather(*(async_() for _ in range(8)))
+
+    with under_way(job, lambda: asyncio.run(eight())) as run:
         assert sync() is None
         assert asyncio.run(async_()) is None
+        assert other() == "at once"
+    assert Counter(run.result()) == {None: 7, "done": 1}
     job.begun.clear()
     job.end.clear()
     with under_way(job, sync):
         assert sync() is None
         assert asyncio.run(async_()) is None
     assert job.runs == 2
-
-
-def test_other_arguments_are_another_key() -> None:
-    job = Job()
-
-    @only_one("{a}:{b:md5}")
-    def work(a: int, b: object = None) -> str:
-        return "at once" if a > 1 or b else job.work()
-
-    with under_way(job, lambda: work(1)):
-        assert work(1) is None
-        assert work(2) == "at once"
-        assert work(1, ["x"]) == "at once"
+    assert job.most == 1
 
 
 def test_a_call_from_inside_its_own_run_is_busy() -> None:
@@ -450,7 +404,7 @@ def count(url: str, prefix: str, folder: Path, times: int, *, asynchronous: bool
     left = dict.fromkeys("ab", times)
 
     async def main() -> None:
-        deadline = time.monotonic() + 3 * LIMIT
+        deadline = time.monotonic() + LIMIT
         while any(left.values()):
             assert time.monotonic() < deadline, f"still to be counted: {left}"
             for key in left:
@@ -463,74 +417,36 @@ def count(url: str, prefix: str, folder: Path, times: int, *, asynchronous: bool
                     await asyncio.sleep(random.uniform(0, 0.002))
 
     with configure(redis=url, prefix=prefix):
+        (folder / f"{os.getpid()}.ready").touch()
+        assert eventually((folder / "go").exists)
         asyncio.run(main())
     return outcome
 
 
 def test_processes_that_contend_lose_no_count(redis: Redis, redis_url: str, prefix: str, tmp_path: Path) -> None:
-    processes, times = 8, 25
+    processes, times = 3, 25
     for key in "ab":
         (tmp_path / key).write_text("0")
     with ProcessPoolExecutor(processes, spawn) as pool:
+        # Which are busy until all of them are there: here is another process that excludes them.
         calls = [
             pool.submit(count, redis_url, prefix, tmp_path, times, asynchronous=bool(number % 2))
             for number in range(processes)
         ]
-        outcome = sum((call.result(60) for call in calls), Counter[str]())
+
+        @only_one("count:a")
+        def first() -> None:
+            (tmp_path / "go").touch()
+            assert eventually(lambda: redis.exists(f"{prefix}count:b"))
+
+        assert eventually(lambda: len(list(tmp_path.glob("*.ready"))) == processes)
+        first()
+        outcome = sum((call.result(LIMIT) for call in calls), Counter[str]())
     assert [(tmp_path / key).read_text() for key in "ab"] == [str(processes * times)] * 2
     assert outcome["runs"] == processes * times * 2
     assert outcome["overlaps"] == 0
     assert outcome["skips"] > 0, "they never met, so nothing was shown"
     assert keys_of(redis, prefix) == []
-
-
-def hold_until_told(url: str, prefix: str, folder: Path, lease: float | None = None) -> str | None:
-    """In a process of its own: hold the key until there is a file that says to end."""
-
-    @only_one("across", lease=lease)
-    def elsewhere() -> str:
-        (folder / "begun").touch()
-        deadline = time.monotonic() + LIMIT
-        while not (folder / "end").exists() and time.monotonic() < deadline:
-            time.sleep(0.005)
-        return "done"
-
-    with configure(redis=url, prefix=prefix):
-        return elsewhere()
-
-
-def wait_for(condition: Callable[[], object], limit: float = LIMIT) -> float:
-    """Wait for a condition, and say how long it took."""
-    begun = time.monotonic()
-    while not condition():
-        assert time.monotonic() < begun + limit, f"not within {limit:g} s"
-        time.sleep(0.005)
-    return time.monotonic() - begun
-
-
-def test_two_decorators_in_two_processes_exclude_each_other(redis_url: str, prefix: str, tmp_path: Path) -> None:
-    here = only_one("across", when_busy=lambda error: error.holder)(lambda: "ran here")
-    with ProcessPoolExecutor(1, spawn) as pool:
-        there = pool.submit(hold_until_told, redis_url, prefix, tmp_path)
-        wait_for((tmp_path / "begun").exists)
-        holder = here()
-        assert not isinstance(holder, str)
-        assert holder is not None
-        assert holder.pid in pool._processes
-        (tmp_path / "end").touch()
-        assert there.result(LIMIT) == "done"
-    assert here() == "ran here"
-
-
-def test_a_process_that_is_killed_frees_its_key_within_the_lease(redis_url: str, prefix: str, tmp_path: Path) -> None:
-    here = only_one("across")(lambda: "ran here")
-    process = spawn.Process(target=hold_until_told, args=(redis_url, prefix, tmp_path, 1.0), daemon=True)
-    process.start()
-    wait_for((tmp_path / "begun").exists)
-    assert here() is None
-    process.kill()
-    process.join(LIMIT)
-    assert wait_for(lambda: here() == "ran here") < 1.5
 
 
 PROGRAM = """
@@ -546,30 +462,20 @@ print(main())
 """
 
 
-@pytest.mark.parametrize("key", ["", "('{name}')", "('{name}:{md5}')", "(timeout=3)"])
-def test_the_name_of_a_function_in_main_needs_the_m_switch(
-    redis_url: str, prefix: str, tmp_path: Path, key: str
-) -> None:
-    (tmp_path / "nightly_report.py").write_text(PROGRAM.replace("{key}", key))
-
-    def run(*command: str) -> subprocess.CompletedProcess[str]:
+def test_the_name_of_a_function_in_main_needs_the_m_switch(redis_url: str, prefix: str, tmp_path: Path) -> None:
+    def run(key: str, *command: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "nightly_report.py").write_text(PROGRAM.replace("{key}", key))
         command = (sys.executable, *command, redis_url, prefix)
-        return subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=30, check=False)
+        return subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, check=False)
 
-    refused = run("nightly_report.py")
+    refused = run("", "nightly_report.py")
     assert refused.returncode == 1
     assert "KeyTemplateError" in refused.stderr
-    assert "-m nightly_report" in refused.stderr or "python -m" in refused.stderr
-    accepted = run("-m", "nightly_report")
-    assert accepted.returncode == 0, accepted.stderr
-    assert accepted.stdout.startswith(f"{prefix}nightly_report.main")
-
-
-def test_a_script_with_a_key_of_its_own_runs(redis_url: str, prefix: str) -> None:
-    program = PROGRAM.replace("{key}", "('nightly-report')")
-    command = [sys.executable, "-c", program, redis_url, prefix]
-    output = subprocess.run(command, text=True, capture_output=True, timeout=30, check=True)
-    assert output.stdout.strip() == f"{prefix}nightly-report"
+    assert "python -m" in refused.stderr
+    accepted = run("", "-m", "nightly_report")
+    assert accepted.stdout.startswith(f"{prefix}nightly_report.main:"), accepted.stderr
+    with_a_key = run("('nightly-report')", "nightly_report.py")
+    assert with_a_key.stdout.strip() == f"{prefix}nightly-report", with_a_key.stderr
 
 
 def test_random_timing(redis: Redis, prefix: str) -> None:
@@ -591,13 +497,13 @@ def test_random_timing(redis: Redis, prefix: str) -> None:
     async def work_async(key: str, seconds: float, ends_by: str) -> str:
         return await asyncio.to_thread(work, key, seconds, ends_by)
 
-    covered = only_one("{key}", timeout=60)(work)
-    covered_async = only_one("{key}", lease=1)(work_async)
+    covered = only_one("{key}", timeout=600)(work)
+    covered_async = only_one("{key}")(work_async)
 
     def calls(number: int) -> Counter[str]:
         chance = random.Random(f"{seed}/{number}")
         seen: Counter[str] = Counter()
-        for _ in range(40):
+        for _ in range(30):
             key, seconds = chance.choice("abc"), chance.choice([0, 0, chance.uniform(0, 0.004)])
             ends_by = chance.choice(["return", "return", "exception"])
             try:
@@ -617,7 +523,7 @@ def test_random_timing(redis: Redis, prefix: str) -> None:
     assert seen["ran"] > 0
     assert seen["raised"] > 0
     assert seen["None"] > 0
-    assert seen.total() == 6 * 40
+    assert seen.total() == 6 * 30
     assert keys_of(redis, prefix) == []
 
 
@@ -629,7 +535,7 @@ class Trouble(Exception):
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
-@pytest.mark.parametrize("error", [Trouble(), KeyboardInterrupt(), SystemExit(3), GeneratorExit()], ids=repr)
+@pytest.mark.parametrize("error", [Trouble(), KeyboardInterrupt()], ids=repr)
 def test_the_key_is_gone_after_an_exception(redis: Redis, prefix: str, error: BaseException, kind: str) -> None:
     def work() -> None:
         raise error
@@ -674,7 +580,7 @@ def test_a_cancelled_run_gives_its_key_back(redis: Redis, prefix: str) -> None:
             await call
 
     asyncio.run(main())
-    wait_for(lambda: keys_of(redis, prefix) == [], SOON)
+    assert eventually(lambda: keys_of(redis, prefix) == [])
 
 
 def end_of_run(kind: str, during: Callable[[str], object], *, raises: bool) -> None:
@@ -697,7 +603,6 @@ def end_of_run(kind: str, during: Callable[[str], object], *, raises: bool) -> N
     def call() -> str | None:
         return work() if kind == "def" else asyncio.run(work_async())
 
-    begun = time.monotonic()
     if raises:
         with pytest.raises(Trouble) as raised:
             call()
@@ -705,35 +610,39 @@ def end_of_run(kind: str, during: Callable[[str], object], *, raises: bool) -> N
         assert raised.value.__cause__ is None
     else:
         assert call() == "result"
-    assert time.monotonic() - begun < SOON
 
 
-@pytest.mark.parametrize("raises", [False, True], ids=["return", "exception"])
-@pytest.mark.parametrize("kind", ["def", "async def"])
-@pytest.mark.parametrize("fault", [RedisServer.kill, RedisServer.pause])
-def test_a_result_is_kept_where_the_server_goes_away(
-    server: RedisServer, kind: str, fault: Callable[[RedisServer], None], *, raises: bool
-) -> None:
-    end_of_run(kind, lambda _: fault(server), raises=raises)
+both = pytest.mark.parametrize("kind", ["def", "async def"])
+ends = pytest.mark.parametrize("raises", [False, True], ids=["return", "exception"])
 
 
-@pytest.mark.parametrize("raises", [False, True], ids=["return", "exception"])
-@pytest.mark.parametrize("kind", ["def", "async def"])
-@pytest.mark.parametrize("other", ["gone", "somebody else's", "a list"])
+@both
+@ends
+def test_a_result_is_kept_where_the_server_goes_away(server: RedisServer, kind: str, *, raises: bool) -> None:
+    end_of_run(kind, lambda _: server.kill(), raises=raises)
+
+
+@both
+def test_a_result_is_kept_where_the_server_does_not_answer(server: RedisServer, kind: str) -> None:
+    end_of_run(kind, lambda _: server.pause(), raises=False)
+    server.resume()
+    covered = only_one("k")(lambda: "ran")
+    assert eventually(lambda: covered() == "ran"), "the key that could not be given back never came free"
+
+
+@both
+@ends
+@pytest.mark.parametrize("other", ["gone", "somebody else's"])
 def test_a_result_is_kept_and_nobody_elses_key_is_touched(
     redis: Redis, prefix: str, kind: str, other: str, *, raises: bool
 ) -> None:
     def during(key: str) -> None:
         redis.delete(key)
-        if other == "a list":
-            redis.rpush(key, "x")
-        elif other != "gone":
+        if other != "gone":
             redis.set(key, other)
 
     end_of_run(kind, during, raises=raises)
-    assert redis.type(f"{prefix}k") == {"gone": b"none", "a list": b"list"}.get(other, b"string")
-    if other == "somebody else's":
-        assert redis.get(f"{prefix}k") == other.encode()
+    assert redis.get(f"{prefix}k") == (None if other == "gone" else other.encode())
 
 
 class BreakingPool(ConnectionPool):
@@ -755,45 +664,34 @@ def test_a_result_is_kept_where_the_client_breaks_and_other_runs_keep_their_keys
         pool.is_broken = True
         return "result"
 
-    @only_one("long", lease=0.3)
+    @only_one("long", lease=60)
     def long() -> bool:
         assert only_one("k", redis=Redis(connection_pool=pool))(break_it)() == "result"
-        ends = time.monotonic() + 1
-        while time.monotonic() < ends:
-            current_lock().ensure_held()
-            time.sleep(0.01)
-        return True
+        return is_renewed(current_lock())
 
     assert long()
     pool.is_broken = False
     pool.disconnect()
 
 
-def test_after_a_pause_of_the_server_the_key_comes_free(server: RedisServer) -> None:
-    covered = only_one("k")(lambda during: during() or "ran")
-    assert covered(server.pause) == "ran"
-    server.resume()
-    wait_for(lambda: covered(lambda: None) == "ran", SOON)
-
-
 # --- current_lock ------------------------------------------------------------------------------------------------
 
 
 def test_current_lock(prefix: str) -> None:
-    @only_one("{a}", timeout=60)
+    @only_one("{a}", timeout=600)
     def work(a: str) -> None:
         lock = current_lock()
         assert lock.key == f"{prefix}{a}"
         assert lock.is_held
-        assert 55 < lock.expires_in <= 60
+        assert 0 < lock.expires_in <= 600
         lock.ensure_held()
         assert lock.holder is not None
         assert lock.holder.pid == os.getpid()
         assert lock.holder.name == f"{__name__}.{work.__qualname__}"
         assert lock.holder.task_id is None
         assert lock.holder.state == "running"
-        assert lock.holder.deadline == pytest.approx(time.time() + 60, abs=5)
-        assert lock.holder.since == pytest.approx(time.time(), abs=5)
+        assert lock.holder.deadline == pytest.approx(time.time() + 600, abs=LIMIT)
+        assert lock.holder.since == pytest.approx(time.time(), abs=LIMIT)
         seen.append(a)
 
     seen: list[str] = []
@@ -832,22 +730,6 @@ def test_outside_of_a_run_there_is_no_lock() -> None:
         current_lock()
 
 
-def test_every_task_of_an_event_loop_has_its_own(prefix: str) -> None:
-    together = 0
-
-    @only_one("{a}")
-    async def work(a: int) -> str:
-        nonlocal together
-        together += 1
-        await until(lambda: together == 3)
-        return current_lock().key
-
-    async def main() -> list[str | None]:
-        return await asyncio.gather(*(work(a) for a in range(3)))
-
-    assert asyncio.run(main()) == [f"{prefix}{a}" for a in range(3)]
-
-
 # --- what it costs -----------------------------------------------------------------------------------------------
 
 
@@ -868,53 +750,30 @@ def round_trips(redis: Redis, calls: Callable[[], object]) -> int:
     return spent.total()
 
 
-@pytest.mark.parametrize("options", [{}, {"timeout": 60}, {"timeout": 60, "lease": 30}], ids=repr)
-@pytest.mark.parametrize("key", ["k", "{a:md5}", "{name}:{md5}"])
-def test_a_run_is_two_round_trips_and_a_skip_is_one(redis: Redis, busy: KeyIsBusy, key: str, options: Any) -> None:
+@both
+@pytest.mark.parametrize("options", [{"timeout": 600}, {"lease": 600}], ids=repr)
+def test_a_run_is_two_round_trips_and_a_skip_is_one(redis: Redis, busy: KeyIsBusy, kind: str, options: Any) -> None:
     skip_costs = 1 if int(redis.info("server")["redis_version"].split(".")[0]) >= 7 else 2
 
-    @only_one(key, **options)
-    def work(a: int, then: tuple[int, ...] = ()) -> str:
+    @only_one("{a}", **options)
+    def work(a: int) -> str:
         return "ran"
 
     @only_one("{a}", **options)
-    def skipped(a: int) -> str:
+    async def work_async(a: int) -> str:
         return "ran"
 
-    with busy("1"):
-        work(1)
-        skipped(1)  # the connections are made, and the server is known
-        assert round_trips(redis, lambda: [work(1) for _ in range(10)]) == 20
-        assert round_trips(redis, lambda: [skipped(1) for _ in range(10)]) == 10 * skip_costs
+    async def ten_times(a: int) -> None:
+        for _ in range(10):
+            await work_async(a)
 
+    def ten(a: int) -> object:
+        return [work(a) for _ in range(10)] if kind == "def" else runner.run_until_complete(ten_times(a))
 
-def test_an_async_run_is_two_round_trips_and_a_skip_is_one(redis: Redis, busy: KeyIsBusy) -> None:
-    skip_costs = 1 if int(redis.info("server")["redis_version"].split(".")[0]) >= 7 else 2
-
-    @only_one("{a}")
-    async def work(a: int) -> str:
-        return "ran"
-
-    def trips(a: int, loop: asyncio.AbstractEventLoop) -> int:
-        async def ten() -> None:
-            for _ in range(10):
-                await work(a)
-
-        return round_trips(redis, lambda: loop.run_until_complete(ten()))
-
-    loop = asyncio.new_event_loop()
-    try:
-        with busy("1"):
-            loop.run_until_complete(work(1))
-            loop.run_until_complete(work(2))
-            assert trips(2, loop) == 20
-            assert trips(1, loop) == 10 * skip_costs
-    finally:
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
-
-
-def test_fail_names_who_holds_the_key(prefix: str, busy: KeyIsBusy) -> None:
-    with busy("k"), pytest.raises(AlreadyRunning, match="hold_it") as raised:
-        only_one("k", when_busy=fail)(lambda: None)()
-    assert raised.value.key == f"{prefix}k"
+    runner = asyncio.new_event_loop()
+    with closing(runner), busy("1", lease=600):
+        ten(1)
+        ten(2)  # the connections are made, and the server is known
+        assert round_trips(redis, lambda: ten(2)) == 20
+        assert round_trips(redis, lambda: ten(1)) == 10 * skip_costs
+        runner.run_until_complete(runner.shutdown_asyncgens())

@@ -15,13 +15,12 @@ import os
 import random
 import subprocess
 import sys
-from collections import Counter, OrderedDict, UserList, defaultdict, deque, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from functools import partial
-from itertools import combinations
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -32,7 +31,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from kombu.utils import json as broker
 
-from only_one import KeyTemplateError, UnkeyableArgument
+from only_one import UnkeyableArgument
 from only_one.encoding import digest
 from only_one.keys import compile_key
 
@@ -43,7 +42,7 @@ BROKEN = (
 )
 LONG = 10_000
 
-settings.register_profile("only_one", max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("only_one", max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("only_one")
 
 MakeOne = Callable[..., str]
@@ -147,52 +146,10 @@ carried = st.recursive(
 )
 
 # Confusable on purpose: equal when printed, equal for Python, or a part of how another one is spelt.
-confusable_scalars: list[Any] = [
-    None,
-    "None",
-    "null",
-    True,
-    "True",
-    "true",
-    False,
-    0,
-    "0",
-    0.0,
-    -0.0,
-    1,
-    "1",
-    1.0,
-    "1.0",
-]
-confusable_scalars += [
-    b"1",
-    b"",
-    "",
-    "b'1'",
-    "a",
-    b"a",
-    "a,b",
-    ",",
-    ":",
-    "[",
-    "[]",
-    "{}",
-    '"',
-    "'",
-    '["a"]',
-    "i1:1",
-    "l0:",
-]
-confusable_scalars += [
-    Decimal(1),
-    Decimal("1.0"),
-    UUID(int=1),
-    str(UUID(int=1)),
-    UUID(int=1).hex,
-    math.inf,
-    "inf",
-    "nan",
-]
+confusable_scalars: list[Any] = [None, "None", "null", True, "True", "true", False, 0, "0", 0.0, -0.0, 1, "1", 1.0]
+confusable_scalars += ["1.0", b"1", b"", "", "b'1'", "a", b"a", "a,b", ",", ":", "[", "[]", "{}", '"', "'", '["a"]']
+confusable_scalars += ["i1:1", "l0:", Decimal(1), Decimal("1.0"), UUID(int=1), str(UUID(int=1)), UUID(int=1).hex]
+confusable_scalars += [math.inf, "inf", "nan"]
 confusable_scalars += [date(2020, 1, 1), "2020-01-01", datetime(2020, 1, 1), datetime(2020, 1, 1, tzinfo=timezone.utc)]  # noqa: DTZ001
 confusable_scalars += [timedelta(1), timedelta(seconds=1), time(1), "01:00:00", PurePosixPath("a"), PurePosixPath("1")]
 hashables = st.sampled_from(confusable_scalars)
@@ -247,7 +204,7 @@ def test_how_a_call_is_spelt_does_not_count(
     assert key(*given_[:positional], **dict(named)) == key(**spelt_out)
 
 
-@pytest.mark.parametrize("template", ["{md5}", "{a:md5}-{b:md5}", "{a}:{b}"])
+@pytest.mark.parametrize("template", ["{md5}", "{a}:{b}"])
 def test_a_default_counts_as_given(template: str) -> None:
     key = maker(template, importer)
     assert key(1) == key(a=1) == key(1, 2) == key(1, b=2) == key(b=2, a=1) == key(1, 2, (3, "x"), d=None)
@@ -300,9 +257,8 @@ def test_set_order_does_not_count(items: list[Any], chance: random.Random) -> No
     assert digest(first) == digest(set(shuffled)) == digest(frozenset(reversed(shuffled)))
 
 
-@pytest.mark.parametrize("size", [2, 8, 100])
-def test_set_order_does_not_count_where_hashes_collide(size: int) -> None:
-    items = [number * 2**61 - number for number in range(size)]  # hash() of each is 0: order is that of insertion
+def test_set_order_does_not_count_where_hashes_collide() -> None:
+    items = [number * 2**61 - number for number in range(100)]  # hash() of each is 0: order is that of insertion
     backwards = items[::-1]
     assert digest(set(items)) == digest(set(backwards))
 
@@ -318,12 +274,9 @@ def test_an_enum_is_its_value_wherever_it_stands(value: Any) -> None:
     assert digest(rebuilt(value, member, list)) == digest(value)
 
 
-@pytest.mark.parametrize("member", [Colour.RED, Level.LOW, Mode.FAST])
 @pytest.mark.parametrize("template", ["{a}", "{a!s}", "{a!r}", "{a:>8}", "{a:md5}", "{md5}"])
-def test_an_enum_is_its_value_in_every_kind_of_field(template: str, member: enum.Enum) -> None:
-    if template == "{a:>8}" and isinstance(member, Level):
-        template = "{a:>8d}"
-    assert key_of(member, template) == key_of(member.value, template)
+def test_an_enum_is_its_value_in_every_kind_of_field(template: str) -> None:
+    assert key_of(Mode.FAST, template) == key_of("fast", template)
 
 
 @pytest.mark.parametrize(
@@ -332,16 +285,10 @@ def test_an_enum_is_its_value_in_every_kind_of_field(template: str, member: enum
         (Colour.BLUE, ["blue", 3]),
         ({Mode.FAST: 1}, {"fast": 1}),
         ({Level.LOW: 1}, {"1": 1}),
-        ({1: "a", None: "b"}, {"1": "a", "null": "b"}),
-        ({1.5: "a", False: "b"}, {"1.5": "a", "false": "b"}),
         (Text("a"), "a"),
         (Number(3), 3),
         (Point(1, 2), [1, 2]),
         (OrderedDict(b=1, a=2), {"a": 2, "b": 1}),
-        (defaultdict(list, a=[1]), {"a": [1]}),
-        (Counter("aab"), {"b": 1, "a": 2}),
-        ({1, 2}, frozenset({2, 1})),
-        (float("nan"), float("nan")),
         (Path("a/b"), PurePosixPath("a/b")),
         (datetime(2020, 1, 1, tzinfo=timezone.utc), datetime(2020, 1, 1, tzinfo=timezone(timedelta(0), "Z"))),
     ],
@@ -383,8 +330,6 @@ def test_the_types_do_not_blur() -> None:
     values += ["", b"", [], {}, frozenset(), [""], [None], {"": ""}, 0, 0.0, False, UUID(int=1), timedelta(1), time(1)]
     values += [date(2020, 1, 1), datetime(2020, 1, 1), "2020-01-01"]  # noqa: DTZ001
     assert len({digest(value) for value in values}) == len(values)
-    assert len({key_of(value, "{md5}") for value in values}) == len(values)
-    assert len({key_of(value, "{a:md5}") for value in values}) == len(values)
 
 
 def test_dataclasses_of_different_classes_differ() -> None:
@@ -429,7 +374,7 @@ def templates_and_two_calls(draw: st.DrawFn) -> tuple[str, list[str], list[str]]
     return template, first, second
 
 
-@settings(max_examples=1000)
+@settings(max_examples=200)
 @given(templates_and_two_calls())
 @example(("{a}:{b}", ["a:b", "c"], ["a", "b:c"]))
 @example(("{a}:{b}", ["%3A", ""], [":", ""]))
@@ -457,44 +402,45 @@ def test_the_name_is_kept_apart_from_the_values(name: str, value: str, other_nam
 @given(nasty_values, nasty_values)
 @example("{", "%7B")
 @example("%7B", "%257B")
-def test_what_a_callable_returns_is_kept_apart_and_has_no_brace(first: str, second: str) -> None:
+@example("\ud800", "\ud801")
+def test_what_a_callable_returns_is_kept_apart_and_can_be_sent(first: str, second: str) -> None:
     assume(first and second)
     make = maker(as_it_is, lambda a: a)
     assert (make(first) == make(second)) == (first == second)
     assert not set("{}") & set(make(first))
+    make(first).encode()  # as redis-py does
 
 
-@pytest.mark.parametrize("template", ["{a}", "{a}:{b}", "x{a}", "{a!s}", "{a!r}", "{a[0]}"])
-@pytest.mark.parametrize("length", [64, 199, 200, 201, 1000, LONG])
-def test_a_long_value_is_hashed_behind_a_readable_head(template: str, length: int) -> None:
-    key = maker(template, lambda a, b="b": (a, b))
-    texts = ["feed-" + "x" * length, "feed-" + "x" * (length - 1) + "y", "feed-y" + "x" * (length - 1)]
-    texts += ["feed-" + "x" * (length + 1)]
-    keys = [key([text] if "[0]" in template else text) for text in texts]
+@pytest.mark.parametrize("template", ["{a}", "{a}:{b}", as_it_is])
+@pytest.mark.parametrize("length", [200, 201, LONG])
+def test_a_long_value_is_hashed_behind_a_readable_head(template: Any, length: int) -> None:
+    def function(a: str, b: str = "b") -> None: ...
+
+    key = maker(template, function if template == "{a}:{b}" else lambda a: a)
+    text = "feed-" + "x" * (length - 5)
+    texts = [text, text[:-1] + "y", text[:-1], text + "x", "feed-y" + text[6:]]
+    keys = [key(text) for text in texts]
     assert len(set(keys)) == len(keys)
     for one in keys:
-        assert "feed-" in one[:8]
+        assert one.startswith("feed-")
         assert len(one) < 300
+    assert (text in keys[0]) == (length == 200)
 
 
-@pytest.mark.parametrize("template", ["{a}", "{a}:{b}", "{a}~{b}"])
-def test_a_short_value_cannot_pass_for_a_long_one(template: str) -> None:
-    key = maker(template, lambda a, b="b": (a, b))
-    long = key("x" * LONG)
-    field_of_it = long[:-2] if template != "{a}" else long
-    assert key(field_of_it) != long
-    for cut in (at for at, character in enumerate(long) if character == "~"):
-        assert key(long[:cut], long[cut + 1 :]) != long
-        assert key(long[: cut - 1], long[cut + 1 :]) != long
-    assert maker(as_it_is, lambda a: a)(maker(as_it_is, lambda a: a)("x" * LONG)) != long
+def test_a_short_value_cannot_pass_for_a_long_one() -> None:
+    def function(a: str, b: str = "b") -> None: ...
 
-
-def test_what_a_callable_returns_is_hashed_when_it_is_long() -> None:
-    key = maker(as_it_is, lambda a: a)
-    texts = ["feed-" + "x" * LONG, "feed-" + "x" * LONG + "y"]
-    assert key(texts[0]) != key(texts[1])
-    assert key(texts[0]).startswith("feed-")
-    assert len(key(texts[0])) < 300
+    for template in ("{a}:{b}", "{a}~{b}"):
+        key = maker(template, function)
+        long = key("x" * LONG)
+        assert key(long[:-2]) != long
+        for cut in (at for at, character in enumerate(long) if character == "~"):
+            assert key(long[:cut], long[cut + 1 :]) != long
+            assert key(long[: cut - 1], long[cut + 1 :]) != long
+    alone = maker("{a}", lambda a: a)
+    assert alone(alone("x" * LONG)) != alone("x" * LONG)
+    computed = maker(as_it_is, lambda a: a)
+    assert computed(computed("x" * LONG)) != computed("x" * LONG)
 
 
 @given(st.lists(surrogates, min_size=2, max_size=2, unique=True))
@@ -510,15 +456,9 @@ def test_any_str_has_a_key_of_its_own_that_can_be_sent(values: list[str]) -> Non
             key.encode()  # as redis-py does
 
 
-def test_what_a_callable_returns_can_be_sent() -> None:
-    key = maker(as_it_is, lambda a: a)
-    assert key("\ud800").encode() != key("\ud801").encode()
-
-
 def test_huge_numbers() -> None:
     values = [10**5000, 10**5000 + 1, -(10**5000), 2**64, 2**64 + 1, 2.0**64]
     assert len({digest(value) for value in values}) == len(values)
-    assert len({key_of(value, "{md5}") for value in values}) == len(values)
 
 
 # --- the fields --------------------------------------------------------------------------------------------------
@@ -535,25 +475,19 @@ USER = SimpleNamespace(id=7, team=SimpleNamespace(name="ops"))
         ("{a}", (None,), {}, "None"),
         ("{a.id}", (USER,), {}, "7"),
         ("{a.team.name}:{b}", (USER, 1), {}, "ops:1"),
-        ("{a[sku]}", ({"sku": "A-1"},), {}, "A-1"),
-        ("{a[0]}", (["x"],), {}, "x"),
+        ("{a[0]}", ({"0": "x"},), {}, "x"),
         ("{a[0][sku].id}", ([{"sku": USER}],), {}, "7"),
         ("{a[not a name]}", ({"not a name": 3},), {}, "3"),
         ("{rest[1]}", (0, 0, "x", "y"), {}, "y"),
         ("{others[feed]}", (0,), {"feed": "f"}, "f"),
         ("{c}", (0,), {"c": 5}, "5"),
-        ("{a:%Y-%m-%d}", (date(2026, 1, 2),), {}, "2026-01-02"),
         ("{a:%H:%M}", (time(3, 4),), {}, "03:04"),
         ("{a:03d}", (7,), {}, "007"),
-        ("{a:.2f}", (1.005,), {}, "1.00"),
-        ("{a:>4}", ("x",), {}, "   x"),
-        ("{a!r}", ("x",), {}, "'x'"),
         ("{a!s}", (1,), {}, "1"),
         ("{a!a}", ("\xe9",), {}, "'\\xe9'"),
         ("{a!r:>5}", ("x",), {}, "  'x'"),
-        ("{a}:{b}", ("x:y", "z"), {}, "x%3Ay:z"),
-        ("{a}:{b}", ("100%", "z"), {}, "100%25:z"),
-        ("{a:md5}", ("x",), {}, digest("x")),
+        ("{a}:{b}", ("x:y%", "z"), {}, "x%3Ay%25:z"),
+        ("{a}", (b"x",), {}, "b'x'"),
         ("{a.id:md5}", (USER,), {}, digest(7)),
         ("{a[0]:md5}", ([[1, 2]],), {}, digest([1, 2])),
         ("{rest:md5}", (0, 0, "x"), {}, digest(["x"])),
@@ -566,11 +500,6 @@ def test_fields(template: str, args: tuple[Any, ...], kwargs: dict[str, Any], ke
     def function(a: Any, b: Any = 2, *rest: Any, c: Any = 3, **others: Any) -> None: ...
 
     assert maker(template, function)(*args, **kwargs) == key
-
-
-def test_literal_braces_are_escaped() -> None:
-    key = maker("a{{b}}:{a}", lambda a: a)("x")
-    assert key == "a%7Bb%7D:x"
 
 
 def test_a_constant_key_asks_nothing_of_the_call() -> None:
@@ -595,13 +524,6 @@ def test_a_callable_gets_all_arguments_by_their_names() -> None:
     assert make(1, 2, 9, c=4, x=5) == "1 2 (9,) 4 %7B'x': 5%7D"
 
 
-def test_an_argument_that_does_not_bind_is_the_same_error_as_without_us() -> None:
-    for call in ((), (1, 2, 3, 4), (1, 2, 3, 4, 5)):
-        with pytest.raises(TypeError) as raised:
-            maker("{md5}", importer)(*call)
-        assert not isinstance(raised.value, UnkeyableArgument)
-
-
 # --- what has no key ---------------------------------------------------------------------------------------------
 
 LOOP: list[Any] = []
@@ -612,24 +534,22 @@ DEEP: list[Any] = []
 for _ in range(100_000):
     DEEP = [DEEP]
 
+
+class Told:
+    """Has a text, with its address in it."""
+
+    def __repr__(self) -> str:
+        return f"<Told {id(self):#x}>"
+
+
+# `Feed` itself is a class with fields, of which there is no instance to spell.
 UNKNOWN = {
-    "object": object(),
-    "instance": Opaque(),
-    "class": Opaque,
-    "function": key_of,
-    "lambda": lambda: None,
-    "method": Opaque().__init__,  # type: ignore[misc]
-    "module": os,
-    "generator": (character for character in "a"),
-    "iterator": iter([1]),
-    "complex": 1j,
-    "range": range(3),
-    "keys": {}.keys(),
-    "bytearray": bytearray(b"a"),
-    "memoryview": memoryview(b"a"),
-    "ellipsis": ...,
-    "error": ValueError("a"),
-    "namespace": SimpleNamespace(a=1),
+    "an object": Opaque(),
+    "a class": Feed,
+    "a function": key_of,
+    "an iterator": iter([1]),
+    "a complex": 1j,
+    "a bytearray": bytearray(b"a"),
     "in a list": [1, [Opaque()]],
     "in a dict": {"a": Opaque()},
     "as a dict's key": {Opaque(): 1},
@@ -642,27 +562,17 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("value", UNKNOWN.values(), ids=UNKNOWN)
-@pytest.mark.parametrize("template", ["{md5}", "{feed:md5}", "{name}:{feed:md5}:{other}"])
-def test_what_has_no_stable_key_is_named_with_the_way_out(template: str, value: object) -> None:
-    with pytest.raises(UnkeyableArgument) as raised:
-        maker(template, lambda feed, other=1: (feed, other))(value)
-    message = str(raised.value)
-    assert "'feed'" in message
-    assert "key=callable" in message
-    assert "0x" not in message
-    assert isinstance(raised.value, TypeError)
+def test_what_has_no_stable_key_is_named_with_the_way_out(value: object) -> None:
+    for template in ("{md5}", "{feed:md5}"):
+        with pytest.raises(UnkeyableArgument, match="key=callable") as raised:
+            maker(template, lambda feed, other=1: (feed, other))(value)
+        assert "'feed'" in str(raised.value)
+        assert "0x" not in str(raised.value)
 
 
-class Told:
-    """Has a text, with its address in it."""
-
-    def __repr__(self) -> str:
-        return f"<Told {id(self):#x}>"
-
-
-ADDRESSED = {name: UNKNOWN[name] for name in ("object", "instance", "function", "lambda", "method", "generator")} | {
-    "in a namespace": SimpleNamespace(a=Opaque()),
-    "in a deque": deque([Opaque()]),
+ADDRESSED = {
+    "an object": Opaque(),
+    "a method": Opaque().__init__,  # type: ignore[misc]
     "in an error": ValueError(Opaque()),
     "in a partial": partial(print, Opaque()),
     "written by hand": Told(),
@@ -672,44 +582,31 @@ ADDRESSED = {name: UNKNOWN[name] for name in ("object", "instance", "function", 
 @pytest.mark.parametrize("value", ADDRESSED.values(), ids=ADDRESSED)
 @pytest.mark.parametrize("template", ["{feed}", "{feed!r}", "{feed!s}", "{feed!a}", "{feed!r:md5}", "{feed!r:>99}"])
 def test_no_text_with_an_address_gets_into_a_key(template: str, value: object) -> None:
-    with pytest.raises(UnkeyableArgument) as raised:
+    with pytest.raises(UnkeyableArgument, match="'feed'") as raised:
         maker(template, lambda feed: feed)(value)
-    assert "'feed'" in str(raised.value)
     assert "0x" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [deque([{"a", "b"}]), UserList([{"a", "b"}]), MappingProxyType({1: {"a", "b"}}), SimpleNamespace(a={"a", "b"})],
-    ids=["deque", "UserList", "mappingproxy", "namespace"],
-)
-def test_no_text_that_differs_between_processes_gets_into_a_key(value: object) -> None:
-    with pytest.raises(UnkeyableArgument, match="'feed'"):
-        maker("{feed}", lambda feed: feed)(value)
+CONTAINERS: list[Any] = [[1], (), {"a": 1}, {1}, Feed("a"), Point(1, 2), deque([{"a"}]), MappingProxyType({1: {"a"}})]
 
 
-@pytest.mark.parametrize(
-    "container", [[1], (1,), {"a": 1}, {1}, frozenset({1}), Feed("a"), [], {}, Point(1, 2), OrderedDict(a=1)], ids=repr
-)
-@pytest.mark.parametrize("template", ["{feed}", "{feed!r}", "{feed!s}", "{feed!r:md5}"])
-def test_a_container_in_a_plain_field_is_told_to_be_digested(template: str, container: object) -> None:
-    with pytest.raises(UnkeyableArgument, match=r"\{feed:md5\}") as raised:
-        maker(template, lambda feed: feed)(container)
-    assert "'feed'" in str(raised.value)
+@pytest.mark.parametrize("container", [*CONTAINERS, SimpleNamespace(a={"a"})], ids=repr)
+def test_a_container_in_a_plain_field_is_told_to_be_digested(container: object) -> None:
+    """Its text differs between processes, or after the broker."""
+    for template in ("{feed}", "{feed!r}", "{feed!r:md5}"):
+        with pytest.raises(UnkeyableArgument, match=r"'feed'.*\{feed:md5\}"):
+            maker(template, lambda feed: feed)(container)
 
 
 @pytest.mark.parametrize(
     ("template", "value"),
     [
-        ("{feed.id}", "x"),
         ("{feed.id}", None),
         ("{feed[id]}", {}),
         ("{feed[3]}", [1]),
         ("{feed[id]}", 3),
         ("{feed:d}", "x"),
-        ("{feed:%Y}", "x"),
         ("{feed:%Y}", None),
-        ("{feed:MD5}", "x"),
     ],
 )
 def test_a_field_that_cannot_be_read_is_named(template: str, value: object) -> None:
@@ -717,24 +614,6 @@ def test_a_field_that_cannot_be_read_is_named(template: str, value: object) -> N
         maker(template, lambda feed: feed)(value)
     assert template in str(raised.value)
     assert "'feed'" in str(raised.value)
-
-
-@pytest.mark.parametrize("result", [None, 1, b"k", "", ["k"]], ids=repr)
-def test_a_callable_must_return_a_str(result: object) -> None:
-    with pytest.raises(UnkeyableArgument, match="return a str"):
-        maker(lambda **_: result, lambda **a: a)()  # type: ignore[arg-type]
-
-
-def test_a_template_with_two_fields_that_touch_is_refused() -> None:
-    for first, second in combinations(["{a}", "{b}", "{name}", "{md5}", "{a:md5}"], 2):
-        with pytest.raises(KeyTemplateError, match="between"):
-            maker(first + second, importer)
-
-
-@pytest.mark.parametrize("separator", ["%", "%:", "{{", "}}:"])
-def test_what_escapes_cannot_separate(separator: str) -> None:
-    with pytest.raises(KeyTemplateError, match=r"write \{a\}:\{b\}"):
-        maker("{a}" + separator + "{b}", importer)
 
 
 # --- everywhere, and for ever ------------------------------------------------------------------------------------
@@ -838,10 +717,9 @@ def test_keys_are_those_of_the_golden_file(kind: str) -> None:
     assert not missing, f"not in the golden file yet: {missing}; python tests/test_keys.py > tests/golden/keys.json"
 
 
-@pytest.mark.parametrize("seed", ["0", "1", "4242"])
-def test_keys_are_the_same_in_another_process(seed: str) -> None:
-    environment = {**os.environ, "PYTHONHASHSEED": seed}
-    output = subprocess.run([sys.executable, __file__], env=environment, check=True, capture_output=True, timeout=60)
+def test_keys_are_the_same_in_another_process() -> None:
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    output = subprocess.run([sys.executable, __file__], env=environment, check=True, capture_output=True)
     assert json.loads(output.stdout) == all_keys()
 
 
