@@ -201,8 +201,8 @@ def test_carry_on_runs_without_the_key(prefix: str, make: Make) -> None:
     assert lock.expires_in == 0
     with pytest.raises(LockLost) as raised:
         lock.ensure_held()
-    assert raised.value.key == f"{prefix}k"
-    assert raised.value.reason == "unavailable"
+    assert (raised.value.key, raised.value.reason, raised.value.holder) == (f"{prefix}k", "unavailable", None)
+    assert f"{prefix}k" in str(raised.value)
 
 
 def test_carry_on_keeps_the_exception_of_the_run() -> None:
@@ -221,6 +221,7 @@ def test_other_policies_when_the_server_is_down(prefix: str, make: Make) -> None
     assert type(told) is LockUnavailable
     assert told.key == f"{prefix}k"
     assert isinstance(told.__cause__, RedisError)
+    assert "refused" in str(told)
     with pytest.raises(LockUnavailable):
         make(key="k", redis=CLOSED, when_down=fail)()
 
