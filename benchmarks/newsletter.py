@@ -30,17 +30,19 @@ class Row:
         what: the step.
         messages: how many it was about.
         seconds: what it took.
-        peak_mb: the memory of the largest process.
+        peak_mb: the memory of the largest process; None where the system does not tell.
     """
 
     what: str
     messages: int
     seconds: float
-    peak_mb: float
+    peak_mb: float | None
 
     def __str__(self) -> str:
         rate = self.messages / self.seconds
-        return f"{self.what:32} {self.messages:8} {self.seconds:9.1f} s {rate:8.0f} /s {self.peak_mb:8.1f} MB"
+        return (
+            f"{self.what:32} {self.messages:8} {self.seconds:9.1f} s {rate:8.0f} /s {self.peak_mb or 'unknown':>8} MB"
+        )
 
 
 def newsletter(*options: str) -> dict[str, Any]:

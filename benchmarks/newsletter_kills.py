@@ -24,13 +24,12 @@ from contextlib import contextmanager, suppress
 from os import kill, killpg
 from pathlib import Path
 from signal import SIGKILL
-from typing import Any
 
 import redis
 from rich.console import Console
 
 from examples.newsletter import journal, places, recipients, sending, spool
-from examples.newsletter.app import app, send, start
+from examples.newsletter.app import app, leave, send, start
 from examples.newsletter.house import QUICK_START, WORKER
 from examples.newsletter.people import EXCLUDE, INCLUDE, crowd
 from examples.newsletter.smtp_server import smtp_server
@@ -118,7 +117,6 @@ class Trial:
         self.late: list[str] = []
         self.early = False
         self._url, self._worker, self._random, self._number = url, worker, random.Random(seed), kills
-        self._results: list[Any] = []
         self._console = Console(stderr=True, highlight=False)
 
     def run(self) -> None:
@@ -135,15 +133,12 @@ class Trial:
         with redis.Redis.from_url(self._url) as client:
             self._wait(lambda: self._is_sent() and not client.exists(QUEUE, "unacked"))
         self.accepted.read()
-        for result in self._results:
-            result.forget()
-        self._results.clear()
 
     def _points(self, end: float) -> list[float]:
         return sorted(self._random.uniform(0, end) for _ in range(self._number))
 
     def _start(self) -> None:
-        self._results.append(start(NAME))
+        start(NAME)
 
     def _made(self) -> int:
         return self.mailing.chunks - len(spool.missing(self.mailing))
@@ -244,7 +239,7 @@ def trial(directory: Path, seed: int, kills: int, people: int, chunk: int) -> It
             yield Trial(server.url, worker, seed, kills)
         finally:
             worker.close()
-            app.close()
+            leave()
 
 
 def main() -> None:

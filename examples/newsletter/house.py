@@ -17,7 +17,7 @@ from only_one.errors import ConfigurationError
 from only_one.testing import Guarded, guarded, redis_server
 
 from . import places, recipients, sending
-from .app import app, make_all, start
+from .app import app, leave, make_all, start
 from .people import EXCLUDE, INCLUDE, crowd
 from .progress import Follower, follow
 from .recipients import Mailing
@@ -83,15 +83,10 @@ def _run(options: Options) -> int:
     mailing, expected = _prepare(options)
     with _staff(options.workers) as worker, follow(mailing, 0 if options.make_only else expected) as follower:
         begin = time.monotonic()
-        result = (make_all if options.make_only else start)(NAME)
-        try:
-            _wait(result, follower, worker)
-        finally:
-            result.forget()  # else Celery would ask about it when the server is gone
-            del result
+        _wait((make_all if options.make_only else start)(NAME), follower, worker)
         end = time.monotonic()
+        found = summary(mailing, end - begin)
     made = follower.made_at or end
-    found = summary(mailing, end - begin)
     print(found.line() if options.json else found.text(made - begin, end - made), flush=True)
     if options.make_only or not found.problem:
         return 0
@@ -119,7 +114,7 @@ def _staff(workers: int) -> Iterator[Guarded]:
         redis = stack.enter_context(redis_server())
         smtp = stack.enter_context(smtp_server(directory / ACCEPTED))
         app.conf.update(broker_url=redis.url, result_backend=redis.url)
-        stack.callback(app.close)
+        stack.callback(leave)
         log = stack.enter_context((directory / "worker.log").open("ab"))
         environment = {
             **os.environ,

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import resource
 import sqlite3
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from . import places, recipients, spool
+from . import memory, places, recipients, spool
 from .recipients import CHOSEN, Mailing
 
 ACCEPTED = "accepted"
@@ -31,7 +29,7 @@ class Summary:
         duplicates: accepted for somebody who had one already.
         wrong: accepted for somebody who was not chosen: unsubscribed, excluded, or not included.
         seconds: from the start to the end.
-        peak_mb: the memory of the largest process, in megabytes.
+        peak_mb: the memory of the largest process, in megabytes; None where the system does not tell.
     """
 
     recipients: int
@@ -40,7 +38,7 @@ class Summary:
     duplicates: int
     wrong: int
     seconds: float
-    peak_mb: float
+    peak_mb: float | None
 
     def line(self) -> str:
         """The summary for a machine."""
@@ -53,6 +51,7 @@ class Summary:
             making: seconds that making took.
             sending: seconds that sending took.
         """
+        largest = "unknown" if self.peak_mb is None else f"{self.peak_mb:.0f}"
         return "\n".join(
             [
                 f"recipients  {self.recipients:9}  chosen",
@@ -60,7 +59,7 @@ class Summary:
                 f"accepted    {self.accepted:9}  by the SMTP server in {sending:.1f} s{_rate(self.accepted, sending)}",
                 f"duplicates  {self.duplicates:9}",
                 f"wrong       {self.wrong:9}  unsubscribed or excluded, mailed all the same",
-                f"memory      {self.peak_mb:9.0f}  MB, of the largest process",
+                f"memory      {largest:>9}  MB, of the largest process",
             ]
         )
 
@@ -79,18 +78,20 @@ def _rate(number: int, seconds: float) -> str:
 
 
 def summary(mailing: Mailing, seconds: float) -> Summary:
-    """Sum up a mailing.
+    """Sum up a mailing, while the processes are still there whose memory it tells.
 
     Args:
         mailing: which one.
         seconds: what it took.
     """
+    counts = accepted(mailing)
+    peak = memory.peak()
     return Summary(
         recipients.count(mailing),
         sum(spool.count(mailing, number) for number in range(mailing.chunks) if spool.path(mailing, number).exists()),
-        *accepted(mailing),
+        *counts,
         seconds=round(seconds, 2),
-        peak_mb=round(peak() / MEGABYTE, 1),
+        peak_mb=None if peak is None else round(peak / MEGABYTE, 1),
     )
 
 
@@ -117,9 +118,3 @@ def _lines(path: Path) -> Iterator[tuple[str]]:
     with path.open() as file:
         for line in file:
             yield (line.rstrip("\n"),)
-
-
-def peak() -> int:
-    """The memory of the largest process so far, in bytes: this one, or one that it has started and that has ended."""
-    largest = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return largest * (1 if sys.platform == "darwin" else 1024)

@@ -5,14 +5,24 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from math import inf
 from typing import Any
 
 import redis
+from celery.signals import task_retry
 
-from examples.newsletter import making, sending
+from examples.newsletter import making, places, sending
 from examples.newsletter.app import RETRIES, TRANSIENT, app
 from only_one import current_lock, only_one, retry, skip
-from tests.live.crew import note
+from only_one.clock import now
+from tests.live.crew import note, wait_at
+
+TROUBLE = "trouble"
+"""As long as this file is there, whoever retries waits, so that no attempt is used up before the test has mended it."""
 
 LATE = {"acks_late": True, "reject_on_worker_lost": True}
 AGAIN = {"autoretry_for": TRANSIENT, "retry_backoff": True, "max_retries": RETRIES}
@@ -83,24 +93,59 @@ def collect(made: list[int | None]) -> list[int | None]:
     return made
 
 
+@task_retry.connect(weak=False)
+def wait_until_it_is_mended(**_: object) -> None:
+    """Tell that something has failed, and is to be tried again."""
+    trouble = places.directory() / TROUBLE
+    if trouble.exists():
+        note("retry")
+    while trouble.exists():
+        time.sleep(0.01)
+
+
+def _wait_with_a_batch_in_hand(mailing: str) -> None:
+    note("send", mailing, os.getpid())
+    wait_at(mailing)
+
+
 @app.task(**LATE, **AGAIN)
 def send_uncovered(mailing: str) -> int:
     """Without the decorator."""
+    return sending.deliver(mailing, cache(partial(_wait_with_a_batch_in_hand, mailing)))
+
+
+def _pause_for_longer_than_the_lease() -> None:
+    """Stop this process until somebody lets it go on; its lease has been renewed a minute before."""
+    lease: Any = current_lock()
+    lease.renew_at = inf
+    lease.server.client.pexpire(lease.key, 1)
+    lease.expires_at = now()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _deliver(mailing: str, check: Callable[[], None], pause_at: int) -> int:
     note("send", mailing, os.getpid())
-    return sending.deliver(mailing, lambda: None)
+    asked = 0
+
+    def asking() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == pause_at:
+            _pause_for_longer_than_the_lease()
+        check()
+
+    return sending.deliver(mailing, asking)
 
 
 @app.task(**LATE, **AGAIN)
-@only_one("{name}:{mailing}", lease=1)
-def send_unchecked(mailing: str) -> int:
+@only_one("{name}:{mailing}", lease=60)
+def send_unchecked(mailing: str, pause_at: int = 0) -> int:
     """Without `ensure_held`."""
-    note("send", mailing, os.getpid())
-    return sending.deliver(mailing, lambda: None)
+    return _deliver(mailing, lambda: None, pause_at)
 
 
 @app.task(**LATE, **AGAIN)
-@only_one("{name}:{mailing}", lease=1)
-def send_checked(mailing: str) -> int:
-    """As `send` is, with a short lease."""
-    note("send", mailing, os.getpid())
-    return sending.deliver(mailing, current_lock().ensure_held)
+@only_one("{name}:{mailing}", lease=60)
+def send_checked(mailing: str, pause_at: int = 0) -> int:
+    """As `send` is."""
+    return _deliver(mailing, current_lock().ensure_held, pause_at)
