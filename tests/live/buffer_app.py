@@ -19,6 +19,9 @@ from celery.signals import task_postrun, task_prerun
 from only_one import buffer_one, configure, only_one
 from tests.live.crew import note, wait_at
 
+LEASE = 600
+"""No expiry explains within a test that a key is free."""
+
 app = Celery("buffered", set_as_current=False)
 app.conf.broker_connection_retry_on_startup = True
 app.conf.task_acks_late = app.conf.task_reject_on_worker_lost = True
@@ -61,7 +64,7 @@ if "LIVE_URL" in os.environ:  # in a worker
 
 
 @app.task  # type: ignore[untyped-decorator]
-@only_one("{key}", when_busy=buffer_one(countdown=0.2))
+@only_one("{key}", lease=LEASE, when_busy=buffer_one(countdown=0.2))
 def gated(key: str, number: int) -> int:
     """Runs until its gate is opened."""
     note("begin", key, number, os.getpid())
@@ -73,7 +76,7 @@ def gated(key: str, number: int) -> int:
 
 
 @app.task(bind=True, max_retries=None)  # type: ignore[untyped-decorator]
-@only_one("{key}", when_busy=buffer_one(countdown=0.2))
+@only_one("{key}", lease=LEASE, when_busy=buffer_one(countdown=0.5))
 def timed(self: Any, key: str, number: int, seconds: float, retries: list[float]) -> int:
     """Runs for a while, and some times wants to be run again after another while."""
     note("begin", key, number, os.getpid())

@@ -15,18 +15,21 @@ from typing import Any
 import redis
 from celery import Celery, Task
 from celery.exceptions import Ignore, Reject, Retry
+from celery.signals import task_postrun
 from pydantic import BaseModel
 
 from only_one import buffer_one, configure, current_lock, fail, only_one
 from tests.live.crew import evaluated
 from tests.live.workers import PREFIX, RESULTS, URL, note
+from tests.renewal import is_renewed
 from tests.waiting import LIMIT
 
 TIMEOUT = 600
 """No expiry explains within a test that a key is free."""
 
-AT_LEAST = 1.5
-WAIT = 1
+LEASE = 60
+AT_LEAST = 600
+WAIT = 0.1
 """Seconds between two attempts."""
 
 TEMPLATE = "QUEUE_TEMPLATE"
@@ -42,6 +45,11 @@ if URL in os.environ:  # in the worker
     app.conf.broker_url = os.environ[URL]
     app.conf.result_backend = os.environ[RESULTS]
     configure(redis=os.environ[URL], prefix=PREFIX)
+
+    @task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
+    def seen(args: list[Any], **_: Any) -> None:
+        """Write down that a delivery has been seen to, whether it ran or not."""
+        note("seen", str(args[0]) if args else "")
 
 
 class Trouble(Exception):
@@ -121,11 +129,13 @@ def gated(gate: str) -> Any:
     return run(gate, gated=True)
 
 
-@only_one("{gate}", lease=1)
+@only_one("{gate}", lease=LEASE)
 @app.task  # type: ignore[untyped-decorator]
 def leased(gate: str) -> Any:
-    """Its key lives for longer than a lease, if it is renewed."""
+    """Its key lives for longer than a lease, if it is renewed: when the gate is opened for the first time."""
     note("begin", gate)
+    wait_at(gate)
+    note("renewed", gate, is_renewed(current_lock()))
     wait_at(gate)
     return whose()
 
@@ -137,7 +147,7 @@ def default(gate: str, number: int = 1) -> Any:
     return [number, *whose()]
 
 
-@only_one("{gate}", when_busy=buffer_one(countdown=0.2))
+@only_one("{gate}", timeout=TIMEOUT, when_busy=buffer_one(countdown=0.2))
 @app.task  # type: ignore[untyped-decorator]
 def buffered(gate: str, number: int) -> Any:
     """One runs and one waits; its key does not hold all of its arguments."""
@@ -163,8 +173,9 @@ def end(gate: str, how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "sleep":
         time.sleep(LIMIT)
-    if how == "C call":
-        sum(range(10**14))
+    if how == "deaf":  # as in a call of C, where no signal is seen to
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        time.sleep(LIMIT)
 
 
 @only_one("{gate}", timeout=TIMEOUT)

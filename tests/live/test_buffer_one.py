@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from typing import Any
 from uuid import uuid4
 
@@ -23,11 +24,13 @@ from tests.live import buffer_app as live
 from tests.live.crew import Witness, celery_worker, environment, sender
 from tests.waiting import LIMIT, eventually
 
-WORKERS = 2
 KEYS = 8
 """That are had at the same time."""
-ROUNDS = int(os.environ.get("BUFFER_ROUNDS", "48"))
-SEED = int(os.environ.get("BUFFER_SEED", time.time_ns() % 1_000_000))
+FEW = 5
+"""Rounds that are had each time."""
+ROUNDS = 96
+"""That are had in all, where there is time."""
+SEED = int(os.environ.get("ONLY_ONE_SOAK_SEED", time.time_ns() % 1_000_000))
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +41,19 @@ def server() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def witness(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Witness]:
-    folder = tmp_path_factory.mktemp("buffer")
-    witness = Witness(folder / "witness")
-    arguments = server.connection_pool.connection_kwargs
-    url = f"redis://127.0.0.1:{arguments['port']}/0"
-    with ExitStack() as stack, sender(live.app, url):
-        for number in range(WORKERS):
-            options = ["-n", f"worker{number}@%h", "-Ofair"]
-            started = celery_worker(
-                "tests.live.buffer_app", folder / f"log{number}", environment(url, witness.path), *options
-            )
-            stack.enter_context(started)
+    witness = Witness(tmp_path_factory.mktemp("buffer") / "witness")
+    with sender(live.app, url_of(server)), worker(server, witness, "first"):
         yield witness
+
+
+def url_of(server: Any) -> str:
+    return f"redis://127.0.0.1:{server.connection_pool.connection_kwargs['port']}/0"
+
+
+def worker(server: Any, witness: Witness, name: str) -> AbstractContextManager[Any]:
+    env = environment(url_of(server), witness.path)
+    options = ["-n", f"{name}@%h", "-Ofair"]
+    return celery_worker("tests.live.buffer_app", witness.path.with_name(name), env, *options)
 
 
 def waiting(server: Any) -> int:
@@ -67,9 +71,9 @@ def test_of_those_that_wait_the_newest_stays(server: Any, witness: Witness) -> N
     answers = []
     for number in range(6):
         answers.append(live.gated.delay(key, number))
-        assert eventually(lambda: len(arrived(witness, key)) == len(answers), LIMIT)
+        assert eventually(lambda: len(arrived(witness, key)) == len(answers))
     first, *dropped, newest = answers
-    assert eventually(lambda: all(answer.ready() for answer in dropped), LIMIT)
+    assert eventually(lambda: all(answer.ready() for answer in dropped))
     assert [answer.result for answer in dropped] == [None] * 4
     assert [answer.state for answer in dropped] == ["SUCCESS"] * 4
     assert not first.ready()
@@ -79,7 +83,7 @@ def test_of_those_that_wait_the_newest_stays(server: Any, witness: Witness) -> N
 
     server.rpush(f"gate-{key}", "open")
     assert first.get(timeout=LIMIT) == 0
-    assert eventually(lambda: len(witness.lines("begin", key)) == 2, LIMIT)
+    assert eventually(lambda: len(witness.lines("begin", key)) == 2)
     server.rpush(f"gate-{key}", "open")
     assert newest.get(timeout=LIMIT) == 5
     assert [line[0] for line in witness.lines("begin", key)] == ["0", "5"]
@@ -159,9 +163,24 @@ def overlaps(lines: list[list[str]]) -> list[str]:
 
 
 def test_the_newest_trigger_runs_last(server: Any, witness: Witness) -> None:
-    print(f"BUFFER_SEED={SEED} BUFFER_ROUNDS={ROUNDS}")
+    killed = sees_the_newest_run_last(server, witness, [f"{SEED}-{number}" for number in range(FEW)])
+    assert killed > FEW / 4
+
+
+@pytest.mark.soak
+def test_the_newest_trigger_runs_last_all_the_time(
+    server: Any, witness: Witness, record_property: Callable[[str, Any], None]
+) -> None:
+    """The same for longer, by two workers."""
+    with worker(server, witness, "second"):
+        seeds = [f"{SEED}-long-{number}" for number in range(ROUNDS)]
+        record_property("killed", sees_the_newest_run_last(server, witness, seeds))
+
+
+def sees_the_newest_run_last(server: Any, witness: Witness, seeds: list[str]) -> int:
+    """Have rounds, a few at the same time; returns how many runs were killed."""
+    print(f"ONLY_ONE_SOAK_SEED={SEED}")
     with ThreadPoolExecutor(KEYS) as pool:
-        seeds = [f"{SEED}-{number}" for number in range(ROUNDS)]
         rounds = list(pool.map(lambda seed: trigger(server, witness, seed), seeds))
     expected = [answer for answers in rounds for answer in answers]
 
@@ -176,7 +195,7 @@ def test_the_newest_trigger_runs_last(server: Any, witness: Witness) -> None:
         return [str(names[answer.id]) for answer in expected if not answer.ready() and names[answer.id] not in ended]
 
     assert eventually(lambda: not undone(), 2 * LIMIT), undone()
-    assert eventually(lambda: waiting(server) == 0, LIMIT)  # what is delivered once more has been, too
+    assert eventually(lambda: waiting(server) == 0)  # what is delivered once more has been, too
     wrong: dict[str, Any] = {}
     everything = witness.lines()
     for seed, answers in zip(seeds, rounds, strict=True):
@@ -185,10 +204,8 @@ def test_the_newest_trigger_runs_last(server: Any, witness: Witness) -> None:
         if found := judge(lines, str(len(answers) - 1), results):
             wrong[seed] = found
             print(seed, *found, *(" ".join(line) for line in lines), sep="\n  ")
-    counted = {
-        word: len([line for line in everything if line[0] == word]) for word in ("send", "begin", "retry", "killed")
-    }
-    print(f"{ROUNDS} rounds: {counted}")
+    counted = Counter(line[0] for line in everything if line[1] in seeds)
+    print(f"{len(seeds)} rounds: {counted}")
     assert not wrong
-    assert counted["killed"] > ROUNDS / 4
     assert not list(server.scan_iter("live:*"))
+    return counted["killed"]
