@@ -1,14 +1,9 @@
-"""Keys that are kept for some time after a run that has succeeded."""
+"""Keys that are kept for some time after a run that has succeeded; `later` is when some of that has gone by."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -16,14 +11,14 @@ import pytest
 
 from only_one import ConfigurationError, current_lock, only_one, subscribe
 from only_one.events import Event, Released
-from only_one.holder import Holder
-from only_one.testing import guarded
+from only_one.holder import Holder as Value
+from tests.faults.programs import Holder, Running, RunningAsync
+from tests.renewal import later
 from tests.waiting import LIMIT, eventually
 
 NAME = "k"
 
-Call = Callable[[], Any]
-Covered = Callable[..., Call]
+both = pytest.mark.parametrize("kind", [Running, RunningAsync], ids=["sync", "async"])
 
 
 @pytest.fixture
@@ -32,117 +27,90 @@ def key(prefix: str) -> str:
     return f"{prefix}{NAME}"
 
 
-def covered(body: Call, **options: Any) -> Call:
-    """`body` as a covered function."""
-    return only_one(body, key=NAME, **options)
+@pytest.fixture
+def outcomes() -> Iterator[list[str]]:
+    """What became of keys at the end of their runs, as it was told."""
+    found: list[str] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, Released):
+            found.append(event.outcome)
+
+    unsubscribe = subscribe(note)
+    yield found
+    unsubscribe()
 
 
-def covered_async(body: Call, **options: Any) -> Call:
-    """`body` as a covered coroutine, in an event loop of its own."""
-
-    async def work() -> Any:
-        await asyncio.sleep(0)
-        return body()
-
-    call: Any = only_one(work, key=NAME, **options)
-    return lambda: asyncio.run(call())
+def call_again(**options: Any) -> Any:
+    """What a call with the same key gives."""
+    return only_one(lambda: "again", key=NAME, **options)()
 
 
-@pytest.fixture(params=[covered, covered_async], ids=["sync", "async"])
-def cover(request: pytest.FixtureRequest) -> Covered:
-    """Both kinds of functions in turn."""
-    kind: Covered = request.param
-    return kind
+def call_again_async(**options: Any) -> Any:
+    """The same in an event loop."""
+
+    async def again() -> str:
+        return "again"
+
+    call: Any = only_one(again, key=NAME, **options)
+    return asyncio.run(call())
 
 
-TIMES = {
-    "timeout": {"timeout": 600},
-    "lease": {"lease": 1},
-    "both": {"timeout": 600, "lease": 1},
-    "neither": {},
-}
-
-
-@pytest.mark.parametrize("times", TIMES.values(), ids=TIMES)
-def test_it_is_kept_from_when_it_was_taken(redis: Any, key: str, cover: Covered, times: dict[str, Any]) -> None:
-    tokens = []
-
-    def work() -> str:
-        tokens.append(redis.get(key))
-        time.sleep(0.3)
-        return "done"
-
-    call = cover(work, at_least=60, **times)
-    assert call() == "done"
+@both
+def test_it_is_kept_from_when_it_was_taken(redis: Any, key: str, kind: type[Running], outcomes: list[str]) -> None:
+    with kind(at_least=6000) as run, later(1000):
+        token = redis.get(key)
+        run.__exit__()
+    assert run.result == "done"
+    assert outcomes == ["kept"]
     left = redis.pttl(key)
-    assert 50_000 < left <= 60_000 - 300
+    assert 4_000_000 < left <= 5_000_000
     value = redis.get(key)
-    kept, running = Holder.parse(value), Holder.parse(tokens[0])
+    kept, running = Value.parse(value), Value.parse(token)
     assert kept is not None
     assert running is not None
     assert (running.state, kept.state) == ("running", "kept")
     assert (kept.id, kept.pid, kept.since, kept.name) == (running.id, running.pid, running.since, running.name)
-    assert kept.deadline == pytest.approx(running.since + 60, abs=0.01)
+    assert kept.deadline == pytest.approx(running.since + 6000, abs=0.01)
 
-    assert [call(), call()] == [None, None]  # busy, and it falls on
-    assert len(tokens) == 1
+    assert [call_again(), call_again_async()] == [None, None]  # busy, and it falls on
     assert redis.get(key) == value
     assert eventually(lambda: 0 < redis.pttl(key) < left)
     with pytest.raises(ConfigurationError):
         current_lock()
 
-
-def test_it_is_free_when_the_time_is_over(redis: Any, key: str, cover: Covered) -> None:
-    starts: list[float] = []
-
-    def work() -> str:
-        starts.append(time.monotonic())
-        return "done"
-
-    call = cover(work, at_least=0.5)
-    assert call() == "done"
-    assert eventually(lambda: call() == "done")
-    assert starts[1] - starts[0] >= 0.49  # taken a little before the run began, and the run before it as well
-    assert redis.pttl(key) <= 500
-    assert eventually(lambda: not redis.exists(key))
-
-
-@pytest.mark.parametrize("times", TIMES.values(), ids=TIMES)
-def test_it_is_free_at_once_after_an_exception(redis: Any, key: str, cover: Covered, times: dict[str, Any]) -> None:
-    fails = [True]
-
-    def work() -> str:
-        assert redis.exists(key)
-        if fails.pop():
-            raise KeyError(NAME)
-        return "done"
-
-    call = cover(work, at_least=60, **times)
-    with pytest.raises(KeyError):
-        call()
+    redis.pexpire(key, 1)
+    assert eventually(lambda: call_again() == "again")
     assert not redis.exists(key)
-    fails.append(False)
-    assert call() == "done"
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
-def test_it_is_free_at_once_after_what_is_no_error(redis: Any, key: str, error: type[BaseException]) -> None:
-    def work() -> None:
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+@both
+def test_it_is_free_at_once_after_an_exception(
+    redis: Any, key: str, kind: type[Running], error: type[BaseException], outcomes: list[str]
+) -> None:
+    def explode() -> None:
+        assert redis.exists(key)
         raise error
 
-    with pytest.raises(error):
-        covered(work, at_least=60)()
+    with kind(at_least=6000, ends=explode) as run:
+        pass
+    assert isinstance(run.result, error)
     assert not redis.exists(key)
+    assert outcomes == ["held"]
 
 
 def test_it_is_free_at_once_after_a_cancellation(redis: Any, key: str) -> None:
-    @only_one(NAME, at_least=60)
-    async def work() -> None:
-        await asyncio.sleep(60)
-
     async def cancel() -> None:
+        begun = asyncio.Event()
+
+        @only_one(NAME, at_least=6000)
+        async def work() -> None:
+            begun.set()
+            await asyncio.sleep(LIMIT)
+
         task = asyncio.ensure_future(work())
-        assert await asyncio.to_thread(eventually, lambda: redis.exists(key))
+        await asyncio.wait_for(begun.wait(), LIMIT)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -151,109 +119,58 @@ def test_it_is_free_at_once_after_a_cancellation(redis: Any, key: str) -> None:
     assert not redis.exists(key)
 
 
-def test_it_is_free_at_once_after_a_longer_run(redis: Any, key: str, cover: Covered) -> None:
-    def work() -> str:
-        time.sleep(0.2)
-        return "done"
-
-    call = cover(work, at_least=0.1)
-    assert call() == "done"
+@both
+def test_it_is_free_at_once_after_a_longer_run(redis: Any, key: str, kind: type[Running], outcomes: list[str]) -> None:
+    with kind(at_least=600, lease=6000) as run, later(600):
+        run.__exit__()
+    assert run.result == "done"
     assert not redis.exists(key)
-    assert call() == "done"
+    assert outcomes == ["held"]
 
 
-@pytest.mark.parametrize(("at_least", "told"), [(60, "kept"), (0.001, "held"), (0, "held")])
-@pytest.mark.usefixtures("redis")
-def test_it_is_told(cover: Covered, at_least: float, told: str) -> None:
-    events: list[Event] = []
-    unsubscribe = subscribe(events.append)
-    try:
-        cover(lambda: time.sleep(0.01), at_least=at_least)()
-    finally:
-        unsubscribe()
-    assert [event.outcome for event in events if isinstance(event, Released)] == [told]
-
-
+@both
 @pytest.mark.parametrize("value", [None, b"somebody else"])
-def test_a_key_that_was_lost_is_not_kept(redis: Any, key: str, cover: Covered, value: bytes | None) -> None:
-    def work() -> str:
+def test_a_key_that_was_lost_is_not_kept(redis: Any, key: str, kind: type[Running], value: bytes | None) -> None:
+    with kind(at_least=6000) as run:
         redis.delete(key)
         if value:
             redis.set(key, value)
-        return "done"
-
-    assert cover(work, at_least=60)() == "done"
+    assert run.result == "done"
     assert redis.get(key) == value
     assert redis.ttl(key) == (-1 if value else -2)
 
 
-ENDS = """
-import sys, time
-import only_one
-only_one.configure(redis=sys.argv[1], prefix=sys.argv[2])
-
-@only_one.only_one("k", at_least=60)
-def run():
-    if sys.argv[3] == "is killed":
-        print("begun", flush=True)
-        time.sleep(60)
-
-run()
-print("done", flush=True)
-"""
-
-
-def test_it_is_kept_beyond_its_process(redis: Any, redis_url: str, prefix: str, key: str, cover: Covered) -> None:
-    command = [sys.executable, "-c", ENDS, redis_url, prefix, "ends"]
-    subprocess.run(command, check=True, timeout=30, stdout=subprocess.DEVNULL)
+def test_it_is_kept_beyond_its_process(redis: Any, redis_url: str, prefix: str, key: str) -> None:
+    with Holder(redis_url, prefix, at_least=6000, seconds=0) as holder:
+        assert holder.rest() == [["returned", "done"]]
+        assert holder.process.wait(LIMIT) == 0
     value = redis.get(key)
-    call = cover(lambda: "done", at_least=60)
-    assert [call(), call()] == [None, None]
+    assert [call_again(), call_again_async()] == [None, None]
     assert redis.get(key) == value
-    holder = Holder.parse(value)
-    assert holder is not None
-    assert holder.state == "kept"
-    assert 0 < redis.pttl(key) <= 60_000
+    kept = Value.parse(value)
+    assert kept is not None
+    assert kept.state == "kept"
 
 
-def test_a_run_that_is_killed_is_not_kept(redis: Any, redis_url: str, prefix: str, key: str, cover: Covered) -> None:
-    command = [sys.executable, "-c", ENDS, redis_url, prefix, "is killed"]
-    with guarded(command, stdout=subprocess.PIPE, text=True) as program:
-        assert program.guardian.stdout is not None
-        assert program.guardian.stdout.readline() == "begun\n"
-        assert cover(lambda: "done")() is None
-        program.signal(signal.SIGKILL)
-        program.wait(LIMIT)
-    assert redis.exists(key)
-    assert cover(lambda: "done", at_least=60)() == "done"
-    holder = Holder.parse(redis.get(key))
-    assert holder is not None
-    assert holder.state == "kept"
+def test_a_run_that_is_killed_is_not_kept(redis: Any, redis_url: str, prefix: str, key: str) -> None:
+    with Holder(redis_url, prefix, at_least=6000, lease=6000) as holder:
+        assert call_again() is None
+        holder.kill()
+    assert redis.get(key) == holder.token
+    assert call_again(at_least=6000) == "again"
+    kept = Value.parse(redis.get(key))
+    assert kept is not None
+    assert kept.state == "kept"
 
 
-WRONG = [
-    True,
-    False,
-    -1,
-    -0.5,
-    math.nan,
-    math.inf,
-    0.0001,
-    10.5,
-    "1",
-    None,
-    timedelta(seconds=-1),
-    timedelta(minutes=1),
-]
-
-
-@pytest.mark.parametrize("at_least", WRONG, ids=repr)
+# What else is no time is refused as it is for `timeout`; only none at all is no mistake here, and False is not none.
+@pytest.mark.parametrize("at_least", [False, None, -1, 10.5, timedelta(minutes=1)], ids=repr)
 def test_what_could_not_work_is_refused(at_least: Any) -> None:
     with pytest.raises(ConfigurationError, match="at_least"):
         only_one(NAME, timeout=10, at_least=at_least)
 
 
-@pytest.mark.parametrize("at_least", [0, 0.0, timedelta(0), 0.001, 1, 10, timedelta(seconds=10)], ids=repr)
+@pytest.mark.parametrize("at_least", [0, timedelta(0), 10, timedelta(seconds=10)], ids=repr)
 def test_what_could_work_is_accepted(at_least: Any) -> None:
     assert callable(only_one(NAME, timeout=10, at_least=at_least))
     assert callable(only_one(NAME, at_least=at_least, lease=0.001))
