@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from only_one import leases
+from only_one import leases, servers
 from only_one.clock import now
 from tests.waiting import eventually
 
@@ -39,7 +39,7 @@ def fails_to_renew(lock: Any) -> bool:
 
 def is_awaited(lock: Any) -> bool:
     """Whether the thread that renews sleeps, and no longer than until it is the turn of this lease."""
-    return eventually(lambda: now() < leases._renewer.wakes_at <= lock.renew_at)
+    return eventually(lambda: leases.now() < leases._renewer.wakes_at <= lock.renew_at)
 
 
 @contextmanager
@@ -55,3 +55,15 @@ def later(seconds: float) -> Iterator[None]:
     finally:
         for module in those:
             module.now = now
+        _wait_no_longer()
+
+
+def _wait_no_longer() -> None:
+    """What was put off until the clock that was ahead would say so is due by this one."""
+    every = [*servers._from_urls.values(), *servers._from_clients.values()]
+    nodes = [node for each in every for node in getattr(each._nodes, "_nodes", {0: each._nodes}).values() if node]
+    for node in nodes:
+        node.rests_until = min(node.rests_until, now())
+    for adrift in list(leases._renewer.adrift.values()):
+        adrift.try_at = min(adrift.try_at, now())
+    leases._renewer.see_to_it_by(-math.inf)

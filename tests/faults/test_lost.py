@@ -1,4 +1,8 @@
-"""Keys that are lost while a run goes on: what `when_lost` is told, when, and by whom."""
+"""Keys that are lost while a run goes on: what `when_lost` is told, when, and by whom.
+
+A loss is noticed when it is the turn of a lease, which here comes when the test says so; `later` is when a timeout is
+over. So nothing depends on how fast the machine is; how soon a loss is told is measured by the tests marked `soak`.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +12,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from only_one import LockLost, current_lock, fail, only_one
-from tests.faults.programs import SLACK, Running, RunningAsync
+from tests.faults.programs import Running, RunningAsync
+from tests.renewal import is_awaited, is_renewed, later, renew_now
 from tests.waiting import LIMIT, eventually
 
-LEASE = 0.4
+LONG = 3600.0
+"""Seconds that no test takes, so that no key expires by itself."""
+
 HAND = b"by hand"
+KINDS = (Running, RunningAsync)
 
-Damage = Callable[[Any, str], object]
-
-
-def delete(client: Any, key: str) -> None:
-    client.delete(key)
-
-
-def overwrite(client: Any, key: str) -> None:
-    client.set(key, HAND)
-
-
-damaged = pytest.mark.parametrize(
-    ("damage", "reason"), [(delete, "deleted"), (overwrite, "taken")], ids=["deleted", "overwritten"]
-)
-both = pytest.mark.parametrize("kind", [Running, RunningAsync], ids=["sync", "async"])
+both = pytest.mark.parametrize("kind", KINDS, ids=["sync", "async"])
 
 
 @pytest.fixture
@@ -67,51 +62,74 @@ class Told:
 # A callable
 
 
-@both
-@damaged
-def test_a_callable_is_told_once_and_soon(
-    redis: Any, key: str, kind: type[Running], damage: Damage, reason: str
-) -> None:
-    told = Told()
-    with kind(lease=LEASE, when_lost=told) as run:
-        damage(redis, key)
-        begun = time.monotonic()
-        assert eventually(lambda: told.losses)
-        assert told.times[0] - begun < LEASE + SLACK
-        assert not eventually(lambda: len(told.losses) > 1, 2 * LEASE)
-        assert not run.lock.is_held
-    assert run.result == "done"
-    (lost,) = told.losses
-    assert (lost.key, lost.reason, lost.value) == (key, reason, HAND.decode() if reason == "taken" else "")
-    assert "only_one-leases" not in told.threads
-    assert redis.get(key) == (HAND if reason == "taken" else None)
+def test_a_callable_is_told_once(redis: Any, prefix: str) -> None:
+    """Of a key that was deleted, and of one that was overwritten; while the run goes on, and not by what renews."""
+    told = {f"{kind.__name__} {reason}": Told() for kind in KINDS for reason in ("deleted", "taken")}
+    with ExitStack() as stack:
+        runs = {
+            name: stack.enter_context(
+                (RunningAsync if "Async" in name else Running)(name, lease=LONG, when_lost=told[name])
+            )
+            for name in told
+        }
+        for name in told:
+            redis.delete(prefix + name)
+            if "taken" in name:
+                redis.set(prefix + name, HAND)
+        locks = [run.lock for run in runs.values()]
+        renew_now(*locks)
+        assert eventually(lambda: all(each.losses for each in told.values()))
+        assert not any(lock.is_held for lock in locks)
+        with Running("another", lease=LONG) as another:
+            renew_now(*locks)
+            assert is_renewed(another.lock)  # after which they would have been told again
+        assert not any(run.result for run in runs.values())
+    for name, each in told.items():
+        assert runs[name].result == "done"
+        (lost,) = each.losses
+        value = HAND.decode() if "taken" in name else ""
+        assert (lost.key, lost.reason, lost.value) == (prefix + name, name.split()[1], value)
+        assert each.threads == ["only_one-lost"]
+        assert redis.get(prefix + name) == (HAND if value else None)
 
 
-@both
-@pytest.mark.parametrize("options", [{"timeout": 0.6}, {"timeout": 0.6, "lease": 0.3}], ids=["plain", "renewed"])
+TIMES: dict[str, dict[str, Any]] = {"plain": {"timeout": 600}, "renewed": {"timeout": 600, "lease": 400}}
+
+
+@pytest.mark.parametrize("times", TIMES.values(), ids=TIMES)
 @pytest.mark.usefixtures("redis")
-def test_a_callable_is_told_of_an_overrun_on_time(kind: type[Running], options: dict[str, Any]) -> None:
-    told = Told()
-    begun = time.monotonic()
-    with kind(when_lost=told, **options) as run:
-        taken = time.monotonic()
-        assert eventually(lambda: told.losses)
-        assert run.result is None  # it is still under way
-    assert begun + 0.6 - 0.01 <= told.times[0] <= taken + 0.6 + SLACK
-    assert [lost.reason for lost in told.losses] == ["overrun"]
-    assert "only_one-leases" not in told.threads
-    assert run.result == "done"
-
-
-@pytest.mark.usefixtures("redis")
-def test_a_timeout_that_was_lengthened_is_overrun_later() -> None:
-    told = Told()
-    begun = time.monotonic()
-    with Running(when_lost=told, timeout=0.5) as run:
-        run.lock.extend(0.7)
-        assert eventually(lambda: told.losses)
-    assert told.times[0] >= begun + 1.2 - 0.01
-    assert [lost.reason for lost in told.losses] == ["overrun"]
+def test_a_callable_is_told_of_an_overrun(times: dict[str, Any]) -> None:
+    """When the timeout is over and not before, later if it was lengthened, and not if the run has ended by then."""
+    told = [Told() for _ in range(4)]
+    with (
+        Running("lengthened", when_lost=told[2], **times) as lengthened,
+        Running("another", lease=LONG) as another,
+        Running("sync", when_lost=told[0], **times) as run,
+        RunningAsync("async", when_lost=told[1], **times) as run_async,
+    ):
+        with Running("in time", when_lost=told[3], **times):
+            pass
+        lengthened.lock.extend(1000)
+        assert is_awaited(run.lock)
+        assert is_awaited(run_async.lock)
+        with later(350):
+            for each in (run, run_async):  # renewed until the timeout is over, and no longer
+                assert eventually(lambda lock=each.lock: lock.expires_at > lock.ends_at - 0.01)  # type: ignore[misc]
+        with later(590):
+            assert is_renewed(another.lock)
+            assert not any(each.losses for each in told)
+        with later(600):
+            assert eventually(lambda: told[0].losses and told[1].losses)
+            assert not run.lock.is_held
+            assert run.result is run_async.result is None  # they are still under way
+            assert is_renewed(another.lock)
+            assert lengthened.lock.is_held
+        assert [len(each.losses) for each in told] == [1, 1, 0, 0]
+        with later(1600):
+            assert eventually(lambda: told[2].losses)
+    assert [lost.reason for each in told for lost in each.losses] == ["overrun"] * 3
+    assert {thread for each in told for thread in each.threads} == {"only_one-lost"}
+    assert run.result == run_async.result == lengthened.result == "done"
 
 
 @both
@@ -123,11 +141,12 @@ def test_a_callable_that_raises_harms_nobody(
         raise ZeroDivisionError(msg)
 
     told = Told(explode)
-    with kind(lease=LEASE, when_lost=told) as run, Running("other", lease=LEASE) as other:
+    with kind(lease=LONG, when_lost=told) as run, Running("other", lease=LONG) as other:
         with caplog.at_level(logging.ERROR, "only_one"):
             redis.delete(key)
+            renew_now(run.lock)
             assert eventually(lambda: caplog.records)
-        assert not eventually(lambda: not other.lock.is_held or len(told.losses) > 1, 2 * LEASE)
+        assert is_renewed(other.lock)
     assert run.result == other.result == "done"
     assert len(told.losses) == 1
     (record,) = caplog.records
@@ -137,28 +156,20 @@ def test_a_callable_that_raises_harms_nobody(
 
 def test_a_callable_that_takes_its_time_costs_no_other_its_lease(redis: Any, key: str) -> None:
     goes_on = threading.Event()
-    told = Told(lambda: goes_on.wait(LIMIT))
-    with Running(lease=LEASE, when_lost=told), Running("other", lease=LEASE) as other:
+    told = Told(goes_on.wait)
+    with Running(lease=LONG, when_lost=told) as run, Running("other", lease=LONG) as other:
         redis.delete(key)
+        renew_now(run.lock)
         assert eventually(lambda: told.losses)
-        assert not eventually(lambda: not other.lock.is_held, 4 * LEASE)
+        assert is_renewed(other.lock)
         goes_on.set()
     assert other.result == "done"
 
 
-@both
-@pytest.mark.usefixtures("redis")
-def test_a_callable_is_not_told_of_a_run_that_ends_in_time(kind: type[Running]) -> None:
-    told = Told()
-    with kind(timeout=LEASE, when_lost=told):
-        pass
-    assert not eventually(lambda: told.losses, 2 * LEASE)
-
-
 def test_a_callable_is_told_of_what_only_the_release_finds(redis: Any, key: str) -> None:
     told = Told()
-    with Running(lease=60, when_lost=told) as run:
-        overwrite(redis, key)
+    with Running(lease=LONG, when_lost=told) as run:
+        redis.set(key, HAND)
     assert run.result == "done"
     assert [lost.reason for lost in told.losses] == ["taken"]
     assert redis.get(key) == HAND
@@ -167,20 +178,23 @@ def test_a_callable_is_told_of_what_only_the_release_finds(redis: Any, key: str)
 # fail
 
 
-@damaged
-def test_a_sync_run_fails_when_it_returns(redis: Any, key: str, damage: Damage, reason: str) -> None:
-    with Running(lease=LEASE, when_lost=fail) as run:
-        damage(redis, key)
+@pytest.mark.usefixtures("redis")
+def test_a_run_that_has_lost_its_key_fails_when_it_returns(redis: Any, key: str, prefix: str) -> None:
+    with Running(lease=LONG, when_lost=fail) as run, Running("overruns", timeout=600, when_lost=fail) as overruns:
+        redis.delete(key)
+        renew_now(run.lock)
         assert eventually(lambda: not run.lock.is_held)
         assert run.result is None
-    assert isinstance(run.result, LockLost)
-    assert (run.result.key, run.result.reason) == (key, reason)
-    assert redis.get(key) == (HAND if reason == "taken" else None)
+        with later(600):
+            overruns.__exit__()
+    for each, name, reason in ((run, "k", "deleted"), (overruns, "overruns", "overrun")):
+        assert isinstance(each.result, LockLost)
+        assert (each.result.key, each.result.reason) == (prefix + name, reason)
 
 
 def test_a_sync_run_fails_by_what_only_the_release_finds(redis: Any, key: str) -> None:
-    with Running(lease=60, when_lost=fail) as run:
-        overwrite(redis, key)
+    with Running(lease=LONG, when_lost=fail) as run:
+        redis.set(key, HAND)
     assert isinstance(run.result, LockLost)
     assert run.result.reason == "taken"
 
@@ -191,17 +205,9 @@ def test_an_exception_of_the_run_is_never_replaced(redis: Any, key: str, kind: t
         msg = "the run's own"
         raise KeyError(msg)
 
-    with kind(lease=60, when_lost=fail, ends=explode) as run:
-        overwrite(redis, key)
+    with kind(lease=LONG, when_lost=fail, ends=explode) as run:
+        redis.set(key, HAND)
     assert isinstance(run.result, KeyError)
-
-
-@pytest.mark.usefixtures("redis")
-def test_a_sync_run_that_overruns_fails() -> None:
-    with Running(timeout=0.2, when_lost=fail) as run:
-        assert eventually(lambda: not run.lock.is_held)
-    assert isinstance(run.result, LockLost)
-    assert run.result.reason == "overrun"
 
 
 def cancelling() -> int:
@@ -210,18 +216,22 @@ def cancelling() -> int:
     return int(task.cancelling()) if sys.version_info >= (3, 11) else 0
 
 
-@damaged
-def test_an_async_run_is_cancelled_at_once(redis: Any, key: str, damage: Damage, reason: str) -> None:
+def lose(redis: Any, key: str) -> None:
+    """Take the key of the run that calls this away, and have it learn of that."""
+    redis.delete(key)
+    renew_now(current_lock())
+
+
+def test_an_async_run_is_cancelled(redis: Any, key: str) -> None:
     seen: list[object] = []
 
-    @only_one("k", lease=LEASE, when_lost=fail)
+    @only_one("k", lease=LONG, when_lost=fail)
     async def run() -> None:
-        damage(redis, key)
-        seen.append(time.monotonic())
+        lose(redis, key)
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(LIMIT)
         except asyncio.CancelledError:
-            seen.append(time.monotonic())
+            seen.append("cancelled")
             raise
 
     async def main() -> tuple[LockLost, int]:
@@ -232,37 +242,33 @@ def test_an_async_run_is_cancelled_at_once(redis: Any, key: str, damage: Damage,
         return caught.value, left
 
     lost, left = asyncio.run(main())
-    begun, cancelled = seen
-    assert isinstance(begun, float)
-    assert isinstance(cancelled, float)
-    assert cancelled - begun < LEASE + SLACK
-    assert (lost.key, lost.reason, left) == (key, reason, 0)
-    assert redis.get(key) == (HAND if reason == "taken" else None)
+    assert seen == ["cancelled"]
+    assert (lost.key, lost.reason, left) == (key, "deleted", 0)
 
 
 @pytest.mark.usefixtures("redis")
 def test_an_async_run_that_overruns_is_cancelled() -> None:
-    @only_one("k", timeout=0.3, when_lost=fail)
-    async def run() -> None:
-        await asyncio.sleep(60)
-
-    with pytest.raises(LockLost, match="overrun"):
-        asyncio.run(run())
+    with RunningAsync(timeout=600, when_lost=fail) as run, later(600):
+        assert isinstance(run.join(), LockLost)
+    assert run.result.reason == "overrun"
 
 
 def test_only_the_run_that_lost_its_key_is_cancelled(redis: Any, prefix: str) -> None:
-    async def work(number: int) -> int:
-        await asyncio.sleep(3 * LEASE)
+    goes_on = asyncio.Event()
+
+    @only_one("{number}", lease=LONG, when_lost=fail)
+    async def run(number: int) -> int:
+        if number == 3:
+            lose(redis, f"{prefix}3")
+        try:
+            await asyncio.wait_for(goes_on.wait(), LIMIT)
+        finally:
+            goes_on.set()
         assert current_lock().is_held
         return number
 
-    run = only_one("{number}", lease=LEASE, when_lost=fail)(work)
-
     async def main() -> list[Any]:
-        runs = [asyncio.ensure_future(run(number)) for number in range(5)]
-        assert await asyncio.to_thread(eventually, lambda: redis.exists(f"{prefix}3"))
-        redis.delete(f"{prefix}3")
-        return await asyncio.gather(*runs, return_exceptions=True)
+        return list(await asyncio.gather(*map(run, range(5)), return_exceptions=True))
 
     results = asyncio.run(main())
     assert isinstance(results.pop(3), LockLost)
@@ -273,22 +279,23 @@ def test_only_the_run_that_lost_its_key_is_cancelled(redis: Any, prefix: str) ->
 def test_a_cancellation_from_outside_stays_one(redis: Any, key: str, lost: Any) -> None:
     if lost and sys.version_info < (3, 11):
         pytest.skip("cancellations are counted from Python 3.11")
-    cleaning = asyncio.Event()
-
-    @only_one("k", lease=LEASE, when_lost=fail)
-    async def run() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            cleaning.set()
-            await asyncio.sleep(0.05)
 
     async def main() -> None:
+        begun, cleaning = asyncio.Event(), asyncio.Event()
+
+        @only_one("k", lease=LONG, when_lost=fail)
+        async def run() -> None:
+            begun.set()
+            if lost:
+                lose(redis, key)
+            try:
+                await asyncio.sleep(LIMIT)
+            finally:
+                cleaning.set()
+                await asyncio.sleep(LIMIT if lost else 0)
+
         task = asyncio.ensure_future(run())
-        assert await asyncio.to_thread(eventually, lambda: redis.exists(key))
-        if lost:
-            redis.delete(key)
-            await asyncio.wait_for(cleaning.wait(), LIMIT)
+        await asyncio.wait_for((cleaning if lost else begun).wait(), LIMIT)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -303,11 +310,11 @@ def test_a_cancellation_from_outside_stays_one(redis: Any, key: str, lost: Any) 
 def test_a_run_that_does_not_heed_its_cancellation_leaves_none_behind(redis: Any, key: str, ends: str) -> None:
     """Else a `timeout()` or `TaskGroup` around the call would think that it was cancelled from outside."""
 
-    @only_one("k", lease=LEASE, when_lost=fail)
+    @only_one("k", lease=LONG, when_lost=fail)
     async def run() -> str:
-        redis.delete(key)
+        lose(redis, key)
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(LIMIT)
         except asyncio.CancelledError:
             if ends == "raises":
                 msg = "the run's own"
@@ -320,3 +327,34 @@ def test_a_run_that_does_not_heed_its_cancellation_leaves_none_behind(redis: Any
         return cancelling()
 
     assert asyncio.run(main()) == 0
+
+
+# How soon
+
+
+@pytest.mark.soak
+@both
+def test_how_soon_a_loss_is_told(
+    redis: Any, key: str, kind: type[Running], record_property: Callable[[str, object], None]
+) -> None:
+    """Within a third of the lease of a key that is taken away, and when the timeout is over of an overrun."""
+    slack, lease, timeout = 0.2, 0.6, 0.6
+    told = Told()
+    for _ in range(10):
+        with kind(lease=lease, when_lost=told) as run:
+            redis.delete(key)
+            deleted = time.monotonic()
+            assert eventually(lambda: told.losses)
+        record_property("seconds from a deletion", round(told.times[0] - deleted, 3))
+        assert told.times[0] - deleted < lease / 3 + slack
+        told.times.clear()
+        told.losses.clear()
+        begun = time.monotonic()
+        with kind(timeout=timeout, when_lost=told) as run:
+            taken = time.monotonic()
+            assert eventually(lambda: told.losses)
+            assert run.result is None
+        record_property("seconds from an overrun", round(told.times[0] - begun - timeout, 3))
+        assert begun + timeout - 0.01 <= told.times[0] <= taken + timeout + slack
+        told.times.clear()
+        told.losses.clear()
