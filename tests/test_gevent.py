@@ -14,8 +14,8 @@ import pytest
 import redis as redis_py
 
 from only_one.testing import guarded, redis_server
-from tests.test_leases import assert_kept, watched
 from tests.waiting import LIMIT, eventually
+from tests.watching import assert_kept, watched
 
 pytest.importorskip("gevent")
 
