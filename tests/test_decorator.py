@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager
 from datetime import timedelta
@@ -253,7 +253,7 @@ async def original_async(a: int, b: str = "x") -> str:
 
 
 @pytest.mark.parametrize("function", [original, original_async])
-@pytest.mark.parametrize("decorator", [only_one, only_one(), only_one("k", 3), only_one(key=lambda *_, **__: "k")])
+@pytest.mark.parametrize("decorator", [only_one, only_one("k", 3)])
 def test_what_is_known_of_a_function_is_kept(decorator: Any, function: Function) -> None:
     covered = decorator(function)
     assert inspect.isfunction(covered)
@@ -310,24 +310,6 @@ def test_celery_still_checks_the_arguments_of_delay() -> None:
 
 
 # --- overlap -----------------------------------------------------------------------------------------------------
-
-
-def test_threads() -> None:
-    job = Job()
-    covered = only_one("threads")(job.work)
-    together = threading.Barrier(8)
-
-    def call() -> str | None:
-        together.wait(LIMIT)
-        return covered()
-
-    with ThreadPoolExecutor(8) as pool:
-        calls = [pool.submit(call) for _ in range(8)]
-        eventually(lambda: sum(call.done() for call in calls) == 7)
-        job.end.set()
-        results = Counter(call.result(LIMIT) for call in calls)
-    assert results == {None: 7, "done": 1}
-    assert job.most == 1
 
 
 def test_event_loops_and_threads_exclude_each_other() -> None:
@@ -532,55 +514,6 @@ def test_random_timing(redis: Redis, prefix: str) -> None:
 
 class Trouble(Exception):
     """What a run raises."""
-
-
-@pytest.mark.parametrize("kind", ["def", "async def"])
-@pytest.mark.parametrize("error", [Trouble(), KeyboardInterrupt()], ids=repr)
-def test_the_key_is_gone_after_an_exception(redis: Redis, prefix: str, error: BaseException, kind: str) -> None:
-    def work() -> None:
-        raise error
-
-    async def work_async() -> None:
-        raise error
-
-    caught = None
-    try:
-        if kind == "def":
-            only_one("k")(work)()
-        else:
-            drive(only_one("k")(work_async)())
-    except BaseException as raised:  # noqa: BLE001 - pytest.raises lets some of them through
-        caught = raised
-    assert caught is error
-    assert keys_of(redis, prefix) == []
-
-
-def drive(awaitable: Awaitable[Any]) -> Any:
-    """Run on an event loop; asyncio itself re-raises what ends programs, so it is carried out by hand."""
-
-    async def main() -> BaseException | None:
-        try:
-            await awaitable
-        except BaseException as error:  # noqa: BLE001 - see above
-            return error
-        return None
-
-    if error := asyncio.run(main()):
-        raise error
-
-
-def test_a_cancelled_run_gives_its_key_back(redis: Redis, prefix: str) -> None:
-    job = Job()
-
-    async def main() -> None:
-        call = asyncio.ensure_future(only_one("k")(job.work_async)())
-        await until(job.begun.is_set)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-
-    asyncio.run(main())
-    assert eventually(lambda: keys_of(redis, prefix) == [])
 
 
 def end_of_run(kind: str, during: Callable[[str], object], *, raises: bool) -> None:

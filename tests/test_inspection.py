@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -57,13 +55,6 @@ def test_a_held_key_is_seen_with_its_holder(redis: Redis, prefix: str, busy: Bus
     assert 600 - LIMIT < (found[f"{prefix}b"].expires_in or 0) <= 600
     assert not list(held())
     assert not redis.exists(f"{prefix}a", f"{prefix}b")
-
-
-def test_a_pattern_is_that_of_redis(redis: Redis, busy: Busy, prefix: str) -> None:
-    with busy("feed:1"), busy("feed:2"), busy("report"):
-        assert redis.exists(f"{prefix}report")
-        assert {each.key for each in held("feed:*")} == {f"{prefix}feed:1", f"{prefix}feed:2"}
-        assert {each.key for each in held("feed:[2]")} == {f"{prefix}feed:2"}
 
 
 def test_the_prefix_is_no_pattern(redis: Redis, prefix: str) -> None:
@@ -171,32 +162,6 @@ def test_a_key_that_has_another_holder_by_now_is_left_alone(redis: Redis, prefix
     assert not release_key(found.key, found.value)
     assert redis.get(f"{prefix}k") == b"another"
     assert release_key(found.key, "another")
-
-
-def _hold(url: str, prefix: str) -> None:
-    with configure(redis=url, prefix=prefix):
-        only_one(signal.pause, key="k", timeout=600)()
-
-
-def test_a_dead_process_is_seen_as_dead(redis: Redis, redis_url: str, prefix: str) -> None:
-    child = multiprocessing.get_context("spawn").Process(target=_hold, args=(redis_url, prefix))
-    child.start()
-    assert eventually(lambda: redis.exists(f"{prefix}k") == 1)
-    (living,) = held()
-    os.kill(child.pid or 0, signal.SIGKILL)
-    child.join()
-    (dead,) = held()
-
-    assert (living.process, dead.process) == ("alive", "dead")
-
-
-def test_a_holder_of_another_machine_is_unknown(redis: Redis, prefix: str) -> None:
-    token = Identity("f").token(None)
-    redis.set(f"{prefix}k", token.replace(b'"machine":"', b'"machine":"elsewhere'))
-
-    (found,) = held()
-
-    assert found.process == "unknown"
 
 
 @pytest.mark.parametrize("kind", ["task", "bound", "queue", "shared"])

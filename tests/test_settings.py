@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import signal
 import socket
 import subprocess
@@ -191,19 +190,6 @@ def test_a_server_is_given_as_client_url_or_callable(servers: list[RedisServer])
             with configure(redis=source):
                 assert place(servers) == 1
             assert place_of_task(servers, an_app(only_one_redis=source)) == "1/0"
-
-
-@pytest.mark.parametrize("options", [{"decode_responses": True}, {"protocol": 3}], ids=repr)
-def test_the_holder_can_be_read_by_every_client(servers: list[RedisServer], busy: KeyIsBusy, options: Any) -> None:
-    async def work() -> None: ...
-
-    with Redis.from_url(servers[0].url, **options) as client, configure(redis=client), busy("k"):
-        covered = only_one("k", when_busy=fail)(work)
-        for call in (only_one("k", when_busy=fail)(lambda: None), lambda: asyncio.run(covered())):
-            with pytest.raises(AlreadyRunning) as raised:
-                call()
-            assert raised.value.holder is not None
-            assert raised.value.holder.pid == os.getpid()
 
 
 def test_a_callable_is_called_once_and_not_when_decorating(servers: list[RedisServer]) -> None:
