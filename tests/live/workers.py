@@ -56,13 +56,6 @@ def note(word: str, gate: str, *rest: object) -> None:
         file.write(line.encode() + b"\n")
 
 
-class Copy(NamedTuple):
-    """A message as the broker keeps it until it is acknowledged."""
-
-    tag: bytes
-    raw: bytes
-
-
 class World:
     """A server that is watched, and workers on it.
 
@@ -153,26 +146,25 @@ class World:
         self.client.delete(f"{PREFIX}{marker}")
         self.wait_for_event(marker, "del", since=0)
 
-    def copy_of(self, task_id: str) -> Copy:
+    def copy_of(self, task_id: str) -> str:
         """The message of a task that was delivered and is not acknowledged, as the broker keeps it."""
-        found: list[Copy] = []
+        found: list[str] = []
 
         def is_found() -> bool:
-            found[:] = [
-                Copy(tag, raw)
-                for tag, raw in self.client.hgetall("unacked").items()
-                if json.loads(raw)[0]["headers"]["id"] == task_id
-            ]
+            kept = [raw.decode() for raw in self.client.hvals("unacked")]
+            found[:] = [raw for raw in kept if json.loads(raw)[0]["headers"]["id"] == task_id]
             return bool(found)
 
         assert eventually(is_found), f"no message of {task_id}"
         return found[0]
 
-    def deliver_again(self, copy: Copy) -> None:
+    def deliver_again(self, copy: str) -> None:
         """Have the broker deliver a message once more, as it does when its visibility timeout is over."""
-        self.client.hset("unacked", copy.tag, copy.raw)
+        # Under a name of its own, which no worker removes in between as it acknowledges the message.
+        name = f"copy-{uuid4().hex}"
+        self.client.hset("unacked", name, copy)
         with self._app.connection_for_write() as connection:
-            connection.default_channel.qos.restore_by_tag(copy.tag.decode())
+            connection.default_channel.qos.restore_by_tag(name)
 
     def is_held(self, key: str) -> bool:
         """Whether a key of ours is there."""
