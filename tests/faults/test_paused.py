@@ -4,77 +4,108 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from tests.faults.programs import Holder, Running
+from tests.faults.programs import Program
 from tests.waiting import eventually
 
+LEASE = 3.0
+"""Seconds that the holder stands still for, at the least: by its own clock its leases are over when it goes on."""
 
-@pytest.fixture
-def key(prefix: str) -> str:
-    """The key as it is in Redis."""
-    return f"{prefix}k"
+# All runs of one process, so that all leases run out in the time of one.
+RUNS = """
+import asyncio, json, sys, threading, time
+import only_one
+from only_one.errors import LockLost
+from tests.renewal import is_renewed
+
+url, prefix, lease = sys.argv[1:]
+only_one.configure(redis=url, prefix=prefix)
+LEASE, TIMEOUT = {"lease": float(lease)}, {"timeout": float(lease)}
+begun = threading.Semaphore(0)
+others_know = threading.Event()
+
+def say(*what):
+    print(json.dumps(what) + "\\n", end="", flush=True)  # at once: several threads do
+
+def begin():
+    begun.release()
+    return only_one.current_lock()
+
+def run(key, **options):
+    def tell(lost):
+        say(key, "told", lost.reason, threading.current_thread().name)
+    options.setdefault("when_lost", tell)
+
+    @only_one.only_one(key, **options)
+    def work():
+        lock = begin()
+        if key == "kept":
+            others_know.wait()
+            return is_renewed(lock)
+        while lock.is_held:
+            time.sleep(0.005)
+        return False
+
+    @only_one.only_one(key, **options)
+    async def work_async():
+        begin()
+        await asyncio.sleep(3600)
+
+    try:
+        say(key, "returned", asyncio.run(work_async()) if "async" in key else work())
+    except LockLost as error:
+        say(key, "raised", error.reason)
+
+RUNS = {
+    "lease": LEASE, "timeout": TIMEOUT, "free": LEASE, "kept": {"lease": 3600},
+    "lease fails": {**LEASE, "when_lost": only_one.fail}, "timeout fails": {**TIMEOUT, "when_lost": only_one.fail},
+    "lease fails, async": {**LEASE, "when_lost": only_one.fail},
+    "timeout fails, async": {**TIMEOUT, "when_lost": only_one.fail},
+}
+threads = {key: threading.Thread(target=run, args=[key], kwargs=options) for key, options in RUNS.items()}
+for thread in threads.values():
+    thread.start()
+for _ in threads:
+    begun.acquire()
+say("all have begun", *RUNS)
+kept = threads.pop("kept")
+for thread in threads.values():
+    thread.join()
+others_know.set()
+kept.join()
+"""
 
 
-TIMES = [{"lease": 0.8}, {"timeout": 0.8}]
-
-
-@pytest.mark.parametrize("options", TIMES, ids=["lease", "timeout"])
-def test_a_paused_holder_is_told_that_it_has_lost(
-    redis: Any, redis_url: str, prefix: str, key: str, options: dict[str, Any]
-) -> None:
+def test_a_paused_holder_is_told_that_it_has_lost(redis: Any, redis_url: str, prefix: str) -> None:
     """Once, in another thread than the one that renews; and what it gives back is not the next one's."""
-    with Holder(redis_url, prefix, when_lost="say", **options) as holder:
+    with Program(RUNS, redis_url, prefix, str(LEASE)) as holder:
+        reports = [holder.says()]
+        while reports[-1][0] != "all have begun":  # and some are over, on a slow machine
+            reports.append(holder.says())
+        _, *keys = reports.pop()
         holder.stop()
-        assert eventually(lambda: not redis.exists(key))
-        with Running(lease=60) as other:
-            holder.resume()
-            told = holder.rest()
-            assert redis.get(key) == other.lock.token
-            assert redis.pttl(key) > 30_000
-            assert other.lock.is_held
-        assert other.result == "done"
-    assert sorted(each[0] for each in told) == ["returned", "when_lost"]
-    ((_, reason, thread),) = [each for each in told if each[0] == "when_lost"]
-    assert reason in ({"overrun"} if "timeout" in options else {"expired", "taken"})
-    assert thread != "only_one-leases"
-
-
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("options", TIMES, ids=["lease", "timeout"])
-def test_a_paused_holder_fails(
-    redis: Any, redis_url: str, prefix: str, key: str, is_async: Any, options: dict[str, Any]
-) -> None:
-    with Holder(redis_url, prefix, when_lost="fail", is_async=is_async, **options) as holder:
-        holder.stop()
-        assert eventually(lambda: not redis.exists(key))
-        redis.set(key, "the next one")
+        kept = redis.get(f"{prefix}kept")
+        redis.pexpire(f"{prefix}kept", 600_000)
+        lost = [key for key in keys if key != "kept"]
+        assert eventually(lambda: not redis.exists(*(prefix + key for key in lost)))
+        taken = [key for key in lost if key != "free"]
+        for key in taken:
+            redis.set(f"{prefix}{key}", "the next one")
         holder.resume()
-        ((what, reason),) = holder.rest()
-        assert what == "raised"
-        assert reason in ({"overrun"} if "timeout" in options else {"expired", "taken"})
-    assert redis.get(key) == b"the next one"
-
-
-def test_a_paused_holder_does_not_take_back_what_nobody_has_taken(
-    redis: Any, redis_url: str, prefix: str, key: str
-) -> None:
-    with Holder(redis_url, prefix, when_lost="say", lease=0.8) as holder:
-        holder.stop()
-        assert eventually(lambda: not redis.exists(key))
-        holder.resume()
-        told = holder.rest()
-    assert sorted(each[0] for each in told) == ["returned", "when_lost"]
-    assert not redis.exists(key)
-
-
-def test_a_holder_that_is_paused_for_less_than_its_lease_keeps_its_key(
-    redis: Any, redis_url: str, prefix: str, key: str
-) -> None:
-    with Holder(redis_url, prefix, when_lost="say", lease=3, seconds=2) as holder:
-        holder.stop()
-        assert eventually(lambda: redis.pttl(key) < 1800)  # a renewal is overdue
-        holder.resume()
-        assert eventually(lambda: redis.pttl(key) > 2000 or not redis.exists(key))
-        assert holder.rest() == [["returned", "done"]]
-    assert not redis.exists(key)
+        said: dict[str, list[Any]] = {key: [] for key in keys}
+        for key, *what in reports + holder.rest():
+            said[key].append(what)
+    assert kept
+    # Nobody takes back what nobody has taken, and a lease that is not over is kept.
+    assert [redis.get(f"{prefix}{key}") for key in taken] == [b"the next one"] * len(taken)
+    assert not redis.exists(f"{prefix}free", f"{prefix}kept")
+    assert said.pop("kept") == [["returned", True]]
+    for key, what in said.items():
+        by_now = {"overrun"} if "timeout" in key else {"expired", "taken", "deleted"}
+        if "fails" in key:
+            ((how, reason),) = what
+            assert how == "raised"
+        else:
+            ((_, reason, thread),) = [each for each in what if each[0] == "told"]
+            assert [each for each in what if each[0] != "told"] == [["returned", False]]
+            assert thread != "only_one-leases"
+        assert reason in by_now, key
