@@ -1,114 +1,92 @@
-"""Holders whose wall clock is set back and forth: nothing depends on it."""
+"""A holder whose wall clock is set back and forth: nothing depends on it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from only_one import only_one
 from only_one.holder import Holder as HolderOf
-from tests.faults.programs import SLACK, Program
-from tests.waiting import eventually
-
-DAY = 86_400
+from tests.faults.programs import Program
 
 # The clock is the process's own: to set the machine's would harm all that runs beside the test.
 CLOCK = """
-import json, sys, time
+import json, sys, threading, time
 offset, real, real_ns = 0.0, time.time, time.time_ns
 time.time = lambda: real() + offset
 time.time_ns = lambda: real_ns() + int(offset * 1e9)
 
 import only_one
-url, prefix, way, step = sys.argv[1:]
-step = float(step)
-told = []
+from tests.renewal import is_renewed
+url, prefix = sys.argv[1:]
+DAY = 86_400.0
 
 def set_clock():
     global offset
-    offset = step if offset == 0 else -offset  # back and forth
+    offset = DAY if offset < 0 else -365 * DAY  # back and forth
 
-def lost(error):
-    told.append((error.reason, time.monotonic()))
+def keep_setting():
+    while True:
+        set_clock()
+        time.sleep(0.01)
 
+threading.Thread(target=keep_setting, daemon=True).start()
+while not offset:
+    time.sleep(0.001)
 only_one.configure(redis=url, prefix=prefix)
-OPTIONS = {"lease": {"lease": 0.6}, "timeout": {"timeout": 1.0}, "at_least": {"timeout": 600, "at_least": 1.5}}
+told = {}
 
-@only_one.only_one("k", when_lost=lost, **OPTIONS[way])
-def run():
+def cover(key, work, **options):
+    def lost(error):
+        told[key] = error.reason, time.monotonic()
+    return only_one.only_one(key, when_lost=lost, **options)(work)()
+
+def renew():
+    lock = only_one.current_lock()
+    print(json.dumps([lock.expires_in] + [is_renewed(lock) and lock.expires_in for _ in range(20)]), flush=True)
+    return lock.is_held
+
+def overrun():
     lock = only_one.current_lock()
     longest = lock.expires_in
-    print(json.dumps(longest), flush=True)
-    until = time.monotonic() + (0.3 if way == "at_least" else 2.0)
-    while time.monotonic() < until:
-        set_clock()
+    while "timeout" not in told:
         longest = max(longest, lock.expires_in)
-        if told:
-            break
-        time.sleep(0.02)
+        time.sleep(0.005)
     return lock.is_held, longest
 
-set_clock()
+print(json.dumps(cover("lease", renew, lease=600)), flush=True)
 begun = time.monotonic()
-held, longest = run()
-print(json.dumps([held, longest, [(reason, at - begun) for reason, at in told], time.monotonic() - begun]), flush=True)
+held, longest = cover("timeout", overrun, timeout=1)
+reason, moment = told.pop("timeout")
+print(json.dumps([held, longest, reason, moment - begun]), flush=True)
+cover("at_least", lambda: time.sleep(0.3), timeout=600, at_least=600)
+print(json.dumps(told), flush=True)
+cover("dead", lambda: print('"begun"', flush=True) or threading.Event().wait(), timeout=600)
 """
 
-steps = pytest.mark.parametrize("step", [DAY, -365 * DAY], ids=["forth", "back"])
 
-
-@steps
-def test_a_lease_is_kept(redis: Any, redis_url: str, prefix: str, step: float) -> None:
-    with Program(CLOCK, redis_url, prefix, "lease", str(step)) as program:
-        assert 0 < program.says() <= 0.6
-        polls = 0
-        while polls < 100:
-            assert 0 < redis.pttl(f"{prefix}k") <= 600
-            polls += 1
-        held, longest, told, _ = program.says()
-    assert held
-    assert longest <= 0.6
-    assert told == []
-    assert not redis.exists(f"{prefix}k")
-
-
-@steps
-@pytest.mark.usefixtures("redis")
-def test_an_overrun_is_told_on_time(redis_url: str, prefix: str, step: float) -> None:
-    with Program(CLOCK, redis_url, prefix, "timeout", str(step)) as program:
-        assert 0 < program.says() <= 1.0
-        held, longest, told, _ = program.says()
-    assert not held
-    assert longest <= 1.0
-    ((reason, seconds),) = told
-    assert reason == "overrun"
-    assert 1.0 <= seconds < 1.0 + SLACK
-
-
-@steps
-def test_a_key_is_kept_for_as_long_as_it_is_to_be(redis: Any, redis_url: str, prefix: str, step: float) -> None:
-    with Program(CLOCK, redis_url, prefix, "at_least", str(step)) as program:
-        program.says()
-        held, _, told, took = program.says()
-        assert held
-        assert told == []
-        left = redis.pttl(f"{prefix}k") / 1000
-        assert 0 < left <= 1.5 - 0.3
-        assert took < 1.5
-    assert only_one(lambda: "done", key="k")() is None
-    assert eventually(lambda: only_one(lambda: "done", key="k")() == "done", 1.5 + SLACK)
-
-
-@steps
-def test_a_dead_holder_is_known(redis: Any, redis_url: str, prefix: str, step: float) -> None:
-    with Program(CLOCK, redis_url, prefix, "at_least", str(step)) as program:
-        program.says()
-        holder = HolderOf.parse(redis.get(f"{prefix}k"))
+def test_nothing_depends_on_it(redis: Any, redis_url: str, prefix: str) -> None:
+    with Program(CLOCK, redis_url, prefix) as program:
+        # A lease is kept, and is as long as it is to be.
+        assert all(0 < left <= 600 for left in program.says())
+        assert program.says() is True
+        # An overrun is told on time; by the wall clock, it would be at once or in a year.
+        held, longest, reason, seconds = program.says()
+        assert (held, reason) == (False, "overrun")
+        assert longest <= 1.0
+        assert seconds >= 1.0
+        # A key is kept for as long as it is to be.
+        assert program.says() == {}
+        assert 300 < redis.pttl(f"{prefix}at_least") / 1000 <= 600 - 0.3
+        assert b'"kept"' in redis.get(f"{prefix}at_least")
+        assert only_one(lambda: "done", key="at_least")() is None
+        # A dead holder is known, and one that lives is.
+        assert program.says() == "begun"
+        holder = HolderOf.parse(redis.get(f"{prefix}dead"))
         assert holder is not None
         assert holder.pid == program.pid
-        assert only_one(lambda: "done", key="k", timeout=600)() is None
-        program.process.signal(9)
-        program.process.wait(10)
-    assert redis.pttl(f"{prefix}k") > 500_000
-    assert only_one(lambda: "done", key="k", timeout=600)() == "done"
+        call = only_one(lambda: "done", key="dead", timeout=600)
+        assert call() is None
+        program.kill()
+    assert redis.get(f"{prefix}dead")
+    assert call() == "done"
+    assert not redis.exists(f"{prefix}lease", f"{prefix}timeout", f"{prefix}dead")
