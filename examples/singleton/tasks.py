@@ -13,7 +13,7 @@ from only_one import fail, only_one
 from . import work
 
 URL = os.environ.get("SINGLETON_URL", "redis://localhost:6379/1")
-EXPIRY = 1.0
+EXPIRY = 3.0
 
 app = Celery("singleton", broker=URL, backend=URL)
 app.conf.broker_connection_retry_on_startup = True
@@ -86,7 +86,7 @@ def export(user: str) -> str:
 @only_one(timeout=EXPIRY)
 @app.task
 def poll() -> str:
-    """A run that takes longer than a second no longer keeps others out; one that waits in the queue does.
+    """A run that takes longer than three seconds no longer keeps others out; one that waits in the queue does.
 
     Returns:
         What was polled.
