@@ -6,8 +6,8 @@ import asyncio
 import gc
 import sys
 import threading
-import time
 from collections.abc import Coroutine, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,10 @@ import pytest
 import redis as redis_py
 
 from only_one import LockLost, current_lock, fail, leases, only_one
+from tests.renewal import renew_now
 from tests.waiting import LIMIT, eventually
 
 NAME = "k"
-LEASE = 0.4
-SOON = 2.0
-"""Seconds within which a key is free that would expire in 600 s."""
-
 MOST = 500
 """Places where a call waits; there are some twenty."""
 
@@ -80,7 +77,7 @@ def held() -> list[Any]:
     return leases._renewer.held()
 
 
-TIMES = {"lease": {"lease": LEASE}, "timeout": {"timeout": 600}, "kept": {"timeout": 600, "at_least": 1}}
+TIMES = {"lease": {"lease": 600}, "kept": {"timeout": 600, "at_least": 1}}
 
 
 @pytest.mark.parametrize("times", TIMES.values(), ids=TIMES)
@@ -106,9 +103,7 @@ def test_a_call_that_is_cancelled_wherever_it_waits(
             except asyncio.CancelledError:
                 cancelled += 1
             assert not held()
-            began = time.monotonic()
-            assert eventually(is_free, SOON), f"cancelled at {number}: {redis.pttl(key)} ms {redis.get(key)}"
-            assert time.monotonic() - began < SOON
+            assert eventually(is_free), f"cancelled at {number}: {redis.pttl(key)} ms {redis.get(key)}"
             redis.delete(key)
             assert asyncio.run(call()) == "done"
             redis.delete(key)
@@ -145,7 +140,7 @@ def test_cancelled_twice(redis: Any, key: str) -> None:
 
     @only_one(NAME, timeout=600)
     async def work() -> None:
-        await asyncio.sleep(60)
+        await asyncio.sleep(LIMIT)
 
     async def cancel(twice: int) -> None:
         task = asyncio.ensure_future(work())
@@ -156,7 +151,7 @@ def test_cancelled_twice(redis: Any, key: str) -> None:
             task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert await asyncio.to_thread(eventually, lambda: not redis.exists(key), SOON)
+        assert await asyncio.to_thread(eventually, lambda: not redis.exists(key))
 
     for twice in range(4):
         asyncio.run(cancel(twice))
@@ -186,7 +181,7 @@ def test_one_event_loop_after_the_other(redis: Any, key: str) -> None:
     @only_one(NAME)
     async def never() -> None:
         begun.set()
-        await asyncio.sleep(60)
+        await asyncio.sleep(LIMIT)
 
     async def cancelled() -> str:
         begun.clear()
@@ -204,63 +199,67 @@ def test_one_event_loop_after_the_other(redis: Any, key: str) -> None:
 
     for _ in range(3):
         both()
-    before = open_files(), loops(), len(redis.client_list())
+
+    def are_open() -> list[int]:
+        return [open_files(), loops(), len(redis.client_list())]
+
+    before = are_open()
     for _ in range(20):
         both()
-    assert eventually(lambda: (open_files(), loops(), len(redis.client_list())) <= before), before
-    assert open_files() <= before[0]
-    assert loops() <= before[1]
-    assert eventually(lambda: len(redis.client_list()) <= before[2])
+    # Some connections may be the renewing thread's; it is one for each loop that must not be left.
+    assert eventually(lambda: all(now < was + 10 for now, was in zip(are_open(), before, strict=True))), before
     assert not redis.exists(key)
-
-
-def test_two_event_loops_at_a_time(redis: Any, prefix: str) -> None:
-    @only_one("{number}", lease=LEASE)
-    async def work(number: int) -> int:
-        await asyncio.sleep(3 * LEASE)
-        assert current_lock().is_held
-        return number
-
-    async def some(first: int) -> list[int | None]:
-        return list(await asyncio.gather(*[work(first + each) for each in range(5)]))
-
-    results: list[list[int | None]] = []
-    threads = [threading.Thread(target=lambda n=n: results.append(asyncio.run(some(n)))) for n in (0, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-    assert sorted(results, key=str) == [list(range(5)), list(range(5, 10))]
-    assert not list(redis.scan_iter(f"{prefix}*"))
 
 
 def renewing_threads() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name == "only_one-leases"]
 
 
-def test_many_runs_share_one_thread(redis: Any, prefix: str) -> None:
-    many, lease = 200, 1.0
-    keys = [f"{prefix}{number}" for number in range(many)]
+def test_many_runs_share_one_thread(redis: Any, redis_url: str, prefix: str) -> None:
+    """In two event loops at a time, and they are renewed while these are busy.
 
-    @only_one("{number}", lease=lease)
-    async def work(number: int, enough: asyncio.Event) -> bool:
+    By a client without time-outs, as a loop that opens many connections at once answers late.
+    """
+    many = 50
+    keys = [f"{prefix}{number}" for number in range(2 * many)]
+    waiting, renewed = threading.Barrier(3), threading.Event()
+
+    client = redis_py.Redis.from_url(redis_url)
+
+    @only_one("{number}", lease=60, redis=client)
+    async def work(number: int, begun: list[int], all_have: asyncio.Event, enough: asyncio.Event) -> bool:
+        begun.append(number)
+        if len(begun) == many:
+            all_have.set()
         await enough.wait()
-        return number in range(many) and current_lock().is_held
+        return current_lock().is_held
 
-    async def all_of_them() -> list[bool | None]:
-        enough = asyncio.Event()
-        runs = [asyncio.ensure_future(work(number, enough)) for number in range(many)]
-        assert await asyncio.to_thread(eventually, lambda: redis.exists(*keys) == many)
-        until = time.monotonic() + 3 * lease
-        while time.monotonic() < until:
-            assert await asyncio.to_thread(redis.exists, *keys) == many
-            assert len(held()) == many
-            await asyncio.sleep(0.02)
-        assert len(renewing_threads()) == 1
+    async def some(numbers: range) -> list[bool | None]:
+        begun: list[int] = []
+        all_have, enough = asyncio.Event(), asyncio.Event()
+        runs = [asyncio.ensure_future(work(number, begun, all_have, enough)) for number in numbers]
+        await all_have.wait()
+        # Not awaited: neither loop gets a turn before the test says so.
+        waiting.wait(LIMIT)
+        renewed.wait(LIMIT)
         enough.set()
         return list(await asyncio.gather(*runs))
 
-    assert asyncio.run(all_of_them()) == [True] * many
+    with ThreadPoolExecutor(2) as pool:
+        loops = [pool.submit(asyncio.run, some(range(first, first + many))) for first in (0, many)]
+        waiting.wait(LIMIT)
+        try:
+            locks = held()
+            assert sorted(lock.key for lock in locks) == sorted(keys)
+            for key in keys:
+                redis.pexpire(key, 30_000)
+            renew_now(*locks)
+            assert eventually(lambda: all(redis.pttl(key) > 30_000 for key in keys))
+            assert len(renewing_threads()) == 1
+        finally:
+            renewed.set()
+        assert [loop.result(LIMIT) for loop in loops] == [[True] * many] * 2
+    client.close()
     assert redis.exists(*keys) == 0
     assert not held()
 
@@ -271,20 +270,19 @@ def test_a_run_that_fails_when_it_has_lost_its_key_is_cancelled(
 ) -> None:
     seen: list[str] = []
 
-    @only_one(NAME, lease=LEASE, when_lost=fail)
+    @only_one(NAME, lease=60, when_lost=fail)
     async def work() -> None:
         try:
             redis.set(key, value) if value else redis.delete(key)
-            await asyncio.sleep(60)
+            renew_now(current_lock())
+            await asyncio.sleep(LIMIT)
         except asyncio.CancelledError:
             seen.append("cancelled")
             raise
 
     async def main() -> str:
-        began = time.monotonic()
         with pytest.raises(LockLost, match=reason):
             await work()
-        assert time.monotonic() - began < LEASE + 1
         await asyncio.sleep(0)  # nothing of the cancellation is left
         return "went on"
 
@@ -297,9 +295,9 @@ def test_a_run_that_fails_when_it_has_lost_its_key_is_cancelled(
 def test_a_run_that_is_cancelled_by_others_is_cancelled(redis: Any, key: str) -> None:
     """Though it would fail when it has lost its key, and has lost it as well."""
 
-    @only_one(NAME, lease=LEASE, when_lost=fail)
+    @only_one(NAME, lease=60, when_lost=fail)
     async def work() -> None:
-        await asyncio.sleep(60)
+        await asyncio.sleep(LIMIT)
 
     async def main() -> None:
         task = asyncio.ensure_future(work())
@@ -308,30 +306,5 @@ def test_a_run_that_is_cancelled_by_others_is_cancelled(redis: Any, key: str) ->
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-
-    asyncio.run(main())
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="tasks do not count their cancellations before Python 3.11")
-def test_a_cancellation_that_comes_with_the_reply_is_not_lost(redis: Any, key: str) -> None:
-    """redis-py loses one that meets its reply: a run that was cancelled while it took its key would go on."""
-
-    @only_one(key=lambda: "k", lease=30)
-    async def run() -> str:
-        await asyncio.sleep(5)
-        return "done"
-
-    async def cancelled_after(steps: int) -> None:
-        task = asyncio.ensure_future(run())
-        for _ in range(steps):
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert await asyncio.to_thread(eventually, lambda: not redis.exists(key))
-
-    async def main() -> None:
-        for steps in range(10):
-            await cancelled_after(steps)
 
     asyncio.run(main())
