@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ TOGETHER = [
     ["asyncio CPU", "gevent CPU"],
 ]
 POOLS = {"prefork": 4, "gevent": 10}
+HEAD = ["kind", "work", "leases", "contending calls", "looks", "overlaps", "key gone", "ended"]
 
 
 @dataclass
@@ -138,13 +139,12 @@ def row(key: str, witness: Witness, watch: Watch, calls: int) -> list[Any]:
 
 
 def show(rows: list[list[Any]]) -> None:
-    head = ["kind", "work", "leases", "contending calls", "looks", "overlaps", "key gone", "ended"]
-    for each in [head, *rows]:
-        print(" | ".join(f"{word!s:>{len(title)}}" for word, title in zip(each, head, strict=True)))
+    for each in [HEAD, *rows]:
+        print(" | ".join(f"{word!s:>{len(title)}}" for word, title in zip(each, HEAD, strict=True)))
 
 
-@pytest.mark.timeout(120)
-def test_nothing_overlaps_and_no_key_is_lost(tmp_path: Path) -> None:
+@pytest.mark.soak
+def test_nothing_overlaps_and_no_key_is_lost(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     rows: list[list[Any]] = []
     witness = Witness(tmp_path / "witness")
     with redis_server() as server:
@@ -169,14 +169,17 @@ def test_nothing_overlaps_and_no_key_is_lost(tmp_path: Path) -> None:
                     assert holder.pid == witness.lines(key)[0].pid, key
         app.close()
     show(rows)
+    for name, total in zip(HEAD[3:7], map(sum, list(zip(*rows, strict=True))[3:7]), strict=True):
+        record_property(name, total)
+    record_property("leases, at the least", min(row[2] for row in rows))
     for kind, work, leases, calls, looks, overlaps, gone, ended in rows:
         where = f"{kind} {work}"
         assert overlaps == 0, where
         assert gone == 0, where
         assert ended == "end", where
         assert leases >= LEASES, where
-        assert calls > 10 * LEASES, where
-        assert looks > 10 * LEASES, where
+        assert calls > 2 * LEASES, where
+        assert looks > 2 * LEASES, where
         # The run, and one of those who had called for its key.
         assert [line.word for line in witness.lines(where)] == ["start", "end"] * 2, where
     assert len(rows) == 8
