@@ -37,7 +37,7 @@ CLOSED = "redis://127.0.0.1:1/0"
 
 def already_running(busy: KeyIsBusy) -> AlreadyRunning:
     """As a caller meets it."""
-    with busy("k", timeout=60):
+    with busy("k", timeout=600):
         error = only_one("k", when_busy=lambda error: error)(lambda: None)()
     assert isinstance(error, AlreadyRunning)
     return error
