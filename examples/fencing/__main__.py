@@ -38,7 +38,7 @@ class Writer:
 
     def finish(self) -> str:
         """Let it write; returns what has become of that."""
-        return self._process.communicate("\n", timeout=30)[0].strip()
+        return self._process.communicate("\n", timeout=120)[0].strip()
 
 
 @contextmanager

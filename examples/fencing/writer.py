@@ -12,7 +12,7 @@ from only_one import current_lock, only_one
 
 from .store import StaleWrite, Store
 
-LEASE = 1.0
+LEASE = 3.0
 
 
 @only_one("report", lease=LEASE)
