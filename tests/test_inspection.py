@@ -82,7 +82,7 @@ def test_looking_takes_nothing_and_never_asks_for_all_keys() -> None:
         assert commands(client, "scan") > 0
 
 
-FOREIGN = [b"\x1b[31mred", b"\xff\xfe\x00", b"", b'{"only_one":1}', b"[" * 100_000]
+FOREIGN = [b"\x1b[31mred", b"\xff\xfe\x00", b"", b"{}", b'{"only_one":1}', b"[" * 100_000]
 
 
 @pytest.mark.parametrize("value", FOREIGN, ids=lambda value: repr(value[:12]))

@@ -614,6 +614,15 @@ def test_decorating_evaluates_nothing(kind: str) -> None:
         assert app.finalized
 
 
+def test_a_task_that_was_made_already_is_covered_at_once(app: Celery, queued: Any) -> None:
+    proxy = app.task(work, name="made", shared=False)
+    assert proxy.name == "made"  # which evaluates it
+    with pytest.raises(KeyTemplateError, match="nothing"):
+        cover("k-{nothing}")(proxy)
+    assert cover("k")(proxy).delay() == app.tasks["made"].delay()
+    assert queued() == 1
+
+
 def test_the_task_is_what_it_was(app: Celery) -> None:
     task = a_task(app, "k", celery={"name": "kept", "rate_limit": "10/s", "max_retries": 7})
     assert app.tasks["kept"].delay() == task.delay()
