@@ -29,6 +29,7 @@ import only_one as package
 from only_one import AlreadyRunning, ConfigurationError, current_lock, events, fail, leases, only_one
 from only_one.events import Event
 from tests.proxy import Proxy
+from tests.renewal import is_renewed
 from tests.waiting import LIMIT, eventually
 
 if TYPE_CHECKING:
@@ -36,16 +37,12 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.interrupts, pytest.mark.timeout(method="thread")]  # as SIGALRM is ours
 
-NAME = "k"
-LEASE = 0.4
 OURS = str(Path(package.__file__).parent)
-SOON = 2.0
-"""Seconds within which a key is free that would expire in 600 s; usually it is a few thousandths."""
-
 MOST = 3000
 """Places in one call; there are a few hundred."""
 
 Call = Callable[[], Any]
+CallWith = Callable[[str], Any]
 Trace = Callable[[FrameType, str, Any], Any]
 
 
@@ -66,12 +63,6 @@ class Runner:
 
 class Interruption(BaseException):
     """What a signal handler may raise, as Celery's does at a soft time limit."""
-
-
-@pytest.fixture
-def key(prefix: str) -> str:
-    """The key as it is in Redis."""
-    return f"{prefix}{NAME}"
 
 
 class AtLine:
@@ -164,187 +155,201 @@ def interrupt(trace: AtLine, call: Call) -> tuple[Any, bool]:
     try:
         with traced(trace):
             result = call()
-    except (Interruption, SoftTimeLimitExceeded, KeyboardInterrupt, AlreadyRunning) as error:
+    except (Interruption, SoftTimeLimitExceeded, AlreadyRunning) as error:
         return error, nothing_is_held()
     return result, nothing_is_held()
 
 
+class Keys:
+    """The keys of a test, of which each interrupted call has one of its own: nobody waits for one before the next."""
+
+    def __init__(self, client: Any, prefix: str) -> None:
+        self.client = client
+        self._prefix = prefix
+
+    def __call__(self, which: str) -> str:
+        """A key as it is in Redis."""
+        return self._prefix + which
+
+    def is_free(self, which: str) -> bool:
+        """Whether the key is not there."""
+        return not self.client.exists(self(which))
+
+    def left(self) -> list[tuple[bytes, Any]]:
+        """What is there, to say so when it should not be."""
+        return [(key, self.client.get(key)) for key in self.client.scan_iter(f"{self._prefix}*")]
+
+
+@pytest.fixture
+def keys(redis: Any, prefix: str) -> Keys:
+    return Keys(redis, prefix)
+
+
 def check_every_place(
-    kind: type[AtLine], make: Callable[[], Call], check: Callable[[], None], error: type[BaseException] = Interruption
+    keys: Keys,
+    kind: type[AtLine],
+    call: CallWith,
+    *,
+    error: type[BaseException] = Interruption,
+    before: Callable[[str], None] = lambda _: None,
+    is_over: Callable[[str], bool] | None = None,
+    gives: Any = "done",
 ) -> None:
-    """Interrupt a call at each place in turn, until it comes through without."""
+    """Interrupt a call at each place in turn, until it comes through without.
+
+    Args:
+        keys: the keys; each call has its number as key.
+        kind: where it is interrupted.
+        call: the call, which is given its key.
+        error: what is raised.
+        before: what is done with the key before the call.
+        is_over: whether the key is as it should be some time after the call; if not given, it is free.
+        gives: what an undisturbed call gives; one is made after each interruption, as it must not be told of that.
+    """
     interrupted = 0
     for number in range(1, MOST):
+        which = str(number)
+        before(which)
         trace = kind(number, error)
         # In a context of its own: what `current_lock()` gives after an interruption is not for other tests.
-        result, is_over = copy_context().run(interrupt, trace, make())
+        result, has_ended = copy_context().run(interrupt, trace, partial(call, which))
         print(f"interrupted at {trace.where}, place {number}")  # shown when it fails
-        assert is_over
-        check()
+        assert has_ended
+        before("after")
+        assert call("after") == gives
         if not trace.where:
             break
         interrupted += isinstance(result, error)
     else:
         pytest.fail(f"there are more than {MOST} places")
     assert interrupted > 20
+    for which in map(str, range(1, number + 1)):
+        assert eventually(lambda: (is_over or keys.is_free)(which)), (which, keys.left())  # noqa: B023
 
 
-TIMES = {"lease": {"lease": LEASE}, "timeout": {"timeout": 600}, "both": {"timeout": 600, "lease": 60}}
+TIMES = {"lease": {"lease": 600}, "timeout": {"timeout": 600}}
 KINDS: dict[str, type[AtLine]] = {"lines": AtLine}
 if sys.version_info < (3, 12):  # whose tracing shows every instruction
     KINDS["after calls"] = AfterCall
 
 
-def work() -> str:
-    return "done"
+def work(which: str) -> str:
+    return "done" if which else ""
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("times", TIMES.values(), ids=TIMES)
-def test_a_run_that_is_interrupted(redis: Any, key: str, kind: type[AtLine], times: Any) -> None:
-    covered = only_one(work, key=NAME, **times)
-    assert covered() == "done"
-    limit = LEASE + 1 if times == TIMES["lease"] else SOON
-
-    def check() -> None:
-        assert eventually(lambda: not redis.exists(key), limit), f"left for {redis.pttl(key)} ms: {redis.get(key)}"
-        assert covered() == "done"
-
-    check_every_place(kind, lambda: covered, check)
+def test_a_run_that_is_interrupted(keys: Keys, kind: type[AtLine], times: Any) -> None:
+    covered = only_one(work, key="{which}", **times)
+    assert covered("first") == "done"
+    check_every_place(keys, kind, covered)
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="tracing does not show every instruction there")
-def test_a_first_run_that_is_interrupted(redis: Any, key: str) -> None:
+def test_a_first_run_that_is_interrupted(keys: Keys) -> None:
     """Not at every line: tracing can raise between the end of a `with` block and its exit, and no signal can."""
 
-    def check() -> None:
-        assert eventually(lambda: not redis.exists(key), SOON), f"left for {redis.pttl(key)} ms: {redis.get(key)}"
-        assert only_one(work, key=NAME, timeout=600)() == "done"
+    def covered(which: str) -> Any:
+        return only_one(work, key="{which}", timeout=600)(which)
 
-    check_every_place(AfterCall, lambda: only_one(work, key=NAME, timeout=600), check)
+    check_every_place(keys, AfterCall, covered)
 
 
 @pytest.mark.filterwarnings("ignore:.*never awaited:RuntimeWarning")  # interrupted between its call and the await
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_an_async_run_that_is_interrupted(redis: Any, key: str, kind: type[AtLine]) -> None:
-    async def work_async() -> str:
+def test_an_async_run_that_is_interrupted(keys: Keys, kind: type[AtLine]) -> None:
+    @only_one("{which}", timeout=600)
+    async def work_async(which: str) -> str:
         await asyncio.sleep(0)
-        return "done"
+        return work(which)
 
-    covered = only_one(work_async, key=NAME, timeout=600)
     with Runner() as runner:
-        runner.run(covered())
-
-        def check() -> None:
-            assert eventually(lambda: not redis.exists(key), SOON), f"left for {redis.pttl(key)} ms: {redis.get(key)}"
-            assert runner.run(covered()) == "done"
-
-        check_every_place(kind, lambda: lambda: runner.run(covered()), check)
+        runner.run(work_async("first"))
+        check_every_place(keys, kind, lambda which: runner.run(work_async(which)))
 
 
-@pytest.mark.parametrize("error", [SoftTimeLimitExceeded, KeyboardInterrupt])
-def test_a_run_that_is_interrupted_by_others_exceptions(redis: Any, key: str, error: type[BaseException]) -> None:
-    covered = only_one(lambda: "done", key=NAME, timeout=600)
-    assert covered() == "done"
-
-    def check() -> None:
-        assert eventually(lambda: not redis.exists(key), SOON), f"left for {redis.pttl(key)} ms: {redis.get(key)}"
-        assert covered() == "done"
-
-    check_every_place(AtLine, lambda: covered, check, error)
+def test_a_run_that_is_interrupted_by_celery_s_time_limit(keys: Keys) -> None:
+    """Which is an `Exception`, as those of redis-py are."""
+    covered = only_one(work, key="{which}", timeout=600)
+    assert covered("first") == "done"
+    check_every_place(keys, AtLine, covered, error=SoftTimeLimitExceeded)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("policy", ["skip", "fail"])
-def test_a_call_that_is_interrupted_while_busy(redis: Any, key: str, kind: type[AtLine], policy: str) -> None:
-    options: dict[str, Any] = {"when_busy": fail} if policy == "fail" else {}
-    covered = only_one(lambda: "done", key=NAME, timeout=600, **options)
-    assert covered() == "done"
+@pytest.mark.parametrize("policy", [None, fail], ids=["skip", "fail"])
+def test_a_call_that_is_interrupted_while_busy(keys: Keys, kind: type[AtLine], policy: Any) -> None:
+    options: dict[str, Any] = {"when_busy": policy} if policy else {}
+    covered = only_one(work, key="{which}", timeout=600, **options)
+    assert covered("first") == "done"
 
-    def make() -> Call:
-        redis.set(key, "somebody else")
-        return covered
+    def before(which: str) -> None:
+        if which != "after":
+            keys.client.set(keys(which), "somebody else")
 
-    def check() -> None:
-        assert redis.get(key) == b"somebody else"
-        redis.delete(key)
-        assert covered() == "done"
-        assert not redis.exists(key)
+    def is_over(which: str) -> bool:
+        return bool(keys.client.get(keys(which)) == b"somebody else")
 
-    check_every_place(kind, make, check)
+    check_every_place(keys, kind, covered, before=before, is_over=is_over)
 
 
-def test_a_run_that_is_interrupted_while_it_takes_over(redis: Any, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_interrupted_while_it_takes_over(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events.logger, "disabled", True)  # or most places are those of the log
-    covered = only_one(lambda: "done", key=NAME, timeout=600)
+    covered = only_one(work, key="{which}", timeout=600)
+    assert covered("first") == "done"
     tokens: list[bytes] = []
-
-    def look() -> None:
-        tokens.append(redis.get(key))
-
-    only_one(look, key=NAME, timeout=600)()
+    only_one(lambda: tokens.append(current_lock().token), key="token", timeout=600)()
     # The same machine, and a process that there is not.
     dead = tokens[0].replace(b'"pid":%d,' % os.getpid(), b'"pid":%d,' % 2**30)
     assert dead != tokens[0]
 
-    def make() -> Call:
-        redis.set(key, dead, px=600_000)
-        return covered
+    def before(which: str) -> None:
+        keys.client.set(keys(which), dead, px=600_000)
 
-    def check() -> None:
-        assert eventually(lambda: redis.get(key) in (None, dead), SOON), redis.get(key)
-        assert covered() == "done"
-        assert not redis.exists(key)
+    def is_over(which: str) -> bool:
+        return keys.client.get(keys(which)) in {None, dead}
 
-    check_every_place(AtLine, make, check)
+    check_every_place(keys, AtLine, covered, before=before, is_over=is_over)
 
 
-def test_a_run_that_is_interrupted_and_kept(redis: Any, key: str) -> None:
+def test_a_run_that_is_interrupted_and_kept(keys: Keys) -> None:
     """It is free, or kept as after any run that has succeeded; but never held."""
-    covered = only_one(lambda: "done", key=NAME, timeout=600, at_least=1)
-    assert covered() == "done"
-    redis.delete(key)
+    covered = only_one(work, key="{which}", timeout=600, at_least=300)
+    assert covered("first") == "done"
 
-    def is_free_or_kept() -> bool:
-        value = redis.get(key)
-        return value is None or (b'"kept"' in value and redis.pttl(key) <= 1000)
+    def before(which: str) -> None:
+        keys.client.delete(keys(which))
 
-    def check() -> None:
-        assert eventually(is_free_or_kept, SOON), f"left for {redis.pttl(key)} ms: {redis.get(key)}"
-        redis.delete(key)
+    def is_over(which: str) -> bool:
+        value = keys.client.get(keys(which))
+        return value is None or (b'"kept"' in value and keys.client.pttl(keys(which)) <= 300_000)
 
-    check_every_place(AtLine, lambda: covered, check)
+    check_every_place(keys, AtLine, covered, before=before, is_over=is_over)
 
 
-def test_a_run_of_which_is_told(redis: Any, key: str) -> None:
+def test_a_run_of_which_is_told(keys: Keys) -> None:
     """With somebody who listens, there are more lines to be interrupted at."""
-    covered = only_one(lambda: "done", key=NAME, timeout=600)
+    covered = only_one(work, key="{which}", timeout=600)
     told: list[Event] = []
     unsubscribe = package.subscribe(told.append)
     try:
-        assert covered() == "done"
-
-        def check() -> None:
-            assert eventually(lambda: not redis.exists(key), SOON), f"left for {redis.pttl(key)} ms: {redis.get(key)}"
-
-        check_every_place(AtLine, lambda: covered, check)
+        assert covered("first") == "done"
+        check_every_place(keys, AtLine, covered)
     finally:
         unsubscribe()
     assert told
 
 
-def test_a_server_that_is_down(server: Any, key: str) -> None:
+def test_a_server_that_is_down(server: Any, prefix: str) -> None:
     """What is to be released later is, though it was interrupted when it was noted down."""
-    covered = only_one(lambda: "done", key=NAME, timeout=600, when_down=lambda _error: "down")
-    assert covered() == "done"
+    covered = only_one(work, key="{which}", timeout=600, when_down=lambda _error: "down")
+    assert covered("first") == "done"
     server.kill()
-    assert covered() == "down"
-    check_every_place(AtLine, lambda: covered, lambda: None)
-    server.start()
-    assert covered() == "done"
     with redis_py.Redis.from_url(server.url) as client:
-        assert eventually(lambda: not client.exists(key), SOON)
+        check_every_place(Keys(client, prefix), AtLine, covered, is_over=lambda _: True, gives="down")
+        server.start()
+        assert eventually(lambda: covered("first") == "done")
+        assert eventually(lambda: not client.keys())
 
 
 # Real signals
@@ -376,24 +381,22 @@ def interrupted_after(seconds: float, call: Call) -> bool:
     return False
 
 
-@pytest.mark.parametrize("times", TIMES.values(), ids=TIMES)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised where Python collects garbage
-def test_runs_that_are_interrupted_by_signals(redis: Any, redis_url: str, key: str, times: Any) -> None:
+def test_runs_that_are_interrupted_by_signals(keys: Keys, redis_url: str) -> None:
     seed = random.randrange(2**32)
     print("seed", seed)
     moments = random.Random(seed)
-    limit = LEASE + 1 if times == TIMES["lease"] else SOON
 
-    def fresh() -> tuple[Any, Call, float]:
+    def fresh() -> tuple[Any, CallWith, float]:
         """A client of its own, as redis-py's pool may lose a connection; and how long a call takes."""
         client = redis_py.Redis.from_url(redis_url)
-        call = only_one(lambda: "done", key=NAME, redis=client, **times)
-        assert call() == "done"
+        call = only_one(work, key="{which}", redis=client, lease=600)
+        assert call("first") == "done"
         began = time.monotonic()
-        assert [call() for _ in range(10)] == ["done"] * 10
+        assert [call("first") for _ in range(10)] == ["done"] * 10
         return client, call, (time.monotonic() - began) / 10
 
-    hits, waited = 0, 0.0
+    hits = 0
     client, call, usual = fresh()
     with alarms():
         for number in range(300):
@@ -401,16 +404,14 @@ def test_runs_that_are_interrupted_by_signals(redis: Any, redis_url: str, key: s
                 client.close()
                 client, call, usual = fresh()
             moment = max(1e-6, moments.uniform(0, 1.3 * usual))
-            if copy_context().run(interrupted_after, moment, call):
+            if copy_context().run(interrupted_after, moment, partial(call, str(number))):
                 hits += 1
             assert nothing_is_held()
-            began = time.monotonic()
-            assert eventually(lambda: not redis.exists(key), limit), f"{redis.pttl(key)} ms: {redis.get(key)}"
-            waited = max(waited, time.monotonic() - began)
-            assert call() == "done"
+            assert call("after") == "done"
     client.close()
-    print(f"{hits} of 300 interrupted; a key was left for {waited:.3f} s at the most")
-    assert hits > 50
+    print(f"{hits} of 300 interrupted")
+    assert hits > 20
+    assert eventually(lambda: not keys.left()), keys.left()
 
 
 class BeforeReply(AtLine):
@@ -425,7 +426,8 @@ class BeforeReply(AtLine):
 def test_a_reply_that_nobody_waits_for_is_not_taken_for_another(redis: Any, redis_url: str, prefix: str) -> None:
     """A call is interrupted when redis-py has sent its SET; "it was free" is not the answer to the next one's."""
     with Proxy(redis_url) as proxy:
-        first, second = [only_one(work, key=name, timeout=600, redis=proxy.url) for name in ("first", "second")]
+        client = redis_py.Redis.from_url(proxy.url)
+        first, second = [only_one(lambda: "done", key=name, timeout=600, redis=client) for name in ("first", "second")]
         assert [first(), second()] == ["done", "done"]
         redis.set(f"{prefix}second", "somebody else")
         held_up = proxy.hold_up("SET")
@@ -435,25 +437,29 @@ def test_a_reply_that_nobody_waits_for_is_not_taken_for_another(redis: Any, redi
         letting_go.start()
         assert second() is None
         letting_go.join()
+        client.close()
         assert redis.get(f"{prefix}second") == b"somebody else"
-        assert eventually(lambda: not redis.exists(f"{prefix}first"), SOON)
+        assert eventually(lambda: not redis.exists(f"{prefix}first"))
 
 
-def test_signals_during_a_run_that_is_renewed(redis: Any, key: str) -> None:
+def test_signals_during_a_run_that_is_renewed(keys: Keys) -> None:
     """What is raised by a signal ends the run, and with it the renewal; the thread that renews lives on."""
 
-    @only_one(NAME, lease=LEASE)
-    def work() -> None:
-        time.sleep(60)
+    @only_one("{which}", lease=600)
+    def renews(which: str) -> None:
+        assert is_renewed(current_lock())
+        os.kill(os.getpid(), signal.SIGALRM)
+        time.sleep(LIMIT)
+        assert not which
 
     with alarms():
-        for seconds in (0.05, 1.2 * LEASE, 2.5 * LEASE):
-            assert copy_context().run(interrupted_after, seconds, work)
+        for which in "abc":
+            with pytest.raises(Interruption):
+                copy_context().run(renews, which)
             assert nothing_is_held()
-            assert not redis.exists(key)
+            assert keys.is_free(which)
     assert [each.name for each in threading.enumerate()].count("only_one-leases") == 1
-    again = only_one(lambda: not eventually(lambda: not redis.exists(key), 3 * LEASE), key=NAME, lease=LEASE)
-    assert again()
+    assert only_one(lambda: is_renewed(current_lock()), key="d", lease=600)()
 
 
 class Calling(AfterCall):
@@ -470,37 +476,36 @@ class Calling(AfterCall):
             self._then()
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize("first", [False, True], ids=["later calls", "first calls"])
-def test_a_handler_that_calls_what_is_covered_at_every_place(redis: Any, key: str, *, first: bool) -> None:
+def test_a_handler_that_calls_what_is_covered_at_every_place(keys: Keys, *, first: bool) -> None:
     """It waits for nothing that the interrupted call holds."""
 
     def cover(name: str) -> Call:
-        return only_one(work, key=name, timeout=600)
+        return only_one(lambda: "done", key=name, timeout=600)
 
-    outer, inner = cover(NAME), cover("inner")
+    outer, inner = cover("outer"), cover("inner")
     assert (outer(), inner()) == ("done", "done")
     for number in range(1, MOST):
         results: list[Any] = []
-        call, then = (cover(NAME), cover("inner")) if first else (outer, inner)
+        call, then = (cover("outer"), cover("inner")) if first else (outer, inner)
         trace = Calling(number, lambda then=then, results=results: results.append(then()))  # type: ignore[misc]
         with traced(trace):
             assert call() == "done"
         assert not held()
-        assert not redis.exists(key)
+        assert keys.is_free("outer")
         if not trace.where:
             break
         assert results == ["done"], trace.where
     assert number > 20
 
 
-def test_a_handler_that_calls_what_is_covered(redis: Any, key: str) -> None:
+def test_a_handler_that_calls_what_is_covered(keys: Keys) -> None:
     """In the middle of a run or of a registration: a handler may do so at any moment, and waits for nothing."""
     seed = random.randrange(2**32)
     print("seed", seed)
     moments = random.Random(seed)
-    inner = only_one(lambda: "inner", key="inner", lease=LEASE)
-    outer = only_one(lambda: "outer", key=NAME, lease=LEASE)
+    inner = only_one(lambda: "inner", key="inner", lease=600)
+    outer = only_one(lambda: "outer", key="outer", lease=600)
     results: list[Any] = []
     before = signal.signal(signal.SIGALRM, lambda *_: results.append(inner()))
     try:
@@ -512,5 +517,5 @@ def test_a_handler_that_calls_what_is_covered(redis: Any, key: str) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert results == ["inner"] * 200
-    assert not redis.exists(key)
+    assert keys.is_free("outer")
     assert not held()
