@@ -136,7 +136,9 @@ def test_no_key_outlives_its_timeout(direct: Any, times: dict[str, Any], losses:
         with later(350):
             if "lease" in times:
                 assert eventually(lambda: all(0 < direct.pttl(lock.key) <= 250_000 for lock in locks))
-            assert all(lock.expires_at == pytest.approx(lock.begun + 600) for lock in locks)
+            for lock in locks:
+                assert lock.expires_at == pytest.approx(lock.begun + 600)
+                assert lock.renew_at == pytest.approx(lock.begun + 600)
             assert all(lock.is_held for lock in locks)
             assert all(is_awaited(lock) for lock in locks)
         with later(600):
@@ -274,6 +276,12 @@ def test_keys_that_are_taken_away_during_a_run(direct: Any, prefix: str, losses:
             assert run.lock.expires_in == 0
             with pytest.raises(LockLost, match="deleted" if name == "none" else "taken"):
                 run.lock.ensure_held()
+        # What is lost is lost, whatever becomes of the key.
+        direct.set(prefix + "none", runs["none"].lock.token, px=30_000)
+        another = stack.enter_context(Running("another", lease=LONG))
+        renew_now(*[run.lock for run in runs.values()])
+        assert is_renewed(another.lock)
+        assert direct.pttl(prefix + "none") <= 30_000
     for name, value in values.items():
         assert runs[name].result == "done"
         assert (direct.hgetall if name == "hash" else direct.get)(prefix + name) == value
@@ -297,6 +305,26 @@ def test_a_key_that_another_has_got_during_a_run(direct: Any, key: str, losses: 
             assert direct.pttl(key) > LONG * 500
             assert second.lock.is_held
     assert [(lost.reason, lost.holder) for lost in losses] == [("taken", second.lock.holder)]
+
+
+def test_a_renewal_that_is_answered_when_its_run_has_ended(
+    proxy: Proxy, direct: Any, key: str, losses: list[Lost]
+) -> None:
+    """The key is gone by then, and was not lost."""
+    with Running(lease=LONG, redis=proxy.url) as run, Running("other", lease=LONG, redis=proxy.url) as other:
+        assert is_awaited(run.lock)
+        pool = run.lock.server.background.connection_pool
+        pool.connection_kwargs["socket_timeout"] = LIMIT
+        pool.disconnect()
+        held = proxy.hold_up("EVAL")
+        renew_now(run.lock)
+        assert held.met.wait(LIMIT)
+        run.__exit__()
+        assert not direct.exists(key)
+        held.let_go()
+        assert is_renewed(other.lock)
+    assert eventually(lambda: "only_one-lost" not in {thread.name for thread in threading.enumerate()})
+    assert losses == []
 
 
 # Trouble that stays where it is
