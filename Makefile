@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: demo newsletter test lint types suite soak matrix benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-kills benchmark-queue benchmark-queue-kills benchmark-newsletter newsletter-kills clean
+.PHONY: demo newsletter test lint types suite soak mutants matrix benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-kills benchmark-queue benchmark-queue-kills benchmark-newsletter newsletter-kills clean
 
 demo: .venv/demo.stamp
 	@$(BIN)/python -m examples.feeds $(ARGS)
@@ -36,6 +36,10 @@ suite: .venv/dev.stamp
 # The tests that measure times or run long, one at a time; nothing else should run on the machine meanwhile.
 soak: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.soak $(ARGS)
+
+# Small changes of the product, of which the tests are to notice nine in ten.
+mutants: .venv/dev.stamp
+	$(BIN)/python -m benchmarks.mutants $(ARGS)
 
 # Every kind of task in every pool under every combination of settings, of which the suite runs a slice.
 matrix: .venv/dev.stamp
