@@ -9,16 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import redis
 from celery import Celery, Task, shared_task
 
 from only_one import configure, current_lock, only_one
-from tests.waiting import LIMIT
+from tests.live.crew import note, wait_at
 
-LEASE = 1.5
+LEASE = 60
 """Seconds that a key outlives a worker that is killed."""
 
 app = Celery("live", set_as_current=False)
@@ -29,20 +27,12 @@ if "LIVE_URL" in os.environ:  # in the worker
     configure(redis=os.environ["LIVE_URL"], prefix=os.environ["LIVE_PREFIX"])
 
 
-def note(*words: object) -> None:
-    """Append a line to the witness's file, which other processes do, too."""
-    with Path(os.environ["LIVE_WITNESS"]).open("ab", buffering=0) as file:
-        file.write(" ".join(map(str, words)).encode() + b"\n")
-
-
 @contextmanager
 def witnessed(gate: str) -> Iterator[None]:
     """A run, from begin to end, which waits at its gate."""
     note("begin", gate, os.getpid())
     try:
-        with redis.Redis.from_url(os.environ["LIVE_URL"]) as client:
-            if client.blpop([gate], timeout=LIMIT) is None:
-                raise TimeoutError(gate)
+        wait_at(gate)
         yield
     finally:
         note("end", gate, os.getpid())

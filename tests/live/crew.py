@@ -31,13 +31,13 @@ def note(*words: object) -> None:
 
 
 def wait_at(gate: str) -> None:
-    """Wait until somebody lets one run pass this gate.
+    """Wait until somebody lets one run pass this gate: for longer than any test waits for anything.
 
     Raises:
         TimeoutError: if nobody does.
     """
     with redis.Redis.from_url(os.environ["LIVE_URL"], socket_timeout=None) as client:
-        if client.blpop([gate], timeout=LIMIT) is None:
+        if client.blpop([gate], timeout=10 * LIMIT) is None:
             raise TimeoutError(gate)
 
 

@@ -9,11 +9,19 @@ from celery import Celery
 
 from only_one import carry_on, current_lock, fail, only_one, retry
 from tests.live.crew import note, wait_at
+from tests.renewal import renew_now
 from tests.waiting import eventually
 
 CLOSED = "redis://127.0.0.1:1/0"
-LEASE = 0.6
-"""Seconds: how soon a loss is known is a third of it."""
+LEASE = 60
+"""Seconds: too many to be waited for."""
+
+
+def is_lost() -> bool:
+    """Whether a run has lost its key, which its renewal finds out."""
+    lock = current_lock()
+    renew_now(lock)
+    return not lock.is_held
 
 
 @only_one("{key}")
@@ -33,7 +41,7 @@ def limited(key: str) -> str:
 def lost(key: str) -> str:
     """Runs until it has lost its key, which it then is told."""
     note("begin", os.getpid())
-    assert eventually(lambda: not current_lock().is_held), key
+    assert eventually(is_lost), key
     return "done"
 
 
@@ -41,7 +49,7 @@ def lost(key: str) -> str:
 def ensured(key: str) -> str:
     """The same, but it asks."""
     note("begin", os.getpid())
-    assert eventually(lambda: not current_lock().is_held), key
+    assert eventually(is_lost), key
     current_lock().ensure_held()
     return "done"
 

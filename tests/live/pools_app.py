@@ -10,14 +10,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import redis
 from celery import Celery, Task
-from celery.exceptions import SoftTimeLimitExceeded
 from pydantic import BaseModel
 
 from only_one import current_lock, only_one, retry
 from tests.live.crew import evaluated, note, wait_at
+from tests.renewal import is_renewed
+from tests.waiting import LIMIT
 
-LEASE = 1.0
+LEASE = 60
 
 app = Celery("pools", set_as_current=False)
 app.conf.broker_connection_retry_on_startup = True
@@ -59,13 +61,24 @@ def plain(key: str) -> list[Any]:
 
 
 @app.task  # type: ignore[untyped-decorator]
-@only_one("{key}", lease=LEASE)
+@only_one("{key}")
 def gated(key: str) -> list[Any]:
     """Runs until its gate is opened."""
     note("begin", key)
     wait_at(f"gate-{key}")
     note("end", key)
     return whose()
+
+
+@app.task  # type: ignore[untyped-decorator]
+@only_one("{key}", lease=LEASE)
+def renewed(key: str) -> int:
+    """When its gate is opened it is its lease's turn; returns for how many milliseconds the key is there then."""
+    note("begin", key)
+    wait_at(f"gate-{key}")
+    assert is_renewed(current_lock())
+    with redis.Redis.from_url(os.environ["LIVE_URL"]) as client:
+        return int(client.pttl(f"live:{key}"))
 
 
 @app.task(name="a name in every pool")  # type: ignore[untyped-decorator]
@@ -138,21 +151,9 @@ def patient(key: str) -> list[Any]:
     return whose()
 
 
-@app.task(soft_time_limit=1)  # type: ignore[untyped-decorator]
-@only_one("{key}", timeout=600)
-def softly_limited(key: str) -> str:
-    note("begin", key)
-    try:
-        time.sleep(20)
-    except SoftTimeLimitExceeded:
-        note("limit", key)
-        raise
-    return "went on"
-
-
-@app.task(time_limit=1)  # type: ignore[untyped-decorator]
-@only_one("{key}", timeout=600)
+@app.task(time_limit=5)  # type: ignore[untyped-decorator]
+@only_one("{key}", timeout=10 * LIMIT)
 def limited(key: str) -> str:
     note("begin", key)
-    time.sleep(20)
+    time.sleep(LIMIT)
     return "went on"

@@ -1,7 +1,8 @@
-"""Every end of a run, on a real worker with several processes: what becomes of its key, and when.
+"""Every end of a run, on real workers with several processes: what becomes of its key.
 
 The table of docs/celery.md is made of what is checked here: `python -m tests.live.test_ends` prints it.
-Keys have a `timeout` of ten minutes, so no expiry explains that one is free: the server tells when it was deleted.
+Keys have a `timeout` of twenty minutes, so no expiry explains that one is free: the server tells when it was deleted.
+All runs end at the same time; how soon each key is free is measured by `make soak`, one after the other.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 from uuid import uuid4
 
 import pytest
 
+from only_one import configure, only_one
 from only_one.holder import Holder
 from only_one.testing import Guarded
 from tests.live import ends_app as ends
@@ -27,17 +29,14 @@ from tests.live.workers import PREFIX, ROOT, World, kill_tree, world
 from tests.test_holder import CONTAINER
 from tests.waiting import LIMIT, eventually
 
-AT_ONCE = 2.0
-"""Seconds within which something happens at once, on a machine that has other things to do too."""
-
-CELERY_LOOKS_EVERY = 5.0
-"""Seconds after which a worker notices that a child is gone, at the latest."""
-
 PAGE = ROOT / "docs/celery.md"
+HEAD = "| end of a run | state of the key |\n|---|---|\n"
+
+TIME_LIMIT = 8
+"""Seconds: a run has begun by then, and others start workers meanwhile."""
+
 SLACK = 0.05
 """Seconds: what is written and what is seen by another process comes in this order only roughly."""
-
-HEAD = "| end of a run | state of the key |\n|---|---|\n"
 
 
 class State(Enum):
@@ -54,162 +53,214 @@ class State(Enum):
     NEVER = "never taken"
 
 
+AT_ONCE = 2.0
+SECONDS = {
+    State.FREE: AT_ONCE,
+    State.RETRIED: AT_ONCE,
+    State.REDELIVERED: 5 + AT_ONCE,
+    State.TOLD: 5 + AT_ONCE,
+}
+"""Within which a key is free, where nothing else computes."""
+
+
+class Place:
+    """A server with a worker, and more workers that are told to end."""
+
+    def __init__(self, broker: World, stack: ExitStack) -> None:
+        self.broker = broker
+        self._stack = stack
+        self._workers: dict[str, Guarded] = {}
+
+    def worker(self, queue: str) -> Guarded:
+        """The worker that takes from a queue; it is started when it is first asked for."""
+        if queue not in self._workers:
+            arguments = ["-c", "3", "-Q", queue]
+            environment = {"ENDS_SOFT": "1"} if queue == "soft" else {}
+            self._workers[queue] = self._stack.enter_context(self.broker.worker(*arguments, **environment))
+        return self._workers[queue]
+
+    def take_from(self, queue: str) -> None:
+        """Have the first worker take from this queue, too."""
+        assert ends.app.control.add_consumer(queue, reply=True, timeout=LIMIT, limit=1)
+
+
+@dataclass
 class Scene:
     """One run that is about to end."""
 
-    def __init__(self, world: World, gate: str, stack: ExitStack) -> None:
-        self.world, self.gate = world, gate
-        self._stack = stack
+    place: Place
+    gate: str
+    queue: str
+    answer: Any
 
-    def begin(self, task: Any, how: str, **options: Any) -> Any:
-        """Have a run begin."""
-        answer = task.apply_async((self.gate, how), **options)
-        self.world.wait_for("begin", self.gate)
-        return answer
+    @property
+    def broker(self) -> World:
+        return self.place.broker
 
-    def end(self, task: Any, how: str, **options: Any) -> float:
-        """Have a run end by itself; returns when it did."""
-        self.begin(task, how, **options)
-        return self.world.wait_for("end", self.gate).at
+    def begun(self) -> float:
+        """Wait until the run has begun; returns when it did."""
+        return self.broker.wait_for("begin", self.gate).at
+
+    def ended(self) -> float:
+        """Wait until the run ends by itself; returns when it did."""
+        return self.broker.wait_for("end", self.gate).at
+
+    def events(self) -> list[str]:
+        """What has happened to the key until now."""
+        self.broker.catch_up()
+        return [event.what for event in self.broker.events(self.gate) if event.what != "expire"]
 
     def child(self) -> int:
         """The process that runs."""
-        value = self.world.client.get(PREFIX + self.gate)
-        holder = Holder.parse(value or b"")
+        holder = Holder.parse(self.broker.client.get(PREFIX + self.gate) or b"")
         assert holder is not None
-        assert holder.pid == self.world.notes("begin", self.gate)[0].pid
+        assert holder.pid == self.broker.notes("begin", self.gate)[0].pid
         return holder.pid
 
-    def worker(self, **environment: Any) -> Guarded:
-        """A worker of its own, which takes from a queue of its own."""
-        return self._stack.enter_context(self.world.worker("-c", "1", "-Q", self.gate, **environment))
 
-    def begin_there(self, task: Any, how: str, **environment: Any) -> Guarded:
-        """Have a run begin in a worker of its own."""
-        worker = self.worker(**environment)
-        self.begin(task, how, queue=self.gate)
-        return worker
+def by_itself(scene: Scene) -> float:
+    return scene.ended()
 
 
-Go = Callable[[Scene], float]
-
-
-def by_itself(task: Any, how: str, **options: Any) -> Go:
-    return lambda scene: scene.end(task, how, **options)
-
-
-def by_hard_limit(how: str) -> Go:
-    def go(scene: Scene) -> float:
-        scene.begin(ends.early, how, time_limit=1)
-        return scene.world.notes("begin", scene.gate)[0].at + 1
-
-    return go
+def by_hard_limit(scene: Scene) -> float:
+    return scene.begun() + TIME_LIMIT
 
 
 def by_revoke(scene: Scene) -> float:
-    """While it waits: what waits for its time is in the worker already, and is dropped there."""
-    answer = ends.early.apply_async((scene.gate, "return"), countdown=1)
-    ends.app.control.revoke(answer.id, reply=True, timeout=LIMIT, limit=1)
-    began = time.monotonic()
-    assert eventually(lambda: answer.state == "REVOKED", LIMIT)
+    """While it waits in its queue; the worker drops it."""
+    ends.app.control.revoke(scene.answer.id, reply=True, timeout=LIMIT, limit=1)
+    scene.place.take_from(scene.queue)
+    assert eventually(lambda: scene.answer.state == "REVOKED")
+    return time.monotonic()
+
+
+def by_terminate(name: str) -> Callable[[Scene], float]:
+    def strike(scene: Scene) -> float:
+        scene.begun()
+        began = time.monotonic()
+        ends.app.control.revoke(scene.answer.id, terminate=True, signal=name)
+        return began
+
+    return strike
+
+
+def by_kill(scene: Scene) -> float:
+    scene.begun()
+    child, began = scene.child(), time.monotonic()
+    os.kill(child, signal.SIGKILL)
     return began
 
 
-def by_terminate(name: str) -> Go:
-    def go(scene: Scene) -> float:
-        answer = scene.begin(ends.early, "sleep")
-        began = time.monotonic()
-        ends.app.control.revoke(answer.id, terminate=True, signal=name)
-        return began
-
-    return go
-
-
-def by_kill(task: Any) -> Go:
-    def go(scene: Scene) -> float:
-        scene.begin(task, "sleep")
-        child = scene.child()
-        began = time.monotonic()
-        os.kill(child, signal.SIGKILL)
-        return began
-
-    return go
-
-
 def by_worker_kill(scene: Scene) -> float:
-    worker = scene.begin_there(ends.early, "sleep")
     began = time.monotonic()
-    kill_tree(worker)
+    kill_tree(scene.place.worker(scene.queue))
     return began
 
 
 def by_warm_shutdown(scene: Scene) -> float:
-    worker = scene.begin_there(ends.early, "gate")
+    worker = scene.place.worker(scene.queue)
     worker.signal(signal.SIGTERM)
-    assert eventually(lambda: "Warm shutdown" in scene.world.log(), LIMIT)
-    scene.world.client.rpush(f"{scene.gate}:gate", 1)
+    assert eventually(lambda: "Warm shutdown" in scene.broker.log())
+    assert scene.broker.is_held(scene.gate)
+    scene.broker.client.rpush(f"{scene.gate}:gate", 1)
     worker.wait(LIMIT)
-    assert eventually(lambda: scene.world.notes("end", scene.gate))
-    return scene.world.wait_for("end", scene.gate).at
+    return scene.ended()
 
 
-def by_cold_shutdown(soft: str) -> Go:
-    def go(scene: Scene) -> float:
-        worker = scene.begin_there(ends.early, "sleep", ENDS_SOFT=soft)
-        began = time.monotonic()
-        worker.signal(signal.SIGQUIT)
-        worker.wait(LIMIT)
-        assert "Soft Shutdown" in scene.world.log() or soft == "0"
-        return began + float(soft)
-
-    return go
+def by_cold_shutdown(scene: Scene) -> float:
+    worker, began = scene.place.worker(scene.queue), time.monotonic()
+    worker.signal(signal.SIGQUIT)
+    worker.wait(LIMIT)
+    is_soft = scene.queue == "soft"
+    assert "Soft Shutdown" in scene.broker.log() or not is_soft
+    return began + is_soft
 
 
 @dataclass(frozen=True)
 class End:
-    """One line of the page."""
+    """One line of the page.
+
+    Attributes:
+        strike: what ends it, when all have begun; returns when it did.
+        queue: that of a worker of its own.
+    """
 
     name: str
     state: State
-    go: Go
+    how: str = "sleep"
+    strike: Callable[[Scene], float] = by_itself
+    task: Any = ends.early
+    queue: str = "celery"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def stores_its_result(self) -> bool:
+        """Whether it is the run's own process that stores a result."""
+        return self.state is State.FREE and (self.how in {"return", "exception"} or "soft_time_limit" in self.options)
 
 
 ENDS = [
-    End("return", State.FREE, by_itself(ends.early, "return")),
-    End("return, with `at_least`", State.KEPT, by_itself(ends.cooling, "return")),
-    End("exception", State.FREE, by_itself(ends.early, "exception")),
-    End("`SystemExit`", State.FREE, by_itself(ends.early, "exit")),
-    End("`Ignore`", State.FREE, by_itself(ends.early, "ignore")),
-    End("`Reject`", State.FREE, by_itself(ends.late, "reject")),
-    End("`Reject(requeue=True)`", State.REDELIVERED, by_itself(ends.late, "reject and requeue")),
-    End("`self.retry()`", State.RETRIED, by_itself(ends.early, "retry")),
-    End("`autoretry_for`", State.RETRIED, by_itself(ends.again, "exception")),
-    End("soft time limit", State.FREE, by_itself(ends.early, "sleep", soft_time_limit=1)),
-    End("hard time limit", State.FREE, by_hard_limit("sleep")),
-    End("hard time limit inside one C call", State.FREE, by_hard_limit("C call")),
-    End("`revoke` of a task that waits", State.NEVER, by_revoke),
-    End("`revoke(terminate=True)`", State.FREE, by_terminate("SIGTERM")),
-    End("`revoke(terminate=True, signal='SIGKILL')`", State.FREE, by_terminate("SIGKILL")),
-    End("`kill -9` of the child", State.TOLD, by_kill(ends.early)),
-    End("`kill -9` of the child, `reject_on_worker_lost`", State.REDELIVERED, by_kill(ends.late)),
-    End("`kill -9` of the whole worker", State.LEFT, by_worker_kill),
-    End("warm shutdown", State.FREE, by_warm_shutdown),
-    End("soft shutdown, not done in time", State.FREE, by_cold_shutdown("1")),
-    End("cold shutdown", State.FREE, by_cold_shutdown("0")),
+    End("return", State.FREE, "return"),
+    End("return, with `at_least`", State.KEPT, "return", task=ends.cooling),
+    End("exception", State.FREE, "exception"),
+    End("`SystemExit`", State.FREE, "exit"),
+    End("`Ignore`", State.FREE, "ignore"),
+    End("`Reject`", State.FREE, "reject", task=ends.late),
+    End("`Reject(requeue=True)`", State.REDELIVERED, "reject and requeue", task=ends.late),
+    End("`self.retry()`", State.RETRIED, "retry"),
+    End("`autoretry_for`", State.RETRIED, "exception", task=ends.again),
+    End("soft time limit", State.FREE, options={"soft_time_limit": TIME_LIMIT}),
+    End("hard time limit", State.FREE, "sleep", by_hard_limit, options={"time_limit": TIME_LIMIT}),
+    End("hard time limit inside one C call", State.FREE, "C call", by_hard_limit, options={"time_limit": TIME_LIMIT}),
+    End("`revoke` of a task that waits", State.NEVER, "return", by_revoke, queue="revoked"),
+    End("`revoke(terminate=True)`", State.FREE, strike=by_terminate("SIGTERM")),
+    End("`revoke(terminate=True, signal='SIGKILL')`", State.FREE, strike=by_terminate("SIGKILL")),
+    End("`kill -9` of the child", State.TOLD, strike=by_kill),
+    End("`kill -9` of the child, `reject_on_worker_lost`", State.REDELIVERED, strike=by_kill, task=ends.late),
+    End("`kill -9` of the whole worker", State.LEFT, strike=by_worker_kill, queue="killed"),
+    End("warm shutdown", State.FREE, "gate", by_warm_shutdown, queue="warm"),
+    End("soft shutdown, not done in time", State.FREE, strike=by_cold_shutdown, queue="soft"),
+    End("cold shutdown", State.FREE, strike=by_cold_shutdown, queue="cold"),
 ]
+LOST = [
+    End("this machine", State.REDELIVERED, task=ends.late, queue="killed"),
+    End("another machine", State.REDELIVERED, task=ends.elsewhere, queue="killed"),
+    End("cold shutdown", State.REDELIVERED, task=ends.late, queue="cold"),
+]
+"""Runs whose messages are lost with their workers."""
+
+each_end = pytest.mark.parametrize("end", ENDS, ids=[each.name.replace("`", "") for each in ENDS])
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with world(ends.app, "tests.live.ends_app", tmp_path_factory.mktemp("ends")) as found, found.worker("-c", "2"):
-        yield found
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with (
+        world(ends.app, "tests.live.ends_app", tmp_path_factory.mktemp("ends")) as broker,
+        broker.worker("-c", "10"),
+        ExitStack() as stack,
+    ):
+        yield Place(broker, stack)
+        assert eventually(lambda: not broker.keys_of_runs())
 
 
-@pytest.fixture
-def scene(place: World) -> Iterator[Scene]:
-    with ExitStack() as stack:
-        yield Scene(place, f"end-{uuid4().hex}", stack)
-    assert place.keys() == []
+def begin(place: Place, end: End) -> Scene:
+    if end.queue not in {"celery", "revoked"}:
+        place.worker(end.queue)
+    gate = f"end-{uuid4().hex}"
+    return Scene(place, gate, end.queue, end.task.apply_async((gate, end.how), queue=end.queue, **end.options))
+
+
+@pytest.fixture(scope="module")
+def scenes(place: Place) -> dict[str, Scene]:
+    """All runs, which have been struck."""
+    found = {end.name: begin(place, end) for end in ENDS}
+    lost = {end.name: begin(place, end) for end in LOST}
+    for each in [*found.values(), *lost.values()]:
+        if each.queue != "revoked":
+            each.begun()
+    for end in ENDS:
+        end.strike(found[end.name])
+    return found | {f"lost: {name}": scene for name, scene in lost.items()}
 
 
 def test_the_table_of_the_page_is_what_is_checked_here() -> None:
@@ -220,65 +271,46 @@ def table() -> str:
     return HEAD + "".join(f"| {each.name} | {each.state.value} |\n" for each in ENDS)
 
 
-def is_free_in_time(scene: Scene, began: float, limit: float) -> float:
-    """Wait until the server says that the key was deleted, by nobody's call but the worker's own."""
-    seconds = scene.world.wait_for_event(scene.gate, "del", since=began - SLACK).at - began
-    assert seconds < limit
-    return seconds
+def check_free(scene: Scene) -> None:
+    """By nobody's call but the worker's own."""
+    scene.broker.wait_for_event(scene.gate, "del", since=0)
+    assert scene.events() == ["set", "del"]
 
 
-def check_free(scene: Scene, began: float) -> float:
-    return is_free_in_time(scene, began, AT_ONCE)
+def check_kept(scene: Scene) -> None:
+    def state() -> str | None:
+        holder = Holder.parse(scene.broker.client.get(PREFIX + scene.gate) or b"")
+        return holder.state if holder else None
+
+    assert eventually(lambda: state() == "kept")
+    assert 0 < scene.broker.client.pttl(PREFIX + scene.gate) <= ends.AT_LEAST * 1000
+    scene.broker.client.delete(PREFIX + scene.gate)
 
 
-def check_told(scene: Scene, began: float) -> float:
-    return is_free_in_time(scene, began, CELERY_LOOKS_EVERY + AT_ONCE)
+def check_again(scene: Scene) -> None:
+    scene.broker.wait_for("again", scene.gate)
+    assert eventually(lambda: not scene.broker.is_held(scene.gate))
 
 
-def check_kept(scene: Scene, began: float) -> float:
-    value = scene.world.client.get(PREFIX + scene.gate)
-    (taken,) = [event.at for event in scene.world.events(scene.gate) if event.what == "set"][:1]
-    assert eventually(lambda: not scene.world.is_held(scene.gate))
-    free = time.monotonic()
-    assert value is not None
-    assert ends.AT_LEAST - 0.1 < free - taken < ends.AT_LEAST + AT_ONCE
-    return free - began
+def check_retried(scene: Scene) -> None:
+    check_again(scene)
+    assert scene.events() == ["set", "del", "set", "del"]
 
 
-def check_retried(scene: Scene, began: float) -> float:
-    seconds = is_free_in_time(scene, began, AT_ONCE)
-    again = scene.world.wait_for("again", scene.gate)
-    between = [event.what for event in scene.world.events(scene.gate) if began + seconds <= event.at < again.at - SLACK]
-    assert between == ["del"]
-    assert again.at - began > ends.WAIT - SLACK
-    is_free_in_time(scene, again.at, AT_ONCE)
-    return seconds
+def check_never(scene: Scene) -> None:
+    assert scene.events() == []
+    assert scene.broker.notes("begin", scene.gate) == []
 
 
-def check_redelivered(scene: Scene, began: float) -> float:
-    seconds = scene.world.wait_for("again", scene.gate).at - began
-    assert seconds < CELERY_LOOKS_EVERY + AT_ONCE
-    is_free_in_time(scene, began + seconds, AT_ONCE)
-    return seconds
-
-
-def check_never(scene: Scene, _began: float) -> float:
-    assert scene.world.events(scene.gate) == []
-    assert scene.world.notes("begin", scene.gate) == []
-    return 0.0
-
-
-def check_left(scene: Scene, _began: float) -> float:
+def check_left(scene: Scene) -> None:
     if CONTAINER:
-        assert call(scene, CONTAINER) == "None"
+        assert call_from_another_machine(scene) == "None"
     # What is dead is gone only when somebody has waited for it; for orphans that is init, which may take its time.
     child = scene.child()
-    assert eventually(lambda: is_gone(child), LIMIT)
-    assert call(scene, []) == "done"
-    (taken,) = [event.at for event in scene.world.events(scene.gate) if event.what == "set"][1:]
-    seconds = taken - scene.world.notes("calls", scene.gate)[-1].at
-    assert 0 < seconds < AT_ONCE
-    return seconds
+    assert eventually(lambda: is_gone(child))
+    assert scene.events() == ["set"]
+    with configure(redis=scene.broker.server.url, prefix=PREFIX):
+        assert only_one(lambda: "done", key=scene.gate, timeout=600)() == "done"
 
 
 def is_gone(pid: int) -> bool:
@@ -292,48 +324,65 @@ def is_gone(pid: int) -> bool:
 CALL = f"""
 import sys
 from only_one import configure, only_one
-from tests.live.workers import note
 configure(redis=sys.argv[1], prefix="{PREFIX}")
-note("calls", sys.argv[2])
 print(only_one(lambda: "done", key=sys.argv[2], timeout=600)())
 """
 
 
-def call(scene: Scene, inside: list[str]) -> str:
-    """Call something with the same key, from this machine or another; returns what it gave."""
-    command = [*inside, sys.executable, "-c", CALL, scene.world.server.url, scene.gate]
-    env = {**os.environ, **scene.world.environment}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout.strip()
+def call_from_another_machine(scene: Scene) -> str:
+    """Call something with the same key; returns what it gave."""
+    command = [*(CONTAINER or []), sys.executable, "-c", CALL, scene.broker.server.url, scene.gate]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 CHECKS = {
     State.FREE: check_free,
     State.KEPT: check_kept,
     State.RETRIED: check_retried,
-    State.REDELIVERED: check_redelivered,
-    State.TOLD: check_told,
+    State.REDELIVERED: check_again,
+    State.TOLD: check_free,
     State.LEFT: check_left,
     State.NEVER: check_never,
 }
 
 
-@pytest.mark.parametrize("end", ENDS, ids=[each.name.replace("`", "") for each in ENDS])
-def test_the_key_after(scene: Scene, end: End) -> None:
-    began = end.go(scene)
-    seconds = CHECKS[end.state](scene, began)
+@each_end
+def test_the_key_after(scenes: dict[str, Scene], end: End) -> None:
+    scene = scenes[end.name]
+    CHECKS[end.state](scene)
+    if end.stores_its_result:
+        stored = scene.broker.wait_for_event(f"/celery-task-meta-{scene.answer.id}", "set", since=0)
+        assert scene.broker.events(scene.gate)[-1].at <= stored.at, "released after the result was stored"
+
+
+@pytest.mark.parametrize("end", LOST, ids=[each.name for each in LOST])
+def test_a_message_whose_worker_is_lost(place: Place, scenes: dict[str, Scene], end: End) -> None:
+    """Another worker does the work once more: at once, or when the key has expired."""
+    scene = scenes[f"lost: {end.name}"]
+    if end.queue == "killed":
+        place.broker.deliver_again(place.broker.copy_of(scene.answer.id))
+    place.take_from(end.queue)
+    assert scene.answer.get(timeout=LIMIT) == "again"
+    assert len(place.broker.notes("begin", scene.gate)) == 2
+    assert place.broker.notes("end", scene.gate) == []
+    assert ("expired" in scene.events()) == (end.name == "another machine")
+
+
+@pytest.mark.soak
+@each_end
+def test_how_soon_a_key_is_free(place: Place, end: End, record_property: Callable[[str, object], None]) -> None:
+    if end.state not in SECONDS:
+        pytest.skip("it is not released")
+    scene = begin(place, end)
+    scene.begun()
+    began = end.strike(scene)
+    if end.state is State.REDELIVERED:
+        scene.broker.wait_for("again", scene.gate)
+    seconds = scene.broker.wait_for_event(scene.gate, "del", since=began - SLACK).at - began
+    record_property("seconds", seconds)
     print(f"{end.name:60} {end.state.name:12} {seconds:6.3f} s")
-
-
-def test_the_key_of_a_worker_that_was_killed_outlives_it_by_its_lease(scene: Scene) -> None:
-    """As nobody asks for it, it is free as it is for those on other machines."""
-    worker = scene.begin_there(ends.leased, "sleep")
-    began = time.monotonic()
-    kill_tree(worker)
-    assert scene.world.is_held(scene.gate)
-    assert eventually(lambda: not scene.world.is_held(scene.gate))
-    seconds = time.monotonic() - began
-    assert seconds < ends.AT_LEAST + AT_ONCE
-    print(f"free after {seconds:.3f} s of a lease of {ends.AT_LEAST} s")
+    assert seconds < SECONDS[end.state]
+    CHECKS[end.state](scene)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import pytest
 import redis
-from celery.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded
+from celery.exceptions import TimeLimitExceeded
 
 from only_one.testing import redis_server
 from tests.live import pools_app as live
@@ -22,8 +22,6 @@ from tests.live.crew import Witness, celery_worker, environment, sender
 from tests.waiting import LIMIT, eventually
 
 SIZE = {"prefork": 3, "threads": 3, "gevent": 10, "solo": 1}
-HAS_SOFT_LIMIT = {"prefork"}
-HAS_HARD_LIMIT = {"prefork", "gevent"}
 
 SETTINGS: dict[str, list[Any]] = {
     "task_acks_late": [False, True],
@@ -69,7 +67,7 @@ class Pool:
 
     def is_free(self, key: str) -> bool:
         """Whether the key is free, or comes to be."""
-        return eventually(lambda: not self.client.exists(f"live:{key}"), 5)
+        return eventually(lambda: not self.client.exists(f"live:{key}"))
 
 
 def name_of(each: tuple[str, dict[str, Any]]) -> str:
@@ -93,7 +91,7 @@ def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         celery_worker("tests.live.pools_app", folder / "log", env, pool=name, size=SIZE[name]),
     ):
         yield Pool(name, client, witness)
-        assert eventually(lambda: not list(client.scan_iter("live:*")), 5)
+        assert eventually(lambda: not list(client.scan_iter("live:*")))
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +132,7 @@ def test_a_task_runs_and_is_skipped(pool: Pool, key: str, kind: str) -> None:
 
 def test_duplicates_are_skipped(pool: Pool, key: str) -> None:
     running = send(live.gated, key)
-    assert eventually(lambda: pool.times("begin", key), LIMIT)
+    assert eventually(lambda: pool.times("begin", key))
     copies = [send(live.gated, key) for _ in range(4)]
     if pool.name == "solo":  # which does nothing else meanwhile: they come after it
         pool.client.rpush(f"gate-{key}", *range(5))
@@ -149,20 +147,12 @@ def test_duplicates_are_skipped(pool: Pool, key: str) -> None:
     assert pool.is_free(key)
 
 
-def test_a_run_that_is_longer_than_its_lease_keeps_its_key(pool: Pool, key: str) -> None:
-    running = send(live.gated, key)
-    assert eventually(lambda: pool.times("begin", key), LIMIT)
-    first = pool.client.get(f"live:{key}")
-    left = [pool.client.pttl(f"live:{key}")]
-
-    def is_renewed_twice() -> bool:
-        left.append(pool.client.pttl(f"live:{key}"))
-        return len([0 for before, after in itertools.pairwise(left) if after > before]) >= 4
-
-    assert eventually(is_renewed_twice, 6 * live.LEASE)
-    assert pool.client.get(f"live:{key}") == first
+def test_a_run_renews_its_lease(pool: Pool, key: str) -> None:
+    running = send(live.renewed, key)
+    assert eventually(lambda: pool.times("begin", key))
+    pool.client.pexpire(f"live:{key}", live.LEASE * 1000 // 2)
     pool.client.rpush(f"gate-{key}", "open")
-    assert result(running) == [live.gated.name, running.id, 0, True]
+    assert result(running) > live.LEASE * 900
 
 
 @pytest.mark.parametrize("task", [live.again, live.failing], ids=["self.retry", "autoretry_for"])
@@ -178,7 +168,7 @@ def test_a_task_that_is_put_back(pool: Pool, key: str) -> None:
     other = send(live.plain, other_key := str(uuid4()))
     assert result(other) == [live.plain.name, other.id, 0, True]  # nobody waits in the worker
     assert pool.is_free(other_key)
-    assert eventually(lambda: is_waiting(pool, answer.id), LIMIT)
+    assert eventually(lambda: is_waiting(pool, answer.id))
     assert not answer.ready()
     pool.free(key)
     assert result(answer) == [live.patient.name, answer.id, 0, True]
@@ -191,16 +181,9 @@ def is_waiting(pool: Pool, task_id: str) -> bool:
     return any(task_id.encode() in message and b"only_one" in message for message in messages)
 
 
-@those_of(HAS_SOFT_LIMIT)
-def test_the_soft_time_limit(pool: Pool, key: str) -> None:
-    with pytest.raises(SoftTimeLimitExceeded):
-        result(send(live.softly_limited, key))
-    assert (pool.times("begin", key), pool.times("limit", key)) == (1, 1)
-    assert pool.is_free(key)
-
-
-@those_of(HAS_HARD_LIMIT)
+@those_of({"gevent"})
 def test_the_hard_time_limit(pool: Pool, key: str) -> None:
+    """That of processes is in `test_ends`."""
     with pytest.raises(TimeLimitExceeded):
         result(send(live.limited, key))
     assert pool.times("begin", key) == 1
