@@ -17,12 +17,13 @@ from only_one import only_one
 
 from . import recording, store
 from .journal import witnessed
+from .patience import PATIENCE
 from .single_task import SingleTask
 
 BROKER = os.environ.get("DEMO_BROKER_URL", "redis://localhost:6379/1")
 FEEDS = os.environ.get("DEMO_FEEDS", "").split()
 INTERVAL = 1.0
-FETCH_TIMEOUT = 10
+FETCH_TIMEOUT = 10 * PATIENCE
 
 app = Celery("feeds", broker=BROKER, backend=BROKER)
 app.conf.broker_connection_retry_on_startup = True
@@ -30,7 +31,7 @@ app.conf.worker_prefetch_multiplier = 1
 
 
 @app.task  # type: ignore[untyped-decorator]
-@only_one("{name}:{feed_url:md5}", lease=3)
+@only_one("{name}:{feed_url:md5}", lease=3 * PATIENCE)
 def import_feed(feed_url: str) -> int:
     """Fetch a feed and store its entries; one run at a time per feed.
 

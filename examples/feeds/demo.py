@@ -23,6 +23,7 @@ from . import store
 from .feed_server import FEEDS, feed_server
 from .history import History, Row, Run
 from .journal import Reader, note
+from .patience import PATIENCE
 from .summary import problem, report
 from .timeline import View, view
 
@@ -32,10 +33,10 @@ SPARE = 2
 MIN_WORKERS, MAX_WORKERS = SPARE + 2, SPARE + len(FEEDS)
 MIN_DURATION, MAX_DURATION = 10.0, 28.0
 
-START_LIMIT = 20.0
+START_LIMIT = 20.0 * PATIENCE
 """Seconds from the start of the worker and beat to the first tick."""
 
-HARD_LIMIT = 29.0
+HARD_LIMIT = 29.0 * PATIENCE
 """Seconds from the first tick to the end, whatever happens."""
 
 DRAIN = 4.5

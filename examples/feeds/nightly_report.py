@@ -13,11 +13,12 @@ from only_one import only_one, subscribe
 
 from . import store
 from .journal import directory, note, note_event, witnessed
+from .patience import PATIENCE
 
 ROW = "nightly-report"
 
 
-@only_one("nightly-report", lease=5)
+@only_one("nightly-report", lease=5 * PATIENCE)
 def main() -> None:
     """Write how many entries each feed has."""
     with witnessed(ROW):
