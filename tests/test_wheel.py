@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
@@ -16,7 +17,8 @@ ROUNDS = 41
 
 
 def run(*command: str | Path) -> str:
-    return subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True).stdout
+    apart = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run([str(part) for part in command], env=apart, check=True, capture_output=True, text=True).stdout
 
 
 def pip(python: Path, *arguments: str | Path) -> str:
