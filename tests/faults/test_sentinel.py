@@ -172,6 +172,10 @@ def test_a_failover_during_a_run(watched: Watched, prefix: str, fault: Callable[
             Running("thread", lease=60, when_lost=told.append) as thread,
             RunningAsync("loop", lease=60, when_lost=told.append) as loop,
         ):
+            # What renews waits for none of them for long, whatever the user's client does.
+            background = thread.lock.server.background.connection_pool
+            for pool in (background, *(each.connection_pool for each in background.sentinel_manager.sentinels)):
+                assert pool.connection_kwargs["socket_timeout"] == 0.5
             on_master.wait(1, round(LIMIT * 1000))
             assert on_replica.exists(*keys) == 3
             assert on_replica.delete(keys[2]) == 1
