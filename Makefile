@@ -24,10 +24,10 @@ types: .venv/dev.stamp
 	$(BIN)/mypy
 	$(BIN)/pyright
 
-# Three at a time on two cores, as most of the time is spent waiting for workers.
+# Four at a time on two cores, as most of the time is spent waiting for workers.
 suite: .venv/dev.stamp
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest --numprocesses 3 --dist loadfile -m "not interrupts and not soak" $(ARGS)
+	$(BIN)/coverage run -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m "not interrupts and not soak" $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 # What raises out of nowhere interrupts coverage in its locks, too, so these run without it.

@@ -39,7 +39,8 @@ def fails_to_renew(lock: Any) -> bool:
 
 def is_awaited(lock: Any) -> bool:
     """Whether the thread that renews sleeps, and no longer than until it is the turn of this lease."""
-    return eventually(lambda: leases.now() < leases._renewer.wakes_at <= lock.renew_at)
+    thread: Any = leases  # whose clock `later` puts forward
+    return eventually(lambda: thread.now() < thread._renewer.wakes_at <= lock.renew_at)
 
 
 @contextmanager
