@@ -343,6 +343,7 @@ def main() -> None:
     parser.add_argument(
         "--as-seen", action="store_true", help="choose tests by what was seen before, files changed or not"
     )
+    parser.add_argument("--afresh", action="store_true", help="look anew which lines all the tests run")
     parser.add_argument("--list", action="store_true", help="print what is drawn, and run nothing")
     parser.add_argument("--only", action="append", metavar="ID", help="this mutant, or all of a line (servers.py:88)")
     parser.add_argument("--equivalents", action="store_true", help="run those that are said to be equivalent, too")
@@ -370,7 +371,9 @@ def run(
     name = "only" if options.only else f"seed-{options.seed}-{options.number}"
     name += f"-{options.module.replace('/', '-')}" if options.module else ""
     with tempfile.TemporaryDirectory(prefix="mut-", ignore_cleanup_errors=True) as folder:
-        state, tests = as_seen() if options.as_seen else look(Path(folder), options.jobs, console)
+        state, tests = (
+            as_seen() if options.as_seen else look(Path(folder), options.jobs, console, afresh=options.afresh)
+        )
         for test in tests.failed:
             console.print(f"left out, as it does not pass: {escape(test)}")
         kept = Kept(PLACE / f"{name}.jsonl", state)

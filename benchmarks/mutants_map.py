@@ -1,8 +1,10 @@
 """Which tests run which lines of the product, for `benchmarks.mutants`: seen once, and again where files change.
 
 One run of the suite under coverage, in a copy of the project, says it, with the time that each test takes. Tests that
-failed there are left out. Those that interrupt run without coverage, which does not survive them, and count as running
-every line of what they are about.
+failed there are left out. Where a line of the product changes afterwards, those that ran it run what it has become;
+`--afresh` looks at all again.
+Those that interrupt run without coverage, which does not survive them, and count as running every line of what they
+are about.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from difflib import SequenceMatcher
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import median
@@ -41,6 +44,9 @@ MAP = PLACE / "map.json"
 
 INTERRUPTED = {f"{PACKAGE}/{name}.py" for name in ("run", "attempt", "lock", "direct", "leases", "lease", "servers")}
 """What the tests that interrupt are about."""
+
+NOT_NEEDED = ["cacheprovider", "xdist", "hypothesispytest", "valkey", "platformdirs"]
+"""Plugins of pytest's whose import takes longer than most tests, and which no test needs."""
 
 LEAST_SECONDS = 0.02
 LONGEST_FILE = 1800.0
@@ -153,8 +159,8 @@ def _used_by(path: str, texts: dict[str, str]) -> set[str]:
     while waiting:
         each = waiting.pop()
         found.add(each)
-        words = set(re.findall(r"\w+", texts.get(each, "")))
-        waiting |= {helper for helper, stem in helpers.items() if stem in words} - found
+        names = set(re.findall(r"\w+_\w+|(?<=\.)\w+", texts.get(each, "")))  # or it is a word like another
+        waiting |= {helper for helper, stem in helpers.items() if stem in names} - found
     return found
 
 
@@ -167,11 +173,13 @@ class State:
     """What the files were when the tests were seen.
 
     Attributes:
-        common: a digest of the product, and of what several tests use.
-        files: one of each file of tests.
+        common: a digest of what all tests use.
+        product: the text of each file of the product.
+        files: a digest of each file of tests, and of those that it uses.
     """
 
     common: str
+    product: dict[str, str]
     files: dict[str, str]
 
     @classmethod
@@ -179,9 +187,12 @@ class State:
         """What they are."""
         known = files()
         texts = {path: (ROOT / path).read_text() for path in known if path.startswith(("tests/", "examples/"))}
-        common = [path for path in known if path.startswith(f"{PACKAGE}/") or Path(path).name == "conftest.py"]
+        common = [path for path in known if Path(path).name == "conftest.py"]
+        product = {path: (ROOT / path).read_text() for path in known if path.startswith(f"{PACKAGE}/")}
         tests = [path for path in known if _is_test_file(path)]
-        return cls(digest([*common, "pyproject.toml"]), {path: digest(_used_by(path, texts)) for path in tests})
+        return cls(
+            digest([*common, "pyproject.toml"]), product, {path: digest(_used_by(path, texts)) for path in tests}
+        )
 
     @property
     def digest(self) -> str:
@@ -277,8 +288,9 @@ class Bench:
             choice.write_text(json.dumps(tests))
             environment[CHOICE] = str(choice)
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("ONLY_ONE", "COVERAGE"))}
-        # -P and PYTHONPATH: the copy's modules, wherever a test starts a process.
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "benchmarks.mutants_plugin"]
+        # PYTHONPATH: the modules of the copy, wherever a test starts a process.
+        without = [f"-pno:{plugin}" for plugin in NOT_NEEDED]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.mutants_plugin", *without]
         with self.log.open("wb") as log:
             process = subprocess.Popen(
                 [*command, *options, *dict.fromkeys(map(file_of, tests))],
@@ -342,24 +354,30 @@ def _limit_memory(pid: int) -> None:
 
 def as_seen() -> tuple[State, TestMap]:
     """What was seen the last time, even if files have changed since."""
-    return State.now(), TestMap(_load()[1])
+    state, (old, tests) = State.now(), _load()
+    _carry(tests, old.product, state.product)
+    return state, TestMap(tests)
 
 
-def look(folder: Path, jobs: int, console: Console) -> tuple[State, TestMap]:
+def look(folder: Path, jobs: int, console: Console, *, afresh: bool = False) -> tuple[State, TestMap]:
     """Which tests run which lines, seen now as far as it has changed, and kept file by file.
 
     Args:
         folder: an empty one, for copies.
         jobs: how many files of tests run at a time.
         console: where the progress is shown.
+        afresh: forget what was seen before.
     """
     state = State.now()
+    if afresh:
+        MAP.unlink(missing_ok=True)
     old, tests = _load()
     known = old.files if old.common == state.common else {}
     stale = [path for path, its in state.files.items() if known.get(path) != its]
     stale.sort(key=lambda path: path.count("/"))  # those that start workers take longest
     seen = {path: its for path, its in state.files.items() if path not in stale}
     tests = {name: test for name, test in tests.items() if file_of(name) in seen}
+    _carry(tests, old.product, state.product)
     benches: SimpleQueue[Bench] = SimpleQueue()
     for number in range(min(jobs, len(stale))):
         benches.put(Bench(folder / f"look-{number}"))
@@ -378,7 +396,7 @@ def look(folder: Path, jobs: int, console: Console) -> tuple[State, TestMap]:
                 path, found = done.result()
                 tests |= found
                 seen[path] = state.files[path]
-                _keep(State(state.common, seen), tests)
+                _keep(State(state.common, state.product, seen), tests)
                 progress.advance(task)
     return state, TestMap(tests)
 
@@ -398,9 +416,32 @@ def _keep(state: State, tests: dict[str, Test]) -> None:
 
 def _load() -> tuple[State, dict[str, Test]]:
     if not MAP.exists():
-        return State("", {}), {}
+        return State("", {}, {}), {}
     found = json.loads(MAP.read_bytes())
     return State(**found["state"]), {name: Test(**test) for name, test in found["tests"].items()}
+
+
+def _carry(tests: dict[str, Test], old: dict[str, str], new: dict[str, str]) -> None:
+    """Carry over what tests have run where the product has changed since: who ran a line runs what it has become."""
+    for path in {path for path, text in old.items() if new.get(path) != text}:
+        becomes = _become(old[path].splitlines(), new.get(path, "").splitlines())
+        for test in tests.values():
+            lines = {after for line in test.lines.pop(path, ()) for after in becomes[line]}
+            if lines:
+                test.lines[path] = sorted(lines)
+
+
+def _become(old: list[str], new: list[str]) -> dict[int, set[int]]:
+    """Where each line has gone; what is new belongs to the line before it."""
+    found: dict[int, set[int]] = defaultdict(set)
+    for kind, begin, end, new_begin, new_end in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if kind == "equal":
+            for line in range(begin, end):
+                found[line + 1].add(line + 1 + new_begin - begin)
+        else:
+            for line in range(begin - 1, end):
+                found[line + 1].update(range(new_begin + 1, new_end + 1))
+    return found
 
 
 def _see(bench: Bench, path: str) -> dict[str, Test]:
