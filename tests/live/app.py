@@ -14,7 +14,7 @@ from typing import Any
 from celery import Celery, Task, shared_task
 
 from only_one import configure, current_lock, only_one
-from tests.live.crew import note, wait_at
+from tests.live.workers import note, wait_at
 
 LEASE = 60
 """Seconds that a key outlives a worker that is killed."""

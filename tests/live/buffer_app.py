@@ -17,7 +17,7 @@ from celery import Celery
 from celery.signals import task_postrun, task_prerun
 
 from only_one import buffer_one, configure, only_one
-from tests.live.crew import note, wait_at
+from tests.live.workers import note, wait_at
 
 LEASE = 600
 """No expiry explains within a test that a key is free."""

@@ -9,7 +9,7 @@ from celery import Celery
 from celery.signals import task_postrun
 
 from only_one import AlreadyRunning, buffer_one, fail, only_one, retry, skip
-from tests.live.crew import note
+from tests.live.workers import note
 
 PAUSE = 2
 """Seconds between two deliveries of what waits, of which there are dozens, and the worker has others to see to."""

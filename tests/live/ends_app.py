@@ -14,8 +14,7 @@ from celery import Celery
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 
 from only_one import configure, only_one
-from tests.live.crew import wait_at
-from tests.live.workers import PREFIX, RESULTS, URL, note
+from tests.live.workers import PREFIX, RESULTS, URL, note, wait_at
 from tests.waiting import LIMIT
 
 TIMEOUT = 10 * LIMIT

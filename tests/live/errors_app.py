@@ -8,7 +8,7 @@ from typing import Any
 from celery import Celery
 
 from only_one import carry_on, current_lock, fail, only_one, retry
-from tests.live.crew import note, wait_at
+from tests.live.workers import note, wait_at
 from tests.renewal import renew_now
 from tests.waiting import eventually
 

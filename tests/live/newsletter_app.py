@@ -19,7 +19,7 @@ from examples.newsletter import making, places, sending
 from examples.newsletter.app import RETRIES, TRANSIENT, app
 from only_one import current_lock, only_one, retry, skip
 from only_one.clock import now
-from tests.live.crew import note, wait_at
+from tests.live.workers import note, wait_at
 
 TROUBLE = "trouble"
 """As long as this file is there, whoever retries waits, so that no attempt is used up before the test has mended it."""

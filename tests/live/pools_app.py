@@ -15,7 +15,7 @@ from celery import Celery, Task
 from pydantic import BaseModel
 
 from only_one import current_lock, only_one, retry
-from tests.live.crew import evaluated, note, wait_at
+from tests.live.workers import evaluated, note, wait_at
 from tests.renewal import is_renewed
 from tests.waiting import LIMIT
 

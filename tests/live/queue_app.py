@@ -19,8 +19,7 @@ from celery.signals import task_postrun
 from pydantic import BaseModel
 
 from only_one import buffer_one, configure, current_lock, fail, only_one
-from tests.live.crew import evaluated
-from tests.live.workers import PREFIX, RESULTS, URL, note
+from tests.live.workers import PREFIX, RESULTS, URL, evaluated, note
 from tests.renewal import is_renewed
 from tests.waiting import LIMIT
 

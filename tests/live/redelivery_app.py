@@ -17,8 +17,7 @@ from celery.exceptions import Reject
 from celery.signals import task_received
 
 from only_one import Released, configure, only_one, subscribe
-from tests.live.crew import wait_at
-from tests.live.workers import PREFIX, RESULTS, URL, note
+from tests.live.workers import PREFIX, RESULTS, URL, note, wait_at
 
 VISIBILITY = 0.9
 """Seconds: what is put back waits for a third of it at the longest."""

@@ -7,8 +7,7 @@ import os
 from celery import current_task
 
 from examples.singleton import configured, tasks, work
-from tests.live.crew import wait_at
-from tests.live.workers import note
+from tests.live.workers import note, wait_at
 
 app = tasks.app
 strict = configured.app

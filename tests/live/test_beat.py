@@ -15,7 +15,7 @@ import redis
 from only_one.holder import Holder
 from only_one.testing import guarded, redis_server
 from tests.live.beat_app import MEANWHILE
-from tests.live.crew import ROOT, Witness, celery_worker, environment
+from tests.live.workers import ROOT, Witness, celery_worker, environment
 from tests.waiting import LIMIT, eventually
 
 NAME = "tests.live.beat_app"
@@ -83,8 +83,7 @@ def test_schedules_that_are_shorter_than_their_jobs(tmp_path: Path) -> None:
         for schedule, before in ended.items():
             assert eventually(lambda: len(witness.lines("end", schedule)) >= before + JOBS, 2 * LIMIT)  # noqa: B023 - called at once
         end()
-        with witness.path.open("ab", buffering=0) as file:
-            file.write(b"over\n")  # as ticks do not come any more
+        witness.append("over")  # as ticks do not come any more
         assert eventually(lambda: sent(witness) <= {line[1] for line in witness.lines("seen")})
         assert eventually(lambda: client.llen("celery") + client.hlen("unacked") == 0)
         holder = Holder.parse(client.get("live:kept") or b"")

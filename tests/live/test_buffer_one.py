@@ -21,7 +21,7 @@ import redis
 
 from only_one.testing import redis_server
 from tests.live import buffer_app as live
-from tests.live.crew import Witness, celery_worker, environment, sender
+from tests.live.workers import Witness, celery_worker, environment, sender
 from tests.waiting import LIMIT, eventually
 
 KEYS = 8
@@ -97,8 +97,7 @@ def send(server: Any, chance: random.Random, witness: Witness, key: str, number:
     kills = [chance.choice(["", "", chance.uniform(0, 0.12), chance.uniform(0, 0.01)]) for _ in range(3)]
     server.rpush(f"kills:{task_id}", *kills)
     retries = [chance.uniform(0, 0.3) for _ in range(chance.choice([0, 0, 1, 2]))]
-    with witness.path.open("ab", buffering=0) as file:
-        file.write(f"send {key} {number} {task_id} {'|'.join(map(str, kills))}\n".encode())
+    witness.append("send", key, number, task_id, "|".join(map(str, kills)))
     return live.timed.apply_async((key, number, chance.uniform(0, 0.1), retries), task_id=task_id)
 
 

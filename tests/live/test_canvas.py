@@ -16,7 +16,7 @@ from celery.exceptions import ChordError
 from only_one import AlreadyRunning
 from only_one.testing import redis_server
 from tests.live import canvas_app as live
-from tests.live.crew import ROOT, Witness, celery_worker, environment, sender
+from tests.live.workers import ROOT, Witness, celery_worker, environment, sender
 from tests.waiting import LIMIT, eventually
 
 PAGE = ROOT / "docs" / "canvas.md"

@@ -12,7 +12,7 @@ from redis import Redis
 
 from only_one.holder import Holder
 from only_one.testing import redis_server
-from tests.live.crew import ROOT, Witness, celery_worker, environment
+from tests.live.workers import ROOT, Witness, celery_worker, environment
 from tests.waiting import eventually
 
 

@@ -14,7 +14,7 @@ from only_one import AlreadyRunning, LockLost, LockUnavailable
 from only_one.holder import Holder
 from only_one.testing import redis_server
 from tests.live import errors_app as live
-from tests.live.crew import Witness, celery_worker, environment, sender
+from tests.live.workers import Witness, celery_worker, environment, sender
 from tests.waiting import LIMIT, eventually
 
 

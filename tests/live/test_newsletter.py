@@ -31,7 +31,7 @@ from only_one import AlreadyRunning, configure
 from only_one.inspection import holder_of
 from only_one.testing import Guarded, redis_server
 from tests.live import newsletter_app as live
-from tests.live.crew import ROOT, Witness, celery_worker, environment, sender
+from tests.live.workers import ROOT, Witness, celery_worker, environment, sender
 from tests.test_examples import descendants
 from tests.waiting import LIMIT, eventually
 

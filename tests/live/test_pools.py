@@ -18,7 +18,7 @@ from celery.exceptions import TimeLimitExceeded
 
 from only_one.testing import redis_server
 from tests.live import pools_app as live
-from tests.live.crew import Witness, celery_worker, environment, sender
+from tests.live.workers import Witness, celery_worker, environment, sender
 from tests.waiting import LIMIT, eventually
 
 SIZE = {"prefork": 3, "threads": 3, "gevent": 10, "solo": 1}

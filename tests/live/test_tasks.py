@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
 import redis
-from celery._state import get_current_app
 
 from only_one.holder import Holder
-from only_one.testing import guarded, redis_server
+from only_one.testing import redis_server
 from tests.live import app as live
-from tests.live.crew import leave
+from tests.live.workers import PREFIX, Witness, celery_worker, environment, sender
 from tests.waiting import LIMIT, eventually
 
-ROOT = Path(__file__).parents[2]
-PREFIX = "live:"
 COPIES = 6
 
 
@@ -32,14 +27,13 @@ class Worker:
         client: a client of its server.
     """
 
-    def __init__(self, client: Any, witness: Path) -> None:
+    def __init__(self, client: Any, witness: Witness) -> None:
         self.client = client
         self._witness = witness
 
     def lines(self, word: str, gate: str) -> list[str]:
         """What runs have written down, of one kind."""
-        lines = self._witness.read_text().splitlines() if self._witness.exists() else []
-        return [rest for line in lines for head, _, rest in [line.partition(f" {gate} ")] if head == word]
+        return [" ".join(rest) for rest in self._witness.lines(word, gate)]
 
     def wait_until_begun(self, gate: str, times: int = 1) -> None:
         """Wait until so many runs have begun."""
@@ -62,36 +56,14 @@ class Worker:
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     folder = tmp_path_factory.mktemp("worker")
-    witness, log = folder / "witness", folder / "log"
-    command = [
-        sys.executable,
-        "-m",
-        "celery",
-        "-A",
-        "tests.live.app",
-        "worker",
-        "--pool",
-        "prefork",
-        "-c",
-        "4",
-        "-l",
-        "INFO",
-    ]
-    with redis_server() as server, redis.Redis.from_url(server.url) as client, log.open("wb") as output:
-        # Results that are dropped when the server is gone would try for 20 s each to say so.
-        brief = {"retry_policy": {"max_retries": 1, "interval_start": 0, "interval_step": 0}}
-        live.app.conf.update(broker_url=server.url, result_backend=server.url, result_backend_transport_options=brief)
-        environment = {**os.environ, "LIVE_URL": server.url, "LIVE_PREFIX": PREFIX, "LIVE_WITNESS": str(witness)}
-        with guarded(command, cwd=ROOT, env=environment, stdout=output, stderr=output) as process:
-            assert eventually(lambda: b" ready." in log.read_bytes() or process.poll() is not None, LIMIT)
-            assert process.poll() is None, log.read_text()[-2000:]
-            # Shared tasks are those of the current app, which other modules have, too.
-            before = get_current_app()
-            live.app.set_current()
-            yield Worker(client, witness)
-            before.set_current()
-        leave(live.app)
-    print(log.read_text())
+    witness, log = Witness(folder / "witness"), folder / "log"
+    with (
+        redis_server() as server,
+        redis.Redis.from_url(server.url) as client,
+        sender(live.app, server.url),
+        celery_worker("tests.live.app", log, environment(server.url, witness.path), size=4),
+    ):
+        yield Worker(client, witness)
 
 
 @pytest.fixture

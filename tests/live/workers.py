@@ -10,11 +10,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar, get_type_hints
 from uuid import uuid4
 
 import redis
@@ -22,8 +22,10 @@ from celery import Celery
 from celery._state import get_current_app
 
 from only_one.testing import Guarded, RedisServer, guarded, redis_server
-from tests.live.crew import leave
 from tests.waiting import LIMIT, eventually
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +34,9 @@ URL = "LIVE_URL"
 RESULTS = "LIVE_RESULTS"
 WITNESS = "LIVE_WITNESS"
 KEYSPACE = "__keyspace@0__:"
+
+# Results and messages that are sent when the server is gone would try for 20 s each to say so.
+BRIEF = {"retry_policy": {"max_retries": 1, "interval_start": 0, "interval_step": 0}}
 
 
 class Event(NamedTuple):
@@ -49,11 +54,111 @@ class Note(NamedTuple):
     rest: list[str]
 
 
-def note(word: str, gate: str, *rest: object) -> None:
-    """Append a line to the witness's file, which other processes do, too; it does not use the lock."""
-    line = " ".join(map(str, [word, gate, time.monotonic(), os.getpid(), *rest]))
-    with Path(os.environ[WITNESS]).open("ab", buffering=0) as file:
-        file.write(line.encode() + b"\n")
+def note(*words: object) -> None:
+    """Append a line to the witness's file, which other processes do, too."""
+    Witness(Path(os.environ[WITNESS])).append(*words)
+
+
+def wait_at(gate: str) -> None:
+    """Wait until somebody lets one run pass this gate: for longer than any test waits for anything.
+
+    Raises:
+        TimeoutError: if nobody does.
+    """
+    with redis.Redis.from_url(os.environ[URL], socket_timeout=None) as client:
+        if client.blpop([gate], timeout=10 * LIMIT) is None:
+            raise TimeoutError(gate)
+
+
+class Witness:
+    """The file in which runs write down what they do, in the order in which they do it; it does not use the lock."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, *words: object) -> None:
+        """Write one line."""
+        line = " ".join(map(str, [time.monotonic(), os.getpid(), *words]))
+        with self.path.open("ab", buffering=0) as file:
+            file.write(line.encode() + b"\n")
+
+    def notes(self, *head: str) -> list[Note]:
+        """The lines that begin with these words, without them."""
+        text = self.path.read_text() if self.path.exists() else ""
+        lines = [line.split() for line in text.splitlines()]
+        return [
+            Note(float(at), int(pid), words[len(head) :])
+            for at, pid, *words in lines
+            if words[: len(head)] == list(head)
+        ]
+
+    def lines(self, *head: str) -> list[list[str]]:
+        """The same without who has written them, and when."""
+        return [note.rest for note in self.notes(*head)]
+
+
+def environment(url: str, witness: Path, **more: str) -> dict[str, str]:
+    """What a worker's process is told."""
+    return {**os.environ, URL: url, "LIVE_PREFIX": PREFIX, WITNESS: str(witness), **more}
+
+
+@contextmanager
+def celery_worker(
+    application: str,
+    log: Path,
+    env: dict[str, str],
+    *options: str,
+    pool: str = "prefork",
+    size: int = 3,
+    inside: Sequence[str] = (),
+) -> Iterator[Guarded]:
+    """Run a worker for the length of a `with` block; its log is printed at the end.
+
+    Args:
+        application: the module of its tasks.
+        log: the file for what it says.
+        env: what it is told.
+        options: more of its command line.
+        pool: its kind of pool.
+        size: of the pool.
+        inside: the command that starts it, for one that is as if on another machine.
+    """
+    quiet = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
+    command = [*inside, sys.executable, "-m", "celery", "-A", application, "worker", "-l", "INFO", *quiet]
+    command += ["-P", pool, "-c", str(size), *options]
+    try:
+        with log.open("wb") as output, guarded(command, cwd=ROOT, env=env, stdout=output, stderr=output) as process:
+            assert eventually(lambda: b" ready." in log.read_bytes() or process.poll() is not None)
+            assert process.poll() is None, log.read_text()[-2000:]
+            yield process
+    finally:
+        print(log.read_text(errors="replace")[-20_000:])
+
+
+def leave(app: Any) -> None:
+    """Let go of an application's server; results that are collected later are not to look for it, to say so."""
+    app.backend.result_consumer.stop()
+    app.backend.result_consumer._pubsub = None
+    app.close()
+
+
+def evaluated(function: Callable[P, T]) -> Callable[P, T]:
+    """With annotations that are no strings, which Celery 5.5 does not read."""
+    function.__annotations__ = get_type_hints(function)
+    return function
+
+
+@contextmanager
+def sender(app: Any, url: str, **settings: Any) -> Iterator[None]:
+    """Let this process send an application's tasks for the length of a `with` block."""
+    app.conf.update(broker_url=url, result_backend=url, result_backend_transport_options=BRIEF, **settings)
+    before = get_current_app()
+    app.set_current()
+    try:
+        yield
+    finally:
+        before.set_current()
+        leave(app)
 
 
 class World:
@@ -69,6 +174,7 @@ class World:
         self._app, self._module, self._folder = app, module, folder
         self._events: list[tuple[float, str, str]] = []
         self._logs: list[Path] = []
+        self._witness = Witness(folder / "witness")
         self._subscription = client.pubsub(ignore_subscribe_messages=True)
         self._subscription.psubscribe(f"{KEYSPACE}*")
         self._thread = Thread(target=self._listen, daemon=True)
@@ -91,24 +197,15 @@ class World:
         """A worker of several processes, until the end of the block."""
         log = self._folder / f"log-{len(self._logs)}"
         self._logs.append(log)
-        command = [*inside, sys.executable, "-m", "celery", "-A", self._module, "worker", "--pool", "prefork"]
-        quiet = ["--without-gossip", "--without-mingle", "-l", "INFO"]
-        with log.open("wb") as output:
-            env = {**os.environ, **self.environment, **environment}
-            command += [*quiet, "-n", f"{log.name}@%h", *arguments]
-            with guarded(command, cwd=ROOT, env=env, stdout=output, stderr=output) as process:
-                assert eventually(lambda: b" ready." in log.read_bytes() or process.poll() is not None, LIMIT)
-                assert process.poll() is None, self.log()
-                yield process
+        env = {**os.environ, **self.environment, **environment}
+        name = ["-n", f"{log.name}@%h"]
+        with celery_worker(self._module, log, env, *name, *arguments, inside=inside) as process:
+            yield process
 
     @property
     def environment(self) -> dict[str, str]:
         """What workers, and others that are started for a test, are told."""
-        return {URL: self.server.url, RESULTS: self.server.url, WITNESS: str(self._witness)}
-
-    @property
-    def _witness(self) -> Path:
-        return self._folder / "witness"
+        return {URL: self.server.url, RESULTS: self.server.url, WITNESS: str(self._witness.path)}
 
     def log(self) -> str:
         """What the workers have said."""
@@ -116,9 +213,7 @@ class World:
 
     def notes(self, word: str, gate: str) -> list[Note]:
         """What runs have written down, of one kind."""
-        lines = self._witness.read_text().splitlines() if self._witness.exists() else []
-        split = [line.split(" ") for line in lines]
-        return [Note(float(at), int(pid), rest) for head, its, at, pid, *rest in split if (head, its) == (word, gate)]
+        return self._witness.notes(word, gate)
 
     def wait_for(self, word: str, gate: str, times: int = 1, limit: float = LIMIT) -> Note:
         """The so-manieth note of a kind, which is waited for."""
@@ -193,18 +288,12 @@ def world(app: Celery, name: str, folder: Path, *options: str) -> Iterator[World
         redis_server("--notify-keyspace-events", "KEA", *options) as server,
         redis.Redis.from_url(server.url) as client,
     ):
-        brief = {"retry_policy": {"max_retries": 1, "interval_start": 0, "interval_step": 0}}
-        app.conf.update(broker_url=server.url, result_backend=server.url, result_backend_transport_options=brief)
         found = World(server, client, app, name, folder)
-        before = get_current_app()
-        app.set_current()
-        try:
-            yield found
-        finally:
-            before.set_current()
-            print(found.log())
-            found.close()
-            leave(app)
+        with sender(app, server.url):
+            try:
+                yield found
+            finally:
+                found.close()
 
 
 def kill_tree(worker: Guarded) -> None:

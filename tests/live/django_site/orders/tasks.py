@@ -5,7 +5,7 @@ from __future__ import annotations
 from celery import shared_task
 
 from only_one import only_one
-from tests.live.crew import note, wait_at
+from tests.live.workers import note, wait_at
 
 
 @only_one("{name}:{order}")
