@@ -12,6 +12,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.retry import Retry
 
-from only_one import LockLost, LockUnavailable, configure, nodes, only_one, skip, subscribe
+from only_one import LockLost, LockUnavailable, configure, leases, nodes, only_one, skip, subscribe
 from only_one.events import Event, Lost
 from only_one.testing import RedisServer
 from tests.faults.programs import Program, Running, RunningAsync
@@ -193,6 +194,55 @@ go_on.set()
 def test_one_daemon_thread_that_is_started_by_the_first_lease(redis_url: str, prefix: str) -> None:
     with Program(THREADS, redis_url, prefix) as program:
         assert [program.line(), program.line()] == ["0", "True"]
+
+
+@pytest.mark.usefixtures("direct")
+def test_a_second_thread_that_was_started_at_the_same_time_ends() -> None:
+    with Running():
+        second = threading.Thread(target=leases._renewer.run, daemon=True)
+        second.start()
+        second.join(LIMIT)
+        assert not second.is_alive()
+
+
+FORKS = """
+import asyncio, os, sys
+import only_one
+from tests.renewal import is_awaited, is_renewed
+only_one.configure(redis=sys.argv[1], prefix=sys.argv[2])
+mine = os.getpid()
+
+@only_one.only_one("child")
+def child():
+    return is_renewed(only_one.current_lock())
+
+def body():
+    assert is_awaited(only_one.current_lock())  # a thread that is at work may hold a lock that the child would wait for
+    pid = os.fork()
+    if not pid:
+        return child()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0 and is_renewed(only_one.current_lock())
+
+@only_one.only_one("parent")
+def parent():
+    return body()
+
+@only_one.only_one("parent")
+async def parent_async():
+    return body()
+
+for run in (parent, lambda: asyncio.run(parent_async())):
+    result = run()
+    if os.getpid() != mine:
+        os._exit(0 if result else 1)
+    print(result)
+"""
+
+
+def test_a_fork_in_the_middle_of_a_run(redis_url: str, prefix: str) -> None:
+    """The child returns from the run and releases nothing; runs of its own are renewed by a thread of its own."""
+    with Program(FORKS, redis_url, prefix) as program:
+        assert [program.line(), program.line()] == ["True", "True"]
 
 
 # Connections that break
@@ -547,6 +597,23 @@ def test_a_command_that_arrives_long_after_its_caller_has_given_up(
         assert eventually(lambda: has_set_since(direct, before))
         assert freed(direct, key)
         assert eventually(lambda: succeeds(call))
+        call.close()
+
+
+def test_an_answer_that_comes_when_the_key_has_expired_again(
+    proxy: Proxy, direct: Any, key: str, caller: type[Caller]
+) -> None:
+    with redis.Redis.from_url(proxy.url, socket_timeout=None) as client, ThreadPoolExecutor(1) as pool:
+        call = caller(lease=LONG, redis=client)
+        assert call() == "done"
+        held = proxy.hold_up("SET")
+        called = pool.submit(call)
+        assert held.met.wait(LIMIT)
+        with later(LONG):
+            held.let_go()
+            with pytest.raises(LockUnavailable, match="had expired again"):
+                called.result(LIMIT)
+        assert freed(direct, key)
         call.close()
 
 
