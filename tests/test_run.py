@@ -214,6 +214,8 @@ def test_current_lock_is_that_of_the_context() -> None:
             contextvars.Context().run(current_lock)
         assert list(await asyncio.gather(inner("a"), inner("b"))) == ["a", "b"]
         assert current_lock() is mine
+        assert await inner("c") == "c"
+        assert current_lock() is mine
 
     @only_one("{name_}")
     async def inner(name_: str) -> str:
