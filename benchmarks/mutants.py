@@ -10,6 +10,7 @@ A run that takes several times as long as its tests took without the change, and
 What changes nothing that matters is named, with the reason, in `equivalents.toml`; it is not run, unless by --only or
 --equivalents.
 Results are kept in `.mutants`; the same command goes on where it was interrupted, if no file has changed.
+With --survivors, what was killed once counts as killed: quick while tests are written, and no proof at the end.
 """
 
 from __future__ import annotations
@@ -259,15 +260,17 @@ def _is_named(mutant: Mutant, name: str) -> bool:
 class Kept:
     """The results so far, in a file, for the next time."""
 
-    def __init__(self, path: Path, state: State) -> None:
+    def __init__(self, path: Path, state: State, *, only_killed: bool) -> None:
         self._path = path
-        self.results: dict[str, Result] = {}
         lines = path.read_text().splitlines() if path.exists() else []
-        if lines and json.loads(lines[0]) == state.digest:
-            found = [Result(**json.loads(line)) for line in lines[1:]]
-            self.results = {result.id: result for result in found if result.fate != EQUIVALENT}
-        else:
-            path.write_text(json.dumps(state.digest) + "\n")
+        is_same = bool(lines) and json.loads(lines[0]) == state.digest
+        fates = {KILLED} if only_killed else {KILLED, SURVIVED} if is_same else set()
+        found = [Result(**json.loads(line)) for line in lines[1:]]
+        path.write_text(json.dumps(state.digest) + "\n")
+        self.results: dict[str, Result] = {}
+        for result in found:
+            if result.fate in fates:
+                self.add(result)
 
     def add(self, result: Result) -> None:
         """Keep one more."""
@@ -345,6 +348,7 @@ def main() -> None:
     )
     parser.add_argument("--afresh", action="store_true", help="look anew which lines all the tests run")
     parser.add_argument("--list", action="store_true", help="print what is drawn, and run nothing")
+    parser.add_argument("--survivors", action="store_true", help="of the last run of this seed, those that survived")
     parser.add_argument("--only", action="append", metavar="ID", help="this mutant, or all of a line (servers.py:88)")
     parser.add_argument("--equivalents", action="store_true", help="run those that are said to be equivalent, too")
     options = parser.parse_args()
@@ -376,7 +380,7 @@ def run(
         )
         for test in tests.failed:
             console.print(f"left out, as it does not pass: {escape(test)}")
-        kept = Kept(PLACE / f"{name}.jsonl", state)
+        kept = Kept(PLACE / f"{name}.jsonl", state, only_killed=options.survivors)
         if options.only:
             kept.results.clear()
         runs = options.equivalents or options.only

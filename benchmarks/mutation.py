@@ -54,6 +54,7 @@ NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 DECORATORS_LEFT = {"overload", "dataclass", "abstractmethod"}
 TYPE_MAKERS = {"TypeVar", "ParamSpec", "NewType", "cast"}
 BUILT_IN_TYPES = {"tuple", "list", "dict", "set", "frozenset", "type"}
+PROSE = {"help", "metavar"}
 NAMES_LEFT = {"__all__", "__slots__"}
 WORD = re.compile(r"(?P<head>[rbRB]*(?P<quote>[\"']))(?P<text>[^\"'\\\s]*)(?P=quote)")
 
@@ -330,7 +331,8 @@ class _Module:
         if isinstance(node.func, ast.Name) and node.func.id in NAMES:
             yield *self.span(node.func), NAMES[node.func.id]
         for keyword in node.keywords:
-            if keyword.arg is not None:
+            is_switch = isinstance(keyword.value, ast.Constant) and isinstance(keyword.value.value, bool)
+            if keyword.arg is not None and keyword not in self._left_alone and not is_switch:
                 start, end = self.span(keyword)
                 comma = re.match(rb"\s*,[ ]*", self.source[end:])
                 if not self._is_prose(keyword.value):
@@ -477,7 +479,9 @@ def _is_docstring(node: Any) -> bool:
 
 
 def _is_no_code(node: Any) -> bool:
-    """Whether a part is for type checkers, or lists names."""
+    """Whether a part is for type checkers, is prose, or lists names."""
+    if isinstance(node, ast.keyword):
+        return node.arg in PROSE
     if isinstance(node, ast.If):
         return _name(node.test) == "TYPE_CHECKING"
     if isinstance(node, ast.Call):
