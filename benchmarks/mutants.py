@@ -56,6 +56,9 @@ AND_SECONDS = 60.0
 WAITS = "20"
 """Seconds after which a test does not wait any longer for what never comes, as a mutant brings it about."""
 
+TRIES = 3
+"""How often a test that has failed is run again, until it fails again."""
+
 NO_TESTS = 5
 """The exit status of pytest where there are none, any more."""
 
@@ -121,7 +124,8 @@ class Trials:
             self._benches.put(Bench(folder / str(number)))
         self._unchanged = Bench(folder / "unchanged")
         self._unchanged_lock = Lock()
-        self._trusted: dict[str, bool] = {}
+        self._passes: Counter[str] = Counter()
+        self._distrusted: set[str] = set()
 
     def try_out(self, mutant: Mutant) -> Result:
         """See whether a test notices a mutant."""
@@ -172,24 +176,30 @@ class Trials:
         guilty = ran.failed[0] if ran.failed else ran.last
         if guilty is None or ran.uncollected:
             result.by = f"pytest, which ends with {ran.status}"
-        elif ran.status is None and self._is_trusted(guilty):
-            result.by = f"{guilty}, which takes too long"
-        elif ran.status is not None and self._fails_again(guilty, bench) and self._is_trusted(guilty):
-            result.by = guilty
-        else:
-            result.doubted.append(guilty)
-            return [name for name in names if name != guilty and name not in ran.passed]
-        return []
+            return []
+        times = 1 if ran.status is None else self._fails_again(guilty, bench)
+        if times and self._passes_unchanged(guilty, times):
+            result.by = guilty + ", which takes too long" * (ran.status is None)
+            return []
+        result.doubted.append(f"{guilty} ({'fails without it, too' if times else 'passes afterwards'})")
+        return [name for name in names if name != guilty and name not in ran.passed]
 
-    def _fails_again(self, name: str, bench: Bench) -> bool:
-        return self._run_in(bench, [name]).status not in (0, NO_TESTS)
+    def _fails_again(self, name: str, bench: Bench) -> int:
+        """At which time a test fails again, as one that leaves something to chance may not at once; 0 for at none."""
+        for time_ in range(1, TRIES + 1):
+            if self._run_in(bench, [name]).status not in (0, NO_TESTS):
+                return time_
+        return 0
 
-    def _is_trusted(self, name: str) -> bool:
-        """Whether a test passes by itself where nothing is changed."""
+    def _passes_unchanged(self, name: str, times: int) -> bool:
+        """Whether a test passes by itself so many times where nothing is changed."""
         with self._unchanged_lock:
-            if name not in self._trusted:
-                self._trusted[name] = self._run_in(self._unchanged, [name]).status == 0
-            return self._trusted[name]
+            while self._passes[name] < times and name not in self._distrusted:
+                if self._run_in(self._unchanged, [name]).status == 0:
+                    self._passes[name] += 1
+                else:
+                    self._distrusted.add(name)
+            return name not in self._distrusted
 
     def _run_in(self, bench: Bench, names: list[str], *options: str) -> Ran:
         tests = self._tests.tests

@@ -45,7 +45,7 @@ MAP = PLACE / "map.json"
 INTERRUPTED = {f"{PACKAGE}/{name}.py" for name in ("run", "attempt", "lock", "direct", "leases", "lease", "servers")}
 """What the tests that interrupt are about."""
 
-NOT_NEEDED = ["cacheprovider", "xdist", "hypothesispytest", "valkey", "platformdirs"]
+NOT_NEEDED = ["xdist", "hypothesispytest", "valkey", "platformdirs"]
 """Plugins of pytest's whose import takes longer than most tests, and which no test needs."""
 
 LEAST_SECONDS = 0.02
@@ -69,7 +69,8 @@ class Test:
     Attributes:
         seconds: how long it took, without the setting up that it shares with others.
         shared: how long that took, for all of its file.
-        passed: it did; else nothing can be learnt from it.
+        passed: it did; else it was skipped, or has failed, and nothing can be learnt from it.
+        failed: it has.
         interrupts: it raises out of nowhere.
         lines: the lines that it runs, by file.
     """
@@ -77,6 +78,7 @@ class Test:
     seconds: float = 0.0
     shared: float = 0.0
     passed: bool = True
+    failed: bool = False
     interrupts: bool = False
     lines: dict[str, list[int]] = field(default_factory=dict)
 
@@ -91,7 +93,7 @@ class TestMap:
 
     def __init__(self, tests: dict[str, Test]) -> None:
         self.tests = {name: test for name, test in tests.items() if test.passed}
-        self.failed = sorted(name for name, test in tests.items() if not test.passed)
+        self.failed = sorted(name for name, test in tests.items() if test.failed)
         self._by_line: dict[Line, set[str]] = defaultdict(set)
         for name, test in self.tests.items():
             for path, lines in test.lines.items():
@@ -243,6 +245,7 @@ class Ran:
             self._setups[file_of(name)][name] = said["seconds"]
         if said["outcome"] != "passed":
             test.passed = False
+            test.failed = test.failed or said["outcome"] == "failed"
         if said["outcome"] == "failed" and name not in self.failed:
             self.failed.append(name)
         if said["when"] == "teardown":
@@ -291,6 +294,7 @@ class Bench:
         # PYTHONPATH: the modules of the copy, wherever a test starts a process.
         without = [f"-pno:{plugin}" for plugin in NOT_NEEDED]
         command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.mutants_plugin", *without]
+        command += ["-o", f"cache_dir={PLACE / 'cache'}"]
         with self.log.open("wb") as log:
             process = subprocess.Popen(
                 [*command, *options, *dict.fromkeys(map(file_of, tests))],
@@ -373,7 +377,8 @@ def look(folder: Path, jobs: int, console: Console, *, afresh: bool = False) -> 
         MAP.unlink(missing_ok=True)
     old, tests = _load()
     known = old.files if old.common == state.common else {}
-    stale = [path for path, its in state.files.items() if known.get(path) != its]
+    failed = {file_of(name) for name, test in tests.items() if test.failed}
+    stale = [path for path, its in state.files.items() if known.get(path) != its or path in failed]
     stale.sort(key=lambda path: path.count("/"))  # those that start workers take longest
     seen = {path: its for path, its in state.files.items() if path not in stale}
     tests = {name: test for name, test in tests.items() if file_of(name) in seen}
