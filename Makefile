@@ -1,8 +1,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
+# Four files at a time on two cores, those first that take longest.
+TOGETHER := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo newsletter test lint types suite soak mutants matrix benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-kills benchmark-queue benchmark-queue-kills benchmark-newsletter newsletter-kills clean
+.PHONY: demo newsletter test lint types interrupts suite coverage soak mutants matrix benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-kills benchmark-queue benchmark-queue-kills benchmark-newsletter newsletter-kills clean
 
 demo: .venv/demo.stamp
 	@$(BIN)/python -m examples.feeds $(ARGS)
@@ -14,7 +16,9 @@ newsletter: .venv/newsletter.stamp
 newsletter-kills: .venv/newsletter.stamp
 	$(BIN)/python -m benchmarks.newsletter_kills $(ARGS)
 
-test: lint types suite
+# Side by side, as most of the suite's time is spent waiting for workers.
+test: .venv/dev.stamp
+	@$(MAKE) --no-print-directory -j 4 lint types interrupts suite
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
@@ -24,14 +28,19 @@ types: .venv/dev.stamp
 	$(BIN)/mypy
 	$(BIN)/pyright
 
-# Four at a time on two cores, as most of the time is spent waiting for workers.
 suite: .venv/dev.stamp
+	$(BIN)/python -m pytest $(TOGETHER) -m "not interrupts and not soak" $(ARGS)
+
+# What raises out of nowhere leaves Python's own state behind, so it has a process for itself.
+interrupts: .venv/dev.stamp
+	$(BIN)/python -m pytest -q -m interrupts
+
+# Which lines and branches the suite runs. It costs half as much time again, so it is not a part of `make test`.
+coverage: .venv/dev.stamp
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m "not interrupts and not soak" $(ARGS)
+	$(BIN)/coverage run -m pytest $(TOGETHER) -m "not interrupts and not soak" $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
-# What raises out of nowhere interrupts coverage in its locks, too, so these run without it.
-	$(BIN)/python -m pytest -m interrupts
 
 # The tests that measure times or run long, one at a time; nothing else should run on the machine meanwhile.
 soak: .venv/dev.stamp

@@ -31,7 +31,8 @@ def suite(session: nox.Session, *pinned: str) -> None:
     session.chdir(away)
     pytest = ["python", "-m", "pytest", "--ignore=tests/test_wheel.py"]
     # What raises out of nowhere leaves Python's own state behind, so it has a process for itself, as in `make test`.
-    session.run(*pytest, "-n", "2", "--dist", "loadfile", "-m", "not interrupts and not soak", *session.posargs)
+    together = ["-n", "4", "--dist", "loadfile", "--no-loadscope-reorder", "-m", "not interrupts and not soak"]
+    session.run(*pytest, *together, *session.posargs)
     session.run(*pytest, "-m", "interrupts")
 
 

@@ -34,7 +34,7 @@ from typing import Any
 PORTS = range(20_000, 32_000)
 """Where servers listen: below what systems give to outgoing connections, so a restart finds its port free."""
 
-START_LIMIT = 15.0
+START_LIMIT = 60.0
 """Seconds that a server may take until it answers."""
 
 _ATTEMPTS = 5
