@@ -25,11 +25,9 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Lock
 from typing import Any
 
 if sys.version_info >= (3, 11):
@@ -119,22 +117,22 @@ class Trials:
 
     def __init__(self, tests: TestMap, folder: Path, benches: int, budget: float) -> None:
         self._tests, self._budget = tests, budget
+        self._sources: dict[str, bytes] = {}
         self._benches: SimpleQueue[Bench] = SimpleQueue()
         for number in range(benches):
             self._benches.put(Bench(folder / str(number)))
-        self._unchanged = Bench(folder / "unchanged")
-        self._unchanged_lock = Lock()
-        self._passes: Counter[str] = Counter()
-        self._distrusted: set[str] = set()
 
     def try_out(self, mutant: Mutant) -> Result:
         """See whether a test notices a mutant."""
         bench = self._benches.get()
         begun = time.monotonic()
+        path = bench.tree / mutant.path
+        source = self._sources.setdefault(mutant.path, path.read_bytes())
+        _write(path, mutant.apply(source))
         try:
-            with _changed(bench.tree, mutant):
-                result = self._try_out(mutant, bench)
+            result = self._try_out(mutant, bench)
         finally:
+            _write(path, source)
             self._benches.put(bench)
         result.seconds = round(time.monotonic() - begun, 1)
         return result
@@ -150,7 +148,7 @@ class Trials:
         for batch in (first, _by_file([name for name in rest if name not in interrupting]), interrupting):
             waiting = batch
             while waiting and not result.by:
-                waiting = self._run(waiting, bench, result)
+                waiting = self._run(waiting, bench, mutant, result)
         if result.by:
             result.fate = KILLED
         return result
@@ -167,7 +165,7 @@ class Trials:
             seen.add(file_of(name))
             yield name
 
-    def _run(self, names: list[str], bench: Bench, result: Result) -> list[str]:
+    def _run(self, names: list[str], bench: Bench, mutant: Mutant, result: Result) -> list[str]:
         """Run tests, and note what they say; returns those that are still to be run."""
         ran = self._run_in(bench, names, "-x")
         result.run += len(ran.tests)
@@ -175,14 +173,21 @@ class Trials:
             return []
         guilty = ran.failed[0] if ran.failed else ran.last
         if guilty is None or ran.uncollected:
-            result.by = f"pytest, which ends with {ran.status}"
-            return []
+            return self._blame_pytest(names, ran, bench, mutant, result)
         times = 1 if ran.status is None else self._fails_again(guilty, bench)
-        if times and self._passes_unchanged(guilty, times):
+        if times and self._passes_unchanged(guilty, times, bench, mutant):
             result.by = guilty + ", which takes too long" * (ran.status is None)
             return []
         result.doubted.append(f"{guilty} ({'fails without it, too' if times else 'passes afterwards'})")
         return [name for name in names if name != guilty and name not in ran.passed]
+
+    def _blame_pytest(self, names: list[str], ran: Ran, bench: Bench, mutant: Mutant, result: Result) -> list[str]:
+        """No test has begun, as the mutant lets none; or it is not the mutant's doing."""
+        if not self._passes_unchanged(names[0], 1, bench, mutant):
+            msg = f"{names[0]} does not run without a change either; pytest says:\n{bench.log.read_text()[-2000:]}"
+            raise RuntimeError(msg)
+        result.by = f"pytest, which ends with {ran.status}"
+        return []
 
     def _fails_again(self, name: str, bench: Bench) -> int:
         """At which time a test fails again, as one that leaves something to chance may not at once; 0 for at none."""
@@ -191,15 +196,15 @@ class Trials:
                 return time_
         return 0
 
-    def _passes_unchanged(self, name: str, times: int) -> bool:
-        """Whether a test passes by itself so many times where nothing is changed."""
-        with self._unchanged_lock:
-            while self._passes[name] < times and name not in self._distrusted:
-                if self._run_in(self._unchanged, [name]).status == 0:
-                    self._passes[name] += 1
-                else:
-                    self._distrusted.add(name)
-            return name not in self._distrusted
+    def _passes_unchanged(self, name: str, times: int, bench: Bench, mutant: Mutant) -> bool:
+        """Whether a test passes by itself, as often as it took to fail again, where nothing is changed."""
+        path = bench.tree / mutant.path
+        changed = path.read_bytes()
+        _write(path, self._sources[mutant.path])
+        try:
+            return all(self._run_in(bench, [name]).status == 0 for _ in range(times))
+        finally:
+            _write(path, changed)
 
     def _run_in(self, bench: Bench, names: list[str], *options: str) -> Ran:
         tests = self._tests.tests
@@ -222,18 +227,6 @@ def _by_file(names: list[str]) -> list[str]:
 
 
 _stamp = 1_000_000_000
-
-
-@contextmanager
-def _changed(tree: Path, mutant: Mutant) -> Iterator[None]:
-    """A copy of the project with a mutant in it, for the length of a `with` block."""
-    path = tree / mutant.path
-    source = path.read_bytes()
-    _write(path, mutant.apply(source))
-    try:
-        yield
-    finally:
-        _write(path, source)
 
 
 def _write(path: Path, source: bytes) -> None:

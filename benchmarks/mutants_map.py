@@ -52,6 +52,21 @@ LEAST_SECONDS = 0.02
 LONGEST_FILE = 1800.0
 MEMORY = 12 * 2**30
 
+# Children of Celery's workers end by signals, or are killed, and write down before what they have run.
+SITE = """
+import os, sys, threading, time
+
+def write_down():
+    import coverage
+    while True:
+        time.sleep(0.2)
+        if (current := coverage.Coverage.current()) is not None:
+            current.get_data()
+
+if any("celery" in each for each in sys.orig_argv):
+    os.register_at_fork(after_in_child=lambda: threading.Thread(target=write_down, daemon=True).start())
+"""
+
 CONFIG = """
 [run]
 include = {tree}/{package}/*
@@ -286,7 +301,7 @@ class Bench:
         notes, choice = self.folder / "notes", self.folder / "choice"
         notes.unlink(missing_ok=True)
         environment |= {NOTES: str(notes), "ONLY_ONE_MUTANTS_BENCH": str(self.folder)}
-        environment |= {"PYTHONPATH": str(self.tree), "TMPDIR": str(self.temporary)}
+        environment = {"PYTHONPATH": str(self.tree), "TMPDIR": str(self.temporary), **environment}
         if tests:
             choice.write_text(json.dumps(tests))
             environment[CHOICE] = str(choice)
@@ -455,7 +470,11 @@ def _see(bench: Bench, path: str) -> dict[str, Test]:
     data.mkdir()
     config = bench.folder / "coveragerc"
     config.write_text(CONFIG.format(tree=bench.tree, package=PACKAGE, data=data, context=CONTEXT))
+    site = bench.folder / "site"
+    site.mkdir(exist_ok=True)
+    (site / "sitecustomize.py").write_text(SITE)
     measured = {"COVERAGE_PROCESS_START": str(config), "COVERAGE_CORE": "ctrace"}
+    measured["PYTHONPATH"] = os.pathsep.join(map(str, (bench.tree, site)))
     ran = bench.run(["-m", "not interrupts and not soak", path], limit=LONGEST_FILE, **measured)
     tests = ran.tests
     if ran.failed:  # by chance, or always
