@@ -35,8 +35,8 @@ from coverage.exceptions import CoverageException
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.mutants_plugin import ALL, CHOICE, CONTEXT, NOTES
-from benchmarks.mutation import PACKAGE, Line, Mutant
+from benchmarks.mutants_plugin import CHOICE, CONTEXT, NOTES
+from benchmarks.mutation import PACKAGE, Line, Mutant, lines_of_functions
 
 ROOT = Path(__file__).parents[1]
 PLACE = ROOT / ".mutants"
@@ -487,25 +487,23 @@ def _see(bench: Bench, path: str) -> dict[str, Test]:
 
 
 def _read_lines(data: Path, tree: Path, tests: dict[str, Test]) -> None:
-    """Add to the tests the lines that they have run, as the processes have written them down."""
-    of_file: dict[str, list[str]] = defaultdict(list)
-    for name in tests:
-        of_file[file_of(name)].append(name)
+    """Add to the tests of a file the lines of functions that they have run, as the processes have written them down."""
     found: dict[tuple[str, str], set[int]] = defaultdict(set)
     for each in data.iterdir():
         with suppress(CoverageException):  # one that was killed while it wrote
-            _read_data(each, tree, of_file, found)
+            _read_data(each, tree, tests, found)
+    called = {path: lines_of_functions((tree / path).read_bytes()) for _, path in found}
     for (name, path), lines in found.items():
-        if name in tests:
-            tests[name].lines[path] = sorted(lines)
+        tests[name].lines[path] = sorted(lines & called[path])
 
 
-def _read_data(file: Path, tree: Path, of_file: dict[str, list[str]], found: dict[tuple[str, str], set[int]]) -> None:
+def _read_data(file: Path, tree: Path, tests: dict[str, Test], found: dict[tuple[str, str], set[int]]) -> None:
     measured = CoverageData(str(file))
     measured.read()
     for path in measured.measured_files():
         relative = Path(path).relative_to(tree).as_posix()
         for line, contexts in measured.contexts_by_lineno(path).items():
             for context in contexts:
-                for name in of_file[file_of(context)] if context.endswith(f"::{ALL}") else [context]:
+                # What runs when a file is read, or for a fixture of several tests, runs for all of them.
+                for name in [context] if context in tests else tests:
                     found[name, relative].add(line)

@@ -142,6 +142,11 @@ class Mutant:
         return source[: self.start] + self.after.encode() + source[self.end :]
 
 
+def lines_of_functions(source: bytes) -> set[int]:
+    """The lines that run when something is called, not when the module is imported."""
+    return _lines_of_functions(ast.parse(source))
+
+
 def is_a_change(mutant: Mutant, source: bytes) -> bool:
     """Whether the mutant is a program, and another than the one it was made from."""
     try:
@@ -449,7 +454,6 @@ class _Reads:
 
 
 def _lines_of_functions(tree: ast.AST) -> set[int]:
-    """The lines that run when something is called, not when the module is imported."""
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     return {line for function in functions for part in function.body for line in _lines(part)}
 
