@@ -680,6 +680,7 @@ def test_a_connection_that_is_gone_at_the_end_of_a_run(proxy: Proxy, direct: Any
     runs = [Running("sync", lease=LONG, redis=proxy.url), RunningAsync("async", lease=LONG, redis=proxy.url)]
     with runs[0], runs[1]:
         keys = [run.lock.key for run in runs]
+        assert all(is_awaited(run.lock) for run in runs)  # it is woken for what is left behind
         with proxy.cut():
             for run in runs:
                 run.__exit__()
