@@ -8,6 +8,7 @@ import pty
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -19,6 +20,7 @@ from redis import Redis
 from only_one import current_lock, only_one
 from only_one.cli import main
 from only_one.holder import Identity
+from tests.proxy import Proxy
 from tests.waiting import LIMIT
 
 Busy = Callable[..., AbstractContextManager[None]]
@@ -206,6 +208,21 @@ def test_a_value_of_another_type_is_left_alone(redis: Redis, prefix: str, capsys
     assert main(["release", "--force", "k"]) == 1
     assert "redis-cli deletes it" in capsys.readouterr().err
     assert redis.exists(f"{prefix}k")
+
+
+def test_a_key_that_gets_another_holder_meanwhile_is_left_alone(
+    redis: Redis, redis_url: str, prefix: str, dead: str, capsys: Out
+) -> None:
+    with Proxy(redis_url) as proxy, ThreadPoolExecutor(1) as pool:
+        release = proxy.hold_up("DELIFEQ", "DELEX", "EVALSHA")
+        released = pool.submit(main, ["--redis", proxy.url, "--prefix", prefix, "release", "dead"])
+        assert release.met.wait(LIMIT)
+        redis.set(dead, "the next one", px=600_000)
+        release.let_go()
+        assert released.result(LIMIT) == 1
+
+    assert capsys.readouterr() == ("", f"{dead} was not freed: it has another holder now, or none\n")
+    assert redis.get(dead) == b"the next one"
 
 
 @pytest.mark.parametrize("field", [b'"since":-100000000000000}', b'"since":99999999999999}'])
