@@ -1,0 +1,561 @@
+"""Deliveries of a task's message as a worker's process sees to them, in this process and in an order that is certain.
+
+What is published stays in the queue until the test delivers it, whatever its countdown says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery import Celery, Task
+from celery.app.trace import build_tracer
+from celery.exceptions import Retry
+from redis import Redis
+
+from only_one import buffer_one, configure, current_lock, only_one, retry
+from only_one.clock import now
+from only_one.holder import Holder, Identity
+from only_one.lock import drive
+from only_one.servers import Server, find_server
+from only_one.tasks import buffer, delivery, put_back, running
+from only_one.tasks.delivery import Delivery
+from only_one.tasks.notes import (
+    Copies,
+    ask_of_copy,
+    forget_end,
+    look_for_copies,
+    number_copy,
+    tell_copies_of_result,
+)
+from only_one.tasks.put_back import Header, header_of, remembered_for, visibility_timeout
+from tests.proxy import Proxy
+
+REMEMBERED = 7200
+"""Seconds for which word of copies is kept, for a broker that delivers again after an hour."""
+
+cover: Any = only_one
+buffered: Any = buffer
+
+
+class Queue:
+    """A queue, and a worker's process that is given what is in it by hand."""
+
+    def __init__(self, app: Celery, client: Redis) -> None:
+        self.app = app
+        self._client: Any = client
+        self._name = app.conf.task_default_queue
+
+    def __len__(self) -> int:
+        return int(self._client.llen(self._name))
+
+    def take(self) -> Any:
+        """The message that was published first."""
+        return json.loads(self._client.rpop(self._name))
+
+    def deliver(self, message: Any, *, redelivered: bool = False) -> Any:
+        """See to a message from its begin to its end; returns the result, or the exception that has ended it."""
+        headers = message["headers"]
+        args, kwargs, embedded = json.loads(b64decode(message["body"]))
+        told = {"delivery_info": {"redelivered": redelivered}, "is_eager": False, "args": args, "kwargs": kwargs}
+        task: Any = self.app.tasks[headers["task"]]
+        trace = build_tracer(task.name, task, app=self.app)
+        return trace(headers["id"], args, kwargs, {**headers, **embedded, **told})[0]
+
+
+@pytest.fixture
+def app(redis: Redis, redis_url: str, prefix: str) -> Iterator[Celery]:
+    changes = {"broker_url": redis_url, "result_backend": "cache+memory://", "task_default_queue": f"{prefix}queue"}
+    app = Celery(f"app-{uuid4()}", set_as_current=False, changes=changes)
+    redis.ping()
+    yield app
+    app.close()
+
+
+@pytest.fixture
+def queue(app: Celery, redis: Redis) -> Queue:
+    return Queue(app, redis)
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Callable[..., Any]]:
+    """Calls something in another thread, where no run is under way, and gives its result."""
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda call: pool.submit(call).result()
+
+
+def a_task(app: Celery, function: Any, *, celery: Any = None, **options: Any) -> Any:
+    """A task whose function is covered, and whose message is acknowledged at the end."""
+    said = {"name": f"task-{uuid4()}", "shared": False, "acks_late": True, **(celery or {})}
+    return app.task(cover(function, key="k", timeout=600, **options), **said)
+
+
+def done() -> str:
+    return "done"
+
+
+async def done_async() -> str:
+    return "done"
+
+
+def hash_of(redis: Redis, prefix: str, task_id: str, attempt: int = 0) -> Any:
+    """What copies of a message have left."""
+    return redis.hgetall(f"{{{prefix}k}}:copy:{task_id}:{attempt}")
+
+
+# --- copies ------------------------------------------------------------------------------------------------------
+
+
+def test_copies_of_a_run(app: Celery, queue: Queue, redis: Redis, prefix: str, elsewhere: Any) -> None:
+    """One comes while it runs, and is put back; afterwards none has anything to do."""
+    runs = []
+
+    def work() -> None:
+        runs.append("begin")
+        elsewhere(lambda: queue.deliver(message, redelivered=True))
+        (note,) = redis.keys(f"{{{prefix}k}}:copy:*")
+        assert redis.hget(note, "asked") == b"1"
+        assert REMEMBERED - 60 < redis.ttl(note) <= REMEMBERED
+        assert redis.hget(note, "ended") is None
+
+    task = a_task(app, work)
+    answer = task.delay()
+    message = queue.take()
+    queue.deliver(message)
+    assert answer.state == "SUCCESS", answer.result
+    assert runs == ["begin"]
+    found = hash_of(redis, prefix, answer.id)
+    assert Holder.parse(found[b"ended"]).task_id == answer.id  # type: ignore[union-attr]
+    assert (found[b"number"], found[b"stored"]) == (b"1", b"1")
+    assert len(queue) == 1
+    later = queue.take()
+    assert (later["headers"]["only_one"]["times"], later["headers"]["only_one"]["number"]) == (1, 1)
+    queue.deliver(message, redelivered=True)
+    queue.deliver(later)
+    assert runs == ["begin"]
+    assert len(queue) == 0
+
+
+def test_a_copy_is_told_of_a_run_whose_key_was_lost(
+    app: Celery, queue: Queue, redis: Redis, prefix: str, elsewhere: Any
+) -> None:
+    def work() -> None:
+        elsewhere(lambda: queue.deliver(message, redelivered=True))
+        redis.delete(f"{prefix}k")
+
+    answer = a_task(app, work).delay()
+    message = queue.take()
+    queue.deliver(message)
+    assert answer.state == "SUCCESS", answer.result
+    assert hash_of(redis, prefix, answer.id)[b"stored"] == b"1"
+
+
+def test_where_there_are_no_copies_nobody_is_told(app: Celery, queue: Queue, redis_url: str) -> None:
+    def lose() -> None:
+        key = current_lock().key
+        redis_of_the_broker.delete(key)
+
+    def commands(function: Any, **options: Any) -> list[str]:
+        task = a_task(app, function, **options)
+        proxy.forget_commands()
+        task.delay()
+        queue.deliver(queue.take())
+        return [name for name in proxy.commands if name != "INFO"]  # which is asked for in the background
+
+    with Proxy(redis_url) as proxy, configure(redis=proxy.url), Redis.from_url(redis_url) as redis_of_the_broker:
+        commands(done)  # the server may not know the script
+        assert commands(done) == ["SET", "EVALSHA"]
+        # Acknowledged early it has no copies: what has become of its key costs as much as where it is released.
+        early = commands(done, celery={"acks_late": False})
+        assert commands(lose, celery={"acks_late": False}) in (early, [*early, "GET"])
+
+
+@pytest.mark.parametrize("minutes", [29, 31])
+def test_a_long_run_leaves_word_for_copies_that_could_not_ask(
+    app: Celery, queue: Queue, redis: Redis, prefix: str, monkeypatch: pytest.MonkeyPatch, minutes: int
+) -> None:
+    """Of more than half of the time after which the broker delivers again."""
+
+    def work() -> None:
+        monkeypatch.setattr(delivery, "now", lambda: now() + 60 * minutes)
+
+    answer = a_task(app, work).delay()
+    message = queue.take()
+    queue.deliver(message)
+    found = hash_of(redis, prefix, answer.id)
+    assert found.get(b"stored") == (b"1" if minutes > 30 else None)
+
+
+def token_of(task_id: str, *, state: str = "running", attempt: int | None = 0, is_dead: bool = False) -> bytes:
+    """The value of a run of a task: on another machine, or of a process of this one that is gone."""
+    found = json.loads(Identity("a task", task_id, attempt, state).token(600))
+    if is_dead:
+        with subprocess.Popen([sys.executable, "-c", ""]) as process:
+            process.wait()
+        found.update(pid=process.pid)
+    else:
+        found.update(machine="another")
+    return json.dumps(found, separators=(",", ":")).encode()
+
+
+@pytest.mark.parametrize(
+    ("stored", "seconds_ago", "is_dead", "outcome"),
+    [
+        (1, 20, False, "dropped"),
+        (0, 20, False, "put back"),
+        (0, 40, False, "run"),
+        (0, 20, True, "run"),
+    ],
+)
+def test_a_copy_of_what_has_ended(
+    app: Celery,
+    queue: Queue,
+    redis: Redis,
+    prefix: str,
+    stored: int,
+    seconds_ago: int,
+    is_dead: bool,  # noqa: FBT001 - a parameter of the test
+    outcome: str,
+) -> None:
+    """Its run is done for nothing without a result, which it has 30 s to store if it is not known to be dead."""
+    runs = []
+
+    def work() -> None:
+        runs.append("begin")
+
+    answer = a_task(app, work).delay()
+    (seconds, _) = redis.time()
+    said: dict[Any, Any] = {
+        "ended": token_of(answer.id, is_dead=is_dead),
+        "stored": stored,
+        "ended_at": seconds - seconds_ago,
+    }
+    redis.hset(f"{{{prefix}k}}:copy:{answer.id}:0", mapping=said)
+    queue.deliver(queue.take(), redelivered=True)
+    assert (len(runs), len(queue)) == {"dropped": (0, 0), "put back": (0, 1), "run": (1, 0)}[outcome]
+    assert not redis.exists(f"{prefix}k")
+    # What has run again has ended anew.
+    assert (hash_of(redis, prefix, answer.id)[b"ended"] == said["ended"]) is (outcome != "run")
+
+
+# --- the attempt before it ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds for which a retry waits in its worker; they take no time."""
+    found: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        found.append(seconds)
+        assert sum(found) < 100, "it waits for ever"
+
+    monkeypatch.setattr(running, "time", SimpleNamespace(sleep=sleep))
+    return found
+
+
+class Awaits(Task):  # type: ignore[misc]  # Celery has no types
+    """Runs what is to be awaited."""
+
+    abstract = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().__call__(*args, **kwargs)
+        return asyncio.run(result) if asyncio.iscoroutine(result) else result
+
+
+@pytest.mark.parametrize("how", ["def", "async def"])
+def test_a_retry_is_put_back_behind_the_attempt_before_it(
+    app: Celery, queue: Queue, redis: Redis, prefix: str, pauses: list[float], how: str
+) -> None:
+    """After 5 s, in which it looks soon and then less often; in an event loop nothing waits."""
+    task = a_task(app, done if how == "def" else done_async, celery={"base": Awaits})
+    answer = task.apply_async(retries=1)
+    redis.set(f"{prefix}k", token_of(answer.id), ex=600)
+    queue.deliver(queue.take())
+    assert len(queue) == 1
+    assert answer.state == "PENDING"
+    if how == "def":
+        assert pauses[:6] == [0.02, 0.04, 0.08, 0.16, 0.2, 0.2]
+        assert 5 <= sum(pauses) < 5.2
+    else:
+        assert not pauses
+    redis.delete(f"{prefix}k")
+    queue.deliver(queue.take())
+    assert answer.get() == "done"
+
+
+# --- what stands under the key -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "attempt", "outcome"),
+    [
+        ("kept", 1, "dropped"),
+        ("running", 2, "dropped"),
+        ("queued", 2, "dropped"),
+        ("running", 1, "put back"),
+        ("queued", 1, "run"),
+        ("queued", None, "run"),
+        ("running", None, "put back"),  # by whomever: a retry is not skipped
+    ],
+)
+def test_a_message_whose_key_is_its_own_tasks(
+    app: Celery, queue: Queue, redis: Redis, prefix: str, state: str, attempt: int | None, outcome: str
+) -> None:
+    """What is out of date is dropped, and what is to be done is not skipped behind itself."""
+    runs = []
+
+    def work() -> None:
+        runs.append("begin")
+
+    answer = a_task(app, work).apply_async(retries=1)
+    redis.set(f"{prefix}k", token_of(answer.id, state=state, attempt=attempt), ex=600)
+    queue.deliver(queue.take())
+    assert (len(runs), len(queue)) == {"dropped": (0, 0), "put back": (0, 1), "run": (1, 0)}[outcome]
+    assert answer.state == ("SUCCESS" if outcome == "run" else "PENDING")
+
+
+@pytest.mark.parametrize(
+    ("how", "outcome"),
+    [("plain", "skipped"), ("redelivered", "put back"), ("chain", "failed"), ("chord", "failed")],
+)
+def test_behind_another_without_a_policy(
+    app: Celery, queue: Queue, redis: Redis, prefix: str, how: str, outcome: str
+) -> None:
+    task = a_task(app, done)
+    redis.set(f"{prefix}k", "somebody else", ex=600)
+    after = {"chain": [dict(task.si())], "chord": dict(task.si())}
+    answer = task.apply_async(**{how: after[how]} if how in after else {})
+    queue.deliver(queue.take(), redelivered=how == "redelivered")
+    assert answer.state == {"skipped": "SUCCESS", "put back": "PENDING", "failed": "FAILURE"}[outcome]
+    assert len(queue) == (outcome == "put back")
+
+
+# --- what stays for a retry --------------------------------------------------------------------------------------
+
+
+def test_what_stays_under_the_key_for_a_retry(app: Celery) -> None:
+    """What is sent again as it is, for as long as it is waited for."""
+
+    def stays(said: Any = None, *, covers_queue: bool = True, seconds: float = 0.5, **request: Any) -> Any:
+        told = {"id": "the-id", "retries": 4, "args": ["a"], "kwargs": {"b": 1}, "expires": None, "is_eager": False}
+        delivered = Delivery(task, SimpleNamespace(headers=None, **{**told, **request}), covers_queue=covers_queue)
+        sig = task.s("a", b=1) if said is None else said
+        plan: Any = SimpleNamespace(queue_timeout=seconds)
+        return delivered.stays(plan, Retry(when=request.pop("when", None), sig=sig))
+
+    task = app.task(done, name=f"task-{uuid4()}", shared=False)
+    token, milliseconds = stays()
+    holder = Holder.parse(token)
+    assert holder is not None
+    assert (holder.name, holder.task_id, holder.attempt, holder.state) == (task.name, "the-id", 5, "queued")
+    assert json.loads(token)["limit"] == milliseconds == 500
+    assert stays(seconds=0) is None
+    assert stays(expires=-1) is None
+    assert stays(expires=7)[1] == 7000
+    assert stays(is_eager=True) is None
+    assert stays(covers_queue=False) is None
+    for other in (task.s("b", b=1), task.s("a", b=2), task.s("a")):
+        assert stays(other) is None
+
+
+# --- how it is put back ------------------------------------------------------------------------------------------
+
+
+def test_how_long_it_waits_when_it_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second that doubles to ten, of which half is left to chance."""
+    for bound in (min, max):
+        monkeypatch.setattr(put_back, "_random", SimpleNamespace(uniform=bound))
+        part = bound(0.5, 1)
+        delays = [put_back._delay(times, 1000) for times in (0, 1, 2, 3, 4, 5000)]
+        assert delays == [each * part for each in (1, 2, 4, 8, 10, 10)]
+        assert put_back._delay(5, 3) == 3 * part
+
+
+@pytest.mark.parametrize(
+    ("url", "seconds"),
+    [
+        ("redis://host", 3600),
+        ("rediss://host", 3600),
+        ("sentinel://host", 3600),
+        ("redis+socket:///path", 3600),
+        ("sqs://host", 1800),
+    ],
+)
+def test_after_how_long_a_broker_delivers_again(app: Celery, url: str, seconds: int) -> None:
+    app.conf.update(broker_url="memory://", broker_read_url=url)
+    assert visibility_timeout(app) == seconds
+    assert remembered_for(app) == 2 * seconds
+    app.conf.update(broker_transport_options={"visibility_timeout": 60})
+    assert visibility_timeout(app) == 60
+    assert remembered_for(app) == 3600
+
+
+def test_a_limit_of_times(app: Celery, queue: Queue, redis: Redis, prefix: str) -> None:
+    answer = a_task(app, done, when_busy=retry(max_retries=2)).delay()
+    redis.set(f"{prefix}k", "somebody else", ex=600)
+    for _ in range(2):
+        queue.deliver(queue.take())
+        assert len(queue) == 1
+        assert answer.state == "PENDING"
+    queue.deliver(queue.take())
+    assert len(queue) == 0
+    assert answer.state == "FAILURE"
+
+
+def test_what_a_header_says_of_another_attempt() -> None:
+    said = Header("the-id", 0, times=3, number=3, key="k", token="t", trigger=7).as_headers()  # noqa: S106
+    request = SimpleNamespace(id="the-id", retries=1, headers=said)
+    assert header_of(request) == Header("the-id", 1, key="k", trigger=7)
+    for foreign in (None, {}, {"only_one": {"of": "somebody else"}}):
+        request.headers = foreign
+        assert header_of(request) == Header("the-id", 1)
+
+
+# --- what is remembered ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(redis_url: str) -> Server:
+    return find_server(redis_url)
+
+
+def test_what_is_remembered_of_copies(server: Server, redis: Redis, prefix: str) -> None:
+    key, note = f"{prefix}k", f"{{{prefix}k}}:copy"
+
+    def ask(steps: Any) -> Any:
+        return drive(server.client, steps)
+
+    found = ask(look_for_copies(key, note))
+    assert found == Copies(0, b"", is_stored=False, age=found.age)
+    assert found.age > 1e9
+    ask(tell_copies_of_result(key, note))
+    assert not redis.exists(note)
+    for number, latest in ((9, 9), (10, 10), (9, 10)):
+        ask(number_copy(key, note, number, 600))
+        assert ask(look_for_copies(key, note)).number == latest
+    assert 540 < redis.ttl(note) <= 600
+    redis.hset(note, mapping={"ended": "token", "stored": 1, "ended_at": redis.time()[0] - 1000})
+    found = ask(ask_of_copy(key, note, 1200))
+    assert found == Copies(10, b"token", is_stored=True, age=found.age)
+    assert 1000 <= found.age < 1060
+    assert 1140 < redis.ttl(note) <= 1200
+    assert redis.hget(note, "asked") == b"1"
+    ask(forget_end(key, note))
+    assert ask(look_for_copies(key, note))[:3] == (10, b"", True)
+
+
+def microseconds(redis: Redis) -> int:
+    """The server's time."""
+    seconds, rest = redis.time()
+    return int(seconds) * 1_000_000 + int(rest)
+
+
+def test_triggers_are_numbered_as_they_arrive(app: Celery, server: Server, redis: Redis, prefix: str) -> None:
+    where: Any = (server, f"{prefix}k", app)
+    triggers = f"{{{prefix}k}}:triggers"
+    before = microseconds(redis)
+    first, second = (buffered.arrive(*where, name, None) for name in ("first", "second"))
+    assert first is not None
+    assert second is not None
+    assert before <= first < second <= microseconds(redis)
+    assert buffered.arrive(*where, "first", None) == first  # it has come before
+    assert REMEMBERED - 60 < redis.ttl(triggers) <= REMEMBERED
+
+    buffered.published(*where, second)
+    assert buffered.arrive(*where, "first", first) is None
+    assert buffered.begin(*where, "first", None) is False
+    buffered.published(*where, first)  # which changes nothing any more
+    assert buffered.arrive(*where, "first", first) is None
+    buffered.withdraw(*where, first)
+    assert buffered.arrive(*where, "first", first) is None
+    assert buffered.arrive(*where, "second", second) == second
+    buffered.withdraw(*where, second)
+    assert buffered.arrive(*where, "first", first) == first
+
+    assert buffered.begin(*where, "second", second) is True
+    assert buffered.begin(*where, "second", second) is True  # again, as it was delivered again
+    assert buffered.arrive(*where, "first", first) is None
+    assert buffered.begin(*where, "first", first) is False
+    assert buffered.begin(*where, "third", None) is True
+    assert buffered.begin(*where, "second", second) is False
+
+    # Numbers rise where the server's clock steps back, and what is of long ago is forgotten.
+    ahead = microseconds(redis) + 60_000_000
+    redis.zadd(triggers, {"last": ahead, "id:old": ahead - 7320e6, "id:young": ahead - 7140e6})
+    assert buffered.arrive(*where, "fourth", None) == ahead + 1
+    assert buffered.arrive_anew(*where, "fifth", "", 600) == ahead + 2
+    assert buffered.begin(*where, "sixth", None) is True
+    assert redis.zscore(triggers, "last") == redis.zscore(triggers, "begun") == ahead + 3
+    assert redis.zscore(triggers, "id:old") is None
+    assert redis.zscore(triggers, "id:young") is not None
+
+
+def test_a_trigger_is_given_to_one_that_is_like_it(app: Celery, server: Server, prefix: str) -> None:
+    """While it waits, and is the newest."""
+    where: Any = (server, f"{prefix}k", app)
+    numbers = []
+
+    def arrives(task_id: str, digest: str = "like") -> Any:
+        found = buffered.arrive_anew(*where, task_id, digest, 600)
+        if isinstance(found, int):
+            numbers.append(found)
+        return found
+
+    assert arrives("first") == numbers[-1]
+    assert arrives("second") == numbers[-1]  # the first is not published
+    assert numbers[0] < numbers[1]
+    buffered.published(*where, numbers[-1])
+    assert arrives("third") == "second"
+    assert arrives("none", "") == numbers[-1]
+    assert arrives("none", "") == numbers[-1]
+    assert arrives("third") == "second"
+    assert arrives("other", "unlike") == numbers[-1]
+    buffered.published(*where, numbers[-1])
+    assert arrives("third") == numbers[-1]  # another is the newest
+    buffered.published(*where, numbers[-1])
+    assert arrives("fourth") == "third"
+    assert buffered.begin(*where, "third", numbers[-1])
+    assert arrives("fourth") == numbers[-1]  # it does not wait any more
+    buffered.published(*where, numbers[-1])
+    buffered.withdraw(*where, numbers[-1])
+    assert arrives("fifth") == numbers[-1]
+    assert buffered.arrive(*where, "fifth", None) == numbers[-1]
+    assert len(set(numbers)) == len(numbers)
+    assert numbers == sorted(numbers)
+
+
+def test_of_triggers_that_are_put_back_the_newest_stays(app: Celery, queue: Queue, redis: Redis, prefix: str) -> None:
+    ran = []
+
+    def work(number: int) -> int:
+        ran.append(number)
+        return number
+
+    task = a_task(app, work, when_busy=buffer_one())
+    redis.set(f"{prefix}k", "somebody else", ex=600)
+    answers = [task.delay(number) for number in range(3)]
+    first, second, third = (queue.take() for _ in range(3))
+    for message in (first, third, second):
+        queue.deliver(message)
+    assert [answer.state for answer in answers] == ["PENDING"] * 3
+    first, third, second = (queue.take() for _ in range(3))
+    queue.deliver(first)
+    assert (answers[0].state, answers[0].result) == ("SUCCESS", None)
+    assert len(queue) == 0
+    redis.delete(f"{prefix}k")
+    queue.deliver(third)
+    assert not ran
+    queue.deliver(second)
+    assert ran == [1]
+    assert [answer.result for answer in answers] == [None, 1, None]
