@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
@@ -418,28 +419,52 @@ def test_runs_that_are_interrupted_by_signals(keys: Keys, redis_url: str) -> Non
 
 
 class BeforeReply(AtLine):
-    """Raises when redis-py has sent a command and is about to read the reply."""
+    """Calls something when redis-py has sent the n-th command and is about to read its reply."""
+
+    def __init__(self, number: int, then: Call) -> None:
+        super().__init__(number, Interruption)
+        self._then = then
 
     def __call__(self, frame: FrameType, event: str, _argument: Any) -> Trace | None:
         if event == "call" and frame.f_code.co_name == "parse_response":
-            self.count(frame)
+            self._left -= 1
+            if not self._left:
+                self._then()
         return None
 
 
-def test_a_reply_that_nobody_waits_for_is_not_taken_for_another(redis: Any, redis_url: str, prefix: str) -> None:
-    """A call is interrupted when redis-py has sent its SET; "it was free" is not the answer to the next one's."""
-    with Proxy(redis_url) as proxy:
-        client = redis_py.Redis.from_url(proxy.url)
+class Subclass(redis_py.Redis):
+    """A client that is used as it is, with a pool that keeps a connection whose reply is yet to come."""
+
+
+@pytest.mark.parametrize("kind", [redis_py.Redis, Subclass])
+@pytest.mark.parametrize(("number", "commands"), [(1, ["SET"]), (2, ["DELIFEQ", "DELEX", "EVALSHA"])])
+def test_a_reply_that_nobody_waits_for_is_not_taken_for_another(
+    redis: Any, redis_url: str, prefix: str, kind: type[redis_py.Redis], number: int, commands: list[str]
+) -> None:
+    """A call is interrupted when redis-py has sent its SET, or its release, whose reply is not that to the next SET.
+
+    Connections that others use meanwhile are left to them.
+    """
+
+    def soft_time_limit() -> None:
+        raise SoftTimeLimitExceeded
+
+    with Proxy(redis_url) as proxy, ThreadPoolExecutor(1) as pool:
+        client = kind.from_url(proxy.url)
         first, second = [only_one(lambda: "done", key=name, timeout=600, redis=client) for name in ("first", "second")]
         assert [first(), second()] == ["done", "done"]
         redis.set(f"{prefix}second", "somebody else")
-        held_up = proxy.hold_up("SET")
-        assert isinstance(copy_context().run(interrupt, BeforeReply(1, Interruption), first)[0], Interruption)
+        waiting = pool.submit(client.execute_command, "BLPOP", f"{prefix}list", LIMIT)
+        assert eventually(lambda: "BLPOP" in proxy.commands)
+        held_up = proxy.hold_up(*commands)
+        result, _ = copy_context().run(interrupt, BeforeReply(number, soft_time_limit), first)
+        assert isinstance(result, SoftTimeLimitExceeded) or result == "done"
         assert held_up.met.wait(LIMIT)
-        letting_go = threading.Timer(0.2, held_up.let_go)
-        letting_go.start()
-        assert second() is None
-        letting_go.join()
+        with traced(BeforeReply(1, held_up.let_go)):
+            assert second() is None
+        redis.rpush(f"{prefix}list", "a reply")
+        assert waiting.result(LIMIT)[1] == b"a reply"
         client.close()
         assert redis.get(f"{prefix}second") == b"somebody else"
         assert eventually(lambda: not redis.exists(f"{prefix}first"))
