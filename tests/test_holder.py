@@ -100,8 +100,15 @@ def process() -> Iterator[Process]:
 
 
 @pytest.fixture(scope="module")
+def living() -> Iterator[Process]:
+    """One that no test ends."""
+    with started() as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
 def dead() -> bytes:
-    """The token of a process that is gone."""
+    """The token of a process that is gone, and was never seen alive."""
     with started() as process:
         process.kill()
         assert is_dead(process.value)
@@ -113,9 +120,9 @@ def changed(value: bytes, **changes: object) -> bytes:
     return json.dumps({**json.loads(value), **changes}, separators=(",", ":")).encode()
 
 
-def test_a_value_that_is_changed_in_nothing_is_the_same(process: Process) -> None:
+def test_a_value_that_is_changed_in_nothing_is_the_same(living: Process) -> None:
     """Else the tests below would change more than they say, and none of their holders would be looked at."""
-    assert changed(process.value) == process.value
+    assert changed(living.value) == living.value
 
 
 # Processes
@@ -125,11 +132,6 @@ def test_a_process_that_lives_and_is_killed(process: Process) -> None:
     assert not is_dead(process.value)
     process.kill()
     assert is_dead(process.value)
-    assert is_dead(process.value)
-
-
-def test_a_process_that_was_never_seen_alive(process: Process) -> None:
-    process.kill()
     assert is_dead(process.value)
 
 
@@ -167,13 +169,13 @@ def test_a_key_that_this_process_keeps_is_not_dead() -> None:
     assert not is_dead(kept(Identity("work").token(600), 60))
 
 
-def test_a_start_that_differs_is_another_process(process: Process) -> None:
-    start = json.loads(process.value)["process_start"]
+def test_a_start_that_differs_is_another_process(living: Process) -> None:
+    start = json.loads(living.value)["process_start"]
     if start is None:
         pytest.skip("no start time can be read here")
-    assert is_dead(changed(process.value, process_start=start - 1))
-    assert is_dead(changed(process.value, process_start=start + 1))
-    assert not is_dead(changed(process.value, process_start=start))
+    assert is_dead(changed(living.value, process_start=start - 1))
+    assert is_dead(changed(living.value, process_start=start + 1))
+    assert not is_dead(changed(living.value, process_start=start))
 
 
 def test_a_start_that_is_not_known_is_no_evidence(process: Process) -> None:
@@ -355,8 +357,8 @@ def test_a_process_of_another_user_that_is_hidden_is_alive() -> None:
 # Other machines
 
 
-def test_a_machine_is_the_same_for_all_of_its_processes(process: Process) -> None:
-    mine, its = json.loads(Identity("work").token(600)), json.loads(process.value)
+def test_a_machine_is_the_same_for_all_of_its_processes(living: Process) -> None:
+    mine, its = json.loads(Identity("work").token(600)), json.loads(living.value)
     assert (mine["machine"], mine["host"]) == (its["machine"], its["host"])
     assert mine["pid"] != its["pid"]
 
@@ -377,17 +379,16 @@ def test_a_container_of_the_same_name_is_another_machine() -> None:
 
 
 @pytest.mark.parametrize("change", ["host", "boot", "namespace", "clock"])
-def test_another_host_or_boot_or_namespace_is_another_machine(process: Process, change: str) -> None:
-    host, boot, namespace, clock = json.loads(process.value)["machine"].split("/")
+def test_another_host_or_boot_or_namespace_is_another_machine(dead: bytes, change: str) -> None:
+    host, boot, namespace, clock = json.loads(dead)["machine"].split("/")
     others = {
         "host": f"{host}2/{boot}/{namespace}/{clock}",
         "boot": f"{host}/{boot[::-1]}/{namespace}/{clock}",
         "namespace": f"{host}/{boot}/pid:[1]/{clock}",
         "clock": f"{host}/{boot}/{namespace}/time:[1]",
     }
-    process.kill()
-    assert is_dead(process.value)
-    assert not is_dead(changed(process.value, machine=others[change]))
+    assert is_dead(dead)
+    assert not is_dead(changed(dead, machine=others[change]))
 
 
 GONE = """
@@ -439,9 +440,8 @@ def test_with_the_proc_of_others_nobody_is_dead() -> None:
 
 
 def test_on_a_platform_without_a_proc_nobody_is_dead(
-    process: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    dead: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    process.kill()
     monkeypatch.setattr(holder, "Path", lambda path: tmp_path / str(path).lstrip("/"))
     monkeypatch.setattr(holder, "_process", None)
     assert holder.machine() is None
@@ -449,10 +449,10 @@ def test_on_a_platform_without_a_proc_nobody_is_dead(
     mine = Holder.parse(Identity("work").token(600))
     assert mine is not None
     assert (mine.machine, mine.process_start) == (socket.gethostname(), None)
-    assert not is_dead(process.value)
+    assert not is_dead(dead)
     for machine in (None, mine.machine, mine.host):
-        assert not is_dead(changed(process.value, machine=machine, process_start=None))
-        assert not is_dead(changed(process.value, machine=machine))
+        assert not is_dead(changed(dead, machine=machine, process_start=None))
+        assert not is_dead(changed(dead, machine=machine))
 
 
 @pytest.mark.skipif(TIME is None, reason="no time namespace can be made here")
@@ -467,18 +467,16 @@ def test_a_process_whose_clock_counts_from_another_boot_is_alive() -> None:
 
 
 @pytest.mark.parametrize("state", ["kept", "queued", "", "Running"])
-def test_a_key_that_is_no_running_process_s_has_no_process_to_be_dead(process: Process, state: str) -> None:
-    process.kill()
-    assert not is_dead(changed(process.value, state=state))
+def test_a_key_that_is_no_running_process_s_has_no_process_to_be_dead(dead: bytes, state: str) -> None:
+    assert not is_dead(changed(dead, state=state))
 
 
-def test_a_key_that_is_kept_is_not_dead(process: Process) -> None:
-    process.kill()
-    value = kept(process.value, 600)
+def test_a_key_that_is_kept_is_not_dead(dead: bytes) -> None:
+    value = kept(dead, 600)
     found = Holder.parse(value)
     assert found is not None
-    assert (found.state, found.pid) == ("kept", process.pid)
-    assert is_dead(process.value)
+    assert (found.state, found.pid) == ("kept", json.loads(dead)["pid"])
+    assert is_dead(dead)
     assert not is_dead(value)
 
 
@@ -525,7 +523,7 @@ def test_what_is_remembered_of_the_living_has_an_end(process: Process, monkeypat
     assert all(map(is_dead, values))
 
 
-def test_who_was_just_seen_alive_is_not_read_of_again(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_was_just_seen_alive_is_not_read_of_again(living: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     """A skip is to cost no more than it must; the look is repeated after a while."""
     looked = []
 
@@ -534,15 +532,15 @@ def test_who_was_just_seen_alive_is_not_read_of_again(process: Process, monkeypa
         return process_start(pid)
 
     moment = now()
-    assert not is_dead(process.value)  # and knows who it is itself
+    assert not is_dead(living.value)  # and knows who it is itself
     monkeypatch.setattr(holder, "_alive", {})
     monkeypatch.setattr(holder, "process_start", look)
     monkeypatch.setattr(holder, "now", lambda: moment)
-    assert not any(is_dead(process.value) for _ in range(100))
-    assert looked == [process.pid]
+    assert not any(is_dead(living.value) for _ in range(100))
+    assert looked == [living.pid]
     moment += 0.99
-    assert not is_dead(process.value)
-    assert looked == [process.pid]
+    assert not is_dead(living.value)
+    assert looked == [living.pid]
     moment += 0.02
-    assert not is_dead(process.value)
-    assert looked == [process.pid] * 2
+    assert not is_dead(living.value)
+    assert looked == [living.pid] * 2
