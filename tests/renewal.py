@@ -43,6 +43,12 @@ def is_awaited(lock: Any) -> bool:
     return eventually(lambda: thread.now() < thread._renewer.wakes_at <= lock.renew_at)
 
 
+def is_idle() -> bool:
+    """Whether the thread that renews comes to have seen to all that was due, a new server that it looks at included."""
+    thread: Any = leases._renewer
+    return eventually(lambda: not thread.unknown and now() < thread.wakes_at)
+
+
 @contextmanager
 def later(seconds: float) -> Iterator[None]:
     """Put the clock of deadlines forward, as if so much time had gone by, and have the thread that renews see to it."""

@@ -35,7 +35,7 @@ from only_one import (
     only_one,
 )
 from only_one.testing import RedisServer
-from tests.renewal import is_renewed
+from tests.renewal import is_idle, is_renewed
 from tests.waiting import LIMIT, eventually
 
 KeyIsBusy = Callable[..., AbstractContextManager[None]]
@@ -707,6 +707,7 @@ def test_a_run_is_two_round_trips_and_a_skip_is_one(redis: Redis, busy: KeyIsBus
     with closing(runner), busy("1", lease=600):
         ten(1)
         ten(2)  # the connections are made, and the server is known
+        assert is_idle()
         assert round_trips(redis, lambda: ten(2)) == 20
         assert round_trips(redis, lambda: ten(1)) == 10 * skip_costs
         runner.run_until_complete(runner.shutdown_asyncgens())

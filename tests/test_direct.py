@@ -28,14 +28,14 @@ from redis.backoff import ConstantBackoff, NoBackoff
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
-from only_one import configure, leases, only_one, subscribe
-from only_one.clock import now
+from only_one import configure, only_one, subscribe
 from only_one.direct import _MOST_KEPT, DirectClient
 from only_one.events import Down, Event
 from only_one.lock import Lock
 from only_one.servers import Server
 from only_one.testing import RedisServer, redis_server
 from tests.proxy import Proxy
+from tests.renewal import is_idle
 from tests.waiting import LIMIT, eventually
 
 ROOT = Path(__file__).parents[1]
@@ -553,8 +553,7 @@ def test_connections_neither_grow_nor_stay(redis: Any, redis_url: str, name: str
     run = only_one(lambda: "done", key="k", timeout=600, redis=client)
     assert run() == "done"
     # The thread that renews looks at a server that is new to it, by a connection of its own.
-    thread = leases._renewer
-    assert eventually(lambda: not thread.unknown and thread.wakes_at > now())
+    assert is_idle()
     before = connections(redis, name)
     for _ in range(1000):
         assert run() == "done"

@@ -445,7 +445,7 @@ def test_a_server_that_is_down_loses_no_lease_on_another(
         node = down.lock.server.node_of(down.lock.key)
         options = node.client.connection_pool.connection_kwargs
         assert (options["socket_timeout"], options["socket_connect_timeout"]) == (0.5, 0.25)
-        assert options["retry"].get_retries() == 0
+        assert options["retry"]._retries == 0
         assert is_awaited(run.lock)
         with proxy.black_hole():
             node.fail(0)

@@ -25,7 +25,7 @@ from only_one import configure, only_one
 from only_one.holder import Holder
 from only_one.testing import Guarded
 from tests.live import ends_app as ends
-from tests.live.workers import PREFIX, ROOT, World, kill_tree, world
+from tests.live.workers import PREFIX, ROOT, World, answered, kill_tree, world
 from tests.test_holder import CONTAINER
 from tests.waiting import LIMIT, eventually
 
@@ -81,7 +81,7 @@ class Place:
 
     def take_from(self, queue: str) -> None:
         """Have the first worker take from this queue, too."""
-        assert ends.app.control.add_consumer(queue, reply=True, timeout=LIMIT, limit=1)
+        assert answered(ends.app.control.add_consumer, queue)
 
 
 @dataclass
@@ -128,7 +128,7 @@ def by_hard_limit(scene: Scene) -> float:
 
 def by_revoke(scene: Scene) -> float:
     """While it waits in its queue; the worker drops it."""
-    ends.app.control.revoke(scene.answer.id, reply=True, timeout=LIMIT, limit=1)
+    assert answered(ends.app.control.revoke, scene.answer.id)
     scene.place.take_from(scene.queue)
     assert eventually(lambda: scene.answer.state == "REVOKED")
     return time.monotonic()

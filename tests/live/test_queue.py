@@ -21,7 +21,7 @@ from celery.exceptions import ChordError, TaskRevokedError
 from only_one import AlreadyRunning, configure, only_one
 from only_one.holder import Holder
 from tests.live import queue_app as live
-from tests.live.workers import PREFIX, World, world
+from tests.live.workers import PREFIX, World, answered, world
 from tests.waiting import LIMIT, eventually
 
 END = Callable[["Scene"], Any]
@@ -257,7 +257,7 @@ def test_buffer_one_whose_pending_one_is_dropped_waits_for_the_next(scene: Scene
     scene.begun()
     if how == "revoked":
         dropped = live.buffered.apply_async((scene.gate, 2), queue=scene.queue)
-        live.app.control.revoke(dropped.id, reply=True, timeout=LIMIT, limit=1)
+        assert answered(live.app.control.revoke, dropped.id)
         scene.consume()
     else:
         dropped = live.buffered.apply_async((scene.gate, 2), expires=-1)
@@ -309,7 +309,7 @@ def test_a_retry_that_waits_and_is_revoked(scene: Scene) -> None:
     answer = live.ends.apply_async((scene.gate, "retry"), queue=scene.queue)
     scene.consume()
     assert scene.waits_for_a_retry(answer)
-    live.app.control.revoke(answer.id, reply=True, timeout=LIMIT, limit=1)
+    assert answered(live.app.control.revoke, answer.id)
     assert scene.place.is_held(scene.gate)
     scene.consume()
     assert eventually(lambda: answer.state == "REVOKED")
@@ -386,7 +386,7 @@ def expired_in_the_queue(scene: Scene) -> Any:
 
 def revoked_in_the_queue(scene: Scene) -> Any:
     answer = live.plain.apply_async((scene.gate,), queue=scene.queue)
-    live.app.control.revoke(answer.id, reply=True, timeout=LIMIT, limit=1)
+    assert answered(live.app.control.revoke, answer.id)
     assert scene.place.is_held(scene.gate)
     scene.consume()
     return answer

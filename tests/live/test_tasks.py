@@ -132,8 +132,9 @@ def test_the_next_one_runs(worker: Worker, gate: str) -> None:
 
 
 def test_other_arguments_are_another_key(worker: Worker, gate: str) -> None:
-    for task in (live.bound, live.named_task):
+    for number, task in enumerate((live.bound, live.named_task), 1):
         answers = [task.delay(gate), task.delay(gate, 1), task.delay(gate, extra=2)]
+        worker.wait_until_begun(gate, 3 * number)
         skipped = [task.delay(gate, 0), task.delay(gate, extra=1), task.delay(extra=2, gate=gate)]
         assert [result(answer) for answer in skipped] == [None] * 3
         worker.open(gate, 3)
@@ -158,7 +159,7 @@ def test_a_bound_task_gets_itself(worker: Worker, gate: str) -> None:
 def test_results_that_are_ignored(worker: Worker, gate: str) -> None:
     answers = [live.silent.delay(gate) for _ in range(COPIES)]
     worker.wait_until_begun(gate)
-    assert result(live.around_a_function.delay(opened(worker))) is not None  # the copies have been seen to before it
+    assert eventually(lambda: under_way() == 1)  # the copies have been seen to
     worker.open(gate)
     assert eventually(lambda: worker.lines("end", gate), LIMIT)
     assert worker.no_key_is_left()
@@ -166,11 +167,12 @@ def test_results_that_are_ignored(worker: Worker, gate: str) -> None:
     assert not worker.client.exists(*[f"celery-task-meta-{answer.id}" for answer in answers])
 
 
-def opened(worker: Worker) -> str:
-    """A gate that is open."""
-    gate = f"gate-{uuid4()}"
-    worker.open(gate)
-    return gate
+def under_way() -> int:
+    """How many tasks the worker runs, or has taken from the queue to run them."""
+    asked = live.app.control.inspect(timeout=LIMIT / 20, limit=1)
+    return sum(
+        len(tasks) for told in (asked.active(), asked.reserved()) for tasks in (told or {"no answer": "?"}).values()
+    )
 
 
 @pytest.mark.usefixtures("worker")

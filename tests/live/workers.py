@@ -296,6 +296,11 @@ def world(app: Celery, name: str, folder: Path, *options: str) -> Iterator[World
                 found.close()
 
 
+def answered(command: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether a worker answers a command; it is told again, as a worker that has just come up may not listen yet."""
+    return eventually(lambda: command(*arguments, reply=True, timeout=LIMIT / 20, limit=1))
+
+
 def kill_tree(worker: Guarded) -> None:
     """End a worker and its children by SIGKILL, all at once."""
     os.killpg(worker.pid, signal.SIGKILL)
