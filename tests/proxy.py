@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import select
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -82,13 +83,15 @@ class Proxy(AbstractContextManager["Proxy"]):
         port: where it listens on 127.0.0.1; the same for as long as it lives.
     """
 
-    def __init__(self, server_url: str) -> None:
+    def __init__(self, server_url: str, tls: ssl.SSLContext | None = None) -> None:
         """Made, and not yet listening.
 
         Args:
             server_url: where the server is, with whatever credentials and database clients are to use.
+            tls: how clients are to encrypt what they send, for a server that knows nothing of it.
         """
         self._parts = urlsplit(server_url)
+        self._tls = tls
         self._lock = threading.Lock()
         self._faults: list[Fault] = []
         self._commands: list[str] = []
@@ -228,7 +231,10 @@ class Proxy(AbstractContextManager["Proxy"]):
 
     def _accept(self) -> None:
         while self._woken not in select.select([self._listener, self._woken], [], [])[0]:
-            self._take_connection(self._listener.accept()[0])
+            client = self._listener.accept()[0]
+            if self._tls:
+                client = self._tls.wrap_socket(client, server_side=True, do_handshake_on_connect=False)
+            self._take_connection(client)
         self._woken.recv(1)
 
     def _take_connection(self, client: socket.socket) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from only_one.clock import now
 from only_one.inspection import held, release_key
 from only_one.testing import RedisServer, redis_server
 from tests.faults.programs import SLACK, Holder, Running, RunningAsync
+from tests.proxy import Proxy
 from tests.renewal import fails_to_renew, renew_now
 from tests.waiting import LIMIT, eventually
 
@@ -31,6 +34,8 @@ OPTIONS = (
     *("--cluster-require-full-coverage", "no"),
     *("--repl-diskless-sync-delay", "0"),
 )
+
+CERTIFICATE = Path(__file__).with_name("tls.pem")
 
 CAN_BE_SHARED = tuple(map(int, redis_py.__version__.split(".")[:2])) >= (7, 2)
 """Before redis-py 7.2 a cluster's client that looks for slots closes connections under other threads."""
@@ -220,6 +225,29 @@ def test_what_a_run_does_in_a_cluster(cluster: Cluster, names: list[str], prefix
             _ = run.lock.fence
     assert node.client.get(key) == b"somebody else"
     node.client.delete(key)
+
+
+@both
+def test_a_cluster_behind_other_addresses_that_speaks_tls(prefix: str, kind: type[Running]) -> None:
+    """The clients that are made from the user's are told of both, and whom to trust."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(CERTIFICATE)
+    with redis_server(*OPTIONS) as server, Proxy(server.url, tls=context) as proxy:
+        node = Node(server)
+        node.client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+        assert eventually(lambda: node.client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
+        client: Any = redis_py.RedisCluster.from_url(
+            proxy.url.replace("redis:", "rediss:"),
+            ssl_ca_certs=str(CERTIFICATE),
+            address_remap=lambda _: ("127.0.0.1", proxy.port),
+            socket_timeout=LIMIT,
+        )
+        with client, kind(lease=60, redis=client) as run:
+            assert node.client.get(run.lock.key) == run.lock.token
+            assert is_renewed(node.call, run.lock)
+        assert run.result == "done"
+        assert not node.client.exists(f"{prefix}k")
+        assert {"SET", "EVAL", "EVALSHA"} <= set(proxy.commands)
 
 
 # Nodes that do not answer
