@@ -559,3 +559,41 @@ def test_of_triggers_that_are_put_back_the_newest_stays(app: Celery, queue: Queu
     queue.deliver(second)
     assert ran == [1]
     assert [answer.result for answer in answers] == [None, 1, None]
+
+
+@pytest.mark.parametrize(
+    ("state", "attempt", "is_its_own", "retries", "key"),
+    [
+        ("queued", 1, True, 1, "kept"),
+        ("queued", 1, False, 1, "k-1"),
+        ("running", 0, True, 1, "k-1"),
+        ("queued", 0, True, 0, "kept"),
+    ],
+)
+def test_a_retry_has_the_key_that_is_kept_for_it(
+    app: Celery,
+    queue: Queue,
+    redis: Redis,
+    prefix: str,
+    state: str,
+    attempt: int,
+    is_its_own: bool,  # noqa: FBT001 - a parameter of the test
+    retries: int,
+    key: str,
+) -> None:
+    """Else that of its arguments, which may be others by now, as the template may be."""
+
+    def work(value: int) -> tuple[int, str]:
+        return value, current_lock().key
+
+    task = cover("k-{value}")(app.task(work, name=f"task-{uuid4()}", shared=False))
+    answer = task.delay(1)
+    redis.delete(f"{prefix}k-1")
+    message = queue.take()
+    value = token_of(answer.id if is_its_own else "another", state=state, attempt=attempt)
+    message["headers"]["retries"] = retries
+    message["headers"]["only_one"].update(key=f"{prefix}kept", attempt=retries, token=value.decode())
+    redis.set(f"{prefix}kept", value, ex=600)
+    queue.deliver(message)
+    assert answer.get() == [1, f"{prefix}{key}"]
+    assert redis.exists(f"{prefix}kept") == (key != "kept")
