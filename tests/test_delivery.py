@@ -22,7 +22,7 @@ from celery.app.trace import build_tracer
 from celery.exceptions import Retry
 from redis import Redis
 
-from only_one import buffer_one, configure, current_lock, only_one, retry
+from only_one import buffer_one, configure, current_lock, fail, only_one, retry
 from only_one.clock import now
 from only_one.holder import Holder, Identity
 from only_one.lock import drive
@@ -127,7 +127,7 @@ def test_copies_of_a_run(app: Celery, queue: Queue, redis: Redis, prefix: str, e
         assert REMEMBERED - 60 < redis.ttl(note) <= REMEMBERED
         assert redis.hget(note, "ended") is None
 
-    task = a_task(app, work)
+    task = a_task(app, work, when_busy=fail)  # which is not for copies
     answer = task.delay()
     message = queue.take()
     queue.deliver(message)
@@ -298,19 +298,19 @@ def test_a_retry_is_put_back_behind_the_attempt_before_it(
 
 
 @pytest.mark.parametrize(
-    ("state", "attempt", "outcome"),
+    ("state", "attempt", "retries", "outcome"),
     [
-        ("kept", 1, "dropped"),
-        ("running", 2, "dropped"),
-        ("queued", 2, "dropped"),
-        ("running", 1, "put back"),
-        ("queued", 1, "run"),
-        ("queued", None, "run"),
-        ("running", None, "put back"),  # by whomever: a retry is not skipped
+        ("kept", 1, 1, "dropped"),
+        ("running", 2, 1, "dropped"),
+        ("queued", 2, 1, "dropped"),
+        ("running", 1, 1, "put back"),
+        ("queued", 0, 0, "run"),
+        ("queued", None, 1, "run"),
+        ("running", None, 1, "put back"),  # by whomever: a retry is not skipped
     ],
 )
 def test_a_message_whose_key_is_its_own_tasks(
-    app: Celery, queue: Queue, redis: Redis, prefix: str, state: str, attempt: int | None, outcome: str
+    app: Celery, queue: Queue, redis: Redis, prefix: str, state: str, attempt: int | None, retries: int, outcome: str
 ) -> None:
     """What is out of date is dropped, and what is to be done is not skipped behind itself."""
     runs = []
@@ -318,7 +318,7 @@ def test_a_message_whose_key_is_its_own_tasks(
     def work() -> None:
         runs.append("begin")
 
-    answer = a_task(app, work).apply_async(retries=1)
+    answer = a_task(app, work).apply_async(retries=retries)
     redis.set(f"{prefix}k", token_of(answer.id, state=state, attempt=attempt), ex=600)
     queue.deliver(queue.take())
     assert (len(runs), len(queue)) == {"dropped": (0, 0), "put back": (0, 1), "run": (1, 0)}[outcome]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 import pickle
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +32,7 @@ from redis import Redis
 
 from only_one import (
     AlreadyRunning,
+    Busy,
     KeyTemplateError,
     LockUnavailable,
     UnkeyableArgument,
@@ -42,6 +45,7 @@ from only_one import (
     retry,
     settings,
     skip,
+    subscribe,
 )
 from only_one.holder import Holder
 from only_one.run import run
@@ -241,9 +245,10 @@ only_one(lambda: os.kill(os.getpid(), signal.SIGKILL), key="dead", timeout=600)(
     assert held("k").state == "queued"
     assert task.delay().id == printed.stdout.strip() == held("k").task_id
     assert queued() == 1
+    a_task(app, "dead", takeover=False).delay()
     assert held("dead").state == "running"
     answer = a_task(app, "dead").delay()
-    assert queued() == 2
+    assert queued() == 3
     assert (held("dead").state, held("dead").task_id) == ("queued", answer.id)
 
 
@@ -962,3 +967,103 @@ def test_a_key_does_not_stay_queued_when_its_run_could_not_take_it(
             assert redis.get(f"{prefix}k") == value
 
         assert eventually(lambda: not redis.exists(f"{prefix}k"))
+
+
+# --- trouble while it is queued ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def about_to_publish(task: Any, do: Callable[[], None]) -> Iterator[None]:
+    """Do something between the moment when the key is taken and the one when the message is sent."""
+
+    def heed(**_: Any) -> None:
+        do()
+
+    before_task_publish.connect(heed, sender=task.name, weak=False)
+    try:
+        yield
+    finally:
+        before_task_publish.disconnect(heed, sender=task.name)
+
+
+def test_a_key_that_cannot_be_given_back_is_in_the_background(
+    app: Any, redis: Redis, redis_url: str, prefix: str
+) -> None:
+    """No expiry explains within this test that it is free."""
+    with Proxy(redis_url) as proxy, configure(redis=proxy.url), ExitStack() as stack:
+        task = a_task(app, "k")
+
+        def refuse() -> None:
+            assert redis.pexpire(f"{prefix}k", 600_000)
+            stack.enter_context(proxy.refused())
+            raise KeyboardInterrupt
+
+        with about_to_publish(task, refuse), pytest.raises(KeyboardInterrupt):
+            task.delay()
+        assert redis.exists(f"{prefix}k")
+        stack.close()
+        assert eventually(lambda: not redis.exists(f"{prefix}k"))
+
+
+def test_a_call_that_is_interrupted_before_it_knows_that_it_has_the_key(
+    app: Any, redis: Redis, redis_url: str, prefix: str, queued: Any
+) -> None:
+    def interrupt() -> None:
+        assert eventually(lambda: redis.pexpire(f"{prefix}k", 600_000))
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with Proxy(redis_url) as proxy, configure(redis=f"{proxy.url}?socket_timeout={LIMIT:g}"):
+        task = a_task(app, "k")
+        proxy.lose_reply("SET", then="hang")
+        with ThreadPoolExecutor(1) as pool:
+            interrupted = pool.submit(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                task.delay()
+            interrupted.result()
+        assert eventually(lambda: not redis.exists(f"{prefix}k"))
+    assert queued() == 0
+
+
+def test_a_key_that_is_not_lengthened_is_told(
+    app: Any, redis: Redis, prefix: str, queued: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the server refuses, and nobody may ever come to know."""
+    task = a_task(app, "k")
+
+    def spoil() -> None:
+        redis.delete(f"{prefix}k")
+        redis.rpush(f"{prefix}k", "no string")
+
+    with about_to_publish(task, spoil), caplog.at_level("WARNING"):
+        assert isinstance(task.delay(), AsyncResult)
+    assert queued() == 1
+    assert f"{prefix}k is queued, and may be queued again in 30 s" in caplog.text
+
+
+def test_the_newest_is_queued_though_nobody_comes_to_know(app: Any, redis_url: str, queued: Any) -> None:
+    with Proxy(redis_url) as proxy, configure(redis=proxy.url), ExitStack() as stack:
+        task = a_task(app, "k", when_busy=buffer_one())
+        with about_to_publish(task, lambda: stack.enter_context(proxy.refused())):
+            assert isinstance(task.delay(1), AsyncResult)
+        stack.close()
+        assert queued() == 1
+
+
+def test_the_newest_is_like_no_other_if_it_cannot_be_compared(app: Any, queued: Any) -> None:
+    task = a_task(app, "k", when_busy=buffer_one())
+    for number in (1, 2):
+        task.apply_async((object(),), serializer="pickle")
+        assert queued() == number
+
+
+def test_who_gets_the_newest_is_told_as_busy(app: Any, prefix: str) -> None:
+    task = a_task(app, "k", when_busy=buffer_one())
+    told: list[Any] = []
+    end = subscribe(told.append)
+    try:
+        task.delay(1)
+        assert told == []
+        task.delay(1)
+    finally:
+        end()
+    assert told == [Busy(f"{prefix}k", task.name, b"")]
