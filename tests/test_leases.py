@@ -86,12 +86,11 @@ def losses() -> Iterator[list[Lost]]:
 # Runs that are longer than their lease
 
 
-@pytest.mark.usefixtures("direct")
-def test_what_a_run_may_ask_of_its_lock(key: str) -> None:
+def test_what_a_run_may_ask_of_its_lock(direct: Any, key: str) -> None:
     times: list[tuple[dict[str, Any], float]] = [
         ({"lease": 300}, 300),
         ({"timeout": 3000, "lease": 300}, 300),
-        ({"timeout": 300}, 300),
+        ({"timeout": 7 * 24 * LONG}, 7 * 24 * LONG),
         ({}, 30),  # without a number: 30 s, renewed
     ]
     for options, expected in times:
@@ -105,6 +104,7 @@ def test_what_a_run_may_ask_of_its_lock(key: str) -> None:
                 assert lock.expires_at - lock.begun == pytest.approx(expected)
                 before = lock.expires_in
                 assert 0 < lock.expires_in <= before <= expected
+                assert (expected - LIMIT) * 1000 < direct.pttl(key) <= expected * 1000
 
 
 def test_runs_are_renewed_again_and_again(direct: Any, prefix: str, losses: list[Lost]) -> None:
