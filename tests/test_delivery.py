@@ -12,6 +12,7 @@ import sys
 from base64 import b64decode
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -247,6 +248,18 @@ def test_a_copy_of_what_has_ended(
     assert (hash_of(redis, prefix, answer.id)[b"ended"] == said["ended"]) is (outcome != "run")
 
 
+def test_a_copy_of_what_has_ended_and_could_not_be_released(
+    app: Celery, queue: Queue, redis: Redis, prefix: str
+) -> None:
+    """It does not wait for the key to expire."""
+    answer = a_task(app, done).delay()
+    redis.set(f"{prefix}k", token_of(answer.id), ex=600)
+    redis.hset(f"{{{prefix}k}}:copy:{answer.id}:0", mapping={"ended": token_of(answer.id), "stored": 1})
+    queue.deliver(queue.take(), redelivered=True)
+    assert len(queue) == 0
+    assert answer.state == "PENDING"
+
+
 # --- the attempt before it ---------------------------------------------------------------------------------------
 
 
@@ -306,6 +319,7 @@ def test_a_retry_is_put_back_behind_the_attempt_before_it(
         ("running", 1, 1, "put back"),
         ("queued", 0, 0, "run"),
         ("queued", None, 1, "run"),
+        ("queued by another", 2, 1, "run"),
         ("running", None, 1, "put back"),  # by whomever: a retry is not skipped
     ],
 )
@@ -319,7 +333,8 @@ def test_a_message_whose_key_is_its_own_tasks(
         runs.append("begin")
 
     answer = a_task(app, work).apply_async(retries=retries)
-    redis.set(f"{prefix}k", token_of(answer.id, state=state, attempt=attempt), ex=600)
+    whose = "another" if state == "queued by another" else answer.id
+    redis.set(f"{prefix}k", token_of(whose, state=state.split(maxsplit=1)[0], attempt=attempt), ex=600)
     queue.deliver(queue.take())
     assert (len(runs), len(queue)) == {"dropped": (0, 0), "put back": (0, 1), "run": (1, 0)}[outcome]
     assert answer.state == ("SUCCESS" if outcome == "run" else "PENDING")
@@ -402,18 +417,25 @@ def test_after_how_long_a_broker_delivers_again(app: Celery, url: str, seconds: 
 
 
 def test_a_limit_of_times(app: Celery, queue: Queue, redis: Redis, prefix: str) -> None:
-    answer = a_task(app, done, when_busy=retry(max_retries=2)).delay()
+    answer = a_task(app, done, when_busy=retry(1000, max_retries=2)).delay()
     redis.set(f"{prefix}k", "somebody else", ex=600)
+    message = first = queue.take()
     for _ in range(2):
-        queue.deliver(queue.take())
-        assert len(queue) == 1
+        queue.deliver(message)
+        message = queue.take()
+        eta = datetime.fromisoformat(message["headers"]["eta"])
+        assert 940 < (eta - datetime.now(timezone.utc)).total_seconds() <= 1000
+        assert len(queue) == 0
         assert answer.state == "PENDING"
-    queue.deliver(queue.take())
+    queue.deliver(first, redelivered=True)
+    assert len(queue) == 0, "a later copy of it waits"
+    queue.deliver(message)
     assert len(queue) == 0
     assert answer.state == "FAILURE"
 
 
 def test_what_a_header_says_of_another_attempt() -> None:
+    assert Header("the-id", 0).as_headers() == {"only_one": {"id": "the-id", "attempt": 0, "times": 0, "number": 0}}
     said = Header("the-id", 0, times=3, number=3, key="k", token="t", trigger=7).as_headers()  # noqa: S106
     request = SimpleNamespace(id="the-id", retries=1, headers=said)
     assert header_of(request) == Header("the-id", 1, key="k", trigger=7)
