@@ -31,7 +31,7 @@ from examples.newsletter.recipients import CHOSEN, Mailing, Recipient
 from examples.newsletter.spool import Entry
 from examples.newsletter.summary import ACCEPTED, accepted
 from only_one.testing import guarded
-from tests.test_examples import all_gone, descendants, is_worker
+from tests.test_examples import all_gone, descendants, has_worker, is_worker
 from tests.waiting import LIMIT, eventually
 
 ROOT = Path(__file__).parents[1]
@@ -409,7 +409,7 @@ def running(*arguments: object, directory: Path) -> Iterator[subprocess.Popen[st
 
 def worker_of(process: subprocess.Popen[str]) -> dict[int, str]:
     """What it has started by the time when it has started its worker, which is waited for."""
-    assert eventually(lambda: any(map(is_worker, descendants(process.pid).values())))
+    assert eventually(lambda: has_worker(process.pid), pause=0.2)
     return descendants(process.pid)
 
 
@@ -488,14 +488,6 @@ def test_what_is_broken_off_leaves_no_process_and_goes_on_at_the_next_start(
     assert found["recipients"] == people
     assert found["accepted"] - found["duplicates"] == people
     assert found["duplicates"] <= 2  # one for each time that it was broken off
-
-
-def test_one_that_is_told_to_end_leaves_no_process(tmp_path: Path) -> None:
-    with running("--recipients=10", directory=tmp_path) as process:
-        started = worker_of(process)
-        process.terminate()
-        assert process.wait(LIMIT) == 128 + signal.SIGTERM
-    assert all_gone([*started])
 
 
 def test_a_worker_that_dies_is_told(tmp_path: Path) -> None:

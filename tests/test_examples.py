@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import StringIO
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -31,6 +32,7 @@ from examples.feeds.history import History
 from examples.feeds.journal import Line, Reader, note, witnessed
 from examples.feeds.summary import problem, report
 from examples.feeds.timeline import LABEL_WIDTH, Picture
+from examples.newsletter import __main__ as newsletter
 from tests.waiting import LIMIT, eventually
 
 ROOT = Path(__file__).parents[1]
@@ -127,13 +129,18 @@ def descendants(ancestor: int) -> dict[int, str]:
 
 def all_gone(pids: Sequence[int]) -> bool:
     """Whether all of these processes end."""
-    return eventually(lambda: not processes().keys() & set(pids))
+    return eventually(lambda: not processes().keys() & set(pids), pause=0.1)
 
 
 def worker_of(run: Demo) -> dict[int, str]:
     """What the demo has started by the time when it has started its worker, which is waited for."""
-    assert eventually(lambda: any(is_worker(command) for command in descendants(run.process.pid).values())), run.text
+    assert eventually(lambda: has_worker(run.process.pid), pause=0.2), run.text
     return descendants(run.process.pid)
+
+
+def has_worker(pid: int) -> bool:
+    """Whether a process has started a worker."""
+    return any(is_worker(command) for command in descendants(pid).values())
 
 
 def is_worker(command: str) -> bool:
@@ -227,13 +234,24 @@ def test_nothing_outlives_a_demo_that_is_killed(tmp_path: Path) -> None:
     assert not [command for _, command in processes().values() if str(tmp_path) in command]
 
 
-def test_a_demo_that_is_told_to_end_cleans_up(tmp_path: Path) -> None:
-    with demo(tmp_path) as run:
-        children = worker_of(run)
-        run.process.send_signal(signal.SIGTERM)
-        assert run.wait() == 128 + signal.SIGTERM
-    assert all_gone([*children])
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("program", [feeds, newsletter])
+def test_one_that_is_told_to_end_ends_as_by_ctrl_c(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an exception that nothing catches; what becomes of the processes is shown by Ctrl-C."""
+
+    def told_to_end(*_: object) -> None:
+        handler: Any = signal.getsignal(signal.SIGTERM)
+        handler(signal.SIGTERM, None)
+
+    monkeypatch.setattr(program, "main", told_to_end)
+    monkeypatch.setattr(sys, "argv", ["program"])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(SystemExit) as raised:
+            program._run()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert raised.value.code == 128 + signal.SIGTERM
 
 
 def test_a_worker_that_dies_is_a_failure_that_shows_its_log(tmp_path: Path) -> None:

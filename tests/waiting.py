@@ -10,11 +10,11 @@ LIMIT = float(os.environ.get("ONLY_ONE_TEST_LIMIT", "120"))
 """Seconds after which what a test waits for will not come any more: a machine of a tenth of the speed keeps them."""
 
 
-def eventually(condition: Callable[[], object], limit: float = LIMIT) -> bool:
-    """Whether a condition comes to hold within a limit in seconds."""
+def eventually(condition: Callable[[], object], limit: float = LIMIT, pause: float = 0.01) -> bool:
+    """Whether a condition comes to hold within a limit in seconds; `pause` is longer where it costs much to look."""
     deadline = time.monotonic() + limit
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.01)
+        time.sleep(pause)
     return True
