@@ -429,6 +429,10 @@ def test_a_limit_of_times(app: Celery, queue: Queue, redis: Redis, prefix: str) 
         assert answer.state == "PENDING"
     queue.deliver(first, redelivered=True)
     assert len(queue) == 0, "a later copy of it waits"
+    redis.delete(f"{prefix}k")
+    queue.deliver(first, redelivered=True)
+    assert answer.state == "PENDING", "a later copy of it waits"
+    redis.set(f"{prefix}k", "somebody else", ex=600)
     queue.deliver(message)
     assert len(queue) == 0
     assert answer.state == "FAILURE"
