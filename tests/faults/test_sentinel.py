@@ -95,21 +95,18 @@ class Watched:
     def fail_over(self) -> bool:
         """Have the replica take over; returns whether it has, and all Sentinels say so."""
 
-        def is_asked() -> bool:
-            with suppress(redis_py.ResponseError):  # it knows of no replica that is good enough yet
-                self._sentinels[0].execute_command("SENTINEL FAILOVER", SERVICE)
-                return True
-            return False
-
         def has_happened() -> bool:
             with suppress(RedisError):
                 ports = [sentinel.sentinel_master(SERVICE)["port"] for sentinel in self._sentinels]
+                if ports[0] == self.master.port:
+                    # It is under way, or it knows of no replica that is good enough, or has given up for want of time.
+                    self._sentinels[0].execute_command("SENTINEL FAILOVER", SERVICE)
                 return ports == [self.replica.port] * 3 and on_replica.info("replication")["role"] == "master"
             return False
 
         self.has_failed_over = True
         with direct(self.replica) as on_replica:
-            return eventually(is_asked) and eventually(has_happened)
+            return eventually(has_happened)
 
     def replace_master(self) -> None:
         """Go on with what has taken over, and a new replica of it."""
