@@ -1010,16 +1010,20 @@ def test_a_call_that_is_interrupted_before_it_knows_that_it_has_the_key(
 ) -> None:
     def interrupt() -> None:
         assert eventually(lambda: redis.pexpire(f"{prefix}k", 600_000))
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
     with Proxy(redis_url) as proxy, configure(redis=f"{proxy.url}?socket_timeout={LIMIT:g}"):
         task = a_task(app, "k")
         proxy.lose_reply("SET", then="hang")
         with ThreadPoolExecutor(1) as pool:
-            interrupted = pool.submit(interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                task.delay()
-            interrupted.result()
+            before = signal.signal(signal.SIGUSR1, signal.default_int_handler)  # SIGINT is ignored by background jobs
+            try:
+                interrupted = pool.submit(interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    task.delay()
+                interrupted.result()
+            finally:
+                signal.signal(signal.SIGUSR1, before)
         assert eventually(lambda: not redis.exists(f"{prefix}k"))
     assert queued() == 0
 
