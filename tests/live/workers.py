@@ -139,6 +139,8 @@ def leave(app: Any) -> None:
     """Let go of an application's server; results that are collected later are not to look for it, to say so."""
     app.backend.result_consumer.stop()
     app.backend.result_consumer._pubsub = None
+    app.backend.client.connection_pool.disconnect()
+    app.pool.force_close_all(close_pool=False)  # Celery keeps the pool, and with it sockets that nobody closes
     app.close()
 
 
