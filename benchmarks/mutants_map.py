@@ -36,6 +36,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.mutants_plugin import CHOICE, CONTEXT, NOTES
+from benchmarks.mutants_runner import Runner
 from benchmarks.mutation import PACKAGE, Line, Mutant, lines_of_functions
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +50,10 @@ NOT_NEEDED = ["xdist", "hypothesispytest", "valkey", "platformdirs"]
 """Plugins of pytest's whose import takes longer than most tests, and which no test needs."""
 
 LEAST_SECONDS = 0.02
+
+MARK = "ONLY_ONE_MUTANTS_BENCH"
+"""What the processes of a bench carry in their environment: its folder."""
+
 LONGEST_FILE = 1800.0
 MEMORY = 12 * 2**30
 
@@ -284,6 +289,7 @@ class Bench:
         self.tree, self.temporary = folder / "tree", folder / "t"
         self.log = folder / "log"
         self.folder = folder
+        self._runner: Runner | None = None
         self.temporary.mkdir(parents=True)
         copy_to(self.tree)
 
@@ -300,7 +306,7 @@ class Bench:
             raise KeyboardInterrupt
         notes, choice = self.folder / "notes", self.folder / "choice"
         notes.unlink(missing_ok=True)
-        environment |= {NOTES: str(notes), "ONLY_ONE_MUTANTS_BENCH": str(self.folder)}
+        environment |= {NOTES: str(notes), MARK: str(self.folder)}
         environment = {"PYTHONPATH": str(self.tree), "TMPDIR": str(self.temporary), **environment}
         if tests:
             choice.write_text(json.dumps(tests))
@@ -308,43 +314,64 @@ class Bench:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("ONLY_ONE", "COVERAGE"))}
         # PYTHONPATH: the modules of the copy, wherever a test starts a process.
         without = [f"-pno:{plugin}" for plugin in NOT_NEEDED]
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.mutants_plugin", *without]
-        command += ["-o", f"cache_dir={PLACE / 'cache'}"]
-        with self.log.open("wb") as log:
-            process = subprocess.Popen(
-                [*command, *options, *dict.fromkeys(map(file_of, tests))],
-                cwd=self.tree, env={**inherited, **environment}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True,
-            )  # fmt: skip
-        _limit_memory(process.pid)
-        _running[process] = self
-        status: int | None = None
-        try:
-            status = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            self.end(process)
-            del _running[process]
+        arguments = ["-q", "-p", "benchmarks.mutants_plugin", *without, "-o", f"cache_dir={PLACE / 'cache'}"]
+        arguments += [*options, *dict.fromkeys(map(file_of, tests))]
+        environment = {**inherited, **environment}
+        start = self._fork if tests and "COVERAGE_PROCESS_START" not in environment else self._execute
+        status = start(arguments, environment, limit)
         if _stopped.is_set():
             raise KeyboardInterrupt
         for each in self.temporary.iterdir():
             shutil.rmtree(each, ignore_errors=True)
         return Ran(status, notes)
 
-    def end(self, process: subprocess.Popen[bytes]) -> None:
+    def _execute(self, arguments: list[str], environment: dict[str, str], limit: float) -> int | None:
+        with self.log.open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pytest", *arguments], cwd=self.tree, env=environment,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        try:
+            with self._running(process.pid):
+                return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            process.wait()
+
+    def _fork(self, arguments: list[str], environment: dict[str, str], limit: float) -> int | None:
+        if self._runner is None:
+            self._runner = Runner(environment)
+        pid = self._runner.start(arguments, self.tree, environment, self.log)
+        with self._running(pid):
+            status = self._runner.wait(limit)
+        if status is None:  # it has been ended now, which is to be heard before the next begins
+            self._runner.wait(limit)
+        return status
+
+    @contextmanager
+    def _running(self, pid: int) -> Iterator[None]:
+        _limit_memory(pid)
+        _running[pid] = self
+        try:
+            yield
+        finally:
+            self.end(pid)
+            del _running[pid]
+
+    def end(self, pid: int) -> None:
         """End what is left of a run, whatever sessions its processes have begun: all carry the bench's name."""
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        mark = f"ONLY_ONE_MUTANTS_BENCH={self.folder}".encode()
+            os.killpg(pid, signal.SIGKILL)
+        mark = f"{MARK}={self.folder}".encode()
         for environ in Path("/proc").glob("[0-9]*/environ"):
+            process = int(environ.parent.name)
             with suppress(OSError, ProcessLookupError):
-                if mark in environ.read_bytes().split(b"\0"):
-                    os.kill(int(environ.parent.name), signal.SIGKILL)
+                if mark in environ.read_bytes().split(b"\0") and process != (self._runner and self._runner.pid):
+                    os.kill(process, signal.SIGKILL)
 
 
-_running: dict[subprocess.Popen[bytes], Bench] = {}
+_running: dict[int, Bench] = {}
 _stopped = threading.Event()
 
 
@@ -356,8 +383,8 @@ def ending_all() -> Iterator[None]:
         yield
     except BaseException:
         _stopped.set()
-        for process, bench in list(_running.items()):
-            bench.end(process)
+        for pid, bench in list(_running.items()):
+            bench.end(pid)
         raise
 
 
