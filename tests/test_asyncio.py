@@ -111,8 +111,9 @@ def test_a_call_that_is_cancelled_wherever_it_waits(
             break
     print(f"{steps.waited} places, {cancelled} times cancelled")
     assert steps.waited > 4
-    # redis-py's wait_for loses one that meets the reply, and tasks do not count theirs before Python 3.11.
-    assert cancelled >= (steps.waited / 2 if sys.version_info >= (3, 11) else 3)
+    # redis-py's wait_for loses one that meets the reply, and tasks do not count theirs before Python 3.11:
+    # there only that of the work itself is certain to come.
+    assert cancelled >= (steps.waited / 2 if sys.version_info >= (3, 11) else 1)
 
 
 def test_a_call_that_is_cancelled_while_busy(redis: Any, redis_url: str, key: str) -> None:
