@@ -349,7 +349,7 @@ def test_behind_another_without_a_policy(
 ) -> None:
     task = a_task(app, done)
     redis.set(f"{prefix}k", "somebody else", ex=600)
-    after = {"chain": [dict(task.si())], "chord": dict(task.si())}
+    after = {"chain": [dict(task.si().set(task_id=str(uuid4())))], "chord": dict(task.si())}
     answer = task.apply_async(**{how: after[how]} if how in after else {})
     queue.deliver(queue.take(), redelivered=how == "redelivered")
     assert answer.state == {"skipped": "SUCCESS", "put back": "PENDING", "failed": "FAILURE"}[outcome]

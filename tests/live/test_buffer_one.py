@@ -21,7 +21,7 @@ import redis
 
 from only_one.testing import redis_server
 from tests.live import buffer_app as live
-from tests.live.workers import Witness, celery_worker, environment, sender
+from tests.live.workers import Witness, celery_worker, closed_results, environment, sender
 from tests.waiting import LIMIT, eventually
 
 KEYS = 8
@@ -101,20 +101,21 @@ def send(server: Any, chance: random.Random, witness: Witness, key: str, number:
     return live.timed.apply_async((key, number, chance.uniform(0, 0.1), retries), task_id=task_id)
 
 
-def trigger(server: Any, witness: Witness, seed: str) -> list[Any]:
-    """One round for a key: triggers at random, then a last one after all of them have arrived."""
+def trigger(server: Any, witness: Witness, seed: str) -> list[str]:
+    """One round for a key: triggers at random, then a last one after all of them have arrived; returns their ids."""
     chance = random.Random(seed)
     count = chance.randint(2, 7)
-    answers: list[Any] = []
-    for number in range(count):
-        answers.append(send(server, chance, witness, seed, number))
-        if chance.random() < 0.4:
-            assert eventually(lambda: str(number) in arrived(witness, seed), 2 * LIMIT), (seed, number)  # noqa: B023
-        else:
-            time.sleep(chance.uniform(0, 0.25))
-    assert eventually(lambda: len(arrived(witness, seed)) == count, 2 * LIMIT), (seed, arrived(witness, seed))
-    answers.append(send(server, chance, witness, seed, count))
-    return answers
+    with closed_results(live.app):
+        answers = []
+        for number in range(count):
+            answers.append(send(server, chance, witness, seed, number))
+            if chance.random() < 0.4:
+                assert eventually(lambda: str(number) in arrived(witness, seed), 2 * LIMIT), (seed, number)  # noqa: B023
+            else:
+                time.sleep(chance.uniform(0, 0.25))
+        assert eventually(lambda: len(arrived(witness, seed)) == count, 2 * LIMIT), (seed, arrived(witness, seed))
+        answers.append(send(server, chance, witness, seed, count))
+        return [answer.id for answer in answers]
 
 
 def older_than(lines: list[list[str]], number: str) -> set[str]:
@@ -180,7 +181,8 @@ def sees_the_newest_run_last(server: Any, witness: Witness, seeds: list[str]) ->
     """Have rounds, a few at the same time; returns how many runs were killed."""
     print(f"ONLY_ONE_SOAK_SEED={SEED}")
     with ThreadPoolExecutor(KEYS) as pool:
-        rounds = list(pool.map(lambda seed: trigger(server, witness, seed), seeds))
+        sent = pool.map(lambda seed: trigger(server, witness, seed), seeds)
+        rounds = [[live.app.AsyncResult(id_) for id_ in ids] for ids in sent]
     expected = [answer for answers in rounds for answer in answers]
 
     def undone() -> list[str]:

@@ -9,10 +9,10 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -31,7 +31,7 @@ from only_one import AlreadyRunning, configure
 from only_one.inspection import holder_of
 from only_one.testing import Guarded, redis_server
 from tests.live import newsletter_app as live
-from tests.live.workers import ROOT, Witness, celery_worker, environment, sender
+from tests.live.workers import ROOT, Witness, celery_worker, closed_results, environment, sender
 from tests.test_examples import descendants
 from tests.waiting import LIMIT, eventually
 
@@ -178,12 +178,12 @@ def failure(result: Any) -> str:
 
 
 def test_two_starts_make_one_mailing(house: House) -> None:
-    results: list[Any] = []
-    threads = [Thread(target=lambda: results.append(start(house.name))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
+    def begin(_: int) -> str:
+        with closed_results(app):
+            return str(start(house.name).id)
+
+    with ThreadPoolExecutor(2) as pool:
+        results = [app.AsyncResult(id_) for id_ in pool.map(begin, range(2))]
     given = [result.get(timeout=LIMIT) for result in results]
     assert eventually(house.is_sent)
     assert sum(each or 0 for each in given) == PEOPLE  # whoever sends sends all, and the other none

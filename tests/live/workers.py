@@ -137,11 +137,20 @@ def celery_worker(
 
 def leave(app: Any) -> None:
     """Let go of an application's server; results that are collected later are not to look for it, to say so."""
-    app.backend.result_consumer.stop()
+    with closed_results(app):
+        app.pool.force_close_all(close_pool=False)  # Celery keeps the pool, and with it sockets that nobody closes
     app.backend.result_consumer._pubsub = None
-    app.backend.client.connection_pool.disconnect()
-    app.pool.force_close_all(close_pool=False)  # Celery keeps the pool, and with it sockets that nobody closes
     app.close()
+
+
+@contextmanager
+def closed_results(app: Any) -> Iterator[None]:
+    """Close what a thread has opened for an application's results: Celery opens it for each, and closes it for none."""
+    try:
+        yield
+    finally:
+        app.backend.result_consumer.stop()
+        app.backend.client.connection_pool.disconnect()
 
 
 def evaluated(function: Callable[P, T]) -> Callable[P, T]:
