@@ -84,7 +84,7 @@ class Attempt:
             return CARRIED_ON
         except PutBack as wish:
             if self.call.task is None:
-                raise error from None
+                raise error from problem
             is_put_back = True
             return self.call.task.put_back(self.server, self.key, wish)
         finally:

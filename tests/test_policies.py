@@ -282,8 +282,9 @@ def test_where_nothing_can_be_put_back(app: Celery, busy: KeyIsBusy, prefix: str
         assert call(task) == f"{prefix}k"
     with busy("k"):
         assert call(a_task(app)) is None
-    with pytest.raises(LockUnavailable):
+    with pytest.raises(LockUnavailable) as unavailable:
         call(a_task(app, redis=CLOSED, when_down=retry()))
+    assert isinstance(unavailable.value.__cause__, RedisError)
 
 
 def test_a_plain_function_has_no_task_to_put_back(redis: Redis, busy: KeyIsBusy) -> None:
