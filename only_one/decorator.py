@@ -170,7 +170,8 @@ def only_one(
             `fail` (the default), `skip`, `carry_on` (run without the key), `retry()`, or any callable.
         takeover: a holder on this machine whose process is dead does not block. False is for runs that leave children
             behind that go on working.
-        redis: the server: a client of redis-py, a URL, or a callable that returns a client, called once.
+        redis: the server: a client of redis-py, a URL, or a callable that returns a client, called once for all
+            functions that it is given to.
             Default: as configured, else the environment's `ONLY_ONE_REDIS_URL`, else `redis://localhost:6379/0`.
 
     Returns:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import Any, Union
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import redis
 from redis.backoff import NoBackoff
@@ -115,6 +115,7 @@ class Server:
 _lock = threading.RLock()
 _from_urls: dict[str, Server] = {}
 _from_clients: WeakValueDictionary[int, Server] = WeakValueDictionary()
+_from_callables: WeakKeyDictionary[Callable[[], Any], Server] = WeakKeyDictionary()
 
 
 def check_source(source: object, name: str = "redis") -> None:
@@ -152,18 +153,29 @@ def _check_callable_source(source: object, name: str) -> None:
 
 
 def find_server(source: Source) -> Server:
-    """The server that `source` stands for; the same one for equal URLs, and for one client.
+    """The server that `source` stands for; the same one for equal URLs, for one client, and for one callable.
 
     Raises:
         ConfigurationError: if a callable returns something else than a client or a URL.
     """
     check_source(source)
-    if not isinstance(source, str) and not _is_client(source):
-        source = source()
-        if not isinstance(source, str) and not _is_client(source):
-            msg = f"the callable given as redis= returned a {type(source).__name__}: return a client of redis-py"
-            raise ConfigurationError(msg)
-        check_source(source)
+    if isinstance(source, str) or _is_client(source):
+        return _server_of(source)
+    with suppress(TypeError, KeyError):
+        return _from_callables[source]
+    made = source()
+    if not isinstance(made, str) and not _is_client(made):
+        msg = f"the callable given as redis= returned a {type(made).__name__}: return a client of redis-py"
+        raise ConfigurationError(msg)
+    check_source(made)
+    server = _server_of(made)
+    with suppress(TypeError):  # for what cannot be looked up, as it has no hash or no weak references
+        return _from_callables.setdefault(source, server)
+    return server
+
+
+def _server_of(source: Any) -> Server:
+    """That of a URL or a client."""
     with _lock:
         if not isinstance(source, str):
             return _from_clients.setdefault(id(source), Server(source))

@@ -192,18 +192,35 @@ def test_a_server_is_given_as_client_url_or_callable(servers: list[RedisServer])
 
 
 def test_a_callable_is_called_once_and_not_when_decorating(servers: list[RedisServer]) -> None:
-    calls: list[int] = []
+    calls: list[str] = []
 
-    def source() -> object:
-        calls.append(threading.get_ident())
-        return client
+    class Source:
+        """As a dataclass it has no hash, and nobody could look it up: it is called for each function."""
 
+        __hash__: Any = None
+
+        def client(self) -> object:
+            calls.append("method")
+            return client
+
+        def __call__(self) -> object:
+            calls.append("unhashable")
+            return client
+
+    source = Source()
     with Redis.from_url(servers[0].url) as client:
-        covered = only_one("{a}", redis=source)(lambda a: current_lock().is_held)
+        covered = [only_one("{a}", redis=source.client)(lambda a: current_lock().is_held) for _ in range(3)]
+        unhashable = only_one("{a}", redis=source)(lambda a: current_lock().is_held)
         assert calls == []
-        assert covered(1)
-        assert covered(2)
-        assert len(calls) == 1
+        for each in covered:
+            assert each(1)
+            with configure(redis=source.client):
+                assert each(2)
+                assert only_one("{a}")(lambda a: current_lock().is_held)(1)
+        assert calls == ["method"]
+        assert unhashable(1)
+        assert unhashable(2)
+        assert calls == ["method", "unhashable"]
 
 
 def test_nothing_is_asked_of_a_server_when_decorating_or_configuring() -> None:
