@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .errors import ConfigurationError, KeyTemplateError
-from .keys import MakeKey, compile_key, names_the_function
+from .keys import MakeKey, compile_key, has_field
 from .plan import Cover, Options
 from .run import run, run_async
 
@@ -32,10 +32,13 @@ def cover_function(function: Any, key: Any, options: Options) -> Any:
     check_function(function)
     check_not_twice(function, key)
     name = qualified_name(function)
-    if names_the_function(key):
+    if has_field(key, "name"):
         check_name(function)
     signature = _signature(function)
-    takes_self = next(iter(signature.parameters), None) == "self"
+    first = next(iter(signature.parameters), None)
+    takes_self = first == "self"
+    if has_field(key, "md5") and first in ("self", "cls"):
+        check_method(function, first)
     return _wrap(Cover(function, name, key, options, functools.partial(_compile, signature), takes_self=takes_self))
 
 
@@ -137,6 +140,28 @@ def check_not_twice(function: Any, key: Any) -> None:
     if covered is not None and covered.template == key:
         msg = f"{function.__qualname__} is covered with key={key!r} already: write one @only_one, or another key"
         raise ConfigurationError(msg)
+
+
+def check_method(function: Callable[..., Any], first: str) -> None:
+    """Refuse `{md5}` above a method of a plain class: its object is an argument, too, and has no digest.
+
+    A class with annotations may become a dataclass, which has one, and `run` may be that of a task, which is left out.
+
+    Raises:
+        KeyTemplateError: saying what to write instead.
+    """
+    owner, _, name = function.__qualname__.rpartition(".")
+    body = inspect.currentframe()
+    while body is not None and body.f_locals.get("__qualname__") != owner:
+        body = body.f_back
+    if body is None or (first == "self" and (name == "run" or "__annotations__" in body.f_locals)):
+        return
+    instead = f"{name}:{{self.id}}" if first == "self" else name
+    msg = (
+        f"{{md5}} above the method {function.__qualname__} would be of its {first}, too, which has no stable digest: "
+        f"write a key that says which calls exclude each other, such as @only_one('{instead}')"
+    )
+    raise KeyTemplateError(msg)
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:

@@ -203,7 +203,7 @@ def only_one(
 def _options(**given: Any) -> Options:
     """The options, found to be sound."""
     timeout = given["timeout"]
-    if isinstance(timeout, str):
+    if isinstance(timeout, str) and not timeout[:1].isdigit():  # which would be a time, and no key
         msg = f"timeout={timeout!r} is a str: write the key first and then the seconds, only_one({timeout!r}, 300)"
         raise ConfigurationError(msg)
     limit, renewed = check_times(timeout, given["lease"])

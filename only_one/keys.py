@@ -38,9 +38,9 @@ def compile_key(key: object, call: Signature) -> MakeKey:
     raise KeyTemplateError(msg)
 
 
-def names_the_function(key: object) -> bool:
-    """Whether a key template uses `{name}`."""
-    return isinstance(key, str) and any(field == "name" for _, field, _, _ in _parse(key))
+def has_field(key: object, name: str) -> bool:
+    """Whether a key template uses `{name}`, or another field."""
+    return isinstance(key, str) and any(field == name for _, field, _, _ in _parse(key))
 
 
 # Callables

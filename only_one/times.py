@@ -31,7 +31,7 @@ def seconds(name: str, value: object, instead: str) -> float:
     if isinstance(value, timedelta):
         value = value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        msg = f"{name}={value!r}: write seconds, such as {name}=300, or a timedelta"
+        msg = f"{name}={value!r}: write seconds, such as {name}=300, or a timedelta, such as timedelta(minutes=5)"
         raise ConfigurationError(msg)
     if value > _LONGEST:
         msg = f"{name}={_shown(value)}: write at most ten years, in seconds; {instead}"

@@ -160,8 +160,9 @@ ROWS += [
     ("configure timeout: zero", lambda: configure_(timeout=0), ConfigurationError, AT_LEAST),
     ("configure lease: zero", lambda: configure_(lease=0), ConfigurationError, AT_LEAST),
     ("configure queue_timeout: zero", lambda: configure_(queue_timeout=0), ConfigurationError, AT_LEAST),
-    ("timeout: a str", lambda: only_one("k", timeout="300"), ConfigurationError, ", 300)"),
-    ("lease: a str", lambda: only_one("k", lease="300"), ConfigurationError, SECONDS),
+    ("timeout: a str", lambda: only_one("k", timeout="5m"), ConfigurationError, "timeout=300, or a timedelta, such as"),
+    ("timeout: a key", lambda: only_one(timeout="nightly"), ConfigurationError, "only_one('nightly', 300)"),
+    ("lease: a str", lambda: only_one("k", lease="300"), ConfigurationError, "lease=300, or a timedelta, such as"),
     ("key and timeout swapped", lambda: only_one(300, "k"), ConfigurationError, "only_one("),
     ("timeout where the key of a function belongs", lambda: only_one(function, "k"), ConfigurationError, "key"),
     (
@@ -225,6 +226,36 @@ ROWS += [
     ("a format of another type", lambda: cover("{a:%Y}", "x"), UnkeyableArgument, "format, or key=callable"),
     ("a key that is bytes", lambda: cover(lambda *_, **__: b"k"), UnkeyableArgument, "return a str"),
     ("a key that is empty", lambda: cover(lambda *_, **__: ""), UnkeyableArgument, "return a str"),
+]
+
+# --- methods, whose object is an argument ------------------------------------------------------------------------
+
+
+def in_class_body(*, of_class: bool = False, **options: Any) -> Callable[[], object]:
+    """A method of a plain class, covered where it is defined."""
+
+    def define() -> object:
+        class Plain:
+            if of_class:
+
+                @classmethod
+                @only_one(**options)  # type: ignore[untyped-decorator]
+                def load(cls, day: int) -> None: ...
+
+            else:
+
+                @only_one(**options)  # type: ignore[untyped-decorator]
+                async def load(self, day: int) -> None: ...
+
+        return Plain
+
+    return define
+
+
+ROWS += [
+    ("a method", in_class_body(), KeyTemplateError, "@only_one('load:{self.id}')"),
+    ("a method by {md5}", in_class_body(key="{md5}"), KeyTemplateError, "@only_one('load:{self.id}')"),
+    ("a method of a class", in_class_body(of_class=True), KeyTemplateError, "@only_one('load')"),
 ]
 
 # --- functions and the order of decorators -----------------------------------------------------------------------

@@ -17,13 +17,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, Task
 from redis import ConnectionPool, Redis
 
 from only_one import (
@@ -206,6 +207,28 @@ def test_methods(redis: Redis, prefix: str) -> None:
     assert only_one(one.__call__, key="bound")() == f"{prefix}call:a"
     assert only_one(one.static, key="again")(1) == (1, f"{prefix}static:1")
     assert keys_of(redis, prefix) == []
+
+
+def test_methods_whose_object_has_a_digest_or_is_a_task(prefix: str) -> None:
+    @dataclass
+    class Feed:
+        url: str
+
+        @only_one
+        def load(self) -> str:
+            return current_lock().key
+
+    class Work(Task):  # type: ignore[misc]
+        name = "a-task-of-a-class"
+
+        @only_one
+        def run(self, a: int) -> str:
+            return current_lock().key
+
+    app = Celery(set_as_current=False)
+    assert Feed("a").load() == Feed("a").load() != Feed("b").load()
+    key: Any = app.register_task(Work()).apply([1]).get()
+    assert key.startswith(f"{prefix}a-task-of-a-class:")
 
 
 def test_one_decorator_above_two_functions(prefix: str) -> None:
