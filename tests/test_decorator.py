@@ -9,6 +9,7 @@ import inspect
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
@@ -39,6 +40,7 @@ from only_one.testing import RedisServer
 from tests.renewal import is_idle, is_renewed
 from tests.waiting import LIMIT, eventually
 
+README = Path(__file__).parents[1] / "README.md"
 KeyIsBusy = Callable[..., AbstractContextManager[None]]
 Function = Callable[..., Any]
 pytestmark = pytest.mark.usefixtures("redis")
@@ -481,6 +483,20 @@ def test_the_name_of_a_function_in_main_needs_the_m_switch(redis_url: str, prefi
     assert accepted.stdout.startswith(f"{prefix}nightly_report.main:"), accepted.stderr
     with_a_key = run("('nightly-report')", "nightly_report.py")
     assert with_a_key.stdout.strip() == f"{prefix}nightly-report", with_a_key.stderr
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_the_script_of_the_readme_logs_a_skip_and_ends_with_its_own_code(
+    redis: Redis, redis_url: str, busy: KeyIsBusy, tmp_path: Path, *, is_busy: bool
+) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    script = tmp_path / "nightly.py"
+    script.write_text("".join(block for block in blocks if "sys.exit" in block))
+    with configure(prefix="only_one:"), busy("nightly-backup") if is_busy else nullcontext():
+        environment = {**os.environ, "ONLY_ONE_REDIS_URL": redis_url}
+        ended = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == (75 if is_busy else 0)
+    assert ("did not run: only_one:nightly-backup is taken by" in ended.stderr) is is_busy
 
 
 def test_random_timing(redis: Redis, prefix: str) -> None:
