@@ -12,6 +12,8 @@ from .errors import ConfigurationError, KeyTemplateError
 from .keys import MakeKey, compile_key, has_field
 from .plan import Cover, Options
 from .run import run, run_async
+from .servers import Source
+from .settings import Settings
 
 _CELERY = "celery.app.task"
 """Celery is not imported by us, but a task can only be running where others have imported it."""
@@ -39,7 +41,8 @@ def cover_function(function: Any, key: Any, options: Options) -> Any:
     takes_self = first == "self"
     if has_field(key, "md5") and first in ("self", "cls"):
         check_method(function, first)
-    return _wrap(Cover(function, name, key, options, functools.partial(_compile, signature), takes_self=takes_self))
+    compiled = functools.partial(_compile, signature)
+    return _wrap(Cover(function, name, key, options, compiled, said_by, takes_self=takes_self))
 
 
 def cover_run(task: Any, key: Any, options: Options) -> Any:
@@ -52,7 +55,7 @@ def cover_run(task: Any, key: Any, options: Options) -> Any:
     check_function(task.run)
     check_not_twice(task.run, key)
     compiled = functools.partial(_compile, _signature(task.run))
-    return _wrap(Cover(task.run, task.name, key, options, compiled, takes_self=False, task=task))
+    return _wrap(Cover(task.run, task.name, key, options, compiled, said_by, takes_self=False, task=task))
 
 
 def _wrap(cover: Cover) -> Any:
@@ -87,6 +90,15 @@ def _tasks() -> Any:
     from .tasks import running  # noqa: PLC0415 - not before Celery is there
 
     return running
+
+
+def said_by(app: Any) -> tuple[Settings, Callable[[], Source | None]]:
+    """What a Celery app says, and where its own server is; with None that of the app that is current, if one is."""
+    if _CELERY not in sys.modules:
+        return Settings(), lambda: None
+    from .tasks import app_settings  # noqa: PLC0415 - not before Celery is there
+
+    return app_settings.said_by(app)
 
 
 def _compile(signature: inspect.Signature, key: Any, bound: bool) -> MakeKey:  # noqa: FBT001

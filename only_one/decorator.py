@@ -172,7 +172,8 @@ def only_one(
             behind that go on working.
         redis: the server: a client of redis-py, a URL, or a callable that returns a client, called once for all
             functions that it is given to.
-            Default: as configured, else the environment's `ONLY_ONE_REDIS_URL`, else `redis://localhost:6379/0`.
+            Default: as configured, else the environment's `ONLY_ONE_REDIS_URL`, else the Celery app's, else
+            `redis://localhost:6379/0`.
 
     Returns:
         The covered function, or the decorator that covers one.

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from redis.exceptions import ResponseError
 
 from . import settings
-from .covering import is_task
+from .covering import is_task, said_by
 from .errors import ConfigurationError
 from .holder import Holder, is_dead, machine
 from .lock import RAW, give_back
@@ -57,18 +57,14 @@ def place_of(redis: Source | None = None, app: Any = None) -> Place:
 
     Args:
         redis: a client, a URL or a callable that returns a client, for another server than the configured one.
-        app: the Celery app whose settings hold, too.
+        app: the Celery app whose settings hold, too; without one that of the process, as for plain functions.
 
     Raises:
         ConfigurationError: for settings that could not work.
     """
-    said, source = settings.current, redis
-    if app is not None:
-        from .tasks import app_settings  # noqa: PLC0415 - not before Celery is there
-
-        said = said.over(app_settings.settings_of(app))
-        source = source or settings.source_of(said, lambda: app_settings.server_of(app))
-    source = source or settings.source_of(said)
+    of_app, app_server = said_by(app)
+    said = settings.current.over(of_app)
+    source = settings.source_of(said, app_server) if redis is None else redis
     return Place(find_server(source), settings.most_specific(said.prefix, settings.DEFAULT_PREFIX))
 
 
@@ -78,7 +74,7 @@ def held(match: str = "*", *, redis: Source | None = None, app: Any = None) -> I
     Args:
         match: a pattern of keys, without the prefix, as Redis understands it: `*`, `?`, `[abc]`.
         redis: a client, a URL or a callable that returns a client, for another server than the configured one.
-        app: the Celery app whose settings hold, too.
+        app: the Celery app whose settings hold, too; without one that of the process, as for plain functions.
 
     Yields:
         Each key, as it was when it was read.
@@ -157,7 +153,7 @@ def release_key(key: str, token: str | bytes, *, redis: Source | None = None, ap
         key: the key as it is in Redis, as `Held.key` shows it.
         token: what was seen there, as `Held.value` shows it.
         redis: a client, a URL or a callable that returns a client, for another server than the configured one.
-        app: the Celery app whose settings hold, too.
+        app: the Celery app whose settings hold, too; without one that of the process, as for plain functions.
 
     Returns:
         Whether it was freed.

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 from . import settings
 from .errors import KeyTemplateError
@@ -19,6 +19,8 @@ from .servers import Server, Source, find_server
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 Policy = Callable[[Any], Any]
+SaidBy = Callable[[Any], tuple[settings.Settings, Callable[[], Union[Source, None]]]]
+"""What a Celery app's configuration says, and where its own server is; with None that of the app that is current."""
 
 
 class Options(NamedTuple):
@@ -45,14 +47,6 @@ class TaskRun(ABC):
 
     id: str
     attempt: int
-
-    @abstractmethod
-    def app_settings(self) -> settings.Settings:
-        """What the app's configuration says."""
-
-    @abstractmethod
-    def app_server(self) -> Source | None:
-        """The app's own server, if it speaks Redis."""
 
     @abstractmethod
     def default_policy(self) -> Policy:
@@ -168,6 +162,7 @@ class Cover:
         template: Any,
         options: Options,
         compile_key: Callable[[Any, bool], MakeKey],
+        said_by: SaidBy,
         *,
         takes_self: bool,
         task: Any = None,
@@ -180,6 +175,7 @@ class Cover:
         self.plain_bound = Call(name, Identity(name), bound=True)
         self._options = options
         self._compile_key = compile_key
+        self._said_by = said_by
         self._digest: MakeKey | None = None
         self._bound_key: MakeKey | None = None
         try:
@@ -203,7 +199,7 @@ class Cover:
 
     def make_plan(self, call: Call) -> Plan:
         """What is in force now; to be made anew when `configure` has been called since."""
-        plan = _make_plan(self._options, settings.current, call.task)
+        plan = _make_plan(self._options, settings.current, call.task, *self._said_by(call.app))
         if call.task is not None:
             call.task.check(plan)
         self.plans[call.app] = plan
@@ -236,8 +232,14 @@ def _refuse(error: KeyTemplateError) -> MakeKey:
     return make
 
 
-def _make_plan(options: Options, configured: settings.Settings, task: TaskRun | None) -> Plan:
-    said = configured if task is None else configured.over(task.app_settings())
+def _make_plan(
+    options: Options,
+    configured: settings.Settings,
+    task: TaskRun | None,
+    of_app: settings.Settings,
+    app_server: Callable[[], Source | None],
+) -> Plan:
+    said = configured.over(of_app)
     timeout, lease = options.timeout, options.lease
     if not options.has_times:
         timeout, lease = settings.check_times(said.timeout, said.lease)
@@ -247,7 +249,7 @@ def _make_plan(options: Options, configured: settings.Settings, task: TaskRun | 
     ttl = min(limit, inf if lease is None else lease)
     return Plan(
         made_from=configured,
-        server=_server(options, said, task) if settings.is_active(said) else None,
+        server=_server(options, said, app_server) if settings.is_active(said) else None,
         prefix=settings.most_specific(said.prefix, settings.DEFAULT_PREFIX),
         ttl=ttl,
         expiry=expiry_in(ttl),
@@ -262,7 +264,5 @@ def _make_plan(options: Options, configured: settings.Settings, task: TaskRun | 
     )
 
 
-def _server(options: Options, said: settings.Settings, task: TaskRun | None) -> Server:
-    if options.redis is not None:
-        return find_server(options.redis)
-    return find_server(settings.source_of(said, task.app_server) if task else settings.source_of(said))
+def _server(options: Options, said: settings.Settings, app_server: Callable[[], Source | None]) -> Server:
+    return find_server(settings.source_of(said, app_server) if options.redis is None else options.redis)

@@ -54,6 +54,8 @@ def prefix(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """What this test's keys begin with; the settings are put back at its end."""
     for variable in ("ONLY_ONE_REDIS_URL", "ONLY_ONE_ACTIVE"):
         monkeypatch.delenv(variable, raising=False)
+    if "celery" in sys.modules:  # apps of other tests are not to say anything of functions
+        monkeypatch.setattr("only_one.tasks.app_settings.current_app", lambda: None)
     own = f"test:{uuid4().hex}:"
     with configure(prefix=own):
         yield own

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -19,9 +18,10 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
+from weakref import WeakSet
 
 import pytest
-from celery import Celery, shared_task
+from celery import Celery, _state, shared_task
 from redis import Redis
 
 from only_one import (
@@ -38,6 +38,9 @@ from only_one import (
 from only_one import servers as servers_of_product
 from only_one.errors import OnlyOneError
 from only_one.holder import Holder
+from only_one.inspection import held
+from only_one.tasks import app_settings
+from only_one.tasks.app_settings import current_app
 from only_one.testing import RedisServer, redis_server
 
 KeyIsBusy = Callable[..., AbstractContextManager[None]]
@@ -689,6 +692,62 @@ def test_what_is_called_as_a_plain_function_has_no_apps_settings(servers: list[R
         found = ["1/0 only_one:k", "2/0 app:k"]
         assert run(a_task(app, around, redis=servers[2].url)) == [found, found]
         assert run(app.task(around, name="around", shared=False)) == [found[:1]] * 2
+
+
+@of_app
+def test_a_plain_function_has_the_settings_of_the_processs_app(
+    servers: list[RedisServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def current(*apps: Celery, default: Celery | None = None) -> None:
+        monkeypatch.setattr(app_settings, "current_app", current_app)
+        monkeypatch.setattr(_state, "_apps", WeakSet(apps))
+        monkeypatch.setattr(_state, "default_app", default)
+
+    def found() -> set[str]:
+        def work() -> list[str]:
+            return [*places(servers), *(each.key for each in held())]
+
+        async def work_async() -> list[str]:
+            return work()
+
+        return {*cover(work, key="k")(), *asyncio.run(cover(work_async, key="k")())}
+
+    names = ["first", "second"]
+    first, second = (
+        an_app(only_one_prefix=f"{name}:", broker_url=server.url) for name, server in zip(names, servers, strict=False)
+    )
+    other = an_app(only_one_prefix="nobody's:")
+    first.set_as_current = second.set_as_current = True  # but not this thread's
+    current(first, other)
+    assert found() == {"0/0 first:k", "first:k"}
+    assert not first.configured
+    assert first.conf.only_one_prefix == "first:"
+    assert first.configured
+    assert found() == {"0/0 first:k", "first:k"}
+    with configure(redis=servers[2].url):
+        assert found() == {"2/0 first:k", "first:k"}
+        with configure(prefix="configured:"):
+            assert found() == {"2/0 configured:k", "configured:k"}
+    current(first, second, default=second)
+    assert found() == {"1/0 second:k", "second:k"}
+    monkeypatch.setenv("ONLY_ONE_REDIS_URL", servers[2].url)
+    assert found() == {"2/0 second:k", "second:k"}
+    for default in (None, other):
+        current(first, second, default=default)  # it would be another in each thread
+        assert found() == {"2/0 only_one:k", "only_one:k"}
+
+
+@pytest.mark.parametrize(("namespace", "name"), [(None, "ONLY_ONE_PREFIX"), ("JOBS", "CELERY_ONLY_ONE_REDIS_URL")])
+def test_a_setting_that_is_not_read_is_warned_of_once(
+    url: str, caplog: pytest.LogCaptureFixture, namespace: str | None, name: str
+) -> None:
+    app = Celery(f"app-{uuid4()}", set_as_current=False)
+    read = "JOBS_ONLY_ONE_REDIS" if namespace else "only_one_redis"
+    app.config_from_object({name: "not read", read: url}, namespace=namespace)
+    for _ in range(2):
+        assert run(a_task(app)) == "only_one:k"
+    (warned,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert f"has {name}, which is not read: write {read}, " in warned
 
 
 @pytest.mark.parametrize("options", [{}, {"when_busy": retry()}], ids=repr)

@@ -2,20 +2,54 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from celery import Celery
+from celery import Celery, _state
 from kombu.utils.imports import symbol_by_name
 
 from only_one.errors import ConfigurationError
+from only_one.events import logger
 from only_one.servers import Source
 from only_one.settings import UNSET, Settings, check, check_times
 
+_NAMES = [each.name for each in fields(Settings)]
 _POLICIES = ("when_busy",)
+_NEARLY_OURS = re.compile(rf"(\w+_)?only_one_({'|'.join(_NAMES)})\w*", re.IGNORECASE)
+
+_warned: set[tuple[str | None, str]] = set()
 
 import_by_name: Callable[[str], Any] = symbol_by_name
+
+
+def current_app() -> Celery | None:
+    """The app whose settings a plain function has, too: the only one of this process, or else Celery's default.
+
+    That of the thread is not asked for, as one function would have other keys in other threads.
+    Nor is the app made to load its configuration, as it may be told more, and others may wait for that: until it has,
+    this is a copy.
+    """
+    registered: Any = _state._get_active_apps()  # noqa: SLF001 - the only list of them
+    references = registered.data.copy()  # at once, as other threads may make apps meanwhile
+    apps = {app for app in (reference() for reference in references) if app is not None and app.set_as_current}
+    if len(apps) > 1:
+        apps &= {_state.default_app}
+    for app in apps:
+        return app if app.configured else Celery(**{**app.__reduce_keys__(), "fixups": (), "set_as_current": False})
+    return None
+
+
+def said_by(app: Celery | None) -> tuple[Settings, Callable[[], Source | None]]:
+    """What an app says, and where its own server is.
+
+    Args:
+        app: a task's app; None for a plain function, which has that of the current one, if there is one.
+    """
+    app = app or current_app()
+    return (Settings(), lambda: None) if app is None else (settings_of(app), functools.partial(server_of, app))
 
 
 def settings_of(app: Celery) -> Settings:
@@ -24,7 +58,8 @@ def settings_of(app: Celery) -> Settings:
     Raises:
         ConfigurationError: for one that could not work.
     """
-    given = {each.name: app.conf.get(f"only_one_{each.name}", UNSET) for each in fields(Settings)}
+    given = {name: app.conf.get(f"only_one_{name}", UNSET) for name in _NAMES}
+    _warn_of_others(app)
     # None is what a settings module has that takes it from an environment in which it is not.
     given = {name: value for name, value in given.items() if value is not UNSET and value is not None}
     for name in _POLICIES:
@@ -37,6 +72,19 @@ def settings_of(app: Celery) -> Settings:
         msg = f"the configuration of the app {app.main!r} has only_one_{error}"
         raise ConfigurationError(msg) from None
     return Settings(**given)
+
+
+def _warn_of_others(app: Celery) -> None:
+    """Warn once of what nobody reads: a setting in another namespace, or without one, or of nearly the same name."""
+    namespace = f"{app.namespace.rstrip('_')}_" if app.namespace else ""
+    ours = [f"only_one_{name}" for name in _NAMES]
+    read = [(namespace + each).upper() if namespace.isupper() else (namespace + each).lower() for each in ours]
+    for name in map(str, app.conf):
+        if _NEARLY_OURS.fullmatch(name) and name not in {*ours, *read} and (app.main, name) not in _warned:
+            _warned.add((app.main, name))
+            logger.warning(
+                "the configuration of the app %r has %s, which is not read: write %s", app.main, name, ", ".join(read)
+            )
 
 
 def _policy(name: str, path: str) -> Any:

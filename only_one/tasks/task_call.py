@@ -12,10 +12,8 @@ from only_one.holder import Identity
 from only_one.plan import Call, Cover, Plan, Policy, TaskRun
 from only_one.policies import PutBack, skip
 from only_one.protocol import Outcome
-from only_one.servers import Server, Source
-from only_one.settings import Settings
+from only_one.servers import Server
 
-from . import app_settings
 from .put_back import check_countdown
 from .wrapping import is_bound
 
@@ -34,14 +32,6 @@ class TaskCall(TaskRun):
         self.id = ""
         self.attempt = 0
         self._task: Any = task  # whose name is None for type checkers
-
-    def app_settings(self) -> Settings:
-        """What the app's configuration says."""
-        return app_settings.settings_of(self.app)
-
-    def app_server(self) -> Source | None:
-        """The app's own server, if it speaks Redis."""
-        return app_settings.server_of(self.app)
 
     def default_policy(self) -> Policy:
         """None does no harm here."""

@@ -31,7 +31,10 @@ def test_the_tasks_of_a_django_project(url: str, tmp_path: Path) -> None:
     said = dict(line.split(": ", 1) for line in produced.stdout.splitlines())
     key = "django:tests.live.django_site.orders.tasks.ship:7"
 
-    assert said["configured by importing"] == "False"
+    assert said["keys of functions"] == "['django:reindex'] ['django:reindex']"
+    assert said["configured by importing and by functions"] == "False"
+    assert produced.stderr.count(" ONLY_ONE_PREFIX,") == 1, produced.stderr
+    assert "write CELERY_ONLY_ONE_REDIS, CELERY_ONLY_ONE_PREFIX" in produced.stderr
     assert said["of the one that is there"] == said["id"]
     with Redis.from_url(url) as client:
         value, milliseconds = client.get(key), client.pttl(key)
