@@ -11,7 +11,7 @@ import threading
 import time
 from _queue import Empty, SimpleQueue  # the one in C: a signal handler may put into it
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 from weakref import WeakSet, ref
@@ -19,13 +19,12 @@ from weakref import WeakSet, ref
 from redis.exceptions import ResponseError
 
 from .clock import now
-from .errors import LockLost
 from .events import logger
 from .eviction import may_evict
 from .lease import RENEWED_EVERY, Lease
-from .lock import RAW, give_back
+from .lock import RAW
 from .nodes import Node
-from .protocol import outcome, renew_command
+from .protocol import Command, outcome, renew_command
 from .servers import Server
 
 _RETRIED_EVERY = 0.1
@@ -40,7 +39,6 @@ _LONG = 0.1
 """Seconds after which other leases may have come due, and are looked at before anything else that may take long."""
 _LOOKED_AT_AGAIN_AFTER = 60.0
 _FIRST_RELEASE_AFTER = 0.05
-_RELEASED_AT_ONCE = 100
 _MOST_ADRIFT = 10_000
 _FINISHED_IN = 2.0
 """Seconds that the end of the process waits at the most for keys that could not be released."""
@@ -60,17 +58,17 @@ class _Adrift:
         self.pause = _FIRST_RELEASE_AFTER
         self.try_at = now()
 
-    def release(self) -> bool:
-        """Try once to release the token; returns whether its fate is known."""
-        try:
-            give_back(self.server.node_of(self.key), self.server.dialect, self.key, self.token)
-        except Exception:  # noqa: BLE001 - whatever a client raises, the thread has other keys to see to
+    def note(self, command: Command, reply: Any) -> bool:
+        """Whether no more is to be done, by the reply to a command that releases it."""
+        if isinstance(reply, ResponseError) and self.server.dialect.unlearn_release(command[0], reply):
+            return False  # due at once, by another command
+        if isinstance(reply, Exception):
             self.pause = min(self.pause * 2, _RETRIED_AFTER_AT_MOST)
+        elif self.settled:
+            return True
         else:
-            if self.settled:
-                return True
-            # Not there is not final: the server may yet carry out what it was sent. It is asked again after twice the
-            # time, so that a token that comes late stays no longer than it was late.
+            # "Missing" is not final: a delayed SET may still arrive. It is asked again after twice the time, so that
+            # a token that comes late stays no longer than it was late.
             self.pause *= 2
         self.try_at = now() + self.pause
         return self.try_at >= self.until
@@ -146,16 +144,24 @@ class _Renewer:
 
     def release_what_is_adrift(self) -> None:
         moment = now()
-        due = [adrift for adrift in list(self.adrift.values()) if adrift.try_at <= moment]
-        for adrift in due[:_RELEASED_AT_ONCE]:
-            # Of all that waits for a node that is down, one a time finds out whether it still is.
-            rests_until = adrift.server.node_of(adrift.key).rests_until
-            if rests_until > now():
-                adrift.try_at = rests_until
-            elif adrift.release():
-                self.adrift.pop(adrift.token, None)
+        due_now = [each for each in list(self.adrift.values()) if each.try_at <= moment]
+        # In order, or those that are asked for again and again would keep others from their first turn.
+        for node, due in _by_node(sorted(due_now, key=lambda each: each.try_at)):
+            # Of all that waits for a node that is down, one trip at a time finds out whether it still is.
+            if node.rests_until > now():
+                for adrift in due:
+                    adrift.try_at = node.rests_until
+            else:
+                self.release(node, due)
             if now() > moment + _LONG:
                 return
+
+    def release(self, node: Node, due: list[_Adrift]) -> None:
+        """Try once to release tokens of one node, in one trip."""
+        commands = [each.server.dialect.cleanup_command(each.key, each.token) for each in due]
+        for adrift, command, reply in zip(due, commands, node.send(commands, RAW), strict=True):
+            if adrift.note(command, reply):
+                self.adrift.pop(adrift.token, None)
 
     def connect_for_what_is_due_soon(self) -> None:
         moment = now()
@@ -195,18 +201,16 @@ class _Renewer:
             Whether some are left, as it has taken long: others have the first turn then.
         """
         moment = now()
-        by_node: defaultdict[Node, list[Lease]] = defaultdict(list)
+        due: list[Lease] = []
         for lease in self.held():
             if moment >= min(lease.expires_at, lease.ends_at):
                 self.lost(lease, "overrun" if moment >= lease.ends_at else "expired")
             elif lease.server and lease.renews and lease.renew_at <= moment + lease.ttl * _SOON:
-                by_node[lease.server.node_of(lease.key)].append(lease)
-        # Those that could not be reached come last: waiting for them is not to cost the others their leases.
-        for node in sorted(by_node, key=lambda node: node.rests_until):
-            leases = by_node.pop(node)
-            for start in range(0, len(leases), _CHUNK):
-                self.renew(node, leases[start : start + _CHUNK])
-            if by_node and now() > moment + _LONG:
+                due.append(lease)
+        trips = _by_node(due)
+        while trips:
+            self.renew(*trips.pop(0))
+            if trips and now() > moment + _LONG:
                 return True
         return False
 
@@ -244,11 +248,19 @@ class _Renewer:
         lease.lose(reason, value)
         lost = lease.loss()
         if lost is not None and lease.on_loss:
-            threading.Thread(target=_tell, args=(lease, lost), name="only_one-lost", daemon=True).start()
+            threading.Thread(target=lease.tell_loss, args=(lost,), name="only_one-lost", daemon=True).start()
 
 
-def _tell(lease: Lease, lost: LockLost) -> None:
-    lease.tell_loss(lost)
+def _by_node(due: Iterable[Any]) -> list[tuple[Node, list[Any]]]:
+    """Leases or tokens, in trips of one node each."""
+    nodes: defaultdict[Node, list[Any]] = defaultdict(list)
+    for each in due:
+        nodes[each.server.node_of(each.key)].append(each)
+    # Those that could not be reached come last: waiting for them is not to cost the others their leases.
+    by_reach = sorted(nodes, key=lambda node: node.rests_until)
+    return [
+        (node, nodes[node][start : start + _CHUNK]) for node in by_reach for start in range(0, len(nodes[node]), _CHUNK)
+    ]
 
 
 def _rest(leases: list[Lease]) -> float:
@@ -281,9 +293,11 @@ if hasattr(os, "register_at_fork"):
 def _finish() -> None:
     """Release what could not be released at the end of a run, as nobody will after us."""
     limit = now() + _FINISHED_IN
-    left = [adrift for adrift in list(_renewer.adrift.values()) if adrift.settled]
+    left = list(_renewer.adrift.values())
     while left and now() < limit:
-        left = [adrift for adrift in left if not adrift.release()]
+        for node, due in _by_node(left):
+            _renewer.release(node, due)
+        left = [each for each in left if each.settled and each.token in _renewer.adrift]
         if left:
             time.sleep(_FIRST_RELEASE_AFTER)
 

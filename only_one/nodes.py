@@ -65,13 +65,6 @@ class Node:
         self._rest = _FIRST_REST
         return replies
 
-    def execute_command(self, *command: Any, **options: Any) -> Any:
-        """Send one command, as a client of redis-py does."""
-        (reply,) = self.send([command], options)
-        if isinstance(reply, Exception):
-            raise reply
-        return reply
-
     def connect(self) -> None:
         """Connect, so that the first renewal takes no longer than the others."""
         pool = getattr(self.client, "connection_pool", None)

@@ -109,6 +109,12 @@ class Dialect:
             return ("DELEX", key, "IFEQ", token)
         return ("EVALSHA", _RELEASE.sha, 1, key, token)
 
+    def cleanup_command(self, key: str | bytes, token: bytes) -> Command:
+        """The same, with the script sent whole: of many in one trip, none is to need a second one."""
+        if self.release == "EVALSHA":
+            return ("EVAL", _RELEASE.text, 1, key, token)
+        return self.release_command(key, token)
+
     def unlearn_get(self, error: ResponseError) -> None:
         """Note that the server refused to set and get at once.
 

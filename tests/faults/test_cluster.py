@@ -18,13 +18,13 @@ from redis.crc import key_slot
 from redis.exceptions import RedisClusterException, RedisError
 from redis.retry import Retry
 
-from only_one import LockLost, LockUnavailable, configure, only_one, skip
+from only_one import LockLost, LockUnavailable, configure, leases, only_one, servers, skip
 from only_one.clock import now
 from only_one.inspection import held, release_key
 from only_one.testing import RedisServer, redis_server
 from tests.faults.programs import SLACK, Holder, Running, RunningAsync
 from tests.proxy import Proxy
-from tests.renewal import fails_to_renew, renew_now
+from tests.renewal import fails_to_renew, later, renew_now
 from tests.waiting import LIMIT, eventually
 
 # The nodes do not find each other lost by themselves: on a slow machine, one that is well may be late by any time.
@@ -248,6 +248,24 @@ def test_a_cluster_behind_other_addresses_that_speaks_tls(prefix: str, kind: typ
         assert run.result == "done"
         assert not node.client.exists(f"{prefix}k")
         assert {"SET", "EVAL", "EVALSHA"} <= set(proxy.commands)
+
+
+def test_many_tokens_of_unknown_fate(cluster: Cluster, names: list[str], prefix: str) -> None:
+    """They are released in one trip to each node, as leases are renewed; here by the script, which no node has."""
+    keys = [f"{prefix}{name}" for name in names]
+    server = servers.find_server(cluster.client)
+    for key in keys:
+        server.node_of(key).fail(LIMIT)
+        for number in range(200):
+            name = f"{{{key}}}{number}"
+            cluster.client.set(name, name)
+            leases.release_later(server, name, name.encode(), now() + 2 * LIMIT, settled=True)
+    reads = [node.client.info("stats")["total_reads_processed"] for node in cluster.nodes]
+    with later(LIMIT):
+        assert eventually(lambda: not any(each.server is server for each in list(leases._renewer.adrift.values())))
+    for node, before in zip(cluster.nodes, reads, strict=True):
+        assert node.client.info("stats")["total_reads_processed"] - before < 100
+        assert not list(node.client.scan_iter(match=f"*{prefix}*", count=1000))
 
 
 # Nodes that do not answer
