@@ -29,6 +29,7 @@ class Lease:
         token: the value that says that it is ours.
         reason: why it is lost, as in `LockLost`, or "released" after the run; None while it is held.
         value: what stands under the key since it was lost.
+        trouble: why the last renewal failed, or None if it did not.
     """
 
     __slots__ = (
@@ -44,6 +45,7 @@ class Lease:
         "renews",
         "server",
         "token",
+        "trouble",
         "ttl",
         "value",
     )
@@ -70,6 +72,7 @@ class Lease:
         self.renew_at = begun + ttl * RENEWED_EVERY if self.renews else self.ends_at
         self.reason: str | None = None
         self.value = b""
+        self.trouble: Exception | None = None
         # A list of at most one, as taking from it happens once, whoever tries.
         self.on_loss: list[Callable[[LockLost], None]] = []
         self._fence: int | None = None
@@ -105,7 +108,9 @@ class Lease:
         if self.reason is None and moment < self.expires_at:
             return None
         reason = self.reason or ("overrun" if moment >= self.ends_at else "expired")
-        return LockLost(self.key, reason, self.value.decode(errors="backslashreplace"))
+        lost = LockLost(self.key, reason, self.value.decode(errors="backslashreplace"))
+        lost.__cause__ = self.trouble if reason == "expired" else None
+        return lost
 
     def lose(self, reason: str, value: bytes = b"") -> None:
         """Note that the key is lost; what was noted first counts."""

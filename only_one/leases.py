@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import codecs
+import logging
 import math
 import os
 import sys
 import threading
 import time
+import traceback
 from _queue import Empty, SimpleQueue  # the one in C: a signal handler may put into it
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -24,7 +26,7 @@ from .eviction import may_evict
 from .lease import RENEWED_EVERY, Lease
 from .lock import RAW
 from .nodes import Node
-from .protocol import Command, outcome, renew_command
+from .protocol import Command, is_forbidden, outcome, renew_command
 from .servers import Server
 
 _RETRIED_EVERY = 0.1
@@ -93,8 +95,8 @@ class _Renewer:
         if not self.is_running:
             # What a connection imports at its first host name: forked while the thread does, a child waits for ever.
             codecs.lookup("idna")
-            with suppress(RuntimeError):  # the interpreter is shutting down: what is held expires by itself
-                _start_native_thread(self.run)
+            if not _start_native_thread("only_one-leases", self.run):
+                logger.warning("no thread can be started: until one can, no key is renewed, nor released later")
         elif due < self.wakes_at:
             self.woken.put(due)
 
@@ -105,19 +107,29 @@ class _Renewer:
             return  # another was started at the same time
         self.is_running = True
         while True:
-            self.connect_for_what_is_due_soon()
-            while self.renew_what_is_due():
-                pass
-            self.release_what_is_adrift()
-            self.look_at_a_new_server()
-            self.sleep_until(self.next_due())
+            self.take_turn()
 
-    def sleep_until(self, due: float) -> None:
-        """Sleep until `due`, or until what comes meanwhile is due.
+    def take_turn(self) -> None:
+        """See to all that is due, and sleep; nothing that goes wrong in one step keeps the others from their turn."""
+        for step in (
+            self.connect_for_what_is_due_soon,
+            self.renew_all_that_is_due,
+            self.release_what_is_adrift,
+            self.look_at_a_new_server,
+            self.sleep,
+        ):
+            try:
+                step()
+            except BaseException:  # noqa: BLE001 - whatever it is, all later leases need this thread
+                _log(logging.ERROR, "the thread that renews goes on after:\n%s", traceback.format_exc())
+                time.sleep(_LONG)
+
+    def sleep(self) -> None:
+        """Sleep until something is due, of what comes meanwhile, too.
 
         What comes and goes again does not wake the thread a second time: a wake costs the run more than all else here.
         """
-        self.wakes_at = due
+        self.wakes_at = due = self.next_due()
         # Whoever adds something looks at `wakes_at` after adding it, and we look at what there is after setting it.
         self.wakes_at = due = min(due, self.next_due())
         while (pause := due - now()) > 0:
@@ -179,7 +191,7 @@ class _Renewer:
                 return
 
     def look_at_a_new_server(self) -> None:
-        """Have it warned of a server that may evict keys; by another thread, as the handler of a log may take long."""
+        """Have it warned of a server that may evict keys."""
         try:
             server, key = self.unknown.popitem()
         except KeyError:
@@ -192,7 +204,11 @@ class _Renewer:
             server.looked_at_from = now() + _LOOKED_AT_AGAIN_AFTER
             return
         if warning:
-            threading.Thread(target=logger.warning, args=("%s", warning), name="only_one-warning", daemon=True).start()
+            _log(logging.WARNING, "%s", warning)
+
+    def renew_all_that_is_due(self) -> None:
+        while self.renew_what_is_due():
+            pass
 
     def renew_what_is_due(self) -> bool:
         """Renew the leases that are due, in one trip to each node.
@@ -226,8 +242,14 @@ class _Renewer:
             renew_command(each.key, each.token, round(ttl * 1000)) for each, ttl in zip(leases, ttls, strict=True)
         ]
         replies = node.send(commands, RAW, _rest(leases))
+        news: defaultdict[str, list[Lease]] = defaultdict(list)
         for lease, ttl, reply in zip(leases, ttls, replies, strict=True):
+            before = repr(lease.trouble)
             self.note(lease, sent, ttl, reply)
+            if lease.trouble is not None and repr(lease.trouble) != before:
+                news[repr(lease.trouble)].append(lease)
+        for those in news.values():
+            _explain(those)
 
     def note(self, lease: Lease, sent: float, ttl: float, reply: Any) -> None:
         """What the reply to a renewal, or its error, means for a lease."""
@@ -235,7 +257,9 @@ class _Renewer:
             reply = b""  # a list or hash that somebody has put there
         if isinstance(reply, Exception):
             lease.renew_at = min(now() + _rest([lease]), lease.expires_at)
+            lease.trouble = reply.with_traceback(None)
             return
+        lease.trouble = None
         found = outcome(reply)
         if found.fate == "held":
             lease.expires_at = sent + ttl
@@ -244,11 +268,14 @@ class _Renewer:
             self.lost(lease, "deleted" if found.fate == "gone" else "taken", found.value)
 
     def lost(self, lease: Lease, reason: str, value: bytes = b"") -> None:
-        """Stop renewing, and have the run told: by another thread, since what it does about it is its own."""
+        """Stop renewing, and have the run told: by another thread, since what it does about it is its own.
+
+        Where none can be started, the run tells of it at its end.
+        """
         lease.lose(reason, value)
         lost = lease.loss()
         if lost is not None and lease.on_loss:
-            threading.Thread(target=lease.tell_loss, args=(lost,), name="only_one-lost", daemon=True).start()
+            _start_native_thread("only_one-lost", lease.tell_loss, lost)
 
 
 def _by_node(due: Iterable[Any]) -> list[tuple[Node, list[Any]]]:
@@ -263,18 +290,43 @@ def _by_node(due: Iterable[Any]) -> list[tuple[Node, list[Any]]]:
     ]
 
 
+def _explain(leases: list[Lease]) -> None:
+    """Log why leases could not be renewed, all for the same reason."""
+    keys = f"{leases[0].key} and {len(leases) - 1} others" if len(leases) > 1 else leases[0].key
+    if is_forbidden(leases[0].trouble):
+        advice = "give it what docs/access-rights.md lists, or write timeout= and no lease="
+        text = "%s cannot be renewed, and will be lost, as the server's user lacks a right: %s: %s"
+        _log(logging.WARNING, text, keys, leases[0].trouble, advice)
+    else:
+        _log(logging.DEBUG, "%s could not be renewed, and will be tried again: %r", keys, leases[0].trouble)
+
+
 def _rest(leases: list[Lease]) -> float:
     """Seconds after which a renewal that has failed is tried again."""
     return min(min(lease.ttl for lease in leases) * _RETRIED_EVERY, _RETRIED_AFTER_AT_MOST)
 
 
-def _start_native_thread(run: Callable[[], None]) -> None:
-    """Start a daemon thread of the system, under gevent too, whose greenlets are starved by work that does not wait."""
+def _start_native_thread(name: str, run: Callable[..., None], *args: object) -> bool:
+    """Start a daemon thread of the system, under gevent too, whose greenlets are starved by work that does not wait.
+
+    Returns:
+        Whether it could be started; not at a limit of threads, nor while the interpreter shuts down.
+    """
     monkey = sys.modules.get("gevent.monkey")
-    if monkey is not None and monkey.is_module_patched("threading"):
-        monkey.get_original("_thread", "start_new_thread")(run, ())
-    else:
-        threading.Thread(target=run, name="only_one-leases", daemon=True).start()
+    try:
+        if monkey is not None and monkey.is_module_patched("threading"):
+            monkey.get_original("_thread", "start_new_thread")(run, args)
+        else:
+            threading.Thread(target=run, args=args, name=name, daemon=True).start()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _log(level: int, message: str, *args: object) -> None:
+    """Log by another thread, as a handler may take long, and is the user's."""
+    if logger.isEnabledFor(level):
+        _start_native_thread("only_one-log", logger.log, level, message, *args)
 
 
 _renewer = _Renewer()

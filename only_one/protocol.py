@@ -136,8 +136,13 @@ class Dialect:
 
 def _is_unknown(error: ResponseError) -> bool:
     """Whether the server does not know a command, or does not let this user call it."""
+    return "unknown command" in str(error).lower() or is_forbidden(error)
+
+
+def is_forbidden(error: object) -> bool:
+    """Whether the server does not let this user do something, by itself or in a script."""
     text = str(error).lower()
-    return "unknown command" in text or "permission" in text
+    return isinstance(error, ResponseError) and ("permission" in text or "can't run this command" in text)
 
 
 def expiry_in(seconds: float) -> Expiry:

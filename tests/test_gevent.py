@@ -89,6 +89,48 @@ def test_greenlets_that_hold_keys(server: RedisServer, prefix: str) -> None:
     assert only_one(lambda: "done", key="last", lease=60)() == "done"
 
 
+SLOW_TO_HEAR = """
+go_on = monkey.get_original("_thread", "allocate_lock")()
+go_on.acquire()
+told, enough, begun = [], gevent.event.Event(), []
+
+def hear(lost):
+    told.append(lost)
+    go_on.acquire()  # of the thread, and not of a greenlet: none other has a turn in it
+
+@only_one.only_one("{number}", lease=60, when_lost=hear)
+def run(number):
+    begun.append(only_one.current_lock())
+    enough.wait()
+
+def wait_for(condition):
+    until = time.monotonic() + LIMIT
+    while not condition() and time.monotonic() < until:
+        gevent.sleep(0.01)
+    return condition()
+
+runs = [gevent.spawn(run, number) for number in range(2)]
+wait_for(lambda: len(begun) == 2)
+lost, kept = begun
+client.delete(lost.key)
+renew_now(lost)
+print(bool(wait_for(lambda: told)))
+before = kept.expires_at
+renew_now(kept)
+print(wait_for(lambda: kept.expires_at > before))
+go_on.release()
+enough.set()
+gevent.joinall(runs)
+"""
+
+
+def test_what_when_lost_does_keeps_nobody_from_being_renewed(server: RedisServer, prefix: str) -> None:
+    command = program(SLOW_TO_HEAR, server.url, prefix)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["True", "True"]), done.stderr
+    assert "Traceback" not in done.stderr
+
+
 OUTAGE = """
 @only_one.only_one("k", timeout=600)
 def run():

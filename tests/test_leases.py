@@ -8,12 +8,13 @@ Leases are long, and renewed when the test says so; that they are kept in time u
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -207,6 +208,59 @@ def test_a_second_thread_that_was_started_at_the_same_time_ends() -> None:
         assert not second.is_alive()
 
 
+@contextmanager
+def no_more_threads() -> Iterator[None]:
+    """The system starts no thread, as where a limit is reached: there is no room for a stack of 64 TB."""
+    threading.stack_size(2**46)
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            threading.Thread(target=print).start()
+        yield
+    finally:
+        threading.stack_size(0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_that_no_thread_can_be_started_for(direct: Any, kind: type[Running], losses: list[Lost]) -> None:
+    """The run tells of it at its end, and others are renewed as before."""
+    told: list[str] = []
+    with (
+        kind(lease=LONG, when_lost=lambda lost: told.append(lost.reason)) as run,
+        Running("other", lease=LONG) as other,
+    ):
+        assert is_renewed(other.lock)
+        with no_more_threads():
+            direct.delete(run.lock.key)
+            renew_now(run.lock)
+            assert eventually(lambda: not run.lock.is_held)
+            assert is_renewed(other.lock)
+            assert told == []
+            run.__exit__()
+        assert told == ["deleted"]
+        assert is_renewed(other.lock)
+    assert run.result == other.result == "done"
+    assert [lost.reason for lost in losses] == ["deleted"]
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("step", ["connect_for_what_is_due_soon", "release_what_is_adrift", "look_at_a_new_server"])
+def test_whatever_goes_wrong_in_one_turn_the_next_comes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str
+) -> None:
+    with Running(lease=LONG) as run:
+        assert is_renewed(run.lock)
+
+        def fail() -> None:
+            msg = "nobody has thought of it"
+            raise MemoryError(msg)
+
+        monkeypatch.setattr(leases._renewer, step, fail)
+        assert all(is_renewed(run.lock) for _ in range(3))
+        monkeypatch.undo()
+        assert is_renewed(run.lock)
+    assert eventually(lambda: "nobody has thought of it" in caplog.text)
+
+
 FORKS = """
 import asyncio, os, sys
 import only_one
@@ -292,6 +346,43 @@ def test_a_connection_that_is_gone_for_more_than_the_lease(proxy: Proxy, direct:
     assert [run.result for run in runs] == ["done", "done"]
     assert [direct.get(lock.key) for lock in locks] == [b"the next one"] * 2
     assert [lost.reason for lost in losses] == ["expired"] * 2
+
+
+def test_why_a_renewal_failed(proxy: Proxy, direct: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """It is logged once until the reason is another, by a thread that may take its time, and is the cause of a loss."""
+    assert direct
+    texts: list[str] = []
+    lets_go = threading.Event()
+
+    class Slow(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            texts.append(record.getMessage())
+            lets_go.wait(LIMIT)
+
+    slow, log = Slow(), logging.getLogger("only_one")
+    log.addHandler(slow)
+    try:
+        with Running(lease=LONG, redis=proxy.url) as run, Running("other", lease=LONG) as other:
+            caplog.set_level(logging.DEBUG, "only_one")
+            with proxy.cut():
+                assert fails_to_renew(run.lock)
+                assert eventually(lambda: texts)
+                assert is_renewed(other.lock)
+                assert fails_to_renew(run.lock)
+                assert run.lock.trouble
+                with later(LONG), pytest.raises(LockLost, match="expired") as caught:
+                    run.lock.ensure_held()
+                assert isinstance(caught.value.__cause__, redis.ConnectionError)
+            caplog.set_level(logging.INFO, "only_one")
+            assert is_renewed(other.lock)
+            lets_go.set()
+    finally:
+        lets_go.set()
+        log.removeHandler(slow)
+    told = [text for text in texts if "could not be renewed" in text]
+    assert len(told) == len(set(told))
+    assert told[0].startswith(run.lock.key)
+    assert "ConnectionError" in told[0]
 
 
 def test_scripts_that_are_flushed_during_a_run(direct: Any, key: str, losses: list[Lost]) -> None:

@@ -71,7 +71,7 @@ def assert_all_is_said(url: str) -> None:
     with Running("later", lease=60, redis=url) as later:
         assert is_renewed(later.lock)
     for thread in threading.enumerate():
-        if thread.name == "only_one-warning":
+        if thread.name == "only_one-log":
             thread.join(LIMIT)
 
 

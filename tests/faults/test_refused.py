@@ -136,6 +136,33 @@ def test_a_user_who_may_take_and_not_release_gets_the_result_all_the_same(server
         assert call_async(redis=url, timeout=600) is True
 
 
+def test_a_user_who_may_take_and_not_renew_is_told_which_right_is_missing(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a warning at the first renewal, and once."""
+    rules = ["~*", "-@all", "+set", "+get", "+del", "+evalsha"]
+
+    def warned() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    with redis_py.Redis.from_url(server.url) as client:
+        for missing in ("eval", "pexpire"):
+            client.execute_command("ACL", "SETUSER", "taker", "reset", "on", ">secret", *rules)
+            url = server.url.replace("redis://", "redis://taker:secret@")
+            with Running(missing, lease=60, redis=url) as run:
+                caplog.clear()
+                assert fails_to_renew(run.lock)
+                assert eventually(warned)
+                assert fails_to_renew(run.lock)
+                (warning,) = warned()
+                assert warning.startswith(f"{run.lock.key} cannot be renewed")
+                assert f"'{missing}' command" in warning
+                assert run.lock.is_held
+                client.execute_command("ACL", "SETUSER", "taker", "+eval", "+pexpire")
+                assert is_renewed(run.lock)
+            rules.append(f"+{missing}")
+
+
 def test_a_server_that_runs_out_of_memory_during_a_run_goes_on_renewing(server: RedisServer, prefix: str) -> None:
     told: list[object] = []
     with redis_py.Redis.from_url(server.url) as client:
