@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -27,6 +28,8 @@ class Attempt:
     """A call that has asked for its key: what is decided about it, without waiting for the server."""
 
     __slots__ = ("call", "generation", "is_settled", "key", "lease", "plan", "server", "token")
+
+    waits_until_told = True
 
     def __init__(self, plan: Plan, server: Server, call: Call, key: str, token: bytes, begun: float) -> None:
         self.plan = plan
@@ -129,7 +132,7 @@ class Attempt:
         """The function has returned or raised: what was lost until now is told. From here on nothing is lost."""
         lost = self.lease.loss()
         if lost is not None:
-            self.lease.tell_loss(lost)
+            self._tell(lost)
         self.lease.lose("released")
         return lost
 
@@ -141,13 +144,27 @@ class Attempt:
             self.adrift(settled=True)
         elif outcome.fate == "taken" and lost is None:
             lost = LockLost(self.key, "taken", outcome.value.decode(errors="backslashreplace"))
-            self.lease.tell_loss(lost)
+            self._tell(lost)
         self.is_settled = True
         let_go(self.lease)
         if wanted(Released):
             fate = "unknown" if outcome is None else "kept" if is_kept and outcome.fate == "held" else outcome.fate
             emit(Released(self.key, self.name, fate, now() - self.lease.begun))
         return lost
+
+    def _tell(self, lost: LockLost) -> None:
+        """Tell of a loss that is seen at the end of the run: in a thread of its own, like any other."""
+        if not self.lease.on_loss:
+            return
+        # No daemon, so that the process does not end before.
+        thread = threading.Thread(target=self.lease.tell_loss, args=(lost,), name="only_one-lost", daemon=False)
+        try:
+            thread.start()
+        except RuntimeError:  # none can be started: at a limit, or while the interpreter shuts down
+            self.lease.tell_loss(lost)
+        else:
+            if self.waits_until_told:
+                thread.join()
 
     def _lost(self, lost: LockLost) -> None:
         """Tell whoever listens, and the policy, unless that is to be heeded by the run itself."""
@@ -168,6 +185,8 @@ class AsyncAttempt(Attempt):
     """The same in an event loop, where `when_lost=fail` stops the run at once."""
 
     __slots__ = ("is_cancelled", "is_over", "loop", "task")
+
+    waits_until_told = False  # the loop has others to see to
 
     def __init__(self, plan: Plan, server: Server, call: Call, key: str, token: bytes, begun: float) -> None:
         super().__init__(plan, server, call, key, token, begun)

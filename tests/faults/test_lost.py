@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from only_one import LockLost, current_lock, fail, only_one
-from tests.faults.programs import Running, RunningAsync
+from only_one.clock import now
+from tests.faults.programs import Program, Running, RunningAsync
 from tests.renewal import is_awaited, is_renewed, later, renew_now
 from tests.waiting import LIMIT, eventually
 
@@ -167,12 +168,56 @@ def test_a_callable_that_takes_its_time_costs_no_other_its_lease(redis: Any, key
 
 
 def test_a_callable_is_told_of_what_only_the_release_finds(redis: Any, key: str) -> None:
+    """By a thread of its own, too, for which the call waits."""
     told = Told()
     with Running(lease=LONG, when_lost=told) as run:
         redis.set(key, HAND)
     assert run.result == "done"
     assert [lost.reason for lost in told.losses] == ["taken"]
+    assert told.threads == ["only_one-lost"]
     assert redis.get(key) == HAND
+
+
+@pytest.mark.parametrize("reason", ["taken", "overrun"])
+def test_a_callable_that_is_told_at_the_end_does_not_hold_up_the_event_loop(redis: Any, key: str, reason: str) -> None:
+    goes_on = threading.Event()
+    told = Told(lambda: goes_on.wait(LIMIT))
+
+    @only_one("k", timeout=LONG, when_lost=told)
+    async def work() -> str:
+        if reason == "taken":
+            redis.set(key, HAND)
+        else:  # and the thread that renews has not seen it yet
+            current_lock().expires_at = current_lock().ends_at = now()
+        return "done"
+
+    assert asyncio.run(work()) == "done"
+    assert eventually(lambda: told.threads == ["only_one-lost"])
+    goes_on.set()
+    assert [lost.reason for lost in told.losses] == [reason]
+
+
+ENDS = """
+import asyncio, sys, time
+import only_one
+
+def tell(lost):
+    time.sleep(0.5)
+    print(lost.reason, flush=True)
+
+@only_one.only_one("k", when_lost=tell)
+async def work():
+    lock = only_one.current_lock()
+    lock.server.client.set(lock.key, "by hand")
+
+only_one.configure(redis=sys.argv[1], prefix=sys.argv[2])
+asyncio.run(work())
+"""
+
+
+def test_a_process_that_ends_waits_for_a_callable_that_is_told_at_the_end(redis_url: str, prefix: str) -> None:
+    with Program(ENDS, redis_url, prefix) as program:
+        assert program.line() == "taken"
 
 
 # fail
