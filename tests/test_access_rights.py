@@ -1,0 +1,199 @@
+"""A user of the server who may do what docs/access-rights.md says, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import redis
+from celery import Celery
+from celery.contrib.testing.worker import start_worker
+
+from only_one import buffer_one, configure, current_lock, leases, only_one, servers
+from only_one.clock import now
+from only_one.holder import Identity
+from only_one.inspection import held, holder_of, key_of, release, release_key
+from only_one.lock import drive
+from only_one.protocol import give_back_noting, replace_noting
+from only_one.tasks import notes
+from only_one.testing import RedisServer, redis_server
+from tests.faults.programs import Running
+from tests.faults.test_cluster import OPTIONS
+from tests.renewal import is_renewed
+from tests.waiting import LIMIT, eventually
+
+PAGE = Path(__file__).parents[1] / "docs" / "access-rights.md"
+KEYS = ("~only_one:*", "~{only_one:*")
+
+
+def rights(what: str) -> set[str]:
+    """The commands of a row."""
+    (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {what} |")]
+    found = set(re.findall(r"`([\w\\|]+)`", row))
+    return {each.replace("\\|", "|") for each in found} | (rights("functions") if "of functions" in row else set())
+
+
+def add_user(client: Any, url: str, commands: set[str]) -> str:
+    """A new user who may call these and nothing else; returns the URL by which it logs in."""
+    name = uuid4().hex
+    client.execute_command("ACL", "SETUSER", name, "on", ">secret", *KEYS, *[f"+{each}" for each in sorted(commands)])
+    return url.replace("redis://", f"redis://{name}:secret@")
+
+
+@pytest.fixture(scope="module")
+def their_server() -> Iterator[RedisServer]:
+    with redis_server() as own:
+        yield own
+
+
+@pytest.fixture
+def admin(their_server: RedisServer) -> Iterator[Any]:
+    """A client that may do anything."""
+    with redis.Redis.from_url(their_server.url) as client:
+        yield client
+
+
+def used(client: Any) -> set[str]:
+    """The commands that the server has carried out, in scripts too, since its statistics were reset."""
+    stats = client.info("commandstats")
+    return {name.removeprefix("cmdstat_") for name, stat in stats.items() if stat["calls"]}
+
+
+def use_functions(client: Any, url: str) -> None:
+    """All that a covered function does."""
+
+    @only_one("async")
+    async def outer() -> Any:
+        return await inner()
+
+    @only_one("async")
+    async def inner() -> str:
+        return "not skipped"
+
+    assert asyncio.run(outer()) is None
+    with Running(lease=60, timeout=600) as run:
+        assert only_one("k")(lambda: "not skipped")() is None
+        assert is_renewed(run.lock)
+        assert run.lock.fence > 0
+        run.lock.extend(60)
+    assert run.result == "done"
+    client.set("only_one:dead", Identity("dead").token(None), px=600_000)
+    assert only_one("dead", at_least=600)(lambda: "done")() == "done"
+    server, key = servers.find_server(url), "only_one:left"
+    client.set(key, key)
+    leases.release_later(server, key, key.encode(), now() + 600, settled=True)
+    assert eventually(lambda: not [each for each in list(leases._renewer.adrift.values()) if each.key == key])
+
+
+def use_tasks(_client: Any, url: str) -> None:
+    """What tasks do besides, in a worker and by themselves."""
+    app = Celery("rights", broker="memory://", backend="cache+memory://", set_as_current=False)
+
+    @only_one("{number}")
+    @app.task(name="queued")  # type: ignore[untyped-decorator]
+    def queued(number: int) -> int:
+        return number
+
+    @only_one("newest", when_busy=buffer_one())
+    @app.task(name="buffered")  # type: ignore[untyped-decorator]
+    def buffered(number: int) -> int:
+        return number
+
+    @app.task(name="late", acks_late=True)  # type: ignore[untyped-decorator]
+    @only_one("late")
+    def late() -> str:
+        return "done"
+
+    results = [queued.delay(1), queued.delay(1), buffered.delay(1), buffered.delay(1), buffered.delay(2)]
+    assert results[0] == results[1]
+    with start_worker(app, pool="solo", perform_ping_check=False):
+        assert [each.get(timeout=LIMIT) for each in results] == [1, 1, None, None, 2]
+        assert late.delay().get(timeout=LIMIT) == "done"
+    server, key, note = servers.find_server(url), "only_one:noted", "{only_one:noted}:copy:1"
+    for steps in (
+        notes.ask_of_copy(key, note, 60),
+        notes.number_copy(key, note, 1, 60),
+        give_back_noting(key, b"ours", note),
+        replace_noting(key, b"ours", b"kept", 1000, note),
+        notes.tell_copies_of_result(key, note),
+        notes.look_for_copies(key, note),
+        notes.forget_end(key, note),
+    ):
+        drive(server.client, steps)
+    number = None
+    for what in ("arrive", "pending", "withdraw", "begin"):
+        number = drive(server.client, notes.number_trigger(key, what, 60, "1", number))
+
+
+def use_inspection(client: Any, url: str) -> None:
+    """All three that look and release."""
+    client.set("only_one:other", "by hand")
+    work = only_one(lambda: "done", key="looked-at")
+    with Running("looked-at", lease=60):
+        assert holder_of(work)
+        assert key_of(work) == "only_one:looked-at"
+        assert {each.key for each in held()} >= {"only_one:other", "only_one:looked-at"}
+        assert release(work)
+    assert release_key("only_one:other", "by hand", redis=url)
+
+
+USES: dict[str, Callable[[Any, str], None]] = {
+    "functions": use_functions,
+    "tasks": use_tasks,
+    "inspection": use_inspection,
+}
+
+
+@pytest.mark.parametrize("what", USES)
+def test_the_rights_that_the_page_lists_are_enough_and_none_is_in_vain(
+    their_server: RedisServer, admin: Any, what: str
+) -> None:
+    admin.flushall()
+    url = add_user(admin, their_server.url, rights(what))
+    with configure(redis=url, prefix="only_one:"):
+        admin.config_resetstat()
+        USES[what](admin, url)
+    in_vain = rights(what) - used(admin)
+    assert in_vain <= (set() if what == "functions" else rights("functions"))
+
+
+def test_who_looks_only(their_server: RedisServer, admin: Any) -> None:
+    url = add_user(admin, their_server.url, {"scan", "get", "pttl"})
+    with configure(redis=their_server.url, prefix="only_one:"), Running("looked-at"):
+        assert "only_one:looked-at" in {each.key for each in held(redis=url)}
+
+
+def test_without_eval_a_timeout_is_enough(their_server: RedisServer, admin: Any) -> None:
+    try:
+        url = add_user(admin, their_server.url, {"set", "get", "delifeq"})
+    except redis.ResponseError:
+        pytest.skip("the server has no DELIFEQ")
+    with configure(redis=url, prefix="only_one:"):
+        assert only_one("short", timeout=600)(lambda: "done")() == "done"
+    assert not admin.exists("only_one:short")
+
+
+def test_another_database(their_server: RedisServer, admin: Any) -> None:
+    url = add_user(admin, their_server.url, rights("functions") | rights("a database other than 0"))
+    with configure(redis=url.replace("/0", "/1"), prefix="only_one:"):
+        assert only_one("k", lease=60)(lambda: is_renewed(current_lock()))()
+
+
+def test_a_cluster() -> None:
+    @only_one("async")
+    async def work() -> str:
+        return "done"
+
+    with redis_server(*OPTIONS) as server, redis.Redis.from_url(server.url) as client:
+        client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+        assert eventually(lambda: client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
+        url = add_user(client, server.url, rights("functions") | rights("a cluster"))
+        with redis.RedisCluster.from_url(url) as cluster, configure(redis=cluster, prefix="only_one:"):
+            assert only_one("k", lease=60)(lambda: is_renewed(current_lock()))()
+            assert asyncio.run(work()) == "done"
+        assert not client.keys("*")
