@@ -118,7 +118,7 @@ class _Process:
 
 _process: _Process | None = None
 
-_numbers = itertools.count()
+_numbers = itertools.count(1)
 
 under_way: set[bytes] = set()
 """The tokens of this process whose calls have not ended; others that still stand in Redis are held by nobody."""
@@ -166,8 +166,10 @@ class Identity:
         """
         if self._process is None or self._process is not _process or self._limit != deadline_in:
             self._spell_head(deadline_in)
-        # Whole milliseconds: a float takes longer to spell than the rest of the token.
-        return self._head + b'%d,"since":%d}' % (next(_numbers), time.time_ns() // 1_000_000)
+        # Whole milliseconds: a float takes longer to spell than the rest of the token. What is left of them tells it
+        # from that of a clone of this process, in a virtual machine that was cloned, which counts as we do.
+        milliseconds, left = divmod(time.time_ns(), 1_000_000)
+        return self._head + b'%d%06d,"since":%d}' % (next(_numbers), left, milliseconds)
 
     def _spell_head(self, deadline_in: float | None) -> None:
         process = _this_process()

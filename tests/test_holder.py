@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -113,6 +115,22 @@ def dead() -> bytes:
         process.kill()
         assert is_dead(process.value)
         return process.value
+
+
+def test_clones_of_a_process_do_not_spell_the_same_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a virtual machine that is cloned: what it draws at random it has drawn, and all its clones count alike."""
+    identity, moment = Identity("work"), time.time_ns()
+    tokens = []
+    for microseconds in (1, 2):
+        monkeypatch.setattr(holder, "_numbers", itertools.count(7))
+        monkeypatch.setattr(time, "time_ns", lambda later=microseconds: moment // 10**6 * 10**6 + later * 1000)
+        tokens.append(identity.token(600))
+    assert tokens[0] != tokens[1]
+    ours, theirs = map(Holder.parse, tokens)
+    assert ours is not None
+    assert theirs is not None
+    assert ours.id != theirs.id
+    assert ours.since == theirs.since
 
 
 def changed(value: bytes, **changes: object) -> bytes:
