@@ -121,7 +121,8 @@ class _Renewer:
             try:
                 step()
             except BaseException:  # noqa: BLE001 - whatever it is, all later leases need this thread
-                _log(logging.ERROR, "the thread that renews goes on after:\n%s", traceback.format_exc())
+                with suppress(Exception):  # no memory for that either
+                    _log(logging.ERROR, "the thread that renews goes on after:\n%s", traceback.format_exc())
                 time.sleep(_LONG)
 
     def sleep(self) -> None:
