@@ -823,7 +823,7 @@ def test_many_tokens_of_unknown_fate_are_released_in_a_few_trips(
         before = client.info("stats")["total_reads_processed"]
         with later(LONG):
             assert are_tried(names)
-        assert client.info("stats")["total_reads_processed"] - before < MANY / 5
+        assert client.info("stats")["total_reads_processed"] - before < MANY / 2
         assert client.exists(*names) == 0
         if not settled:  # "missing" is not final
             client.set(names[0], names[0])
