@@ -136,10 +136,9 @@ def celery_worker(
 
 
 def leave(app: Any) -> None:
-    """Let go of an application's server; results that are collected later are not to look for it, to say so."""
+    """Let go of an application's server."""
     with closed_results(app):
         app.pool.force_close_all(close_pool=False)  # Celery keeps the pool, and with it sockets that nobody closes
-    app.backend.result_consumer._pubsub = None
     app.close()
 
 
@@ -150,6 +149,7 @@ def closed_results(app: Any) -> Iterator[None]:
         yield
     finally:
         app.backend.result_consumer.stop()
+        app.backend.result_consumer._pubsub = None  # or a result that is collected connects once more, to say so
         app.backend.client.connection_pool.disconnect()
 
 
