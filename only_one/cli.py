@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -18,7 +18,7 @@ from .holder import printable
 from .inspection import Held, Place, held_in, place_of, read, release_in
 from .settings import check_prefix
 
-_COLUMNS = ("key", "state", "task", "id", "host", "pid", "since", "free_by", "process")
+_COLUMNS = ("key", "state", "task", "id", "host", "pid", "since", "age", "free_by", "process")
 
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "python -m only_one", app: Any = None) -> int:
@@ -80,9 +80,23 @@ def _parser(program: str) -> argparse.ArgumentParser:
     releasing.add_argument(
         "--dead", action="store_true", help="all keys whose holder is certainly dead, seen from here"
     )
-    releasing.add_argument("--match", default="*", metavar="PATTERN", help="with --dead: only keys of this pattern")
+    releasing.add_argument(
+        "--queued",
+        type=_seconds,
+        metavar="OLDER_THAN",
+        help="all keys whose task has been queued for longer than this and is in no worker: 600, 90m, 2h, 1d",
+    )
+    releasing.add_argument("--match", default="*", metavar="PATTERN", help="with these two: only keys of this pattern")
     releasing.set_defaults(command=_release)
     return parser
+
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def _seconds(text: str) -> float:
+    """A time as it is given; without a unit it is seconds."""
+    return float(text[:-1]) * _UNITS[text[-1]] if text[-1:] in _UNITS else float(text)
 
 
 def _list(place: Place, given: argparse.Namespace) -> int:
@@ -114,11 +128,17 @@ def _show(place: Place, given: argparse.Namespace) -> int:
 
 
 def _release(place: Place, given: argparse.Namespace) -> int:
-    if given.dead == bool(given.keys):
-        print("write the keys that are to be freed, or --dead for all whose holder is dead", file=sys.stderr)
+    by_age = given.queued is not None
+    if given.dead + by_age + bool(given.keys) != 1:
+        print(
+            "write the keys that are to be freed, or --dead for all whose holder is dead, or --queued 2h for all that "
+            "have been queued for longer",
+            file=sys.stderr,
+        )
         return 2
-    if given.dead:
-        return _free(place, [each for each in held_in(place, given.match) if each.process == "dead"])
+    if given.dead or by_age:
+        is_meant = _is_queued_since(time.time() - given.queued) if by_age else _is_dead
+        return _free(place, filter(is_meant, list(held_in(place, given.match))))
     status = 0
     for key in given.keys:
         found = _find(place, key)
@@ -129,6 +149,15 @@ def _release(place: Place, given: argparse.Namespace) -> int:
         else:
             status = max(status, _free(place, [found]))
     return status
+
+
+def _is_dead(found: Held) -> bool:
+    return found.process == "dead"
+
+
+def _is_queued_since(moment: float) -> Callable[[Held], bool]:
+    """Whether a key is a queued task's, from before a moment; what a worker has received is seen to be dead or not."""
+    return lambda found: found.holder is not None and found.holder.state == "queued" and found.holder.since < moment
 
 
 def _why_not(found: Held, *, force: bool) -> str | None:
@@ -174,6 +203,7 @@ def _facts(found: Held) -> dict[str, Any]:
         "host": holder.host if holder else None,
         "pid": holder.pid if holder else None,
         "since": _time(holder.since) if holder else None,
+        "age": max(0, round(time.time() - holder.since)) if holder else None,
         "free_by": None if ends_with_run or found.expires_in is None else _time(time.time() + found.expires_in),
         "process": found.process,
         "attempt": holder.attempt if holder else None,

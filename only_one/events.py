@@ -70,8 +70,8 @@ class Busy:
             if holder.deadline is None
             else f"free in {max(0.0, holder.deadline - now):.1f} s at the latest"
         )
-        taken = f"{printable(self.key)} is taken by {holder}, running for {now - holder.since:.1f} s, {free}"
-        return f"{self.name} did not run: {taken}"
+        since = f"{printable(holder.state)} for {now - holder.since:.1f} s"
+        return f"{self.name} did not run: {printable(self.key)} is taken by {holder}, {since}, {free}"
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ class Holder:
     Attributes:
         id: random, one per attempt to take the key.
         state: "running" while the call runs, "kept" after it has succeeded, for the rest of `at_least`, "queued" while
-            a task waits in its queue; then host, pid and the like are those of who has put it there.
+            a task waits in its queue; then host, pid and the like are those of who has put it there. "received" once a
+            worker has it and has not begun it; then they are those of the worker's main process.
         name: the task's or function's name.
         task_id: the Celery task's id, or None for a plain function.
         attempt: how many times the Celery task has been retried, or None.
@@ -37,7 +38,7 @@ class Holder:
     """
 
     id: str
-    state: Literal["running", "kept", "queued"]
+    state: Literal["running", "kept", "queued", "received"]
     name: str
     task_id: str | None
     attempt: int | None
@@ -221,21 +222,21 @@ _alive: dict[bytes, tuple[int, float]] = {}
 
 
 def is_dead(value: bytes) -> bool:
-    """Whether the run that `value` spells has certainly ended without giving its key back.
+    """Whether the run that `value` spells has certainly ended without giving its key back, or will never begin.
 
     Either its process, of this machine, is gone; or it was one of this process, where no such call is under way.
     A holder of another machine, one that is kept, and one of which nothing can be known, is not dead.
     """
     process = _process or _this_process()
     if value.startswith(process.mark):
-        return value not in under_way and _is_running(Holder.parse(value))
+        return value not in under_way and _has_process(Holder.parse(value), "running")
     if not value.startswith(process.machine_mark):
         return False
     pid, until = _alive.get(value, (0, 0.0))
     if until > now():
         return not _exists(pid)
     holder = Holder.parse(value)
-    if not _is_running(holder) or process.machine is None:
+    if not _has_process(holder, "running", "received") or process.machine is None:
         return False
     if not _exists(holder.pid) or _is_another(holder):
         return True
@@ -255,15 +256,15 @@ def is_gone(value: bytes) -> bool:
 
 
 def is_queued(value: bytes) -> bool:
-    """Whether the task that `value` spells waits in its queue, so that a run may take its key."""
-    if b'"state":"queued"' not in value:
+    """Whether the task that `value` spells waits, in its queue or in a worker, so that a run may take its key."""
+    if b'"state":"queued"' not in value and b'"state":"received"' not in value:
         return False
     holder = Holder.parse(value)
-    return holder is not None and holder.state == "queued"
+    return holder is not None and holder.state in ("queued", "received")
 
 
-def _is_running(holder: Holder | None) -> TypeGuard[Holder]:
-    return holder is not None and holder.state == "running"
+def _has_process(holder: Holder | None, *states: str) -> TypeGuard[Holder]:
+    return holder is not None and holder.state in states
 
 
 def _exists(pid: int) -> bool:

@@ -231,7 +231,7 @@ def _read(client: Any, keys: list[bytes]) -> Iterator[Held]:
 
 def _process(value: bytes) -> Literal["alive", "dead", "unknown"] | None:
     holder = Holder.parse(value)
-    if holder is None or holder.state != "running":
+    if holder is None or holder.state not in ("running", "received"):
         return None
     if is_dead(value):
         return "dead"

@@ -7,6 +7,7 @@ import os
 import pty
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -66,9 +67,10 @@ def test_a_list_is_plain_rows_in_a_pipe(redis: Redis, prefix: str, busy: Busy, d
     assert found[f"{prefix}alive"][-1] == "alive"
     assert found[dead][0] == "running"
     assert found[dead][-1] == "dead"
-    state, task, task_id, _, pid, since, free_by, process = found[f"{prefix}queued"]
+    state, task, task_id, _, pid, since, age, free_by, process = found[f"{prefix}queued"]
     assert (state, task, task_id, pid, process) == ("queued", "t", "the-id", str(os.getpid()), "-")
     assert abs(datetime.fromisoformat(since) - datetime.now(timezone.utc)) < timedelta(seconds=LIMIT)
+    assert 0 <= int(age) < LIMIT
     left = datetime.fromisoformat(free_by) - datetime.now(timezone.utc)
     assert timedelta(seconds=600 - LIMIT) < left < timedelta(seconds=601)
 
@@ -202,6 +204,27 @@ def test_all_that_are_dead_are_freed_and_no_other(
     assert line.startswith(f"{dead} was freed, held by")
 
 
+@pytest.mark.parametrize("older_than", ["3600", "60m", "1h", "0.04d"])
+def test_what_is_queued_is_freed_by_its_age(
+    redis: Redis, prefix: str, capsys: Out, monkeypatch: pytest.MonkeyPatch, older_than: str
+) -> None:
+    two_hours_ago = time.time_ns() - 7200 * 10**9
+    monkeypatch.setattr(time, "time_ns", lambda: two_hours_ago)
+    queued(redis, f"{prefix}old")
+    redis.set(f"{prefix}received", Identity("t", "the-id", 0, "received").token(3600), px=600_000)
+    redis.set(f"{prefix}running", Identity("t").token(3600), px=600_000)
+    monkeypatch.undo()
+    queued(redis, f"{prefix}new")
+    redis.set(f"{prefix}foreign", "x")
+
+    assert main(["release", "--queued", older_than, "--match", "n*"]) == 0
+    assert main(["--prefix", prefix, "release", "--queued", older_than]) == 0
+
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{prefix}old was freed, held by t (task the-id)")
+    assert redis.exists(*[f"{prefix}{name}" for name in ("received", "running", "new", "foreign")]) == 4
+
+
 def test_a_value_of_another_type_is_left_alone(redis: Redis, prefix: str, capsys: Out) -> None:
     redis.lpush(f"{prefix}k", "x")
 
@@ -261,6 +284,8 @@ def test_the_program_needs_no_celery_and_spells_out_what_the_terminal_cannot_sho
     [
         (["release"], "--dead"),
         (["release", "--dead", "k"], "--dead"),
+        (["release", "--dead", "--queued", "1h"], "--queued"),
+        (["release", "--queued", "1h", "k"], "--queued"),
         (["--redis", "nowhere", "list"], "write redis://"),
         (["--redis", "redis://127.0.0.1:1/0", "list"], "refused"),
         (["--prefix", "{a}", "list"], "without braces"),
@@ -271,7 +296,7 @@ def test_wrong_use_is_told(arguments: list[str], words: str, capsys: Out) -> Non
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["free"], ["show"], ["list", "--forever"]])
+@pytest.mark.parametrize("arguments", [[], ["free"], ["show"], ["list", "--forever"], ["release", "--queued", "old"]])
 def test_wrong_arguments_are_told(arguments: list[str], capsys: Out) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)

@@ -489,6 +489,11 @@ def test_a_key_that_is_no_running_process_s_has_no_process_to_be_dead(dead: byte
     assert not is_dead(changed(dead, state=state))
 
 
+def test_a_task_that_was_received_is_dead_with_its_worker(dead: bytes) -> None:
+    assert is_dead(changed(dead, state="received"))
+    assert not is_dead(Identity("t", "the-id", 0, "received").token(600))
+
+
 def test_a_key_that_is_kept_is_not_dead(dead: bytes) -> None:
     value = kept(dead, 600)
     found = Holder.parse(value)

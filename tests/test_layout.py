@@ -25,6 +25,7 @@ ORDER = [
     "only_one.tasks.running",
     "only_one.tasks.queueing",
     "only_one.tasks.queue_endings",
+    "only_one.tasks.received",
     "only_one.tasks.endings",
     "only_one.tasks.results",
     "only_one.tasks.delivery",

@@ -18,6 +18,7 @@ from only_one.policies import Retry
 
 from . import endings as endings  # which listens from now on
 from . import queue_endings as queue_endings
+from . import received as received
 from .promises import Promise, made_already, promise_behind, when_made
 from .queueing import Publication
 from .wrapping import functions_of, is_bound

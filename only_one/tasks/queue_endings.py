@@ -7,7 +7,7 @@ from typing import Any
 from celery import signals
 
 from only_one.events import logger
-from only_one.holder import Holder
+from only_one.holder import Holder, is_queued
 from only_one.lock import RAW, give_back
 from only_one.plan import Cover
 from only_one.servers import Server
@@ -52,7 +52,7 @@ def _queued_value(server: Server, key: str, request: Any) -> bytes | None:
     """What stands under the key for a retry, which was put there when its message was published already."""
     value: bytes = server.client.execute_command("GET", key, **RAW) or b""
     holder = Holder.parse(value)
-    is_its = holder is not None and holder.state == "queued" and holder.task_id == request.id
+    is_its = holder is not None and is_queued(value) and holder.task_id == request.id
     return value if is_its else None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from celery import Task
 from celery._state import get_current_task
 
-from only_one.holder import Holder, Identity
+from only_one.holder import Holder, Identity, is_queued
 from only_one.lease import Lease
 from only_one.lock import RAW
 from only_one.plan import Args, Call, Cover, Kwargs
@@ -90,10 +90,11 @@ def _key_of_retry(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> str:
     if call.key is None or call.task is None or plan.server is None or key == call.key:
         return key
     try:
-        holder = Holder.parse(plan.server.client.execute_command("GET", call.key, **RAW) or b"")
+        value = plan.server.client.execute_command("GET", call.key, **RAW) or b""
     except TROUBLE:
         return key
-    is_kept = holder is not None and holder.state == "queued" and holder.task_id == call.task.id
+    holder = Holder.parse(value)
+    is_kept = holder is not None and is_queued(value) and holder.task_id == call.task.id
     return call.key if is_kept else key
 
 

@@ -196,6 +196,14 @@ def ends(self: Any, gate: str, how: str) -> str:
 
 
 @only_one("{gate}", timeout=TIMEOUT)
+@app.task(bind=True, max_retries=1)  # type: ignore[untyped-decorator]
+def waits_long(self: Any, gate: str) -> str:
+    """Is retried after an hour."""
+    note("begin", gate)
+    raise self.retry(countdown=3600)
+
+
+@only_one("{gate}", timeout=TIMEOUT)
 @app.task(bind=True, acks_late=True, reject_on_worker_lost=True)  # type: ignore[untyped-decorator]
 def late(self: Any, gate: str, how: str) -> str:
     """Its message is acknowledged when it has ended, and delivered again when it is lost."""
