@@ -623,3 +623,21 @@ def test_a_retry_has_the_key_that_is_kept_for_it(
     queue.deliver(message)
     assert answer.get() == [1, f"{prefix}{key}"]
     assert redis.exists(f"{prefix}kept") == (key != "kept")
+
+
+def test_a_server_that_is_down_is_not_asked_about_copies(
+    app: Celery, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these would wait as long as the command did that has found it out."""
+    asked = []
+
+    def ask(client: Any, steps: Any) -> Any:
+        asked.append(steps)
+        return drive(client, steps)
+
+    monkeypatch.setattr(delivery, "drive", ask)
+    a_task(app, done, when_down=retry(), redis="redis://127.0.0.1:1/0").delay()
+    queue.deliver(queue.take())
+
+    assert queue.take()["headers"]["only_one"]["times"] == 1
+    assert not asked

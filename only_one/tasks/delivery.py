@@ -8,7 +8,7 @@ from celery import Task
 from celery.exceptions import Ignore, Reject, Retry
 
 from only_one.clock import now
-from only_one.errors import AlreadyRunning
+from only_one.errors import AlreadyRunning, LockUnavailable
 from only_one.events import logger
 from only_one.holder import Holder, Identity, is_gone
 from only_one.lock import drive
@@ -119,6 +119,9 @@ class Delivery(TaskCall):
         header = self.header
         if self._request.is_eager or (wish.max_retries is not None and header.times >= wish.max_retries):
             raise wish.error
+        if isinstance(wish.error, LockUnavailable):  # to ask it again would take as long again, and say nothing
+            publish(self._task, self._request, header, wish.countdown)
+            raise Ignore
         copies = self._copies(key)
         try:
             if header.number < drive(server.client, look_for_copies(key, copies)).number:
