@@ -23,7 +23,7 @@ import pytest
 from celery import Celery, Task, _state, chain, chord, group, shared_task
 from celery.beat import ScheduleEntry, Scheduler
 from celery.local import PromiseProxy
-from celery.result import AsyncResult, EagerResult
+from celery.result import AsyncResult, EagerResult, GroupResult, result_from_tuple
 from celery.schedules import schedule
 from celery.signals import before_task_publish
 from kombu.exceptions import EncodeError, OperationalError
@@ -178,6 +178,38 @@ def test_a_duplicate_is_not_published_and_gets_the_result_of_the_one_that_is_the
     assert queued() == 1
     assert task.delay(2) != first
     assert queued() == 2
+
+
+def test_whether_a_call_has_started_something_can_be_seen(app: Celery, queued: Any) -> None:
+    task = a_task(app, "k-{value}")
+    first, second = task.delay(1), task.delay(1)
+    assert (first.is_duplicate, first.holder) == (False, None)
+    assert (second.is_duplicate, second.holder.task_id, second.holder.state) == (True, first.id, "queued")
+    assert second == first
+    assert hash(second) == hash(first)
+    assert result_from_tuple(second.as_tuple(), app=app) == first
+    assert len({*GroupResult("both", [first, second]).results}) == 1
+    brought = task.apply_async((1,), task_id="its-own")
+    assert (brought.id, brought.is_duplicate) == ("its-own", False)
+    other = a_task(app, "k-{value}", when_busy=lambda error: app.AsyncResult(error.task_id)).delay(1)
+    assert (other.is_duplicate, other.holder.task_id) == (True, first.id)
+    with configure(active=False):
+        assert not task.delay(1).is_duplicate
+    assert a_task(app, "k-{value}", when_busy=skip).delay(1) is None
+    assert queued() == 3
+
+
+def test_whether_a_call_has_started_something_can_be_seen_with_buffer_one(app: Celery, busy: KeyIsBusy) -> None:
+    task = a_task(app, "k", when_busy=buffer_one())
+    with busy("k"):
+        assert [task.delay(1).is_duplicate for _ in range(2)] == [False, True]
+
+
+def test_whether_a_call_has_started_something_can_be_seen_of_a_shared_task(new_app: Any) -> None:
+    name = f"task-{uuid4()}"
+    cover("k")(shared_task(name=name)(work))
+    task = new_app().tasks[name]
+    assert [task.delay(1).is_duplicate for _ in range(2)] == [False, True]
 
 
 @pytest.mark.parametrize("options", [(), None], ids=["called", "bare"])
@@ -548,6 +580,7 @@ def test_always_eager(new_app: Any, busy: KeyIsBusy, queued: Any, left: Any, pre
     task = a_task(new_app(task_always_eager=True), "k", timeout=60, when_busy=fail)
     answer = task.delay(1)
     assert isinstance(answer, EagerResult)
+    assert not answer.is_duplicate
     assert answer.get() == (1, "more", f"{prefix}k")
     assert left("k") == -2
     assert task.apply_async((2,), expires=60).get() == (2, "more", f"{prefix}k")

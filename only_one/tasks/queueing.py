@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from celery import Task
+from celery.result import ResultBase
 from kombu.utils.uuid import uuid
 from redis.exceptions import ResponseError
 
@@ -16,7 +17,7 @@ from only_one.attempt import CARRIED_ON, Attempt
 from only_one.clock import now
 from only_one.errors import AlreadyRunning, OnlyOneError
 from only_one.events import Busy, emit, logger, wanted
-from only_one.holder import Identity, is_dead
+from only_one.holder import Holder, Identity, is_dead
 from only_one.lock import drive, give_back, take
 from only_one.plan import Call, Cover, Policy
 from only_one.policies import BufferOne, PutBack
@@ -56,16 +57,28 @@ class Publication(TaskCall):
         self._args = args
         self._kwargs = kwargs
         self._options = options
+        self._is_published = False
+        self._found = b""
 
     def queue(self, cover: Cover) -> Any:
         """Publish the task's message, unless its key is taken.
 
         Returns:
             The `AsyncResult` of the task that is published, or of the one that is there, or what the policies give.
+            A result says which it is: `is_duplicate`, and with that `holder`, who has the key.
 
         Raises:
             OnlyOneError: as the policies say.
         """
+        result = self._queue(cover)
+        if isinstance(result, ResultBase):
+            told: Any = result
+            told.is_duplicate, told.holder = not self._is_published, None
+            if told.is_duplicate:
+                told.holder = Holder.parse(self._found)
+        return result
+
+    def _queue(self, cover: Cover) -> Any:
         if self._is_none_of_ours():
             return self._publish()
         call = Call(self._task.name, Identity(self._task.name, self.id, 0, "queued"), app=self.app, task=self)
@@ -120,6 +133,7 @@ class Publication(TaskCall):
         return bool(self.app.conf.task_always_eager) or not isinstance(self._args or (), (list, tuple))
 
     def _publish(self, header: Header | None = None) -> Any:
+        self._is_published = True
         if header is None:
             return self._apply_async(self._args, self._kwargs, **self._options)
         headers = {**dict(self._options.get("headers") or {}), **header.as_headers()}
@@ -140,6 +154,7 @@ class Publication(TaskCall):
             found = drive(server.client, take_over(this.key, found, this.token, this.plan.ttl))
         if found is None:
             return partial(self._queue_first, this, server)
+        self._found = found
         return partial(busy, this.plan, server, this.call, this.key, found)
 
     def _queue_first(self, this: Attempt, server: Server) -> Any:

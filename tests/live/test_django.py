@@ -35,6 +35,7 @@ def test_the_tasks_of_a_django_project(url: str, tmp_path: Path) -> None:
     assert said["configured by importing and by functions"] == "False"
     assert produced.stderr.count(" ONLY_ONE_PREFIX,") == 1, produced.stderr
     assert "write CELERY_ONLY_ONE_REDIS, CELERY_ONLY_ONE_PREFIX" in produced.stderr
+    assert said["has started"] == "True"
     assert said["of the one that is there"] == said["id"]
     with Redis.from_url(url) as client:
         value, milliseconds = client.get(key), client.pttl(key)

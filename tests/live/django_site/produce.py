@@ -35,6 +35,7 @@ print("configured by importing and by functions:", app.configured)
 ship: Any = tasks.ship
 first = ship.delay(7, sys.argv[1])
 try:
+    print("has started:", not first.is_duplicate)
     ship.delay(7, sys.argv[1])
 except AlreadyRunning as error:
     print("id:", first.id)
