@@ -24,6 +24,7 @@ ORDER = [
     "only_one.covering",
     "only_one.tasks.running",
     "only_one.tasks.queueing",
+    "only_one.tasks.beat",
     "only_one.tasks.queue_endings",
     "only_one.tasks.received",
     "only_one.tasks.endings",

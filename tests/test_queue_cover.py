@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import pickle
 import signal
 import subprocess
@@ -797,6 +798,24 @@ def test_beat_takes_the_key(app: Celery, queued: Any) -> None:
     with configure(when_busy=fail):
         scheduler.apply_entry(entry)  # which logs what is raised
     assert queued() == 1
+
+
+def test_what_beat_does_not_send_is_one_line_of_its_log(
+    app: Celery, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    a_task(app, "k", celery={"name": "beaten"}, when_busy=fail).delay()
+    app.finalize()
+    scheduler = Scheduler(app=app, lazy=True)
+    entry = ScheduleEntry(name="each", task="beaten", schedule=schedule(1), args=(), app=app)
+    other = ScheduleEntry(name="other", task="beaten", schedule=schedule(1), args=1, app=app)
+    with caplog.at_level("WARNING"):
+        scheduler.apply_entry(entry)
+        scheduler.apply_entry(other)
+    ours, theirs = caplog.records
+    assert (ours.name, ours.levelname, ours.exc_info) == ("celery.beat", "ERROR", None)
+    assert ours.getMessage().startswith(f"Couldn't apply scheduled task each: {prefix}k is taken by beaten (task ")
+    assert len(logging.Formatter().format(ours).splitlines()) == 1
+    assert theirs.exc_info  # an error of another kind is logged as it was
 
 
 def test_by_name_it_is_published_past_the_decorator(app: Celery, queued: Any) -> None:

@@ -16,7 +16,8 @@ from only_one.keys import compile_key
 from only_one.plan import Cover, Options
 from only_one.policies import Retry
 
-from . import endings as endings  # which listens from now on
+from . import beat as beat  # which listens from now on, as the next three do
+from . import endings as endings
 from . import queue_endings as queue_endings
 from . import received as received
 from .promises import Promise, made_already, promise_behind, when_made
