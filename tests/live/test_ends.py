@@ -46,6 +46,7 @@ class State(Enum):
     KEPT = "kept for the rest of `at_least`"
     RETRIED = "released at once; the next attempt takes it anew"
     REDELIVERED = "released at once, or taken over by the run of the redelivered message"
+    LIMITED = "released as soon as its process is killed, which is just after the result is stored"
     TOLD = "released by the worker's main process as soon as it notices, within 5 s"
     LEFT = (
         "taken over at once by the next call on this machine; elsewhere free within `lease`, or `timeout` without one"
@@ -57,6 +58,7 @@ AT_ONCE = 2.0
 SECONDS = {
     State.FREE: AT_ONCE,
     State.RETRIED: AT_ONCE,
+    State.LIMITED: AT_ONCE,
     State.REDELIVERED: 5 + AT_ONCE,
     State.TOLD: 5 + AT_ONCE,
 }
@@ -210,8 +212,10 @@ ENDS = [
     End("`self.retry()`", State.RETRIED, "retry"),
     End("`autoretry_for`", State.RETRIED, "exception", task=ends.again),
     End("soft time limit", State.FREE, options={"soft_time_limit": TIME_LIMIT}),
-    End("hard time limit", State.FREE, "sleep", by_hard_limit, options={"time_limit": TIME_LIMIT}),
-    End("hard time limit inside one C call", State.FREE, "C call", by_hard_limit, options={"time_limit": TIME_LIMIT}),
+    End("hard time limit", State.LIMITED, "sleep", by_hard_limit, options={"time_limit": TIME_LIMIT}),
+    End(
+        "hard time limit inside one C call", State.LIMITED, "C call", by_hard_limit, options={"time_limit": TIME_LIMIT}
+    ),
     End("`revoke` of a task that waits", State.NEVER, "return", by_revoke, queue="revoked"),
     End("`revoke(terminate=True)`", State.FREE, strike=by_terminate("SIGTERM")),
     End("`revoke(terminate=True, signal='SIGKILL')`", State.FREE, strike=by_terminate("SIGKILL")),
@@ -277,6 +281,13 @@ def check_free(scene: Scene) -> None:
     assert scene.events() == ["set", "del"]
 
 
+def check_limited(scene: Scene) -> None:
+    """Not before its process is dead, which Celery sees to last of all."""
+    check_free(scene)
+    stored = scene.broker.wait_for_event(f"/celery-task-meta-{scene.answer.id}", "set", since=0)
+    assert stored.at <= scene.broker.events(scene.gate)[-1].at, "released before the result was stored"
+
+
 def check_kept(scene: Scene) -> None:
     def state() -> str | None:
         holder = Holder.parse(scene.broker.client.get(PREFIX + scene.gate) or b"")
@@ -340,6 +351,7 @@ CHECKS = {
     State.KEPT: check_kept,
     State.RETRIED: check_retried,
     State.REDELIVERED: check_again,
+    State.LIMITED: check_limited,
     State.TOLD: check_free,
     State.LEFT: check_left,
     State.NEVER: check_never,
