@@ -116,6 +116,9 @@ class Case:
             return "`AlreadyRunning`"
         if isinstance(error, ChordError):
             assert "AlreadyRunning" in str(error)
+            assert raised_by(self.answer) is AlreadyRunning  # by a task of the header, which Celery looks at first
+            body = self.answer if self.answer.failed() else self.answer.parent
+            assert raised_by(live.app.AsyncResult(body.id)) is ChordError
             return "`ChordError`"
         assert error is None
         value = self.answer.get(timeout=LIMIT)
@@ -124,6 +127,13 @@ class Case:
             assert beside == "other"
         known = {None: "`None`", f"result of {self.key}": "its result", f"instead of {self.key}": "what it returns"}
         return known[value] + self.when
+
+
+def raised_by(answer: Any) -> type[BaseException]:
+    """What `get()` on a result raises."""
+    with pytest.raises((AlreadyRunning, ChordError)) as raised:
+        answer.get(timeout=LIMIT)
+    return raised.type
 
 
 @pytest.fixture(scope="module")
