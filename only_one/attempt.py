@@ -107,7 +107,6 @@ class Attempt:
     def abandon(self) -> None:
         """Leave nothing behind, if the key has not been given back in the ordinary way."""
         if not self.is_settled and not self.is_inherited:
-            self.server.drop_connections()
             let_go(self.lease)
             self.lease.lose("released")
             self.adrift(settled=False)

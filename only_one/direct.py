@@ -9,6 +9,8 @@ from weakref import WeakSet
 import redis
 from redis.exceptions import ConnectionError, ResponseError  # noqa: A004 - redis-py's are meant
 
+from .interruptions import guarded_pool
+
 _MOST_KEPT = 16
 """Connections that are kept; the pool has the others, and gives them to the user's own commands, too."""
 
@@ -64,7 +66,7 @@ class DirectClient(redis.Redis):
 
     def __init__(self, client: Any) -> None:
         """See `covers` for the clients for which it can stand."""
-        super().__init__(connection_pool=client.connection_pool)
+        super().__init__(connection_pool=guarded_pool(client.connection_pool))
         self._client = client  # whoever closes it, or drops it, closes its pool
         self._kept: list[Any] = []
         _clients.add(self)
@@ -93,7 +95,8 @@ class DirectClient(redis.Redis):
             raise
         except _BrokenError:
             line.close()
-            return self._client.execute_command(*args, **options)
+            parent: Any = super()
+            return parent.execute_command(*args, **options)
         except BaseException:
             # A reply may be on its way still, which the next command there would take for its own.
             line.close()

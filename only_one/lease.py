@@ -10,7 +10,7 @@ from .clock import now
 from .errors import LockLost
 from .holder import Holder
 from .lock import drive
-from .protocol import TROUBLE, Outcome, Steps, T, extend, mint_fence, outcome
+from .protocol import Outcome, extend, mint_fence, outcome
 from .servers import Server
 from .times import Seconds
 from .times import seconds as in_seconds
@@ -143,7 +143,7 @@ class Lease:
         ends_at = self.ends_at + longer
         asked = now()
         ttl = self.ttl if self.renews else ends_at - asked
-        found = self._ask(self.server, extend(self.key, self.token, round(ttl * 1000)))
+        found = drive(self.server.client, extend(self.key, self.token, round(ttl * 1000)))
         if found.fate != "held":
             raise self._lost(found)
         self.ends_at = ends_at
@@ -168,20 +168,10 @@ class Lease:
         self.ensure_held()
         if self.server is None:
             return time.time_ns() // 1000
-        found = self._ask(self.server, mint_fence(self.key, self.token))
+        found = drive(self.server.client, mint_fence(self.key, self.token))
         if isinstance(found, int):
             return found
         raise self._lost(outcome(found))
-
-    @staticmethod
-    def _ask(server: Server, steps: Steps[T]) -> T:
-        try:
-            return drive(server.client, steps)
-        except TROUBLE:
-            raise
-        except BaseException:  # a signal handler's: the run goes on to give its key back, on another connection
-            server.drop_connections()
-            raise
 
     def _lost(self, found: Outcome) -> LockLost:
         self.lose("deleted" if found.fate == "gone" else "taken", found.value)

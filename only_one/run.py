@@ -172,8 +172,6 @@ def _give_back(this: Attempt, client: Any, *, succeeded: bool, ended_by: BaseExc
         outcome = lock.keep(*stays, note) if stays else lock.give_back(note)
     except Exception as error:  # noqa: BLE001 - nothing in here may take the place of the run's own result or exception
         logger.debug("%s could not be released, and will be in the background: %s", this.key, error)
-        if not isinstance(error, TROUBLE):  # a signal handler's, such as Celery's soft time limit
-            this.server.drop_connections()
     finally:
         lost = this.released(outcome, lost, is_kept=stays is not None)
     return lost

@@ -9,7 +9,6 @@ import os
 import re
 import threading
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
 from typing import Any, Union
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -22,6 +21,7 @@ from redis.retry import Retry
 from .callables import check_callable
 from .direct import DirectClient
 from .errors import ConfigurationError
+from .interruptions import guarded
 from .nodes import ClusterNodes, Node, impatient
 from .protocol import Dialect
 from .twins import RETRIED, RETRIES, async_twin, close_twin
@@ -42,17 +42,18 @@ class Server:
     """One server as seen from this process.
 
     Attributes:
-        client: a sync client of redis-py.
+        client: a sync client of redis-py, from which an interrupted command takes its connection.
         dialect: which commands the server knows.
         looked_at_from: when the thread that renews has a look at it, by `clock.now()`, once a key is taken there.
     """
 
     def __init__(self, client: Any) -> None:
-        self.client = DirectClient(client) if DirectClient.covers(client) else client
+        self.client = DirectClient(client) if DirectClient.covers(client) else guarded(client)
         self.dialect = Dialect()
         if isinstance(client, redis.RedisCluster):
             self.dialect.release = "EVALSHA"  # an unknown command cannot be sent, as its slot is not known
         self.looked_at_from = 0.0
+        self._given = client
         self._background: Any = None
         self._nodes: ClusterNodes | Node | None = None
         self._twins: dict[asyncio.AbstractEventLoop, tuple[Any, AsyncGenerator[Any, None]]] = {}
@@ -65,27 +66,15 @@ class Server:
         keys in other servers. In a cluster each node has one of its own.
         """
         if self._background is None:
-            self._background = impatient(self.client)
+            self._background = impatient(self._given)
         return self._background
 
     def node_of(self, key: str) -> Node:
         """The node that has `key`, as the thread that renews asks it."""
         if self._nodes is None:
-            is_cluster = isinstance(self.client, redis.RedisCluster)
-            self._nodes = ClusterNodes(self.client) if is_cluster else Node(self.background)
+            is_cluster = isinstance(self._given, redis.RedisCluster)
+            self._nodes = ClusterNodes(self._given) if is_cluster else Node(self.background)
         return self._nodes if isinstance(self._nodes, Node) else self._nodes.of(key)
-
-    def drop_connections(self) -> None:
-        """Drop the idle connections after a command was interrupted, as redis-py keeps the one it was sent on.
-
-        The next command there would take the reply that is yet to come for its own.
-        """
-        client: Any = self.client
-        nodes = client.get_nodes() if isinstance(self.client, redis.RedisCluster) else [client]
-        for node in nodes:
-            with suppress(Exception):
-                pool = getattr(node, "redis_connection", node).connection_pool
-                pool.disconnect(inuse_connections=False)
 
     async def async_client(self) -> Any:
         """The asyncio client of the same server for the running event loop."""
@@ -102,7 +91,7 @@ class Server:
         return twin[0]
 
     async def _open_twin(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[Any, None]:
-        twin = async_twin(self.client)
+        twin = async_twin(self._given)
         try:
             yield twin
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from typing import Any
 
@@ -12,16 +13,60 @@ import redis.asyncio.connection
 import redis.asyncio.retry
 import redis.asyncio.sentinel
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError, TimeoutError  # noqa: A004 - redis-py's are meant
+from redis.exceptions import ConnectionError, RedisError, TimeoutError  # noqa: A004 - redis-py's are meant
 from redis.sentinel import SentinelConnectionPool
 
 from .errors import ConfigurationError
+from .interruptions import is_interrupted, note_lending
 
 _sentinel: Any = redis.asyncio.sentinel  # which has no types
 
 RETRIES = 1
 """How often a client made here sends a command again, and after what."""
 RETRIED: list[type[Exception]] = [ConnectionError, TimeoutError]  # redis-py 5 wants them named
+
+
+class _Guarded:
+    """A pool as `interruptions` has it."""
+
+    async def get_connection(self, *args: Any, **options: Any) -> Any:
+        parent: Any = super()
+        return note_lending(await parent.get_connection(*args, **options))
+
+    async def release(self, connection: Any) -> None:
+        if is_interrupted(connection):
+            await connection.disconnect(nowait=True)
+        parent: Any = super()
+        await parent.release(connection)
+
+
+class _Pool(_Guarded, redis.asyncio.ConnectionPool):
+    pass
+
+
+class _PoolThatWaits(_Guarded, redis.asyncio.BlockingConnectionPool):
+    pass
+
+
+class _SentinelPool(_Guarded, _sentinel.SentinelConnectionPool):  # type: ignore[misc]
+    pass
+
+
+class _Cluster(redis.asyncio.RedisCluster):
+    """The same for a cluster, whose nodes have no pools."""
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        parent: Any = super()
+        try:
+            return await parent.execute_command(*args, **options)
+        except (RedisError, asyncio.CancelledError):  # after which redis-py itself closes the connection
+            raise
+        except BaseException:
+            # It is among these, and nobody else in this thread has had a turn since.
+            nodes: list[Any] = self.get_nodes()
+            for connection in [each for node in nodes for each in node._free]:  # noqa: SLF001 - no other way to get at them
+                await connection.disconnect(nowait=True)
+            raise
 
 
 def async_twin(client: Any) -> Any:
@@ -48,7 +93,7 @@ def async_twin(client: Any) -> Any:
     if isinstance(pool, SentinelConnectionPool):
         return redis.asyncio.Redis.from_pool(_sentinel_pool(pool, options))
     waits = isinstance(pool, redis.BlockingConnectionPool)
-    pools: Any = redis.asyncio.BlockingConnectionPool if waits else redis.asyncio.ConnectionPool
+    pools: Any = _PoolThatWaits if waits else _Pool
     return redis.asyncio.Redis.from_pool(pools(**options))
 
 
@@ -57,7 +102,7 @@ def _sentinel_pool(pool: Any, options: dict[str, Any]) -> Any:
     manager = _sentinel.Sentinel([])
     # All that it was told, whatever this version of redis-py can be told.
     vars(manager).update(vars(sync), sentinels=[async_twin(each) for each in sync.sentinels])
-    return _sentinel.SentinelConnectionPool(
+    return _SentinelPool(
         pool.service_name, manager, is_master=pool.is_master, check_connection=pool.check_connection, **options
     )
 
@@ -70,7 +115,7 @@ def _cluster_twin(client: Any) -> Any:
         options["ssl"] = True  # as a URL says it
     options["address_remap"] = client.nodes_manager.address_remap
     nodes = [redis.asyncio.cluster.ClusterNode(str(node.host), int(node.port)) for node in client.get_nodes()]
-    return redis.asyncio.RedisCluster(startup_nodes=nodes, **options)
+    return _Cluster(startup_nodes=nodes, **options)
 
 
 def _parameters(kind: type) -> set[str]:

@@ -50,6 +50,7 @@ ORDER = [
     "only_one.twins",
     "only_one.nodes",
     "only_one.direct",
+    "only_one.interruptions",
     "only_one.protocol",
     "only_one.keys",
     "only_one.fields",

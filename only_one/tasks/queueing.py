@@ -187,9 +187,6 @@ class Publication(TaskCall):
         except TROUBLE as error:
             level = logging.WARNING if isinstance(error, ResponseError) else logging.DEBUG
             logger.log(level, "%s is queued, and may be queued again in %g s: %s", this.key, _UNTIL_PUBLISHED, error)
-        except BaseException:
-            server.drop_connections()
-            raise
 
     def _number(self, this: Attempt, server: Server, cover: Cover) -> Callable[[], Any]:
         """Number the trigger, as `buffer_one` does it; returns what is to be done then."""

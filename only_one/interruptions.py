@@ -1,0 +1,109 @@
+"""Clients whose connections go back to their pool only when no reply is yet to come on them.
+
+redis-py closes a connection when something is raised while it sends or while it reads.
+It keeps the connection when something is raised in between, or between two commands with which a connection begins:
+a signal handler's exception, such as Celery's soft time limit.
+The next command on it would take the reply for its own, or go to another database.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import types
+from functools import cache
+from typing import Any
+
+import redis
+from redis.exceptions import ResponseError
+
+
+def guarded(client: Any) -> Any:
+    """A client that sends on the same connections as `client`, and closes the one on which a command is interrupted.
+
+    Args:
+        client: a sync client of redis-py; one that has no pool comes back as it is.
+    """
+    if isinstance(client, redis.RedisCluster):
+        return _seen_as(_Cluster, client)
+    if not hasattr(client, "connection_pool"):
+        return client
+    found = copy.copy(client)
+    found.connection_pool = guarded_pool(client.connection_pool)
+    found.connection = None  # one that is never given back is never looked at
+    found.auto_close_connection_pool = False  # it is for the user's client to close it
+    return found
+
+
+def guarded_pool(pool: Any) -> Any:
+    """The same pool, to which a connection goes back as `guarded` says."""
+    return _seen_as(_Pool, pool)
+
+
+def note_lending(connection: Any) -> Any:
+    """Note which exception, if any, is being handled when `connection` is taken from its pool."""
+    # Not the exception itself, which would live for as long as the connection.
+    connection.lent_during = id(sys.exc_info()[1])
+    return connection
+
+
+def is_interrupted(connection: Any) -> bool:
+    """Whether something that is no reply has been raised since `connection` was taken from its pool."""
+    error = sys.exc_info()[1]
+    lent_during = vars(connection).pop("lent_during", None)
+    return error is not None and not isinstance(error, ResponseError) and id(error) != lent_during
+
+
+class _Alias:
+    """The same object in all but its class, as both share their attributes."""
+
+    def __del__(self) -> None:
+        """Close nothing: that is for the original to do."""
+
+
+class _Pool(_Alias):
+    """A sync pool."""
+
+    def get_connection(self, *args: Any, **options: Any) -> Any:
+        parent: Any = super()
+        return note_lending(parent.get_connection(*args, **options))
+
+    def release(self, connection: Any) -> None:
+        if is_interrupted(connection):
+            connection.disconnect()
+            # It may have been asking where the master is, by clients that are the user's own.
+            for sentinel in getattr(getattr(self, "sentinel_manager", None), "sentinels", ()):
+                sentinel.connection_pool.disconnect(inuse_connections=False)
+        parent: Any = super()
+        parent.release(connection)
+
+
+class _ByNode:
+    """What sends to the nodes of a cluster, each of which has a pool."""
+
+    def get_redis_connection(self, node: Any) -> Any:
+        parent: Any = super()
+        return guarded(parent.get_redis_connection(node))
+
+
+class _Cluster(_Alias, _ByNode):
+    """A client of a cluster."""
+
+    def pipeline(self, *args: Any, **options: Any) -> Any:
+        parent: Any = super()
+        found = parent.pipeline(*args, **options)
+        kind: Any = type(found)
+        found.__class__ = _kind(_ByNode, kind)
+        return found
+
+
+def _seen_as(mixin: Any, original: Any) -> Any:
+    kind: Any = type(original)
+    alias: Any = object.__new__(_kind(mixin, kind))
+    alias.__dict__ = vars(original)
+    return alias
+
+
+@cache
+def _kind(mixin: Any, kind: Any) -> type:
+    return types.new_class(kind.__name__, (mixin, kind), exec_body=lambda body: body.update(__module__=kind.__module__))

@@ -1,0 +1,89 @@
+"""Clients as users have them: of one server in several ways, of what a Sentinel watches, and of a cluster."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from random import SystemRandom
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import redis as redis_py
+from redis.exceptions import RedisError
+from redis.sentinel import Sentinel
+
+from only_one.testing import PORTS, RedisServer, _find_binary, guarded, redis_server
+from tests.waiting import LIMIT, eventually
+
+WATCHED = "sentinel monitor watched 127.0.0.1 {port} 1\n"
+
+
+class Subclass(redis_py.Redis):
+    """A client of the user's own."""
+
+
+def _with_pool_that_waits(url: str, **options: Any) -> Any:
+    return redis_py.Redis(connection_pool=redis_py.BlockingConnectionPool.from_url(url, **options))
+
+
+OF_ONE_SERVER: dict[str, Callable[[str], Any]] = {
+    "plain": redis_py.Redis.from_url,
+    "subclass": Subclass.from_url,
+    "pool that waits": _with_pool_that_waits,
+    "one connection": lambda url: redis_py.Redis.from_url(url, single_connection_client=True),
+}
+KINDS = [*OF_ONE_SERVER, "Sentinel", "cluster"]
+
+
+class Clients:
+    """A server of its own for a kind of client.
+
+    Attributes:
+        witness: a client that asks the server directly.
+    """
+
+    def __init__(self, kind: str, stack: ExitStack) -> None:
+        self._kind = kind
+        self._stack = stack
+        options = ("--cluster-enabled", "yes") if kind == "cluster" else ()
+        self.server = stack.enter_context(redis_server(*options))
+        self.witness: Any = stack.enter_context(redis_py.Redis.from_url(self.server.url))
+        if kind == "cluster":
+            self.witness.execute_command("CLUSTER ADDSLOTS", *range(16384))
+            assert eventually(lambda: self.witness.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
+        elif kind == "Sentinel":
+            self._sentinel = _start_sentinel(self.server, stack)
+
+    def connect(self) -> Any:
+        """Another client of the kind."""
+        if self._kind == "cluster":
+            return redis_py.RedisCluster.from_url(self.server.url)
+        if self._kind == "Sentinel":
+            manager: Any = Sentinel([("127.0.0.1", self._sentinel)])  # type: ignore[no-untyped-call]
+            return manager.master_for("watched")
+        return OF_ONE_SERVER[self._kind](self.server.url)
+
+
+@contextmanager
+def clients(kind: str) -> Iterator[Clients]:
+    """A server, and a Sentinel if need be, for a kind of client of `KINDS`."""
+    with ExitStack() as stack:
+        yield Clients(kind, stack)
+
+
+def _start_sentinel(server: RedisServer, stack: ExitStack) -> int:
+    directory = stack.enter_context(TemporaryDirectory())
+    port: int = SystemRandom().choice(PORTS)
+    file = Path(directory, "sentinel.conf")
+    file.write_text(f"bind 127.0.0.1\nport {port}\ndir {directory}\n{WATCHED.format(port=server.port)}")
+    stack.enter_context(guarded([_find_binary(), str(file), "--sentinel"], stdout=subprocess.DEVNULL))
+
+    def is_up() -> bool:
+        with suppress(RedisError), redis_py.Redis(port=port, socket_timeout=LIMIT) as client:
+            return bool(client.execute_command("SENTINEL GET-MASTER-ADDR-BY-NAME", "watched"))
+        return False
+
+    assert eventually(is_up)
+    return port

@@ -1,0 +1,139 @@
+"""Something is raised when a command has been sent and its reply is yet to come: no other command takes it for its own.
+
+It is raised before each reply in turn, those among them with which a connection begins.
+The pool sees no sign of a reply that is yet to come, as on a slow network.
+The witness is a value of somebody else's, beside which nothing may run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from typing import Any
+
+import pytest
+import redis.asyncio.connection
+import redis.connection
+from celery.exceptions import SoftTimeLimitExceeded
+
+from only_one import LockUnavailable, inspection, only_one
+from tests.clients import KINDS, Clients, clients
+
+MOST = 100
+"""Replies to one call; there are some ten."""
+
+
+class Interruption(BaseException):
+    """What a signal handler may raise."""
+
+
+class Replies:
+    """The replies that redis-py reads in this thread."""
+
+    def __init__(self) -> None:
+        self._thread = threading.current_thread()
+        self._left = 0
+        self._error: type[BaseException] = Interruption
+
+    def is_next(self) -> None:
+        """One is about to be read."""
+        if threading.current_thread() is self._thread:
+            self._left -= 1
+            if not self._left:
+                raise self._error
+
+    @contextmanager
+    def interrupted_at(self, number: int, error: type[BaseException]) -> Iterator[Callable[[], bool]]:
+        """Raise `error` before the n-th reply from now on; what it gives says afterwards whether that has happened."""
+        left = 0
+        self._left, self._error = number, error
+        yield lambda: left <= 0
+        left, self._left = self._left, 0
+
+
+@pytest.fixture
+def replies(monkeypatch: pytest.MonkeyPatch) -> Replies:
+    """To be interrupted; and none is there when a pool looks for one."""
+    found = Replies()
+    sync: Any = redis.connection.AbstractConnection
+    twin: Any = redis.asyncio.connection.AbstractConnection
+    read, read_async = sync.read_response, twin.read_response
+
+    def read_response(self: Any, *args: Any, **options: Any) -> Any:
+        found.is_next()
+        return read(self, *args, **options)
+
+    async def read_response_async(self: Any, *args: Any, **options: Any) -> Any:
+        found.is_next()
+        return await read_async(self, *args, **options)
+
+    async def can_read_async(*_args: Any, **_options: Any) -> bool:
+        return False
+
+    monkeypatch.setattr(sync, "read_response", read_response)
+    monkeypatch.setattr(twin, "read_response", read_response_async)
+    monkeypatch.setattr(sync, "can_read", lambda *_args, **_options: False)
+    for name in ("can_read", "can_read_destructive"):
+        monkeypatch.setattr(twin, name, can_read_async, raising=False)
+    return found
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def those(request: pytest.FixtureRequest) -> Iterator[Clients]:
+    with clients(request.param) as found:
+        yield found
+
+
+both = pytest.mark.parametrize("error", [SoftTimeLimitExceeded, Interruption])
+
+
+@both
+@pytest.mark.parametrize("which", ["call", "held"])
+def test_a_command_that_is_interrupted(
+    those: Clients, replies: Replies, prefix: str, which: str, error: type[BaseException]
+) -> None:
+    for number in count(1):
+        assert number < MOST
+        with those.connect() as client:
+            call = only_one(lambda: "done", key="k", timeout=600, redis=client)
+            ask: Callable[[], Any] = call if which == "call" else lambda: list(inspection.held(redis=client))
+            those.witness.set(f"{prefix}other", "to be found")
+            with replies.interrupted_at(number, error) as has_happened, suppress(error):
+                ask()
+            those.witness.set(f"{prefix}k", "somebody else")
+            assert [call() for _ in range(3)] == [None] * 3, f"interrupted before reply {number}"
+            assert len(list(inspection.held(redis=client))) == 2
+            those.witness.delete(f"{prefix}k")
+            assert call() == "done"
+        if not has_happened():
+            break
+    assert number > 3
+
+
+@both
+def test_a_command_of_an_event_loop_that_is_interrupted(
+    those: Clients, replies: Replies, prefix: str, error: type[BaseException]
+) -> None:
+    async def is_interrupted_at(number: int, call: Callable[[], Awaitable[Any]]) -> bool:
+        # What is raised while redis-py first looks at a cluster, it takes for an error of the node.
+        with replies.interrupted_at(number, error) as has_happened, suppress(error, LockUnavailable):
+            await call()
+        those.witness.set(f"{prefix}k", "somebody else")
+        assert [await call() for _ in range(3)] == [None] * 3, f"interrupted before reply {number}"
+        those.witness.delete(f"{prefix}k")
+        assert await call() == "done"
+        return has_happened()
+
+    async def work() -> str:
+        return "done"
+
+    for number in count(1):
+        assert number < MOST
+        with those.connect() as client:
+            call = only_one(work, key="k", timeout=600, redis=client)
+            if not asyncio.run(is_interrupted_at(number, call)):
+                break
+    assert number > 3
