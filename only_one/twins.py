@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from math import inf
 from typing import Any
 
 import redis
@@ -16,6 +17,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, RedisError, TimeoutError  # noqa: A004 - redis-py's are meant
 from redis.sentinel import SentinelConnectionPool
 
+from .clock import now
 from .errors import ConfigurationError
 from .interruptions import is_interrupted, note_lending
 
@@ -24,6 +26,38 @@ _sentinel: Any = redis.asyncio.sentinel  # which has no types
 RETRIES = 1
 """How often a client made here sends a command again, and after what."""
 RETRIED: list[type[Exception]] = [ConnectionError, TimeoutError]  # redis-py 5 wants them named
+
+
+_NO_LIMIT = 2**31
+
+
+class _InTurn:
+    """Has commands wait for one another where there are more of them than connections, which redis-py refuses.
+
+    Nobody waits for longer than it takes to know that a server is down: what one command finds out, all know that wait.
+    (A pool of redis-py's that waits can lose a connection for good when a task is cancelled.)
+    """
+
+    _turns: asyncio.Semaphore
+    _answered_at = -inf
+    _timed_out_at = -inf
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        parent: Any = super()
+        asked = now()
+        async with self._turns:
+            if self._timed_out_at > asked:
+                msg = "Timeout waiting for a connection: the server did not answer on any"
+                raise TimeoutError(msg)
+            sent = now()
+            try:
+                reply = await parent.execute_command(*args, **options)
+            except TimeoutError:
+                if self._answered_at < sent:
+                    self._timed_out_at = now()
+                raise
+            self._answered_at = now()
+            return reply
 
 
 class _Guarded:
@@ -44,15 +78,15 @@ class _Pool(_Guarded, redis.asyncio.ConnectionPool):
     pass
 
 
-class _PoolThatWaits(_Guarded, redis.asyncio.BlockingConnectionPool):
-    pass
-
-
 class _SentinelPool(_Guarded, _sentinel.SentinelConnectionPool):  # type: ignore[misc]
     pass
 
 
-class _Cluster(redis.asyncio.RedisCluster):
+class _Client(_InTurn, redis.asyncio.Redis):  # type: ignore[misc]
+    pass
+
+
+class _GuardedCluster(redis.asyncio.RedisCluster):
     """The same for a cluster, whose nodes have no pools."""
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
@@ -67,6 +101,10 @@ class _Cluster(redis.asyncio.RedisCluster):
             for connection in [each for node in nodes for each in node._free]:  # noqa: SLF001 - no other way to get at them
                 await connection.disconnect(nowait=True)
             raise
+
+
+class _Cluster(_InTurn, _GuardedCluster):  # type: ignore[misc]
+    pass
 
 
 def async_twin(client: Any) -> Any:
@@ -89,12 +127,11 @@ def async_twin(client: Any) -> Any:
     known = _parameters(kind) - {"retry", "retry_on_error", "redis_connect_func", "event_dispatcher"}
     options = {name: value for name, value in pool.connection_kwargs.items() if name in known}
     options.update(retry=redis.asyncio.retry.Retry(NoBackoff(), RETRIES), retry_on_error=RETRIED)
-    options.update(connection_class=kind, max_connections=pool.max_connections)
-    if isinstance(pool, SentinelConnectionPool):
-        return redis.asyncio.Redis.from_pool(_sentinel_pool(pool, options))
-    waits = isinstance(pool, redis.BlockingConnectionPool)
-    pools: Any = _PoolThatWaits if waits else _Pool
-    return redis.asyncio.Redis.from_pool(pools(**options))
+    options.update(connection_class=kind, max_connections=_NO_LIMIT)
+    is_watched = isinstance(pool, SentinelConnectionPool)
+    twin: Any = _Client.from_pool(_sentinel_pool(pool, options) if is_watched else _Pool(**options))
+    twin._turns = asyncio.Semaphore(pool.max_connections)  # noqa: SLF001 - as a connection is for one command
+    return twin
 
 
 def _sentinel_pool(pool: Any, options: dict[str, Any]) -> Any:
@@ -115,7 +152,11 @@ def _cluster_twin(client: Any) -> Any:
         options["ssl"] = True  # as a URL says it
     options["address_remap"] = client.nodes_manager.address_remap
     nodes = [redis.asyncio.cluster.ClusterNode(str(node.host), int(node.port)) for node in client.get_nodes()]
-    return _Cluster(startup_nodes=nodes, **options)
+    options["max_connections"] = _NO_LIMIT
+    twin: Any = _Cluster(startup_nodes=nodes, **options)
+    most: int = given.get("max_connections") or redis.ConnectionPool().max_connections
+    twin._turns = asyncio.Semaphore(most)  # noqa: SLF001 - see above
+    return twin
 
 
 def _parameters(kind: type) -> set[str]:

@@ -28,11 +28,11 @@ def _with_pool_that_waits(url: str, **options: Any) -> Any:
     return redis_py.Redis(connection_pool=redis_py.BlockingConnectionPool.from_url(url, **options))
 
 
-OF_ONE_SERVER: dict[str, Callable[[str], Any]] = {
+OF_ONE_SERVER: dict[str, Callable[..., Any]] = {
     "plain": redis_py.Redis.from_url,
     "subclass": Subclass.from_url,
     "pool that waits": _with_pool_that_waits,
-    "one connection": lambda url: redis_py.Redis.from_url(url, single_connection_client=True),
+    "one connection": lambda url, **options: redis_py.Redis.from_url(url, single_connection_client=True, **options),
 }
 KINDS = [*OF_ONE_SERVER, "Sentinel", "cluster"]
 
@@ -56,14 +56,14 @@ class Clients:
         elif kind == "Sentinel":
             self._sentinel = _start_sentinel(self.server, stack)
 
-    def connect(self) -> Any:
+    def connect(self, **options: Any) -> Any:
         """Another client of the kind."""
         if self._kind == "cluster":
-            return redis_py.RedisCluster.from_url(self.server.url)
+            return redis_py.RedisCluster.from_url(self.server.url, **options)
         if self._kind == "Sentinel":
             manager: Any = Sentinel([("127.0.0.1", self._sentinel)])  # type: ignore[no-untyped-call]
-            return manager.master_for("watched")
-        return OF_ONE_SERVER[self._kind](self.server.url)
+            return manager.master_for("watched", **options)
+        return OF_ONE_SERVER[self._kind](self.server.url, **options)
 
 
 @contextmanager

@@ -15,11 +15,18 @@ from typing import Any
 import pytest
 import redis as redis_py
 
-from only_one import LockLost, current_lock, fail, leases, only_one
+from only_one import LockLost, LockUnavailable, current_lock, fail, leases, only_one
+from tests.clients import KINDS, clients
+from tests.proxy import Proxy
 from tests.renewal import renew_now
 from tests.waiting import LIMIT, eventually
 
 NAME = "k"
+MANY = 1000
+"""Calls at a time."""
+OTHERS = 4
+"""Connections at the most that look around in a cluster, or renew."""
+
 MOST = 500
 """Places where a call waits; there are some twenty."""
 
@@ -310,3 +317,70 @@ def test_a_run_that_is_cancelled_by_others_is_cancelled(redis: Any, key: str) ->
             await task
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("most", [1, 10, None])
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_calls_at_a_time_than_connections(kind: str, most: int | None, prefix: str) -> None:
+    """They wait for one another, as threads do; each has a key of its own, and all run."""
+    many = MANY if kind == "plain" else MANY // 10
+    options = {} if most is None else {"max_connections": most}
+
+    async def work(number: int) -> int:
+        assert current_lock().is_held
+        return number
+
+    async def all_at_once(call: Any) -> Any:
+        return await asyncio.gather(*(call(number) for number in range(many)))
+
+    with clients(kind) as those, those.connect(**options) as client:
+        call = only_one(work, key="{number}", timeout=600, redis=client)
+        begun = those.witness.info("stats")["total_connections_received"]
+        assert asyncio.run(all_at_once(call)) == list(range(many))
+        opened = those.witness.info("stats")["total_connections_received"] - begun
+        assert opened <= (most or many) + OTHERS
+        assert not those.witness.keys(f"*{prefix}*")
+
+
+def test_calls_that_wait_for_a_connection_to_a_server_that_is_down(redis_url: str, prefix: str) -> None:
+    """Those that have one find out, each twice, as they are told to; none of those that wait asks again."""
+    assert prefix
+    with Proxy(redis_url) as proxy:
+        proxy.lose_request("SET", times=MANY, then="hang")
+        with redis_py.Redis.from_url(proxy.url, max_connections=2, socket_timeout=0.5) as client:
+
+            async def all_at_once() -> Any:
+                calls = (call(number) for number in range(50))
+                return await asyncio.gather(*calls, return_exceptions=True)
+
+            async def work(number: int) -> int:
+                return number
+
+            call = only_one(work, key="{number}", timeout=600, redis=client)
+            results = asyncio.run(all_at_once())
+        assert {type(each) for each in results} == {LockUnavailable}
+        assert proxy.commands.count("SET") <= 4
+
+
+def test_a_call_that_is_cancelled_while_it_waits_for_a_connection(redis: Any, redis_url: str, prefix: str) -> None:
+    """It takes no connection from those that wait behind it."""
+    with Proxy(redis_url) as proxy, redis_py.Redis.from_url(proxy.url, max_connections=1) as client:
+
+        async def work(number: int) -> int:
+            return number
+
+        async def cancel_in_the_middle() -> Any:
+            call: Any = only_one(work, key="{number}", timeout=600, redis=client)
+            assert await call(0) == 0
+            held_up = proxy.hold_up("SET")
+            tasks = [asyncio.create_task(call(number)) for number in range(5)]
+            assert await asyncio.to_thread(held_up.met.wait, LIMIT)
+            for task in tasks[1:4]:
+                task.cancel()
+            held_up.let_go()
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+        results = asyncio.run(cancel_in_the_middle())
+        assert [results[0], results[4]] == [0, 4]
+        assert {type(each) for each in results[1:4]} == {asyncio.CancelledError}
+    assert eventually(lambda: not redis.keys(f"{prefix}*"))
