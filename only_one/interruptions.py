@@ -9,13 +9,15 @@ The next command on it would take the reply for its own, or go to another databa
 from __future__ import annotations
 
 import copy
+import signal
 import sys
+import traceback
 import types
 from functools import cache
 from typing import Any
 
 import redis
-from redis.exceptions import ResponseError
+from redis.exceptions import ConnectionError, RedisError, ResponseError  # noqa: A004 - redis-py's are meant
 
 
 def guarded(client: Any) -> Any:
@@ -54,6 +56,22 @@ def is_interrupted(connection: Any) -> bool:
     return error is not None and not isinstance(error, ResponseError) and id(error) != lent_during
 
 
+def call_trouble(error: Exception) -> None:
+    """Raise an error of redis-py's in the place of what has come of connecting, whatever a client's own code raised.
+
+    What a signal's handler raises stays what it is, as it is about something else.
+
+    Raises:
+        ConnectionError: unless `error` may stay what it is.
+    """
+    if isinstance(error, (RedisError, OSError)):
+        return
+    handlers = {getattr(signal.getsignal(each), "__code__", None) for each in signal.valid_signals()}
+    if not any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__)):
+        msg = f"{type(error).__name__}: {error}"
+        raise ConnectionError(msg) from error
+
+
 class _Alias:
     """The same object in all but its class, as both share their attributes."""
 
@@ -66,7 +84,11 @@ class _Pool(_Alias):
 
     def get_connection(self, *args: Any, **options: Any) -> Any:
         parent: Any = super()
-        return note_lending(parent.get_connection(*args, **options))
+        try:
+            return note_lending(parent.get_connection(*args, **options))
+        except Exception as error:
+            call_trouble(error)
+            raise
 
     def release(self, connection: Any) -> None:
         if is_interrupted(connection):

@@ -19,7 +19,7 @@ from redis.sentinel import SentinelConnectionPool
 
 from .clock import now
 from .errors import ConfigurationError
-from .interruptions import is_interrupted, note_lending
+from .interruptions import call_trouble, is_interrupted, note_lending
 
 _sentinel: Any = redis.asyncio.sentinel  # which has no types
 
@@ -29,6 +29,8 @@ RETRIED: list[type[Exception]] = [ConnectionError, TimeoutError]  # redis-py 5 w
 
 
 _NO_LIMIT = 2**31
+_OF_SYNC_CLIENTS = {"retry", "retry_on_error", "redis_connect_func", "event_dispatcher", "parser_class"}
+"""Options of a connection that mean something else to asyncio."""
 
 
 class _InTurn:
@@ -65,7 +67,11 @@ class _Guarded:
 
     async def get_connection(self, *args: Any, **options: Any) -> Any:
         parent: Any = super()
-        return note_lending(await parent.get_connection(*args, **options))
+        try:
+            return note_lending(await parent.get_connection(*args, **options))
+        except Exception as error:
+            call_trouble(error)
+            raise
 
     async def release(self, connection: Any) -> None:
         if is_interrupted(connection):
@@ -124,7 +130,7 @@ def async_twin(client: Any) -> Any:
     if kind is None:
         msg = f"no asyncio client can be made from one that connects by {pool.connection_class!r}: give redis= as a URL"
         raise ConfigurationError(msg)
-    known = _parameters(kind) - {"retry", "retry_on_error", "redis_connect_func", "event_dispatcher"}
+    known = _parameters(kind) - _OF_SYNC_CLIENTS
     options = {name: value for name, value in pool.connection_kwargs.items() if name in known}
     options.update(retry=redis.asyncio.retry.Retry(NoBackoff(), RETRIES), retry_on_error=RETRIED)
     options.update(connection_class=kind, max_connections=_NO_LIMIT)

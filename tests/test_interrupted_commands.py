@@ -8,10 +8,13 @@ The witness is a value of somebody else's, beside which nothing may run.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -43,7 +46,11 @@ class Replies:
         if threading.current_thread() is self._thread:
             self._left -= 1
             if not self._left:
-                raise self._error
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    def interrupt(self, _number: int, _frame: FrameType | None) -> None:
+        """The handler of the signal."""
+        raise self._error
 
     @contextmanager
     def interrupted_at(self, number: int, error: type[BaseException]) -> Iterator[Callable[[], bool]]:
@@ -55,7 +62,7 @@ class Replies:
 
 
 @pytest.fixture
-def replies(monkeypatch: pytest.MonkeyPatch) -> Replies:
+def replies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replies]:
     """To be interrupted; and none is there when a pool looks for one."""
     found = Replies()
     sync: Any = redis.connection.AbstractConnection
@@ -78,7 +85,9 @@ def replies(monkeypatch: pytest.MonkeyPatch) -> Replies:
     monkeypatch.setattr(sync, "can_read", lambda *_args, **_options: False)
     for name in ("can_read", "can_read_destructive"):
         monkeypatch.setattr(twin, name, can_read_async, raising=False)
-    return found
+    before = signal.signal(signal.SIGUSR1, found.interrupt)
+    yield found
+    signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.fixture(scope="module", params=KINDS)
