@@ -216,6 +216,7 @@ def main() -> int:
                     moments = random.Random(f"{options.seed} {name} {kind.__name__}")
                     found = measure(kind, those, options.interruptions, moments, lambda: progress.advance(bar))
                     wrong += sum(found[each] for each in FOUND)
+                    progress.console.print(f"{name}, {kind.__name__.lower()}: {dict(found)}")
                     counts = [str(found[each]) for each in FOUND]
                     table.add_row(name, kind.__name__.lower(), str(options.interruptions), *counts)
     console.print(table)
