@@ -34,7 +34,10 @@ from tests.clients import KINDS, Clients, clients
 
 EACH = 200
 """Interruptions of one client: redis-py's pool itself may lose a connection by one."""
-FOUND = ["ran beside another", "raised", "LockUnavailable"]
+WRONG = ["ran beside another", "raised", "LockUnavailable"]
+FOUND = [*WRONG, "waits for ever"]
+"""The last is probably redis-py's: its asyncio pool has a lock, which an exception may leave locked. Not yet shown."""
+HANGS_FOR = 2.0
 
 
 class Interruption(BaseException):
@@ -109,7 +112,7 @@ class Async(Sync):
         self._loop = asyncio.new_event_loop()
         covered: Any = only_one(self._run_async, key="{which}", timeout=600, redis=client)
         self._covered = covered
-        self.call = lambda which: self._loop.run_until_complete(covered(which))
+        self.call = lambda which: self._loop.run_until_complete(asyncio.wait_for(covered(which), HANGS_FOR))
 
     async def _run_async(self, which: str) -> None:
         self.runs += bool(which)
@@ -150,8 +153,8 @@ def measure(kind: type[Sync], those: Clients, number: int, moments: random.Rando
         for each in range(10):
             calls.call(f"usual {each}")
         usual = (time.perf_counter() - began - first) / 10
-        end = min(number, hits + EACH)
-        while hits < end:
+        end, hangs = min(number, hits + EACH), found["waits for ever"]
+        while hits < end and found["waits for ever"] == hangs:
             which = str(hits)
             with suppress(LockUnavailable):
                 if calls.interrupt(alarm, which, usual):
@@ -162,6 +165,8 @@ def measure(kind: type[Sync], those: Clients, number: int, moments: random.Rando
             for _ in range(2):
                 try:
                     calls.call(which)
+                except asyncio.TimeoutError:
+                    found["waits for ever"] += 1
                 except LockUnavailable:
                     found["LockUnavailable"] += 1
                 except Exception as error:  # noqa: BLE001 - it is counted
@@ -215,7 +220,7 @@ def main() -> int:
                     progress.update(bar, description=f"{name}, {kind.__name__.lower()}")
                     moments = random.Random(f"{options.seed} {name} {kind.__name__}")
                     found = measure(kind, those, options.interruptions, moments, lambda: progress.advance(bar))
-                    wrong += sum(found[each] for each in FOUND)
+                    wrong += sum(found[each] for each in WRONG)
                     progress.console.print(f"{name}, {kind.__name__.lower()}: {dict(found)}")
                     counts = [str(found[each]) for each in FOUND]
                     table.add_row(name, kind.__name__.lower(), str(options.interruptions), *counts)
