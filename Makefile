@@ -4,7 +4,7 @@ ARGS ?=
 # Four files at a time on two cores, those first that take longest.
 TOGETHER := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo newsletter test lint types interrupts suite coverage soak mutants matrix benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-leftovers benchmark-kills benchmark-queue benchmark-queue-kills benchmark-newsletter newsletter-kills clean
+.PHONY: demo newsletter test lint types interrupts suite coverage soak mutants matrix benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-leftovers benchmark-kills benchmark-queue benchmark-queue-kills benchmark-newsletter benchmark-interruptions benchmark-async newsletter-kills clean
 
 demo: .venv/demo.stamp
 	@$(BIN)/python -m examples.feeds $(ARGS)
@@ -70,6 +70,14 @@ benchmark-leases: .venv/dev.stamp
 # Seconds until the keys of 2,000 cancelled calls are gone on a slow link, which takes some three minutes.
 benchmark-leftovers: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.leftovers $(ARGS)
+
+# 1,000 async calls at a time through 10 connections, beside bare commands.
+benchmark-async: .venv/dev.stamp
+	$(BIN)/python -m benchmarks.async_calls $(ARGS)
+
+# What runs beside another holder after 5,000 interruptions of each kind of client.
+benchmark-interruptions: .venv/dev.stamp
+	$(BIN)/python -m benchmarks.interruptions $(ARGS)
 
 benchmark-kills: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.kills $(ARGS)

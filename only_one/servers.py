@@ -9,6 +9,7 @@ import os
 import re
 import threading
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from typing import Any, Union
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
