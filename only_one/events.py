@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union
 
 from .callables import check_callable
-from .errors import ConfigurationError, LockUnavailable
+from .errors import LockUnavailable
 from .holder import Holder, printable
 
 logger = logging.getLogger("only_one")
@@ -190,11 +190,7 @@ def subscribe(hook: Hook) -> Callable[[], None]:
         ConfigurationError: if `hook` cannot be called.
     """
     global _hooks  # noqa: PLW0603 - replaced as a whole, so that emitting needs no lock
-    instead = "write subscribe(function), it is called with each event"
-    if not callable(hook):
-        msg = f"subscribe({hook!r}): {instead}"
-        raise ConfigurationError(msg)
-    check_callable("hook", hook, 1, instead)
+    check_callable("hook", hook, 1, "write subscribe(function), it is called with each event")
     subscription = [hook]  # an object of its own, as one hook may be subscribed twice
     _hooks = (*_hooks, subscription)
 

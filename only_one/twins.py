@@ -80,18 +80,6 @@ class _Guarded:
         await parent.release(connection)
 
 
-class _Pool(_Guarded, redis.asyncio.ConnectionPool):
-    pass
-
-
-class _SentinelPool(_Guarded, _sentinel.SentinelConnectionPool):  # type: ignore[misc]
-    pass
-
-
-class _Client(_InTurn, redis.asyncio.Redis):  # type: ignore[misc]
-    pass
-
-
 class _GuardedCluster(redis.asyncio.RedisCluster):
     """The same for a cluster, whose nodes have no pools."""
 
@@ -109,8 +97,14 @@ class _GuardedCluster(redis.asyncio.RedisCluster):
             raise
 
 
-class _Cluster(_InTurn, _GuardedCluster):  # type: ignore[misc]
-    pass
+def _subclass(*bases: Any) -> Any:
+    return type(f"_{bases[1].__name__}", bases, {})
+
+
+_Pool = _subclass(_Guarded, redis.asyncio.ConnectionPool)
+_SentinelPool = _subclass(_Guarded, _sentinel.SentinelConnectionPool)
+_Client = _subclass(_InTurn, redis.asyncio.Redis)
+_Cluster = _subclass(_InTurn, _GuardedCluster)
 
 
 def async_twin(client: Any) -> Any:

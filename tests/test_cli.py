@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import socket
 import subprocess
 import sys
 import time
@@ -91,12 +92,9 @@ def test_a_list_in_json(redis: Redis, prefix: str, busy: Busy, capsys: Out) -> N
         assert main(["list", "--json"]) == 0
 
     found = {each["key"]: each for each in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert {name: found[f"{prefix}a"][name] for name in ("state", "id", "attempt", "process")} == {
-        "state": "queued",
-        "id": "the-id",
-        "attempt": 0,
-        "process": None,
-    }
+    expected = {"state": "queued", "task": "t", "id": "the-id", "attempt": 0, "process": None}
+    expected |= {"host": socket.gethostname(), "pid": os.getpid()}
+    assert {name: found[f"{prefix}a"][name] for name in expected} == expected
     assert 600 - LIMIT < found[f"{prefix}a"]["expires_in"] <= 600
     assert found[f"{prefix}b"]["free_by"] is None  # it is renewed for as long as it runs
     assert found[f"{prefix}b"]["process"] == "alive"

@@ -23,7 +23,7 @@ from celery.app.trace import build_tracer
 from celery.exceptions import Retry
 from redis import Redis
 
-from only_one import buffer_one, configure, current_lock, fail, only_one, retry
+from only_one import buffer_one, configure, current_lock, fail, leases, only_one, retry
 from only_one.clock import now
 from only_one.holder import Holder, Identity
 from only_one.lock import drive
@@ -641,3 +641,31 @@ def test_a_server_that_is_down_is_not_asked_about_copies(
 
     assert queue.take()["headers"]["only_one"]["times"] == 1
     assert not asked
+
+
+def test_what_is_put_back_while_the_server_is_down_keeps_the_key_of_its_place_in_the_queue(
+    app: Celery, queue: Queue, redis: Redis, redis_url: str, prefix: str
+) -> None:
+    with Proxy(redis_url) as proxy, configure(redis=proxy.url):
+        task = cover(app.task(done, name=f"task-{uuid4()}", shared=False), key="k", timeout=600, when_down=retry())
+        answer = task.delay()
+        token = redis.get(f"{prefix}k")
+        with proxy.refused():
+            queue.deliver(queue.take())
+            assert token not in leases._renewer.adrift
+        assert redis.get(f"{prefix}k") == token
+        queue.deliver(queue.take())
+    assert answer.get() == "done"
+
+
+def test_a_key_in_a_message_is_none_for_a_task_whose_run_is_covered(app: Celery, queue: Queue, prefix: str) -> None:
+    """It was covered in its queue when it was sent, and is not any more."""
+
+    def work() -> str:
+        return current_lock().key
+
+    task = a_task(app, work)
+    sent = Header(str(uuid4()), 0, key=f"{prefix}other", token="queued")  # noqa: S106 - of a lock
+    answer = task.apply_async(task_id=sent.id, headers=sent.as_headers())
+    queue.deliver(queue.take())
+    assert answer.get() == f"{prefix}k"
