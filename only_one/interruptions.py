@@ -42,20 +42,6 @@ def guarded_pool(pool: Any) -> Any:
     return _seen_as(_Pool, pool)
 
 
-def note_lending(connection: Any) -> Any:
-    """Note which exception, if any, is being handled when `connection` is taken from its pool."""
-    # Not the exception itself, which would live for as long as the connection.
-    connection.lent_during = id(sys.exc_info()[1])
-    return connection
-
-
-def is_interrupted(connection: Any) -> bool:
-    """Whether something that is no reply has been raised since `connection` was taken from its pool."""
-    error = sys.exc_info()[1]
-    lent_during = vars(connection).pop("lent_during", None)
-    return error is not None and not isinstance(error, ResponseError) and id(error) != lent_during
-
-
 def call_trouble(error: Exception) -> None:
     """Raise an error of redis-py's in the place of what has come of connecting, whatever a client's own code raised.
 
@@ -85,13 +71,18 @@ class _Pool(_Alias):
     def get_connection(self, *args: Any, **options: Any) -> Any:
         parent: Any = super()
         try:
-            return note_lending(parent.get_connection(*args, **options))
+            connection = parent.get_connection(*args, **options)
         except Exception as error:
             call_trouble(error)
             raise
+        # What is being handled already. Not the exception itself, which would live for as long as the connection.
+        connection.lent_during = id(sys.exc_info()[1])
+        return connection
 
     def release(self, connection: Any) -> None:
-        if is_interrupted(connection):
+        error = sys.exc_info()[1]
+        lent_during = vars(connection).pop("lent_during", None)
+        if error is not None and not isinstance(error, ResponseError) and id(error) != lent_during:
             connection.disconnect()
             # It may have been asking where the master is, by clients that are the user's own.
             for sentinel in getattr(getattr(self, "sentinel_manager", None), "sentinels", ()):

@@ -25,7 +25,7 @@ from .errors import ConfigurationError
 from .interruptions import guarded
 from .nodes import ClusterNodes, Node, impatient
 from .protocol import Dialect
-from .twins import RETRIED, RETRIES, async_twin, close_twin
+from .twins import RETRIED, RETRIES, Twin, async_twin, close_twin
 
 logger = logging.getLogger("only_one")
 
@@ -57,7 +57,7 @@ class Server:
         self._given = client
         self._background: Any = None
         self._nodes: ClusterNodes | Node | None = None
-        self._twins: dict[asyncio.AbstractEventLoop, tuple[Any, AsyncGenerator[Any, None]]] = {}
+        self._twins: dict[asyncio.AbstractEventLoop, tuple[Twin, AsyncGenerator[Twin, None]]] = {}
 
     @property
     def background(self) -> Any:
@@ -77,7 +77,7 @@ class Server:
             self._nodes = ClusterNodes(self._given) if is_cluster else Node(self.background)
         return self._nodes if isinstance(self._nodes, Node) else self._nodes.of(key)
 
-    async def async_client(self) -> Any:
+    async def async_client(self) -> Twin:
         """The asyncio client of the same server for the running event loop."""
         loop = asyncio.get_running_loop()
         twin = self._twins.get(loop)
@@ -85,18 +85,15 @@ class Server:
             for other in [each for each in self._twins if each.is_closed()]:
                 del self._twins[other]
             # A generator, as a loop that is shut down closes those which it has begun: nobody else could tell us.
-            generator = self._open_twin(loop)
-            twin = await anext(generator)
-            self._twins[loop] = twin, generator
-            return twin
+            generator = self._open_twin()
+            twin = self._twins[loop] = await anext(generator), generator
         return twin[0]
 
-    async def _open_twin(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[Any, None]:
+    async def _open_twin(self) -> AsyncGenerator[Twin, None]:
         twin = async_twin(self._given)
         try:
             yield twin
         finally:
-            self._twins.pop(loop, None)
             await close_twin(twin)
 
 

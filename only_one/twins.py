@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Callable
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -14,12 +16,12 @@ import redis.asyncio.connection
 import redis.asyncio.retry
 import redis.asyncio.sentinel
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError, RedisError, TimeoutError  # noqa: A004 - redis-py's are meant
+from redis.exceptions import ConnectionError, RedisClusterException, RedisError, TimeoutError  # noqa: A004 - redis-py's
 from redis.sentinel import SentinelConnectionPool
 
 from .clock import now
 from .errors import ConfigurationError
-from .interruptions import call_trouble, is_interrupted, note_lending
+from .interruptions import call_trouble
 
 _sentinel: Any = redis.asyncio.sentinel  # which has no types
 
@@ -33,81 +35,84 @@ _OF_SYNC_CLIENTS = {"retry", "retry_on_error", "redis_connect_func", "event_disp
 """Options of a connection that mean something else to asyncio."""
 
 
-class _InTurn:
-    """Has commands wait for one another where there are more of them than connections, which redis-py refuses.
+class Twin:
+    """An asyncio client whose commands wait for one another where there are more of them than connections.
 
     Nobody waits for longer than it takes to know that a server is down: what one command finds out, all know that wait.
-    (A pool of redis-py's that waits can lose a connection for good when a task is cancelled.)
+    (redis-py's pools refuse them, or can lose a connection for good when a task is cancelled.)
+
+    What a signal's handler raises may leave a connection with a reply yet to come, and whatever is taken by an
+    `async with` taken for ever: a turn, or a lock of redis-py's. After it the client is made anew.
     """
 
-    _turns: asyncio.Semaphore
-    _answered_at = -inf
-    _timed_out_at = -inf
+    def __init__(self, make: Callable[[], Any], most: int) -> None:
+        """Make the client.
+
+        Args:
+            make: makes one of redis-py's.
+            most: how many commands are sent at a time.
+        """
+        self._make = make
+        self._most = most
+        self._answered_at = self._timed_out_at = -inf
+        self._begin()
+
+    def _begin(self) -> None:
+        self.client, self._turns = self._make(), asyncio.Semaphore(self._most)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        parent: Any = super()
-        asked = now()
-        async with self._turns:
-            if self._timed_out_at > asked:
-                msg = "Timeout waiting for a connection: the server did not answer on any"
-                raise TimeoutError(msg)
-            sent = now()
-            try:
-                reply = await parent.execute_command(*args, **options)
-            except TimeoutError:
-                if self._answered_at < sent:
-                    self._timed_out_at = now()
-                raise
-            self._answered_at = now()
-            return reply
-
-
-class _Guarded:
-    """A pool as `interruptions` has it."""
-
-    async def get_connection(self, *args: Any, **options: Any) -> Any:
-        parent: Any = super()
+        """Send a command, and give its reply."""
+        asked, client, turns = now(), self.client, self._turns
         try:
-            return note_lending(await parent.get_connection(*args, **options))
-        except Exception as error:
-            call_trouble(error)
-            raise
-
-    async def release(self, connection: Any) -> None:
-        if is_interrupted(connection):
-            await connection.disconnect(nowait=True)
-        parent: Any = super()
-        await parent.release(connection)
-
-
-class _GuardedCluster(redis.asyncio.RedisCluster):
-    """The same for a cluster, whose nodes have no pools."""
-
-    async def execute_command(self, *args: Any, **options: Any) -> Any:
-        parent: Any = super()
-        try:
-            return await parent.execute_command(*args, **options)
-        except (RedisError, asyncio.CancelledError):  # after which redis-py itself closes the connection
-            raise
-        except BaseException:
-            # It is among these, and nobody else in this thread has had a turn since.
-            nodes: list[Any] = self.get_nodes()
-            for connection in [each for node in nodes for each in node._free]:  # noqa: SLF001 - no other way to get at them
+            async with turns:
+                client = self.client
+                return await self._send(client, asked, args, options)
+        except (RedisError, RedisClusterException, asyncio.CancelledError, GeneratorExit):
+            raise  # redis-py has closed the connection if need be
+        except BaseException as error:
+            self._begin()
+            turns.release()  # for who waits for one that may be lost
+            for connection in _connections(client):  # redis-py sends again what is under way on others
                 await connection.disconnect(nowait=True)
+            await client.aclose()  # a cluster's complains if it is not
+            if isinstance(error, Exception):
+                call_trouble(error)
             raise
 
+    async def _send(self, client: Any, asked: float, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if self._timed_out_at > asked:
+            msg = "Timeout waiting for a connection: the server did not answer on any"
+            raise TimeoutError(msg)
+        sent = now()
+        try:
+            reply = await client.execute_command(*args, **options)
+        except TimeoutError:
+            if self._answered_at < sent:
+                self._timed_out_at = now()
+            raise
+        self._answered_at = now()
+        return reply
 
-def _subclass(*bases: Any) -> Any:
-    return type(f"_{bases[1].__name__}", bases, {})
+
+def _clients(client: Any) -> list[Any]:
+    """A client, and those by which it finds its master."""
+    pool = getattr(client, "connection_pool", None)
+    return [client, *getattr(getattr(pool, "sentinel_manager", None), "sentinels", ())]
 
 
-_Pool = _subclass(_Guarded, redis.asyncio.ConnectionPool)
-_SentinelPool = _subclass(_Guarded, _sentinel.SentinelConnectionPool)
-_Client = _subclass(_InTurn, redis.asyncio.Redis)
-_Cluster = _subclass(_InTurn, _GuardedCluster)
+def _connections(client: Any) -> list[Any]:
+    """All that there are; redis-py's own ways to close them let others have a turn before."""
+    if isinstance(client, redis.asyncio.RedisCluster):
+        nodes: list[Any] = client.get_nodes()
+        return [each for node in nodes for each in node._connections]  # noqa: SLF001 - see above
+    pools = [each.connection_pool for each in _clients(client)]
+    return [each for pool in pools for each in (*pool._available_connections, *pool._in_use_connections)]  # noqa: SLF001
 
 
-def async_twin(client: Any) -> Any:
+def async_twin(client: Any) -> Twin:
     """The asyncio client that does what a sync one does.
 
     Args:
@@ -117,7 +122,13 @@ def async_twin(client: Any) -> Any:
         ConfigurationError: if it connects in a way for which asyncio has none.
     """
     if isinstance(client, redis.RedisCluster):
-        return _cluster_twin(client)
+        given: dict[str, Any] = client.nodes_manager.connection_kwargs
+        most: int = given.get("max_connections") or redis.ConnectionPool().max_connections
+        return Twin(partial(_cluster, client), most)
+    return Twin(partial(_client, client), client.connection_pool.max_connections)  # as one is for one command
+
+
+def _client(client: Any) -> Any:
     pool = client.connection_pool
     name = pool.connection_class.__name__
     kind = getattr(redis.asyncio.connection, name, None) or getattr(_sentinel, name, None)
@@ -129,22 +140,22 @@ def async_twin(client: Any) -> Any:
     options.update(retry=redis.asyncio.retry.Retry(NoBackoff(), RETRIES), retry_on_error=RETRIED)
     options.update(connection_class=kind, max_connections=_NO_LIMIT)
     is_watched = isinstance(pool, SentinelConnectionPool)
-    twin: Any = _Client.from_pool(_sentinel_pool(pool, options) if is_watched else _Pool(**options))
-    twin._turns = asyncio.Semaphore(pool.max_connections)  # noqa: SLF001 - as a connection is for one command
-    return twin
+    return redis.asyncio.Redis.from_pool(
+        _sentinel_pool(pool, options) if is_watched else redis.asyncio.ConnectionPool(**options)
+    )
 
 
 def _sentinel_pool(pool: Any, options: dict[str, Any]) -> Any:
     sync = pool.sentinel_manager
     manager = _sentinel.Sentinel([])
     # All that it was told, whatever this version of redis-py can be told.
-    vars(manager).update(vars(sync), sentinels=[async_twin(each) for each in sync.sentinels])
-    return _SentinelPool(
+    vars(manager).update(vars(sync), sentinels=[_client(each) for each in sync.sentinels])
+    return _sentinel.SentinelConnectionPool(
         pool.service_name, manager, is_master=pool.is_master, check_connection=pool.check_connection, **options
     )
 
 
-def _cluster_twin(client: Any) -> Any:
+def _cluster(client: Any) -> Any:
     known = set(inspect.signature(redis.asyncio.RedisCluster.__init__).parameters) - {"self", "host", "port", "retry"}
     given: dict[str, Any] = client.nodes_manager.connection_kwargs
     options = {name: value for name, value in given.items() if name in known and value is not None}
@@ -153,10 +164,7 @@ def _cluster_twin(client: Any) -> Any:
     options["address_remap"] = client.nodes_manager.address_remap
     nodes = [redis.asyncio.cluster.ClusterNode(str(node.host), int(node.port)) for node in client.get_nodes()]
     options["max_connections"] = _NO_LIMIT
-    twin: Any = _Cluster(startup_nodes=nodes, **options)
-    most: int = given.get("max_connections") or redis.ConnectionPool().max_connections
-    twin._turns = asyncio.Semaphore(most)  # noqa: SLF001 - see above
-    return twin
+    return redis.asyncio.RedisCluster(startup_nodes=nodes, **options)
 
 
 def _parameters(kind: type) -> set[str]:
@@ -167,9 +175,7 @@ def _parameters(kind: type) -> set[str]:
     return found - {"self", "args", "kwargs"}
 
 
-async def close_twin(twin: Any) -> None:
+async def close_twin(twin: Twin) -> None:
     """Close the connections of a twin, those to Sentinels among them."""
-    pool = getattr(twin, "connection_pool", None)
-    manager = getattr(pool, "sentinel_manager", None)
-    for client in (twin, *(manager.sentinels if manager is not None else ())):
+    for client in _clients(twin.client):
         await client.aclose()

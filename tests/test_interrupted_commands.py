@@ -1,6 +1,7 @@
 """Something is raised when a command has been sent and its reply is yet to come: no other command takes it for its own.
 
-It is raised before each reply in turn, those among them with which a connection begins.
+It is raised before each reply in turn, those among them with which a connection begins; in event loops also when
+an `async with` has taken a lock, redis-py's or ours, and has yet to begin: nobody waits for it for ever.
 The pool sees no sign of a reply that is yet to come, as on a slow network.
 The witness is a value of somebody else's, beside which nothing may run.
 """
@@ -18,23 +19,25 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import redis as redis_py
 import redis.asyncio.connection
 import redis.connection
 from celery.exceptions import SoftTimeLimitExceeded
 
 from only_one import LockUnavailable, inspection, only_one
 from tests.clients import KINDS, Clients, clients
+from tests.waiting import LIMIT
 
 MOST = 100
-"""Replies to one call; there are some ten."""
+"""Moments to one call; there are some ten."""
 
 
 class Interruption(BaseException):
     """What a signal handler may raise."""
 
 
-class Replies:
-    """The replies that redis-py reads in this thread."""
+class Moments:
+    """At which something may be raised in this thread: before a reply is read, and when a lock is taken."""
 
     def __init__(self) -> None:
         self._thread = threading.current_thread()
@@ -42,7 +45,7 @@ class Replies:
         self._error: type[BaseException] = Interruption
 
     def is_next(self) -> None:
-        """One is about to be read."""
+        """One has come."""
         if threading.current_thread() is self._thread:
             self._left -= 1
             if not self._left:
@@ -54,7 +57,7 @@ class Replies:
 
     @contextmanager
     def interrupted_at(self, number: int, error: type[BaseException]) -> Iterator[Callable[[], bool]]:
-        """Raise `error` before the n-th reply from now on; what it gives says afterwards whether that has happened."""
+        """Raise `error` at the n-th from now on; what it gives says afterwards whether that has happened."""
         left = 0
         self._left, self._error = number, error
         yield lambda: left <= 0
@@ -62,9 +65,9 @@ class Replies:
 
 
 @pytest.fixture
-def replies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replies]:
-    """To be interrupted; and none is there when a pool looks for one."""
-    found = Replies()
+def moments(monkeypatch: pytest.MonkeyPatch) -> Iterator[Moments]:
+    """Those at which something is raised; and no reply is there when a pool looks for one."""
+    found = Moments()
     sync: Any = redis.connection.AbstractConnection
     twin: Any = redis.asyncio.connection.AbstractConnection
     read, read_async = sync.read_response, twin.read_response
@@ -77,12 +80,18 @@ def replies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replies]:
         found.is_next()
         return await read_async(self, *args, **options)
 
+    async def enter(lock: Any) -> None:
+        await lock.acquire()
+        found.is_next()
+
     async def can_read_async(*_args: Any, **_options: Any) -> bool:
         return False
 
     monkeypatch.setattr(sync, "read_response", read_response)
     monkeypatch.setattr(twin, "read_response", read_response_async)
     monkeypatch.setattr(sync, "can_read", lambda *_args, **_options: False)
+    for kind in (asyncio.Lock, asyncio.Semaphore):
+        monkeypatch.setattr(kind, "__aenter__", enter)
     for name in ("can_read", "can_read_destructive"):
         monkeypatch.setattr(twin, name, can_read_async, raising=False)
     before = signal.signal(signal.SIGUSR1, found.interrupt)
@@ -102,7 +111,7 @@ both = pytest.mark.parametrize("error", [SoftTimeLimitExceeded, Interruption])
 @both
 @pytest.mark.parametrize("which", ["call", "held"])
 def test_a_command_that_is_interrupted(
-    those: Clients, replies: Replies, prefix: str, which: str, error: type[BaseException]
+    those: Clients, moments: Moments, prefix: str, which: str, error: type[BaseException]
 ) -> None:
     for number in count(1):
         assert number < MOST
@@ -110,10 +119,10 @@ def test_a_command_that_is_interrupted(
             call = only_one(lambda: "done", key="k", timeout=600, redis=client)
             ask: Callable[[], Any] = call if which == "call" else lambda: list(inspection.held(redis=client))
             those.witness.set(f"{prefix}other", "to be found")
-            with replies.interrupted_at(number, error) as has_happened, suppress(error):
+            with moments.interrupted_at(number, error) as has_happened, suppress(error):
                 ask()
             those.witness.set(f"{prefix}k", "somebody else")
-            assert [call() for _ in range(3)] == [None] * 3, f"interrupted before reply {number}"
+            assert [call() for _ in range(3)] == [None] * 3, f"interrupted at {number}"
             assert len(list(inspection.held(redis=client))) == 2
             those.witness.delete(f"{prefix}k")
             assert call() == "done"
@@ -124,14 +133,14 @@ def test_a_command_that_is_interrupted(
 
 @both
 def test_a_command_of_an_event_loop_that_is_interrupted(
-    those: Clients, replies: Replies, prefix: str, error: type[BaseException]
+    those: Clients, moments: Moments, prefix: str, error: type[BaseException]
 ) -> None:
     async def is_interrupted_at(number: int, call: Callable[[], Awaitable[Any]]) -> bool:
         # What is raised while redis-py first looks at a cluster, it takes for an error of the node.
-        with replies.interrupted_at(number, error) as has_happened, suppress(error, LockUnavailable):
+        with moments.interrupted_at(number, error) as has_happened, suppress(error, LockUnavailable):
             await call()
         those.witness.set(f"{prefix}k", "somebody else")
-        assert [await call() for _ in range(3)] == [None] * 3, f"interrupted before reply {number}"
+        assert [await asyncio.wait_for(call(), LIMIT) for _ in range(3)] == [None] * 3, f"interrupted at {number}"
         those.witness.delete(f"{prefix}k")
         assert await call() == "done"
         return has_happened()
@@ -144,5 +153,30 @@ def test_a_command_of_an_event_loop_that_is_interrupted(
         with those.connect() as client:
             call = only_one(work, key="k", timeout=600, redis=client)
             if not asyncio.run(is_interrupted_at(number, call)):
+                break
+    assert number > 2
+
+
+def test_who_waits_for_a_connection_when_a_command_is_interrupted(
+    redis_url: str, moments: Moments, prefix: str
+) -> None:
+    assert prefix
+
+    async def work(which: str) -> str:
+        return which
+
+    async def is_interrupted_at(number: int, call: Callable[[str], Awaitable[str]]) -> bool:
+        with moments.interrupted_at(number, Interruption) as has_happened:
+            calls = asyncio.gather(*map(call, "abc"), return_exceptions=True)
+            replies = await asyncio.wait_for(calls, LIMIT)
+        interrupted = [each for each in replies if isinstance(each, Interruption)]
+        assert len(interrupted) == has_happened()
+        assert {*replies} - {*interrupted} <= {*"abc"}
+        return has_happened()
+
+    for number in count(1):
+        assert number < MOST
+        with redis_py.Redis.from_url(redis_url, max_connections=1) as client:
+            if not asyncio.run(is_interrupted_at(number, only_one(work, key="{which}", timeout=600, redis=client))):
                 break
     assert number > 2
