@@ -13,6 +13,7 @@ import pytest
 import redis
 from celery import Celery
 from celery.contrib.testing.worker import start_worker
+from celery.signals import worker_shutdown
 
 from only_one import buffer_one, configure, current_lock, leases, only_one, servers
 from only_one.clock import now
@@ -93,6 +94,7 @@ def use_functions(client: Any, url: str) -> None:
 def use_tasks(_client: Any, url: str) -> None:
     """What tasks do besides, in a worker and by themselves."""
     app = Celery("rights", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.worker_hijack_root_logger = False
 
     @only_one("{number}")
     @app.task(name="queued")  # type: ignore[untyped-decorator]
@@ -111,9 +113,10 @@ def use_tasks(_client: Any, url: str) -> None:
 
     results = [queued.delay(1), queued.delay(1), buffered.delay(1), buffered.delay(1), buffered.delay(2)]
     assert results[0] == results[1]
-    with start_worker(app, pool="solo", perform_ping_check=False):
+    with start_worker(app, pool="solo", perform_ping_check=False, loglevel="WARNING"):
         assert [each.get(timeout=LIMIT) for each in results] == [1, 1, None, None, 2]
         assert late.delay().get(timeout=LIMIT) == "done"
+    worker_shutdown.send(sender=app)  # as the end of a process does
     server, key, note = servers.find_server(url), "only_one:noted", "{only_one:noted}:copy:1"
     for steps in (
         notes.ask_of_copy(key, note, 60),
