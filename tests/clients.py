@@ -56,6 +56,17 @@ class Clients:
         elif kind == "Sentinel":
             self._sentinel = _start_sentinel(self.server, stack)
 
+    @contextmanager
+    def connected(self, **options: Any) -> Iterator[Any]:
+        """Another client of the kind, until the end of the block; nobody else closes a pool that it was given."""
+        with self.connect(**options) as client:
+            yield client
+        pool = getattr(client, "connection_pool", None)
+        manager = getattr(pool, "sentinel_manager", None)
+        for each in (pool, *(sentinel.connection_pool for sentinel in getattr(manager, "sentinels", ()))):
+            if each is not None:
+                each.disconnect()
+
     def connect(self, **options: Any) -> Any:
         """Another client of the kind."""
         if self._kind == "cluster":

@@ -14,8 +14,9 @@ from uuid import uuid4
 
 import pytest
 from redis import Redis
+from redis.connection import AbstractConnection
 
-from only_one import configure, only_one
+from only_one import configure, leases, only_one
 from only_one.testing import RedisServer, redis_server
 from tests.waiting import LIMIT
 
@@ -39,14 +40,21 @@ def redis_url() -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def results_are_done_with() -> Iterator[None]:
-    """Results of Celery's that are collected later are not to look for a server that is gone, and fail another test."""
+def nothing_is_left_open() -> Iterator[None]:
+    """What a module's tests have left is not to fail another's.
+
+    A token of unknown fate would be looked for at a port that somebody else may have by then.
+    A result of Celery's that is collected would look for a server that is gone.
+    A socket in a circle of references may be collected before the connection that closes it.
+    """
     yield
+    leases._renewer.adrift.clear()
     celery_result: Any = sys.modules.get("celery.result")
-    if celery_result is not None:
-        for each in gc.get_objects():
-            if issubclass(type(each), celery_result.AsyncResult):
-                each.backend = None
+    for each in gc.get_objects():
+        if celery_result is not None and issubclass(type(each), celery_result.AsyncResult):
+            each.backend = None
+        elif issubclass(type(each), AbstractConnection):
+            each.disconnect()
 
 
 @pytest.fixture(autouse=True)

@@ -183,7 +183,7 @@ def test_without_eval_a_timeout_is_enough(their_server: RedisServer, admin: Any)
 
 def test_another_database(their_server: RedisServer, admin: Any) -> None:
     url = add_user(admin, their_server.url, rights("functions") | rights("a database other than 0"))
-    with configure(redis=url.replace("/0", "/1"), prefix="only_one:"):
+    with configure(redis=url.removesuffix("0") + "1", prefix="only_one:"):
         assert only_one("k", lease=60)(lambda: is_renewed(current_lock()))()
 
 

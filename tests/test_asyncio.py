@@ -333,7 +333,7 @@ def test_more_calls_at_a_time_than_connections(kind: str, most: int | None, pref
     async def all_at_once(call: Any) -> Any:
         return await asyncio.gather(*(call(number) for number in range(many)))
 
-    with clients(kind) as those, those.connect(**options) as client:
+    with clients(kind) as those, those.connected(**options) as client:
         call = only_one(work, key="{number}", timeout=600, redis=client)
         begun = those.witness.info("stats")["total_connections_received"]
         assert asyncio.run(all_at_once(call)) == list(range(many))

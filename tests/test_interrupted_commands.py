@@ -115,7 +115,7 @@ def test_a_command_that_is_interrupted(
 ) -> None:
     for number in count(1):
         assert number < MOST
-        with those.connect() as client:
+        with those.connected() as client:
             call = only_one(lambda: "done", key="k", timeout=600, redis=client)
             ask: Callable[[], Any] = call if which == "call" else lambda: list(inspection.held(redis=client))
             those.witness.set(f"{prefix}other", "to be found")
@@ -150,7 +150,7 @@ def test_a_command_of_an_event_loop_that_is_interrupted(
 
     for number in count(1):
         assert number < MOST
-        with those.connect() as client:
+        with those.connected() as client:
             call = only_one(work, key="k", timeout=600, redis=client)
             if not asyncio.run(is_interrupted_at(number, call)):
                 break

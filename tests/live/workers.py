@@ -85,7 +85,7 @@ class Witness:
     def notes(self, *head: str) -> list[Note]:
         """The lines that begin with these words, without them."""
         text = self.path.read_text() if self.path.exists() else ""
-        lines = [line.split() for line in text.splitlines()]
+        lines = [line.split() for line in text.split("\n")[:-1]]  # the last one may be being written
         return [
             Note(float(at), int(pid), words[len(head) :])
             for at, pid, *words in lines
