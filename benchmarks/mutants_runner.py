@@ -18,7 +18,7 @@ from typing import Any
 
 IMPORTED = (
     "pytest", "redis.cluster", "redis.sentinel", "redis.asyncio.cluster", "celery.app.amqp", "celery.app.control",
-    "celery.app.trace", "celery.backends.redis", "celery.result", "celery.canvas", "kombu.transport.redis", "xml.dom",
+    "celery.app.trace", "celery.backends.redis", "celery.result", "celery.canvas", "kombu.transport.redis",
 )  # fmt: skip
 
 

@@ -43,12 +43,10 @@ def redis_url() -> Iterator[str]:
 def nothing_is_left_open() -> Iterator[None]:
     """What a module's tests have left is not to fail another's.
 
-    A token of unknown fate would be looked for at a port that somebody else may have by then.
     A result of Celery's that is collected would look for a server that is gone.
     A socket in a circle of references may be collected before the connection that closes it.
     """
     yield
-    leases._renewer.adrift.clear()
     celery_result: Any = sys.modules.get("celery.result")
     for each in gc.get_objects():
         if celery_result is not None and issubclass(type(each), celery_result.AsyncResult):
@@ -59,7 +57,10 @@ def nothing_is_left_open() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def prefix(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """What this test's keys begin with; the settings are put back at its end."""
+    """What this test's keys begin with; the settings are put back at its end, and none of its tokens is looked for.
+
+    Or that would be at a port that another test's server, or proxy, may have by then.
+    """
     for variable in ("ONLY_ONE_REDIS_URL", "ONLY_ONE_ACTIVE"):
         monkeypatch.delenv(variable, raising=False)
     if "celery" in sys.modules:  # apps of other tests are not to say anything of functions
@@ -67,6 +68,7 @@ def prefix(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     own = f"test:{uuid4().hex}:"
     with configure(prefix=own):
         yield own
+    leases._renewer.adrift.clear()
 
 
 @pytest.fixture
