@@ -9,6 +9,7 @@ The witness is a value of somebody else's, beside which nothing may run.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import threading
@@ -25,6 +26,7 @@ import redis.connection
 from celery.exceptions import SoftTimeLimitExceeded
 
 from only_one import LockUnavailable, inspection, only_one
+from only_one.interruptions import guarded
 from tests.clients import KINDS, Clients, clients
 from tests.waiting import LIMIT
 
@@ -180,3 +182,13 @@ def test_who_waits_for_a_connection_when_a_command_is_interrupted(
             if not asyncio.run(is_interrupted_at(number, only_one(work, key="{which}", timeout=600, redis=client))):
                 break
     assert number > 2
+
+
+def test_the_users_client_keeps_its_connections_when_ours_is_collected(those: Clients) -> None:
+    with those.connected() as client:
+        client.get("k")
+        guarded(client).execute_command("GET", "k")
+        opened = those.witness.info("stats")["total_connections_received"]
+        gc.collect()
+        client.get("k")
+        assert those.witness.info("stats")["total_connections_received"] == opened
