@@ -234,6 +234,6 @@ def _cell(value: Any) -> str:
 
 
 def _print_table(rows: list[list[str]]) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(len(row[column]) for row in rows) for column, _ in enumerate(_COLUMNS)]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print("  ".join(map(str.ljust, row, widths)).rstrip())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
 import os
 import pty
@@ -11,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, redirect_stdout
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import pytest
 from redis import Redis
 
 from only_one import current_lock, only_one
-from only_one.cli import main
+from only_one.cli import _cell, main
 from only_one.holder import Identity
 from tests.proxy import Proxy
 from tests.waiting import LIMIT
@@ -59,11 +61,13 @@ def rows(out: Out) -> list[list[str]]:
 
 def test_a_list_is_plain_rows_in_a_pipe(redis: Redis, prefix: str, busy: Busy, dead: str, capsys: Out) -> None:
     queued(redis, f"{prefix}queued")
+    redis.set(f"{prefix}received", Identity("t", "the-id", 0, "received").token(None))
     with busy("alive"):
         assert main(["list"]) == 0
 
     found = {row[0]: row[1:] for row in rows(capsys)}
-    assert found.keys() == {dead, f"{prefix}alive", f"{prefix}queued"}
+    assert found.keys() == {dead, f"{prefix}alive", f"{prefix}queued", f"{prefix}received"}
+    assert found[f"{prefix}received"][-1] == "alive"
     assert found[f"{prefix}alive"][0] == "running"
     assert found[f"{prefix}alive"][-1] == "alive"
     assert found[dead][0] == "running"
@@ -71,18 +75,21 @@ def test_a_list_is_plain_rows_in_a_pipe(redis: Redis, prefix: str, busy: Busy, d
     state, task, task_id, _, pid, since, age, free_by, process = found[f"{prefix}queued"]
     assert (state, task, task_id, pid, process) == ("queued", "t", "the-id", str(os.getpid()), "-")
     assert abs(datetime.fromisoformat(since) - datetime.now(timezone.utc)) < timedelta(seconds=LIMIT)
+    assert datetime.fromisoformat(since).microsecond == 0
     assert 0 <= int(age) < LIMIT
     left = datetime.fromisoformat(free_by) - datetime.now(timezone.utc)
     assert timedelta(seconds=600 - LIMIT) < left < timedelta(seconds=601)
+    assert datetime.fromisoformat(found[dead][-2]).tzinfo is not None, "a run with a timeout has an end"
 
 
-def test_a_list_of_a_pattern(redis: Redis, prefix: str, capsys: Out) -> None:
+def test_a_list_of_a_pattern(redis: Redis, prefix: str) -> None:
     queued(redis, f"{prefix}a:1")
     queued(redis, f"{prefix}b:1")
 
-    main(["list", "--match", "b:*"])
+    with redirect_stdout(io.StringIO()) as out:  # which is no terminal, and cannot be configured
+        assert main(["list", "--match", "b:*"]) == 0
 
-    assert [row[0] for row in rows(capsys)] == [f"{prefix}b:1"]
+    assert [line.split("\t")[0] for line in out.getvalue().splitlines()] == [f"{prefix}b:1"]
 
 
 def test_a_list_in_json(redis: Redis, prefix: str, busy: Busy, capsys: Out) -> None:
@@ -98,20 +105,25 @@ def test_a_list_in_json(redis: Redis, prefix: str, busy: Busy, capsys: Out) -> N
     assert 600 - LIMIT < found[f"{prefix}a"]["expires_in"] <= 600
     assert found[f"{prefix}b"]["free_by"] is None  # it is renewed for as long as it runs
     assert found[f"{prefix}b"]["process"] == "alive"
-    assert found[f"{prefix}\x1b[31m"]["state"] == "foreign"
+    assert (found[f"{prefix}\x1b[31m"]["state"], found[f"{prefix}\x1b[31m"]["value"]) == ("foreign", "\\xff\x1b")
     assert len({tuple(each) for each in found.values()}) == 1, "all have the same names"
 
 
 def test_foreign_values_are_shown_escaped(redis: Redis, prefix: str, capsys: Out) -> None:
     redis.set(f"{prefix}\x1b[2J", b"\x1b]0;owned\x07\xff\n" + b"x" * 10_000)
 
-    for command in (["list"], ["show", "\x1b[2J"], ["release", "\x1b[2J"], ["release", "--force", "\x1b[2J"]):
-        main(command)
+    show, release = ["show", "\x1b[2J"], ["release", "\x1b[2J"]
+    for command, status in ((["list"], 0), (show, 0), (release, 1), ([*release, "--force"], 0)):
+        assert main(command) == status
 
         shown = capsys.readouterr()
         assert "\\x1b[2J" in shown.out + shown.err
         assert not {"\x1b", "\x07", "\ufffd"} & set(shown.out + shown.err)
         assert max(map(len, (shown.out + shown.err).splitlines())) < 700
+
+
+def test_a_long_cell_is_cut() -> None:
+    assert [_cell("x" * 200), _cell("x" * 201)] == ["x" * 200, "x" * 199 + "…"]
 
 
 def test_a_table_on_a_terminal(redis: Redis, redis_url: str, prefix: str) -> None:
@@ -141,9 +153,12 @@ def test_show(redis: Redis, prefix: str, capsys: Out) -> None:
     assert json.loads(capsys.readouterr().out)["id"] == "the-id"
 
 
-def test_show_a_key_that_is_free(capsys: Out) -> None:
-    assert main(["show", "nothing\x1b"]) == 1
-    assert capsys.readouterr() == ("", "nothing\\x1b is free\n")
+def test_show_a_key_that_is_free(redis: Redis, prefix: str, capsys: Out) -> None:
+    redis.set(f"not ours:{prefix}k", "x")
+
+    for key, shown in (("nothing\x1b", "nothing\\x1b"), (f"not ours:{prefix}k", f"not ours:{prefix}k")):
+        assert main(["show", key]) == 1
+        assert capsys.readouterr() == ("", f"{shown} is free\n")
 
 
 def test_a_living_holder_is_not_freed_without_force(redis: Redis, prefix: str, capsys: Out) -> None:
@@ -202,12 +217,14 @@ def test_all_that_are_dead_are_freed_and_no_other(
     assert line.startswith(f"{dead} was freed, held by")
 
 
-@pytest.mark.parametrize("older_than", ["3600", "60m", "1h", "0.04d"])
+@pytest.mark.parametrize("older_than", ["3600", "3600s", "60m", "1h", "0.0416d"])
 def test_what_is_queued_is_freed_by_its_age(
     redis: Redis, prefix: str, capsys: Out, monkeypatch: pytest.MonkeyPatch, older_than: str
 ) -> None:
-    two_hours_ago = time.time_ns() - 7200 * 10**9
-    monkeypatch.setattr(time, "time_ns", lambda: two_hours_ago)
+    began = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: began - 2000 * 10**9)
+    queued(redis, f"{prefix}younger")
+    monkeypatch.setattr(time, "time_ns", lambda: began - 5400 * 10**9)
     queued(redis, f"{prefix}old")
     redis.set(f"{prefix}received", Identity("t", "the-id", 0, "received").token(3600), px=600_000)
     redis.set(f"{prefix}running", Identity("t").token(3600), px=600_000)
@@ -220,14 +237,17 @@ def test_what_is_queued_is_freed_by_its_age(
 
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"{prefix}old was freed, held by t (task the-id)")
-    assert redis.exists(*[f"{prefix}{name}" for name in ("received", "running", "new", "foreign")]) == 4
+    assert redis.exists(*[f"{prefix}{name}" for name in ("received", "running", "younger", "new", "foreign")]) == 5
 
 
 def test_a_value_of_another_type_is_left_alone(redis: Redis, prefix: str, capsys: Out) -> None:
     redis.lpush(f"{prefix}k", "x")
 
+    assert main(["show", "k"]) == 0
     assert main(["release", "--force", "k"]) == 1
-    assert "redis-cli deletes it" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "a value of another type" in shown.out
+    assert "redis-cli deletes it" in shown.err
     assert redis.exists(f"{prefix}k")
 
 
@@ -252,17 +272,23 @@ def test_a_time_that_somebody_has_made_up(redis: Redis, prefix: str, field: byte
     redis.set(f"{prefix}k", token[: token.index(b'"since"')] + field)
     redis.set(f"{prefix}l", "x", px=10**15)
 
-    for arguments in (["list"], ["list", "--json"], ["show", "k"]):
+    for arguments in (["list"], ["show", "k"]):
         assert main(arguments) == 0
     assert f"{prefix}k" in capsys.readouterr().out
+    assert main(["list", "--json"]) == 0
+    age = json.loads(capsys.readouterr().out.splitlines()[0])["age"]
+    assert age > 10**10 if b"-" in field else age == 0
 
 
 def test_a_reader_that_has_seen_enough(redis: Redis, redis_url: str, prefix: str) -> None:
-    redis.mset({f"{prefix}{number}": "x" for number in range(2000)})  # more than goes into a pipe
-    program = f"{sys.executable} -m only_one --redis {redis_url} --prefix {prefix} list | head -1"
-    ran = subprocess.run(["bash", "-o", "pipefail", "-c", program], capture_output=True, text=True, check=False)  # noqa: S607
+    redis.set(f"{prefix}k", "x")  # which is not written before all is done
+    ours, theirs = os.pipe()
+    os.close(ours)
+    command = [sys.executable, "-m", "only_one", "--redis", redis_url, "--prefix", prefix, "list"]
+    ran = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(theirs)
 
-    assert (ran.returncode, ran.stderr, len(ran.stdout.splitlines())) == (0, "", 1)
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 def test_the_program_needs_no_celery_and_spells_out_what_the_terminal_cannot_show(
@@ -292,6 +318,10 @@ def test_the_program_needs_no_celery_and_spells_out_what_the_terminal_cannot_sho
 def test_wrong_use_is_told(arguments: list[str], words: str, capsys: Out) -> None:
     assert main(arguments) == 2
     assert words in capsys.readouterr().err
+
+
+def test_the_program_does_not_run_when_it_is_imported() -> None:
+    importlib.import_module("only_one.__main__")
 
 
 @pytest.mark.parametrize("arguments", [[], ["free"], ["show"], ["list", "--forever"], ["release", "--queued", "old"]])

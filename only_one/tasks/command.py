@@ -6,18 +6,16 @@ import sys
 from typing import Any
 
 import click
-from celery.bin.base import CeleryCommand
 
 from only_one.cli import main
 
 
 @click.command(
     "only-one",
-    cls=CeleryCommand,
     add_help_option=False,  # which is answered with the rest
     context_settings={"ignore_unknown_options": True},
 )
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.argument("arguments", nargs=-1)
 @click.pass_context
 def only_one(context: Any, arguments: tuple[str, ...]) -> None:
     """Look at the keys that are held, and free them."""
