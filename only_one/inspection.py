@@ -52,7 +52,7 @@ class Place(NamedTuple):
     prefix: str
 
 
-def place_of(redis: Source | None = None, app: Any = None) -> Place:
+def place_of(redis: Source | None, app: Any) -> Place:
     """Where the keys are kept of a decorator that does not say it.
 
     Args:
@@ -86,26 +86,19 @@ def held(match: str = "*", *, redis: Source | None = None, app: Any = None) -> I
     return held_in(place_of(redis, app), match)
 
 
-def held_in(place: Place, match: str = "*") -> Iterator[Held]:
+def held_in(place: Place, match: str) -> Iterator[Held]:
     """The same for a place."""
     client: Any = place.server.client
-    pattern = "".join(f"\\{each}" if each in "*?[]^\\" else each for each in place.prefix) + match
-    found: list[bytes] = []
-    seen: set[bytes] = set()  # SCAN may show a key more than once
-    for key in client.scan_iter(match=pattern, count=_AT_ONCE, **RAW):
-        if key in seen:
-            continue
-        seen.add(key)
-        found.append(key)
-        if len(found) == _AT_ONCE:
-            yield from _read(client, found)
-            found = []
-    yield from _read(client, found)
+    pattern = "".join(f"\\{each}" for each in place.prefix) + match  # no character of the prefix means more than itself
+    # A set, as SCAN may show a key more than once.
+    keys = list(set(client.scan_iter(match=pattern, count=_AT_ONCE, **RAW)))
+    for start in range(0, len(keys), _AT_ONCE):
+        yield from _read(client, keys[start : start + _AT_ONCE])
 
 
-def read(place: Place, key: str | bytes) -> Held | None:
+def read(place: Place, key: str) -> Held | None:
     """What is held under one key; None if it is free."""
-    return next(_read(place.server.client, [key if isinstance(key, bytes) else _as_in_redis(key)]), None)
+    return next(_read(place.server.client, [_as_in_redis(key)]), None)
 
 
 def key_of(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
@@ -129,7 +122,8 @@ def holder_of(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Hol
     See `key_of` for the arguments.
     """
     server, key = _call(function, args, kwargs)
-    return Holder.parse(_value(server.client, key) or b"")
+    value = _value(server.client, key)
+    return None if value is None else Holder.parse(value)
 
 
 def release(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
@@ -212,21 +206,20 @@ def _not_covered(function: Any) -> ConfigurationError:
 
 def _read(client: Any, keys: list[bytes]) -> Iterator[Held]:
     """What stands under keys, in one trip for all of them."""
-    if not keys:
-        return
     pipeline = client.pipeline(transaction=False)
     for key in keys:
         pipeline.execute_command("GET", key, **RAW)
         pipeline.execute_command("PTTL", key, **RAW)
-    replies = pipeline.execute(raise_on_error=False)
-    for key, value, milliseconds in zip(keys, replies[::2], replies[1::2], strict=True):
-        is_of_another_type = isinstance(value, ResponseError) and "WRONGTYPE" in str(value)
-        found: Any = b"" if is_of_another_type else value
-        for reply in (found, milliseconds):
+    replies = iter(pipeline.execute(raise_on_error=False))
+    for key in keys:
+        value, milliseconds = next(replies), next(replies)
+        if isinstance(value, ResponseError) and "WRONGTYPE" in str(value):
+            value = b""
+        for reply in (value, milliseconds):
             if isinstance(reply, Exception):
                 raise reply
-        if found is not None:
-            yield Held(_as_shown(key), found, milliseconds / 1000 if milliseconds >= 0 else None, _process(found))
+        if value is not None:
+            yield Held(_as_shown(key), value, None if milliseconds == -1 else milliseconds / 1000, _process(value))
 
 
 def _process(value: bytes) -> Literal["alive", "dead", "unknown"] | None:

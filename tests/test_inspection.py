@@ -11,6 +11,7 @@ import pytest
 from celery import Celery, shared_task
 from celery._state import get_current_app
 from redis import Redis
+from redis.exceptions import NoPermissionError
 
 from only_one import ConfigurationError, UnkeyableArgument, configure, current_lock, only_one
 from only_one.holder import Identity
@@ -78,8 +79,15 @@ def test_looking_takes_nothing_and_never_asks_for_all_keys() -> None:
         client.config_resetstat()
         assert len(list(held())) == 1234
 
-        assert commands(client, "keys", "set", "del", "delifeq", "delex", "evalsha", "eval") == 0
-        assert commands(client, "scan") > 0
+        # A transaction would be one for each key in a cluster, and is nobody's right.
+        assert commands(client, "keys", "set", "del", "delifeq", "delex", "evalsha", "eval", "multi") == 0
+        assert 0 < commands(client, "scan") < 100
+
+        for command in ("get", "pttl"):
+            client.acl_setuser("default", commands=[f"-{command}"])
+            with pytest.raises(NoPermissionError, match=command):
+                next(held())
+            client.acl_setuser("default", commands=[f"+{command}"])
 
 
 FOREIGN = [b"\x1b[31mred", b"\xff\xfe\x00", b"", b"{}", b'{"only_one":1}', b"[" * 100_000]
