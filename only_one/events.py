@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Union
+from typing import Literal, Union
 
 from .callables import check_callable
 from .errors import LockUnavailable
@@ -218,11 +218,5 @@ def emit(event: Event) -> None:
 
 
 def _log(event: Event) -> None:
-    level = _LEVELS[type(event)]
-    if logger.isEnabledFor(level):
-        extra: dict[str, Any] = {
-            "only_one_event": type(event).__name__,
-            "only_one_key": event.key,
-            "only_one_name": event.name,
-        }
-        logger.log(level, "%s", event, extra=extra)
+    extra = {"only_one_event": type(event).__name__, "only_one_key": event.key, "only_one_name": event.name}
+    logger.log(_LEVELS[type(event)], "%s", event, extra=extra)

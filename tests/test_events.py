@@ -25,6 +25,7 @@ from only_one import (
     Down,
     LockLost,
     Lost,
+    Reclaimed,
     Released,
     carry_on,
     configure,
@@ -229,7 +230,7 @@ def test_events_are_frozen(redis: Redis, events: list[Any]) -> None:
     covered(1)
     only_one(work, key="k", redis=CLOSED, when_down=skip)(1)
     assert kinds(events) == [Acquired, Busy, Released, Down]
-    for event in events:
+    for event in [*events, Lost("k", "work", "deleted", ""), Reclaimed("k", "work", b"")]:
         with pytest.raises(dataclasses.FrozenInstanceError):
             event.key = "another"
         assert event.key in repr(event)
@@ -387,6 +388,7 @@ def test_the_rest_is_logged_for_debugging(redis: Redis, prefix: str, caplog: pyt
         assert f"{prefix}k" in record.getMessage()
         assert vars(record)["only_one_key"] == f"{prefix}k"
         assert vars(record)["only_one_name"] == f"{__name__}.{work.__qualname__}"
+    assert told(caplog, "Acquired").getMessage() == f"{__name__}.{work.__qualname__} holds {prefix}k"
 
 
 def test_no_argument_is_logged(redis: Redis, caplog: pytest.LogCaptureFixture) -> None:
