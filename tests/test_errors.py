@@ -143,15 +143,18 @@ def test_every_error_has_one_root() -> None:
 
 def test_already_running_knows_the_task() -> None:
     bare = AlreadyRunning("k")
-    assert (bare.key, bare.value, bare.holder, bare.task_id) == ("k", "", None, None)
+    assert (bare.key, bare.holder, bare.task_id) == ("k", None, None)
     assert "k" in str(bare)
     assert AlreadyRunning("k", Identity("t", "the-id").token(None).decode()).task_id == "the-id"
 
 
 def test_the_others_say_what_they_know() -> None:
-    lost = LockLost("k", "deleted")
-    assert (lost.value, str(lost)) == ("", "k is lost: deleted")
+    assert str(LockLost("k", "deleted")) == "k is lost: deleted"
     lost = LockLost("k", "taken", Identity("t").token(None).decode())
     assert str(lost) == f"k is lost: taken, now held by {lost.holder}"
     assert str(LockUnavailable("k", "why")) == "k could not be taken: why"
-    assert LockUnavailable("k").problem == ""
+
+
+def test_what_is_left_out_is_told_to_other_processes_all_the_same() -> None:
+    made = [AlreadyRunning(key="k"), LockLost(key="k", reason="deleted"), LockUnavailable(key="k")]
+    assert [each.args for each in made] == [("k", ""), ("k", "deleted", ""), ("k", "")]
