@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -340,7 +341,8 @@ def test_the_exit_status_is_the_commands(script: str, status: int) -> None:
 def test_a_running_command_has_no_exit_status() -> None:
     with guarded(SLEEP) as command:
         assert command.poll() is None
-        assert "5.0" in command.guardian.args, "the time that it has to end in its own way"
+        args: Any = command.guardian.args
+        assert "5.0" in args, "the seconds that it has to end in its own way"
         with pytest.raises(subprocess.TimeoutExpired):
             command.wait(0.05)
 
