@@ -436,8 +436,8 @@ ROWS += [
     ("ONLY_ONE_ACTIVE=2", in_environment("ONLY_ONE_ACTIVE", "2"), ConfigurationError, "ONLY_ONE_ACTIVE=0 or"),
     ("ONLY_ONE_REDIS_URL=localhost", in_environment("ONLY_ONE_REDIS_URL", "localhost"), ConfigurationError, URL),
     *(
-        (f"hook: {label}", lambda hook=hook: subscribe_(hook)(), ConfigurationError, "subscribe(function)")
-        for label, hook in [("a name", "print"), ("async", coroutine)]
+        (f"hook: {label}", lambda hook=hook: subscribe_(hook)(), ConfigurationError, words)
+        for label, hook, words in [("a name", "print", "hook='print' is"), ("async", coroutine, "subscribe(function)")]
     ),
 ]
 
