@@ -285,7 +285,8 @@ def test_a_reader_that_has_seen_enough(redis: Redis, redis_url: str, prefix: str
     ours, theirs = os.pipe()
     os.close(ours)
     command = [sys.executable, "-m", "only_one", "--redis", redis_url, "--prefix", prefix, "list"]
-    ran = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    ran = subprocess.run(command, env=environment, stdout=theirs, stderr=subprocess.PIPE, text=True, check=False)
     os.close(theirs)
 
     assert (ran.returncode, ran.stderr) == (0, "")
