@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import NoReturn
 
 from .errors import ConfigurationError, OnlyOneError
@@ -31,7 +30,6 @@ class PutBack(Exception):
         *,
         only_newest: bool = False,
     ) -> None:
-        super().__init__(error)
         self.error = error
         self.countdown = countdown
         self.max_retries = max_retries
@@ -128,7 +126,7 @@ def buffer_one(countdown: Seconds | None = None) -> BufferOne:
 def _countdown(policy: str, countdown: object) -> float | None:
     if countdown is None:
         return None
-    if isinstance(countdown, (OnlyOneError, type)) or (callable(countdown) and not isinstance(countdown, timedelta)):
+    if isinstance(countdown, OnlyOneError):
         msg = f"{policy} was called with {countdown!r}: write {policy}(), with parentheses"
         raise ConfigurationError(msg)
     return seconds("countdown", countdown, "for a delay that grows leave it out")

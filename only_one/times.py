@@ -11,7 +11,6 @@ from .errors import ConfigurationError
 Seconds = Union[float, timedelta]
 
 _LONGEST = 10 * 365 * 24 * 3600
-_SHOWN = 10**15
 
 
 def seconds(name: str, value: object, instead: str) -> float:
@@ -34,14 +33,9 @@ def seconds(name: str, value: object, instead: str) -> float:
         msg = f"{name}={value!r}: write seconds, such as {name}=300, or a timedelta, such as timedelta(minutes=5)"
         raise ConfigurationError(msg)
     if value > _LONGEST:
-        msg = f"{name}={_shown(value)}: write at most ten years, in seconds; {instead}"
+        msg = f"{name} is longer than ten years: write at most ten years, in seconds; {instead}"
         raise ConfigurationError(msg)
     if math.isnan(value) or value < 0.001:  # noqa: PLR2004 - Redis counts in milliseconds
         msg = f"{name}={value!r}: write at least 0.001 seconds; {instead}"
         raise ConfigurationError(msg)
     return float(value)
-
-
-def _shown(value: float) -> str:
-    """A number that may have more digits than Python spells."""
-    return repr(value) if value < _SHOWN else "a number of more than 15 digits"
