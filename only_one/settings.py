@@ -6,9 +6,8 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from .callables import check_callable
 from .errors import ConfigurationError
@@ -27,8 +26,7 @@ class Unset:
 UNSET = Unset()
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """What `configure` has been told; the fields are its parameters."""
 
     redis: Any = UNSET
@@ -44,8 +42,7 @@ class Settings:
         """These, and the `others` where they say nothing; `timeout` and `lease` come from one of them together."""
         has_times = self.timeout is not UNSET or self.lease is not UNSET
         times = {name: getattr(self if has_times else others, name) for name in ("timeout", "lease")}
-        said = {each.name: getattr(self, each.name) for each in fields(self)}
-        merged = {name: getattr(others, name) if value is UNSET else value for name, value in said.items()}
+        merged = {name: getattr(others, name) if value is UNSET else value for name, value in self._asdict().items()}
         return Settings(**{**merged, **times})
 
 
@@ -146,7 +143,7 @@ def check(given: Mapping[str, Any]) -> None:
     if "queue_timeout" in given:
         seconds("queue_timeout", given["queue_timeout"], "for the default of 1 h leave it out")
     check_takeover(given.get("takeover", UNSET))
-    if not isinstance(given.get("active", True), bool):
+    if "active" in given and not isinstance(given["active"], bool):
         msg = f"active={given['active']!r}: write active=True or active=False"
         raise ConfigurationError(msg)
 
@@ -253,8 +250,8 @@ def check_times(timeout: object, lease: object) -> tuple[float | None, float | N
 
 def queue_timeout_of(settings: Settings) -> float:
     """`queue_timeout` in seconds."""
-    given = most_specific(settings.queue_timeout, DEFAULT_QUEUE_TIMEOUT)
-    return seconds("queue_timeout", given, "for the default of 1 h leave it out")
+    given: Seconds = most_specific(settings.queue_timeout, DEFAULT_QUEUE_TIMEOUT)
+    return given.total_seconds() if isinstance(given, timedelta) else given
 
 
 def _absent(value: object) -> bool:
@@ -296,18 +293,6 @@ def source_of(settings: Settings, otherwise: Callable[[], Source | None] = lambd
     return otherwise() or DEFAULT_URL
 
 
-def _begin_anew_in_child() -> None:
-    global _lock  # noqa: PLW0603 - it may have been held by a thread that the child does not have
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew_in_child)
-
-
 def most_specific(*values: Any) -> Any:
-    """The first value that is set, or the last, which is the default."""
-    for value in values:
-        if value is not UNSET:
-            return value
-    return values[-1]
+    """The first value that is set; the last is the default."""
+    return next(value for value in values if value is not UNSET)

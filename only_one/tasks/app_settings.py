@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 from celery import Celery, _state
@@ -16,7 +15,7 @@ from only_one.events import logger
 from only_one.servers import Source
 from only_one.settings import UNSET, Settings, check, check_times
 
-_NAMES = [each.name for each in fields(Settings)]
+_NAMES = Settings._fields
 _POLICIES = ("when_busy",)
 _NEARLY_OURS = re.compile(rf"(\w+_)?only_one_({'|'.join(_NAMES)})\w*", re.IGNORECASE)
 
