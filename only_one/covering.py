@@ -130,15 +130,16 @@ def _why_not(function: Any) -> str | None:
         return f"a {kind.__name__}: write @only_one below @{kind.__name__}, directly above the function"
     if issubclass(kind, type):
         return f"the class {function.__name__}: write @only_one above the method that does the work, such as run"
-    if not callable(function):
-        return f"{function!r}, which cannot be called: write @only_one above a function, and its key as key='a-name'"
+    if not callable(function) or not hasattr(function, "__qualname__"):
+        return (
+            f"{function!r}, which is no function: write @only_one above a def, or above the __call__ of its class, "
+            "and a key as key='a-name'"
+        )
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         return (
             f"the generator function {function.__name__}, whose call returns before its body has run: "
             "write @only_one above the function that consumes it"
         )
-    if not hasattr(function, "__qualname__"):
-        return f"{function!r}, which is no function: write @only_one above a def, or above the __call__ of its class"
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple, Union
 
@@ -176,26 +176,26 @@ class Cover:
         self._options = options
         self._compile_key = compile_key
         self._said_by = said_by
-        self._digest: MakeKey | None = None
-        self._bound_key: MakeKey | None = None
         try:
             self.key = compile_key(template, False)
         except KeyTemplateError as error:
             # It may be meant for the arguments without the task, which only `@app.task(bind=True)` will tell.
             if not takes_self:
                 raise
-            with suppress(KeyTemplateError):
-                self._bound_key = compile_key(template, True)
-            if self._bound_key is None:
-                raise
+            try:
+                compile_key(template, True)
+            except KeyTemplateError:
+                raise error from None
             self.key = _refuse(error)
         self.plans: dict[Any, Plan] = {}
 
     def bound_key(self, name: str, args: Args, kwargs: Kwargs) -> str:
         """The key of a call whose first argument is the task itself, which is no part of the key."""
-        if self._bound_key is None:
-            self._bound_key = self._compile_key(self.template, True)
         return self._bound_key(name, args[1:], kwargs)
+
+    @cached_property
+    def _bound_key(self) -> MakeKey:
+        return self._compile_key(self.template, True)
 
     def make_plan(self, call: Call) -> Plan:
         """What is in force now; to be made anew when `configure` has been called since."""
@@ -216,9 +216,11 @@ class Cover:
         Raises:
             UnkeyableArgument: where they cannot be compared.
         """
-        if self._digest is None:
-            self._digest = self._compile_key("{md5}", False)
         return self._digest(self.name, args, kwargs)
+
+    @cached_property
+    def _digest(self) -> MakeKey:
+        return self._compile_key("{md5}", False)
 
     def make_key(self, call: Call, args: Args, kwargs: Kwargs) -> str:
         """The key of a call, without the prefix."""
