@@ -60,8 +60,8 @@ class Arguments:
             values = self._defaults.copy()
             values[:given] = args
             for name, value in kwargs.items():
-                index = self._index.get(name, -1)
-                if index < given:
+                index = self._index.get(name)
+                if index is None or index < given:
                     break
                 values[index] = value
             else:

@@ -37,7 +37,6 @@ class UnknownType(Exception):
     """
 
     def __init__(self, kind: type) -> None:
-        super().__init__(kind)
         self.kind = kind
 
 

@@ -17,7 +17,9 @@ Text = Callable[[str, tuple[Any, ...], Mapping[str, Any]], str]
 """The name, and the call's positional and keyword arguments, to a part of the key."""
 
 _PATH = r"(?P<first>[^.\[\]]+)(?P<rest>(?:\.[^.\[\]]+|\[[^\[\]]+\])*)"
-_STEP = r"\.(?P<attribute>[^.\[\]]+)|\[(?P<item>[^\[\]]+)\]"
+_STEP = r"\.([^.\[\]]+)|\[([^\[\]]+)\]"
+"""Finds an attribute or an item, and an empty str for the other."""
+
 _ADDRESS = r"0x[0-9a-fA-F]{6,}"
 _OWN = ("name", "md5")
 _CONVERSIONS: dict[str | None, Callable[[Any], Any]] = {None: lambda value: value, "r": repr, "s": str, "a": ascii}
@@ -77,20 +79,20 @@ def _all_text(arguments: Arguments) -> Text:
         values = arguments.values(args, kwargs)
         try:
             return digest(values)
-        except UnknownType:
-            raise _unkeyable(*_culprit(arguments.names, values)) from None
+        except UnknownType as error:
+            culprit = next(index for index, value in enumerate(values) if not _has_digest(value))
+            raise _unkeyable(arguments.names[culprit], error.kind) from None
 
     return text
 
 
-def _culprit(names: list[str], values: list[Any]) -> tuple[str, type]:
-    """The first parameter whose value has no canonical spelling, and the type that is to blame."""
-    for name, value in zip(names, values, strict=True):
-        try:
-            digest(value)
-        except UnknownType as error:
-            return name, error.kind
-    return names[0], list  # nested so deeply that only all of them together are too deep
+def _has_digest(value: object) -> bool:
+    """Whether one of all arguments has a canonical spelling where it stands, one level down."""
+    try:
+        digest([value])
+    except UnknownType:
+        return False
+    return True
 
 
 def _unkeyable(name: str, kind: type) -> UnkeyableArgument:
@@ -110,7 +112,7 @@ def _value(field: Field, arguments: Arguments) -> _Value:
         problem = f"{field} names no parameter, write one of {_choices(arguments)}"
         raise field.error(problem)
     parameter = matched["first"]
-    steps = [(step["attribute"] or "", step["item"] or "") for step in re.finditer(_STEP, matched["rest"])]
+    steps = re.findall(_STEP, matched["rest"])
     if any(word.startswith("_") for word in (parameter, *(word for step in steps for word in step))):
         problem = f"{field} has a name that begins with an underscore, write a public one or key=callable"
         raise field.error(problem)
@@ -148,8 +150,6 @@ def _parameter_text(value: _Value, arguments: Arguments, escaped: frozenset[str]
 
 def _getter(value: _Value, arguments: Arguments) -> Get:
     get = arguments.getter(value.parameter)
-    if not value.steps:
-        return get
 
     def follow(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         found = get(args, kwargs)

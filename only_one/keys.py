@@ -13,7 +13,7 @@ from .errors import KeyTemplateError, UnkeyableArgument
 from .escaping import ALWAYS, escape, shorten
 from .fields import Field, Text, text_of
 
-MakeKey = Text
+MakeKey = Callable[[str, tuple[Any, ...], Mapping[str, Any]], str]
 """The name of the task or function, and the call's positional and keyword arguments, to the key."""
 
 
