@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import importlib.util
 import inspect
 import json
 import math
@@ -31,8 +32,9 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from kombu.utils import json as broker
 
-from only_one import UnkeyableArgument
-from only_one.encoding import digest
+from only_one import OnlyOneError, UnkeyableArgument, encoding
+from only_one.arguments import Arguments
+from only_one.encoding import _digest_of_short, digest
 from only_one.keys import compile_key
 
 GOLDEN = Path(__file__).with_name("golden") / "keys.json"
@@ -67,6 +69,7 @@ def key_of(value: object, template: str = "{a}") -> str:
 class Colour(enum.Enum):
     RED = "red"
     BLUE = ("blue", 3)
+    NONE = None
 
 
 class Level(enum.IntEnum):
@@ -98,6 +101,10 @@ class Feed:
 class Sheet:
     url: str
     tags: list[str] = field(default_factory=list)
+    seen: int = field(default=0, compare=False)
+
+
+Sheet.__module__ = "shop.models"  # in every process
 
 
 class Opaque:
@@ -224,10 +231,11 @@ def test_every_kind_of_parameter(template: str) -> None:
 
 
 def test_a_positional_only_name_may_come_again_as_keyword() -> None:
-    def mixed(a: int, /, **others: int) -> None: ...
+    def mixed(a: int = 0, /, **others: int) -> None: ...
 
     key = maker("{a}:{others[a]}", mixed)
     assert key(1, a=2) == "1:2"
+    assert maker("{a}", mixed)(a=2) == "0"
 
 
 def after_the_broker(value: object) -> Any:
@@ -285,6 +293,8 @@ def test_an_enum_is_its_value_in_every_kind_of_field(template: str) -> None:
         (Colour.BLUE, ["blue", 3]),
         ({Mode.FAST: 1}, {"fast": 1}),
         ({Level.LOW: 1}, {"1": 1}),
+        ({Colour.NONE: 1}, {"null": 1}),
+        ({math.inf: 1, -math.inf: 2, math.nan: 3}, {"Infinity": 1, "-Infinity": 2, "NaN": 3}),
         (Text("a"), "a"),
         (Number(3), 3),
         (Point(1, 2), [1, 2]),
@@ -335,6 +345,7 @@ def test_the_types_do_not_blur() -> None:
 def test_dataclasses_of_different_classes_differ() -> None:
     values = [Feed("a"), Feed("b"), Feed("a", ["x"]), Sheet("a"), {"url": "a", "tags": []}]
     assert len({digest(value) for value in values}) == len(values)
+    assert digest(Sheet("a", seen=1)) == digest(Sheet("a"))  # as they are equal
 
 
 def test_where_arguments_stand_counts() -> None:
@@ -476,6 +487,7 @@ USER = SimpleNamespace(id=7, team=SimpleNamespace(name="ops"))
         ("{a.id}", (USER,), {}, "7"),
         ("{a.team.name}:{b}", (USER, 1), {}, "ops:1"),
         ("{a[0]}", ({"0": "x"},), {}, "x"),
+        ("{a[0]}", ({0: "x"},), {}, "x"),
         ("{a[0][sku].id}", ([{"sku": USER}],), {}, "7"),
         ("{a[not a name]}", ({"not a name": 3},), {}, "3"),
         ("{rest[1]}", (0, 0, "x", "y"), {}, "y"),
@@ -487,7 +499,9 @@ USER = SimpleNamespace(id=7, team=SimpleNamespace(name="ops"))
         ("{a!a}", ("\xe9",), {}, "'\\xe9'"),
         ("{a!r:>5}", ("x",), {}, "  'x'"),
         ("{a}:{b}", ("x:y%", "z"), {}, "x%3Ay%25:z"),
+        ("{a}:{b}-{c}", ("X-\ud800", ":Y"), {"c": "-"}, "X%2D%ED%A0%80:%3AY-%2D"),
         ("{a}", (b"x",), {}, "b'x'"),
+        ("{a:>5}", (b"x",), {}, " b'x'"),
         ("{a.id:md5}", (USER,), {}, digest(7)),
         ("{a[0]:md5}", ([[1, 2]],), {}, digest([1, 2])),
         ("{rest:md5}", (0, 0, "x"), {}, digest(["x"])),
@@ -510,7 +524,54 @@ def test_a_constant_key_asks_nothing_of_the_call() -> None:
 @pytest.mark.parametrize("template", ["{a}", "{a:md5}", "{a.real}:{name}"])
 def test_a_key_of_one_parameter_does_not_look_at_the_rest(template: str) -> None:
     key = maker(template, lambda a, b, *rest, **others: (a, b, rest, others))
-    assert key(1, object(), object(), x=object()) == key(1, 2)
+    assert key(1, object(), object(), x=object()) == key(1, 2) == key(1) == key(a=1)
+
+
+@pytest.mark.parametrize("template", ["{md5}", "{a}:{b}:{d}", "{b.real}"])
+def test_an_ordinary_call_is_not_bound(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    """That would take longer than all the rest of making its key."""
+    key = maker(template, importer)
+    monkeypatch.setattr(Arguments, "bind", None)
+    assert key(1) == key(a=1) == key(1, 2) == key(1, b=2) == key(b=2, a=1) == key(1, 2, (3, "x")) == key(1, d=None)
+    assert key(1, 3, d=4) != key(1)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [((), {}), ((), {"b": 1}), ((1, 2, 3, 4), {}), ((1,), {"nope": 1}), ((1,), {"a": 1})], ids=repr
+)
+def test_a_call_that_could_not_be_made_has_no_key(args: Any, kwargs: Any) -> None:
+    with pytest.raises(TypeError) as raised:
+        maker("{md5}", importer)(*args, **kwargs)
+    assert not isinstance(raised.value, OnlyOneError)
+
+
+def test_the_digests_of_short_texts_are_remembered() -> None:
+    """Long ones would take the memory."""
+    _digest_of_short.cache_clear()
+    digest("x" * 200)
+    digest("x" * 201)
+    assert _digest_of_short.cache_info().currsize == 1
+
+
+def test_the_md5_of_python_itself_is_the_faster_one() -> None:
+    assert encoding.md5 is pytest.importorskip("_md5").md5
+
+
+def test_a_python_that_has_openssls_md5_only_and_not_for_security(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As builds for FIPS are."""
+    md5 = hashlib.md5
+
+    def not_for_security(content: bytes, *, usedforsecurity: bool = True) -> Any:
+        assert not usedforsecurity
+        return md5(content, usedforsecurity=False)
+
+    monkeypatch.setitem(sys.modules, "_md5", None)
+    monkeypatch.setattr(hashlib, "md5", not_for_security)
+    spec: Any = encoding.__spec__
+    there = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(there)
+    for value in ("a", "x" * LONG, [1]):
+        assert there.digest(value) == digest(value)
 
 
 def test_a_callable_gets_all_arguments_by_their_names() -> None:
@@ -522,6 +583,12 @@ def test_a_callable_gets_all_arguments_by_their_names() -> None:
     make = maker(key, function)
     assert make(1) == make(a=1) == make(1, 2) == "1 2 () 3 %7B%7D"
     assert make(1, 2, 9, c=4, x=5) == "1 2 (9,) 4 %7B'x': 5%7D"
+    assert maker(lambda *, b, a: f"{a}{b}", lambda a, b: (a, b))(1, 2) == "12"
+
+
+def test_a_callable_that_has_other_names_gets_them_in_their_order() -> None:
+    assert maker(lambda x, y: f"{x}{y}", lambda a, b: (a, b))(b=2, a=1) == "12"
+    assert maker(max, lambda a, b: (a, b))("x", b="y") == "y"  # whose parameters nobody knows
 
 
 # --- what has no key ---------------------------------------------------------------------------------------------
@@ -553,6 +620,7 @@ UNKNOWN = {
     "in a list": [1, [Opaque()]],
     "in a dict": {"a": Opaque()},
     "as a dict's key": {Opaque(): 1},
+    "a number as a dict's key that is too long for JSON": {10**5000: 1},
     "in a set": {Opaque()},
     "in a dataclass": Feed("a", [Opaque()]),  # type: ignore[list-item]
     "a list of itself": LOOP,
@@ -568,6 +636,19 @@ def test_what_has_no_stable_key_is_named_with_the_way_out(value: object) -> None
             maker(template, lambda feed, other=1: (feed, other))(value)
         assert "'feed'" in str(raised.value)
         assert "0x" not in str(raised.value)
+
+
+def test_what_is_a_little_too_deep_among_all_arguments_is_named() -> None:
+    def is_refused(value: object) -> bool:
+        try:
+            return not key(value)
+        except UnkeyableArgument as error:
+            return "'a'" in str(error)
+
+    key = maker("{md5}", lambda a: a)
+    value: list[Any] = []
+    while not is_refused(value):
+        value = [value]
 
 
 ADDRESSED = {
@@ -682,6 +763,7 @@ VALUES: dict[str, object] = {
     "-timedelta": -timedelta(microseconds=1),
     "Path": PurePosixPath("/srv/feeds/a b.xml"),
     "Point": Point(1, "a"),
+    "Sheet": Sheet("a", ["b"], 1),
 }
 CALLS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "default": ("{name}:{md5}", (1,), {}),
