@@ -166,7 +166,7 @@ def test_a_run_that_is_killed_is_not_kept(redis: Any, redis_url: str, prefix: st
 # What else is no time is refused as it is for `timeout`; only none at all is no mistake here, and False is not none.
 @pytest.mark.parametrize("at_least", [False, None, -1, 10.5, timedelta(minutes=1)], ids=repr)
 def test_what_could_not_work_is_refused(at_least: Any) -> None:
-    with pytest.raises(ConfigurationError, match="at_least"):
+    with pytest.raises(ConfigurationError, match="at_least="):
         only_one(NAME, timeout=10, at_least=at_least)
 
 

@@ -148,6 +148,7 @@ TIMES: list[tuple[str, object, str]] = [
     ("too huge for a float", 10**5000, AT_MOST),
     ("timedelta below a millisecond", timedelta(microseconds=5), AT_LEAST),
     ("longest timedelta", timedelta.max, AT_MOST),
+    ("longer than ten years", timedelta(days=10 * 365, milliseconds=1), AT_MOST),
     ("True", True, SECONDS),
     ("Decimal", Decimal(3), SECONDS),
 ]
@@ -159,7 +160,7 @@ ROWS += [
     ("timeout: zero", lambda: only_one("k", 0), ConfigurationError, AT_LEAST),
     ("configure timeout: zero", lambda: configure_(timeout=0), ConfigurationError, AT_LEAST),
     ("configure lease: zero", lambda: configure_(lease=0), ConfigurationError, AT_LEAST),
-    ("configure queue_timeout: zero", lambda: configure_(queue_timeout=0), ConfigurationError, AT_LEAST),
+    ("configure queue_timeout", lambda: configure_(queue_timeout=0), ConfigurationError, "queue_timeout=0: write"),
     ("timeout: a str", lambda: only_one("k", timeout="5m"), ConfigurationError, "timeout=300, or a timedelta, such as"),
     ("timeout: a key", lambda: only_one(timeout="nightly"), ConfigurationError, "only_one('nightly', 300)"),
     ("lease: a str", lambda: only_one("k", lease="300"), ConfigurationError, "lease=300, or a timedelta, such as"),
@@ -181,8 +182,8 @@ TEMPLATES: list[tuple[str, str]] = [
     ("", "write a name for the lock"),
     ("{a", "a literal brace is written {{ or }}"),
     ("{a!rr}", "a literal brace is written {{ or }}"),
-    ("{}", PARAMETERS),
-    ("{nope}", PARAMETERS),
+    ("{}", f"{PARAMETERS}name]}}"),
+    ("{nope}", f"{PARAMETERS}nope]}}"),
     ("{a..b}", PARAMETERS),
     ("{a[x]y}", PARAMETERS),
     ("{a!x}", "write !r, !s or !a"),
@@ -212,6 +213,19 @@ ROWS += [
     ("key=None", lambda: only_one(key=None)(function), KeyTemplateError, "write a template such as"),
     ("a key that takes nothing", lambda: only_one(key=lambda: "k")(two), KeyTemplateError, "all parameters"),
     ("a key that takes too many", lambda: only_one(key=lambda x, y, z: "k")(two), KeyTemplateError, "all parameters"),  # noqa: ARG005
+    ("a key by position only", lambda: only_one(key=lambda x, y, /: "k")(two), KeyTemplateError, "all parameters"),  # noqa: ARG005
+    (
+        "a key for neither a function nor a bound task",
+        lambda: only_one(key=lambda x: "k")(with_self),  # noqa: ARG005
+        KeyTemplateError,
+        "all parameters",
+    ),
+    (
+        "a key that takes too few of a task's",
+        lambda: only_one(key=lambda y: "k")(app().task(lazy=False, name="few")(two)),  # noqa: ARG005
+        KeyTemplateError,
+        "all parameters",
+    ),
     ("an async key", lambda: only_one(key=coroutine)(two), KeyTemplateError, "write a plain one"),
     ("key_=", lambda: only_one(key_="k"), TypeError, "key_"),
 ]
@@ -224,7 +238,7 @@ ROWS += [
     ("an object among the rest", lambda: cover("{md5}", 1, 2, object()), UnkeyableArgument, "'rest'"),
     ("a missing attribute", lambda: cover("{a.id}", None), UnkeyableArgument, "key=callable"),
     ("a format of another type", lambda: cover("{a:%Y}", "x"), UnkeyableArgument, "format, or key=callable"),
-    ("a key that is bytes", lambda: cover(lambda *_, **__: b"k"), UnkeyableArgument, "return a str"),
+    ("a key that is bytes", lambda: cover(lambda *_, **__: b"k"), UnkeyableArgument, "<lambda> returned b'k': ret"),
     ("a key that is empty", lambda: cover(lambda *_, **__: ""), UnkeyableArgument, "return a str"),
 ]
 
@@ -275,6 +289,8 @@ ROWS += [
         ("a staticmethod", vars(Feed)["static"], "below @staticmethod, directly above the function"),
         ("a property", vars(Feed)["size"], "below @property, directly above the function"),
         ("None", None, NO_FUNCTION),
+        ("a generator", generator(), NO_FUNCTION),
+        ("a function of C that does not say its parameters", max, "write @only_one above a def around it"),
         ("a task that is not registered", Nameless(), "only_one(app.register_task("),
         ("a task of a generator", app().task(generator), CONSUMER),
         ("a shared task of a generator", shared_task(name="bad.shared")(generator), CONSUMER),
@@ -338,8 +354,8 @@ for label, policy in [
 ]:
     ROWS.append((f"when_busy: {label}", functools.partial(only_one, "k", when_busy=policy), ConfigurationError, POLICY))
 ROWS += [
-    ("when_down: None", lambda: only_one("k", when_down=None), ConfigurationError, POLICY),
-    ("when_lost: None", lambda: only_one("k", when_lost=None), ConfigurationError, POLICY),
+    ("when_down: None", lambda: only_one("k", when_down=None), ConfigurationError, "when_down=None: write skip"),
+    ("when_lost: None", lambda: only_one("k", when_lost=None), ConfigurationError, "when_lost=None: write skip"),
     ("when_lost=skip", lambda: only_one("k", when_lost=package.skip), ConfigurationError, "when_lost=carry_on"),
     ("configure when_busy: a name", lambda: configure_(when_busy="skip"), ConfigurationError, POLICY),
 ]
@@ -354,7 +370,12 @@ ROWS += [
     ("retry that is given the error", lambda: busy(lambda error: retry(error)), ConfigurationError, "retry()"),  # noqa: PLW0108
     ("a countdown of nothing", lambda: retry(0), ConfigurationError, "countdown=0: write"),
     ("a countdown of a str", lambda: buffer_one("5"), ConfigurationError, "countdown=300"),  # type: ignore[arg-type]
-    ("buffer_one that is given the error", lambda: busy(lambda error: buffer_one(error)), ConfigurationError, "()"),  # noqa: PLW0108
+    (
+        "buffer_one that is given the error",
+        lambda: busy(lambda error: buffer_one(error)),  # noqa: PLW0108
+        ConfigurationError,
+        "write buffer_one()",
+    ),
     ("max_retries below nothing", lambda: retry(max_retries=-1), ConfigurationError, "such as 10"),
     ("max_retries of a half", lambda: retry(max_retries=0.5), ConfigurationError, "such as 10"),  # type: ignore[arg-type]
     ("max_retries of True", lambda: retry(max_retries=True), ConfigurationError, "such as 10"),

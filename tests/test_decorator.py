@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import os
 import pickle
 import random
@@ -36,6 +37,8 @@ from only_one import (
     current_lock,
     only_one,
 )
+from only_one.encoding import digest
+from only_one.inspection import key_of
 from only_one.testing import RedisServer
 from tests.renewal import is_idle, is_renewed
 from tests.waiting import LIMIT, eventually
@@ -121,17 +124,17 @@ def keys_of(redis: Redis, prefix: str) -> list[str]:
 # --- forms -------------------------------------------------------------------------------------------------------
 
 FORMS: dict[str, tuple[Any, str, float]] = {
-    "@only_one": (only_one, "{name}:", 30),
-    "@only_one()": (only_one(), "{name}:", 30),
+    "@only_one": (only_one, "{name}:{md5}", 30),
+    "@only_one()": (only_one(), "{name}:{md5}", 30),
     '@only_one("k")': (only_one("k"), "k", 30),
     '@only_one("k", 300)': (only_one("k", 300), "k", 300),
     '@only_one(key="k", timeout=300)': (only_one(key="k", timeout=300), "k", 300),
-    "@only_one(timeout=300)": (only_one(timeout=300), "{name}:", 300),
+    "@only_one(timeout=300)": (only_one(timeout=300), "{name}:{md5}", 300),
     '@only_one("k", timedelta, lease=60)': (only_one("k", timedelta(minutes=5), lease=60), "k", 60),
     "@only_one(key=callable)": (only_one(key=lambda a: f"made-of-{a}"), "made-of-1", 30),
-    "only_one(function)": (only_one, "{name}:", 30),
+    "only_one(function)": (only_one, "{name}:{md5}", 30),
     'only_one(function, key="k", timeout=300)': (lambda f: only_one(f, key="k", timeout=300), "k", 300),
-    "only_one(function, 300)": (lambda f: only_one(f, 300), "{name}:", 300),
+    "only_one(function, 300)": (lambda f: only_one(f, 300), "{name}:{md5}", 300),
 }
 
 
@@ -153,7 +156,7 @@ def test_every_form_covers(
     name = f"{function.__module__}.{function.__qualname__}"
     with under_way(job, lambda: run_of(covered, 1)) as run:
         (taken,) = keys_of(redis, prefix)
-        assert taken.startswith(prefix + key.format(name=name.replace("{", "%7B")))
+        assert taken == prefix + key.format(name=name, md5=digest([1]))
         assert seconds / 2 < redis.pttl(taken) / 1000 <= seconds
         assert run_of(covered, 1) is None
         assert not run.done()
@@ -457,15 +460,19 @@ def test_processes_that_contend_lose_no_count(redis: Redis, redis_url: str, pref
 
 
 PROGRAM = """
-import sys
+import asyncio, sys
 from only_one import configure, current_lock, only_one
 
 @only_one{key}
 def main():
     return current_lock().key
 
+@only_one("async")
+async def main_async():
+    return current_lock().key
+
 configure(redis=sys.argv[1], prefix=sys.argv[2])
-print(main())
+print(main(), asyncio.run(main_async()), "celery" in sys.modules)
 """
 
 
@@ -482,7 +489,21 @@ def test_the_name_of_a_function_in_main_needs_the_m_switch(redis_url: str, prefi
     accepted = run("", "-m", "nightly_report")
     assert accepted.stdout.startswith(f"{prefix}nightly_report.main:"), accepted.stderr
     with_a_key = run("('nightly-report')", "nightly_report.py")
-    assert with_a_key.stdout.strip() == f"{prefix}nightly-report", with_a_key.stderr
+    assert with_a_key.stdout == f"{prefix}nightly-report {prefix}async False\n", with_a_key.stderr
+
+
+def test_the_name_of_a_function_in_a_process_that_was_spawned_by_such_a_program(prefix: str) -> None:
+    def work() -> str:
+        return current_lock().key
+
+    work.__module__ = "__mp_main__"
+    assert only_one("{name}")(work)() == f"{prefix}{__name__}.{work.__qualname__}"
+
+
+def test_the_name_of_a_function_of_c(prefix: str) -> None:
+    covered = only_one("{name}")(math.factorial)
+    assert covered(3) == 6
+    assert key_of(covered, 3) == f"{prefix}math.factorial"
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
@@ -700,6 +721,20 @@ def test_outside_of_a_run_there_is_no_lock() -> None:
     only_one("k")(lambda: None)()
     with pytest.raises(ConfigurationError, match="@only_one"):
         current_lock()
+
+
+def test_what_is_in_force_is_worked_out_once() -> None:
+    def work(a: int, b: int) -> None: ...
+
+    covered: Any = only_one("k")(work)
+    cover = covered.__only_one__
+    covered(1, 2)
+    plan = cover.plans[None]
+    covered(1, 2)
+    assert cover.plans[None] is cover.plan_for(cover.plain) is plan
+    with configure(takeover=False):
+        assert cover.plan_for(cover.plain) is not plan
+    assert cover.digest((1,), {"b": 2}) == digest([1, 2])
 
 
 # --- what it costs -----------------------------------------------------------------------------------------------

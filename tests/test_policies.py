@@ -24,6 +24,7 @@ from redis.exceptions import RedisError
 from only_one import (
     AlreadyRunning,
     ConfigurationError,
+    KeyTemplateError,
     LockLost,
     LockUnavailable,
     buffer_one,
@@ -34,6 +35,7 @@ from only_one import (
     retry,
     skip,
 )
+from only_one.policies import PutBack
 from only_one.servers import find_server
 from only_one.testing import RedisServer
 from tests.waiting import eventually
@@ -339,6 +341,17 @@ def test_a_retry_with_other_arguments_takes_the_other_key(app: Celery, prefix: s
     assert seen == ["k-1", "k-2", "k-3"]
 
 
+def test_a_callable_that_makes_the_key_of_a_bound_task_is_not_given_the_task(app: Celery, prefix: str) -> None:
+    def work(self: Any, number: int) -> str:
+        return current_lock().key
+
+    made: Any = {"key": lambda number: f"k-{number}"}
+    assert a_task(app, work, bind=True, **made).delay(1).get() == f"{prefix}k-1"
+    covered: Any = only_one(**made)(work)
+    with pytest.raises(KeyTemplateError, match="self"):  # for a plain function, of which it could not be known before
+        covered(None, 1)
+
+
 def test_another_run_from_inside_a_run_is_busy(app: Celery) -> None:
     seen: list[Any] = []
 
@@ -409,6 +422,27 @@ def test_countdowns_that_work() -> None:
     assert buffer_one(timedelta(seconds=2)).countdown == 2
     assert retry(max_retries=0).max_retries == 0
     assert retry().countdown is retry().max_retries is buffer_one().countdown is None
+    assert retry(0.001).countdown == 0.001
+    assert retry(timedelta(days=10 * 365)).countdown == 10 * 365 * 24 * 3600
+
+
+@pytest.mark.parametrize(
+    ("policy", "shown", "wish"),
+    [
+        (retry(2, 3), "retry(countdown=2.0, max_retries=3)", (2, 3, False)),
+        (buffer_one(2), "buffer_one(countdown=2.0)", (2, None, True)),
+        (retry(), "retry(countdown=None, max_retries=None)", (None, None, False)),
+    ],
+)
+def test_what_a_policy_wishes(policy: Any, shown: str, wish: Any) -> None:
+    error = AlreadyRunning("k")
+    with pytest.raises(PutBack) as raised:
+        policy(error)
+    assert raised.value.error is error
+    assert (raised.value.countdown, raised.value.max_retries, raised.value.only_newest) == wish
+    assert repr(policy) == shown
+    bare = PutBack(error)
+    assert (bare.countdown, bare.max_retries, bare.only_newest) == (None, None, False)
 
 
 @pytest.mark.parametrize("policy", [retry(1.1), buffer_one(1.1)], ids=repr)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 import signal
@@ -176,7 +177,7 @@ def test_the_last_resort_is_localhost(
         only_one(f"{uuid4()}", when_down=skip)(lambda: None)()
     else:
         run(an_app(broker_url=broker).task(only_one(f"{uuid4()}", when_down=skip)(own_key), name="t", shared=False))
-    assert "redis://localhost:6379/0" in caplog.text
+    assert "locks are kept in redis://localhost:6379/0" in caplog.messages
 
 
 def test_a_server_is_given_as_client_url_or_callable(servers: list[RedisServer]) -> None:
@@ -519,6 +520,13 @@ def test_the_environment_switches_off_where_nothing_is_configured(
     assert switched_off() is off
 
 
+def test_the_words_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for on, words in {True: ["1", "true", "Yes", "on"], False: ["0", "FALSE", "no", "off"]}.items():
+        for word in words:
+            monkeypatch.setenv("ONLY_ONE_ACTIVE", word)
+            assert settings.is_active(settings.Settings()) is on
+
+
 @pytest.mark.usefixtures("busy_for_apps")
 def test_an_app_switches_off_where_nothing_is_configured(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     task = a_task(an_app(only_one_redis=url, only_one_active=False), lambda: "ran")
@@ -548,6 +556,21 @@ def test_configure_holds_on_and_a_block_puts_back_what_was(redis: Redis, prefix:
         assert key_of() == f"{prefix}a:k"
     assert key_of() == f"{prefix}k"
     assert only_one("k")(times)() == (30, None)
+
+
+def test_a_block_that_ends_first_takes_nothing_from_the_others(redis: Redis, prefix: str) -> None:
+    """As blocks do that are in two threads."""
+    first = configure(prefix=f"{prefix}a:", timeout=90)
+    first.__enter__()
+    with configure(prefix=f"{prefix}b:"):
+        first.__exit__(None, None, None)
+        assert key_of() == f"{prefix}b:k"
+        assert only_one("k")(times)() == (30, None)
+    assert key_of() == f"{prefix}k"
+
+
+def test_what_is_not_given_is_shown_as_dots() -> None:
+    assert "prefix: str | Unset = …, " in str(inspect.signature(configure)).replace("'", "")
 
 
 def test_a_bad_value_changes_nothing(redis: Redis, prefix: str) -> None:
