@@ -549,6 +549,7 @@ def test_the_digests_of_short_texts_are_remembered() -> None:
     """Long ones would take the memory."""
     _digest_of_short.cache_clear()
     digest("x" * 200)
+    assert _digest_of_short.cache_info().currsize == 1
     digest("x" * 201)
     assert _digest_of_short.cache_info().currsize == 1
 
