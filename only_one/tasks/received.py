@@ -15,6 +15,7 @@ from only_one.lease import Lease
 from only_one.leases import hold
 from only_one.lock import drive
 from only_one.protocol import replace
+from only_one.servers import Server
 from only_one.settings import DEFAULT_LEASE
 
 from .put_back import header_of
@@ -28,8 +29,8 @@ _LOOKS_AGAIN_AFTER = 1.0
 _RESTS = 10.0
 """Seconds for which nothing is said where the server did not answer: the worker has messages to receive."""
 
-_waiting: dict[Lease, bytes] = {}
-"""The keys that name this process, and what stood there before; those that others have by now are lost leases."""
+_waiting: dict[Lease, tuple[Server, bytes]] = {}
+"""The keys that name this process, where they are, and what stood there before; what others have by now is lost."""
 
 _swept_at = _rests_until = 0.0
 
@@ -48,8 +49,10 @@ def _on_received(sender: Any, request: Any, **_: Any) -> None:
 def _receive(consumer: Any, request: Any) -> None:
     """Put this process under the key of a task that was queued with it, for as long as it lives and the task waits."""
     cover = queue_cover_of(request.task)
-    header = header_of(Context(request.request_dict)) if cover is not None else None
-    if cover is None or header is None or header.key is None or not (header.token or header.attempt):
+    if cover is None:
+        return
+    header = header_of(Context(request.request_dict))
+    if header.key is None or not (header.token or header.attempt):
         return
     plan = cover.plan_for(call_from_outside(request.task, cover))
     begins_in = waits_for(request.app, 0, None, request.eta)
@@ -58,9 +61,9 @@ def _receive(consumer: Any, request: Any) -> None:
         return
     token = _identity(request, header.attempt, "received").token(limit)
     lease = Lease(plan.server, header.key, token, now(), min(DEFAULT_LEASE, limit), limit)
-    if lease.renews:  # not before it may begin: any number may wait for that
-        lease.expires_at += begins_in
-        lease.renew_at += begins_in
+    # It is not renewed before it may begin: any number may wait for that.
+    lease.expires_at += begins_in
+    lease.renew_at += begins_in
     milliseconds = round(min(DEFAULT_LEASE + begins_in, limit) * 1000)
     queued = header.token.encode() if header.token else b""
     became = drive(plan.server.client, replace(header.key, queued, token, milliseconds))
@@ -75,7 +78,7 @@ def _receive(consumer: Any, request: Any) -> None:
     if became.fate == "held":
         request.request_dict.update(changed(header, token=token.decode()).as_headers())
         _sweep()
-        _waiting[lease] = queued or _identity(request, header.attempt, "queued").token(limit)
+        _waiting[lease] = plan.server, queued or _identity(request, header.attempt, "queued").token(limit)
         hold(lease)
 
 
@@ -95,16 +98,15 @@ def _sweep() -> None:
 def _on_shutdown(**_: Any) -> None:
     """What has not begun is in its queue again, and no worker's."""
     while _waiting:
-        lease, queued = _waiting.popitem()
-        left = round((lease.ends_at - now()) * 1000)
-        if lease.server is None or lease.reason is not None or left <= 0:
+        lease, (server, queued) = _waiting.popitem()
+        if lease.reason is not None:
             continue
         try:
-            drive(lease.server.client, replace(lease.key, lease.token, queued, left))
+            drive(server.client, replace(lease.key, lease.token, queued, round((lease.ends_at - now()) * 1000)))
         except Exception as error:  # noqa: BLE001 - the next worker that receives it says so
             logger.debug("%s is queued again, which it does not say: %s", lease.key, error)
             return
 
 
-signals.task_received.connect(_on_received, weak=False, dispatch_uid="only_one_received")
-signals.worker_shutdown.connect(_on_shutdown, weak=False, dispatch_uid="only_one_received")
+signals.task_received.connect(_on_received)
+signals.worker_shutdown.connect(_on_shutdown)
