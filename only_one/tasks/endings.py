@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from celery import signals
@@ -33,21 +34,21 @@ _at_work = threading.Lock()
 """Held while a thread of ours does something: the pool does not fork then, as its new child would inherit whatever lock
 of Python, Celery or redis-py the thread has, and nobody to let it go."""
 
-if hasattr(os, "register_at_fork"):
+with suppress(AttributeError):  # where nothing forks
     os.register_at_fork(before=_at_work.acquire, after_in_parent=_at_work.release, after_in_child=_at_work.release)
 
 
-def _on_failure(sender: Any, task_id: str, exception: Any, args: Any = (), kwargs: Any = None, **_: Any) -> None:
+def _on_failure(sender: Any, task_id: str, exception: Any, args: Any, kwargs: Any, **_: Any) -> None:
     if isinstance(exception, (TimeLimitExceeded, WorkerLostError)):
-        _watch(sender, task_id, args, kwargs)
+        _watch(sender, task_id, args, kwargs, None)
 
 
-def _on_revoked(sender: Any, request: Any, terminated: bool = False, **_: Any) -> None:  # noqa: FBT001, FBT002 - Celery's
+def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None:  # noqa: FBT001 - Celery's
     if terminated or queue_cover_of(sender) is not None:
         _watch(sender, request.id, request.args, request.kwargs, header_of(request).key)
 
 
-def _watch(task: Any, task_id: str, args: Any, kwargs: Any, key: str | None = None) -> None:
+def _watch(task: Any, task_id: str, args: Any, kwargs: Any, key: str | None) -> None:
     """Give the keys of a task back as soon as its process is dead, in a thread, as the worker has others to see to."""
     for cover in covers_of(task):
         given = (task, cover, task_id, args, kwargs, key if cover.task is not None else None)
@@ -91,13 +92,12 @@ def _is_released(server: Server, key: str, task_id: str, *, takeover: bool) -> b
 
 def _has_ended(holder: Holder) -> bool:
     """Whether it is a child of ours that has ended; it seems alive until Celery waits for it, which may take 5 s."""
-    if holder.machine != machine() or not hasattr(os, "waitid"):
+    if holder.machine != machine():
         return False
-    try:
+    with suppress(ChildProcessError, AttributeError):  # it is another's, or macOS before Python 3.13 cannot tell
         return os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:
-        return False
+    return False
 
 
-signals.task_failure.connect(_on_failure, weak=False, dispatch_uid="only_one")
-signals.task_revoked.connect(_on_revoked, weak=False, dispatch_uid="only_one")
+signals.task_failure.connect(_on_failure)
+signals.task_revoked.connect(_on_revoked)

@@ -18,10 +18,10 @@ from .task_call import call_from_outside
 from .wrapping import queue_cover_of
 
 
-def _on_end(sender: Any, task: Any = None, **_: Any) -> None:
+def _on_end(sender: Any, task: Any, **_: Any) -> None:
     """A signal handler, `before_start` or a base class has kept it from running."""
     cover = queue_cover_of(sender)
-    if cover is None or task is None or getattr(task.request, "only_one_has_begun", False):
+    if cover is None or getattr(task.request, "only_one_has_begun", False):
         return
     _forget(sender, cover, task.request)
 
@@ -56,5 +56,5 @@ def _queued_value(server: Server, key: str, request: Any) -> bytes | None:
     return value if is_its else None
 
 
-signals.task_postrun.connect(_on_end, weak=False, dispatch_uid="only_one_queue")
-signals.task_revoked.connect(_on_revoked, weak=False, dispatch_uid="only_one_queue")
+signals.task_postrun.connect(_on_end)
+signals.task_revoked.connect(_on_revoked)
