@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib
 import json
 import logging
@@ -42,6 +43,7 @@ from only_one import (
     configure,
     current_lock,
     fail,
+    leases,
     only_one,
     retry,
     settings,
@@ -167,6 +169,7 @@ def test_a_duplicate_is_not_published_and_gets_the_result_of_the_one_that_is_the
     assert isinstance(first, AsyncResult)
     assert queued() == 1
     assert (held("k-1").state, held("k-1").task_id, held("k-1").name) == ("queued", first.id, task.name)
+    assert held("k-1").attempt == 0
     second = task.delay(1)
     assert isinstance(second, AsyncResult)
     assert second == first
@@ -203,7 +206,16 @@ def test_whether_a_call_has_started_something_can_be_seen(app: Celery, queued: A
 def test_whether_a_call_has_started_something_can_be_seen_with_buffer_one(app: Celery, busy: KeyIsBusy) -> None:
     task = a_task(app, "k", when_busy=buffer_one())
     with busy("k"):
-        assert [task.delay(1).is_duplicate for _ in range(2)] == [False, True]
+        answers = [task.delay(1) for _ in range(2)]
+    assert [(answer.is_duplicate, answer.holder) for answer in answers] == [(False, None), (True, None)]
+
+
+def test_whether_a_call_has_started_something_can_be_seen_where_a_function_holds_its_key(
+    app: Celery, busy: KeyIsBusy
+) -> None:
+    with busy("k"):
+        answer = a_task(app, "k").delay(1)
+    assert (answer.is_duplicate, answer.holder) == (False, None)
 
 
 def test_whether_a_call_has_started_something_can_be_seen_of_a_shared_task(new_app: Any) -> None:
@@ -316,7 +328,7 @@ def test_the_policy_may_be_configured_or_the_apps(new_app: Any, queued: Any) -> 
 def test_retry_that_is_inherited_makes_no_decorator_invalid(app: Celery, queued: Any) -> None:
     with configure(when_busy=retry()):
         task = a_task(app, "k")
-        assert isinstance(task.delay(), AsyncResult)
+        assert task.delay() == task.delay()
         assert queued() == 1
 
 
@@ -481,12 +493,14 @@ def test_while_queued_it_lives_until_the_task_expires(app: Celery, left: Any, ho
         assert lives_for(600 if how == "datetime" else 9000, left("k"))
 
 
-def test_one_that_has_expired_already_holds_nothing_up(app: Celery, left: Any, queued: Any) -> None:
+def test_one_that_has_expired_already_holds_nothing_up(app: Celery, redis: Redis, prefix: str, queued: Any) -> None:
     task = a_task(app, "k")
-    for expires in (-5, in_(-5), 0.0001):
+    for expires in (-5, in_(-5), 0.0009):
         task.apply_async(expires=expires)
-        assert left("k") == -2
     assert queued() == 3  # the worker says that they were revoked
+    assert not any("only_one" in headers for headers in messages(redis, prefix))
+    task.apply_async(expires=0.001)
+    assert "only_one" in messages(redis, prefix)[-1]
 
 
 @pytest.mark.parametrize("how", ["countdown", "eta", "naive eta", "eta with a zone", "a date"])
@@ -669,6 +683,7 @@ def test_the_task_is_what_it_was(app: Celery) -> None:
     assert (task.name, task.rate_limit, task.max_retries, task.app) == ("kept", "10/s", 7, app)
     assert task.__doc__ == work.__doc__
     assert task.__name__ == "work"
+    assert task.apply_async.__doc__ == Task.apply_async.__doc__
     assert task.s(1).task == "kept"
 
 
@@ -691,13 +706,20 @@ def test_a_shared_task_in_three_apps(new_app: Any, queued: Any, held: Any, left:
     assert queued("second") == 1
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_a_tasks_copy_in_another_app(new_app: Any, queued: Any, order: str) -> None:
+def bound(self: Any, value: int = 0) -> Any:
+    return self, value
+
+
+@pytest.mark.parametrize("order", ["before", "after", "made"])
+@pytest.mark.parametrize("kind", [{}, {"bind": True, "autoretry_for": (OSError,)}], ids=["plain", "bound"])
+def test_a_tasks_copy_in_another_app(new_app: Any, queued: Any, order: str, kind: Any) -> None:
     """`app.task` puts the task into every app that is finalized later."""
     app = new_app("first")
+    if order == "made":
+        app.finalize()
     copies = None if order == "after" else new_app("copies")
     name = f"task-{uuid4()}"
-    task = cover("k")(app.task(work, name=name))
+    task = cover("k")(app.task(bound if kind else work, name=name, **kind))
     first = task.delay()
     copies = copies or new_app("copies")
     copy = copies.tasks[name]
@@ -705,6 +727,36 @@ def test_a_tasks_copy_in_another_app(new_app: Any, queued: Any, order: str) -> N
     assert copy.delay() == first
     assert queued("copies") == 0
     assert queued("first") == 1
+
+
+def test_another_task_of_that_name_in_another_app(new_app: Any, queued: Any) -> None:
+    app, others = new_app("first"), new_app("others")
+    name = f"task-{uuid4()}"
+    another = others.task(other, name=name, shared=False)
+    others.finalize()
+    cover("k")(app.task(work, name=name)).delay()
+    assert another.delay() != another.delay()
+    assert queued("others") == 2
+
+
+@pytest.mark.parametrize("kind", ["app.task", "shared_task", "not bound"])
+def test_the_task_itself_is_no_field(app: Celery, kind: str) -> None:
+    """Where that can be seen before the task is made."""
+
+    def function(self: Any, value: int) -> Any:
+        return self, value
+
+    def another(this: Any, value: int) -> Any:
+        return this, value
+
+    options = {"name": f"task-{uuid4()}", "bind": True}
+    if kind == "not bound":
+        cover("k-{self}")(app.task(function, name=options["name"], shared=False))
+        cover("k-{value}")(shared_task(work, name=options["name"]))
+        return
+    promise, field = (shared_task(function, **options), "self") if kind == "shared_task" else (None, "this")
+    with pytest.raises(KeyTemplateError, match=field):
+        cover(f"k-{{{field}}}")(promise or app.task(another, shared=False, **options))
 
 
 def test_pickled_it_is_the_task(app: Celery, queued: Any) -> None:
@@ -759,7 +811,18 @@ def test_a_task_that_is_a_class(app: Celery, queued: Any, held: Any, prefix: str
     assert task(2) == (2, f"{prefix}k-2")
 
 
-def test_a_task_with_a_model(new_app: Any, queued: Any, prefix: str) -> None:
+class Page(BaseModel):
+    number: int
+
+
+def with_a_page(page: Page) -> Page:
+    return page
+
+
+with_a_page.__annotations__.update(page=Page, **{"return": Page})  # which Celery does not find in text
+
+
+def test_a_task_with_a_model(new_app: Any, queued: Any, held: Any, prefix: str) -> None:
     class Feed(BaseModel):
         key: str
         pages: int = 1
@@ -775,6 +838,9 @@ def test_a_task_with_a_model(new_app: Any, queued: Any, prefix: str) -> None:
     by_attribute = a_task(new_app(), function=modelled, celery={"pydantic": True})
     assert by_attribute.delay({"key": "a"}) == by_attribute.delay({"key": "a"})
     assert queued() == 2
+    pickled = a_task(new_app(), "{page.number}", function=with_a_page, celery={"pydantic": True})
+    pickled.apply_async((Page(number=7),), serializer="pickle")  # which carries it as it is
+    assert held("7").name == pickled.name
     eager = a_task(new_app(task_always_eager=True), "{feed[key]}", function=modelled, celery={"pydantic": True})
     assert eager.delay({"key": "e", "pages": 3}).get() == {"key": f"{prefix}e", "pages": 3}
 
@@ -816,6 +882,9 @@ def test_what_beat_does_not_send_is_one_line_of_its_log(
     assert ours.getMessage().startswith(f"Couldn't apply scheduled task each: {prefix}k is taken by beaten (task ")
     assert len(logging.Formatter().format(ours).splitlines()) == 1
     assert theirs.exc_info  # an error of another kind is logged as it was
+    with caplog.at_level("WARNING"):
+        logging.getLogger("celery.beat").warning("it is %s", "late")
+    assert caplog.messages[-1] == "it is late"
 
 
 def test_by_name_it_is_published_past_the_decorator(app: Celery, queued: Any) -> None:
@@ -823,6 +892,15 @@ def test_by_name_it_is_published_past_the_decorator(app: Celery, queued: Any) ->
     first = task.delay()
     assert app.send_task("named") != first
     assert queued() == 2
+
+
+def test_what_is_sent_again_is_published(app: Celery, queued: Any) -> None:
+    """The message is the one that has the key."""
+    task = a_task(app, "k")
+    first = task.delay()
+    task.apply_async(headers=Header(first.id, 0, times=1).as_headers())
+    task.apply_async(retries=1)
+    assert queued() == 3
 
 
 def test_what_is_sent_with_a_connection_or_to_another_queue(app: Celery, queued: Any, prefix: str) -> None:
@@ -884,7 +962,9 @@ def test_headers_as_a_list_are_kept(app: Any, redis: Redis, prefix: str) -> None
     task.apply_async(headers=[("mine", 1)])
     (headers,) = messages(redis, prefix)
     assert headers["mine"] == 1
-    assert headers["only_one"]["key"] == f"{prefix}k"
+    token: Any = redis.get(f"{prefix}k")
+    expected = Header(headers["id"], 0, key=f"{prefix}k", token=token.decode())
+    assert headers["only_one"] == expected.as_headers()["only_one"]
 
 
 # --- buffer_one --------------------------------------------------------------------------------------------------
@@ -897,6 +977,8 @@ def test_the_newest_is_numbered_though_it_brings_an_id(app: Any, redis: Redis, p
     first, second = messages(redis, prefix)
     assert first["id"] == "mine"
     assert 0 < first["only_one"]["trigger"] < second["only_one"]["trigger"]
+    expected = Header("mine", 0, key=f"{prefix}k", trigger=first["only_one"]["trigger"])
+    assert first["only_one"] == expected.as_headers()["only_one"]
 
 
 def test_one_that_brings_an_id_is_published_though_its_like_waits(app: Any, redis: Redis, prefix: str) -> None:
@@ -945,7 +1027,8 @@ def test_the_key_has_the_id_that_was_published(app: Any, held: Any) -> None:
     for value, expires in ((1, None), (2, 29)):  # less than the 30 s for which it is taken until it is published
         first = task.apply_async((value,), expires=expires)
         assert first.id.startswith("own-")
-        assert (held(f"k-{value}").task_id, held(f"k-{value}").state) == (first.id, "queued")
+        holder = held(f"k-{value}")
+        assert (holder.task_id, holder.state, holder.attempt) == (first.id, "queued", 0)
         assert task.delay(value) == first
 
 
@@ -965,13 +1048,46 @@ def test_options_that_celery_refuses(app: Any, redis: Redis, prefix: str) -> Non
     with pytest.raises(TypeError):
         task.apply_async((), {}, None, task_id="x")
     assert not redis.exists(f"{prefix}k")
+    task.delay()
+    with pytest.raises(TypeError, match="list or tuple"):
+        task.apply_async("ab")
+
+
+def test_options_by_their_position(app: Any, redis: Redis, prefix: str) -> None:
+    task = a_task(app, "k-{value}")
+    after, instead = (app.task(other, name=name, shared=False) for name in ("after", "instead"))
+    with app.producer_pool.acquire(block=True) as producer:
+        task.apply_async((1,), {"more": 2}, "mine", producer, after.s(), instead.s(), "shadow")
+    (headers,) = messages(redis, prefix)
+    assert (headers["id"], headers["shadow"]) == ("mine", "shadow")
+    message: Any = json.loads(redis.lindex(f"{prefix}queue", 0) or "")
+    args, kwargs, embedded = json.loads(base64.b64decode(message["body"]))
+    assert (args, kwargs) == ([1], {"more": 2})
+    assert [embedded[name][0]["task"] for name in ("callbacks", "errbacks")] == ["after", "instead"]
+
+
+def test_an_apply_async_that_others_have_put_there(app: Any, queued: Any) -> None:
+    """As by instrumentation: on the task before it was covered, and on its class since."""
+    plain = app.task(work, name=f"task-{uuid4()}", shared=False)
+    own, calls = plain.apply_async, []
+
+    def instrumented(*args: Any, **options: Any) -> Any:
+        calls.append(options["task_id"])
+        return own(*args, **options)
+
+    plain.apply_async = instrumented
+    task = cover("k")(plain)
+    assert task.delay() == task.delay()
+    assert (len(calls), queued()) == (1, 1)
 
 
 MODULE = """
 from celery import current_app
-from only_one import only_one, fail
+from only_one import only_one
 
-@only_one("k", when_busy=fail)
+def is_busy(error): ...
+
+@only_one("k", when_busy=is_busy)
 @current_app.task(name="loaded twice", shared=False)
 def task(): ...
 """
@@ -1055,6 +1171,7 @@ def test_a_key_that_cannot_be_given_back_is_in_the_background(
         assert redis.exists(f"{prefix}k")
         stack.close()
         assert eventually(lambda: not redis.exists(f"{prefix}k"))
+        assert eventually(lambda: not leases._renewer.adrift)  # it is not looked for any more
 
 
 def test_a_call_that_is_interrupted_before_it_knows_that_it_has_the_key(
@@ -1094,6 +1211,19 @@ def test_a_key_that_is_not_lengthened_is_told(
         assert isinstance(task.delay(), AsyncResult)
     assert queued() == 1
     assert f"{prefix}k is queued, and may be queued again in 30 s" in caplog.text
+
+
+def test_a_key_that_is_not_lengthened_is_not_told_as_wrong_where_the_server_went_away(
+    app: Any, redis_url: str, queued: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Proxy(redis_url) as proxy, configure(redis=proxy.url), ExitStack() as stack:
+        task = a_task(app, "k")
+        caplog.set_level("DEBUG", "only_one")
+        with about_to_publish(task, lambda: stack.enter_context(proxy.refused())):
+            assert isinstance(task.delay(), AsyncResult)
+    assert queued() == 1
+    (told,) = (record for record in caplog.records if "may be queued again" in record.getMessage())
+    assert told.levelname == "DEBUG"
 
 
 def test_the_newest_is_queued_though_nobody_comes_to_know(app: Any, redis_url: str, queued: Any) -> None:

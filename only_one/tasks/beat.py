@@ -13,7 +13,7 @@ class _OneLine(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if error is not None and isinstance(error.__cause__ or error.__context__, AlreadyRunning):
-            record.msg, record.args, record.exc_info = "%s", (error,), None
+            record.msg, record.args, record.exc_info = str(error), (), None
         return True
 
 

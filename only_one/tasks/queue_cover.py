@@ -62,19 +62,18 @@ def cover_task(found: Any, key: Any, options: Options) -> Any:
 def _check(promise: Promise, key: Any) -> None:
     """Refuse now what will be refused when the task is made."""
     check_function(promise.function)
-    parameters = list(inspect.signature(promise.function).parameters.values())
-    without_self = inspect.Signature(parameters[1:])
+    signature = inspect.signature(promise.function)
     # A shared task does not say whether the first parameter is the task.
-    takes_self = parameters[:1] and parameters[0].name == "self" if promise.bound is None else promise.bound
-    compile_key(key, without_self if takes_self else inspect.Signature(parameters))
+    takes_self = next(iter(signature.parameters), None) == "self" if promise.bound is None else promise.bound
+    parameters = list(signature.parameters.values())
+    compile_key(key, inspect.Signature(parameters[1:]) if takes_self else signature)
 
 
 def _install(task: Task, key: Any, options: Options) -> None:
-    installed = vars(task).get("only_one_options")
-    if installed is options:
-        return
-    if installed is not None and _spelt(installed) == _spelt(options) and _spelt_key(key) == vars(task)["only_one_key"]:
-        return  # its module was loaded a second time, and Celery keeps the first task, too
+    spelling = repr([_spelt(each) for each in (key, *options)])
+    installed = vars(task).get("only_one_spelling")
+    if installed == spelling:
+        return  # it is installed; or its module was loaded a second time, and Celery keeps the first task, too
     if installed is not None:
         msg = f"{task.name} is covered from queued to finished already: write one @only_one above @app.task"
         raise ConfigurationError(msg)
@@ -86,15 +85,11 @@ def _install(task: Task, key: Any, options: Options) -> None:
     wrapper = cover_run(task, key, options)
     task.apply_async = _covered(task, wrapper.__only_one__)
     task.run = wrapper
-    vars(task).update(only_one_options=options, only_one_key=_spelt_key(key))
+    vars(task)["only_one_spelling"] = spelling
 
 
-def _spelt(options: Options) -> str:
-    """What the options are, in words that are the same when a module is loaded again."""
-    return repr([_spelt_key(each) for each in options])
-
-
-def _spelt_key(value: Any) -> str:
+def _spelt(value: Any) -> str:
+    """A key or an option, in words that are the same when a module is loaded again."""
     return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else repr(value)
 
 
@@ -103,7 +98,6 @@ def _install_late(key: Any, options: Options, task: Task) -> None:
     try:
         _install(task, key, options)
     except OnlyOneError as error:
-        vars(task).update(only_one_options=options, only_one_key=_spelt_key(key))
         logger.error("%s cannot be covered: %s", task.name, error)
         task.run = task.apply_async = functools.partial(_refuse, error)
 
@@ -112,19 +106,19 @@ def _refuse(error: OnlyOneError, *_args: Any, **_kwargs: Any) -> NoReturn:
     raise error
 
 
-_POSITIONS = ("task_id", "producer", "link", "link_error", "shadow")
+_POSITIONS = ("args", "kwargs", "task_id", "producer", "link", "link_error", "shadow")
 
 
 def _covered(task: Task, cover: Cover) -> Callable[..., Any]:
     set_on_the_task = vars(task).get("apply_async")
 
     @functools.wraps(task.apply_async)
-    def covered(args: Any = None, kwargs: Any = None, *others: Any, **options: Any) -> Any:
-        given = {**dict(zip(_POSITIONS, others, strict=False)), **options}
-        if len(given) < len(others) + len(options):
-            return task.__class__.apply_async(task, args, kwargs, *others, **options)  # which refuses them
+    def covered(*args: Any, **options: Any) -> Any:
+        given = {**dict(zip(_POSITIONS, args, strict=False)), **options}
+        if len(given) < len(args) + len(options):
+            return task.__class__.apply_async(task, *args, **options)  # which refuses them
         # What has been put in the place of its class's since, as by instrumentation, is called, too.
         apply_async = set_on_the_task or functools.partial(type(task).apply_async, task)
-        return Publication(task, apply_async, args, kwargs, given).queue(cover)
+        return Publication(task, apply_async, given.pop("args", None), given.pop("kwargs", None), given).queue(cover)
 
     return covered

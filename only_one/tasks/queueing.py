@@ -16,7 +16,7 @@ from redis.exceptions import ResponseError
 from only_one.attempt import CARRIED_ON, Attempt
 from only_one.clock import now
 from only_one.errors import AlreadyRunning, OnlyOneError
-from only_one.events import Busy, emit, logger, wanted
+from only_one.events import Busy, emit, logger
 from only_one.holder import Holder, Identity, is_dead
 from only_one.lock import drive, give_back, take
 from only_one.plan import Call, Cover, Policy
@@ -58,7 +58,7 @@ class Publication(TaskCall):
         self._kwargs = kwargs
         self._options = options
         self._is_published = False
-        self._found = b""
+        self._holder: Holder | None = None
 
     def queue(self, cover: Cover) -> Any:
         """Publish the task's message, unless its key is taken.
@@ -73,9 +73,7 @@ class Publication(TaskCall):
         result = self._queue(cover)
         if isinstance(result, ResultBase):
             told: Any = result
-            told.is_duplicate, told.holder = not self._is_published, None
-            if told.is_duplicate:
-                told.holder = Holder.parse(self._found)
+            told.is_duplicate, told.holder = not self._is_published, self._holder
         return result
 
     def _queue(self, cover: Cover) -> Any:
@@ -133,7 +131,7 @@ class Publication(TaskCall):
         return bool(self.app.conf.task_always_eager) or not isinstance(self._args or (), (list, tuple))
 
     def _publish(self, header: Header | None = None) -> Any:
-        self._is_published = True
+        self._is_published, self._holder = True, None
         if header is None:
             return self._apply_async(self._args, self._kwargs, **self._options)
         headers = {**dict(self._options.get("headers") or {}), **header.as_headers()}
@@ -154,7 +152,7 @@ class Publication(TaskCall):
             found = drive(server.client, take_over(this.key, found, this.token, this.plan.ttl))
         if found is None:
             return partial(self._queue_first, this, server)
-        self._found = found
+        self._holder = Holder.parse(found)
         return partial(busy, this.plan, server, this.call, this.key, found)
 
     def _queue_first(self, this: Attempt, server: Server) -> Any:
@@ -164,7 +162,7 @@ class Publication(TaskCall):
             self._give_back(this, server)
             raise
         # A task's own `apply_async` may have published nothing, or under an id of its own.
-        if result is not None and (this.plan.ttl < this.plan.limit or result.id != self.id):
+        if result is not None:
             self._lengthen(this, server, result.id)
         return result
 
@@ -208,6 +206,5 @@ class Publication(TaskCall):
         return result
 
     def _get_newest(self, this: Attempt, task_id: str) -> Any:
-        if wanted(Busy):
-            emit(Busy(this.key, this.name, b""))
+        emit(Busy(this.key, this.name, b""))
         return self._task.AsyncResult(task_id)
