@@ -103,7 +103,7 @@ def server_of(app: Celery) -> Source | None:
     backend = app.conf.result_backend
     if _speaks_redis(backend) and not app.conf.redis_backend_use_ssl:
         return _url(backend)
-    client = getattr(app.backend, "client", None) if backend else None
+    client = getattr(app.backend, "client", None)
     if hasattr(client, "register_script"):
         return client
     brokers = app.conf.broker_read_url or app.conf.broker_url
@@ -126,6 +126,4 @@ def _speaks_redis(url: Any) -> bool:
 
 def _url(url: str) -> str:
     """As redis-py spells it."""
-    if not url.startswith("redis+socket://"):
-        return url
-    return url.replace("redis+socket://", "unix://", 1).replace("virtual_host=", "db=", 1)
+    return url.replace("redis+socket://", "unix://").replace("virtual_host=", "db=")
