@@ -162,6 +162,8 @@ def test_then_it_is_the_apps_setting_its_result_backend_or_its_broker(
         assert place_of_task(servers, an_app(result_backend=backend, broker_url=third)) == "2/0"
     for brokers in ([second, first], f"{second};{first}"):
         assert place_of_task(servers, an_app(broker_url=brokers)) == "1/0"
+    by_class = {"result_backend": "celery.backends.redis:RedisBackend", "redis_host": "127.0.0.1", "redis_db": 3}
+    assert place_of_task(servers, an_app(**by_class, redis_port=servers[2].port, broker_url=first)) == "2/3"
     monkeypatch.setenv("ONLY_ONE_REDIS_URL", third)
     assert place_of_task(servers, an_app(result_backend=first)) == "2/0"
 
@@ -742,10 +744,15 @@ def test_a_plain_function_has_the_settings_of_the_processs_app(
     other = an_app(only_one_prefix="nobody's:")
     first.set_as_current = second.set_as_current = True  # but not this thread's
     current(first, other)
-    assert found() == {"0/0 first:k", "first:k"}
+    current_before = _state._tls.current_app
+    with monkeypatch.context() as patch:
+        patch.setenv("DJANGO_SETTINGS_MODULE", "no_such_settings")
+        assert found() == {"0/0 first:k", "first:k"}
+    assert (_state.default_app, _state._tls.current_app) == (None, current_before)
     assert not first.configured
     assert first.conf.only_one_prefix == "first:"
     assert first.configured
+    assert current_app() is first
     assert found() == {"0/0 first:k", "first:k"}
     with configure(redis=servers[2].url):
         assert found() == {"2/0 first:k", "first:k"}

@@ -13,10 +13,9 @@ from kombu.utils.imports import symbol_by_name
 from only_one.errors import ConfigurationError
 from only_one.events import logger
 from only_one.servers import Source
-from only_one.settings import UNSET, Settings, check, check_times
+from only_one.settings import Settings, check, check_times
 
 _NAMES = Settings._fields
-_POLICIES = ("when_busy",)
 _NEARLY_OURS = re.compile(rf"(\w+_)?only_one_({'|'.join(_NAMES)})\w*", re.IGNORECASE)
 
 _warned: set[tuple[str | None, str]] = set()
@@ -57,16 +56,15 @@ def settings_of(app: Celery) -> Settings:
     Raises:
         ConfigurationError: for one that could not work.
     """
-    given = {name: app.conf.get(f"only_one_{name}", UNSET) for name in _NAMES}
+    said: dict[str, Any] = {name: app.conf.get(f"only_one_{name}") for name in _NAMES}
     _warn_of_others(app)
-    # None is what a settings module has that takes it from an environment in which it is not.
-    given = {name: value for name, value in given.items() if value is not UNSET and value is not None}
-    for name in _POLICIES:
-        if isinstance(given.get(name), str):
-            given[name] = _policy(name, given[name])
+    # None is also what a settings module has that takes it from an environment in which it is not.
+    given = {name: value for name, value in said.items() if value is not None}
+    if isinstance(said["when_busy"], str):
+        given["when_busy"] = _policy("when_busy", said["when_busy"])
     try:
         check(given)
-        check_times(given.get("timeout"), given.get("lease"))
+        check_times(said["timeout"], said["lease"])
     except ConfigurationError as error:
         msg = f"the configuration of the app {app.main!r} has only_one_{error}"
         raise ConfigurationError(msg) from None

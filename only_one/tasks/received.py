@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace as changed
+from math import inf
 from typing import Any
 
 from celery import signals
@@ -32,7 +33,7 @@ _RESTS = 10.0
 _waiting: dict[Lease, tuple[Server, bytes]] = {}
 """The keys that name this process, where they are, and what stood there before; what others have by now is lost."""
 
-_swept_at = _rests_until = 0.0
+_swept_at = _rests_until = -inf
 
 
 def _on_received(sender: Any, request: Any, **_: Any) -> None:
