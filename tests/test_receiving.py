@@ -151,13 +151,18 @@ def test_it_is_not_renewed_before_it_may_begin(task: Any, worker: Worker, left: 
     assert is_about(HOUR + A_LEASE / 3, lease.renew_at - clock[0])
 
 
-def test_it_is_queued_again_when_the_worker_ends(task: Any, worker: Worker, state: Any, left: Any) -> None:
+def test_it_is_queued_again_when_the_worker_ends(
+    task: Any, worker: Worker, state: Any, left: Any, redis: Redis, prefix: str
+) -> None:
+    tokens = []
     for key in ("a", "b", "begun"):
         task.delay(key)
+        tokens.append(redis.get(f"{prefix}{key}"))
         worker.receive(task)
     list(received._waiting)[-1].lose("taken")
     worker_shutdown.send(sender=None)
     assert [state(key) for key in ("a", "b", "begun")] == [("queued", 0), ("queued", 0), ("received", 0)]
+    assert [redis.get(f"{prefix}{key}") for key in ("a", "b")] == tokens[:2]
     assert is_about(HOUR, left("a"))
 
 
@@ -224,6 +229,7 @@ def test_what_has_no_key_of_its_own(app: Celery, task: Any, worker: Worker, stat
     with configure(active=False):
         worker.receive(task)
     worker.receive(task, Header(f"{uuid4()}", 0))
+    worker.receive(task, Header(f"{uuid4()}", 1))
     worker.receive(task, Header(f"{uuid4()}", 0, key=f"{prefix}k"))  # a trigger, or one that was put back
     assert state("k") == ("queued", 0)
     newest = a_task(app, when_busy=buffer_one())
@@ -277,16 +283,16 @@ def test_a_server_that_does_not_answer_is_asked_once_when_the_worker_ends(
 
 
 def test_what_has_begun_is_forgotten_after_a_while(task: Any, worker: Worker, clock: list[float]) -> None:
-    def receive(key: str) -> int:
+    def receive(key: str) -> str:
         task.delay(key)
         worker.receive(task)
-        return len(received._waiting)
+        return "".join(lease.key[-1] for lease in received._waiting)
 
-    assert receive("a") == 1
+    assert receive("a") == "a"
     next(iter(received._waiting)).lose("taken")
     clock[0] += A_LEASE - 1
-    assert receive("b") == 2
+    assert receive("b") == "ab"
     clock[0] += 1
-    assert receive("c") == 2
+    assert receive("c") == "bc"
     next(iter(received._waiting)).lose("taken")
-    assert receive("d") == 3
+    assert receive("d") == "bcd"

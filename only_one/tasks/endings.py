@@ -78,9 +78,8 @@ def _release_when_dead(server: Server, key: str, task_id: str, *, takeover: bool
 
 def _is_released(server: Server, key: str, task_id: str, *, takeover: bool) -> bool:
     """Whether there is no more to do: the key was given back as its process is dead, or never began, or is not its."""
-    value: bytes = server.client.execute_command("GET", key, **RAW) or b""
-    holder = Holder.parse(value)
-    if holder is None or holder.task_id != task_id:
+    value: bytes | None = server.client.execute_command("GET", key, **RAW)
+    if value is None or (holder := Holder.parse(value)) is None or holder.task_id != task_id:
         return True
     if not is_queued(value) and not takeover:
         return True

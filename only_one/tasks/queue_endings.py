@@ -50,10 +50,11 @@ def _forget(task: Any, cover: Cover, request: Any) -> None:
 
 def _queued_value(server: Server, key: str, request: Any) -> bytes | None:
     """What stands under the key for a retry, which was put there when its message was published already."""
-    value: bytes = server.client.execute_command("GET", key, **RAW) or b""
+    value: bytes | None = server.client.execute_command("GET", key, **RAW)
+    if value is None or not is_queued(value):
+        return None
     holder = Holder.parse(value)
-    is_its = holder is not None and is_queued(value) and holder.task_id == request.id
-    return value if is_its else None
+    return value if holder is not None and holder.task_id == request.id else None
 
 
 signals.task_postrun.connect(_on_end)
