@@ -54,6 +54,7 @@ from only_one.holder import Holder
 from only_one.run import run
 from only_one.tasks.put_back import Header, header_of
 from only_one.tasks.task_call import call_from_outside
+from only_one.tasks.waiting import waits_for
 from only_one.testing import RedisServer, redis_server
 from tests.proxy import Proxy
 from tests.waiting import LIMIT, eventually
@@ -415,13 +416,17 @@ def test_arguments_that_do_not_fit_raise_and_leave_no_key(app: Celery, queued: A
     assert left("k") == left("k-1") == -2
 
 
-def test_what_is_found_wrong_later_is_raised_by_every_call(app: Celery, queued: Any) -> None:
+def test_what_is_found_wrong_later_is_raised_by_every_call(
+    app: Celery, queued: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """And not only by the first, which nobody may have seen; of this promise nothing is known before."""
     task = cover("k-{nothing}")(PromiseProxy(lambda: app.task(work, name="promised", shared=False, lazy=False)))
     for call in (task.delay, task.delay, task.apply_async, task, app.tasks["promised"].delay):
         with pytest.raises(KeyTemplateError, match="nothing"):
             call()
     assert queued() == 0
+    (told,) = caplog.messages
+    assert told.startswith("promised cannot be covered: ")
 
 
 # --- how long ----------------------------------------------------------------------------------------------------
@@ -518,6 +523,11 @@ def test_what_waits_for_its_time_is_waited_for(app: Celery, left: Any, how: str)
         assert 8 * 86_400 < left("k") < 12 * 86_400
     else:
         assert lives_for(9000 + QUEUE_TIMEOUT, left("k"))
+
+
+def test_how_long_it_is_waited_for_to_the_second(app: Celery) -> None:
+    for expires, until, seconds in ((None, None, 600), (None, 60, 660), (None, -60, 600), (0, 60, 0), (60, None, 60)):
+        assert waits_for(app, 600, expires, until) == seconds
 
 
 def test_one_that_waits_and_expires(app: Celery, left: Any) -> None:
