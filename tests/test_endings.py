@@ -227,7 +227,10 @@ def end_without_a_run(task: Any, **request: Any) -> None:
     task_postrun.send(sender=task, task=SimpleNamespace(app=task.app, request=SimpleNamespace(**found)))
 
 
-def test_what_has_ended_without_having_begun_is_free(app: Celery, redis: Redis, prefix: str) -> None:
+def test_what_has_ended_without_having_begun_is_free(
+    app: Celery, redis: Redis, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "only_one")
     unique = cover("{key}")(app.task(work, name=f"task-{uuid4()}", shared=False))
     key = f"{prefix}k"
     first = unique.delay("k")
@@ -238,9 +241,17 @@ def test_what_has_ended_without_having_begun_is_free(app: Celery, redis: Redis, 
     end_without_a_run(unique, id=first.id)
     with configure(active=False):
         end_without_a_run(unique, id=first.id, **header)
+    assert redis.get(key) == token
+    redis.set(key, Identity("task", first.id, 1, "queued").token(HOUR))  # it is the next attempt's by now
+    end_without_a_run(unique, id=first.id, **header)
     assert redis.exists(key)
+    redis.set(key, token)
     end_without_a_run(unique, id=first.id, **header)
     assert not redis.exists(key)
+    header = Header(first.id, 0, key=key, trigger=1).as_headers()
+    request = SimpleNamespace(id=first.id, retries=0, headers=None, args=("k",), kwargs={}, **header)
+    task_revoked.send(sender=app.task(work, name="plain", shared=False), request=request, terminated=False)
+    assert not [record for record in caplog.records if record.levelname == "ERROR" or "given back" in record.message]
 
 
 def test_a_retry_that_has_ended_without_having_begun_is_free(app: Celery, redis: Redis, prefix: str) -> None:
