@@ -107,15 +107,13 @@ class Lease:
         moment = now()
         if self.reason is None and moment < self.expires_at:
             return None
-        reason = self.reason or ("overrun" if moment >= self.ends_at else "expired")
-        lost = LockLost(self.key, reason, self.value.decode(errors="backslashreplace"))
-        lost.__cause__ = self.trouble if reason == "expired" else None
-        return lost
+        return self._error(self.reason or ("overrun" if moment >= self.ends_at else "expired"))
 
-    def lose(self, reason: str, value: bytes = b"") -> None:
-        """Note that the key is lost; what was noted first counts."""
+    def lose(self, reason: str, value: bytes = b"") -> str:
+        """Note that the key is lost, and return why: what was noted first counts."""
         if self.reason is None:
             self.reason, self.value = reason, value
+        return self.reason
 
     def tell_loss(self, lost: LockLost) -> None:
         """Tell the run of its loss, once."""
@@ -174,5 +172,9 @@ class Lease:
         raise self._lost(outcome(found))
 
     def _lost(self, found: Outcome) -> LockLost:
-        self.lose("deleted" if found.fate == "gone" else "taken", found.value)
-        return LockLost(self.key, self.reason or "", self.value.decode(errors="backslashreplace"))
+        return self._error(self.lose("deleted" if found.fate == "gone" else "taken", found.value))
+
+    def _error(self, reason: str) -> LockLost:
+        lost = LockLost(self.key, reason, self.value.decode(errors="backslashreplace"))
+        lost.__cause__ = self.trouble if reason == "expired" else None
+        return lost

@@ -265,7 +265,7 @@ class _Renewer:
         if found.fate == "held":
             lease.expires_at = sent + ttl
             lease.renew_at = sent + ttl * RENEWED_EVERY if lease.expires_at < lease.ends_at else lease.ends_at
-        elif lease.reason is None:
+        else:
             self.lost(lease, "deleted" if found.fate == "gone" else "taken", found.value)
 
     def lost(self, lease: Lease, reason: str, value: bytes = b"") -> None:
@@ -273,10 +273,8 @@ class _Renewer:
 
         Where none can be started, the run tells of it at its end.
         """
-        lease.lose(reason, value)
-        lost = lease.loss()
-        if lost is not None and lease.on_loss:
-            _start_native_thread("only_one-lost", lease.tell_loss, lost)
+        if lease.lose(reason, value) == reason:  # and not that its run has ended meanwhile
+            _start_native_thread("only_one-lost", lease.tell_loss, lease.loss())
 
 
 def _by_node(due: Iterable[Any]) -> list[tuple[Node, list[Any]]]:
@@ -338,7 +336,7 @@ def _begin_anew_in_child() -> None:
     _renewer = _Renewer()
 
 
-if hasattr(os, "register_at_fork"):
+with suppress(AttributeError):  # where nothing forks
     os.register_at_fork(after_in_child=_begin_anew_in_child)
 
 

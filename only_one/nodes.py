@@ -170,19 +170,17 @@ class ClusterNodes:
             but: the node that is not to be asked.
             first: the one to be asked, else the one that could be reached for the longest time.
         """
-        moment = now()
-        found = [first] if first else [each for each in self._by_reach() if each is not but]
-        for node in found[:1]:
-            if node.rests_until > moment:
-                return
-            (reply,) = Node.send(node, [("CLUSTER SLOTS",)], {})
-            if isinstance(reply, Exception):
-                return
-            found_now: dict[Any, Any] = parse_cluster_slots(reply, current_host=_host(node))
-            for (begin, end), those in found_now.items():
-                address: _Address = self._manager.remap_host_port(*those["primary"])
-                self._owners.update(dict.fromkeys(range(begin, end + 1), address))
-                self._at(address)
+        node = first or next((each for each in self._by_reach() if each is not but), None)
+        if node is None or node.rests_until > now():
+            return
+        (reply,) = Node.send(node, [("CLUSTER SLOTS",)], {})
+        if isinstance(reply, Exception):
+            return
+        found: dict[Any, Any] = parse_cluster_slots(reply, current_host=_host(node))
+        for (begin, end), those in found.items():
+            address: _Address = self._manager.remap_host_port(*those["primary"])
+            self._owners.update(dict.fromkeys(range(begin, end + 1), address))
+            self._at(address)
 
 
 def _says_nothing_of_the_key(error: Exception) -> bool:
