@@ -11,9 +11,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 from only_one import leases, servers
 from only_one.clock import now
 from tests.waiting import eventually
+
+MOMENT = 128.0
+"""When a `Clock` begins: of few bits, as other numbers that tests add to it, so that nothing is rounded."""
+
+
+class Clock:
+    """A clock that stands still until a test puts it forward.
+
+    Attributes:
+        moment: what it shows.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
+        """It is the one of these modules until the test ends."""
+        self.moment = MOMENT
+        for module in modules:
+            monkeypatch.setattr(module, "now", self)
+
+    def __call__(self) -> float:
+        return self.moment
 
 
 def renew_now(*locks: Any) -> None:

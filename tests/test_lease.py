@@ -1,0 +1,135 @@
+"""One taken key, by a clock that stands still: what is known of it, and when exactly it is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from only_one import ConfigurationError, LockLost, lease
+from only_one.lease import Lease
+from only_one.servers import Server
+from tests.renewal import MOMENT, Clock
+from tests.waiting import LIMIT
+
+LONG = 4096.0
+
+Make = Callable[..., Lease]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch, lease)
+
+
+@pytest.fixture
+def make(clock: Clock, redis: Any, prefix: str) -> Make:
+    """A callable that takes a key for `ttl` seconds, to be renewed until `limit`."""
+
+    def make(ttl: float, limit: float) -> Lease:
+        redis.set(f"{prefix}k", "token")
+        return Lease(Server(redis), f"{prefix}k", b"token", clock.moment, ttl, limit)
+
+    return make
+
+
+def reason_of(lost: LockLost | None) -> str | None:
+    return None if lost is None else lost.reason
+
+
+@pytest.mark.parametrize(("limit", "reason"), [(LONG, "overrun"), (2 * LONG, "expired")])
+def test_it_is_lost_at_its_end_and_not_before(clock: Clock, make: Make, limit: float, reason: str) -> None:
+    lock = make(LONG, limit)
+    clock.moment += LONG - 1
+    assert (lock.is_held, lock.expires_in, lock.loss()) == (True, 1.0, None)
+    clock.moment += 1
+    lost = lock.loss()
+    assert (lock.is_held, lock.expires_in, reason_of(lost)) == (False, 0.0, reason)
+    assert lost is not None
+    assert (lost.value, lost.__cause__) == ("", None)
+    clock.moment += 1
+    assert lock.expires_in == 0.0
+    for ask in (lambda: lock.fence, lambda: lock.extend(60)):  # though the key is still there
+        with pytest.raises(LockLost, match=reason):
+            ask()
+    assert lock.reason is None  # nobody has noted it
+
+
+def test_the_first_reason_counts(make: Make) -> None:
+    lock = make(LONG, 2 * LONG)
+    lock.trouble = OSError()
+    assert lock.lose("deleted") == "deleted"
+    assert lock.lose("taken", b"other") == "deleted"
+    lost = lock.loss()
+    assert lost is not None
+    assert (lost.reason, lost.value, lost.__cause__) == ("deleted", "", None)
+    assert (lock.is_held, lock.expires_in) == (False, 0.0)
+
+
+def test_the_trouble_of_a_renewal_is_why_it_has_expired(clock: Clock, make: Make) -> None:
+    lock = make(LONG, 2 * LONG)
+    lock.trouble = OSError()
+    clock.moment += LONG
+    lost = lock.loss()
+    assert lost is not None
+    assert lost.__cause__ is lock.trouble
+    lock.lose("taken", b"\xff")
+    lost = lock.loss()
+    assert lost is not None
+    assert (lost.value, lost.__cause__) == (r"\xff", None)
+
+
+def test_a_loss_is_told_once(make: Make) -> None:
+    told: list[LockLost] = []
+    lock, lost = make(LONG, LONG), LockLost("k", "deleted")
+    lock.on_loss.append(told.append)
+    for _ in range(2):
+        lock.tell_loss(lost)
+    assert told == [lost]
+
+
+@pytest.mark.parametrize(("renewed", "gets"), [(False, 3 * LONG - 1), (True, LONG)])
+def test_more_time(clock: Clock, make: Make, redis: Any, *, renewed: bool, gets: float) -> None:
+    """One that is renewed gets what it was taken for, and is renewed later, and for longer."""
+    lock = make(LONG, 2 * LONG) if renewed else make(2 * LONG, 2 * LONG)
+    assert lock.renew_at == MOMENT + (LONG / 3 if renewed else 2 * LONG)
+    clock.moment += 1
+    lock.extend(LONG)
+    assert lock.ends_at == MOMENT + 3 * LONG
+    assert lock.expires_at == MOMENT + 1 + gets
+    assert lock.renew_at == (MOMENT + 1 + LONG / 3 if renewed else lock.ends_at)
+    assert (gets - LIMIT) * 1000 < redis.pttl(lock.key) <= gets * 1000
+
+
+@pytest.mark.parametrize(("value", "reason"), [(None, "deleted"), (b"\xff", "taken")])
+@pytest.mark.parametrize("ask", [lambda lock: lock.fence, lambda lock: lock.extend(60)], ids=["fence", "extend"])
+def test_a_key_that_is_not_ours_any_more(
+    make: Make, redis: Any, value: bytes | None, reason: str, ask: Callable[[Lease], object]
+) -> None:
+    lock = make(LONG, LONG)
+    redis.delete(lock.key)
+    if value:
+        redis.set(lock.key, value)
+    for _ in range(2):
+        with pytest.raises(LockLost) as caught:
+            ask(lock)
+        assert (caught.value.key, caught.value.reason) == (lock.key, reason)
+        assert caught.value.value == (r"\xff" if value else "")
+        assert lock.reason == reason
+    assert (lock.ends_at, lock.expires_at) == (MOMENT + LONG, MOMENT + LONG)
+
+
+def test_a_time_that_could_not_work(make: Make) -> None:
+    with pytest.raises(ConfigurationError, match=r"^extend=.*to give the key back, return"):
+        make(LONG, LONG).extend(0)
+
+
+@pytest.mark.usefixtures("clock")
+def test_where_the_locking_is_off() -> None:
+    """Fencing tokens are the machine's own time, and all time is given that is asked for."""
+    lock = Lease(None, "k", b"", MOMENT, LONG, LONG)
+    assert lock.fence == pytest.approx(time.time() * 1_000_000, abs=LIMIT * 1_000_000)
+    lock.extend(60)
+    assert lock.is_held

@@ -1,0 +1,693 @@
+"""What the thread that renews does when, by a clock that stands still: each step is taken by the test itself."""
+
+from __future__ import annotations
+
+import logging
+import math
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+from weakref import ref
+
+import pytest
+import redis as redis_py
+from redis.exceptions import NoPermissionError, ResponseError
+
+from only_one import LockLost, lease, leases, nodes
+from only_one.clock import now
+from only_one.lease import Lease
+from only_one.servers import Server
+from tests.proxy import Proxy
+from tests.renewal import MOMENT, Clock
+from tests.test_leases import no_more_threads
+from tests.waiting import LIMIT, eventually
+
+LONG = 4096.0
+TTL = 1024.0
+SOON = TTL * 0.02
+DOWN = "redis://127.0.0.1:1"
+
+Trip = list[tuple[str, str]]
+
+
+class Watched(nodes.Node):
+    """A node that notes what it is sent, and on which a trip takes as long as the test says.
+
+    Attributes:
+        trips: of each trip, the command and the key of all that was sent.
+        takes: seconds that a trip takes.
+        connects: how often it was connected to before it was asked.
+    """
+
+    def __init__(self, client: Any, clock: Clock) -> None:
+        super().__init__(client)
+        self.trips: list[Trip] = []
+        self.takes = 0.0
+        self.connects = 0
+        self._clock = clock
+
+    def send(self, commands: Sequence[Any], options: dict[str, Any], rest: float | None = None) -> list[Any]:
+        self.trips.append([(command[0], command[3] if command[0] == "EVAL" else command[1]) for command in commands])
+        self._clock.moment += self.takes
+        return super().send(commands, options, rest)
+
+    def connect(self) -> None:
+        self.connects += 1
+        self._clock.moment += self.takes
+        super().connect()
+
+
+class Watch:
+    """A renewer without a thread, and the servers that it asks."""
+
+    def __init__(self, clock: Clock, prefix: str, redis: Any) -> None:
+        self.renewer = leases._Renewer()
+        self.renewer.is_running = True
+        self.clock = clock
+        self.redis = redis
+        self._prefix = prefix
+        self._clients: list[Any] = []
+        self._leases: list[Lease] = []
+
+    def server(self, url: str) -> Any:
+        """A server with a node that is watched."""
+        client = redis_py.Redis.from_url(url)
+        server: Any = Server(client)
+        server._nodes = Watched(server.background, self.clock)
+        self._clients += [client, server.background]
+        return server
+
+    def key(self, name: str = "k") -> str:
+        """A key that is taken."""
+        self.redis.set(self._prefix + name, "token", px=600_000)
+        return self._prefix + name
+
+    def lease(self, server: Any, name: str = "k", limit: float = math.inf, ttl: float = TTL) -> Lease:
+        """A lease in its care."""
+        made = Lease(server, self.key(name), b"token", self.clock.moment, ttl, limit)
+        self.renewer.leases[name.encode()] = ref(made)
+        self._leases.append(made)
+        return made
+
+    def adrift(self, server: Any, name: str = "k", *, settled: bool = True) -> Any:
+        """A token in its care."""
+        key = self.key(name)
+        made = leases._Adrift(server, key, b"token", MOMENT + LONG, settled=settled)
+        self.renewer.adrift[name.encode()] = made
+        made.token = name.encode()  # so that each has its own place
+        return made
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch, leases, lease, nodes)
+
+
+@pytest.fixture
+def watch(clock: Clock, prefix: str, redis: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+    watch = Watch(clock, prefix, redis)
+    monkeypatch.setattr(leases, "_renewer", watch.renewer)
+    yield watch
+    watch.close()
+
+
+def node(server: Any) -> Watched:
+    found: Watched = server.node_of("")
+    return found
+
+
+def keys(trips: list[Trip]) -> list[list[str]]:
+    """The last part of the keys of each trip."""
+    return [[key.rpartition(":")[2] for _, key in trip] for trip in trips]
+
+
+# What is due
+
+
+def test_what_is_renewed_and_what_is_not_yet(watch: Watch, redis_url: str) -> None:
+    """What is due within a fiftieth of its lease goes with the others; a moment later, and what is not renewed, not."""
+    server = watch.server(redis_url)
+    due, late, plain = watch.lease(server, "due"), watch.lease(server, "late"), watch.lease(server, "plain", TTL)
+    off = watch.lease(None, "off")
+    due.renew_at = MOMENT + SOON
+    late.renew_at = math.nextafter(MOMENT + SOON, math.inf)
+    plain.renew_at = off.renew_at = MOMENT
+    assert watch.renewer.renew_what_is_due() is False
+    assert keys(node(server).trips) == [["due"]]
+    assert (due.expires_at, due.renew_at) == (MOMENT + TTL, MOMENT + TTL / 3)
+    assert late.renew_at > MOMENT + SOON
+
+
+@pytest.mark.parametrize(("limit", "reason"), [(TTL, "overrun"), (LONG, "expired")])
+def test_what_is_lost_by_the_clock(watch: Watch, redis_url: str, limit: float, reason: str) -> None:
+    server = watch.server(redis_url)
+    told: list[LockLost] = []
+    lock = watch.lease(server, limit=limit)
+    lock.on_loss.append(told.append)
+    watch.clock.moment += TTL
+    lock.renew_at = MOMENT
+    assert watch.renewer.renew_what_is_due() is False
+    assert (lock.reason, lock.value, node(server).trips) == (reason, b"", [])
+    assert eventually(lambda: [lost.reason for lost in told] == [reason])
+    assert watch.renewer.held() == []
+    lock.on_loss.append(told.append)
+    watch.renewer.lost(lock, "deleted")
+    assert lock.on_loss
+
+
+def test_an_end_that_comes_before_the_expiry(watch: Watch, redis_url: str) -> None:
+    """As of a task that is to begin later."""
+    lock = watch.lease(watch.server(redis_url), limit=2 * TTL)
+    lock.expires_at = MOMENT + LONG
+    watch.clock.moment += 2 * TTL
+    watch.renewer.renew_what_is_due()
+    assert lock.reason == "overrun"
+
+
+def test_the_last_renewal_lasts_until_the_end(watch: Watch, redis_url: str) -> None:
+    lock = watch.lease(watch.server(redis_url), limit=2 * TTL)
+    for moment, expires_at, renew_at in [
+        (MOMENT + TTL - 1, MOMENT + 2 * TTL - 1, MOMENT + TTL - 1 + TTL / 3),
+        (MOMENT + TTL, MOMENT + 2 * TTL, MOMENT + 2 * TTL),
+    ]:
+        watch.clock.moment = lock.renew_at = moment
+        lock.expires_at = moment + 1
+        watch.renewer.renew_what_is_due()
+        assert (lock.expires_at, lock.renew_at) == (expires_at, renew_at)
+        assert (TTL - LIMIT) * 1000 < watch.redis.pttl(lock.key) <= TTL * 1000
+
+
+def test_what_has_ended_before_it_is_sent_lives_for_a_millisecond(watch: Watch, redis_url: str) -> None:
+    server = watch.server(redis_url)
+    lock = watch.lease(server, limit=TTL)
+    watch.clock.moment += TTL + 1
+    sent: list[Any] = []
+    node(server).client = SimpleNamespace(
+        pipeline=lambda **_: SimpleNamespace(
+            execute_command=lambda *command, **_: sent.append(command[-1]), execute=lambda **_: [1]
+        )
+    )
+    watch.renewer.renew(node(server), [lock])
+    assert sent == [1]
+
+
+def test_a_trip_that_takes_long_gives_others_the_next_turn(watch: Watch, redis_url: str) -> None:
+    for takes, is_left in [(0.0, False), (0.1, False), (0.125, True)]:
+        servers = [watch.server(redis_url) for _ in range(2)]
+        locks = [watch.lease(each, str(number)) for number, each in enumerate(servers)]
+        for lock, server in zip(locks, servers, strict=True):
+            lock.renew_at = watch.clock.moment
+            node(server).takes = takes
+        assert watch.renewer.renew_what_is_due() is is_left
+        assert [len(node(server).trips) for server in servers] == [1, int(not is_left)]
+        watch.renewer.renew_all_that_is_due()
+        assert [len(node(server).trips) for server in servers] == [1, 1]
+
+
+def test_many_go_in_trips_of_five_hundred(watch: Watch, redis_url: str) -> None:
+    """So that none takes long; those of a node that could not be reached come last."""
+    down, server = watch.server(redis_url), watch.server(redis_url)
+    node(down).rests_until = MOMENT
+    those = [SimpleNamespace(server=each, key="k") for each in [down, *[server] * 1001]]
+    trips = leases._by_node(those)
+    assert [(found, len(due)) for found, due in trips] == [
+        *[(node(server), size) for size in (500, 500, 1)],
+        (node(down), 1),
+    ]
+
+
+# What fails
+
+
+def test_what_fails_is_tried_again_after_a_tenth_of_the_lease(
+    watch: Watch, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second at the most, and not when it has expired; the node rests for as long as the shortest of them."""
+    logged: list[tuple[str, Any]] = []
+    monkeypatch.setattr(leases, "_start_native_thread", lambda name, _, *rest: logged.append((name, rest)))
+    caplog.set_level(logging.DEBUG, "only_one")
+    server = watch.server(DOWN)
+    locks = [watch.lease(server, str(ttl), ttl=ttl) for ttl in (8.0, 2.0, 32.0)]
+    brief = watch.lease(server, "brief")
+    brief.expires_at = MOMENT + 0.03125
+    for _ in range(2):
+        for lock in (*locks, brief):
+            lock.renew_at = MOMENT
+        watch.renewer.renew_what_is_due()
+        assert [lock.renew_at - MOMENT for lock in locks] == pytest.approx([0.8, 0.2, 1.0])
+        assert brief.renew_at == brief.expires_at
+        assert node(server).rests_until == pytest.approx(MOMENT + 0.2)
+        assert all(isinstance(lock.trouble, redis_py.ConnectionError) for lock in locks)
+        ((name, (level, text, *rest)),) = logged  # once
+        assert (name, level) == ("only_one-log", logging.DEBUG)
+        assert (text % tuple(rest)).startswith(f"{locks[0].key} and 3 others could not be renewed")
+        node(server).rests_until = MOMENT
+    caplog.set_level(logging.INFO, "only_one")
+    locks[0].trouble = None
+    locks[0].renew_at = MOMENT
+    watch.renewer.renew_what_is_due()
+    assert len(logged) == 1
+
+
+def test_a_node_that_rests_is_not_asked(watch: Watch, redis_url: str) -> None:
+    server = watch.server(redis_url)
+    lock, brief = watch.lease(server, "lock"), watch.lease(server, "brief")
+    node(server).rests_until = MOMENT + 2
+    brief.expires_at = MOMENT + 1
+    lock.renew_at = brief.renew_at = MOMENT
+    watch.renewer.renew_what_is_due()
+    assert node(server).trips == []
+    assert (lock.renew_at, brief.renew_at) == (MOMENT + 2, MOMENT + 1)
+    watch.clock.moment += 2
+    brief.expires_at = MOMENT + 3
+    watch.renewer.renew_what_is_due()
+    assert keys(node(server).trips) == [["lock", "brief"]]
+
+
+def test_what_a_reply_says(watch: Watch, redis_url: str) -> None:
+    server = watch.server(redis_url)
+    for reply, reason, value in [
+        (b"other", "taken", b"other"),
+        (ResponseError("WRONGTYPE of a key"), "taken", b""),
+        (None, "deleted", b""),
+    ]:
+        lock = watch.lease(server)
+        watch.renewer.note(lock, MOMENT, TTL, reply)
+        assert (lock.reason, lock.value) == (reason, value)
+    lock = watch.lease(server)
+    watch.renewer.note(lock, MOMENT, TTL, ResponseError("WRONG"))
+    assert (lock.reason, str(lock.trouble)) == (None, "WRONG")
+    watch.renewer.note(lock, MOMENT, TTL, 1)
+    assert lock.trouble is None
+
+
+def test_how_it_is_told_why(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[int, str]] = []
+    monkeypatch.setattr(leases, "_log", lambda level, text, *rest: said.append((level, text % rest)))
+    locks = [watch.lease(None, str(number)) for number in range(3)]
+    locks[0].trouble = NoPermissionError("no permission")
+    leases._explain(locks[:1])
+    leases._explain(locks[:2])
+    locks[0].trouble = OSError("down")
+    leases._explain(locks)
+    first = locks[0].key
+    assert [level for level, _ in said] == [logging.WARNING, logging.WARNING, logging.DEBUG]
+    assert said[0][1].startswith(f"{first} cannot be renewed, and will be lost")
+    assert "no permission: give it what docs/access-rights.md lists" in said[0][1]
+    assert said[1][1].startswith(f"{first} and 1 others cannot")
+    assert said[2][1] == f"{first} and 2 others could not be renewed, and will be tried again: OSError('down')"
+
+
+# Tokens of unknown fate
+
+
+@pytest.mark.parametrize(
+    ("settled", "reply", "is_done", "pauses"),
+    [
+        (True, 1, True, [0.05]),
+        (False, 1, False, [0.1, 0.2, 0.4, 0.8, 1.6]),
+        (True, OSError(), False, [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]),
+        (False, ResponseError("OOM"), False, [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]),
+        (False, ResponseError("unknown command"), False, [0.05] * 3),  # it is due at once, by another
+    ],
+)
+def test_when_a_token_is_asked_for_again(
+    watch: Watch, redis_url: str, reply: object, pauses: list[float], *, settled: bool, is_done: bool
+) -> None:
+    adrift = watch.adrift(watch.server(redis_url), settled=settled)
+    assert adrift.try_at == MOMENT
+    for pause in pauses:
+        assert adrift.note(("DELIFEQ", "k"), reply) is is_done
+        assert adrift.pause == pytest.approx(pause)
+        assert adrift.try_at == MOMENT + (adrift.pause if pause > 0.05 else 0)
+
+
+def test_a_token_is_not_looked_for_when_it_has_expired(watch: Watch, redis_url: str) -> None:
+    adrift = watch.adrift(watch.server(redis_url), settled=False)
+    adrift.pause = 0.5
+    adrift.until = MOMENT + 1
+    assert adrift.note(("DELIFEQ", "k"), 0)
+    adrift.pause, adrift.until = 0.5, MOMENT + 1.125
+    assert not adrift.note(("DELIFEQ", "k"), 0)
+
+
+def test_tokens_that_are_due(watch: Watch, redis_url: str) -> None:
+    """Those that have waited longest come first, and a node that rests is not asked."""
+    server, down = watch.server(redis_url), watch.server(redis_url)
+    first, second, later, waits = (
+        watch.adrift(each, name) for each, name in zip([server] * 3 + [down], ("1", "2", "3", "4"), strict=True)
+    )
+    first.try_at, second.try_at, later.try_at = MOMENT, MOMENT - 1, math.nextafter(MOMENT, math.inf)
+    node(down).rests_until = MOMENT + 2
+    watch.renewer.release_what_is_adrift()
+    assert keys(node(server).trips) == [["2", "1"]]
+    assert node(down).trips == []
+    assert (later.try_at, waits.try_at) == (math.nextafter(MOMENT, math.inf), MOMENT + 2)
+    watch.clock.moment += 2
+    watch.renewer.release_what_is_adrift()
+    assert keys(node(down).trips) == [["4"]]
+
+
+def test_a_release_that_takes_long_gives_others_the_next_turn(watch: Watch, redis_url: str) -> None:
+    for takes, trips in [(0.0, [1, 1]), (0.1, [1, 1]), (0.125, [1, 0])]:
+        servers = [watch.server(redis_url) for _ in range(2)]
+        watch.renewer.adrift.clear()
+        for number, server in enumerate(servers):
+            watch.adrift(server, str(number))
+            node(server).takes = takes if number == 0 else 0.0
+        watch.renewer.release_what_is_adrift()
+        assert [len(node(server).trips) for server in servers] == trips
+
+
+def test_of_too_many_tokens_the_oldest_is_forgotten(watch: Watch, redis_url: str) -> None:
+    server = watch.server(redis_url)
+    for number in range(10_001):
+        assert len(watch.renewer.adrift) == number
+        leases.release_later(server, "k", b"%d" % number, MOMENT, settled=True)
+    assert len(watch.renewer.adrift) == 10_000
+    assert next(iter(watch.renewer.adrift)) == b"1"
+    leases.release_later(server, "k", b"last", MOMENT, settled=True)
+    assert len(watch.renewer.adrift) == 10_000
+    assert list(watch.renewer.adrift)[::9_999] == [b"2", b"last"]
+
+
+@pytest.mark.parametrize(("url", "slept"), [(None, []), (DOWN, [0.05] * 41)], ids=["up", "down"])
+def test_the_end_of_the_process(
+    watch: Watch, redis_url: str, monkeypatch: pytest.MonkeyPatch, url: str | None, slept: list[float]
+) -> None:
+    """It tries for two seconds; what may still arrive is asked for once, and no more if it was the last."""
+    paused: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        paused.append(seconds)
+        watch.clock.moment += seconds
+
+    monkeypatch.setattr(leases, "time", SimpleNamespace(sleep=sleep))
+    server = watch.server(url or redis_url)
+    watch.adrift(server, "settled")
+    watch.adrift(server, "other", settled=False)
+    leases._finish()
+    assert len(paused) == pytest.approx(len(slept), abs=1)
+    assert paused == slept[: len(paused)]
+    trips = keys(node(server).trips)
+    assert sorted(trips[0]) == ["other", "settled"]
+    assert trips[1:] == [["settled"]] * (len(trips) - 1)
+    assert len(trips) == len(paused) or not url
+
+
+# Connections, and servers that nobody has looked at
+
+
+def test_who_is_connected_to_before_it_is_asked(watch: Watch, redis_url: str) -> None:
+    """Two seconds before, once, and only for what is renewed."""
+    soon, later, plain = (watch.server(redis_url) for _ in range(3))
+    for name in ("soon", "again"):
+        watch.lease(soon, name).renew_at = math.nextafter(MOMENT + 2, 0)
+    watch.lease(later, "later").renew_at = MOMENT + 2
+    watch.lease(plain, "plain", TTL).renew_at = MOMENT
+    watch.lease(None, "off").renew_at = MOMENT
+    for _ in range(2):
+        watch.renewer.connect_for_what_is_due_soon()
+        assert [node(each).connects for each in (soon, later, plain)] == [1, 0, 0]
+    assert list(watch.renewer.connected) == [node(soon)]
+    pool = node(soon).client.connection_pool
+    assert [each._sock is not None for each in pool._available_connections] == [True]
+
+
+def test_who_cannot_be_connected_to(watch: Watch) -> None:
+    server = watch.server(DOWN)
+    watch.lease(server, ttl=2.0).renew_at = MOMENT
+    watch.renewer.connect_for_what_is_due_soon()
+    assert node(server).rests_until == pytest.approx(MOMENT + 0.2)
+
+
+def test_a_connection_that_takes_long_gives_others_the_next_turn(watch: Watch, redis_url: str) -> None:
+    for takes, connects in [(0.0, [1, 1]), (0.1, [1, 1]), (0.125, [1, 0])]:
+        servers = [watch.server(redis_url) for _ in range(2)]
+        for number, server in enumerate(servers):
+            watch.lease(server, str(number)).renew_at = MOMENT
+            node(server).takes = takes if number == 0 else 0.0
+        watch.renewer.connect_for_what_is_due_soon()
+        assert [node(server).connects for server in servers] == connects
+
+
+def test_a_server_that_cannot_be_looked_at_is_in_a_minute(watch: Watch) -> None:
+    server = watch.server(DOWN)
+    watch.renewer.unknown[server] = "k"
+    assert watch.renewer.next_due() == -math.inf
+    watch.renewer.look_at_a_new_server()
+    assert server.looked_at_from == MOMENT + 60
+    assert node(server).rests_until == pytest.approx(MOMENT + 0.05)
+    assert watch.renewer.unknown == {}
+    assert watch.renewer.next_due() == math.inf
+
+
+def test_a_server_is_looked_at_once(watch: Watch, redis_url: str) -> None:
+    server = watch.server(redis_url)
+    lock = watch.lease(server)
+    server.looked_at_from = math.nextafter(MOMENT, math.inf)
+    leases.hold(lock)
+    assert watch.renewer.unknown == {}
+    server.looked_at_from = MOMENT
+    leases.hold(lock)
+    assert watch.renewer.unknown == {server: lock.key}
+    assert server.looked_at_from == math.inf
+
+
+# The sleep
+
+
+def test_what_is_in_its_care(watch: Watch, redis_url: str) -> None:
+    """Runs that have ended, or are gone, leave nothing."""
+    server = watch.server(redis_url)
+    lost, kept = watch.lease(server, "lost"), watch.lease(server, "kept")
+    lost.lose("deleted")
+    server.looked_at_from = math.inf
+    gone = Lease(server, "gone", b"gone", MOMENT, TTL, LONG)
+    leases.hold(gone)
+    assert watch.renewer.held() == [kept, gone]
+    leases.let_go(gone)
+    assert b"gone" not in watch.renewer.leases
+    leases.hold(gone)
+    del gone
+    assert watch.renewer.held() == [kept]
+    assert sorted(watch.renewer.leases) == [b"kept", b"lost"]
+    assert watch.renewer.next_due() == kept.renew_at
+    adrift = watch.adrift(server)
+    assert watch.renewer.next_due() == adrift.try_at < kept.renew_at
+    adrift.try_at = kept.renew_at + 1
+    assert watch.renewer.next_due() == kept.renew_at
+
+
+@pytest.fixture
+def idle(redis: Any) -> Iterator[Callable[[], Any]]:
+    """A callable that has a renewer, by the real clock, sleep in a thread; and the renewer."""
+    renewer = leases._Renewer()
+    renewer.is_running = True
+    with ThreadPoolExecutor(1) as pool:
+
+        def sleep() -> Any:
+            return pool.submit(renewer.sleep)
+
+        sleep.renewer = renewer  # type: ignore[attr-defined]
+        sleep.server = Server(redis)  # type: ignore[attr-defined]
+        yield sleep
+        renewer.woken.put(-math.inf)
+
+
+def test_it_sleeps_until_something_is_due(idle: Any) -> None:
+    adrift = leases._Adrift(idle.server, "k", b"k", LONG, settled=True)
+    adrift.try_at = now() + 0.05
+    idle.renewer.adrift[b"k"] = adrift
+    assert idle().result(LIMIT) is None
+    assert now() >= adrift.try_at == idle.renewer.wakes_at
+
+
+def test_it_sleeps_for_ever_and_is_woken_for_what_comes_sooner(idle: Any) -> None:
+    sleeps = idle()
+    assert eventually(lambda: idle.renewer.wakes_at == math.inf)
+    far = now() + 1000
+    idle.renewer.see_to_it_by(far)
+    assert eventually(lambda: idle.renewer.wakes_at == far)
+    for due in (far, far + 1):
+        idle.renewer.see_to_it_by(due)
+        assert idle.renewer.woken.empty()
+    assert not sleeps.done()
+    idle.renewer.woken.put(far + 1)  # by another that has looked before
+    idle.renewer.see_to_it_by(now() - 1)
+    assert sleeps.result(LIMIT) is None
+
+
+def test_what_comes_when_it_is_about_to_sleep(idle: Any) -> None:
+    """It does not know yet that it is to be woken for it."""
+    looks = idle.renewer.next_due
+    adrift = leases._Adrift(idle.server, "k", b"k", LONG, settled=True)
+
+    def next_due() -> float:
+        before: float = looks()
+        if not idle.renewer.adrift:
+            idle.renewer.adrift[b"k"] = adrift
+            idle.renewer.see_to_it_by(adrift.try_at)
+        return before
+
+    idle.renewer.next_due = next_due
+    assert idle().result(LIMIT) is None
+    assert idle.renewer.woken.empty()
+    assert idle.renewer.wakes_at == adrift.try_at
+
+
+# The thread
+
+
+def test_a_step_that_fails_is_told_of_and_the_next_waits(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    paused: list[float] = []
+    said: list[tuple[object, ...]] = []
+    monkeypatch.setattr(leases, "time", SimpleNamespace(sleep=paused.append))
+    monkeypatch.setattr(leases, "_log", lambda *rest: said.append(rest))
+    monkeypatch.setattr(watch.renewer, "sleep", lambda: 1 / 0)
+    watch.renewer.take_turn()
+    assert paused == [0.1]
+    ((level, text, trace),) = said
+    assert (level, text) == (logging.ERROR, "the thread that renews goes on after:\n%s")
+    assert "ZeroDivisionError" in str(trace)
+
+
+def test_where_no_thread_can_be_started(caplog: pytest.LogCaptureFixture) -> None:
+    """It is told, and started as soon as one can be."""
+    renewer = leases._Renewer()
+    with no_more_threads():
+        renewer.see_to_it_by(MOMENT)
+    assert [record.getMessage() for record in caplog.records] == [
+        "no thread can be started: until one can, no key is renewed, nor released later"
+    ]
+    caplog.clear()
+    begun, names = threading.Event(), []
+
+    def run() -> None:
+        names.append(threading.current_thread().name)
+        begun.set()
+
+    renewer.run = run  # type: ignore[method-assign]
+    renewer.see_to_it_by(MOMENT)
+    assert begun.wait(LIMIT)
+    assert names == ["only_one-leases"]
+    assert caplog.records == []
+
+
+def test_what_is_not_logged_starts_no_thread(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(leases, "_start_native_thread", lambda name, *_: started.append(name))
+    caplog.set_level(logging.INFO, "only_one")
+    leases._log(logging.DEBUG, "%s", "k")
+    assert started == []
+    leases._log(logging.INFO, "%s", "k")
+    assert started == ["only_one-log"]
+
+
+def test_what_a_connection_imports_is_there_before_the_thread() -> None:
+    """Forked while the thread imports it, a child would wait for it for ever."""
+    text = (
+        "import sys; from only_one import leases; leases._Renewer.run = lambda _: None; "
+        "leases._renewer.see_to_it_by(0); print('encodings.idna' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=LIMIT, check=True)
+    assert done.stdout == "True\n"
+
+
+# Nodes
+
+
+def test_a_node_that_cannot_be_reached_rests_for_longer_each_time(watch: Watch, redis_url: str) -> None:
+    """Until it answers; or for as long as it is told."""
+    rests = node(watch.server(redis_url))
+    assert rests.rests_until == 0.0
+    for rest in (0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0):
+        rests.fail()
+        assert rests.rests_until == pytest.approx(MOMENT + rest)
+    rests.fail(2.0)
+    assert rests.rests_until == MOMENT + 2
+    assert rests.send([("GET", watch.key())], {}) == [b"token"]
+    rests.fail()
+    assert rests.rests_until == pytest.approx(MOMENT + 0.05)
+    down = node(watch.server(DOWN))
+    assert [type(each) for each in down.send([("GET", "a"), ("GET", "b")], {})] == [redis_py.ConnectionError] * 2
+    assert down.rests_until == pytest.approx(MOMENT + 0.05)
+
+
+def test_a_node_carries_out_all_that_it_does_not_refuse(watch: Watch, redis_url: str) -> None:
+    """The commands of one trip are no transaction."""
+    with Proxy(redis_url) as proxy:
+        replies = node(watch.server(proxy.url)).send([("HGET", watch.key(), "a"), ("GET", watch.key())], {})
+        assert proxy.commands == ["HGET", "GET"]
+    assert isinstance(replies[0], ResponseError)
+    assert replies[1] == b"token"
+
+
+def test_a_node_whose_client_has_no_pool_cannot_be_connected_to_before() -> None:
+    nodes.Node(object()).connect()
+
+
+# Their connections
+
+
+def test_a_connection_for_the_thread_gives_up_soon() -> None:
+    given = {
+        "host": "h",
+        "orig_host_address": "h",
+        "oss_cluster_maint_notifications_handler": object(),
+        "maint_notifications_pool_handler": object(),
+        "connection_pool": object(),
+    }
+    soon = {"socket_timeout": 0.5, "socket_connect_timeout": 0.25}
+    assert nodes._in_haste(given) == {"host": "h", **soon}
+    assert nodes._in_haste({"socket_timeout": None, "socket_connect_timeout": 9}) == soon
+    sooner = {"socket_timeout": 0.125, "socket_connect_timeout": 0.125}
+    assert nodes._in_haste(sooner) == sooner
+    found = nodes._in_haste({"retry": redis_py.retry.Retry(redis_py.backoff.NoBackoff(), 3)})
+    assert found["retry"]._retries == 0
+    assert nodes._in_haste({"maint_notifications_config": None})["maint_notifications_config"] is None
+    told = SimpleNamespace
+    assert nodes._in_haste({"maint_notifications_config": told(enabled=True)})["maint_notifications_config"] == told(
+        enabled=False
+    )
+
+
+@pytest.mark.parametrize("url", ["redis://h:7/3", "rediss://h:7", "unix:///s"])
+@pytest.mark.parametrize("kind", [redis_py.ConnectionPool, redis_py.BlockingConnectionPool])
+def test_a_client_for_the_thread_is_one_of_the_same_server(url: str, kind: Any) -> None:
+    pool = kind.from_url(url, max_connections=1, timeout=None)
+    made = nodes.impatient(redis_py.Redis(connection_pool=pool)).connection_pool
+    assert (type(made), made.connection_class) == (redis_py.ConnectionPool, pool.connection_class)
+    given = {name: pool.connection_kwargs.get(name) for name in ("host", "port", "db", "path")}
+    assert {name: made.connection_kwargs.get(name) for name in given} == given
+    assert made.connection_kwargs["retry"]._retries == 0
+    assert made.max_connections > 1
+
+
+def test_a_client_for_the_thread_that_asks_the_same_sentinels() -> None:
+    kind: Any = redis_py.sentinel.Sentinel
+    manager = kind([("h", 7), ("h", 8)])
+    for options in ({}, {"is_master": False, "check_connection": True, "ssl": True}):
+        pool = redis_py.sentinel.SentinelConnectionPool("mine", manager, **options)  # type: ignore[no-untyped-call]
+        made = nodes.impatient(redis_py.Redis(connection_pool=pool)).connection_pool
+        assert made is not pool
+        for name in ("service_name", "is_master", "check_connection", "connection_class"):
+            assert getattr(made, name) == getattr(pool, name)
+        for each in (made, *(sentinel.connection_pool for sentinel in made.sentinel_manager.sentinels)):
+            assert each.connection_kwargs["socket_timeout"] == 0.5
+            assert each.connection_kwargs["retry"]._retries == 0
+    assert len(made.sentinel_manager.sentinels) == 2
+    assert manager.sentinels[0].connection_pool.connection_kwargs.get("socket_timeout") != 0.5
+
+
+def test_a_client_of_which_none_can_be_made() -> None:
+    for client in (object(), SimpleNamespace(connection_pool=object())):
+        assert nodes.impatient(client) is client
