@@ -15,16 +15,16 @@ import pytest
 import redis as redis_py
 from redis.backoff import NoBackoff
 from redis.crc import key_slot
-from redis.exceptions import RedisClusterException, RedisError
+from redis.exceptions import AskError, MovedError, RedisClusterException, RedisError
 from redis.retry import Retry
 
-from only_one import LockLost, LockUnavailable, configure, leases, only_one, servers, skip
+from only_one import LockLost, LockUnavailable, configure, leases, nodes, only_one, servers, skip
 from only_one.clock import now
 from only_one.inspection import held, release_key
 from only_one.testing import RedisServer, redis_server
 from tests.faults.programs import SLACK, Holder, Running, RunningAsync
 from tests.proxy import Proxy
-from tests.renewal import fails_to_renew, later, renew_now
+from tests.renewal import MOMENT, Clock, fails_to_renew, later, renew_now
 from tests.waiting import LIMIT, eventually
 
 # The nodes do not find each other lost by themselves: on a slow machine, one that is well may be late by any time.
@@ -383,6 +383,194 @@ def test_a_frozen_master_does_not_delay_what_is_left_on_another(
     assert eventually(lambda: not frozen.client.exists(f"{prefix}{names[1]}"))
     for client in clients:
         client.close()
+
+
+# What the thread that renews knows of the slots
+
+
+def slots_of(cluster: Cluster) -> dict[int, tuple[str, int]]:
+    """Which node has which slot, as the nodes say."""
+    found = cluster.nodes[0].client.execute_command("CLUSTER SLOTS")
+    return {slot: ("127.0.0.1", port) for begin, end, (_, port, *_), *_ in found for slot in range(begin, end + 1)}
+
+
+def test_what_is_learnt_of_the_slots(cluster: Cluster, names: list[str], prefix: str) -> None:
+    """By MOVED, of all slots that have moved; by ASK nothing."""
+    (source, target, _), (name, *_) = cluster.nodes, names
+    key, beside = f"{prefix}{name}", f"{{{prefix}{name}}}beside"
+    slot, other = key_slot(key.encode()), key_slot(cluster.name_on(source, "").encode())
+    assert slot != other
+    theirs = nodes.ClusterNodes(cluster.connect())
+    known = slots_of(cluster)
+    assert theirs._owners == known
+    assert {node.client.connection_pool.connection_kwargs["port"] for node in theirs._nodes.values()} == {
+        node.server.port for node in cluster.nodes
+    }
+    asked = [("SET", key, "1"), ("SET", beside, "2")]
+    node = theirs.of(key)
+    assert node.send(asked, {}) == [True, True]
+    cluster.begin_to_move(slot, source, target, key, beside)
+    assert node.send([("GET", key), ("GET", beside)], {}) == [b"1", b"2"]
+    assert theirs._owners == known
+    cluster.finish_moving(slot, source, target)
+    cluster.begin_to_move(other, source, target)
+    cluster.finish_moving(other, source, target)
+    assert node.send([("GET", key), ("GET", beside)], {}) == [b"1", b"2"]
+    assert theirs._owners == slots_of(cluster) == {**known, **dict.fromkeys([slot, other], known_as(target))}
+    assert theirs._suspects == set()
+    target.client.delete(key, beside)
+
+
+def known_as(node: Node) -> tuple[str, int]:
+    """Its address."""
+    return "127.0.0.1", node.server.port
+
+
+class Said:
+    """What nodes say that none can be brought to say, or not in time, in the place of what they do; by a still clock.
+
+    Attributes:
+        theirs: the nodes as the thread that renews knows them.
+        replies: by port, what each node answers to each command.
+        asked: who was asked for what.
+    """
+
+    def __init__(self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = Clock(monkeypatch, nodes)
+        self.theirs = nodes.ClusterNodes(cluster.client)
+        self.replies: dict[int, Callable[[str], Any]] = {}
+        self.asked: list[tuple[int, str]] = []
+        self.names = [self.theirs._at(known_as(node)) for node in cluster.nodes]
+        monkeypatch.setattr(nodes.Node, "send", self._send)
+
+    def _send(self, node: nodes.Node, commands: Any, _options: Any, rest: float | None = None) -> list[Any]:
+        port = self.port(node)
+        self.asked += [(port, command[0]) for command in commands]
+        found = [self.replies[port](command[0]) for command in commands]
+        if any(isinstance(reply, redis_py.ConnectionError) for reply in found):
+            node.fail(rest)
+        return found
+
+    def port(self, node: nodes.Node) -> int:
+        """Where it is."""
+        port: int = node.client.connection_pool.connection_kwargs["port"]
+        return port
+
+    def send(self, number: int, *commands: str) -> list[Any]:
+        """What comes of commands that are sent to a node, and `asked` anew."""
+        self.asked.clear()
+        node = self.names[number]
+        return node.send([(command,) for command in commands], {}, 2.0)
+
+
+@pytest.fixture
+def said(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Said:
+    return Said(cluster, monkeypatch)
+
+
+def test_nodes_that_send_on_to_each_other(said: Said) -> None:
+    """They are not asked for ever."""
+    one, other = (said.port(node) for node in said.names[:2])
+    said.replies[one] = lambda _: MovedError(f"5 127.0.0.1:{other}")
+    said.replies[other] = lambda _: MovedError(f"5 :{one}")
+    (reply,) = said.send(0, "GET")
+    assert isinstance(reply, MovedError)
+    assert [port for port, command in said.asked if command == "GET"] == [one, other] * 2
+    # What is asked for the slots by name is refused, too, and leaves what is known.
+    assert len(said.theirs._owners) == 16384
+
+
+def test_a_slot_that_moves_to_a_node_that_cannot_be_reached(said: Said) -> None:
+    one, other = (said.port(node) for node in said.names[:2])
+    said.replies[one] = lambda name: AskError("5 away:7") if name == "ASKED" else MovedError(f"5 127.0.0.1:{other}")
+    said.replies[other] = lambda _: redis_py.ConnectionError()
+    # It is asked once, and not for the slots besides.
+    (reply,) = said.send(0, "GET")
+    assert isinstance(reply, redis_py.ConnectionError)
+    assert said.asked == [(one, "GET"), (other, "GET")]
+    assert said.names[1].rests_until == MOMENT + 2
+    (reply,) = said.send(0, "GET")
+    assert isinstance(reply, MovedError)
+    assert said.asked == [(one, "GET")]
+    assert said.theirs._owners[5] == ("127.0.0.1", other)
+    said.clock.moment += 2
+    said.send(0, "GET")  # it is a suspect by now
+    assert said.asked[:2] == [(one, "GET"), (one, "CLUSTER SLOTS")]
+    assert (other, "GET") not in said.asked
+    said.clock.moment += 2
+    said.send(0, "GET")
+    assert said.asked == [(one, "GET"), (other, "GET")]
+    # Where ASK sends to is not where the slot is.
+    said.theirs._at(("away", 7)).fail(2.0)
+    (reply,) = said.send(0, "ASKED")
+    assert type(reply) is AskError
+    assert said.theirs._owners[5] == ("127.0.0.1", other)
+
+
+@pytest.mark.parametrize("error", [redis_py.ConnectionError(), redis_py.ReadOnlyError()], ids=["down", "replica"])
+def test_a_node_that_may_have_been_replaced(said: Said, error: Exception) -> None:
+    """Another is asked which has which slot, before that one is asked again."""
+    one, other, third = (said.port(node) for node in said.names)
+    said.replies[one] = lambda command: 1 if command == "GET" else error
+    said.replies[other] = lambda _: redis_py.ConnectionError()
+    said.replies[third] = lambda _: [[3, 5, ["", 7, "id"]], [9, 9, ["127.0.0.1", other, "id"]]]
+    assert said.send(0, "GET") == [1]
+    assert said.send(0, "GET", "SET") == [1, error]
+    said.names[1].rests_until = -1.0  # of those that may be asked, one that cannot be reached after all
+    replies = said.send(0, "GET", "SET")
+    assert [type(reply) for reply in replies] == [redis_py.ConnectionError] * 2
+    assert said.asked == [(other, "CLUSTER SLOTS")]
+    owners = dict(said.theirs._owners)
+
+    assert said.send(0, "SET") == [error]
+    said.names[1].rests_until, said.names[2].rests_until = MOMENT + 2, MOMENT + 1
+    said.send(0, "SET")  # all that are left rest
+    assert said.asked == []
+    assert said.theirs._owners == owners
+
+    assert said.send(0, "SET") == [error]
+    said.names[2].rests_until = MOMENT
+    said.send(0, "SET")
+    assert said.asked == [(third, "CLUSTER SLOTS")]
+    assert said.theirs._owners == {**owners, **dict.fromkeys([3, 4, 5], ("127.0.0.1", 7)), 9: ("127.0.0.1", other)}
+    assert ("127.0.0.1", 7) in said.theirs._nodes
+
+
+def test_an_error_that_says_something_of_the_key_is_no_reason_to_look_elsewhere(said: Said) -> None:
+    said.replies[said.port(said.names[0])] = lambda _: redis_py.ResponseError("WRONGTYPE")
+    for _ in range(2):
+        said.send(0, "GET")
+        assert len(said.asked) == 1
+
+
+def test_a_slot_that_nobody_is_known_to_have(said: Said) -> None:
+    """The node that could be reached for the longest time is asked, and will know."""
+    for number, node in enumerate(said.names):
+        node.rests_until = MOMENT - number
+    said.theirs._owners.clear()
+    assert said.theirs.of("k") is said.names[2]
+
+
+def test_a_cluster_of_one(said: Said) -> None:
+    """There is nobody else to be asked."""
+    node = said.names[0]
+    said.theirs._nodes = {("127.0.0.1", said.port(node)): node}
+    said.replies[said.port(node)] = lambda _: redis_py.ConnectionError()
+    for asked in (1, 0, 1):
+        said.send(0, "GET")
+        assert len(said.asked) == asked
+
+
+def test_the_connections_of_the_thread_that_renews(cluster: Cluster) -> None:
+    theirs = nodes.ClusterNodes(cluster.client)
+    for node in theirs._nodes.values():
+        options = node.client.connection_pool.connection_kwargs
+        assert (options["socket_timeout"], options["socket_connect_timeout"]) == (0.5, 0.25)
+        assert options["retry"]._retries == 0
+    notices = getattr(cluster.client.nodes_manager, "maint_notifications_config", None)
+    told = theirs._options.get("maint_notifications_config")
+    assert (told is None) == (notices is None)
+    assert told is None or told.enabled is False
 
 
 # Slots that move
