@@ -7,8 +7,8 @@ import math
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -487,32 +487,44 @@ def test_what_is_in_its_care(watch: Watch, redis_url: str) -> None:
     assert watch.renewer.next_due() == kept.renew_at
 
 
+class Idle:
+    """A renewer that sleeps in a thread, by the real clock.
+
+    Attributes:
+        renewer: the renewer.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self.renewer: Any = leases._Renewer()
+        self.renewer.is_running = True
+        self._server = Server(client)
+
+    def sleep(self) -> Future[None]:
+        """Have it sleep, once."""
+        done: Future[None] = Future()
+        threading.Thread(target=lambda: done.set_result(self.renewer.sleep()), daemon=True).start()
+        return done
+
+    def adrift(self) -> Any:
+        """A token that is due now, and not yet in its care."""
+        return leases._Adrift(self._server, "k", b"k", LONG, settled=True)
+
+
 @pytest.fixture
-def idle(redis: Any) -> Iterator[Callable[[], Any]]:
-    """A callable that has a renewer, by the real clock, sleep in a thread; and the renewer."""
-    renewer = leases._Renewer()
-    renewer.is_running = True
-    with ThreadPoolExecutor(1) as pool:
-
-        def sleep() -> Any:
-            return pool.submit(renewer.sleep)
-
-        sleep.renewer = renewer  # type: ignore[attr-defined]
-        sleep.server = Server(redis)  # type: ignore[attr-defined]
-        yield sleep
-        renewer.woken.put(-math.inf)
+def idle(redis: Any) -> Idle:
+    return Idle(redis)
 
 
-def test_it_sleeps_until_something_is_due(idle: Any) -> None:
-    adrift = leases._Adrift(idle.server, "k", b"k", LONG, settled=True)
+def test_it_sleeps_until_something_is_due(idle: Idle) -> None:
+    adrift = idle.adrift()
     adrift.try_at = now() + 0.05
     idle.renewer.adrift[b"k"] = adrift
-    assert idle().result(LIMIT) is None
+    assert idle.sleep().result(LIMIT) is None
     assert now() >= adrift.try_at == idle.renewer.wakes_at
 
 
-def test_it_sleeps_for_ever_and_is_woken_for_what_comes_sooner(idle: Any) -> None:
-    sleeps = idle()
+def test_it_sleeps_for_ever_and_is_woken_for_what_comes_sooner(idle: Idle) -> None:
+    sleeps = idle.sleep()
     assert eventually(lambda: idle.renewer.wakes_at == math.inf)
     far = now() + 1000
     idle.renewer.see_to_it_by(far)
@@ -526,10 +538,10 @@ def test_it_sleeps_for_ever_and_is_woken_for_what_comes_sooner(idle: Any) -> Non
     assert sleeps.result(LIMIT) is None
 
 
-def test_what_comes_when_it_is_about_to_sleep(idle: Any) -> None:
+def test_what_comes_when_it_is_about_to_sleep(idle: Idle) -> None:
     """It does not know yet that it is to be woken for it."""
     looks = idle.renewer.next_due
-    adrift = leases._Adrift(idle.server, "k", b"k", LONG, settled=True)
+    adrift = idle.adrift()
 
     def next_due() -> float:
         before: float = looks()
@@ -539,7 +551,7 @@ def test_what_comes_when_it_is_about_to_sleep(idle: Any) -> None:
         return before
 
     idle.renewer.next_due = next_due
-    assert idle().result(LIMIT) is None
+    assert idle.sleep().result(LIMIT) is None
     assert idle.renewer.woken.empty()
     assert idle.renewer.wakes_at == adrift.try_at
 
