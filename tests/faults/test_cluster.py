@@ -476,8 +476,9 @@ def test_nodes_that_send_on_to_each_other(said: Said) -> None:
     (reply,) = said.send(0, "GET")
     assert isinstance(reply, MovedError)
     assert [port for port, command in said.asked if command == "GET"] == [one, other] * 2
-    # What is asked for the slots by name is refused, too, and leaves what is known.
-    assert len(said.theirs._owners) == 16384
+    # One that does not say where means itself.
+    assert said.theirs._owners[5] == ("127.0.0.1", one)
+    assert len(said.theirs._nodes) == 3
 
 
 def test_a_slot_that_moves_to_a_node_that_cannot_be_reached(said: Said) -> None:
