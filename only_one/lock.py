@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import redis.asyncio.lock
 import redis.lock
@@ -11,7 +11,6 @@ from redis.exceptions import LockNotOwnedError, ResponseError
 
 from .clock import now
 from .protocol import (
-    HELD,
     NEVER,
     Dialect,
     Expiry,
@@ -21,11 +20,14 @@ from .protocol import (
     expiry_in,
     give_back_noting,
     give_back_otherwise,
+    outcome,
     replace,
     replace_noting,
     take_in_two,
-    what_became,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 RAW = {"NEVER_DECODE": True}
 """Options of redis-py by which replies come as bytes, also from clients that decode."""
@@ -123,7 +125,9 @@ def give_back(client: Any, dialect: Dialect, key: Any, token: bytes) -> Outcome:
         reply = client.execute_command(*command, **RAW)
     except ResponseError as error:
         return drive(client, give_back_otherwise(dialect, key, token, command, error))
-    return HELD if reply == 1 else drive(client, what_became(key, reply))
+    if reply == 0:  # the native commands do not say whose a key is that is not ours
+        reply = client.execute_command("GET", key, **RAW)
+    return outcome(reply)
 
 
 async def give_back_async(client: Any, dialect: Dialect, key: Any, token: bytes) -> Outcome:
@@ -133,7 +137,9 @@ async def give_back_async(client: Any, dialect: Dialect, key: Any, token: bytes)
         reply = await client.execute_command(*command, **RAW)
     except ResponseError as error:
         return await drive_async(client, give_back_otherwise(dialect, key, token, command, error))
-    return HELD if reply == 1 else await drive_async(client, what_became(key, reply))
+    if reply == 0:  # the native commands do not say whose a key is that is not ours
+        reply = await client.execute_command("GET", key, **RAW)
+    return outcome(reply)
 
 
 class _Common:
@@ -147,12 +153,20 @@ class _Common:
     name: Any
     timeout: float | None
     local: Any
-    dialect: Dialect
-    expires_at: float
 
-    def _begin(self, dialect: Dialect | None) -> None:
-        self.dialect = dialect or Dialect()
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """See redis-py."""
+        super().__init__(*args, **kwargs)
+        self.dialect = Dialect()
         self.expires_at = math.inf
+
+    @classmethod
+    def held(cls, client: Any, dialect: Dialect, name: str, token: bytes, ttl: float) -> Self:
+        """The lock of a key that has been taken with `token` for `ttl` seconds; a call that is skipped makes none."""
+        lock = cls(client, name, ttl, thread_local=False)
+        lock.dialect = dialect  # which all locks in a server share
+        lock.local.token = token
+        return lock
 
     def _expiry(self) -> Expiry:
         # Counted from before the command is sent: the key never outlives what its holder believes.
@@ -162,9 +176,9 @@ class _Common:
     def _extended(self, asked: float, seconds: float, *, from_now: bool) -> None:
         self.expires_at = seconds + (asked if from_now else self.expires_at)
 
-    def _check(self, outcome: Outcome) -> None:
+    def _check(self, became: Outcome) -> None:
         # A key that is gone before its time was deleted by a release of ours whose reply was lost.
-        if outcome.fate == "taken" or (outcome.fate == "gone" and now() >= self.expires_at):
+        if became.fate == "taken" or (became.fate == "gone" and now() >= self.expires_at):
             msg = "Cannot release a lock that's no longer owned"
             raise LockNotOwnedError(msg)
 
@@ -172,33 +186,13 @@ class _Common:
 class Lock(_Common, redis.lock.Lock):
     """redis-py's `Lock`, to be used in its place."""
 
-    def __init__(self, client: Any, name: Any, *args: Any, dialect: Dialect | None = None, **kwargs: Any) -> None:
-        """See redis-py.
-
-        Args:
-            client: a client of redis-py.
-            name: the key.
-            *args: as redis-py's.
-            dialect: what is known of the server, to be shared by all locks in it.
-            **kwargs: as redis-py's.
-        """
-        super().__init__(client, name, *args, **kwargs)
-        self._begin(dialect)
-
-    @classmethod
-    def held(cls, client: Any, dialect: Dialect, name: str, token: bytes, ttl: float) -> Lock:
-        """The lock of a key that has been taken with `token` for `ttl` seconds; a call that is skipped makes none."""
-        lock = cls(client, name, ttl, thread_local=False, dialect=dialect)
-        lock.local.token = token
-        return lock
-
-    def keep(self, value: bytes, ttl: int, note: str | None = None) -> Outcome:
+    def keep(self, value: bytes, ttl: int, note: str | None) -> Outcome:
         """Put `value` in the place of the token for `ttl` milliseconds, if the key is ours; for `note` see below."""
         token = self.local.token
         steps = replace_noting(self.name, token, value, ttl, note) if note else replace(self.name, token, value, ttl)
         return drive(self.redis, steps)
 
-    def give_back(self, note: str | None = None) -> Outcome:
+    def give_back(self, note: str | None) -> Outcome:
         """Delete the key if it is ours, and say what became of it; copies that wait at `note` are told."""
         if note:
             return drive(self.redis, give_back_noting(self.name, self.local.token, note))
@@ -234,33 +228,13 @@ class Lock(_Common, redis.lock.Lock):
 class AsyncLock(_Common, redis.asyncio.lock.Lock):
     """redis-py's asyncio `Lock`, to be used in its place."""
 
-    def __init__(self, client: Any, name: Any, *args: Any, dialect: Dialect | None = None, **kwargs: Any) -> None:
-        """See redis-py.
-
-        Args:
-            client: an asyncio client of redis-py.
-            name: the key.
-            *args: as redis-py's.
-            dialect: what is known of the server, to be shared by all locks in it.
-            **kwargs: as redis-py's.
-        """
-        super().__init__(client, name, *args, **kwargs)
-        self._begin(dialect)
-
-    @classmethod
-    def held(cls, client: Any, dialect: Dialect, name: str, token: bytes, ttl: float) -> AsyncLock:
-        """The lock of a key that has been taken with `token` for `ttl` seconds; a call that is skipped makes none."""
-        lock = cls(client, name, ttl, thread_local=False, dialect=dialect)
-        lock.local.token = token
-        return lock
-
-    async def keep(self, value: bytes, ttl: int, note: str | None = None) -> Outcome:
+    async def keep(self, value: bytes, ttl: int, note: str | None) -> Outcome:
         """Put `value` in the place of the token for `ttl` milliseconds, if the key is ours; for `note` see below."""
         token = self.local.token
         steps = replace_noting(self.name, token, value, ttl, note) if note else replace(self.name, token, value, ttl)
         return await drive_async(self.redis, steps)
 
-    async def give_back(self, note: str | None = None) -> Outcome:
+    async def give_back(self, note: str | None) -> Outcome:
         """Delete the key if it is ours, and say what became of it; copies that wait at `note` are told."""
         if note:
             return await drive_async(self.redis, give_back_noting(self.name, self.local.token, note))

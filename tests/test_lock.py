@@ -301,7 +301,7 @@ def test_it_is_a_lock_of_redis_py(side: Sync, client: Any, direct: Any, key: str
 
 
 def test_a_lock_that_is_somebody_elses_or_has_expired_is_not_released(
-    side: Sync, client: Any, direct: Any, key: str
+    side: Sync, client: Any, direct: Any, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = side.lock(client, key, timeout=600)
     assert side.do(lock.acquire)
@@ -311,6 +311,17 @@ def test_a_lock_that_is_somebody_elses_or_has_expired_is_not_released(
     assert direct.get(key) == BINARY
 
     direct.delete(key)
+    theirs = side.lock(client, key, timeout=600)
+    theirs.local.token = b"another's"  # by whom it was acquired: until when, is not known here
+    side.do(theirs.release)
+
+    assert side.do(lock.acquire)
+    direct.delete(key)
+    with monkeypatch.context() as patch:
+        patch.setattr("only_one.lock.now", lambda: lock.expires_at)
+        with pytest.raises(LockNotOwnedError):
+            side.do(lock.release)
+
     brief = side.lock(client, key, timeout=0.05)
     assert side.do(brief.acquire)
     assert eventually(lambda: not direct.exists(key))
@@ -319,12 +330,20 @@ def test_a_lock_that_is_somebody_elses_or_has_expired_is_not_released(
 
 
 def test_a_lock_that_was_extended_keeps_its_longer_time(side: Sync, client: Any, direct: Any, key: str) -> None:
-    lock = side.lock(client, key, timeout=20)
+    lock = side.lock(client, key, timeout=20_000)
+    before = now()
     assert side.do(lock.acquire)
-    assert side.do(lock.extend, 30)
-    assert 20_000 < direct.pttl(key) <= 50_000
-    assert side.do(lock.reacquire)
-    assert direct.pttl(key) <= 20_000
+    assert before + 20_000 <= lock.expires_at <= now() + 20_000
+    assert side.do(lock.extend, 30_000) is True
+    assert 20_000_000 < direct.pttl(key) <= 50_000_000
+    assert before + 50_000 <= lock.expires_at <= now() + 50_000
+    before = now()
+    assert side.do(lock.extend, 10_000, replace_ttl=True) is True
+    assert before + 10_000 <= lock.expires_at <= now() + 10_000
+    before = now()
+    assert side.do(lock.reacquire) is True
+    assert 10_000_000 < direct.pttl(key) <= 20_000_000
+    assert before + 20_000 <= lock.expires_at <= now() + 20_000
     side.do(lock.release)
     assert direct.exists(key) == 0
 
@@ -356,6 +375,12 @@ def test_a_server_is_asked_once_for_what_it_refuses(side: Sync, proxy: Proxy, ke
     assert sent[1] == sent[2]
     assert sent[2][:-1] == takes
     assert sent[2][-1] in gives_back
+
+    run = side.cover(lambda: "done", timeout=600, redis=proxy.url)
+    for _ in range(3):
+        proxy.forget_commands()
+        assert run() == "done"
+    assert [name for name in proxy.commands if name != "INFO"] == ["SET", sent[2][-1]]
 
 
 def test_a_script_that_is_flushed_is_sent_again(side: Sync, limited_url: str, key: str) -> None:
