@@ -121,5 +121,5 @@ def _begin_anew_in_child() -> None:
         client.forget_connections()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew_in_child)
+_register_at_fork = getattr(os, "register_at_fork", lambda **_: None)  # there is no fork on Windows
+_register_at_fork(after_in_child=_begin_anew_in_child)

@@ -19,7 +19,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pytest
@@ -29,7 +29,7 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from only_one import configure, only_one, subscribe
-from only_one.direct import _MOST_KEPT, DirectClient
+from only_one.direct import _MOST_KEPT, DirectClient, _Line
 from only_one.events import Down, Event
 from only_one.lock import Lock
 from only_one.servers import Server
@@ -37,6 +37,9 @@ from only_one.testing import RedisServer, redis_server
 from tests.proxy import Proxy
 from tests.renewal import is_idle
 from tests.waiting import LIMIT, eventually
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 ROOT = Path(__file__).parents[1]
 HANGS_FOR = 2.0
@@ -97,6 +100,11 @@ def direct(client: Any) -> DirectClient:
     return DirectClient(client)
 
 
+def lent(client: Any) -> int:
+    """How many connections its pool has lent."""
+    return len(client.connection_pool._in_use_connections)
+
+
 def connections(watching: Any, name: str) -> set[int]:
     """The server's ids of all connections of a name."""
     return {int(each["id"]) for each in watching.client_list() if each["name"] == name}
@@ -132,6 +140,20 @@ def waiting(url: str, **options: Any) -> Any:
     return redis_py.Redis(connection_pool=redis_py.BlockingConnectionPool.from_url(url, **options))
 
 
+class Without:
+    """What the user has put around a client: it sends commands, and shows no pool."""
+
+    def __init__(self, url: str) -> None:
+        self._client = redis_py.Redis.from_url(url)
+        self.execute_command, self.register_script = self._client.execute_command, self._client.register_script
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+
 OTHERS: dict[str, Callable[[str], Any]] = {
     "subclass": Subclass.from_url,
     "a pool that waits": waiting,
@@ -139,6 +161,7 @@ OTHERS: dict[str, Callable[[str], Any]] = {
     "few connections": lambda url: redis_py.Redis.from_url(url, max_connections=ALL - 1),
     "one connection": lambda url: redis_py.Redis.from_url(url, single_connection_client=True),
     "altered": altered,
+    "no pool": Without,
 }
 PLAIN: dict[str, Callable[[RedisServer], Any]] = {
     "by URL": lambda server: redis_py.Redis.from_url(server.url),
@@ -291,16 +314,30 @@ def test_an_error_of_the_server_keeps_the_connection(redis: Any, direct: DirectC
         assert kept(direct) == before
 
 
+def test_a_server_that_is_gone_leaves_no_connection_lent(server: RedisServer) -> None:
+    with redis_py.Redis.from_url(server.url, retry=Retry(NoBackoff(), 0)) as client:
+        direct = DirectClient(client)
+        echo(direct)
+        server.kill()
+        with pytest.raises(redis_py.ConnectionError) as caught:
+            echo(direct)
+        assert lent(client) == 0
+        del caught
+
+
 def test_a_time_out_drops_the_connection(redis: Any, redis_url: str, name: str, prefix: str) -> None:
     """A reply that comes later goes to nobody."""
     options: dict[str, Any] = {"socket_timeout": HANGS_FOR, "retry": Retry(NoBackoff(), 0), "client_name": name}
     with redis_py.Redis.from_url(redis_url, **options) as client:
         direct = DirectClient(client)
         (before,) = fill(direct, 1) if not direct._kept else kept(direct)
-        with pytest.raises(redis_py.TimeoutError):
+        with pytest.raises(redis_py.TimeoutError) as caught:
             direct.execute_command("BLPOP", f"{prefix}list", 0)
         assert direct._kept == []
+        # Not only when what was raised, and with it the call, is forgotten.
         assert eventually(lambda: before not in connections(redis, name))
+        assert lent(client) == 0
+        del caught
         redis.rpush(f"{prefix}list", "late")
         for _ in range(5):
             echo(direct)
@@ -474,6 +511,16 @@ def test_a_handler_that_sends_a_command_of_its_own(direct: DirectClient) -> None
 # Threads
 
 
+def test_no_more_than_16_connections_are_kept(client: Any, direct: DirectClient) -> None:
+    lines = [_Line.of(direct.connection_pool) for _ in range(17)]
+    for line in lines:
+        direct._keep(line)
+    assert direct._kept == lines[:16]
+    assert lent(client) == 16  # and the user has the other, as it is
+    assert client.connection_pool._available_connections[0]._sock is not None
+    direct._kept.clear()
+
+
 def test_more_threads_than_connections_are_kept(redis: Any, redis_url: str, name: str) -> None:
     threads, most = 3 * _MOST_KEPT, min(ALL, 100)
     with redis_py.Redis.from_url(redis_url, client_name=name) as client:
@@ -593,6 +640,8 @@ FORK = """
 client = redis.Redis.from_url(url)
 direct = DirectClient(client)
 ours = fill(direct, 3)
+sockets = [line.connection._sock.fileno() for line in direct._kept]
+inodes = [os.fstat(each).st_ino for each in sockets]
 alone = sys.argv[2] == "alone"
 enough, counts = threading.Event(), []
 
@@ -608,6 +657,8 @@ for thread in threads:
     thread.start()
 
 def child(number):
+    if alone:  # else they are those of threads that the child does not have
+        assert [os.fstat(each).st_ino for each in sockets] == inodes
     assert not kept(direct)
     for _ in range(10):
         echo(direct)
