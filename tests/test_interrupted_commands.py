@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from types import FrameType
 from typing import Any
@@ -36,6 +36,11 @@ MOST = 100
 
 class Interruption(BaseException):
     """What a signal handler may raise."""
+
+
+def interrupt() -> None:
+    """What a handler does."""
+    raise Interruption
 
 
 class Moments:
@@ -184,11 +189,56 @@ def test_who_waits_for_a_connection_when_a_command_is_interrupted(
     assert number > 2
 
 
-def test_the_users_client_keeps_its_connections_when_ours_is_collected(those: Clients) -> None:
+def test_the_users_client_keeps_its_connections(those: Clients) -> None:
+    """When ours is collected, when the server refuses a command, and when one is sent because of an error."""
+    those.witness.set("k", "no number")
     with those.connected() as client:
         client.get("k")
         guarded(client).execute_command("GET", "k")
         opened = those.witness.info("stats")["total_connections_received"]
         gc.collect()
         client.get("k")
+        with pytest.raises(redis_py.ResponseError, match="not an integer"):
+            guarded(client).execute_command("INCR", "k")
+        client.get("k")
+        try:
+            interrupt()
+        except Interruption:
+            for _ in range(2):
+                guarded(client).execute_command("GET", "k")
         assert those.witness.info("stats")["total_connections_received"] == opened
+    those.witness.delete("k")
+
+
+def test_connections_that_others_use_are_left_to_them(those: Clients) -> None:
+    """Those to the Sentinels, too, which are asked where the master is when a connection is made."""
+    with those.connected() as client, ExitStack() as stack:
+        client.get("k")
+
+        def one_of(pool: Any) -> Any:
+            return stack.enter_context(redis_py.Redis(connection_pool=pool, single_connection_client=True))
+
+        pool = getattr(guarded(client), "connection_pool", None)
+        sentinels = getattr(getattr(pool, "sentinel_manager", None), "sentinels", [])
+        others = [one_of(each.connection_pool) for each in sentinels]
+        if pool is not None:
+            ours = one_of(pool)
+            used = ours.connection
+            try:
+                interrupt()
+            except Interruption:
+                ours.close()
+            assert used._sock is None
+        assert all(each.connection._sock is not None for each in others)
+
+
+def test_what_stands_for_a_client_looks_like_it(those: Clients) -> None:
+    """In logs, and to those who ask for its class; which is made once."""
+    with those.connected() as client:
+        ours = [guarded(client) for _ in range(2)]
+        for each in (ours, [getattr(one, "connection_pool", one) for one in ours]):
+            assert type(each[0]) is type(each[1])
+        theirs = type(client)
+        assert (type(ours[0]).__module__, type(ours[0]).__qualname__) == (theirs.__module__, theirs.__qualname__)
+        pools = [type(getattr(one, "connection_pool", one)) for one in (ours[0], client)]
+        assert pools[0].__module__ == pools[1].__module__
