@@ -16,9 +16,11 @@ from .holder import is_queued, kept
 from .lease import Lease
 from .leases import generation, hold, let_go, release_later
 from .plan import Call, Plan
-from .policies import CarryOn, PutBack, carry_on, fail
+from .policies import CarryOn, PutBack, fail
 from .protocol import Outcome
 from .servers import Server
+
+_RELEASED = "released"
 
 CARRIED_ON = object()
 """What `Attempt.down` gives where the policy lets the run begin without its key."""
@@ -48,9 +50,7 @@ class Attempt:
 
     def lateness(self) -> TimeoutError | None:
         """What is wrong if the key, now that the server has said that it is ours, has expired again."""
-        if now() < self.lease.expires_at:
-            return None
-        return TimeoutError("the answer came when the key had expired again")
+        return None if self.lease.is_held else TimeoutError("the answer came when the key had expired again")
 
     def taken(self, reclaimed: bytes | None) -> None:
         """The key is ours; `reclaimed` is what stood there before, if it was taken over."""
@@ -107,8 +107,7 @@ class Attempt:
     def abandon(self) -> None:
         """Leave nothing behind, if the key has not been given back in the ordinary way."""
         if not self.is_settled and not self.is_inherited:
-            let_go(self.lease)
-            self.lease.lose("released")
+            self.lease.lose(_RELEASED)  # and is renewed no more
             self.adrift(settled=False)
             self._no_longer_queued()
 
@@ -132,7 +131,7 @@ class Attempt:
         lost = self.lease.loss()
         if lost is not None:
             self._tell(lost)
-        self.lease.lose("released")
+        self.lease.lose(_RELEASED)
         return lost
 
     def released(self, outcome: Outcome | None, lost: LockLost | None, *, is_kept: bool) -> LockLost | None:
@@ -153,8 +152,6 @@ class Attempt:
 
     def _tell(self, lost: LockLost) -> None:
         """Tell of a loss that is seen at the end of the run: in a thread of its own, like any other."""
-        if not self.lease.on_loss:
-            return
         # No daemon, so that the process does not end before.
         thread = threading.Thread(target=self.lease.tell_loss, args=(lost,), name="only_one-lost", daemon=False)
         try:
@@ -170,7 +167,7 @@ class Attempt:
         if wanted(Lost):
             emit(Lost(self.key, self.name, lost.reason, lost.value))
         policy = self.plan.when_lost
-        if policy is carry_on or policy is fail:
+        if policy is fail:
             return
         try:
             policy(lost)
@@ -190,7 +187,7 @@ class AsyncAttempt(Attempt):
     def __init__(self, plan: Plan, server: Server, call: Call, key: str, token: bytes, begun: float) -> None:
         super().__init__(plan, server, call, key, token, begun)
         self.loop = asyncio.get_running_loop()
-        self.task = asyncio.current_task()
+        self.task: Any = asyncio.current_task()
         self.is_over = False
         self.is_cancelled = False
 
@@ -202,7 +199,7 @@ class AsyncAttempt(Attempt):
 
     def is_withdrawn(self) -> bool:
         """Take our cancellation back, if there was one; returns whether it was the only one."""
-        if not self.is_cancelled or self.task is None:
+        if not self.is_cancelled:
             return False
         self.is_cancelled = False
         uncancel = getattr(self.task, "uncancel", None)  # from Python 3.11
@@ -210,12 +207,12 @@ class AsyncAttempt(Attempt):
 
     def _lost(self, lost: LockLost) -> None:
         super()._lost(lost)
-        if self.plan.when_lost is fail and not self.is_over:
+        if self.plan.when_lost is fail:
             with suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(self._cancel)
 
     def _cancel(self) -> None:
         # In the loop's own thread, so the run cannot end between the look and the leap.
-        if not self.is_over and self.task is not None:
+        if not self.is_over:
             self.is_cancelled = True
             self.task.cancel()

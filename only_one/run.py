@@ -9,7 +9,6 @@ from math import inf
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
-from . import settings
 from .attempt import CARRIED_ON, AsyncAttempt, Attempt
 from .clock import now
 from .errors import AlreadyRunning, ConfigurationError, LockLost
@@ -22,7 +21,7 @@ from .policies import CarryOn, PutBack, fail, skip
 from .protocol import TROUBLE, take_over
 from .servers import Server
 
-_current: ContextVar[Lease] = ContextVar("only_one_current_lock")
+_current: ContextVar[Lease] = ContextVar(__name__)
 
 _UNFINISHED = frozenset({CoroutineType, GeneratorType, AsyncGeneratorType})
 
@@ -90,16 +89,13 @@ def _unlocked(key: str) -> Lease:
 
 def run(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """Run the function if its key is free, and give what the policies say if not."""
-    plan = cover.plans.get(call.app)
-    if plan is None or plan.made_from is not settings.current:
-        plan = cover.make_plan(call)
-    key = call.key or plan.prefix + (cover.bound_key if call.bound else cover.key)(call.name, args, kwargs)
+    plan = cover.plan_for(call)
+    key = call.key or plan.prefix + cover.make_key(call, args, kwargs)
     server = plan.server
     if server is None:
         return _run_as(_unlocked(key), cover, args, kwargs)
     token, begun = call.identity.token(plan.free_in), now()
-    found, reclaimed, this = None, None, None
-    problem: Exception | None = None
+    found, reclaimed, this, problem = None, None, None, None
     under_way.add(token)  # before it is sent: to others in this process it is a call that lives
     try:
         try:
@@ -191,17 +187,14 @@ def _heed_cancellation(before: int) -> None:
 
 async def run_async(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """Run the function if its key is free, and give what the policies say if not."""
-    plan = cover.plans.get(call.app)
-    if plan is None or plan.made_from is not settings.current:
-        plan = cover.make_plan(call)
-    key = call.key or plan.prefix + (cover.bound_key if call.bound else cover.key)(call.name, args, kwargs)
+    plan = cover.plan_for(call)
+    key = call.key or plan.prefix + cover.make_key(call, args, kwargs)
     server = plan.server
     if server is None:
         return await _run_as_async(_unlocked(key), cover, args, kwargs)
     client = await server.async_client()
     token, begun = call.identity.token(plan.free_in), now()
-    found, reclaimed, this = None, None, None
-    problem: Exception | None = None
+    found, reclaimed, this, problem = None, None, None, None
     cancellations = _cancellations()
     under_way.add(token)
     try:
@@ -239,8 +232,7 @@ async def run_async(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> Any
 async def _run_held_async(
     this: AsyncAttempt, client: Any, reclaimed: bytes | None, cover: Cover, args: Args, kwargs: Kwargs
 ) -> Any:
-    result, succeeded = None, False
-    ended_by: BaseException | None = None
+    result, succeeded, ended_by = None, False, None
     try:
         this.taken(reclaimed)
         if this.is_superseded():

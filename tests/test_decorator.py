@@ -700,8 +700,9 @@ def test_after_its_run_a_lock_is_not_held_any_more() -> None:
     for lock in locks:
         assert not lock.is_held
         assert lock.expires_in == 0
-        with pytest.raises(LockLost):
+        with pytest.raises(LockLost) as lost:
             lock.ensure_held()
+        assert lost.value.reason == "released"
 
 
 def test_no_argument_is_in_what_stands_in_redis(redis: Redis, prefix: str) -> None:

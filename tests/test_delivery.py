@@ -116,7 +116,8 @@ def hash_of(redis: Redis, prefix: str, task_id: str, attempt: int = 0) -> Any:
 # --- copies ------------------------------------------------------------------------------------------------------
 
 
-def test_copies_of_a_run(app: Celery, queue: Queue, redis: Redis, prefix: str, elsewhere: Any) -> None:
+@pytest.mark.parametrize("how", ["def", "async def"])
+def test_copies_of_a_run(app: Celery, queue: Queue, redis: Redis, prefix: str, elsewhere: Any, how: str) -> None:
     """One comes while it runs, and is put back; afterwards none has anything to do."""
     runs = []
 
@@ -128,7 +129,11 @@ def test_copies_of_a_run(app: Celery, queue: Queue, redis: Redis, prefix: str, e
         assert REMEMBERED - 60 < redis.ttl(note) <= REMEMBERED
         assert redis.hget(note, "ended") is None
 
-    task = a_task(app, work, when_busy=fail)  # which is not for copies
+    async def work_async() -> None:
+        work()
+
+    function, celery = (work, {}) if how == "def" else (work_async, {"base": Awaits})
+    task = a_task(app, function, when_busy=fail, celery=celery)  # which is not for copies
     answer = task.delay()
     message = queue.take()
     queue.deliver(message)
@@ -384,6 +389,46 @@ def test_what_stays_under_the_key_for_a_retry(app: Celery) -> None:
         assert stays(other) is None
 
 
+@pytest.mark.parametrize("how", ["def", "async def"])
+def test_a_key_from_queued_to_finished_over_a_retry(
+    app: Celery, queue: Queue, redis: Redis, redis_url: str, prefix: str, elsewhere: Any, how: str
+) -> None:
+    """And a copy of the first attempt's message, which is told of its end."""
+
+    def holder() -> Any:
+        return Holder.parse(redis.get(f"{prefix}k") or b"")
+
+    def work(self: Any) -> str:
+        states.append(holder().state)
+        if self.request.retries:
+            return "done"
+        elsewhere(lambda: queue.deliver(message, redelivered=True))
+        raise self.retry(countdown=0)
+
+    async def work_async(self: Any) -> str:
+        return work(self)
+
+    states: list[str] = []
+    options: Any = {"name": f"task-{uuid4()}", "shared": False, "acks_late": True, "bind": True}
+    made = app.task(work, **options) if how == "def" else app.task(work_async, base=Awaits, **options)
+    task = cover(made, key="k", timeout=600)
+    answer = task.delay()
+    assert (holder().task_id, holder().state) == (answer.id, "queued")
+    message = queue.take()
+    with Proxy(redis_url) as proxy, configure(redis=proxy.url):
+        queue.deliver(message)
+        assert proxy.commands[0] == "EVALSHA"  # it knows by what value it was queued
+    assert (holder().task_id, holder().attempt, holder().state) == (answer.id, 1, "queued")
+    assert hash_of(redis, prefix, answer.id)[b"ended"]
+    copy, again = queue.take(), queue.take()
+    queue.deliver(again)
+    assert answer.get() == "done"
+    assert not redis.exists(f"{prefix}k")
+    queue.deliver(copy)
+    assert states == ["running", "running"]
+    assert len(queue) == 0
+
+
 # --- how it is put back ------------------------------------------------------------------------------------------
 
 
@@ -561,14 +606,21 @@ def test_a_trigger_is_given_to_one_that_is_like_it(app: Celery, server: Server, 
     assert numbers == sorted(numbers)
 
 
-def test_of_triggers_that_are_put_back_the_newest_stays(app: Celery, queue: Queue, redis: Redis, prefix: str) -> None:
+@pytest.mark.parametrize("how", ["def", "async def"])
+def test_of_triggers_that_are_put_back_the_newest_stays(
+    app: Celery, queue: Queue, redis: Redis, prefix: str, how: str
+) -> None:
     ran = []
 
     def work(number: int) -> int:
         ran.append(number)
         return number
 
-    task = a_task(app, work, when_busy=buffer_one())
+    async def work_async(number: int) -> int:
+        return work(number)
+
+    function = work if how == "def" else work_async
+    task = a_task(app, function, when_busy=buffer_one(), celery={"base": Awaits})
     redis.set(f"{prefix}k", "somebody else", ex=600)
     answers = [task.delay(number) for number in range(3)]
     first, second, third = (queue.take() for _ in range(3))

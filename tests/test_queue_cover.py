@@ -1143,8 +1143,11 @@ def test_a_key_does_not_stay_queued_when_its_run_could_not_take_it(
             with pytest.raises(LockUnavailable) if policy is fail else nullcontext():
                 run(own, call, (), {})
             assert redis.get(f"{prefix}k") == value
+            adrift: Any = leases._renewer.adrift[value]
+            assert eventually(lambda: adrift.pause > leases._FIRST_RELEASE_AFTER)  # as one try was in vain
 
         assert eventually(lambda: not redis.exists(f"{prefix}k"))
+        assert eventually(lambda: value not in leases._renewer.adrift)  # it is not looked for again
 
 
 # --- trouble while it is queued ----------------------------------------------------------------------------------

@@ -13,10 +13,22 @@ from typing import Any
 
 import pytest
 import redis
+import redis.asyncio
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from only_one import ConfigurationError, LockUnavailable, carry_on, configure, current_lock, leases, only_one
+from only_one import (
+    AlreadyRunning,
+    ConfigurationError,
+    LockUnavailable,
+    carry_on,
+    configure,
+    current_lock,
+    fail,
+    leases,
+    only_one,
+)
+from only_one.holder import under_way
 from tests.proxy import Fault, Proxy
 from tests.waiting import LIMIT, eventually
 
@@ -162,6 +174,105 @@ def test_settings_that_change_during_a_run(direct: Any, prefix: str, key: str, p
     assert run()
     assert not direct.exists(key)
     assert proxy.commands == []
+
+
+# What is left when it is over
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_what_has_ended_is_not_seen_to_any_more(proxy: Proxy, client: Any, direct: Any, key: str, kind: str) -> None:
+    """However it has ended: nothing of it is kept, and nothing is sent for it."""
+    tokens: list[bytes] = []
+    before = set(under_way)
+
+    def work() -> None:
+        tokens.append(current_lock().token)
+        assert tokens[-1] in leases._renewer.leases
+        raise ValueError(NAME)
+
+    async def work_async() -> None:
+        work()
+
+    def cover(**options: Any) -> Callable[[], Any]:
+        if kind == "def":
+            return only_one(work, key=NAME, lease=LONG, redis=client, **options)
+        covered: Any = only_one(work_async, key=NAME, lease=LONG, redis=client, **options)
+        return lambda: asyncio.run(covered())
+
+    with pytest.raises(ValueError, match=NAME):
+        cover()()
+    direct.set(key, "somebody else's")
+    with pytest.raises(AlreadyRunning):
+        cover(when_busy=fail)()
+    assert cover()() is None
+    direct.delete(key)
+    assert not leases._renewer.adrift
+
+    direct.hset(key, "of another", "type")
+    with pytest.raises(LockUnavailable):
+        cover()()
+    direct.delete(key)
+    assert eventually(lambda: not leases._renewer.adrift)  # as the server has refused, "gone" is final
+
+    with proxy.refused(), pytest.raises(LockUnavailable):
+        cover()()
+    fault = proxy.lose_request(*RELEASES, times=2)
+    with pytest.raises(ValueError, match=NAME):
+        cover()()
+    assert fault.met.is_set()
+    assert eventually(lambda: tokens[-1] not in leases._renewer.adrift)
+    assert not {*tokens} & {*leases._renewer.leases}
+    assert under_way == before
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_key_that_is_taken_by_a_call_that_does_not_know_it_yet(
+    redis_url: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names this process, but is none that was forgotten in it."""
+    others: list[Any] = []
+    other = only_one(lambda: "ran", key=NAME)
+    assert other() == "ran"
+
+    async def work() -> str:
+        return "ran"
+
+    class Client(redis.Redis):
+        def execute_command(self, *args: Any, **options: Any) -> Any:
+            reply = super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+            if args[0] == "SET":
+                others.append(other())
+            return reply
+
+    execute = redis.asyncio.Redis.execute_command
+
+    async def execute_async(self: Any, *args: Any, **options: Any) -> Any:
+        reply = await execute(self, *args, **options)  # type: ignore[no-untyped-call]
+        if args[0] == "SET":
+            others.append(other())
+        return reply
+
+    monkeypatch.setattr(redis.asyncio.Redis, "execute_command", execute_async)
+    with Client.from_url(redis_url) as client:
+        covered: Any = only_one(other.__wrapped__ if kind == "def" else work, key=NAME, redis=client)  # type: ignore[attr-defined]
+        assert (covered() if kind == "def" else asyncio.run(covered())) == "ran"
+    assert others == [None]
+
+
+@pytest.mark.usefixtures("direct")
+def test_what_is_in_force_is_found_out_once() -> None:
+    def work() -> str:
+        return "done"
+
+    run: Any = only_one(work, key=NAME)
+    assert run() == "done"
+    (plan,) = run.__only_one__.plans.values()
+    assert run() == "done"
+    assert run.__only_one__.plan_for(run.__only_one__.plain) is plan
+    with configure(lease=LONG):
+        assert run() == "done"
+        assert run.__only_one__.plans[None].ttl == LONG
 
 
 # What a call may not give

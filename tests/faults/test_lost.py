@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from only_one import LockLost, current_lock, fail, only_one
+from only_one import LockLost, carry_on, current_lock, fail, only_one
 from only_one.clock import now
 from tests.faults.programs import Program, Running, RunningAsync
 from tests.renewal import is_awaited, is_renewed, later, renew_now
@@ -26,7 +26,10 @@ from tests.waiting import LIMIT, eventually
 LONG = 3600.0
 """Seconds that no test takes, so that no key expires by itself."""
 
-HAND = b"by hand"
+HAND = b"by hand \xff"
+SHOWN = "by hand \\xff"
+"""The same in an error, whose text it becomes."""
+
 KINDS = (Running, RunningAsync)
 
 both = pytest.mark.parametrize("kind", KINDS, ids=["sync", "async"])
@@ -88,7 +91,7 @@ def test_a_callable_is_told_once(redis: Any, prefix: str) -> None:
     for name, each in told.items():
         assert runs[name].result == "done"
         (lost,) = each.losses
-        value = HAND.decode() if "taken" in name else ""
+        value = SHOWN if "taken" in name else ""
         assert (lost.key, lost.reason, lost.value) == (prefix + name, name.split()[1], value)
         assert each.threads == ["only_one-lost"]
         assert redis.get(prefix + name) == (HAND if value else None)
@@ -169,19 +172,26 @@ def test_a_callable_that_takes_its_time_costs_no_other_its_lease(redis: Any, key
 
 def test_a_callable_is_told_of_what_only_the_release_finds(redis: Any, key: str) -> None:
     """By a thread of its own, too, for which the call waits."""
-    told = Told()
+    ended: list[bool] = []
+
+    def take_some_time() -> None:
+        time.sleep(0.2)
+        ended.append(True)
+
+    told = Told(take_some_time)
     with Running(lease=LONG, when_lost=told) as run:
         redis.set(key, HAND)
+    assert ended
     assert run.result == "done"
-    assert [lost.reason for lost in told.losses] == ["taken"]
+    assert [(lost.reason, lost.value) for lost in told.losses] == [("taken", SHOWN)]
     assert told.threads == ["only_one-lost"]
     assert redis.get(key) == HAND
 
 
 @pytest.mark.parametrize("reason", ["taken", "overrun"])
 def test_a_callable_that_is_told_at_the_end_does_not_hold_up_the_event_loop(redis: Any, key: str, reason: str) -> None:
-    goes_on = threading.Event()
-    told = Told(lambda: goes_on.wait(LIMIT))
+    goes_on, was_woken = threading.Event(), []
+    told = Told(lambda: was_woken.append(goes_on.wait(LIMIT)))
 
     @only_one("k", timeout=LONG, when_lost=told)
     async def work() -> str:
@@ -194,6 +204,7 @@ def test_a_callable_that_is_told_at_the_end_does_not_hold_up_the_event_loop(redi
     assert asyncio.run(work()) == "done"
     assert eventually(lambda: told.threads == ["only_one-lost"])
     goes_on.set()
+    assert eventually(lambda: was_woken == [True])
     assert [lost.reason for lost in told.losses] == [reason]
 
 
@@ -221,6 +232,15 @@ def test_a_process_that_ends_waits_for_a_callable_that_is_told_at_the_end(redis_
 
 
 # fail
+
+
+@pytest.mark.parametrize("policy", [carry_on, fail])
+def test_a_loss_about_which_nothing_is_to_be_done_is_no_error(
+    redis: Any, key: str, caplog: pytest.LogCaptureFixture, policy: Any
+) -> None:
+    with Running(lease=LONG, when_lost=policy):
+        redis.set(key, HAND)
+    assert [each.levelno for each in caplog.records] == [logging.WARNING]
 
 
 @pytest.mark.usefixtures("redis")
@@ -265,6 +285,31 @@ def lose(redis: Any, key: str) -> None:
     """Take the key of the run that calls this away, and have it learn of that."""
     redis.delete(key)
     renew_now(current_lock())
+
+
+@pytest.mark.parametrize("learns", ["at its end", "just before its end"])
+def test_a_run_that_has_ended_is_not_cancelled_any_more(redis: Any, key: str, learns: str) -> None:
+    """Or its caller would be, while the key is given back or afterwards."""
+
+    def are_telling() -> bool:
+        return any(each.name == "only_one-lost" for each in threading.enumerate())
+
+    @only_one("k", lease=LONG, when_lost=fail)
+    async def run() -> None:
+        if learns == "at its end":
+            current_lock().expires_at = now()
+        else:  # and it does not let the loop cancel it
+            lose(redis, key)
+            assert eventually(lambda: not current_lock().on_loss and not are_telling())
+
+    async def main() -> int:
+        with pytest.raises(LockLost):
+            await run()
+        assert await asyncio.to_thread(eventually, lambda: not are_telling())
+        await asyncio.sleep(0)
+        return cancelling()
+
+    assert asyncio.run(main()) == 0
 
 
 def test_an_async_run_is_cancelled(redis: Any, key: str) -> None:
@@ -345,6 +390,8 @@ def test_a_cancellation_from_outside_stays_one(redis: Any, key: str, lost: Any) 
         with pytest.raises(asyncio.CancelledError):
             await task
         assert task.cancelled()
+        if sys.version_info >= (3, 11):
+            assert task.cancelling() == 1  # ours is taken back, and no other
 
     asyncio.run(main())
     assert not redis.exists(key)
