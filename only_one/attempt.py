@@ -69,7 +69,7 @@ class Attempt:
     def note(self, ended_by: BaseException | None) -> str | None:
         """Where copies of a task's message are to be told that its run has ended, if they are."""
         task = self.call.task
-        return None if task is None else task.note(self.key, ended_by)
+        return None if task is None else task.note(self.server, self.key, ended_by)
 
     def down(self, problem: Exception) -> Any:
         """What `when_down` gives, or `CARRIED_ON`."""

@@ -145,12 +145,14 @@ def _this_process() -> _Process:
 class Identity:
     """Who calls, as a token spells it: made once for a function, and anew for each run of a task."""
 
-    __slots__ = ("_head", "_limit", "_process", "_spelling")
+    __slots__ = ("_head", "_limit", "_process", "_spelling", "attempt", "task_id")
 
     def __init__(
         self, name: str, task_id: str | None = None, attempt: int | None = None, state: str = "running"
     ) -> None:
         """See `Holder` for what the arguments are."""
+        self.task_id = task_id
+        self.attempt = attempt
         self._spelling = _spell(state=state, name=name, task_id=task_id, attempt=attempt)
         self._process: _Process | None = None
         self._limit: float | None = None

@@ -38,15 +38,7 @@ class Options(NamedTuple):
 
 
 class TaskRun(ABC):
-    """A Celery task's own run, as far as a cover has to do with it: what only the task knows, and can do.
-
-    Attributes:
-        id: the task's id.
-        attempt: how many times the task has been retried.
-    """
-
-    id: str
-    attempt: int
+    """A Celery task's own run, as far as a cover has to do with it: what only the task knows, and can do."""
 
     @abstractmethod
     def default_policy(self) -> Policy:
@@ -77,7 +69,7 @@ class TaskRun(ABC):
         """What stands under the key after a run that has not succeeded, and for how many milliseconds; None if free."""
 
     @abstractmethod
-    def note(self, key: str, ended_by: BaseException | None) -> str | None:
+    def note(self, server: Server, key: str, ended_by: BaseException | None) -> str | None:
         """Where copies of its message wait to be told that it has ended, if they do, and it has."""
 
     @abstractmethod

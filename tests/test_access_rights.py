@@ -125,7 +125,6 @@ def use_tasks(_client: Any, url: str) -> None:
         replace_noting(key, b"ours", b"kept", 1000, note),
         notes.tell_copies_of_result(key, note),
         notes.look_for_copies(key, note),
-        notes.forget_end(key, note),
     ):
         drive(server.client, steps)
     number = None

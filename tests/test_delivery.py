@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import subprocess
 import sys
 from base64 import b64decode
@@ -23,7 +24,7 @@ from celery.app.trace import build_tracer
 from celery.exceptions import Retry
 from redis import Redis
 
-from only_one import buffer_one, configure, current_lock, fail, leases, only_one, retry
+from only_one import buffer_one, carry_on, configure, current_lock, fail, leases, only_one, retry
 from only_one.clock import now
 from only_one.holder import Holder, Identity
 from only_one.lock import drive
@@ -33,16 +34,18 @@ from only_one.tasks.delivery import Delivery
 from only_one.tasks.notes import (
     Copies,
     ask_of_copy,
-    forget_end,
     look_for_copies,
     number_copy,
     tell_copies_of_result,
 )
 from only_one.tasks.put_back import Header, header_of, remembered_for, visibility_timeout
 from tests.proxy import Proxy
+from tests.waiting import eventually
 
 REMEMBERED = 7200
 """Seconds for which word of copies is kept, for a broker that delivers again after an hour."""
+
+CLOSED = "redis://127.0.0.1:1/0"
 
 cover: Any = only_one
 buffered: Any = buffer
@@ -165,7 +168,7 @@ def test_a_copy_is_told_of_a_run_whose_key_was_lost(
     assert hash_of(redis, prefix, answer.id)[b"stored"] == b"1"
 
 
-def test_where_there_are_no_copies_nobody_is_told(app: Celery, queue: Queue, redis_url: str) -> None:
+def test_where_there_are_no_copies_nobody_is_told(app: Celery, queue: Queue, redis_url: str, prefix: str) -> None:
     def lose() -> None:
         key = current_lock().key
         redis_of_the_broker.delete(key)
@@ -178,22 +181,29 @@ def test_where_there_are_no_copies_nobody_is_told(app: Celery, queue: Queue, red
         return [name for name in proxy.commands if name != "INFO"]  # which is asked for in the background
 
     with Proxy(redis_url) as proxy, configure(redis=proxy.url), Redis.from_url(redis_url) as redis_of_the_broker:
-        commands(done)  # the server may not know the script
+        for acks_late in (True, False):  # the server may not know the script, or a command
+            commands(done, celery={"acks_late": acks_late})
         assert commands(done) == ["SET", "EVALSHA"]
         # Acknowledged early it has no copies: what has become of its key costs as much as where it is released.
         early = commands(done, celery={"acks_late": False})
         assert commands(lose, celery={"acks_late": False}) in (early, [*early, "GET"])
+        redis_of_the_broker.set(f"{prefix}k", "somebody else", ex=600)
+        for _ in range(2):
+            put_back = commands(done, when_busy=retry())
+            queue.take()
+        assert put_back == ["SET", "EVALSHA", "EVALSHA"]
 
 
-@pytest.mark.parametrize("minutes", [29, 31])
+@pytest.mark.parametrize("minutes", [30, 31])
 def test_a_long_run_leaves_word_for_copies_that_could_not_ask(
     app: Celery, queue: Queue, redis: Redis, prefix: str, monkeypatch: pytest.MonkeyPatch, minutes: int
 ) -> None:
     """Of more than half of the time after which the broker delivers again."""
 
     def work() -> None:
-        monkeypatch.setattr(delivery, "now", lambda: now() + 60 * minutes)
+        monkeypatch.setattr(delivery, "now", lambda: 1000.0 + 60 * minutes)
 
+    monkeypatch.setattr(delivery, "now", lambda: 1000.0)
     answer = a_task(app, work).delay()
     message = queue.take()
     queue.deliver(message)
@@ -231,8 +241,10 @@ def test_a_copy_of_what_has_ended(
     seconds_ago: int,
     is_dead: bool,  # noqa: FBT001 - a parameter of the test
     outcome: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Its run is done for nothing without a result, which it has 30 s to store if it is not known to be dead."""
+    caplog.set_level(logging.INFO)
     runs = []
 
     def work() -> None:
@@ -251,6 +263,7 @@ def test_a_copy_of_what_has_ended(
     assert not redis.exists(f"{prefix}k")
     # What has run again has ended anew.
     assert (hash_of(redis, prefix, answer.id)[b"ended"] == said["ended"]) is (outcome != "run")
+    assert ("is run again: its run has ended" in caplog.text) is (outcome == "run")
 
 
 def test_a_copy_of_what_has_ended_and_could_not_be_released(
@@ -263,6 +276,61 @@ def test_a_copy_of_what_has_ended_and_could_not_be_released(
     queue.deliver(queue.take(), redelivered=True)
     assert len(queue) == 0
     assert answer.state == "PENDING"
+
+
+def test_word_of_copies_that_cannot_be_read_or_left(
+    app: Celery,
+    queue: Queue,
+    redis: Redis,
+    prefix: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is no hash, by whomever: the message waits, runs and ends all the same."""
+
+    class Ends(Task):  # type: ignore[misc]  # Celery has no types
+        abstract = True
+
+        def after_return(self, *_: Any) -> None:
+            redis.set(note, "not ours")
+
+    def work() -> str:
+        monkeypatch.setattr(delivery, "now", lambda: now() + 3600)
+        return "done"
+
+    def send() -> tuple[Any, str]:
+        answer = a_task(app, work, celery={"base": Ends}).delay()
+        return answer, f"{{{prefix}k}}:copy:{answer.id}:0"
+
+    answer, note = send()
+    redis.set(note, "not ours")
+    redis.set(f"{prefix}k", token_of(answer.id), ex=600)
+    queue.deliver(queue.take())
+    assert answer.state == "PENDING"
+    redis.delete(f"{prefix}k")
+    queue.deliver(queue.take())
+    assert answer.get() == "done"
+    assert eventually(lambda: not redis.exists(f"{prefix}k"))
+
+    answer, note = send()
+    redis.hset(note, "asked", 1)
+    queue.deliver(queue.take())
+    assert answer.get() == "done"
+    assert redis.get(note) == b"not ours"
+    assert "Signal handler" not in caplog.text
+
+
+@pytest.mark.parametrize(("word", "state"), [("stored", "PENDING"), ("asked", "SUCCESS")])
+def test_a_copy_that_came_too_late_to_be_told_of_the_end(
+    app: Celery, queue: Queue, redis: Redis, prefix: str, caplog: pytest.LogCaptureFixture, word: str, state: str
+) -> None:
+    """It may come between the release of a key that was lost, and the result."""
+    caplog.set_level(logging.INFO)
+    answer = a_task(app, done).delay()
+    redis.hset(f"{{{prefix}k}}:copy:{answer.id}:0", word, 1)
+    queue.deliver(queue.take(), redelivered=True)
+    assert answer.state == state
+    assert "is run again" not in caplog.text
 
 
 # --- the attempt before it ---------------------------------------------------------------------------------------
@@ -323,15 +391,25 @@ def test_a_retry_is_put_back_behind_the_attempt_before_it(
         ("queued", 2, 1, "dropped"),
         ("running", 1, 1, "put back"),
         ("queued", 0, 0, "run"),
-        ("queued", None, 1, "run"),
+        ("queued", None, 0, "run"),
         ("queued by another", 2, 1, "run"),
         ("running", None, 1, "put back"),  # by whomever: a retry is not skipped
     ],
 )
 def test_a_message_whose_key_is_its_own_tasks(
-    app: Celery, queue: Queue, redis: Redis, prefix: str, state: str, attempt: int | None, retries: int, outcome: str
+    app: Celery,
+    queue: Queue,
+    redis: Redis,
+    prefix: str,
+    pauses: list[float],
+    caplog: pytest.LogCaptureFixture,
+    state: str,
+    attempt: int | None,
+    retries: int,
+    outcome: str,
 ) -> None:
     """What is out of date is dropped, and what is to be done is not skipped behind itself."""
+    caplog.set_level(logging.INFO)
     runs = []
 
     def work() -> None:
@@ -343,6 +421,9 @@ def test_a_message_whose_key_is_its_own_tasks(
     queue.deliver(queue.take())
     assert (len(runs), len(queue)) == {"dropped": (0, 0), "put back": (0, 1), "run": (1, 0)}[outcome]
     assert answer.state == ("SUCCESS" if outcome == "run" else "PENDING")
+    assert not pauses
+    dropped = [vars(record)["only_one_key"] for record in caplog.records if "it is out of date" in record.getMessage()]
+    assert dropped == [f"{prefix}k"] * (outcome == "dropped")
 
 
 @pytest.mark.parametrize(
@@ -367,12 +448,15 @@ def test_behind_another_without_a_policy(
 def test_what_stays_under_the_key_for_a_retry(app: Celery) -> None:
     """What is sent again as it is, for as long as it is waited for."""
 
-    def stays(said: Any = None, *, covers_queue: bool = True, seconds: float = 0.5, **request: Any) -> Any:
+    def stays(
+        said: Any = None, ended_by: Any = None, when: Any = None, *, covers_queue: bool = True, seconds: float = 0.5,
+        **request: Any,
+    ) -> Any:  # fmt: skip
         told = {"id": "the-id", "retries": 4, "args": ["a"], "kwargs": {"b": 1}, "expires": None, "is_eager": False}
         delivered = Delivery(task, SimpleNamespace(headers=None, **{**told, **request}), covers_queue=covers_queue)
         sig = task.s("a", b=1) if said is None else said
         plan: Any = SimpleNamespace(queue_timeout=seconds)
-        return delivered.stays(plan, Retry(when=request.pop("when", None), sig=sig))
+        return delivered.stays(plan, ended_by or Retry(when=when, sig=sig))
 
     task = app.task(done, name=f"task-{uuid4()}", shared=False)
     token, milliseconds = stays()
@@ -381,12 +465,15 @@ def test_what_stays_under_the_key_for_a_retry(app: Celery) -> None:
     assert (holder.name, holder.task_id, holder.attempt, holder.state) == (task.name, "the-id", 5, "queued")
     assert json.loads(token)["limit"] == milliseconds == 500
     assert stays(seconds=0) is None
+    assert stays(when=3)[1] == 3500
     assert stays(expires=-1) is None
     assert stays(expires=7)[1] == 7000
     assert stays(is_eager=True) is None
     assert stays(covers_queue=False) is None
     for other in (task.s("b", b=1), task.s("a", b=2), task.s("a")):
         assert stays(other) is None
+    for error in (KeyboardInterrupt(), ValueError(), Retry()):  # of which a task that raises the last has sent nothing
+        assert stays(ended_by=error) is None
 
 
 @pytest.mark.parametrize("how", ["def", "async def"])
@@ -472,6 +559,7 @@ def test_a_limit_of_times(app: Celery, queue: Queue, redis: Redis, prefix: str) 
         assert 940 < (eta - datetime.now(timezone.utc)).total_seconds() <= 1000
         assert len(queue) == 0
         assert answer.state == "PENDING"
+        assert "trigger" not in message["headers"]["only_one"]  # none takes the place of another
     queue.deliver(first, redelivered=True)
     assert len(queue) == 0, "a later copy of it waits"
     redis.delete(f"{prefix}k")
@@ -481,6 +569,24 @@ def test_a_limit_of_times(app: Celery, queue: Queue, redis: Redis, prefix: str) 
     queue.deliver(message)
     assert len(queue) == 0
     assert answer.state == "FAILURE"
+
+
+@pytest.mark.parametrize("said", [None, False, True])
+def test_whether_its_result_is_ignored_is_what_the_message_says_or_else_the_task(
+    app: Celery,
+    queue: Queue,
+    redis: Redis,
+    prefix: str,
+    said: bool | None,  # noqa: FBT001 - a parameter of the test
+) -> None:
+    a_task(app, done, when_busy=retry(), celery={"ignore_result": True}).delay()
+    redis.set(f"{prefix}k", "somebody else", ex=600)
+    message = queue.take()
+    del message["headers"]["ignore_result"]
+    if said is not None:
+        message["headers"]["ignore_result"] = said
+    queue.deliver(message)
+    assert queue.take()["headers"]["ignore_result"] is (said is not False)
 
 
 def test_what_a_header_says_of_another_attempt() -> None:
@@ -522,8 +628,6 @@ def test_what_is_remembered_of_copies(server: Server, redis: Redis, prefix: str)
     assert 1000 <= found.age < 1060
     assert 1140 < redis.ttl(note) <= 1200
     assert redis.hget(note, "asked") == b"1"
-    ask(forget_end(key, note))
-    assert ask(look_for_copies(key, note))[:3] == (10, b"", True)
 
 
 def microseconds(redis: Redis) -> int:
@@ -565,11 +669,14 @@ def test_triggers_are_numbered_as_they_arrive(app: Celery, server: Server, redis
     ahead = microseconds(redis) + 60_000_000
     redis.zadd(triggers, {"last": ahead, "id:old": ahead - 7320e6, "id:young": ahead - 7140e6})
     assert buffered.arrive(*where, "fourth", None) == ahead + 1
+    redis.persist(triggers)
     assert buffered.arrive_anew(*where, "fifth", "", 600) == ahead + 2
+    assert REMEMBERED - 60 < redis.ttl(triggers) <= REMEMBERED
     assert buffered.begin(*where, "sixth", None) is True
     assert redis.zscore(triggers, "last") == redis.zscore(triggers, "begun") == ahead + 3
     assert redis.zscore(triggers, "id:old") is None
     assert redis.zscore(triggers, "id:young") is not None
+    assert buffered.arrive(*where, "old", ahead + 10) == ahead + 10  # which the message has not forgotten
 
 
 def test_a_trigger_is_given_to_one_that_is_like_it(app: Celery, server: Server, prefix: str) -> None:
@@ -602,6 +709,9 @@ def test_a_trigger_is_given_to_one_that_is_like_it(app: Celery, server: Server, 
     buffered.withdraw(*where, numbers[-1])
     assert arrives("fifth") == numbers[-1]
     assert buffered.arrive(*where, "fifth", None) == numbers[-1]
+    buffered.published(*where, numbers[-1])
+    assert arrives("fifth", "") == numbers[-1]  # sent once more under its id, which has the other number by now
+    assert arrives("sixth") == numbers[-1]
     assert len(set(numbers)) == len(numbers)
     assert numbers == sorted(numbers)
 
@@ -646,6 +756,7 @@ def test_of_triggers_that_are_put_back_the_newest_stays(
         ("queued", 1, False, 1, "k-1"),
         ("running", 0, True, 1, "k-1"),
         ("queued", 0, True, 0, "kept"),
+        ("queued", 0, False, 0, "kept"),
     ],
 )
 def test_a_retry_has_the_key_that_is_kept_for_it(
@@ -677,6 +788,25 @@ def test_a_retry_has_the_key_that_is_kept_for_it(
     assert redis.exists(f"{prefix}kept") == (key != "kept")
 
 
+@pytest.mark.parametrize(
+    ("settings", "key"), [({"redis": CLOSED}, "k-1"), ({"active": False}, "kept")], ids=["down", "switched off"]
+)
+def test_a_retry_that_cannot_see_what_is_kept_for_it(
+    app: Celery, queue: Queue, prefix: str, settings: Any, key: str
+) -> None:
+    def work(value: int) -> tuple[int, str]:
+        return value, current_lock().key
+
+    task = cover("k-{value}", when_down=carry_on)(app.task(work, name=f"task-{uuid4()}", shared=False))
+    answer = task.delay(1)
+    message = queue.take()
+    message["headers"]["retries"] = 1
+    message["headers"]["only_one"].update(key=f"{prefix}kept")
+    with configure(**settings):
+        queue.deliver(message)
+    assert answer.get() == [1, f"{prefix}{key}"]
+
+
 def test_a_server_that_is_down_is_not_asked_about_copies(
     app: Celery, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -688,7 +818,7 @@ def test_a_server_that_is_down_is_not_asked_about_copies(
         return drive(client, steps)
 
     monkeypatch.setattr(delivery, "drive", ask)
-    a_task(app, done, when_down=retry(), redis="redis://127.0.0.1:1/0").delay()
+    a_task(app, done, when_down=retry(), redis=CLOSED).delay()
     queue.deliver(queue.take())
 
     assert queue.take()["headers"]["only_one"]["times"] == 1

@@ -456,6 +456,6 @@ def test_a_countdown_that_would_make_the_broker_deliver_copies(app: Celery, redi
 
 def test_a_countdown_against_the_brokers_default(app: Celery, redis_url: str) -> None:
     app.conf.update(broker_url=redis_url)
-    assert a_task(app, when_busy=retry(1000)).delay(1).get() == 1
+    assert a_task(app, when_busy=retry(1200)).delay(1).get() == 1
     with pytest.raises(ConfigurationError, match="1201"):
         a_task(app, when_busy=retry(1201)).delay().get()

@@ -147,6 +147,10 @@ def work(value: Any = None, more: Any = "more") -> Any:
     return value, more, current_lock().key
 
 
+def fails() -> float:
+    return 1 / 0
+
+
 def a_task(app: Celery, *template: Any, function: Any = work, celery: Any = None, **options: Any) -> Any:
     """A covered task of the app."""
     made = app.task(function, **{"name": f"task-{uuid4()}", "shared": False, **(celery or {})})
@@ -624,6 +628,11 @@ def test_called_directly_it_is_covered_like_a_function(app: Celery, busy: KeyIsB
         assert task(1) is None
         with pytest.raises(AlreadyRunning):
             a_task(app, "k", when_busy=fail)(1)
+    with pytest.raises(ZeroDivisionError):
+        a_task(app, "k", function=fails)()
+    assert left("k") == -2
+    task.delay()
+    assert task(1) == (1, "more", f"{prefix}k")  # what waits in a queue has not begun
 
 
 def test_called_directly_and_queued_it_has_one_key_on_its_apps_server(new_app: Any) -> None:

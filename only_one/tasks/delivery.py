@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from celery import Task
@@ -14,11 +15,11 @@ from only_one.holder import Holder, Identity, is_gone
 from only_one.lock import drive
 from only_one.plan import Plan, Policy
 from only_one.policies import BufferOne, PutBack, fail, retry, skip
-from only_one.protocol import TROUBLE, Outcome
+from only_one.protocol import TROUBLE, Outcome, Steps
 from only_one.servers import Server
 
 from . import buffer
-from .notes import ask_of_copy, forget_end, look_for_copies, number_copy, tell_copies_of_result
+from .notes import ask_of_copy, look_for_copies, number_copy, tell_copies_of_result
 from .put_back import header_of, publish, remembered_for, visibility_timeout
 from .task_call import TaskCall
 from .waiting import waits_for
@@ -27,31 +28,25 @@ _STORES_WITHIN = 30
 """Seconds within which a run that has ended has stored its result, or never does, if nobody can see its process."""
 
 
-def _waiting(key: str, value: bytes) -> PutBack:
-    return PutBack(AlreadyRunning(key, value.decode(errors="backslashreplace")))
-
-
 class Predecessor(Exception):
     """Raised where the key is held by an attempt of the same task before this one, which is cleaning up."""
 
-    def __init__(self, delivery: Delivery, server: Server, key: str, value: bytes) -> None:
-        super().__init__(key)
-        self._seen = delivery, server, key, value
-
     def put_back(self) -> Any:
         """Wait in the queue instead of in a worker."""
-        delivery, server, key, value = self._seen
-        return delivery.put_back(server, key, _waiting(key, value))
+        delivery, server, key = self.args
+        return delivery.wait(server, key)
 
 
 class Delivery(TaskCall):
     """The current delivery of a task's message.
 
     Attributes:
+        id: the task's id.
+        attempt: how many times the task has been retried.
         header: what the message carries for us.
     """
 
-    def __init__(self, task: Task, request: Any, *, covers_queue: bool = False) -> None:
+    def __init__(self, task: Task, request: Any, *, covers_queue: bool) -> None:
         """See above.
 
         Args:
@@ -65,10 +60,9 @@ class Delivery(TaskCall):
         self.header = header_of(request)
         self._request = request
         self._covers_queue = covers_queue
+        self._began = now()
         self._is_superseded = False
         self._has_note = False
-        self._run: tuple[Server, float] | None = None
-        self._told: tuple[Server, str] | None = None
 
     def default_policy(self) -> Policy:
         """None would do harm where the work has begun, and where others would be given it for a result."""
@@ -95,7 +89,7 @@ class Delivery(TaskCall):
         if holder.state == "kept" or holder.attempt > self.attempt:
             raise self._drop(key, "it is out of date")
         if holder.attempt < self.attempt:
-            raise Predecessor(self, server, key, value)
+            raise Predecessor(self, server, key)
         # The copy asks, the release answers: whether the run has ended is not for the result backend to say.
         try:
             has_ended = drive(server.client, ask_of_copy(key, self._copies(key), remembered_for(self.app))).is_stored
@@ -104,7 +98,11 @@ class Delivery(TaskCall):
             has_ended = False
         if has_ended:
             raise self._drop(key, "its run has ended")
-        self.put_back(server, key, _waiting(key, value))
+        self.wait(server, key)
+
+    def wait(self, server: Server, key: str) -> Any:
+        """Put the message back until the key is free, or its run's result is stored."""
+        return self.put_back(server, key, PutBack(AlreadyRunning(key)))
 
     def put_back(self, server: Server, key: str, wish: PutBack) -> Any:
         """Put the message back into its queue, under the same id and with all that it carries.
@@ -127,7 +125,7 @@ class Delivery(TaskCall):
             if header.number < drive(server.client, look_for_copies(key, copies)).number:
                 raise self._drop(key, "a later copy of it waits")
             if wish.only_newest:
-                header = header.of_trigger(buffer.arrive(server, key, self.app, self.id, header.trigger))
+                header = header._replace(trigger=buffer.arrive(server, key, self.app, self.id, header.trigger))
                 if header.trigger is None:
                     return None
         except TROUBLE as error:
@@ -135,7 +133,7 @@ class Delivery(TaskCall):
         number = publish(self._task, self._request, header, wish.countdown)
         try:
             drive(server.client, number_copy(key, copies, number, remembered_for(self.app)))
-            if header.trigger is not None and wish.only_newest:
+            if header.trigger is not None:
                 buffer.published(server, key, self.app, header.trigger)
         except TROUBLE as error:
             logger.debug("copies of %s cannot be told apart: %s", self.id, error)
@@ -147,7 +145,6 @@ class Delivery(TaskCall):
         Raises:
             Ignore: for a copy of a message whose run has ended.
         """
-        self._run = server, now()
         try:
             if self.header.number or self._is_redelivered:
                 self._make_way(server, key)
@@ -167,14 +164,12 @@ class Delivery(TaskCall):
         found = drive(server.client, look_for_copies(key, self._copies(key)))
         if self.header.number < found.number:
             raise self._drop(key, "a later copy of it waits")
-        if not found.ended:
-            return
         if found.is_stored:
             raise self._drop(key, "its run has ended")
         if found.age < _STORES_WITHIN and not is_gone(found.ended):
-            self.put_back(server, key, _waiting(key, found.ended))
-        logger.info("%s[%s] is run again: its run has ended, but stored no result", self._task.name, self.id)
-        drive(server.client, forget_end(key, self._copies(key)))
+            self.wait(server, key)
+        if found.ended:
+            logger.info("%s[%s] is run again: its run has ended, but stored no result", self._task.name, self.id)
 
     def may_take(self, value: bytes) -> bool:
         """A retry of this very task is ahead of it; all else that waits in a queue has not begun."""
@@ -196,7 +191,7 @@ class Delivery(TaskCall):
             return False
         return list(sig.args) == list(self._request.args or ()) and sig.kwargs == dict(self._request.kwargs or {})
 
-    def note(self, key: str, ended_by: BaseException | None) -> str | None:
+    def note(self, server: Server, key: str, ended_by: BaseException | None) -> str | None:
         """Where copies of the message wait to be told that its run has ended, as it can only have with acks_late.
 
         A run that was rejected, ignored or interrupted by a signal has not ended: a copy is to do its work.
@@ -207,30 +202,19 @@ class Delivery(TaskCall):
             return None
         self._has_note = True
         copies = self._copies(key)
-        if self._run is not None and now() - self._run[1] > visibility_timeout(self.app) / 2:
-            self._ask_for_copies(key, copies, self._run[0])
+        if now() - self._began > visibility_timeout(self.app) / 2:
+            # There may be a copy that could not ask, as it waits for a free place in a worker.
+            self._say(server, ask_of_copy(key, copies, remembered_for(self.app)))
         return copies
 
     def told(self, server: Server, key: str, outcome: Outcome | None) -> None:
         """The copies know now that the run has ended; when its result is stored they are to know that, too."""
         if self._has_note and outcome is not None and (outcome.has_copies or outcome.fate != "held"):
-            self._told = server, key
-            self._request.only_one_delivery = self  # for who learns that the result is stored
+            self._request.only_one_stored = partial(self._say, server, tell_copies_of_result(key, self._copies(key)))
 
-    def result_is_stored(self) -> None:
-        """The task has ended, with all that Celery does for it."""
-        if self._told is None:
-            return
-        server, key = self._told
+    def _say(self, server: Server, steps: Steps[Any]) -> None:
         try:
-            drive(server.client, tell_copies_of_result(key, self._copies(key)))
-        except TROUBLE as error:
-            logger.debug("copies of %s cannot be told: %s", self.id, error)
-
-    def _ask_for_copies(self, key: str, copies: str, server: Server) -> None:
-        """After a long run there may be a copy that could not ask, as it waits for a free place in a worker."""
-        try:
-            drive(server.client, ask_of_copy(key, copies, remembered_for(self.app)))
+            drive(server.client, steps)
         except TROUBLE as error:
             logger.debug("copies of %s cannot be told: %s", self.id, error)
 

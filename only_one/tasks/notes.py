@@ -15,7 +15,6 @@ redis.call('hset', KEYS[2], 'asked', 1)
 redis.call('pexpire', KEYS[2], ARGV[1])
 {_READ}""")
 _STORED = Script("value = redis.call('exists', KEYS[2]) == 1 and redis.call('hset', KEYS[2], 'stored', 1)")
-_FORGET = Script("value = redis.call('hdel', KEYS[2], 'ended')")
 _NUMBER = Script("""
 if tonumber(redis.call('hget', KEYS[2], 'number') or 0) < tonumber(ARGV[1]) then
     redis.call('hset', KEYS[2], 'number', ARGV[1])
@@ -27,7 +26,7 @@ _TRIGGER = Script("""
 local what, id, number, kept = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local function of(member) return tonumber(redis.call('zscore', KEYS[2], member) or 0) end
 local function raise(member, to)
-    if of(member) < to then redis.call('zadd', KEYS[2], string.format('%.0f', to), member) end
+    redis.call('zadd', KEYS[2], string.format('%.0f', math.max(of(member), to)), member)
 end
 local time = redis.call('time')
 local now = time[1] * 1000000 + time[2]
@@ -38,7 +37,7 @@ elseif what == 'withdraw' then
     if of('pending') == number then redis.call('zrem', KEYS[2], 'pending') end
 elseif what == 'anew' then
     local same, like = ARGV[5], of('same:' .. ARGV[5])
-    if same ~= '' and like > 0 and like == of('pending') and like > of('begun') and now < of('until:' .. same) then
+    if like == of('pending') and like > of('begun') and now < of('until:' .. same) then
         for _, member in ipairs(redis.call('zrangebyscore', KEYS[2], like, like)) do
             if string.sub(member, 1, 3) == 'id:' then return string.sub(member, 4) end
         end
@@ -101,11 +100,6 @@ def number_copy(key: str, note: str, number: int, seconds: float) -> Steps[None]
 def tell_copies_of_result(key: str, note: str) -> Steps[None]:
     """Note that the result of the run that has ended is stored."""
     yield from evaluate(_STORED, key, beside=note)
-
-
-def forget_end(key: str, note: str) -> Steps[None]:
-    """Note that the run that has ended does not count: its work is done again."""
-    yield from evaluate(_FORGET, key, beside=note)
 
 
 def number_trigger(key: str, what: str, seconds: float, task_id: str, number: int | None) -> Steps[int | None]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
 from random import SystemRandom
-from typing import Any
+from typing import Any, NamedTuple
 
 from celery import Celery, Task
 
@@ -12,7 +11,9 @@ from only_one.errors import ConfigurationError
 
 HEADER = "only_one"
 
-_LONGEST_DELAY = 10.0
+_DELAYS = (1.0, 2.0, 4.0, 8.0, 10.0)
+"""Seconds until what was put back so many times is delivered again, of which half is left to chance."""
+
 _VISIBILITY_TIMEOUTS = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "redis+socket": 3600.0}
 _VISIBILITY_TIMEOUT = 1800.0
 """Seconds: that of SQS, and how long RabbitMQ waits for an acknowledgement."""
@@ -20,8 +21,7 @@ _VISIBILITY_TIMEOUT = 1800.0
 _random = SystemRandom()
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """What a message carries for us beside the task's own.
 
     Attributes:
@@ -42,13 +42,9 @@ class Header:
     key: str | None = None
     token: str | None = None
 
-    def of_trigger(self, trigger: int | None) -> Header:
-        """The same with its number among triggers."""
-        return replace(self, trigger=trigger)
-
     def as_headers(self) -> dict[str, Any]:
         """As the message carries it."""
-        return {HEADER: {name: value for name, value in asdict(self).items() if value is not None}}
+        return {HEADER: {name: value for name, value in self._asdict().items() if value is not None}}
 
 
 def header_of(request: Any) -> Header:
@@ -61,7 +57,7 @@ def header_of(request: Any) -> Header:
         return none
     if found.id != request.id:
         return none
-    return found if found.attempt == request.retries else replace(none, trigger=found.trigger, key=found.key)
+    return found if found.attempt == request.retries else none._replace(trigger=found.trigger, key=found.key)
 
 
 def publish(task: Task, request: Any, header: Header, countdown: float | None) -> int:
@@ -78,16 +74,15 @@ def publish(task: Task, request: Any, header: Header, countdown: float | None) -
     """
     longest = longest_countdown(task.app)
     delay = _delay(header.times, longest) if countdown is None else min(countdown, longest)
-    later = replace(header, times=header.times + 1, number=header.number + 1, token=None)
+    later = header._replace(times=header.times + 1, number=header.number + 1)
     headers = {**(request.headers or {}), **later.as_headers()}
     again: Any = task.signature_from_request(
         request,
         countdown=delay,
-        retries=request.retries,
         headers=headers,
         ignore_result=_ignores_result(task, request),  # which Celery itself carries on since 5.7 only
     )
-    again.apply_async(add_to_parent=False)
+    again.apply_async()
     return later.number
 
 
@@ -99,7 +94,7 @@ def _ignores_result(task: Task, request: Any) -> Any:
 
 def _delay(times: int, longest: float) -> float:
     # Jitter comes last: what is cut off at the longest would all come back at the same time.
-    return min(2.0 ** min(times, 10), _LONGEST_DELAY, longest) * _random.uniform(0.5, 1)
+    return min(_DELAYS[min(times, len(_DELAYS) - 1)], longest) * _random.uniform(0.5, 1)
 
 
 def visibility_timeout(app: Celery) -> float:
@@ -107,7 +102,7 @@ def visibility_timeout(app: Celery) -> float:
     said = (app.conf.broker_transport_options or {}).get("visibility_timeout")
     if said:
         return float(said)
-    url = app.conf.broker_read_url or app.conf.broker_url or ""
+    url = app.conf.broker_read_url or app.conf.broker_url
     return _VISIBILITY_TIMEOUTS.get(str(url).partition("://")[0], _VISIBILITY_TIMEOUT)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace as changed
 from math import inf
 from typing import Any
 
@@ -77,7 +76,7 @@ def _receive(consumer: Any, request: Any) -> None:
         elif holder.attempt < header.attempt:
             consumer.timer.call_after(_LOOKS_AGAIN_AFTER, _on_received, (consumer, request))
     if became.fate == "held":
-        request.request_dict.update(changed(header, token=token.decode()).as_headers())
+        request.request_dict.update(header._replace(token=token.decode()).as_headers())
         _sweep()
         _waiting[lease] = plan.server, queued or _identity(request, header.attempt, "queued").token(limit)
         hold(lease)

@@ -7,10 +7,8 @@ from typing import Any
 from celery import signals
 
 
-def _on_end(sender: Any, task: Any = None, **_: Any) -> None:  # noqa: ARG001 - Celery's
-    delivery = getattr(task.request, "only_one_delivery", None) if task is not None else None
-    if delivery is not None:
-        delivery.result_is_stored()
+def _on_end(sender: Any, **_: Any) -> None:
+    getattr(sender.request, "only_one_stored", lambda: None)()
 
 
-signals.task_postrun.connect(_on_end, weak=False, dispatch_uid="only_one_results")
+signals.task_postrun.connect(_on_end)

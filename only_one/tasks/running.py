@@ -32,12 +32,8 @@ _LOOKS_EVERY = 0.2
 def run_task(cover: Cover, wrapper: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Run a function that may be that of the current task, if its key is free."""
     call = call_of(cover, wrapper, args)
-    if call.task is None:
-        return run(cover, call, args, kwargs)
-    if _is_retried_within(cover, call, args, kwargs):
-        return cover.function(*args, **kwargs)
-    if call.key is not None and call.task.attempt:
-        call = call._replace(key=_key_of_retry(cover, call, args, kwargs))
+    if call.key is not None and call.identity.attempt and not _is_kept(cover, call, args, kwargs):
+        call = call._replace(key=None)
     waited, pause = 0.0, _LOOKS_FIRST_AFTER
     while True:
         try:
@@ -64,8 +60,8 @@ def call_of(cover: Cover, wrapper: Callable[..., Any], args: tuple[Any, ...]) ->
 
     A function that is called directly, or from another task's run, is none of that task's.
     """
-    covers_queue = cover.task is not None  # then `wrapper` is not given the task
-    bound = not covers_queue and bool(args) and isinstance(args[0], Task) and runs(args[0], wrapper)
+    covers_queue = cover.task is not None
+    bound = bool(args) and isinstance(args[0], Task) and runs(args[0], wrapper)
     task = get_current_task()
     if task is None or task.request.called_directly or not runs(task, wrapper):
         if covers_queue:
@@ -83,19 +79,17 @@ def call_of(cover: Cover, wrapper: Callable[..., Any], args: tuple[Any, ...]) ->
     return Call(task.name, identity, bound, task.app, delivery, delivery.header.key, token.encode() if token else None)
 
 
-def _key_of_retry(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> str:
-    """The key that has come with the message if it is kept for this retry, which may have other arguments by now."""
+def _is_kept(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> bool:
+    """Whether the key that has come with the message is this retry's, which may have other arguments by now."""
     plan = cover.plan_for(call)
-    key = plan.prefix + cover.make_key(call, args, kwargs)
-    if call.key is None or call.task is None or plan.server is None or key == call.key:
-        return key
+    if plan.server is None or call.key == plan.prefix + cover.make_key(call, args, kwargs):
+        return True
     try:
         value = plan.server.client.execute_command("GET", call.key, **RAW) or b""
     except TROUBLE:
-        return key
+        return False
     holder = Holder.parse(value)
-    is_kept = holder is not None and is_queued(value) and holder.task_id == call.task.id
-    return call.key if is_kept else key
+    return holder is not None and is_queued(value) and holder.task_id == call.identity.task_id
 
 
 def runs(task: Task, wrapper: Callable[..., Any]) -> bool:
@@ -107,14 +101,3 @@ def _is_within(lease: Lease | None, task_id: str, attempt: int) -> bool:
     """Whether this is called from inside of the run itself."""
     holder = lease.holder if lease else None
     return holder is not None and (holder.task_id, holder.attempt) == (task_id, attempt)
-
-
-def _is_retried_within(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> bool:
-    """Whether an attempt of an eager task, which Celery retries from inside, has the key already."""
-    lease = current_lease()
-    holder = lease.holder if lease else None
-    if lease is None or holder is None or call.task is None or holder.task_id != call.task.id:
-        return False
-    if holder.attempt == call.task.attempt:
-        return False
-    return lease.key == cover.plan_for(call).prefix + cover.make_key(call, args, kwargs)

@@ -23,14 +23,10 @@ class TaskCall(TaskRun):
 
     Attributes:
         app: the task's app.
-        id: the task's id; empty where it has none.
-        attempt: how many times the task has been retried.
     """
 
     def __init__(self, task: Task) -> None:
         self.app = task.app
-        self.id = ""
-        self.attempt = 0
         self._task: Any = task  # whose name is None for type checkers
 
     def default_policy(self) -> Policy:
@@ -69,7 +65,7 @@ class TaskCall(TaskRun):
         """Nothing comes after it."""
         return None
 
-    def note(self, key: str, ended_by: BaseException | None) -> str | None:
+    def note(self, server: Server, key: str, ended_by: BaseException | None) -> str | None:
         """There are no copies of it."""
         return None
 
