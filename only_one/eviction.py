@@ -31,8 +31,8 @@ def may_evict(client: Any) -> str | None:
     except ResponseError:  # this user may not
         found = {}
     _asked.add(server)
-    policy = found.get("maxmemory_policy", "noeviction")
-    if policy == "noeviction" or not found.get("maxmemory"):
+    policy = str(found.get("maxmemory_policy"))
+    if not policy.startswith(("allkeys-", "volatile-")) or not found.get("maxmemory"):
         return None
     return (
         f"{server} evicts keys when its memory is full (maxmemory-policy {policy}), and a run may lose its key so: "

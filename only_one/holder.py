@@ -9,7 +9,7 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from .clock import now
 
@@ -61,7 +61,7 @@ class Holder:
         if found.keys() != _TYPES.keys() or not all(isinstance(found[name], _TYPES[name]) for name in _TYPES):
             return None
         since, limit = found["since"], found.pop("limit")
-        if abs(since) > _LATEST or abs(limit or 0) > _LATEST:
+        if any(abs(each) > _LATEST for each in (since, limit) if each is not None):
             return None
         deadline = None if limit is None else (since + limit) / 1000
         found.update(id=f"{found.pop('process')}-{found.pop('number')}", since=since / 1000, deadline=deadline)
@@ -114,7 +114,11 @@ class _Process:
         )
         # What the values of this process, and of all of this machine, begin with.
         self.mark = f"{{{self.spelling},".encode()
-        self.machine_mark = f"{{{_spell(only_one=FORMAT, machine=self.machine)},".encode()
+        self._machine_mark = f"{{{_spell(only_one=FORMAT, machine=self.machine)},".encode()
+
+    def is_on_its_machine(self, value: bytes) -> bool:
+        """Whether the process that `value` names is on the same machine, as far as that is known."""
+        return self.machine is not None and value.startswith(self._machine_mark)
 
 
 _process: _Process | None = None
@@ -142,10 +146,18 @@ def _this_process() -> _Process:
     return _process
 
 
+class _Head(NamedTuple):
+    """What the tokens of one call have in common, for as long as it is this process that calls, and for so long."""
+
+    process: _Process
+    limit: float | None
+    text: bytes
+
+
 class Identity:
     """Who calls, as a token spells it: made once for a function, and anew for each run of a task."""
 
-    __slots__ = ("_head", "_limit", "_process", "_spelling", "attempt", "task_id")
+    __slots__ = ("_head", "_spelling", "attempt", "task_id")
 
     def __init__(
         self, name: str, task_id: str | None = None, attempt: int | None = None, state: str = "running"
@@ -154,9 +166,7 @@ class Identity:
         self.task_id = task_id
         self.attempt = attempt
         self._spelling = _spell(state=state, name=name, task_id=task_id, attempt=attempt)
-        self._process: _Process | None = None
-        self._limit: float | None = None
-        self._head = b""
+        self._head: _Head | None = None
 
     def token(self, deadline_in: float | None) -> bytes:
         """The value with which this process takes a key.
@@ -167,18 +177,19 @@ class Identity:
         Returns:
             Compact ASCII JSON that `Holder.parse` reads; no two are alike.
         """
-        if self._process is None or self._process is not _process or self._limit != deadline_in:
-            self._spell_head(deadline_in)
+        head = self._head
+        if head is None or head.process is not _process or head.limit != deadline_in:
+            head = self._head = self._spell_head(deadline_in)
         # Whole milliseconds: a float takes longer to spell than the rest of the token. What is left of them tells it
         # from that of a clone of this process, in a virtual machine that was cloned, which counts as we do.
         milliseconds, left = divmod(time.time_ns(), 1_000_000)
-        return self._head + b'%d%06d,"since":%d}' % (next(_numbers), left, milliseconds)
+        return head.text + b'%d%06d,"since":%d}' % (next(_numbers), left, milliseconds)
 
-    def _spell_head(self, deadline_in: float | None) -> None:
+    def _spell_head(self, deadline_in: float | None) -> _Head:
         process = _this_process()
         limit = "null" if deadline_in is None else round(deadline_in * 1000)
-        self._head = f'{{{process.spelling},{self._spelling},"limit":{limit},"number":'.encode()
-        self._process, self._limit = process, deadline_in
+        text = f'{{{process.spelling},{self._spelling},"limit":{limit},"number":'.encode()
+        return _Head(process, deadline_in, text)
 
 
 def _spell(**values: object) -> str:
@@ -194,7 +205,7 @@ def machine() -> str | None:
     try:
         if Path("/proc/self").readlink() != Path(str(os.getpid())):
             return None
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().decode().strip()
         namespaces = [_namespace("pid"), _namespace("time")]  # the latter shifts when a process seems to have begun
         return "/".join([socket.gethostname(), boot, *namespaces])
     except OSError:
@@ -219,7 +230,16 @@ _LOOKED_AT_AGAIN_AFTER = 1.0
 """Seconds after which it is read anew whether a living process is still the holder's, and not another with its id."""
 
 _MOST_REMEMBERED = 1000
-_alive: dict[bytes, tuple[int, float]] = {}
+
+
+class _Seen(NamedTuple):
+    """A process that was alive when it was looked at."""
+
+    pid: int
+    until: float
+
+
+_alive: dict[bytes, _Seen] = {}
 """Holders that were found alive, with their process and when to look again; a skip is not to pay for it each time."""
 
 
@@ -229,44 +249,45 @@ def is_dead(value: bytes) -> bool:
     Either its process, of this machine, is gone; or it was one of this process, where no such call is under way.
     A holder of another machine, one that is kept, and one of which nothing can be known, is not dead.
     """
-    process = _process or _this_process()
+    process = _this_process()
     if value.startswith(process.mark):
         return value not in under_way and _has_process(Holder.parse(value), "running")
-    if not value.startswith(process.machine_mark):
+    if not process.is_on_its_machine(value):
         return False
-    pid, until = _alive.get(value, (0, 0.0))
-    if until > now():
-        return not _exists(pid)
+    seen = _alive.get(value)
+    if seen is not None and seen.until > now():
+        return not _exists(seen.pid)
     holder = Holder.parse(value)
-    if not _has_process(holder, "running", "received") or process.machine is None:
+    if not _has_process(holder, "running", "received"):
         return False
-    if not _exists(holder.pid) or _is_another(holder):
+    if _has_gone(holder):
         return True
     if len(_alive) >= _MOST_REMEMBERED:
         _alive.clear()
-    _alive[value] = (holder.pid, now() + _LOOKED_AT_AGAIN_AFTER)
+    _alive[value] = _Seen(holder.pid, now() + _LOOKED_AT_AGAIN_AFTER)
     return False
 
 
 def is_gone(value: bytes) -> bool:
-    """Whether the process, another one of this machine, that `value` names is certainly gone."""
-    process = _this_process()
-    if value.startswith(process.mark) or not value.startswith(process.machine_mark) or process.machine is None:
+    """Whether the process of this machine that `value` names is certainly gone."""
+    if not _this_process().is_on_its_machine(value):
         return False
     holder = Holder.parse(value)
-    return holder is not None and (not _exists(holder.pid) or _is_another(holder))
+    return holder is not None and _has_gone(holder)
 
 
 def is_queued(value: bytes) -> bool:
     """Whether the task that `value` spells waits, in its queue or in a worker, so that a run may take its key."""
-    if b'"state":"queued"' not in value and b'"state":"received"' not in value:
-        return False
     holder = Holder.parse(value)
     return holder is not None and holder.state in ("queued", "received")
 
 
 def _has_process(holder: Holder | None, *states: str) -> TypeGuard[Holder]:
     return holder is not None and holder.state in states
+
+
+def _has_gone(holder: Holder) -> bool:
+    return not _exists(holder.pid) or _is_another(holder)
 
 
 def _exists(pid: int) -> bool:

@@ -89,8 +89,7 @@ def take(client: Any, dialect: Dialect, key: Any, token: bytes, expiry: Expiry) 
         else:
             # Our own token: the reply was lost, and redis-py sent the command again.
             return None if found == token else found
-    found = drive(client, take_in_two(key, token, expiry))
-    return None if found == token else found
+    return drive(client, take_in_two(key, token, expiry))
 
 
 async def take_async(client: Any, dialect: Dialect, key: Any, token: bytes, expiry: Expiry) -> bytes | None:
@@ -114,8 +113,7 @@ async def take_async(client: Any, dialect: Dialect, key: Any, token: bytes, expi
         else:
             # Our own token: the reply was lost, and redis-py sent the command again.
             return None if found == token else found
-    found = await drive_async(client, take_in_two(key, token, expiry))
-    return None if found == token else found
+    return await drive_async(client, take_in_two(key, token, expiry))
 
 
 def give_back(client: Any, dialect: Dialect, key: Any, token: bytes) -> Outcome:

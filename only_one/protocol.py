@@ -62,8 +62,8 @@ _FENCE = Script("""
 if value == ARGV[1] then
     local time = redis.call('time')
     local fence = time[1] * 1000000 + time[2]
-    local last = tonumber(redis.call('get', KEYS[2]) or 0)
-    if fence <= last then fence = last + 1 end
+    local last = redis.call('get', KEYS[2])
+    if last then fence = math.max(fence, last + 1) end
     redis.call('set', KEYS[2], string.format('%.0f', fence), 'PX', ARGV[2])
     return fence
 end""")
@@ -161,7 +161,8 @@ def take_in_two(key: str | bytes, token: bytes, expiry: Expiry) -> Steps[bytes |
             return None
         found: bytes | None = yield ("GET", key)
         if found is not None:
-            return found
+            # Our own token: the reply was lost, and redis-py sent the command again.
+            return None if found == token else found
     return b""
 
 
@@ -239,8 +240,7 @@ def take_over(key: str, old: bytes, token: bytes, seconds: float) -> Steps[bytes
     became = yield from replace(key, old, token, round(seconds * 1000))
     if became.fate == "held":
         return None
-    found = became.value if became.fate == "taken" else (yield from take_in_two(key, token, expiry_in(seconds)))
-    return None if found == token else found
+    return (yield from take_in_two(key, token, expiry_in(seconds)))
 
 
 def mint_fence(key: str, token: bytes) -> Steps[int | bytes | None]:

@@ -10,6 +10,8 @@ import re
 import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
+from functools import cached_property
+from math import inf
 from typing import Any, Union
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -25,7 +27,7 @@ from .errors import ConfigurationError
 from .interruptions import guarded
 from .nodes import ClusterNodes, Node, impatient
 from .protocol import Dialect
-from .twins import RETRIED, RETRIES, Twin, async_twin, close_twin
+from .twins import NO_LIMIT, RETRIED, RETRIES, Twin, async_twin, close_twin
 
 logger = logging.getLogger("only_one")
 
@@ -35,7 +37,6 @@ Source = Union[str, Any, Callable[[], Any]]
 PATIENCE = {"socket_timeout": 0.9, "socket_connect_timeout": 0.5}
 """Seconds that a client made here waits for a reply and a connection; with one retry, a dead server is known in 2 s."""
 
-_NO_LIMIT = 2**31
 _URL = r"rediss?://[^/]*(/\d*)?(\?.*)?|unix://[^?]*/[^?]+(\?.*)?"
 
 
@@ -53,29 +54,26 @@ class Server:
         self.dialect = Dialect()
         if isinstance(client, redis.RedisCluster):
             self.dialect.release = "EVALSHA"  # an unknown command cannot be sent, as its slot is not known
-        self.looked_at_from = 0.0
+        self.looked_at_from = -inf
         self._given = client
-        self._background: Any = None
-        self._nodes: ClusterNodes | Node | None = None
         self._twins: dict[asyncio.AbstractEventLoop, tuple[Twin, AsyncGenerator[Twin, None]]] = {}
 
-    @property
+    @cached_property
     def background(self) -> Any:
         """The client of the thread that renews: connections of its own, and no wait without end.
 
         A pool whose connections are all in use, or a server that swallows what it is sent, must not keep it from the
         keys in other servers. In a cluster each node has one of its own.
         """
-        if self._background is None:
-            self._background = impatient(self._given)
-        return self._background
+        return impatient(self._given)
 
     def node_of(self, key: str) -> Node:
         """The node that has `key`, as the thread that renews asks it."""
-        if self._nodes is None:
-            is_cluster = isinstance(self._given, redis.RedisCluster)
-            self._nodes = ClusterNodes(self._given) if is_cluster else Node(self.background)
         return self._nodes if isinstance(self._nodes, Node) else self._nodes.of(key)
+
+    @cached_property
+    def _nodes(self) -> ClusterNodes | Node:
+        return ClusterNodes(self._given) if isinstance(self._given, redis.RedisCluster) else Node(self.background)
 
     async def async_client(self) -> Twin:
         """The asyncio client of the same server for the running event loop."""
@@ -185,7 +183,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _open(url: str) -> Any:
-    options: dict[str, Any] = {"max_connections": _NO_LIMIT, **PATIENCE}
+    options: dict[str, Any] = {"max_connections": NO_LIMIT, **PATIENCE}
     return redis.Redis.from_url(url, retry=Retry(NoBackoff(), RETRIES), retry_on_error=RETRIED, **options)
 
 
@@ -196,13 +194,10 @@ def _is_client(source: object) -> bool:
 
 
 def _is_async(source: object) -> bool:
-    kind = source if isinstance(source, type) else type(source)
-    return inspect.iscoroutinefunction(getattr(kind, "execute_command", None))
+    return inspect.iscoroutinefunction(getattr(source, "execute_command", None))
 
 
 def masked(url: str) -> str:
     """A URL without user and password, in the address or in the query."""
-    scheme, separator, rest = url.partition("://") if "://" in url else ("", "", url)
-    _, credentials, address = rest.rpartition("@")
-    shown = f"***@{address}" if credentials else rest
-    return scheme + separator + re.sub(r"(?<=password=)[^&]*", "***", shown)
+    shown = re.sub(r"(?s)^(\w+://)?.*@", r"\1***@", url)
+    return re.sub(r"(?<=password=)[^&]*", "***", shown)

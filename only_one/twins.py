@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
 from math import inf
@@ -30,8 +31,10 @@ RETRIES = 1
 RETRIED: list[type[Exception]] = [ConnectionError, TimeoutError]  # redis-py 5 wants them named
 
 
-_NO_LIMIT = 2**31
-_OF_SYNC_CLIENTS = {"retry", "retry_on_error", "redis_connect_func", "event_dispatcher", "parser_class"}
+NO_LIMIT = sys.maxsize
+"""As many connections as somebody asks for."""
+
+_OF_SYNC_CLIENTS = {"redis_connect_func", "event_dispatcher", "parser_class"}
 """Options of a connection that mean something else to asyncio."""
 
 
@@ -135,10 +138,10 @@ def _client(client: Any) -> Any:
     if kind is None:
         msg = f"no asyncio client can be made from one that connects by {pool.connection_class!r}: give redis= as a URL"
         raise ConfigurationError(msg)
-    known = _parameters(kind) - _OF_SYNC_CLIENTS
+    known = {name for base in kind.__mro__ for name in inspect.signature(base).parameters} - _OF_SYNC_CLIENTS
     options = {name: value for name, value in pool.connection_kwargs.items() if name in known}
     options.update(retry=redis.asyncio.retry.Retry(NoBackoff(), RETRIES), retry_on_error=RETRIED)
-    options.update(connection_class=kind, max_connections=_NO_LIMIT)
+    options.update(connection_class=kind, max_connections=NO_LIMIT)
     is_watched = isinstance(pool, SentinelConnectionPool)
     return redis.asyncio.Redis.from_pool(
         _sentinel_pool(pool, options) if is_watched else redis.asyncio.ConnectionPool(**options)
@@ -150,29 +153,19 @@ def _sentinel_pool(pool: Any, options: dict[str, Any]) -> Any:
     manager = _sentinel.Sentinel([])
     # All that it was told, whatever this version of redis-py can be told.
     vars(manager).update(vars(sync), sentinels=[_client(each) for each in sync.sentinels])
-    return _sentinel.SentinelConnectionPool(
-        pool.service_name, manager, is_master=pool.is_master, check_connection=pool.check_connection, **options
-    )
+    return _sentinel.SentinelConnectionPool(pool.service_name, manager, **options)
 
 
 def _cluster(client: Any) -> Any:
-    known = set(inspect.signature(redis.asyncio.RedisCluster.__init__).parameters) - {"self", "host", "port", "retry"}
+    known = set(inspect.signature(redis.asyncio.RedisCluster.__init__).parameters) - {"host", "port", "retry"}
     given: dict[str, Any] = client.nodes_manager.connection_kwargs
     options = {name: value for name, value in given.items() if name in known and value is not None}
     if issubclass(given.get("connection_class", redis.Connection), redis.SSLConnection):
         options["ssl"] = True  # as a URL says it
     options["address_remap"] = client.nodes_manager.address_remap
     nodes = [redis.asyncio.cluster.ClusterNode(str(node.host), int(node.port)) for node in client.get_nodes()]
-    options["max_connections"] = _NO_LIMIT
+    options["max_connections"] = NO_LIMIT
     return redis.asyncio.RedisCluster(startup_nodes=nodes, **options)
-
-
-def _parameters(kind: type) -> set[str]:
-    found: set[str] = set()
-    for base in kind.__mro__:
-        if "__init__" in base.__dict__:
-            found.update(inspect.signature(base.__dict__["__init__"]).parameters)
-    return found - {"self", "args", "kwargs"}
 
 
 async def close_twin(twin: Twin) -> None:

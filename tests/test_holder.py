@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -22,7 +23,7 @@ import pytest
 
 from only_one import holder
 from only_one.clock import now
-from only_one.holder import Holder, Identity, is_dead, kept, process_start, under_way
+from only_one.holder import Holder, Identity, is_dead, is_gone, kept, printable, process_start, under_way
 from tests.waiting import LIMIT, eventually
 
 SPELLS = """
@@ -133,6 +134,38 @@ def test_clones_of_a_process_do_not_spell_the_same_token(monkeypatch: pytest.Mon
     assert ours.since == theirs.since
 
 
+def test_what_a_call_has_in_common_is_spelt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And anew for another limit."""
+    identity = Identity("work")
+    first = identity.token(60)
+    monkeypatch.setattr(holder, "_process", holder._process)
+    monkeypatch.setattr(Identity, "_spell_head", None)
+    second = identity.token(60)
+    monkeypatch.undo()
+    limits = [json.loads(token)["limit"] for token in (first, second, identity.token(30), identity.token(None))]
+    assert limits == [60_000, 60_000, 30_000, None]
+    assert len(bytes.fromhex(json.loads(first)["process"])) == 8  # so that no two processes ever draw the same
+
+
+def test_a_holder_is_shown_and_not_changed() -> None:
+    with_task, without = (Holder.parse(Identity("a\nb", task_id).token(60)) for task_id in ("the-id", None))
+    assert str(with_task) == f"a\\nb (task the-id), pid {os.getpid()} on {socket.gethostname()}"
+    assert str(without) == f"a\\nb, pid {os.getpid()} on {socket.gethostname()}"
+    assert printable("a\x1b[2J\r") == "a\\x1b[2J\\r"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        with_task.state = "kept"  # type: ignore[misc, union-attr]
+
+
+@pytest.mark.parametrize("what", ["since", "limit"])
+def test_a_time_that_somebody_has_made_up_is_no_holders(what: str) -> None:
+    """No date could be made of it."""
+    token = Identity("work").token(60)
+    for milliseconds in (-(10**14), 10**14):
+        assert Holder.parse(changed(token, **{what: milliseconds})) is not None
+    for milliseconds in (-(10**14) - 1, 10**14 + 1, 10**1000):
+        assert Holder.parse(changed(token, **{what: milliseconds})) is None
+
+
 def changed(value: bytes, **changes: object) -> bytes:
     """A token with other things in it, spelt as tokens are."""
     return json.dumps({**json.loads(value), **changes}, separators=(",", ":")).encode()
@@ -148,9 +181,11 @@ def test_a_value_that_is_changed_in_nothing_is_the_same(living: Process) -> None
 
 def test_a_process_that_lives_and_is_killed(process: Process) -> None:
     assert not is_dead(process.value)
+    assert not is_gone(process.value)
     process.kill()
     assert is_dead(process.value)
     assert is_dead(process.value)
+    assert is_gone(process.value)
 
 
 def test_a_process_that_ended_by_itself(process: Process) -> None:
@@ -193,6 +228,7 @@ def test_a_start_that_differs_is_another_process(living: Process) -> None:
         pytest.skip("no start time can be read here")
     assert is_dead(changed(living.value, process_start=start - 1))
     assert is_dead(changed(living.value, process_start=start + 1))
+    assert is_gone(changed(living.value, process_start=start + 1))
     assert not is_dead(changed(living.value, process_start=start))
 
 
@@ -407,6 +443,8 @@ def test_another_host_or_boot_or_namespace_is_another_machine(dead: bytes, chang
     }
     assert is_dead(dead)
     assert not is_dead(changed(dead, machine=others[change]))
+    assert is_gone(dead)
+    assert not is_gone(changed(dead, machine=others[change]))
 
 
 GONE = """
@@ -468,9 +506,24 @@ def test_on_a_platform_without_a_proc_nobody_is_dead(
     assert mine is not None
     assert (mine.machine, mine.process_start) == (socket.gethostname(), None)
     assert not is_dead(dead)
+    assert not is_gone(dead)
     for machine in (None, mine.machine, mine.host):
         assert not is_dead(changed(dead, machine=machine, process_start=None))
+        assert not is_gone(changed(dead, machine=machine, process_start=None))
         assert not is_dead(changed(dead, machine=machine))
+
+
+def test_a_kernel_without_time_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Before Linux 5.6; and what a machine is called, as it must be the same for all that use this format."""
+    (tmp_path / "proc/sys/kernel/random").mkdir(parents=True)
+    (tmp_path / "proc/sys/kernel/random/boot_id").write_text("the-boot\n", encoding="ascii")
+    (tmp_path / "proc/self").symlink_to(str(os.getpid()))
+    (tmp_path / f"proc/{os.getpid()}/ns").mkdir(parents=True)
+    (tmp_path / f"proc/{os.getpid()}/ns/pid").symlink_to("pid:[1]")
+    monkeypatch.setattr(
+        holder, "Path", lambda path: tmp_path / path.lstrip("/") if path.startswith("/") else Path(path)
+    )
+    assert holder.machine() == f"{socket.gethostname()}/the-boot/pid:[1]/"
 
 
 @pytest.mark.skipif(TIME is None, reason="no time namespace can be made here")
@@ -499,6 +552,7 @@ def test_a_key_that_is_kept_is_not_dead(dead: bytes) -> None:
     found = Holder.parse(value)
     assert found is not None
     assert (found.state, found.pid) == ("kept", json.loads(dead)["pid"])
+    assert value == changed(dead, state="kept", limit=600_000)
     assert is_dead(dead)
     assert not is_dead(value)
 
@@ -522,6 +576,7 @@ def test_a_value_that_only_begins_like_one_of_ours_is_not_dead(dead: bytes, dama
     head = dead[: dead.index(b'"state"')]
     assert is_dead(dead)
     assert not is_dead(head + damage)
+    assert not is_gone(head + damage)
     assert not is_dead(damage)
 
 
@@ -539,9 +594,9 @@ def test_another_spelling_or_another_version_is_not_dead(dead: bytes) -> None:
 
 def test_what_is_remembered_of_the_living_has_an_end(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holder, "_alive", {})
-    values = [changed(process.value, number=number) for number in range(2500)]
-    assert not any(map(is_dead, values))
-    assert 0 < len(holder._alive) <= 1000
+    values = [changed(process.value, number=number) for number in range(1001)]
+    sizes = [(is_dead(value), len(holder._alive)) for value in values]
+    assert sizes == [(False, size) for size in (*range(1, 1001), 1)]
     process.kill()
     assert all(map(is_dead, values))
 
@@ -555,6 +610,7 @@ def test_who_was_just_seen_alive_is_not_read_of_again(living: Process, monkeypat
         return process_start(pid)
 
     moment = now()
+    until = moment + 1.0
     assert not is_dead(living.value)  # and knows who it is itself
     monkeypatch.setattr(holder, "_alive", {})
     monkeypatch.setattr(holder, "process_start", look)
@@ -564,6 +620,6 @@ def test_who_was_just_seen_alive_is_not_read_of_again(living: Process, monkeypat
     moment += 0.99
     assert not is_dead(living.value)
     assert looked == [living.pid]
-    moment += 0.02
+    moment = until
     assert not is_dead(living.value)
     assert looked == [living.pid] * 2
