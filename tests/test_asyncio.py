@@ -16,6 +16,7 @@ import pytest
 import redis as redis_py
 
 from only_one import LockLost, LockUnavailable, current_lock, fail, leases, only_one
+from only_one.servers import Server
 from tests.clients import KINDS, clients
 from tests.proxy import Proxy
 from tests.renewal import renew_now
@@ -217,6 +218,21 @@ def test_one_event_loop_after_the_other(redis: Any, key: str) -> None:
     # Some connections may be the renewing thread's; it is one for each loop that must not be left.
     assert eventually(lambda: all(now < was + 10 for now, was in zip(are_open(), before, strict=True))), before
     assert not redis.exists(key)
+
+
+def test_clients_of_closed_loops_are_forgotten(redis_url: str) -> None:
+    """Those that were not shut down before, so that nothing else has told us."""
+    server = Server(redis_py.Redis.from_url(redis_url))
+    loops = [asyncio.new_event_loop() for _ in range(3)]
+    first, second = (loop.run_until_complete(server.async_client()) for loop in loops[:2])
+    assert first is not second
+    loops[0].close()
+    loops[2].run_until_complete(server.async_client())
+    assert [*server._twins] == loops[1:]
+    assert loops[1].run_until_complete(server.async_client()) is second
+    for loop in loops[1:]:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
 
 
 def renewing_threads() -> list[threading.Thread]:

@@ -17,7 +17,7 @@ import redis as redis_py
 import redis.connection
 from celery.exceptions import SoftTimeLimitExceeded
 
-from only_one import LockUnavailable, only_one
+from only_one import ConfigurationError, LockUnavailable, only_one
 from tests.clients import Subclass
 from tests.waiting import LIMIT
 
@@ -67,6 +67,23 @@ def test_a_pool_that_names_its_parser(redis_url: str, prefix: str) -> None:
 
         assert asyncio.run(only_one(work, key="k", redis=client)()) == "done"
         assert only_one(lambda: "done", key="k", redis=client)() == "done"
+
+
+class OfOurOwn(redis.connection.Connection):
+    """A way to connect that asyncio does not know."""
+
+
+def test_a_way_to_connect_that_has_no_like_in_asyncio(redis_url: str, prefix: str) -> None:
+    assert prefix
+
+    async def work() -> str:
+        return "done"
+
+    pool = redis_py.ConnectionPool.from_url(redis_url, connection_class=OfOurOwn)
+    with redis_py.Redis(connection_pool=pool) as client:
+        assert only_one(lambda: "done", key="k", redis=client)() == "done"
+        with pytest.raises(ConfigurationError, match=r"OfOurOwn.*: give redis= as a URL"):
+            asyncio.run(only_one(work, key="k", redis=client)())
 
 
 class SecretsAreElsewhere(Exception):

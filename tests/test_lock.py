@@ -7,6 +7,7 @@ Replies are lost by a proxy; the end-to-end tests go through the decorator.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -27,7 +28,7 @@ from only_one.clock import now
 from only_one.events import Busy, Down, Event, Lost, Released
 from only_one.holder import Holder
 from only_one.lock import AsyncLock, Lock, give_back, give_back_async, take, take_async
-from only_one.protocol import NEVER, Dialect, Expiry, Outcome, expiry_in
+from only_one.protocol import NEVER, Dialect, Expiry, Outcome, Script, Steps, expiry_in, is_forbidden, take_in_two
 from only_one.testing import RedisServer, redis_server
 from tests.proxy import Proxy, Then
 from tests.waiting import LIMIT, eventually
@@ -252,7 +253,7 @@ def test_a_key_is_taken_and_given_back(side: Sync, each_client: Any, direct: Any
         assert side.take(each_client, dialect, key, token, 50_000) is None  # our own token: it is ours
         assert side.give_back(each_client, dialect, key, token) == Outcome("held")
         assert direct.exists(key) == 0
-        assert side.give_back(each_client, dialect, key, token) == Outcome("gone")
+        assert side.give_back(each_client, dialect, key, token) == ("gone", b"", False)
 
         direct.set(key, other)
         assert side.take(each_client, dialect, key, token) == other
@@ -349,6 +350,58 @@ def test_a_lock_that_was_extended_keeps_its_longer_time(side: Sync, client: Any,
 
 
 # What a server refuses is asked once
+
+
+def commands(steps: Steps[Any], *replies: Any) -> tuple[list[Any], Any]:
+    """The commands that are sent where these are the replies, and what comes of it after the last."""
+    sent = [next(steps)]
+    try:
+        for reply in replies:
+            sent += [steps.send(reply)]
+    except StopIteration as ended:
+        return [command[0] for command in sent], ended.value
+    raise AssertionError(sent)
+
+
+def test_a_key_that_vanishes_whenever_it_is_read_is_taken() -> None:
+    """By nobody knows whom; it is not asked for for ever."""
+    assert commands(take_in_two("k", b"ours", NEVER), *[None] * 6) == (["SET", "GET"] * 3, b"")
+
+
+def test_two_commands_of_which_the_reply_to_the_first_was_lost() -> None:
+    """redis-py has sent it again, and was told that the key is taken: by us."""
+    assert commands(take_in_two("k", b"ours", NEVER), None, b"ours") == (["SET", "GET"], None)
+    assert commands(take_in_two("k", b"ours", NEVER), None, b"other") == (["SET", "GET"], b"other")
+
+
+def test_what_another_thread_has_learnt_stays() -> None:
+    """Several may have sent the same command before the first learns that it is refused."""
+    dialect, unknown = Dialect(), redis.ResponseError("unknown command")
+    for refused, then in [("DELIFEQ", "DELEX"), ("DELIFEQ", "DELEX"), ("DELEX", "EVALSHA"), ("DELIFEQ", "EVALSHA")]:
+        assert dialect.unlearn_release(refused, unknown)
+        assert dialect.release == then
+    assert not dialect.unlearn_release("EVALSHA", unknown)
+
+
+def test_another_refusal_teaches_nothing() -> None:
+    dialect = Dialect()
+    for error in (redis.ResponseError("WRONGTYPE"), redis.ResponseError("OOM")):
+        assert not is_forbidden(error)
+        assert not dialect.unlearn_release("DELIFEQ", error)
+        assert dialect.release == "DELIFEQ"
+    assert not is_forbidden(PermissionError("no permission to open a socket"))
+
+
+def test_where_sha1_is_for_no_secrets_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in builds of Python for FIPS; Redis names scripts so."""
+    sha1 = hashlib.sha1
+
+    def refuse(text: bytes, *, usedforsecurity: bool = True) -> Any:
+        assert not usedforsecurity
+        return sha1(text, usedforsecurity=False)
+
+    monkeypatch.setattr(hashlib, "sha1", refuse)
+    assert len(Script("return 1").sha) == 40
 
 
 LEARNT = {

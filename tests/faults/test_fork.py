@@ -2,17 +2,62 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
 
+from only_one import clock
 from tests.faults.programs import Program
 from tests.proxy import Proxy
 from tests.waiting import LIMIT, eventually
 
 # A child that is forked while another thread is in coverage's lock waits for it for ever.
 pytestmark = pytest.mark.interrupts
+
+WHILE_A_SERVER_IS_LOOKED_UP = """
+import os, signal, sys, threading
+from only_one import servers
+
+def look_up():
+    with servers._lock:
+        held.set()
+        threading.Event().wait()
+
+held = threading.Event()
+threading.Thread(target=look_up, daemon=True).start()
+held.wait()
+pid = os.fork()
+signal.alarm(100)
+if not pid:
+    servers.find_server(sys.argv[1])
+    os._exit(7)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_fork_while_a_server_is_looked_up(redis_url: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", WHILE_A_SERVER_IS_LOOKED_UP, redis_url]
+    assert subprocess.run(command, check=False).returncode == 7
+
+
+NOT_LINUX = """
+import os, time
+import redis.cluster, redis.asyncio  # which may not do without
+del os.register_at_fork, time.CLOCK_BOOTTIME
+import only_one
+from only_one import clock
+assert clock.now is time.monotonic
+"""
+
+
+def test_where_nothing_forks_and_there_is_one_clock_less() -> None:
+    """It can be imported there; and where there is a clock that runs on through suspend, it is that."""
+    subprocess.run([sys.executable, "-c", NOT_LINUX], check=True)
+    assert not hasattr(time, "CLOCK_BOOTTIME") or clock.now.args == (time.CLOCK_BOOTTIME,)  # type: ignore[attr-defined]
+
 
 # Parent and child do what they are told by lists of their own, until they are told to end.
 FORKS = """
