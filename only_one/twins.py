@@ -34,7 +34,7 @@ RETRIED: list[type[Exception]] = [ConnectionError, TimeoutError]  # redis-py 5 w
 NO_LIMIT = sys.maxsize
 """As many connections as somebody asks for."""
 
-_OF_SYNC_CLIENTS = {"redis_connect_func", "event_dispatcher", "parser_class"}
+_OF_SYNC_CLIENTS = {"redis_connect_func", "parser_class"}
 """Options of a connection that mean something else to asyncio."""
 
 
@@ -157,7 +157,7 @@ def _sentinel_pool(pool: Any, options: dict[str, Any]) -> Any:
 
 
 def _cluster(client: Any) -> Any:
-    known = set(inspect.signature(redis.asyncio.RedisCluster.__init__).parameters) - {"host", "port", "retry"}
+    known = set(inspect.signature(redis.asyncio.RedisCluster.__init__).parameters) - {"retry"}
     given: dict[str, Any] = client.nodes_manager.connection_kwargs
     options = {name: value for name, value in given.items() if name in known and value is not None}
     if issubclass(given.get("connection_class", redis.Connection), redis.SSLConnection):

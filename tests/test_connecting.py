@@ -57,16 +57,23 @@ def test_the_client_of_django_redis(redis: Any, redis_url: str, prefix: str) -> 
     assert not redis.keys(f"{prefix}*")
 
 
-def test_a_pool_that_names_its_parser(redis_url: str, prefix: str) -> None:
+def test_a_pool_that_names_its_parser_and_what_is_done_when_connected(redis_url: str, prefix: str) -> None:
     assert prefix
-    parser = redis.connection.DefaultParser
-    with redis_py.Redis(connection_pool=redis_py.ConnectionPool.from_url(redis_url, parser_class=parser)) as client:
+    connected: list[type[Any]] = []
+
+    def connect(connection: Any) -> None:
+        connected.append(type(connection))
+        connection.on_connect()
+
+    options: dict[str, Any] = {"parser_class": redis.connection.DefaultParser, "redis_connect_func": connect}
+    with redis_py.Redis(connection_pool=redis_py.ConnectionPool.from_url(redis_url, **options)) as client:
 
         async def work() -> str:
             return "done"
 
         assert asyncio.run(only_one(work, key="k", redis=client)()) == "done"
         assert only_one(lambda: "done", key="k", redis=client)() == "done"
+    assert {*connected} == {redis.connection.Connection}
 
 
 class OfOurOwn(redis.connection.Connection):
