@@ -27,8 +27,22 @@ from only_one import AlreadyRunning, LockUnavailable, carry_on, current_lock, fa
 from only_one.clock import now
 from only_one.events import Busy, Down, Event, Lost, Released
 from only_one.holder import Holder
-from only_one.lock import AsyncLock, Lock, give_back, give_back_async, take, take_async
-from only_one.protocol import NEVER, Dialect, Expiry, Outcome, Script, Steps, expiry_in, is_forbidden, take_in_two
+from only_one.lock import AsyncLock, Lock, drive, give_back, give_back_async, take, take_async
+from only_one.protocol import (
+    NEVER,
+    Dialect,
+    Expiry,
+    Outcome,
+    Script,
+    Steps,
+    expiry_in,
+    give_back_noting,
+    is_forbidden,
+    replace,
+    replace_noting,
+    take_in_two,
+    take_over,
+)
 from only_one.testing import RedisServer, redis_server
 from tests.proxy import Proxy, Then
 from tests.waiting import LIMIT, eventually
@@ -347,6 +361,53 @@ def test_a_lock_that_was_extended_keeps_its_longer_time(side: Sync, client: Any,
     assert before + 20_000 <= lock.expires_at <= now() + 20_000
     side.do(lock.release)
     assert direct.exists(key) == 0
+
+
+# What is replaced
+
+
+def test_what_is_replaced_is_ours_or_has_been_replaced_before(direct: Any, key: str) -> None:
+    """The latter where a reply was lost, and redis-py has sent the command again."""
+    direct.set(key, b"ours")
+    for _ in range(2):
+        assert drive(direct, replace(key, b"ours", b"new", 60_000)) == ("held", b"", False)
+        assert direct.get(key) == b"new"
+        assert 30_000 < direct.pttl(key) <= 60_000
+    assert drive(direct, take_over(key, b"new", b"taken", 600)) is None
+    assert 300_000 < direct.pttl(key) <= 600_000
+    assert drive(direct, replace(key, b"ours", b"new", 60_000)) == ("taken", b"taken", False)
+    assert drive(direct, take_over(key, b"new", b"again", 60)) == b"taken"
+    assert direct.get(key) == b"taken"
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_copies_that_wait_are_told_and_otherwise_nothing_is_left(direct: Any, key: str, *, wait: bool) -> None:
+    note = f"{{{key}}}:copy"
+    for end in (replace_noting(key, b"ours", b"kept", 60_000, note), give_back_noting(key, b"ours", note)):
+        direct.set(key, b"ours")
+        direct.delete(note)
+        if wait:
+            direct.hset(note, mapping={"number": 1, "stored": 1})
+        assert drive(direct, end) == ("held", b"", wait)
+        told = direct.hgetall(note)
+        if wait:
+            assert (told[b"ended"], told[b"stored"]) == (b"ours", b"0")
+            assert abs(direct.time()[0] - int(told[b"ended_at"])) < LIMIT
+        else:
+            assert told == {}
+    assert not direct.exists(key)
+
+
+def test_a_key_of_others_is_not_replaced_nor_deleted_for_the_copies(direct: Any, key: str) -> None:
+    note = f"{{{key}}}:copy"
+    direct.set(key, b"kept")
+    assert drive(direct, replace_noting(key, b"ours", b"kept", 60_000, note)) == ("held", b"", False)  # sent again
+    assert 30_000 < direct.pttl(key) <= 60_000
+    for value in (b"other", b""):
+        direct.set(key, value)
+        assert drive(direct, replace_noting(key, b"ours", b"kept", 60_000, note)) == ("taken", value, False)
+        assert drive(direct, give_back_noting(key, b"ours", note)) == ("taken", value, False)
+        assert direct.get(key) == value
 
 
 # What a server refuses is asked once
