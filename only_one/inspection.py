@@ -210,11 +210,10 @@ def _read(client: Any, keys: list[bytes]) -> Iterator[Held]:
     for key in keys:
         pipeline.execute_command("GET", key, **RAW)
         pipeline.execute_command("PTTL", key, **RAW)
-    replies = iter(pipeline.execute(raise_on_error=False))
+    replies: Iterator[Any] = iter(pipeline.execute(raise_on_error=False))
     for key in keys:
-        value, milliseconds = next(replies), next(replies)
-        if isinstance(value, ResponseError) and "WRONGTYPE" in str(value):
-            value = b""
+        found, milliseconds = next(replies), next(replies)
+        value: Any = b"" if isinstance(found, ResponseError) and "WRONGTYPE" in str(found) else found
         for reply in (value, milliseconds):
             if isinstance(reply, Exception):
                 raise reply

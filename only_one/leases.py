@@ -273,7 +273,8 @@ class _Renewer:
 
         Where none can be started, the run tells of it at its end.
         """
-        if lease.lose(reason, value) == reason:  # and not that its run has ended meanwhile
+        # Not where its run has ended meanwhile; nor a thread for each task that has begun since a worker received it.
+        if lease.lose(reason, value) == reason and lease.on_loss:
             _start_native_thread("only_one-lost", lease.tell_loss, lease.loss())
 
 

@@ -6,6 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import finalize
 
 import redis
 from redis.backoff import NoBackoff
@@ -119,7 +120,7 @@ class ClusterNodes:
     def _at(self, address: _Address) -> Node:
         node = self._nodes.get(address)
         if node is None:
-            client = self._manager.create_redis_node(*address, **self._options)
+            client = _closing(self._manager.create_redis_node(*address, **self._options))
             node = self._nodes[address] = _ClusterNode(client, self)
         return node
 
@@ -198,14 +199,22 @@ def impatient(client: Any) -> Any:
     options = _in_haste(getattr(pool, "connection_kwargs", {}))
     options["retry"] = Retry(NoBackoff(), 0)
     if type(pool) in (redis.ConnectionPool, redis.BlockingConnectionPool):
-        return redis.Redis(connection_pool=redis.ConnectionPool(connection_class=pool.connection_class, **options))
+        return _closing(
+            redis.Redis(connection_pool=redis.ConnectionPool(connection_class=pool.connection_class, **options))
+        )
     if type(pool) is SentinelConnectionPool:
         manager = copy.copy(pool.sentinel_manager)
         manager.sentinels = [impatient(each) for each in manager.sentinels]
         options.update(is_master=pool.is_master, check_connection=pool.check_connection)
         options.update(connection_class=pool.connection_class)
         kind: Any = SentinelConnectionPool
-        return redis.Redis(connection_pool=kind(pool.service_name, manager, **options))
+        return _closing(redis.Redis(connection_pool=kind(pool.service_name, manager, **options)))
+    return client
+
+
+def _closing(client: Any) -> Any:
+    """A client of ours that closes its connections when it is collected, and not the garbage collector them."""
+    finalize(client, client.connection_pool.disconnect).atexit = False
     return client
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cache, partial
 from math import inf
 from typing import Any, NamedTuple, Union
 
@@ -166,7 +166,9 @@ class Cover:
         self.plain = Call(name, Identity(name))
         self.plain_bound = Call(name, Identity(name), bound=True)
         self._options = options
-        self._compile_key = compile_key
+        # No `cached_property`: until Python 3.12 that has a lock, which a fork may leave locked for ever.
+        self._bound_key = cache(partial(compile_key, template, True))
+        self._digest = cache(partial(compile_key, "{md5}", False))
         self._said_by = said_by
         try:
             self.key = compile_key(template, False)
@@ -175,7 +177,7 @@ class Cover:
             if not takes_self:
                 raise
             try:
-                compile_key(template, True)
+                self._bound_key()
             except KeyTemplateError:
                 raise error from None
             self.key = _refuse(error)
@@ -183,11 +185,7 @@ class Cover:
 
     def bound_key(self, name: str, args: Args, kwargs: Kwargs) -> str:
         """The key of a call whose first argument is the task itself, which is no part of the key."""
-        return self._bound_key(name, args[1:], kwargs)
-
-    @cached_property
-    def _bound_key(self) -> MakeKey:
-        return self._compile_key(self.template, True)
+        return self._bound_key()(name, args[1:], kwargs)
 
     def make_plan(self, call: Call) -> Plan:
         """What is in force now; to be made anew when `configure` has been called since."""
@@ -208,11 +206,7 @@ class Cover:
         Raises:
             UnkeyableArgument: where they cannot be compared.
         """
-        return self._digest(self.name, args, kwargs)
-
-    @cached_property
-    def _digest(self) -> MakeKey:
-        return self._compile_key("{md5}", False)
+        return self._digest()(self.name, args, kwargs)
 
     def make_key(self, call: Call, args: Args, kwargs: Kwargs) -> str:
         """The key of a call, without the prefix."""

@@ -10,7 +10,6 @@ import re
 import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from functools import cached_property
 from math import inf
 from typing import Any, Union
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -56,24 +55,27 @@ class Server:
             self.dialect.release = "EVALSHA"  # an unknown command cannot be sent, as its slot is not known
         self.looked_at_from = -inf
         self._given = client
+        self._background: Any = None
+        self._nodes: ClusterNodes | Node | None = None
         self._twins: dict[asyncio.AbstractEventLoop, tuple[Twin, AsyncGenerator[Twin, None]]] = {}
 
-    @cached_property
+    @property
     def background(self) -> Any:
         """The client of the thread that renews: connections of its own, and no wait without end.
 
         A pool whose connections are all in use, or a server that swallows what it is sent, must not keep it from the
         keys in other servers. In a cluster each node has one of its own.
         """
-        return impatient(self._given)
+        if self._background is None:
+            self._background = impatient(self._given)
+        return self._background
 
     def node_of(self, key: str) -> Node:
         """The node that has `key`, as the thread that renews asks it."""
+        if self._nodes is None:
+            is_cluster = isinstance(self._given, redis.RedisCluster)
+            self._nodes = ClusterNodes(self._given) if is_cluster else Node(self.background)
         return self._nodes if isinstance(self._nodes, Node) else self._nodes.of(key)
-
-    @cached_property
-    def _nodes(self) -> ClusterNodes | Node:
-        return ClusterNodes(self._given) if isinstance(self._given, redis.RedisCluster) else Node(self.background)
 
     async def async_client(self) -> Twin:
         """The asyncio client of the same server for the running event loop."""

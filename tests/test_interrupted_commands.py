@@ -13,6 +13,7 @@ import gc
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
@@ -27,8 +28,9 @@ from celery.exceptions import SoftTimeLimitExceeded
 
 from only_one import LockUnavailable, inspection, only_one
 from only_one.interruptions import guarded
+from only_one.servers import Server
 from tests.clients import KINDS, Clients, clients
-from tests.waiting import LIMIT
+from tests.waiting import LIMIT, eventually
 
 MOST = 100
 """Moments to one call; there are some ten."""
@@ -208,6 +210,24 @@ def test_the_users_client_keeps_its_connections(those: Clients) -> None:
                 guarded(client).execute_command("GET", "k")
         assert those.witness.info("stats")["total_connections_received"] == opened
     those.witness.delete("k")
+
+
+def test_what_renews_closes_its_connections_when_it_is_collected(those: Clients) -> None:
+    """The garbage collector may come to them first, as to what is younger here, and would warn of each."""
+    with those.connected() as client, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        server: Any = Server(client)
+        server.itself = server
+        node = server.node_of("k")
+        for _ in range(2):  # the second time with a new socket in a connection that is older
+            node.client.connection_pool.disconnect()
+            gc.collect(0)
+            assert node.send([("GET", "k")], {}) == [None]
+        connected = len(those.witness.client_list())
+        del server, node
+        gc.collect()
+        assert eventually(lambda: len(those.witness.client_list()) < connected)
+    assert [str(each.message) for each in said] == []
 
 
 def test_connections_that_others_use_are_left_to_them(those: Clients) -> None:

@@ -163,6 +163,17 @@ def test_what_is_lost_by_the_clock(watch: Watch, redis_url: str, limit: float, r
     assert lock.on_loss
 
 
+def test_what_nobody_is_to_be_told_of_starts_no_thread(
+    watch: Watch, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker loses each key that it has received when its run takes that."""
+    started: list[str] = []
+    monkeypatch.setattr(leases, "_start_native_thread", lambda name, *_: started.append(name))
+    lock = watch.lease(watch.server(redis_url))
+    watch.renewer.lost(lock, "taken")
+    assert (lock.reason, started) == ("taken", [])
+
+
 def test_an_end_that_comes_before_the_expiry(watch: Watch, redis_url: str) -> None:
     """As of a task that is to begin later."""
     lock = watch.lease(watch.server(redis_url), limit=2 * TTL)

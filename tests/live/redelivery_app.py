@@ -47,17 +47,17 @@ def die_after_the_first(event: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def receive(request: Any, **_: Any) -> None:
+    """Write down what a worker is given."""
+    note("received", request.args[0])
+
+
 if URL in os.environ:  # in a worker
     app.conf.broker_url = os.environ[URL]
     app.conf.result_backend = os.environ[RESULTS]
     configure(redis=os.environ[URL], prefix=PREFIX)
     subscribe(die_after_the_first)
-
-
-@task_received.connect(weak=False)  # type: ignore[untyped-decorator]
-def receive(request: Any, **_: Any) -> None:
-    """Write down what a worker is given."""
-    note("received", request.args[0])
+    task_received.connect(receive)
 
 
 class Trouble(Exception):
