@@ -86,6 +86,7 @@ def obey(who):
     with redis.Redis.from_url(direct, socket_timeout=None) as orders:
         while (order := orders.blpop(f"{prefix}to {who}")[1]) != b"end":
             if order == b"renew":
+                assert is_awaited(locks[-1])  # or the answer to a renewal before it would take its place
                 renew_now(*locks)
             elif not os.fork():
                 return False
