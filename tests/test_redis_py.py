@@ -137,7 +137,17 @@ def test_redis_pys_own_tests_of_its_locks(sources: Path, server: RedisServer, tm
     plugins = ["-p", "our_locks", "-p", "no:asyncio", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *plugins, "-c", os.devnull, "--rootdir", str(sources)]
     done = subprocess.run(
-        [*command, "-rs", "--redis-url", server.url, "tests/test_lock.py", "tests/test_asyncio/test_lock.py"],
+        # Nor are the folders above looked into, as those of temporary files, which may be somebody else's.
+        [
+            *command,
+            "--confcutdir",
+            str(sources),
+            "-rs",
+            "--redis-url",
+            server.url,
+            "tests/test_lock.py",
+            "tests/test_asyncio/test_lock.py",
+        ],
         cwd=sources,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
         capture_output=True,
