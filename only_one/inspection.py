@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from redis.exceptions import ResponseError
@@ -90,10 +91,11 @@ def held_in(place: Place, match: str) -> Iterator[Held]:
     """The same for a place."""
     client: Any = place.server.client
     pattern = "".join(f"\\{each}" for each in place.prefix) + match  # no character of the prefix means more than itself
-    # A set, as SCAN may show a key more than once.
-    keys = list(set(client.scan_iter(match=pattern, count=_AT_ONCE, **RAW)))
-    for start in range(0, len(keys), _AT_ONCE):
-        yield from _read(client, keys[start : start + _AT_ONCE])
+    scanned = client.scan_iter(match=pattern, count=_AT_ONCE, **RAW)
+    seen: set[bytes] = set()  # SCAN may show a key more than once
+    while found := set(islice(scanned, _AT_ONCE)):
+        yield from _read(client, list(found - seen))
+        seen |= found
 
 
 def read(place: Place, key: str) -> Held | None:

@@ -240,6 +240,8 @@ def take_over(key: str, old: bytes, token: bytes, seconds: float) -> Steps[bytes
     became = yield from replace(key, old, token, round(seconds * 1000))
     if became.fate == "held":
         return None
+    if became.fate == "taken":
+        return became.value
     return (yield from take_in_two(key, token, expiry_in(seconds)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -291,6 +291,15 @@ def source_of(settings: Settings, otherwise: Callable[[], Source | None] = lambd
         check_source(url, "ONLY_ONE_REDIS_URL")
         return url
     return otherwise() or DEFAULT_URL
+
+
+def _begin_anew_in_child() -> None:
+    global _lock  # noqa: PLW0603 - it may have been held by a thread that the child does not have
+    _lock = threading.RLock()
+
+
+with suppress(AttributeError):  # where nothing forks
+    os.register_at_fork(after_in_child=_begin_anew_in_child)
 
 
 def most_specific(*values: Any) -> Any:

@@ -519,6 +519,18 @@ def test_a_key_from_queued_to_finished_over_a_retry(
 # --- how it is put back ------------------------------------------------------------------------------------------
 
 
+def test_what_is_put_back_has_no_claim_to_a_key_any_more(app: Celery, queue: Queue, redis: Redis, prefix: str) -> None:
+    """A token that is not the key's is compared in vain, by the worker that receives it and by the run: a trip each."""
+    task = a_task(app, done, when_busy=retry())
+    redis.set(f"{prefix}k", "somebody else's")
+    answer = task.delay()
+    message = queue.take()
+    message["headers"].update(Header(answer.id, 0, key=f"{prefix}k", token="t").as_headers())  # noqa: S106
+    queue.deliver(message)
+    again = queue.take()["headers"]["only_one"]
+    assert (again["key"], again["times"], again.get("token")) == (f"{prefix}k", 1, None)
+
+
 def test_how_long_it_waits_when_it_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second that doubles to ten, of which half is left to chance."""
     for bound in (min, max):

@@ -433,6 +433,13 @@ def test_what_is_found_wrong_later_is_raised_by_every_call(
     assert told.startswith("promised cannot be covered: ")
 
 
+def test_what_is_found_wrong_later_is_said_of_a_module_that_is_loaded_twice(app: Celery) -> None:
+    for _ in range(2):
+        task = cover("k-{nothing}")(PromiseProxy(lambda: app.task(work, name="promised", shared=False, lazy=False)))
+        with pytest.raises(KeyTemplateError, match="nothing"):
+            task.delay()
+
+
 # --- how long ----------------------------------------------------------------------------------------------------
 
 

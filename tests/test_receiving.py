@@ -166,6 +166,17 @@ def test_it_is_queued_again_when_the_worker_ends(
     assert is_about(HOUR, left("a"))
 
 
+def test_what_is_not_waited_for_any_more_keeps_no_other_from_its_queue(
+    task: Any, worker: Worker, state: Any, clock: list[float]
+) -> None:
+    for key, countdown in (("a", HOUR), ("b", None)):
+        task.apply_async((key,), countdown=countdown)
+        worker.receive(task, eta=datetime.now(timezone.utc) + timedelta(seconds=countdown) if countdown else None)
+    clock[0] += HOUR + SLACK
+    worker_shutdown.send(sender=None)
+    assert state("a") == ("queued", 0)
+
+
 def test_a_retry(task: Any, worker: Worker, state: Any, redis: Redis, prefix: str) -> None:
     """Its message carries no token: it was published before the attempt before it gave the key on."""
     retry = Header(task.delay("k").id, 1, key=f"{prefix}k")

@@ -95,14 +95,22 @@ class HardStop(BaseException):
 
 @contextmanager
 def interrupted(fault: Fault, error: type[BaseException]) -> Iterator[None]:
-    """Raise an error in the main thread, by a signal, as soon as a fault has met its command."""
+    """Raise an error in the main thread, by a signal, as soon as a fault has met its command.
+
+    A signal that comes when the thread is about to wait for a reply, and does not yet, ends no waiting: the next does.
+    """
+    raised = threading.Event()
 
     def interrupt(*_: object) -> None:
-        raise error
+        if not raised.is_set():
+            raised.set()
+            raise error
 
     def send() -> None:
         fault.met.wait(LIMIT)
-        os.kill(os.getpid(), signal.SIGUSR1)
+        while not raised.is_set():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            raised.wait(0.1)
 
     before = signal.signal(signal.SIGUSR1, interrupt)
     sender = threading.Thread(target=send)

@@ -74,7 +74,7 @@ def publish(task: Task, request: Any, header: Header, countdown: float | None) -
     """
     longest = longest_countdown(task.app)
     delay = _delay(header.times, longest) if countdown is None else min(countdown, longest)
-    later = header._replace(times=header.times + 1, number=header.number + 1)
+    later = header._replace(times=header.times + 1, number=header.number + 1, token=None)
     headers = {**(request.headers or {}), **later.as_headers()}
     again: Any = task.signature_from_request(
         request,

@@ -70,7 +70,7 @@ def _check(promise: Promise, key: Any) -> None:
 
 
 def _install(task: Task, key: Any, options: Options) -> None:
-    spelling = repr([_spelt(each) for each in (key, *options)])
+    spelling = _spelling(key, options)
     installed = vars(task).get("only_one_spelling")
     if installed == spelling:
         return  # it is installed; or its module was loaded a second time, and Celery keeps the first task, too
@@ -88,6 +88,10 @@ def _install(task: Task, key: Any, options: Options) -> None:
     vars(task)["only_one_spelling"] = spelling
 
 
+def _spelling(key: Any, options: Options) -> str:
+    return repr([_spelt(each) for each in (key, *options)])
+
+
 def _spelt(value: Any) -> str:
     """A key or an option, in words that are the same when a module is loaded again."""
     return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else repr(value)
@@ -98,6 +102,7 @@ def _install_late(key: Any, options: Options, task: Task) -> None:
     try:
         _install(task, key, options)
     except OnlyOneError as error:
+        vars(task)["only_one_spelling"] = _spelling(key, options)  # loaded a second time, it is the first that is told
         logger.error("%s cannot be covered: %s", task.name, error)
         task.run = task.apply_async = functools.partial(_refuse, error)
 

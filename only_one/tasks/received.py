@@ -99,10 +99,11 @@ def _on_shutdown(**_: Any) -> None:
     """What has not begun is in its queue again, and no worker's."""
     while _waiting:
         lease, (server, queued) = _waiting.popitem()
-        if lease.reason is not None:
+        left = round((lease.ends_at - now()) * 1000)
+        if lease.reason is not None or left <= 0:
             continue
         try:
-            drive(server.client, replace(lease.key, lease.token, queued, round((lease.ends_at - now()) * 1000)))
+            drive(server.client, replace(lease.key, lease.token, queued, left))
         except Exception as error:  # noqa: BLE001 - the next worker that receives it says so
             logger.debug("%s is queued again, which it does not say: %s", lease.key, error)
             return

@@ -17,29 +17,31 @@ from tests.waiting import LIMIT, eventually
 # A child that is forked while another thread is in coverage's lock waits for it for ever.
 pytestmark = pytest.mark.interrupts
 
-WHILE_A_SERVER_IS_LOOKED_UP = """
+WHILE_A_LOCK_IS_HELD = """
 import os, signal, sys, threading
-from only_one import servers
+from only_one import configure, servers, settings
 
-def look_up():
-    with servers._lock:
-        held.set()
+def hold(lock):
+    with lock:
+        held.release()
         threading.Event().wait()
 
-held = threading.Event()
-threading.Thread(target=look_up, daemon=True).start()
-held.wait()
+held = threading.Semaphore(0)
+for each in (servers, settings):
+    threading.Thread(target=hold, args=(each._lock,), daemon=True).start()
+    held.acquire()
 pid = os.fork()
 signal.alarm(100)
 if not pid:
     servers.find_server(sys.argv[1])
+    configure(timeout=1)
     os._exit(7)
 os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
-def test_a_fork_while_a_server_is_looked_up(redis_url: str) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", WHILE_A_SERVER_IS_LOOKED_UP, redis_url]
+def test_a_fork_while_another_thread_looks_a_server_up_or_configures(redis_url: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", WHILE_A_LOCK_IS_HELD, redis_url]
     assert subprocess.run(command, check=False).returncode == 7
 
 
