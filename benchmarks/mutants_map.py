@@ -43,13 +43,17 @@ ROOT = Path(__file__).parents[1]
 PLACE = ROOT / ".mutants"
 MAP = PLACE / "map.json"
 
-INTERRUPTED = {f"{PACKAGE}/{name}.py" for name in ("run", "attempt", "lock", "direct", "leases", "lease", "servers")}
-"""What the tests that interrupt are about."""
+INTERRUPTED = {
+    f"{PACKAGE}/{name}.py" for name in ("run", "attempt", "lock", "direct", "leases", "lease", "servers", "settings")
+}
+"""What the tests that interrupt are about, of which nobody can see what they run."""
 
 NOT_NEEDED = ["xdist", "hypothesispytest", "valkey", "platformdirs"]
 """Plugins of pytest's whose import takes longer than most tests, and which no test needs."""
 
 LEAST_SECONDS = 0.02
+USUAL_BREADTH = 2000
+"""Lines that a test is taken to run of which that cannot be seen."""
 
 MARK = "ONLY_ONE_MUTANTS_BENCH"
 """What the processes of a bench carry in their environment: its folder."""
@@ -125,9 +129,9 @@ class TestMap:
         near, wide = self._running(mutant.witnesses.near), self._running(mutant.witnesses.wide)
         if near and not mutant.witnesses.by_import:
             wide = set()  # they do not run it
-        last = {name for name, test in self.tests.items() if test.interrupts and mutant.path in INTERRUPTED}
+        those = {name for name, test in self.tests.items() if test.interrupts and mutant.path in INTERRUPTED}
         around = mutant.witnesses.near | mutant.witnesses.wide
-        return [name for names in (near, wide - near, last - near - wide) for name in self._by_cost(names, around)]
+        return [name for names in (near | those, wide - near - those) for name in self._by_cost(names, around)]
 
     def up_to(self, name: str) -> list[str]:
         """A test, and before it what it goes on from: the blocks above it, where it is one of a page."""
@@ -148,13 +152,15 @@ class TestMap:
         costs: dict[str, float] = {}
         for name in sorted(ways, key=self._costs):
             seen[ways[name]] += 1
-            costs[name] = self._costs(name) * math.sqrt(seen[ways[name]])
+            alike = 1 if self.tests[name].interrupts else seen[ways[name]]
+            costs[name] = self._costs(name) * math.sqrt(alike)
         return sorted(costs, key=lambda name: costs[name])
 
     def _costs(self, name: str) -> float:
         # A test of a few lines is about them; one of many lines has them on its way.
         test = self.tests[name]
-        return (test.seconds + test.shared / 2 + LEAST_SECONDS) * math.sqrt(1 + test.breadth)
+        breadth = USUAL_BREADTH if test.interrupts else test.breadth
+        return (test.seconds + test.shared / 2 + LEAST_SECONDS) * math.sqrt(1 + breadth)
 
 
 def file_of(test: str) -> str:
