@@ -301,6 +301,12 @@ ROWS += [
     ("a str is covered", lambda: only_one("k")("l"), ConfigurationError, NO_FUNCTION),
     ("twice by one key", lambda: only_one("k")(only_one("k")(two)), ConfigurationError, "one"),
     ("a def that gives a coroutine", lambda: cover("k", over=lambda: coroutine()), ConfigurationError, "async def"),  # noqa: PLW0108
+    (
+        "a def that gives a coroutine, by its name",
+        lambda: cover("k", over=lambda: coroutine()),  # noqa: PLW0108
+        ConfigurationError,
+        "<locals>.<lambda> returned a coroutine",
+    ),
     ("a def that gives a generator", lambda: cover("k", over=lambda: generator()), ConfigurationError, "consumes"),  # noqa: PLW0108
     (
         "a def that gives an async generator",
