@@ -380,6 +380,26 @@ def test_a_retry_is_put_back_behind_the_attempt_before_it(
     assert answer.get() == "done"
 
 
+# --- a call from inside of the run -------------------------------------------------------------------------------
+
+
+def test_a_call_from_inside_of_its_own_run_is_no_copy_of_it(app: Celery, queue: Queue) -> None:
+    """Both have one task id, and one attempt."""
+    deeper: list[Any] = []
+
+    def work() -> str:
+        if not deeper:
+            deeper.append("begun")
+            deeper.append(task.run())
+        return "done"
+
+    task = a_task(app, work)
+    task.delay()
+    assert queue.deliver(queue.take()) == "done"
+    assert deeper == ["begun", None]
+    assert len(queue) == 0
+
+
 # --- what stands under the key -----------------------------------------------------------------------------------
 
 
