@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
@@ -486,3 +487,11 @@ def test_a_wrong_use_is_refused_with_what_to_write_instead(
 
 def test_there_is_a_row_for_each_wrong_use() -> None:
     assert len({row[0] for row in ROWS}) == len(ROWS)
+
+
+def test_what_has_yet_to_run_is_closed_when_it_is_refused(redis_url: str) -> None:
+    """Python would warn of a coroutine that nobody has awaited."""
+    begun = coroutine()
+    with configure(redis=redis_url), pytest.raises(ConfigurationError, match="async def"):
+        cover("k", over=lambda: begun)
+    assert inspect.getcoroutinestate(begun) == inspect.CORO_CLOSED

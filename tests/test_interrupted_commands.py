@@ -141,6 +141,31 @@ def test_a_command_that_is_interrupted(
 
 
 @both
+def test_commands_of_one_trip_that_are_interrupted_when_they_are_sent_again(
+    those: Clients, moments: Moments, prefix: str, error: type[BaseException]
+) -> None:
+    """By redis-py, as their connection was broken: a cluster's client sends each by itself then."""
+    names = [f"{{{prefix}}}{which}" for which in "ab"]
+    those.witness.mset(dict(zip(names, "ab", strict=True)))
+    for number in count(1):
+        assert number < MOST
+        with those.connected() as client:
+            ours = guarded(client)
+            assert ours.get(names[0]) == b"a"
+            pipeline = ours.pipeline(transaction=False)
+            for name in names:
+                pipeline.get(name)
+            those.witness.execute_command("CLIENT KILL", "TYPE", "normal")
+            # What is raised while redis-py looks at a cluster anew, it takes for an error of the node.
+            with moments.interrupted_at(number, error) as has_happened, suppress(error, redis_py.RedisError):
+                pipeline.execute()
+            assert [ours.get(name) for name in (*names, *names)] == [b"a", b"b", b"a", b"b"], f"at {number}"
+        if not has_happened():
+            break
+    assert number > 1
+
+
+@both
 def test_a_command_of_an_event_loop_that_is_interrupted(
     those: Clients, moments: Moments, prefix: str, error: type[BaseException]
 ) -> None:

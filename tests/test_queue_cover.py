@@ -860,6 +860,7 @@ def test_a_task_with_a_model(new_app: Any, queued: Any, held: Any, prefix: str) 
     task = a_task(new_app(), "{feed[key]}", function=modelled, celery={"pydantic": True})
     first = task.delay({"key": "k", "pages": 3})
     assert task.delay({"key": "k", "pages": 4}) == first
+    assert task.delay(Feed(key="k")) == first
     assert queued() == 1
     by_attribute = a_task(new_app(), function=modelled, celery={"pydantic": True})
     assert by_attribute.delay({"key": "a"}) == by_attribute.delay({"key": "a"})
