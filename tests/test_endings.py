@@ -63,6 +63,23 @@ def test_no_child_is_forked_while_a_thread_is_at_work() -> None:
     assert not endings._at_work.locked()
 
 
+COVERS_A_FUNCTION = """
+import sys
+from only_one import only_one
+
+only_one(print, key="k")
+assert "only_one.tasks.endings" not in sys.modules
+import celery
+only_one(print, key="k")
+assert "only_one.tasks.endings" in sys.modules
+"""
+
+
+def test_a_worker_is_heeded_that_has_nothing_but_covered_functions() -> None:
+    """It calls none of them, as that is for its children to do."""
+    subprocess.run([sys.executable, "-c", COVERS_A_FUNCTION], check=True)
+
+
 # --- keys of runs that were killed -------------------------------------------------------------------------------
 
 

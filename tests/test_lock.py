@@ -37,6 +37,7 @@ from only_one.protocol import (
     Steps,
     expiry_in,
     give_back_noting,
+    give_back_otherwise,
     is_forbidden,
     replace,
     replace_noting,
@@ -446,6 +447,18 @@ def test_what_another_thread_has_learnt_stays() -> None:
         assert dialect.unlearn_release(refused, unknown)
         assert dialect.release == then
     assert not dialect.unlearn_release("EVALSHA", unknown)
+
+
+def test_whose_a_key_is_that_the_second_command_has_left_alone() -> None:
+    """As with Redis 8.4 at its first release; its `DELEX` does not say."""
+    steps = give_back_otherwise(
+        Dialect(), "k", b"ours", ("DELIFEQ", "k", b"ours"), redis.ResponseError("unknown command")
+    )
+    assert next(steps) == ("DELEX", "k", "IFEQ", b"ours")
+    assert steps.send(0) == ("GET", "k")
+    with pytest.raises(StopIteration) as end:
+        steps.send(b"another's")
+    assert end.value.value == ("taken", b"another's", False)
 
 
 def test_another_refusal_teaches_nothing() -> None:

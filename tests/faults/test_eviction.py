@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import redis as redis_py
 
-from only_one import leases, only_one
+from only_one import eviction, leases, only_one
 from only_one.testing import RedisServer, redis_server
+from tests.clients import clients
 from tests.faults.programs import Running, RunningAsync
 from tests.proxy import Proxy
 from tests.renewal import is_renewed, renew_now
@@ -107,6 +108,14 @@ def test_what_is_warned_of(
     assert eventually(lambda: "INFO" in proxy.commands)
     assert_all_is_said(proxy.url)
     assert len(warnings()) == warns
+
+
+def test_what_a_sentinel_watches_is_warned_of_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction, "_asked", set())
+    with clients("Sentinel") as those, those.connected() as client:
+        those.witness.config_set("maxmemory", "100mb")
+        those.witness.config_set("maxmemory-policy", "allkeys-lru")
+        assert str(eviction.may_evict(client)).startswith("watched evicts keys")
 
 
 @pytest.mark.parametrize("kind", [Running, RunningAsync], ids=["sync", "async"])
