@@ -294,6 +294,7 @@ ROWS += [
         ("a function of C that does not say its parameters", max, "write @only_one above a def around it"),
         ("a task that is not registered", Nameless(), "only_one(app.register_task("),
         ("a task of a generator", app().task(generator), CONSUMER),
+        ("a task of a generator, made", app().task(lazy=False, name="bad.made")(generator), CONSUMER),
         ("a shared task of a generator", shared_task(name="bad.shared")(generator), CONSUMER),
         ("a task's signature", app().task(lazy=False, name="signed")(two).s(), NO_FUNCTION),
     ]

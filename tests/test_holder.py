@@ -435,6 +435,10 @@ def test_a_container_of_the_same_name_is_another_machine() -> None:
 @pytest.mark.parametrize("change", ["host", "boot", "namespace", "clock"])
 def test_another_host_or_boot_or_namespace_is_another_machine(dead: bytes, change: str) -> None:
     host, boot, namespace, clock = json.loads(dead)["machine"].split("/")
+    assert [namespace, clock] == [
+        str(file.readlink()) if file.is_symlink() else ""
+        for file in map(Path, ("/proc/self/ns/pid", "/proc/self/ns/time"))
+    ]
     others = {
         "host": f"{host}2/{boot}/{namespace}/{clock}",
         "boot": f"{host}/{boot[::-1]}/{namespace}/{clock}",

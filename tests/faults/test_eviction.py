@@ -92,6 +92,7 @@ def test_a_server_that_may_evict_keys_is_warned_of_once(
     assert f"127.0.0.1:{proxy.port}" in warning
     assert "maxmemory-policy volatile-ttl" in warning
     assert "write maxmemory-policy noeviction" in warning
+    assert warning.endswith(", or give redis= a server that has it")
     assert proxy.commands.count("INFO") == 1
 
 
