@@ -46,6 +46,11 @@ class Twin:
 
     What a signal's handler raises may leave a connection with a reply yet to come, and whatever is taken by an
     `async with` taken for ever: a turn, or a lock of redis-py's. After it the client is made anew.
+
+    Attributes:
+        client: the asyncio client of redis-py.
+        to_be_closed: those before it, which nobody could close: a command that was forgotten is collected outside of
+            its event loop.
     """
 
     def __init__(self, make: Callable[[], Any], most: int) -> None:
@@ -58,6 +63,7 @@ class Twin:
         self._make = make
         self._most = most
         self._answered_at = self._timed_out_at = -inf
+        self.to_be_closed: list[Any] = []
         self._begin()
 
     def _begin(self) -> None:
@@ -78,9 +84,9 @@ class Twin:
         except BaseException as error:
             self._begin()
             turns.release()  # for who waits for one that may be lost
-            for connection in _connections(client):  # redis-py sends again what is under way on others
-                await connection.disconnect(nowait=True)
-            await client.aclose()  # a cluster's complains if it is not
+            self.to_be_closed.append(client)
+            await _close(client)
+            self.to_be_closed.remove(client)
             if isinstance(error, Exception):
                 call_trouble(error)
             raise
@@ -170,5 +176,13 @@ def _cluster(client: Any) -> Any:
 
 async def close_twin(twin: Twin) -> None:
     """Close the connections of a twin, those to Sentinels among them."""
+    for client in twin.to_be_closed:
+        await _close(client)
     for client in _clients(twin.client):
         await client.aclose()
+
+
+async def _close(client: Any) -> None:
+    for connection in _connections(client):  # redis-py sends again what is under way on others
+        await connection.disconnect(nowait=True)
+    await client.aclose()  # a cluster's complains if it is not

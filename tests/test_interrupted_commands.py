@@ -216,6 +216,30 @@ def test_who_waits_for_a_connection_when_a_command_is_interrupted(
     assert number > 2
 
 
+def test_a_command_that_is_forgotten_and_collected_outside_of_its_event_loop(those: Clients) -> None:
+    """As what awaits it was interrupted; redis-py raises that no loop is running, and keeps the connection."""
+
+    async def begin(server: Server) -> Any:
+        twin = await server.async_client()
+        await twin.execute_command("GET", "k")
+        command = twin.execute_command("GET", "k")
+        command.send(None)
+        return command
+
+    with those.connected() as client, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        server = Server(client)
+        loop = asyncio.new_event_loop()
+        command = loop.run_until_complete(begin(server))
+        with suppress(RuntimeError):
+            command.close()
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+        del command, loop, server
+        gc.collect()
+    assert [str(each.message) for each in said] == []
+
+
 def test_the_users_client_keeps_its_connections(those: Clients) -> None:
     """When ours is collected, when the server refuses a command, and when one is sent because of an error."""
     those.witness.set("k", "no number")
