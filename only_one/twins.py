@@ -49,8 +49,8 @@ class Twin:
 
     Attributes:
         client: the asyncio client of redis-py.
-        to_be_closed: those before it, which nobody could close: a command that was forgotten is collected outside of
-            its event loop.
+        to_be_closed: those before it, until their connections are: a command that was forgotten may be collected where
+            no event loop is running, and then the next one closes them.
     """
 
     def __init__(self, make: Callable[[], Any], most: int) -> None:
@@ -74,6 +74,8 @@ class Twin:
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """Send a command, and give its reply."""
+        if self.to_be_closed:
+            await self.close_what_is_left()
         asked, client, turns = now(), self.client, self._turns
         try:
             async with turns:
@@ -85,11 +87,19 @@ class Twin:
             self._begin()
             turns.release()  # for who waits for one that may be lost
             self.to_be_closed.append(client)
-            await _close(client)
-            self.to_be_closed.remove(client)
+            await self.close_what_is_left()
             if isinstance(error, Exception):
                 call_trouble(error)
             raise
+
+    async def close_what_is_left(self) -> None:
+        """Close the connections of the clients before."""
+        while self.to_be_closed:
+            client = self.to_be_closed[-1]
+            for connection in _connections(client):  # redis-py sends again what is under way on others
+                await connection.disconnect(nowait=True)  # which lets nobody else have a turn
+            self.to_be_closed.pop()
+            await client.aclose()  # a cluster's complains if it is not
 
     async def _send(self, client: Any, asked: float, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if self._timed_out_at > asked:
@@ -176,13 +186,6 @@ def _cluster(client: Any) -> Any:
 
 async def close_twin(twin: Twin) -> None:
     """Close the connections of a twin, those to Sentinels among them."""
-    for client in twin.to_be_closed:
-        await _close(client)
+    await twin.close_what_is_left()
     for client in _clients(twin.client):
         await client.aclose()
-
-
-async def _close(client: Any) -> None:
-    for connection in _connections(client):  # redis-py sends again what is under way on others
-        await connection.disconnect(nowait=True)
-    await client.aclose()  # a cluster's complains if it is not
