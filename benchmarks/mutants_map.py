@@ -129,9 +129,10 @@ class TestMap:
         near, wide = self._running(mutant.witnesses.near), self._running(mutant.witnesses.wide)
         if near and not mutant.witnesses.by_import:
             wide = set()  # they do not run it
-        those = {name for name, test in self.tests.items() if test.interrupts and mutant.path in INTERRUPTED}
+        interrupting = {name for name, test in self.tests.items() if test.interrupts and mutant.path in INTERRUPTED}
         around = mutant.witnesses.near | mutant.witnesses.wide
-        return [name for names in (near | those, wide - near - those) for name in self._by_cost(names, around)]
+        first = near | interrupting
+        return self._by_cost(first, around) + self._by_cost(wide - first, around)
 
     def up_to(self, name: str) -> list[str]:
         """A test, and before it what it goes on from: the blocks above it, where it is one of a page."""

@@ -340,7 +340,8 @@ def test_a_run_that_is_cancelled_by_others_is_cancelled(redis: Any, key: str) ->
 def test_more_calls_at_a_time_than_connections(kind: str, most: int | None, prefix: str) -> None:
     """They wait for one another, as threads do; each has a key of its own, and all run."""
     many = MANY if kind == "plain" else MANY // 10
-    options = {} if most is None else {"max_connections": most}
+    options: dict[str, Any] = {} if most is None else {"max_connections": most}
+    options |= {"socket_timeout": LIMIT, "socket_connect_timeout": LIMIT}  # after which redis-py connects again
 
     async def work(number: int) -> int:
         assert current_lock().is_held

@@ -495,9 +495,8 @@ def test_a_handler_that_sends_a_command_of_its_own(direct: DirectClient) -> None
     print("seed", seed)
     moments = random.Random(seed)
     inner: list[bool] = []
-    echo(
-        direct
-    )  # so that it has a connection: up to redis-py 5 a pool's lock is held for ever by a handler in its thread
+    # So that it has a connection: up to redis-py 5 a pool's lock is held for ever by a handler in its thread.
+    echo(direct)
     before = signal.signal(signal.SIGALRM, lambda *_: inner.append(echo(direct)))
     try:
         for number in range(500):
