@@ -67,10 +67,12 @@ COVERS_A_FUNCTION = """
 import sys
 from only_one import only_one
 
-only_one(print, key="k")
+def function(): ...
+
+only_one(function, key="k")
 assert "only_one.tasks.endings" not in sys.modules
 import celery
-only_one(print, key="k")
+only_one(function, key="k")
 assert "only_one.tasks.endings" in sys.modules
 """
 

@@ -780,9 +780,11 @@ def test_the_task_itself_is_no_field(app: Celery, kind: str) -> None:
         cover("k-{self}")(app.task(function, name=options["name"], shared=False))
         cover("k-{value}")(shared_task(work, name=options["name"]))
         return
-    promise, field = (shared_task(function, **options), "self") if kind == "shared_task" else (None, "this")
+    is_shared = kind == "shared_task"
+    task = shared_task(function, **options) if is_shared else app.task(another, shared=False, **options)
+    field = "self" if is_shared else "this"
     with pytest.raises(KeyTemplateError, match=field):
-        cover(f"k-{{{field}}}")(promise or app.task(another, shared=False, **options))
+        cover(f"k-{{{field}}}")(task)
 
 
 def test_pickled_it_is_the_task(app: Celery, queued: Any) -> None:
@@ -860,7 +862,8 @@ def test_a_task_with_a_model(new_app: Any, queued: Any, held: Any, prefix: str) 
     task = a_task(new_app(), "{feed[key]}", function=modelled, celery={"pydantic": True})
     first = task.delay({"key": "k", "pages": 3})
     assert task.delay({"key": "k", "pages": 4}) == first
-    assert task.delay(Feed(key="k")) == first
+    if hasattr(task, "_dump_pydantic_arguments"):  # from Celery 5.7 on; no older one sends a model
+        assert task.delay(Feed(key="k")) == first
     assert queued() == 1
     by_attribute = a_task(new_app(), function=modelled, celery={"pydantic": True})
     assert by_attribute.delay({"key": "a"}) == by_attribute.delay({"key": "a"})
