@@ -37,6 +37,7 @@ _SOON = 0.02
 _CHUNK = 500
 _CONNECTED_BEFORE = 2.0
 """Seconds before the first renewal in a server in which the connection for it is made."""
+_LEAST_PAUSE = 0.001
 _LONG = 0.1
 """Seconds after which other leases may have come due, and are looked at before anything else that may take long."""
 _LOOKED_AT_AGAIN_AFTER = 60.0
@@ -135,7 +136,9 @@ class _Renewer:
         self.wakes_at = due = min(due, self.next_due())
         while (pause := due - now()) > 0:
             with suppress(Empty):
-                self.wakes_at = due = min(due, self.woken.get(timeout=min(pause, threading.TIMEOUT_MAX)))
+                # CPython's queue waits without limit if so little time is over before it has looked at its lock.
+                timeout = min(max(pause, _LEAST_PAUSE), threading.TIMEOUT_MAX)
+                self.wakes_at = due = min(due, self.woken.get(timeout=timeout))
 
     def held(self) -> list[Lease]:
         """The leases of the runs that are under way."""
