@@ -37,7 +37,6 @@ _SOON = 0.02
 _CHUNK = 500
 _CONNECTED_BEFORE = 2.0
 """Seconds before the first renewal in a server in which the connection for it is made."""
-_LEAST_PAUSE = 0.001
 _LONG = 0.1
 """Seconds after which other leases may have come due, and are looked at before anything else that may take long."""
 _LOOKED_AT_AGAIN_AFTER = 60.0
@@ -136,9 +135,18 @@ class _Renewer:
         self.wakes_at = due = min(due, self.next_due())
         while (pause := due - now()) > 0:
             with suppress(Empty):
-                # CPython's queue waits without limit if so little time is over before it has looked at its lock.
-                timeout = min(max(pause, _LEAST_PAUSE), threading.TIMEOUT_MAX)
-                self.wakes_at = due = min(due, self.woken.get(timeout=timeout))
+                self.wakes_at = due = min(due, self._woken_within(pause))
+
+    def _woken_within(self, seconds: float) -> float:
+        """When something new is due.
+
+        Raises:
+            Empty: if nothing new comes in so many seconds.
+        """
+        with suppress(Empty):
+            return self.woken.get_nowait()
+        # Its lock is taken now. Were it not, CPython would wait without limit if the time were over before it is.
+        return self.woken.get(timeout=min(seconds, threading.TIMEOUT_MAX))
 
     def held(self) -> list[Lease]:
         """The leases of the runs that are under way."""
