@@ -14,6 +14,7 @@ import sys
 import traceback
 import types
 from functools import cache
+from queue import Full, SimpleQueue
 from typing import Any
 
 import redis
@@ -38,7 +39,13 @@ def guarded(client: Any) -> Any:
 
 
 def guarded_pool(pool: Any) -> Any:
-    """The same pool, to which a connection goes back as `guarded` says."""
+    """The same pool, to which a connection goes back as `guarded` says; for a pool that waits, another one like it."""
+    if isinstance(pool, redis.BlockingConnectionPool):
+        # Its queue is Python's, whose lock stays taken when a signal handler raises where it has just been acquired.
+        pool = copy.copy(pool)
+        del pool._connections  # noqa: SLF001 - they are the other's
+        pool.queue_class = _Idle
+        pool.reset()
     return _seen_as(_Pool, pool)
 
 
@@ -89,6 +96,29 @@ class _Pool(_Alias):
                 sentinel.connection_pool.disconnect(inuse_connections=False)
         parent: Any = super()
         parent.release(connection)
+
+
+class _Idle:
+    """The queue of a pool that waits: the last that came is the first to go, and no lock is left taken.
+
+    Attributes:
+        queue: the connections that nobody uses.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.queue: list[Any] = []
+        self._most = most
+        self._turns: SimpleQueue[None] = SimpleQueue()
+
+    def put_nowait(self, connection: Any) -> None:
+        if len(self.queue) == self._most:
+            raise Full
+        self.queue.append(connection)
+        self._turns.put(None)
+
+    def get(self, block: bool, timeout: float | None) -> Any:  # noqa: FBT001 - as `queue.LifoQueue` has it
+        self._turns.get(block, timeout)
+        return self.queue.pop()
 
 
 class _ByNode:

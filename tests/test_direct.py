@@ -136,10 +136,6 @@ def altered(url: str) -> Any:
     return client
 
 
-def waiting(url: str, **options: Any) -> Any:
-    return redis_py.Redis(connection_pool=redis_py.BlockingConnectionPool.from_url(url, **options))
-
-
 class Without:
     """What the user has put around a client: it sends commands, and shows no pool."""
 
@@ -156,8 +152,6 @@ class Without:
 
 OTHERS: dict[str, Callable[[str], Any]] = {
     "subclass": Subclass.from_url,
-    "a pool that waits": waiting,
-    "a pool that waits, of one": lambda url: waiting(url, max_connections=1),
     "few connections": lambda url: redis_py.Redis.from_url(url, max_connections=ALL - 1),
     "one connection": lambda url: redis_py.Redis.from_url(url, single_connection_client=True),
     "altered": altered,
@@ -193,6 +187,33 @@ def test_clients_that_are_used_as_they_are(redis_url: str, prefix: str, make: Ca
         assert only_one(lambda: "done", key="k", timeout=600, redis=client)() == "done"
         if hasattr(client, "seen"):
             assert client.seen[0] == "SET"
+
+
+def test_a_pool_that_waits_has_its_like(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many connections, of which the last that was used is used next, and for which one waits as long."""
+
+    def connect() -> Any:
+        return redis_py.Redis(connection_pool=like, single_connection_client=True)
+
+    counted: list[Any] = []
+    pool = redis_py.BlockingConnectionPool.from_url(redis_url, max_connections=2, timeout=0.1)
+    with redis_py.Redis(connection_pool=pool) as client:
+        assert client.ping()
+        monkeypatch.setattr("redis.connection.record_connection_count", lambda **to: counted.append(to), raising=False)
+        like: Any = Server(client).client.connection_pool
+        assert not counted, "the user's connections are what they were, in redis-py's metrics too"
+        assert (type(like).__name__, like.connection_kwargs) == (type(pool).__name__, pool.connection_kwargs)
+        lent = [connect(), connect()]
+        with pytest.raises(redis_py.ConnectionError, match="No connection available"):
+            connect()
+        assert client.ping(), "by one of the user's own"
+        last = lent[1].connection
+        for each in lent:
+            each.close()
+        for _ in range(2):
+            with connect() as next_one:
+                assert next_one.connection is last
+    like.disconnect()
 
 
 def test_clients_elsewhere_that_are_used_as_they_are() -> None:

@@ -1,7 +1,7 @@
 """Something is raised when a command has been sent and its reply is yet to come: no other command takes it for its own.
 
-It is raised before each reply in turn, those among them with which a connection begins; in event loops also when
-an `async with` has taken a lock, redis-py's or ours, and has yet to begin: nobody waits for it for ever.
+It is raised before each reply in turn, those among them with which a connection begins; and when a `with` of Python's
+own or an `async with` has taken a lock, redis-py's or ours, and has yet to begin: nobody waits for it for ever.
 The pool sees no sign of a reply that is yet to come, as on a slow network.
 The witness is a value of somebody else's, beside which nothing may run.
 """
@@ -49,13 +49,13 @@ class Moments:
     """At which something may be raised in this thread: before a reply is read, and when a lock is taken."""
 
     def __init__(self) -> None:
-        self._thread = threading.current_thread()
+        self._thread = threading.get_ident()
         self._left = 0
         self._error: type[BaseException] = Interruption
 
     def is_next(self) -> None:
         """One has come."""
-        if threading.current_thread() is self._thread:
+        if threading.get_ident() == self._thread:
             self._left -= 1
             if not self._left:
                 os.kill(os.getpid(), signal.SIGUSR1)
@@ -89,7 +89,12 @@ def moments(monkeypatch: pytest.MonkeyPatch) -> Iterator[Moments]:
         found.is_next()
         return await read_async(self, *args, **options)
 
-    async def enter(lock: Any) -> None:
+    def enter(condition: Any) -> Any:
+        assert condition.acquire(timeout=LIMIT)
+        found.is_next()
+        return True
+
+    async def enter_async(lock: Any) -> None:
         await lock.acquire()
         found.is_next()
 
@@ -99,8 +104,9 @@ def moments(monkeypatch: pytest.MonkeyPatch) -> Iterator[Moments]:
     monkeypatch.setattr(sync, "read_response", read_response)
     monkeypatch.setattr(twin, "read_response", read_response_async)
     monkeypatch.setattr(sync, "can_read", lambda *_args, **_options: False)
+    monkeypatch.setattr(threading.Condition, "__enter__", enter)
     for kind in (asyncio.Lock, asyncio.Semaphore):
-        monkeypatch.setattr(kind, "__aenter__", enter)
+        monkeypatch.setattr(kind, "__aenter__", enter_async)
     for name in ("can_read", "can_read_destructive"):
         monkeypatch.setattr(twin, name, can_read_async, raising=False)
     before = signal.signal(signal.SIGUSR1, found.interrupt)
@@ -252,17 +258,19 @@ def test_the_users_client_keeps_its_connections(those: Clients) -> None:
     with those.connected() as client:
         client.get("k")
         guarded(client).execute_command("GET", "k")
+        ours = guarded(client)
+        ours.execute_command("GET", "k")
         opened = those.witness.info("stats")["total_connections_received"]
         gc.collect()
         client.get("k")
         with pytest.raises(redis_py.ResponseError, match="not an integer"):
-            guarded(client).execute_command("INCR", "k")
+            ours.execute_command("INCR", "k")
         client.get("k")
         try:
             interrupt()
         except Interruption:
             for _ in range(2):
-                guarded(client).execute_command("GET", "k")
+                ours.execute_command("GET", "k")
         assert those.witness.info("stats")["total_connections_received"] == opened
     those.witness.delete("k")
 
