@@ -17,6 +17,7 @@ import redis as redis_py
 
 from only_one import LockLost, LockUnavailable, current_lock, fail, leases, only_one
 from only_one.servers import Server
+from only_one.twins import Twin
 from tests.clients import KINDS, clients
 from tests.proxy import Proxy
 from tests.renewal import renew_now
@@ -377,6 +378,40 @@ def test_calls_that_wait_for_a_connection_to_a_server_that_is_down(redis_url: st
             results = asyncio.run(all_at_once())
         assert {type(each) for each in results} == {LockUnavailable}
         assert proxy.commands.count("SET") <= 4
+
+
+def test_a_command_without_a_reply_while_others_have_theirs() -> None:
+    """The server is not down then: what waits for the connection has its turn."""
+
+    class Client:
+        """Of which one command ends when the test says so, and one never."""
+
+        async def execute_command(self, command: str) -> str:
+            if command == "times out":
+                await time_is_over.wait()
+                raise redis_py.TimeoutError
+            if command == "takes long":
+                await asyncio.Event().wait()
+            return command
+
+    async def main() -> None:
+        twin = Twin(Client, 2)
+
+        def send(command: str) -> asyncio.Task[Any]:
+            return asyncio.create_task(twin.execute_command(command))
+
+        timed_out = send("times out")
+        assert await send("first") == "first"
+        takes_long, waits = send("takes long"), send("waits")
+        await asyncio.sleep(0)
+        time_is_over.set()
+        with pytest.raises(redis_py.TimeoutError):
+            await timed_out
+        assert await waits == "waits"
+        takes_long.cancel()
+
+    time_is_over = asyncio.Event()
+    asyncio.run(main())
 
 
 def test_a_call_that_is_cancelled_while_it_waits_for_a_connection(redis: Any, redis_url: str, prefix: str) -> None:
