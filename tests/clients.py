@@ -20,6 +20,10 @@ from tests.waiting import LIMIT, eventually
 WATCHED = "sentinel monitor watched 127.0.0.1 {port} 1\n"
 
 
+BY_A_SENTINEL = 2
+"""Connections to the server that it watches, for commands and for messages."""
+
+
 class Subclass(redis_py.Redis):
     """A client of the user's own."""
 
@@ -55,6 +59,13 @@ class Clients:
             assert eventually(lambda: self.witness.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
         elif kind == "Sentinel":
             self._sentinel = _start_sentinel(self.server, stack)
+            assert eventually(lambda: sum(map(_is_a_sentinels, self.witness.client_list())) == BY_A_SENTINEL)
+
+    def break_connections(self) -> None:
+        """Close them at the server, but for the witness's and the Sentinel's, which would connect again."""
+        for each in self.witness.client_list():
+            if int(each["id"]) != self.witness.client_id() and not _is_a_sentinels(each):
+                self.witness.client_kill_filter(_id=each["id"])
 
     @contextmanager
     def connected(self, **options: Any) -> Iterator[Any]:
@@ -82,6 +93,10 @@ def clients(kind: str) -> Iterator[Clients]:
     """A server, and a Sentinel if need be, for a kind of client of `KINDS`."""
     with ExitStack() as stack:
         yield Clients(kind, stack)
+
+
+def _is_a_sentinels(connection: dict[str, str]) -> bool:
+    return connection["name"].startswith("sentinel-")
 
 
 def _start_sentinel(server: RedisServer, stack: ExitStack) -> int:

@@ -161,7 +161,7 @@ def test_commands_of_one_trip_that_are_interrupted_when_they_are_sent_again(
             pipeline = ours.pipeline(transaction=False)
             for name in names:
                 pipeline.get(name)
-            those.witness.execute_command("CLIENT KILL", "TYPE", "normal")
+            those.break_connections()
             # What is raised while redis-py looks at a cluster anew, it takes for an error of the node.
             with moments.interrupted_at(number, error) as has_happened, suppress(error, redis_py.RedisError):
                 pipeline.execute()
