@@ -84,13 +84,17 @@ class Twin:
         except (RedisError, RedisClusterException, asyncio.CancelledError, GeneratorExit):
             raise  # redis-py has closed the connection if need be
         except BaseException as error:
-            self._begin()
+            if client is self.client:  # another has been begun already for one that was sent at the same time
+                self._begin()
             turns.release()  # for who waits for one that may be lost
             self.to_be_closed.append(client)
             await self.close_what_is_left()
             if isinstance(error, Exception):
                 call_trouble(error)
             raise
+        finally:
+            if client is not self.client:  # it may have connected once more since it was closed
+                self.to_be_closed.append(client)
 
     async def close_what_is_left(self) -> None:
         """Close the connections of the clients before."""

@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -411,6 +412,46 @@ def test_a_command_without_a_reply_while_others_have_theirs() -> None:
         takes_long.cancel()
 
     time_is_over = asyncio.Event()
+    asyncio.run(main())
+
+
+def test_a_command_that_ends_when_its_client_has_been_left() -> None:
+    """As another was interrupted: it may have connected once more, and the next command closes that."""
+    closed: list[Any] = []
+
+    class Client:
+        """Of which one command ends when the test says so, and one is interrupted."""
+
+        connection_pool = SimpleNamespace(_available_connections=[], _in_use_connections=[])
+
+        async def execute_command(self, command: str) -> str:
+            if command == "late":
+                await goes_on.wait()
+            if command == "interrupted":
+                raise KeyboardInterrupt
+            return command
+
+        async def aclose(self) -> None:
+            closed.append(self)
+
+    async def main() -> None:
+        twin = Twin(Client, 2)
+        before = twin.client
+        late = asyncio.create_task(twin.execute_command("late"))
+        await asyncio.sleep(0)
+        with pytest.raises(KeyboardInterrupt):
+            await twin.execute_command("interrupted")
+        assert closed == [before]
+        goes_on.set()
+        assert await late == "late"
+        closed.clear()
+        assert await twin.execute_command("next") == "next"
+        assert set(closed) == {before}
+        closed.clear()
+        assert await twin.execute_command("next") == "next"
+        assert not closed
+
+    goes_on = asyncio.Event()
     asyncio.run(main())
 
 

@@ -222,16 +222,18 @@ def test_who_waits_for_a_connection_when_a_command_is_interrupted(
     assert number > 2
 
 
+async def begin(server: Server) -> Any:
+    """Send a command whose reply nobody waits for."""
+    twin = await server.async_client()
+    await twin.execute_command("GET", "k")
+    command = twin.execute_command("GET", "k")
+    command.send(None)
+    return command
+
+
 @pytest.mark.parametrize("then", ["the loop ends", "the next command"])
 def test_a_command_that_is_forgotten_and_collected_outside_of_its_event_loop(those: Clients, then: str) -> None:
     """As what awaits it was interrupted; redis-py raises that no loop is running, and keeps the connection."""
-
-    async def begin(server: Server) -> Any:
-        twin = await server.async_client()
-        await twin.execute_command("GET", "k")
-        command = twin.execute_command("GET", "k")
-        command.send(None)
-        return command
 
     with those.connected() as client, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -248,6 +250,28 @@ def test_a_command_that_is_forgotten_and_collected_outside_of_its_event_loop(tho
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
         del command, loop, server
+        gc.collect()
+    assert [str(each.message) for each in said] == []
+
+
+def test_commands_that_are_forgotten_one_after_the_other(those: Clients) -> None:
+    """The second was sent by the client that the first has left, and leaves the one that there is by now as it is."""
+
+    async def send(server: Server) -> None:
+        await (await server.async_client()).execute_command("GET", "k")
+
+    with those.connected() as client, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        server = Server(client)
+        loop = asyncio.new_event_loop()
+        commands = [loop.run_until_complete(begin(server)) for _ in range(2)]
+        for command in commands:
+            with suppress(RuntimeError):
+                command.close()
+            loop.run_until_complete(send(server))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+        del command, commands, loop, server
         gc.collect()
     assert [str(each.message) for each in said] == []
 
