@@ -3,8 +3,9 @@ BIN := .venv/bin
 ARGS ?=
 # Four files at a time on two cores, those first that take longest.
 TOGETHER := --numprocesses 4 --dist loadfile --no-loadscope-reorder
+WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,buffer_one canvas ends put_back queue redelivery tasks)
 
-.PHONY: demo newsletter test lint types interrupts suite coverage soak mutants matrix benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-leftovers benchmark-kills benchmark-queue benchmark-queue-kills benchmark-newsletter benchmark-interruptions benchmark-async newsletter-kills clean
+.PHONY: demo newsletter test test-rabbitmq lint types interrupts suite coverage soak mutants matrix benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-leftovers benchmark-kills benchmark-queue benchmark-queue-kills benchmark-newsletter benchmark-interruptions benchmark-async newsletter-kills clean
 
 demo: .venv/demo.stamp
 	@$(BIN)/python -m examples.feeds $(ARGS)
@@ -19,6 +20,13 @@ newsletter-kills: .venv/newsletter.stamp
 # Side by side, as most of the suite's time is spent waiting for workers.
 test: .venv/dev.stamp
 	@$(MAKE) --no-print-directory -j 4 lint types interrupts suite
+
+# The live tests with another broker, a RabbitMQ of their own, with both of its kinds of queues.
+test-rabbitmq: .venv/dev.stamp
+	@$(BIN)/python -m tests.rabbitmq || exit 0; for kind in classic quorum; do \
+		echo "$$kind queues:"; ONLY_ONE_TEST_BROKER=$$kind $(BIN)/python -m pytest \
+			--numprocesses 2 --dist loadfile -m "not soak" $(WITH_RABBITMQ) $(ARGS) || exit; \
+	done
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

@@ -1,11 +1,11 @@
 """Random kills of workers and their children: is all work done, none called done that was not, none beside another?
 
-    python -m benchmarks.kills [--rounds N] [--seed N] [--log FILE]
+    [ONLY_ONE_TEST_BROKER=classic|quorum] python -m benchmarks.kills [--rounds N] [--seed N] [--log FILE]
 
 Two workers, the second on another machine as far as process ids go (pid and UTS namespaces of its own, where they can
-be made), take units of work for four keys from a broker that delivers again after 3 s.
+be made), take units of work for four keys from a broker: a Redis that delivers again after 3 s, or queues of RabbitMQ.
 What that broker loses itself, when a worker is killed while a message is on its way to it, is counted and sent again.
-In each round some units are sent, and then at a random moment a child or a whole worker is killed by SIGKILL.
+In each round some units are sent, and then at a random moment a child, a whole worker or RabbitMQ is killed by SIGKILL.
 The first half of the rounds has a result backend, the second none.
 """
 
@@ -33,6 +33,8 @@ import redis
 
 from benchmarks import kills_app
 from only_one.testing import Guarded, guarded, redis_server
+from tests.live.brokers import KIND, broker
+from tests.live.workers import BROKER
 
 ROOT = Path(__file__).parents[1]
 KEYS = ["a", "b", "c", "d"]
@@ -42,6 +44,9 @@ UNITS = 3
 
 WORKERS_KILLED = 0.25
 """How many of the kills are of a whole worker."""
+
+BROKERS_KILLED = 0.1
+"""How many are of the broker, where it keeps its messages."""
 
 RUNS_KILLED = 0.8
 """How many of the kills are of what runs, where something does."""
@@ -121,9 +126,14 @@ class Machine:
     def kill(self) -> None:
         """Kill the worker and all of its children."""
         if self._worker is not None:
-            killpg(self._worker.pid, SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended by itself
+                killpg(self._worker.pid, SIGKILL)
             self._worker.wait(STARTS_WITHIN)
             self._worker.close()
+
+    def has_ended(self) -> bool:
+        """Whether the worker has ended by itself."""
+        return self._worker is not None and self._worker.poll() is not None
 
     def kill_child(self, choose: random.Random) -> bool:
         """Kill one of the worker's children; returns whether there was one."""
@@ -229,7 +239,7 @@ class Trial:
         self.units: list[Unit] = []
         self.witness = Witness(folder / "witness")
         self.drained_after = 0.0
-        self.postman = Postman(url)
+        self.left = 0
         self._url, self._folder, self._rounds = url, folder, rounds
         self._random = random.Random(seed)
         self._round = 0
@@ -237,13 +247,15 @@ class Trial:
 
     def run(self, inside: list[str]) -> None:
         """All rounds, with a result backend and without."""
-        with redis.Redis.from_url(self._url) as client:
+        with redis.Redis.from_url(self._url) as client, broker(client, self._url, kills_app.app) as self._broker:
+            self.postman = Postman(self._url)
+            kills_app.app.conf.update({"broker_url": self._broker.url, **self._broker.settings})
             for rounds, results in [(self._rounds - self._rounds // 2, True), (self._rounds // 2, False)]:
-                kills_app.app.conf.update(broker_url=self._url, result_backend=self._url if results else "disabled://")
+                kills_app.app.conf.update(result_backend=self._url if results else "disabled://")
                 with self._machines(inside, results=results) as machines:
                     for _ in range(rounds):
                         self._one_round(machines, results=results)
-                    self._drain(client)
+                    self._drain(client, machines)
             self._results = {
                 unit.number: json.loads(client.get(f"celery-task-meta-{unit.id}") or "{}")
                 for unit in self.units
@@ -256,6 +268,7 @@ class Trial:
             kills_app.URL: self._url,
             kills_app.RESULTS: self._url if results else "disabled://",
             kills_app.FOLDER: str(self._folder),
+            BROKER: self._broker.url,
         }
         with ExitStack() as stack:
             machines = [
@@ -269,6 +282,7 @@ class Trial:
 
     def _one_round(self, machines: list[Machine], *, results: bool) -> None:
         choose = self._random
+        self._start_again(machines)
         for _ in range(UNITS):
             task = choose.choice([kills_app.loud, kills_app.silent])
             number, retries = len(self.units), choose.choice([0, 0, 1, 2])
@@ -282,7 +296,10 @@ class Trial:
             with suppress(TimeoutError):
                 wait_until(machine.running, LONGEST_PAUSE, "nothing runs")
             time.sleep(choose.uniform(0, LONGEST_UNIT / 2))
-        if choose.random() < WORKERS_KILLED:
+        what = choose.random()
+        if what < BROKERS_KILLED and self._broker.crash():
+            self.kills["brokers"] += 1
+        elif what < BROKERS_KILLED + WORKERS_KILLED:
             machine.kill()
             self.kills["workers"] += 1
             machine.start()
@@ -291,15 +308,26 @@ class Trial:
         self._round += 1
         self._show(f"round {self._round} of {self._rounds}")
 
-    def _drain(self, client: Any) -> None:
+    def _start_again(self, machines: list[Machine]) -> None:
+        """Start the workers again that have ended: Celery's do when a child ends while the broker is away."""
+        for machine in machines:
+            if machine.has_ended():
+                machine.close()
+                machine.start()
+                self.kills["ended"] += 1
+
+    def _drain(self, client: Any, machines: list[Machine]) -> None:
         """Wait until nothing is left to be done."""
         began = looked = time.monotonic()
 
         def is_drained() -> bool:
             nonlocal looked
+            self._start_again(machines)
             self.witness.read()
-            is_idle = not client.exists(QUEUE, "unacked")
-            if is_idle and time.monotonic() > looked + IDLE:
+            is_idle = self._done() == len(self.units) or KIND == "redis"
+            self.left = self._broker.messages() if is_idle else -1
+            is_idle = self.left == 0
+            if KIND == "redis" and is_idle and time.monotonic() > looked + IDLE:
                 looked = time.monotonic()
                 self.postman.send_again(client)
             return is_idle and self._done() == len(self.units)
@@ -332,18 +360,21 @@ class Trial:
         wrong = [unit for unit, result in successes.items() if unit not in done or result != unit]
         hit = sum(begun.values()) - sum(ended.values()) - sum(retried.values())
         print(
-            f"kills: {self.kills['children']} of children, {self.kills['workers']} of workers; runs hit by them: {hit}"
+            f"kills: {self.kills['children']} of children, {self.kills['workers']} of workers, "
+            f"{self.kills['brokers']} of the broker; runs hit by them: {hit}; "
+            f"workers that Celery ended itself: {self.kills['ended']}"
         )
         print(f"units of work: {len(self.units)}, on {len(KEYS)} keys; runs: {sum(begun.values())}")
         print(f"  retried at least once:            {len(retried):6}")
         print(f"  done once:                        {sum(times == 1 for times in done.values()):6}")
         print(f"  done again after a kill:          {sum(times > 1 for times in done.values()):6}")
         print(f"  lost by Celery's transport, resent: {self.postman.lost:4}")
+        print(f"  messages left:                    {self.left:6}")
         print(f"  never done:                       {len(undone):6}  {undone[:10] or ''}")
         print(f"  successful without being done:    {len(wrong):6}  {wrong[:10] or ''}")
         print(f"  runs beside another of their key: {sum(overlaps.values()):6}  {list(overlaps)[:10] or ''}")
         print(f"results: {dict(states)}; the last was done {self.drained_after:.1f} s after the last kill")
-        return not undone and not wrong and not overlaps and set(states) <= {"SUCCESS"}
+        return not undone and not wrong and not overlaps and not self.left and set(states) <= {"SUCCESS"}
 
 
 def main() -> None:
@@ -356,7 +387,7 @@ def main() -> None:
     if options.rounds < 1:
         parser.error("--rounds: at least 1")
     inside = namespaces()
-    print(f"{options.rounds} rounds, seed {options.seed}")
+    print(f"{options.rounds} rounds, seed {options.seed}, broker {KIND}")
     print(
         f"two workers, {'each on a machine of its own' if inside else 'on one machine: no namespaces can be made here'}"
     )

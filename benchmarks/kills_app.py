@@ -18,6 +18,8 @@ from celery import Celery
 
 from benchmarks.sweeps import soon
 from only_one import configure, only_one, retry
+from tests.live.brokers import countdown_of, options_for_redis
+from tests.live.workers import use_broker
 
 URL = "KILLS_URL"
 RESULTS = "KILLS_RESULTS"
@@ -41,14 +43,14 @@ TRANSPORT = {
 app = Celery("kills", set_as_current=False)
 app.conf.update(
     broker_connection_retry_on_startup=True,
-    broker_transport_options=TRANSPORT,
+    broker_transport_options=options_for_redis(**TRANSPORT),
     task_acks_late=True,
     task_reject_on_worker_lost=True,
     worker_prefetch_multiplier=2,
 )
 
 if URL in os.environ:  # in a worker
-    app.conf.broker_url = os.environ[URL]
+    use_broker(app)
     app.conf.result_backend = os.environ[RESULTS]
     configure(redis=os.environ[URL], prefix="kills:")
 
@@ -78,7 +80,7 @@ def work(task: Any, key: str, unit: int, seconds: float, retries: int) -> int:
         time.sleep(seconds)
         if task.request.retries < retries:
             note("retry", unit, key)
-            raise task.retry(countdown=0.1)
+            raise task.retry(countdown=countdown_of(0.1))
         note("done", unit, key)
     return unit
 

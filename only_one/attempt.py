@@ -17,7 +17,7 @@ from .lease import Lease
 from .leases import generation, hold, let_go, release_later
 from .plan import Call, Plan
 from .policies import CarryOn, PutBack, fail
-from .protocol import Outcome
+from .protocol import Note, Outcome
 from .servers import Server
 
 _RELEASED = "released"
@@ -66,10 +66,10 @@ class Attempt:
         task = self.call.task
         return task is not None and not task.may_begin(self.plan, self.server, self.key)
 
-    def note(self, ended_by: BaseException | None) -> str | None:
+    def note(self, ended_by: BaseException | None) -> Note | None:
         """Where copies of a task's message are to be told that its run has ended, if they are."""
         task = self.call.task
-        return None if task is None else task.note(self.server, self.key, ended_by)
+        return None if task is None else task.note(self.key, ended_by)
 
     def down(self, problem: Exception) -> Any:
         """What `when_down` gives, or `CARRIED_ON`."""

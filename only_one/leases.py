@@ -318,15 +318,17 @@ def _rest(leases: list[Lease]) -> float:
 
 
 def _start_native_thread(name: str, run: Callable[..., None], *args: object) -> bool:
-    """Start a daemon thread of the system, under gevent too, whose greenlets are starved by work that does not wait.
+    """Start a daemon thread of the system, under gevent and eventlet too: work that does not wait starves a greenlet.
 
     Returns:
         Whether it could be started; not at a limit of threads, nor while the interpreter shuts down.
     """
-    monkey = sys.modules.get("gevent.monkey")
+    gevent, eventlet = sys.modules.get("gevent.monkey"), sys.modules.get("eventlet.patcher")
     try:
-        if monkey is not None and monkey.is_module_patched("threading"):
-            monkey.get_original("_thread", "start_new_thread")(run, args)
+        if gevent is not None and gevent.is_module_patched("threading"):
+            gevent.get_original("_thread", "start_new_thread")(run, args)
+        elif eventlet is not None and eventlet.is_monkey_patched("thread"):
+            eventlet.original("_thread").start_new_thread(run, args)
         else:
             threading.Thread(target=run, args=args, name=name, daemon=True).start()
     except RuntimeError:

@@ -14,6 +14,7 @@ from .protocol import (
     NEVER,
     Dialect,
     Expiry,
+    Note,
     Outcome,
     Steps,
     T,
@@ -184,14 +185,14 @@ class _Common:
 class Lock(_Common, redis.lock.Lock):
     """redis-py's `Lock`, to be used in its place."""
 
-    def keep(self, value: bytes, ttl: int, note: str | None) -> Outcome:
+    def keep(self, value: bytes, ttl: int, note: Note | None) -> Outcome:
         """Put `value` in the place of the token for `ttl` milliseconds, if the key is ours; for `note` see below."""
         token = self.local.token
         steps = replace_noting(self.name, token, value, ttl, note) if note else replace(self.name, token, value, ttl)
         return drive(self.redis, steps)
 
-    def give_back(self, note: str | None) -> Outcome:
-        """Delete the key if it is ours, and say what became of it; copies that wait at `note` are told."""
+    def give_back(self, note: Note | None) -> Outcome:
+        """Delete the key if it is ours, and say what became of it; copies of its message are told at `note`."""
         if note:
             return drive(self.redis, give_back_noting(self.name, self.local.token, note))
         return give_back(self.redis, self.dialect, self.name, self.local.token)
@@ -226,14 +227,14 @@ class Lock(_Common, redis.lock.Lock):
 class AsyncLock(_Common, redis.asyncio.lock.Lock):
     """redis-py's asyncio `Lock`, to be used in its place."""
 
-    async def keep(self, value: bytes, ttl: int, note: str | None) -> Outcome:
+    async def keep(self, value: bytes, ttl: int, note: Note | None) -> Outcome:
         """Put `value` in the place of the token for `ttl` milliseconds, if the key is ours; for `note` see below."""
         token = self.local.token
         steps = replace_noting(self.name, token, value, ttl, note) if note else replace(self.name, token, value, ttl)
         return await drive_async(self.redis, steps)
 
-    async def give_back(self, note: str | None) -> Outcome:
-        """Delete the key if it is ours, and say what became of it; copies that wait at `note` are told."""
+    async def give_back(self, note: Note | None) -> Outcome:
+        """Delete the key if it is ours, and say what became of it; copies of its message are told at `note`."""
         if note:
             return await drive_async(self.redis, give_back_noting(self.name, self.local.token, note))
         return await give_back_async(self.redis, self.dialect, self.name, self.local.token)

@@ -13,7 +13,7 @@ from .errors import KeyTemplateError
 from .holder import Identity
 from .keys import MakeKey
 from .policies import PutBack, skip
-from .protocol import Expiry, Outcome, expiry_in
+from .protocol import Expiry, Note, Outcome, expiry_in
 from .servers import Server, Source, find_server
 
 Args = tuple[Any, ...]
@@ -69,8 +69,8 @@ class TaskRun(ABC):
         """What stands under the key after a run that has not succeeded, and for how many milliseconds; None if free."""
 
     @abstractmethod
-    def note(self, server: Server, key: str, ended_by: BaseException | None) -> str | None:
-        """Where copies of its message wait to be told that it has ended, if they do, and it has."""
+    def note(self, key: str, ended_by: BaseException | None) -> Note | None:
+        """Where copies of its message are told that it has ended, if there may be any, and it has."""
 
     @abstractmethod
     def told(self, server: Server, key: str, outcome: Outcome | None) -> None:

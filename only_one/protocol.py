@@ -23,6 +23,18 @@ TROUBLE = (RedisError, RedisClusterException, OSError)
 """What redis-py raises when the server could not be asked, or refused."""
 
 
+class Note(NamedTuple):
+    """Where copies of a task's message are told that its run has ended.
+
+    Attributes:
+        name: the key beside the run's.
+        lasts: milliseconds for which it is left there for copies that have not asked; 0 if all have who may ask.
+    """
+
+    name: str
+    lasts: int
+
+
 class Outcome(NamedTuple):
     """What became of a key that was to be released or renewed.
 
@@ -70,8 +82,12 @@ end""")
 
 # The copies of a task's message leave word in a hash beside the key; see `tasks.notes`.
 _NOTE_END = """
-local copies = redis.call('exists', KEYS[2])
-if copies == 1 then redis.call('hset', KEYS[2], 'ended', ARGV[1], 'ended_at', redis.call('time')[1], 'stored', 0) end
+local copies, lasts = redis.call('exists', KEYS[2]), tonumber(ARGV[#ARGV])
+if copies == 1 or lasts > 0 then
+    redis.call('hset', KEYS[2], 'ended', ARGV[1], 'ended_at', redis.call('time')[1], 'stored', 0)
+    copies = 1
+end
+if lasts > 0 then redis.call('pexpire', KEYS[2], lasts) end
 """
 _RELEASE_NOTING = Script(f"{_NOTE_END}\nif value == ARGV[1] then return redis.call('del', KEYS[1]) + copies end")
 _REPLACE_NOTING = Script(f"""
@@ -256,14 +272,14 @@ def mint_fence(key: str, token: bytes) -> Steps[int | bytes | None]:
     return found
 
 
-def give_back_noting(key: str, token: bytes, note: str) -> Steps[Outcome]:
-    """Delete a key if it is ours, and tell the copies that wait at `note`, if there are any, that the run has ended."""
-    return outcome((yield from evaluate(_RELEASE_NOTING, key, token, beside=note)))
+def give_back_noting(key: str, token: bytes, note: Note) -> Steps[Outcome]:
+    """Delete a key if it is ours, and tell the copies of its message that the run has ended."""
+    return outcome((yield from evaluate(_RELEASE_NOTING, key, token, note.lasts, beside=note.name)))
 
 
-def replace_noting(key: str, old: bytes, new: bytes, ttl: int, note: str) -> Steps[Outcome]:
+def replace_noting(key: str, old: bytes, new: bytes, ttl: int, note: Note) -> Steps[Outcome]:
     """The same as `replace`, and tell the copies."""
-    return outcome((yield from evaluate(_REPLACE_NOTING, key, old, new, ttl, beside=note)))
+    return outcome((yield from evaluate(_REPLACE_NOTING, key, old, new, ttl, note.lasts, beside=note.name)))
 
 
 def evaluate(script: Script, key: str, *args: bytes | str | int, beside: str | None = None) -> Steps[Any]:

@@ -1,6 +1,6 @@
-"""Under gevent: the thread that renews is one of the system's, which greenlets that compute do not starve.
+"""Under gevent and eventlet: the thread that renews is one of the system's, which greenlets that compute do not starve.
 
-A worker of Celery's with gevent is among those of `tests/live/test_pools.py`.
+A worker of Celery's with each of them is among those of `tests/live/test_pools.py`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,19 @@ from tests.waiting import LIMIT
 
 pytest.importorskip("gevent")
 
-HEAD = """
+GEVENT = """
 from gevent import monkey
 monkey.patch_all()
-import os, sys, time
-import gevent, gevent.event, redis
+import gevent, gevent.event
+"""
+EVENTLET = """
+import eventlet
+eventlet.monkey_patch()
+"""
+HEAD = """
+import os, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+import redis
 import only_one
 from tests.renewal import renew_now
 from tests.waiting import LIMIT
@@ -34,13 +42,13 @@ client = redis.Redis.from_url(url)
 PIPES: dict[str, Any] = dict.fromkeys(["stdin", "stdout", "stderr"], subprocess.PIPE)
 
 
-def program(text: str, *arguments: str) -> list[str]:
-    """The command that runs a program under gevent; warnings of gevent's own, of which some Pythons have some, pass."""
-    return [sys.executable, "-W", "ignore", "-c", HEAD + textwrap.dedent(text), *arguments]
+def program(text: str, *arguments: str, under: str = GEVENT) -> list[str]:
+    """The command that runs a program under gevent, or what is given; warnings of its own pass."""
+    return [sys.executable, "-W", "ignore", "-c", under + HEAD + textwrap.dedent(text), *arguments]
 
 
 RENEWED = """
-begun, told, enough = [], [], gevent.event.Event()
+begun, told, enough = [], [], threading.Event()
 
 @only_one.only_one("{number}", lease=60, when_lost=told.append)
 def run(number):
@@ -54,9 +62,10 @@ def count_threads():
 def wait_for(condition):
     until = time.monotonic() + LIMIT
     while not condition() and time.monotonic() < until:
-        gevent.sleep(0.01)
+        time.sleep(0.01)
 
-runs = [gevent.spawn(run, number) for number in range(50)]
+green = ThreadPoolExecutor(50)  # whose threads are greenlets, as both make them
+runs = [green.submit(run, number) for number in range(50)]
 wait_for(lambda: len(begun) == 50)
 before = [lock.expires_at for lock in begun]
 renew_now(*begun)
@@ -74,18 +83,18 @@ renew_now(begun[0])
 wait_for(lambda: told)
 print(*[error.reason for error in told])
 enough.set()
-gevent.joinall(runs)
-print(sum(run.value for run in runs))
+print(sum(run.result() for run in runs))
 enough.clear()
-gevent.spawn(run, "last")
+threading.Thread(target=run, args=("last",), daemon=True).start()
 wait_for(lambda: len(begun) == 51)
 """
 
 
-def test_greenlets_that_hold_keys(server: RedisServer, prefix: str) -> None:
+@pytest.mark.parametrize("under", [GEVENT, EVENTLET], ids=["gevent", "eventlet"])
+def test_greenlets_that_hold_keys(server: RedisServer, prefix: str, under: str) -> None:
     """Many share one thread, which renews while none of them gets a turn; the process ends though one holds a key."""
     # By the socket's path, as gevent has threads of its own that look up names.
-    command = program(RENEWED, f"unix://{server.unix_socket}", prefix)
+    command = program(RENEWED, f"unix://{server.unix_socket}", prefix, under=under)
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert (done.returncode, done.stdout.split()) == (0, ["50", "2", "deleted", "49"]), done.stderr
     assert "Traceback" not in done.stderr

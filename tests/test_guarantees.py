@@ -1,20 +1,33 @@
-"""The page that says what is promised: it names tests that exist."""
+"""The pages that say what is promised: they name tests that exist, and are run."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
+from tests.documented import BROKERS, rows_with
+
 ROOT = Path(__file__).parents[1]
 NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 
-def test_each_test_that_is_named_exists() -> None:
-    named = NAMED.findall((ROOT / "docs" / "guarantees.md").read_text())
-    assert len(named) > 30
+@pytest.mark.parametrize(("page", "at_least"), [("guarantees", 30), ("celery", 15)])
+def test_each_test_that_is_named_exists(page: str, at_least: int) -> None:
+    named = NAMED.findall((ROOT / "docs" / f"{page}.md").read_text())
+    assert len(named) > at_least
     missing = [
         f"{path}::{test}"
         for path, test in named
-        if not (ROOT / path).exists() or f"def {test}(" not in (ROOT / path).read_text()
+        if not (ROOT / path).exists() or (test and f"def {test}(" not in (ROOT / path).read_text())
     ]
     assert missing == []
+
+
+def test_what_is_said_of_each_broker_is_seen_with_each() -> None:
+    (files,) = re.findall(r"^WITH_RABBITMQ := .*,(.*)\)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    rows = [row for row in rows_with("shown by") if BROKERS["classic"] in row]
+    assert len(rows) > 8
+    assert {row["shown by"] for row in rows} <= {f"`tests/live/test_{name}.py`" for name in files.split()}
+    assert all(row[column] for row in rows for column in BROKERS.values())

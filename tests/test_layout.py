@@ -36,6 +36,7 @@ ORDER = [
     "only_one.tasks.buffer",
     "only_one.tasks.notes",
     "only_one.tasks.put_back",
+    "only_one.tasks.broker",
     "only_one.tasks.app_settings",
     "only_one.tasks.wrapping",
     "only_one.run",

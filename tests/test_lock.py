@@ -32,6 +32,7 @@ from only_one.protocol import (
     NEVER,
     Dialect,
     Expiry,
+    Note,
     Outcome,
     Script,
     Steps,
@@ -385,26 +386,30 @@ def test_what_is_replaced_is_ours_or_has_been_replaced_before(url: str, direct: 
     assert direct.get(key) == b"taken"
 
 
+@pytest.mark.parametrize("lasts", [0, 60_000])
 @pytest.mark.parametrize("wait", [False, True])
-def test_copies_that_wait_are_told_and_otherwise_nothing_is_left(direct: Any, key: str, *, wait: bool) -> None:
-    note = f"{{{key}}}:copy"
+def test_copies_are_told_and_otherwise_nothing_is_left(direct: Any, key: str, *, wait: bool, lasts: int) -> None:
+    """Those that wait, and those that may yet come."""
+    note = Note(f"{{{key}}}:copy", lasts)
     for end in (replace_noting(key, b"ours", b"kept", 60_000, note), give_back_noting(key, b"ours", note)):
         direct.set(key, b"ours")
-        direct.delete(note)
+        direct.delete(note.name)
         if wait:
-            direct.hset(note, mapping={"number": 1, "stored": 1})
-        assert drive(direct, end) == ("held", b"", wait)
-        told = direct.hgetall(note)
-        if wait:
+            direct.hset(note.name, mapping={"number": 1, "stored": 1})
+        are_told = wait or lasts > 0
+        assert drive(direct, end) == ("held", b"", are_told)
+        told = direct.hgetall(note.name)
+        if are_told:
             assert (told[b"ended"], told[b"stored"]) == (b"ours", b"0")
             assert abs(direct.time()[0] - int(told[b"ended_at"])) < LIMIT
         else:
             assert told == {}
+        assert (0 < direct.pttl(note.name) <= lasts) == (lasts > 0)
     assert not direct.exists(key)
 
 
 def test_a_key_of_others_is_not_replaced_nor_deleted_for_the_copies(direct: Any, key: str) -> None:
-    note = f"{{{key}}}:copy"
+    note = Note(f"{{{key}}}:copy", 0)
     direct.set(key, b"kept")
     assert drive(direct, replace_noting(key, b"ours", b"kept", 60_000, note)) == ("held", b"", False)  # sent again
     assert 30_000 < direct.pttl(key) <= 60_000

@@ -208,6 +208,31 @@ def test_whether_a_call_has_started_something_can_be_seen(app: Celery, queued: A
     assert queued() == 3
 
 
+def test_who_calls_a_duplicate_is_told_once_that_its_result_cannot_be_had(
+    new_app: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the backend gives a result only to the process that has queued the task."""
+    for backend, times in [("rpc://", 1), ("cache+memory://", 0)]:
+        task = a_task(new_app(broker_url="memory://", result_backend=backend), f"{backend}-{{value}}")
+        caplog.clear()
+        first, *others = [task.delay(value) for value in (1, 1, 1)]
+        warned = [each for each in caplog.messages if "may wait for ever" in each]
+        assert len(warned) == times
+        assert all(first.id in each for each in warned)
+        assert others == [first, first]
+        for value in (2, 3):
+            task.delay(value)
+        assert len([each for each in caplog.messages if "may wait for ever" in each]) == times
+
+
+def test_without_a_result_backend_a_duplicate_says_that_there_is_no_result(new_app: Any) -> None:
+    task = a_task(new_app(broker_url="memory://", result_backend="disabled://"), "no-backend-{value}")
+    first, duplicate = task.delay(1), task.delay(1)
+    assert duplicate == first
+    with pytest.raises(NotImplementedError, match="No result backend"):
+        duplicate.get(timeout=1)
+
+
 def test_whether_a_call_has_started_something_can_be_seen_with_buffer_one(app: Celery, busy: KeyIsBusy) -> None:
     task = a_task(app, "k", when_busy=buffer_one())
     with busy("k"):

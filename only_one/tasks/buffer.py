@@ -7,8 +7,8 @@ from celery import Celery
 from only_one.lock import drive
 from only_one.servers import Server
 
+from .broker import remembered_for
 from .notes import number_new_trigger, number_trigger
-from .put_back import remembered_for
 
 
 def arrive(server: Server, key: str, app: Celery, task_id: str, trigger: int | None) -> int | None:

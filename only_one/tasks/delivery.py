@@ -15,12 +15,13 @@ from only_one.holder import Holder, Identity, is_gone
 from only_one.lock import drive
 from only_one.plan import Plan, Policy
 from only_one.policies import BufferOne, PutBack, fail, retry, skip
-from only_one.protocol import TROUBLE, Outcome, Steps
+from only_one.protocol import TROUBLE, Note, Outcome, Steps
 from only_one.servers import Server
 
 from . import buffer
+from .broker import marks_redeliveries, redelivers_at_any_time, remembered_for, visibility_timeout
 from .notes import ask_of_copy, look_for_copies, number_copy, tell_copies_of_result
-from .put_back import header_of, publish, remembered_for, visibility_timeout
+from .put_back import header_of, publish
 from .task_call import TaskCall
 from .waiting import waits_for
 
@@ -75,6 +76,10 @@ class Delivery(TaskCall):
     def _is_redelivered(self) -> bool:
         """Whether the broker says that it has delivered the message before."""
         return bool((self._request.delivery_info or {}).get("redelivered"))
+
+    @property
+    def _may_be_redelivered(self) -> bool:
+        return self._is_redelivered or bool(self._task.acks_late and not marks_redeliveries(self.app))
 
     def meet(self, server: Server, key: str, value: bytes) -> None:
         """Nothing is skipped behind itself: the key is taken by `value`, which may be this very task.
@@ -146,7 +151,7 @@ class Delivery(TaskCall):
             Ignore: for a copy of a message whose run has ended.
         """
         try:
-            if self.header.number or self._is_redelivered:
+            if self.header.number or self._may_be_redelivered:
                 self._make_way(server, key)
             if isinstance(plan.when_busy, BufferOne) and not self._request.is_eager:
                 self._is_superseded = not buffer.begin(server, key, self.app, self.id, self.header.trigger)
@@ -191,8 +196,8 @@ class Delivery(TaskCall):
             return False
         return list(sig.args) == list(self._request.args or ()) and sig.kwargs == dict(self._request.kwargs or {})
 
-    def note(self, server: Server, key: str, ended_by: BaseException | None) -> str | None:
-        """Where copies of the message wait to be told that its run has ended, as it can only have with acks_late.
+    def note(self, key: str, ended_by: BaseException | None) -> Note | None:
+        """Where copies of the message are told that its run has ended, as it can only have with acks_late.
 
         A run that was rejected, ignored or interrupted by a signal has not ended: a copy is to do its work.
         """
@@ -201,11 +206,9 @@ class Delivery(TaskCall):
         if not self._task.acks_late or not has_ended or self._is_superseded:
             return None
         self._has_note = True
-        copies = self._copies(key)
-        if now() - self._began > visibility_timeout(self.app) / 2:
-            # There may be a copy that could not ask, as it waits for a free place in a worker.
-            self._say(server, ask_of_copy(key, copies, remembered_for(self.app)))
-        return copies
+        # There may be a copy that could not ask, as it waits for a free place in a worker.
+        may_be_unseen = redelivers_at_any_time(self.app) or now() - self._began > visibility_timeout(self.app) / 2
+        return Note(self._copies(key), round(1000 * remembered_for(self.app)) if may_be_unseen else 0)
 
     def told(self, server: Server, key: str, outcome: Outcome | None) -> None:
         """The copies know now that the run has ended; when its result is stored they are to know that, too."""

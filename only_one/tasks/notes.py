@@ -14,7 +14,8 @@ _ASK = Script(f"""
 redis.call('hset', KEYS[2], 'asked', 1)
 redis.call('pexpire', KEYS[2], ARGV[1])
 {_READ}""")
-_STORED = Script("value = redis.call('exists', KEYS[2]) == 1 and redis.call('hset', KEYS[2], 'stored', 1)")
+# Who was to store the result is of no interest by then, and takes most of the memory.
+_STORED = Script("value = redis.call('exists', KEYS[2]) == 1 and redis.call('hset', KEYS[2], 'stored', 1, 'ended', '')")
 _NUMBER = Script("""
 if tonumber(redis.call('hget', KEYS[2], 'number') or 0) < tonumber(ARGV[1]) then
     redis.call('hset', KEYS[2], 'number', ARGV[1])

@@ -5,18 +5,17 @@ from __future__ import annotations
 from random import SystemRandom
 from typing import Any, NamedTuple
 
-from celery import Celery, Task
+from celery import Task
 
-from only_one.errors import ConfigurationError
+from .broker import delayed_by_broker, longest_countdown
 
 HEADER = "only_one"
 
 _DELAYS = (1.0, 2.0, 4.0, 8.0, 10.0)
 """Seconds until what was put back so many times is delivered again, of which half is left to chance."""
 
-_VISIBILITY_TIMEOUTS = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "redis+socket": 3600.0}
-_VISIBILITY_TIMEOUT = 1800.0
-"""Seconds: that of SQS, and how long RabbitMQ waits for an acknowledgement."""
+_OF_THE_BROKER = ("x-death", "x-first-death-", "x-last-death-", "x-delivery-count")
+"""What the headers begin with in which RabbitMQ counts; it drops a message that seems to go round in a circle."""
 
 _random = SystemRandom()
 
@@ -75,11 +74,13 @@ def publish(task: Task, request: Any, header: Header, countdown: float | None) -
     longest = longest_countdown(task.app)
     delay = _delay(header.times, longest) if countdown is None else min(countdown, longest)
     later = header._replace(times=header.times + 1, number=header.number + 1, token=None)
-    headers = {**(request.headers or {}), **later.as_headers()}
+    kept = {name: value for name, value in (request.headers or {}).items() if not name.startswith(_OF_THE_BROKER)}
+    queue = delayed_by_broker(task.app, request.delivery_info or {})
     again: Any = task.signature_from_request(
         request,
-        countdown=delay,
-        headers=headers,
+        queue=queue,
+        countdown=delay if queue is None else max(1, round(delay)),
+        headers={**kept, **later.as_headers()},
         ignore_result=_ignores_result(task, request),  # which Celery itself carries on since 5.7 only
     )
     again.apply_async()
@@ -95,37 +96,3 @@ def _ignores_result(task: Task, request: Any) -> Any:
 def _delay(times: int, longest: float) -> float:
     # Jitter comes last: what is cut off at the longest would all come back at the same time.
     return min(_DELAYS[min(times, len(_DELAYS) - 1)], longest) * _random.uniform(0.5, 1)
-
-
-def visibility_timeout(app: Celery) -> float:
-    """Seconds after which the broker delivers a message again that was not acknowledged."""
-    said = (app.conf.broker_transport_options or {}).get("visibility_timeout")
-    if said:
-        return float(said)
-    url = app.conf.broker_read_url or app.conf.broker_url
-    return _VISIBILITY_TIMEOUTS.get(str(url).partition("://")[0], _VISIBILITY_TIMEOUT)
-
-
-def longest_countdown(app: Celery) -> float:
-    """Seconds for which a message may wait in a worker: longer, and the broker would deliver copies of it."""
-    return visibility_timeout(app) / 3
-
-
-def remembered_for(app: Celery) -> float:
-    """Seconds after which no copy of a message is to be expected any more."""
-    return max(2 * visibility_timeout(app), 3600.0)
-
-
-def check_countdown(app: Celery, countdown: float | None) -> None:
-    """Refuse a countdown for which the broker would deliver copies.
-
-    Raises:
-        ConfigurationError: saying what to write instead.
-    """
-    longest = longest_countdown(app)
-    if countdown is not None and countdown > longest:
-        msg = (
-            f"countdown={countdown:g} is more than a third of the broker's visibility timeout, and it would deliver "
-            f"copies: write at most {longest:g} seconds, or raise broker_transport_options['visibility_timeout']"
-        )
-        raise ConfigurationError(msg)

@@ -27,6 +27,7 @@ from only_one.servers import Server
 
 from . import buffer
 from .put_back import HEADER, Header
+from .results import warn_of_rpc
 from .task_call import TaskCall
 from .waiting import waits_for
 
@@ -74,6 +75,8 @@ class Publication(TaskCall):
         if isinstance(result, ResultBase):
             told: Any = result
             told.is_duplicate, told.holder = not self._is_published, self._holder
+            if told.is_duplicate:
+                warn_of_rpc(told)
         return result
 
     def _queue(self, cover: Cover) -> Any:

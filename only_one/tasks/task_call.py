@@ -11,10 +11,10 @@ from celery import Task
 from only_one.holder import Identity
 from only_one.plan import Call, Cover, Plan, Policy, TaskRun
 from only_one.policies import PutBack, skip
-from only_one.protocol import Outcome
+from only_one.protocol import Note, Outcome
 from only_one.servers import Server
 
-from .put_back import check_countdown
+from .broker import check_countdown
 from .wrapping import is_bound
 
 
@@ -65,7 +65,7 @@ class TaskCall(TaskRun):
         """Nothing comes after it."""
         return None
 
-    def note(self, server: Server, key: str, ended_by: BaseException | None) -> str | None:
+    def note(self, key: str, ended_by: BaseException | None) -> Note | None:
         """There are no copies of it."""
         return None
 

@@ -14,7 +14,7 @@ from typing import Any
 from celery import Celery, Task, shared_task
 
 from only_one import configure, current_lock, only_one
-from tests.live.workers import note, wait_at
+from tests.live.workers import note, use_broker, wait_at
 
 LEASE = 60
 """Seconds that a key outlives a worker that is killed."""
@@ -23,7 +23,8 @@ app = Celery("live", set_as_current=False)
 app.conf.broker_connection_retry_on_startup = True
 
 if "LIVE_URL" in os.environ:  # in the worker
-    app.conf.broker_url = app.conf.result_backend = os.environ["LIVE_URL"]
+    app.conf.result_backend = os.environ["LIVE_URL"]
+    use_broker(app)
     configure(redis=os.environ["LIVE_URL"], prefix=os.environ["LIVE_PREFIX"])
 
 

@@ -17,7 +17,8 @@ from celery import Celery
 from celery.signals import task_postrun, task_prerun
 
 from only_one import buffer_one, configure, only_one
-from tests.live.workers import note, wait_at
+from tests.live.brokers import countdown_of
+from tests.live.workers import note, use_broker, wait_at
 
 LEASE = 600
 """No expiry explains within a test that a key is free."""
@@ -31,7 +32,8 @@ _lock = threading.Lock()
 _running: str | None = None
 
 if "LIVE_URL" in os.environ:  # in a worker
-    app.conf.broker_url = app.conf.result_backend = os.environ["LIVE_URL"]
+    app.conf.result_backend = os.environ["LIVE_URL"]
+    use_broker(app)
     configure(redis=os.environ["LIVE_URL"], prefix=os.environ["LIVE_PREFIX"])
 
     def die(task_id: str, words: tuple[object, ...]) -> None:
@@ -85,5 +87,5 @@ def timed(self: Any, key: str, number: int, seconds: float, retries: list[float]
     # Before the exception is raised: whoever runs next may begin before a `finally` is through.
     note("end" if attempt == len(retries) else "retry", key, number, os.getpid())
     if attempt < len(retries):
-        raise self.retry(countdown=retries[attempt])
+        raise self.retry(countdown=countdown_of(retries[attempt]))
     return number

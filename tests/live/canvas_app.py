@@ -9,7 +9,7 @@ from celery import Celery
 from celery.signals import task_postrun
 
 from only_one import AlreadyRunning, buffer_one, fail, only_one, retry, skip
-from tests.live.workers import note
+from tests.live.workers import note, use_broker
 
 PAUSE = 2
 """Seconds between two deliveries of what waits, of which there are dozens, and the worker has others to see to."""
@@ -18,7 +18,8 @@ app = Celery("canvas", set_as_current=False)
 app.conf.broker_connection_retry_on_startup = True
 
 if "LIVE_URL" in os.environ:  # in a worker, which is told nothing more: the keys are where the results are
-    app.conf.broker_url = app.conf.result_backend = os.environ["LIVE_URL"]
+    app.conf.result_backend = os.environ["LIVE_URL"]
+    use_broker(app)
     app.conf.only_one_prefix = os.environ["LIVE_PREFIX"]
 
     @task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]

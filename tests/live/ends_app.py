@@ -14,7 +14,8 @@ from celery import Celery
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 
 from only_one import configure, only_one
-from tests.live.workers import PREFIX, RESULTS, URL, note, wait_at
+from tests.live.brokers import options_for_redis
+from tests.live.workers import PREFIX, RESULTS, URL, note, use_broker, wait_at
 from tests.waiting import LIMIT
 
 TIMEOUT = 10 * LIMIT
@@ -24,11 +25,11 @@ LEASE = 3.0
 app = Celery("ends", set_as_current=False)
 app.conf.broker_connection_retry_on_startup = True
 # What is put back comes again within a second, and nothing is delivered again before the test says so.
-app.conf.broker_transport_options = {"visibility_timeout": 3, "unacked_restore_limit": 0}
+app.conf.broker_transport_options = options_for_redis(visibility_timeout=3, unacked_restore_limit=0)
 
 if URL in os.environ:  # in the worker
-    app.conf.broker_url = os.environ[URL]
     app.conf.result_backend = os.environ[RESULTS]
+    use_broker(app)
     app.conf.worker_soft_shutdown_timeout = float(os.environ.get("ENDS_SOFT", "0"))
     configure(redis=os.environ[URL], prefix=PREFIX)
 

@@ -15,7 +15,7 @@ from celery import Celery, Task
 from pydantic import BaseModel
 
 from only_one import current_lock, only_one, retry
-from tests.live.workers import evaluated, note, wait_at
+from tests.live.workers import evaluated, note, use_broker, wait_at
 from tests.renewal import is_renewed
 from tests.waiting import LIMIT
 
@@ -40,7 +40,8 @@ app.conf.task_annotations = {
 }
 
 if "LIVE_URL" in os.environ:  # in a worker
-    app.conf.broker_url = app.conf.result_backend = os.environ["LIVE_URL"]
+    app.conf.result_backend = os.environ["LIVE_URL"]
+    use_broker(app)
     app.conf.only_one_prefix = os.environ["LIVE_PREFIX"]
     app.conf.update(json.loads(os.environ["LIVE_SETTINGS"]))
 
@@ -61,7 +62,7 @@ def plain(key: str) -> list[Any]:
 
 
 @app.task  # type: ignore[untyped-decorator]
-@only_one("{key}")
+@only_one("{key}", timeout=10 * LIMIT)
 def gated(key: str) -> list[Any]:
     """Runs until its gate is opened."""
     note("begin", key)

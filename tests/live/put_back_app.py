@@ -15,7 +15,11 @@ from celery import Celery
 
 from benchmarks.sweeps import soon
 from only_one import configure, only_one, retry
-from tests.live.workers import PREFIX, RESULTS, URL, note
+from tests.live.brokers import options_for_redis
+from tests.live.workers import PREFIX, RESULTS, URL, note, use_broker
+
+OTHER = "other"
+"""A queue beside the usual one."""
 
 LOCKS = "LIVE_LOCKS"
 """The server of the locks, which is another than the broker."""
@@ -31,12 +35,12 @@ app.conf.broker_connection_retry_on_startup = True
 app.conf.broker_transport_options = (
     soon(float(os.environ[VISIBLE_AFTER]))
     if VISIBLE_AFTER in os.environ
-    else {"visibility_timeout": VISIBILITY, "unacked_restore_limit": 0}
+    else options_for_redis(visibility_timeout=VISIBILITY, unacked_restore_limit=0)
 )
 
 if URL in os.environ:  # in a worker
-    app.conf.broker_url = os.environ[URL]
     app.conf.result_backend = os.environ[RESULTS]
+    use_broker(app)
     configure(redis=os.environ[LOCKS], prefix=PREFIX)
 
 

@@ -19,7 +19,8 @@ from celery.signals import task_postrun
 from pydantic import BaseModel
 
 from only_one import buffer_one, configure, current_lock, fail, only_one
-from tests.live.workers import PREFIX, RESULTS, URL, evaluated, note
+from tests.live.brokers import KIND
+from tests.live.workers import PREFIX, RESULTS, URL, evaluated, note, use_broker
 from tests.renewal import is_renewed
 from tests.waiting import LIMIT
 
@@ -28,8 +29,8 @@ TIMEOUT = 600
 
 LEASE = 60
 AT_LEAST = 600
-WAIT = 0.1
-"""Seconds between two attempts."""
+WAIT = 0.1 if KIND == "redis" else 5
+"""Seconds between two attempts, in which the second is in a queue that nobody reads, if the broker is Redis."""
 
 TEMPLATE = "QUEUE_TEMPLATE"
 """What tells the worker that a template is another one by now."""
@@ -41,8 +42,8 @@ app.conf.broker_connection_retry_on_startup = True
 app.conf.worker_prefetch_multiplier = 4
 
 if URL in os.environ:  # in the worker
-    app.conf.broker_url = os.environ[URL]
     app.conf.result_backend = os.environ[RESULTS]
+    use_broker(app)
     configure(redis=os.environ[URL], prefix=PREFIX)
 
     @task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]

@@ -17,7 +17,8 @@ from celery.exceptions import Reject
 from celery.signals import task_received
 
 from only_one import Released, configure, only_one, subscribe
-from tests.live.workers import PREFIX, RESULTS, URL, note, wait_at
+from tests.live.brokers import options_for_redis
+from tests.live.workers import PREFIX, RESULTS, URL, note, use_broker, wait_at
 
 VISIBILITY = 0.9
 """Seconds: what is put back waits for a third of it at the longest."""
@@ -30,7 +31,7 @@ TIMEOUT = 600
 app = Celery("redelivery", set_as_current=False)
 app.conf.broker_connection_retry_on_startup = True
 # The workers do not look for messages to be delivered again: the test has them delivered.
-app.conf.broker_transport_options = {"visibility_timeout": VISIBILITY, "unacked_restore_limit": 0}
+app.conf.broker_transport_options = options_for_redis(visibility_timeout=VISIBILITY, unacked_restore_limit=0)
 
 
 def next_number(what: str) -> int:
@@ -53,8 +54,8 @@ def receive(request: Any, **_: Any) -> None:
 
 
 if URL in os.environ:  # in a worker
-    app.conf.broker_url = os.environ[URL]
     app.conf.result_backend = os.environ[RESULTS]
+    use_broker(app)
     configure(redis=os.environ[URL], prefix=PREFIX)
     subscribe(die_after_the_first)
     task_received.connect(receive)

@@ -21,7 +21,9 @@ import redis
 
 from only_one.testing import redis_server
 from tests.live import buffer_app as live
-from tests.live.workers import Witness, celery_worker, closed_results, environment, sender
+from tests.live.brokers import Broker
+from tests.live.brokers import broker as broker_of
+from tests.live.workers import BROKER, Witness, celery_worker, closed_results, environment, sender
 from tests.waiting import LIMIT, eventually
 
 KEYS = 8
@@ -40,9 +42,18 @@ def server() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def witness(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Witness]:
+def broker(server: Any) -> Iterator[Broker]:
+    with broker_of(server, url_of(server), live.app) as broker:
+        yield broker
+
+
+@pytest.fixture(scope="module")
+def witness(server: Any, broker: Broker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Witness]:
     witness = Witness(tmp_path_factory.mktemp("buffer") / "witness")
-    with sender(live.app, url_of(server)), worker(server, witness, "first"):
+    with (
+        sender(live.app, url_of(server), broker_url=broker.url, **broker.settings),
+        worker(server, broker, witness, "first"),
+    ):
         yield witness
 
 
@@ -50,15 +61,10 @@ def url_of(server: Any) -> str:
     return f"redis://127.0.0.1:{server.connection_pool.connection_kwargs['port']}/0"
 
 
-def worker(server: Any, witness: Witness, name: str) -> AbstractContextManager[Any]:
-    env = environment(url_of(server), witness.path)
+def worker(server: Any, broker: Broker, witness: Witness, name: str) -> AbstractContextManager[Any]:
+    env = environment(url_of(server), witness.path, **{BROKER: broker.url})
     options = ["-n", f"{name}@%h", "-Ofair"]
     return celery_worker("tests.live.buffer_app", witness.path.with_name(name), env, *options)
-
-
-def waiting(server: Any) -> int:
-    """How many messages there are: in the queue, and with the workers."""
-    return int(server.llen("celery")) + int(server.hlen("unacked"))
 
 
 def arrived(witness: Witness, key: str) -> set[str]:
@@ -77,7 +83,7 @@ def arrives(witness: Witness, key: str, number: int, answer: Any) -> bool:
     return eventually(has_arrived, 2 * LIMIT)
 
 
-def test_of_those_that_wait_the_newest_stays(server: Any, witness: Witness) -> None:
+def test_of_those_that_wait_the_newest_stays(server: Any, broker: Broker, witness: Witness) -> None:
     key = str(uuid4())
     answers = []
     for number in range(6):
@@ -89,7 +95,7 @@ def test_of_those_that_wait_the_newest_stays(server: Any, witness: Witness) -> N
     assert [answer.state for answer in dropped] == ["SUCCESS"] * 4
     assert not first.ready()
     assert not newest.ready()
-    assert eventually(lambda: waiting(server) <= 2)  # one runs, one waits
+    assert eventually(lambda: broker.messages() <= 2)  # one runs, one waits
     assert [line[0] for line in witness.lines("begin", key)] == ["0"]
 
     server.rpush(f"gate-{key}", "open")
@@ -98,7 +104,7 @@ def test_of_those_that_wait_the_newest_stays(server: Any, witness: Witness) -> N
     server.rpush(f"gate-{key}", "open")
     assert newest.get(timeout=LIMIT) == 5
     assert [line[0] for line in witness.lines("begin", key)] == ["0", "5"]
-    assert eventually(lambda: waiting(server) == 0)
+    assert eventually(lambda: broker.messages() == 0)
 
 
 def send(server: Any, chance: random.Random, witness: Witness, key: str, number: int) -> Any:
@@ -174,22 +180,22 @@ def overlaps(lines: list[list[str]]) -> list[str]:
     return wrong
 
 
-def test_the_newest_trigger_runs_last(server: Any, witness: Witness) -> None:
-    killed = sees_the_newest_run_last(server, witness, [f"{SEED}-{number}" for number in range(FEW)])
+def test_the_newest_trigger_runs_last(server: Any, broker: Broker, witness: Witness) -> None:
+    killed = sees_the_newest_run_last(server, broker, witness, [f"{SEED}-{number}" for number in range(FEW)])
     assert killed > FEW / 4
 
 
 @pytest.mark.soak
 def test_the_newest_trigger_runs_last_all_the_time(
-    server: Any, witness: Witness, record_property: Callable[[str, Any], None]
+    server: Any, broker: Broker, witness: Witness, record_property: Callable[[str, Any], None]
 ) -> None:
     """The same for longer, by two workers."""
-    with worker(server, witness, "second"):
+    with worker(server, broker, witness, "second"):
         seeds = [f"{SEED}-long-{number}" for number in range(ROUNDS)]
-        record_property("killed", sees_the_newest_run_last(server, witness, seeds))
+        record_property("killed", sees_the_newest_run_last(server, broker, witness, seeds))
 
 
-def sees_the_newest_run_last(server: Any, witness: Witness, seeds: list[str]) -> int:
+def sees_the_newest_run_last(server: Any, broker: Broker, witness: Witness, seeds: list[str]) -> int:
     """Have rounds, a few at the same time; returns how many runs were killed."""
     print(f"ONLY_ONE_SOAK_SEED={SEED}")
     with ThreadPoolExecutor(KEYS) as pool:
@@ -208,7 +214,7 @@ def sees_the_newest_run_last(server: Any, witness: Witness, seeds: list[str]) ->
         return [str(names[answer.id]) for answer in expected if not answer.ready() and names[answer.id] not in ended]
 
     assert eventually(lambda: not undone(), 2 * LIMIT), undone()
-    assert eventually(lambda: waiting(server) == 0)  # what is delivered once more has been, too
+    assert eventually(lambda: broker.messages() == 0)  # what is delivered once more has been, too
     wrong: dict[str, Any] = {}
     everything = witness.lines()
     for seed, answers in zip(seeds, rounds, strict=True):

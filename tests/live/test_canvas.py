@@ -16,7 +16,8 @@ from celery.exceptions import ChordError
 from only_one import AlreadyRunning
 from only_one.testing import redis_server
 from tests.live import canvas_app as live
-from tests.live.workers import ROOT, Witness, celery_worker, environment, sender
+from tests.live.brokers import broker as broker_of
+from tests.live.workers import BROKER, ROOT, Witness, celery_worker, environment, sender
 from tests.waiting import LIMIT, eventually
 
 PAGE = ROOT / "docs" / "canvas.md"
@@ -144,8 +145,14 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[s
     with (
         redis_server() as server,
         redis.Redis.from_url(server.url) as client,
-        sender(live.app, server.url),
-        celery_worker("tests.live.canvas_app", folder / "log", environment(server.url, witness.path), pool="threads"),
+        broker_of(client, server.url, live.app) as broker,
+        sender(live.app, server.url, broker_url=broker.url, **broker.settings),
+        celery_worker(
+            "tests.live.canvas_app",
+            folder / "log",
+            environment(server.url, witness.path, **{BROKER: broker.url}),
+            pool="threads",
+        ),
     ):
         cases = [begin(client, position, column) for position in POSITIONS for column in COLUMNS]
         all_become(cases, lambda case: case.is_over() or len(witness.lines("seen", case.key)) >= 2)  # put back twice
@@ -161,7 +168,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[s
         # What is called on failure is sent once the failure is stored, and so after it is seen here.
         failed = {case.key for case in cases if case.position == "with `link_error`" and case.error() is not None}
         assert eventually(lambda: failed <= {line[0] for line in witness.lines("failed")}), failed
-        assert eventually(lambda: client.llen("celery") + client.hlen("unacked") == 0)
+        assert eventually(lambda: broker.messages() == 0)
         yield {position: [case.cell(witness) for case in cases if case.position == position] for position in POSITIONS}
         assert not list(client.scan_iter("live:*-key"))
 

@@ -25,6 +25,7 @@ from only_one import configure, only_one
 from only_one.holder import Holder
 from only_one.testing import Guarded
 from tests.live import ends_app as ends
+from tests.live.brokers import consumed
 from tests.live.workers import PREFIX, ROOT, World, answered, kill_tree, world
 from tests.test_holder import CONTAINER
 from tests.waiting import LIMIT, eventually
@@ -83,7 +84,7 @@ class Place:
 
     def take_from(self, queue: str) -> None:
         """Have the first worker take from this queue, too."""
-        assert answered(ends.app.control.add_consumer, queue)
+        assert answered(ends.app.control.add_consumer, queue, **consumed())
 
 
 @dataclass
@@ -372,7 +373,7 @@ def test_a_message_whose_worker_is_lost(place: Place, scenes: dict[str, Scene], 
     """Another worker does the work once more: at once, or when the key has expired."""
     scene = scenes[f"lost: {end.name}"]
     if end.queue == "killed":
-        place.broker.deliver_again(place.broker.copy_of(scene.answer.id))
+        place.broker.broker.deliver_again(place.broker.broker.copy_of(scene.answer.id))
     place.take_from(end.queue)
     assert scene.answer.get(timeout=LIMIT) == "again"
     assert len(place.broker.notes("begin", scene.gate)) == 2

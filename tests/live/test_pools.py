@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -17,11 +17,25 @@ import redis
 from celery.exceptions import TimeLimitExceeded
 
 from only_one.testing import redis_server
+from tests.documented import documented
 from tests.live import pools_app as live
-from tests.live.workers import Witness, celery_worker, environment, sender
+from tests.live.workers import Witness, answered, celery_worker, environment, sender
 from tests.waiting import LIMIT, eventually
 
-SIZE = {"prefork": 3, "threads": 3, "gevent": 10, "solo": 1}
+SIZE = {"prefork": 3, "threads": 3, "gevent": 10, "eventlet": 10, "solo": 1}
+
+LIMITED, TERMINATED = {"prefork", "gevent"}, {"prefork", "gevent", "eventlet"}
+"""The pools in which Celery can end a run, at its hard time limit and when it is revoked."""
+
+PROMISED: dict[str, Callable[[str], str]] = {
+    "a duplicate of a task that runs": lambda pool: "runs after it" if pool == "solo" else "is skipped",
+    "a lease is renewed while its run goes on": lambda _: "yes",
+    "`self.retry()`, `autoretry_for`": lambda _: "run again",
+    "a task that is put back": lambda _: "does not occupy the worker",
+    "the key after the hard time limit": lambda pool: "is free" if pool in LIMITED else "Celery has no limit",
+    "the key after `revoke(terminate=True)`": lambda pool: "is free" if pool in TERMINATED else "Celery cannot",
+}
+"""What the tests below see in each pool; the hard time limit of processes is in `test_ends`."""
 
 SETTINGS: dict[str, list[Any]] = {
     "task_acks_late": [False, True],
@@ -114,6 +128,11 @@ def result(answer: Any) -> Any:
     return found["whose"] if isinstance(found, dict) else found
 
 
+@pytest.mark.parametrize("promise", PROMISED)
+def test_the_page_says_so(promise: str) -> None:
+    assert [documented(promise, pool) for pool in SIZE] == [PROMISED[promise](pool) for pool in SIZE]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_task_runs_and_is_skipped(pool: Pool, key: str, kind: str) -> None:
     task = KINDS[kind]
@@ -181,9 +200,17 @@ def is_waiting(pool: Pool, task_id: str) -> bool:
     return any(task_id.encode() in message and b"only_one" in message for message in messages)
 
 
-@those_of({"gevent"})
+@those_of(TERMINATED)
+def test_revoke_with_terminate(pool: Pool, key: str) -> None:
+    running = send(live.gated, key)
+    assert eventually(lambda: pool.times("begin", key))
+    assert answered(live.app.control.revoke, running.id, terminate=True)
+    assert pool.is_free(key)
+    assert pool.times("end", key) == 0
+
+
+@those_of(LIMITED - {"prefork"})
 def test_the_hard_time_limit(pool: Pool, key: str) -> None:
-    """That of processes is in `test_ends`."""
     with pytest.raises(TimeLimitExceeded):
         result(send(live.limited, key))
     assert pool.times("begin", key) == 1

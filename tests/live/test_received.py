@@ -115,11 +115,11 @@ def test_the_next_worker_takes_it_over(place: World, gate: str) -> None:
         keep_busy(place)
         waits = live.plain.delay(gate)
         assert eventually(lambda: is_received(place, gate, worker.pid))
-        copy = place.copy_of(waits.id)
+        copy = place.broker.copy_of(waits.id)
         kill_tree(worker)
     with place.worker("-c", "1") as worker:
         first = keep_busy(place)
-        place.deliver_again(copy)
+        place.broker.deliver_again(copy)
         assert eventually(lambda: is_received(place, gate, worker.pid))
         assert live.plain.delay(gate) == waits
         open_gate(place, first)

@@ -14,7 +14,8 @@ import redis
 from only_one.holder import Holder
 from only_one.testing import redis_server
 from tests.live import app as live
-from tests.live.workers import PREFIX, Witness, celery_worker, environment, sender
+from tests.live.brokers import broker as broker_of
+from tests.live.workers import BROKER, PREFIX, Witness, celery_worker, environment, sender
 from tests.waiting import LIMIT, eventually
 
 COPIES = 6
@@ -60,8 +61,9 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     with (
         redis_server() as server,
         redis.Redis.from_url(server.url) as client,
-        sender(live.app, server.url),
-        celery_worker("tests.live.app", log, environment(server.url, witness.path), size=4),
+        broker_of(client, server.url, live.app) as broker,
+        sender(live.app, server.url, broker_url=broker.url, **broker.settings),
+        celery_worker("tests.live.app", log, environment(server.url, witness.path, **{BROKER: broker.url}), size=4),
     ):
         yield Worker(client, witness)
 

@@ -5,7 +5,6 @@ All moments are those of the monotonic clock, which the processes of one machine
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -22,6 +21,8 @@ from celery import Celery
 from celery._state import get_current_app
 
 from only_one.testing import Guarded, RedisServer, guarded, redis_server
+from tests.live.brokers import KIND, Broker, settings_of
+from tests.live.brokers import broker as broker_of
 from tests.waiting import LIMIT, eventually
 
 P = ParamSpec("P")
@@ -31,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 PREFIX = "live:"
 URL = "LIVE_URL"
+BROKER = "LIVE_BROKER"
 RESULTS = "LIVE_RESULTS"
 WITNESS = "LIVE_WITNESS"
 KEYSPACE = "__keyspace@0__:"
@@ -99,7 +101,7 @@ class Witness:
 
 def environment(url: str, witness: Path, **more: str) -> dict[str, str]:
     """What a worker's process is told."""
-    return {**os.environ, URL: url, "LIVE_PREFIX": PREFIX, WITNESS: str(witness), **more}
+    return {**os.environ, URL: url, BROKER: url, "LIVE_PREFIX": PREFIX, WITNESS: str(witness), **more}
 
 
 @contextmanager
@@ -135,11 +137,19 @@ def celery_worker(
         print(log.read_text(errors="replace")[-20_000:])
 
 
+def use_broker(app: Any) -> None:
+    """Have a worker's application use the broker that its process is told."""
+    app.conf.update({"broker_url": os.environ[BROKER], **settings_of(KIND)})
+
+
 def leave(app: Any) -> None:
     """Let go of an application's server."""
     with closed_results(app):
         app.pool.force_close_all(close_pool=False)  # Celery keeps the pool, and with it sockets that nobody closes
     app.close()
+    # These have the pool and the server's address, too: who sends after this would wait for a connection for ever.
+    vars(app).pop("amqp", None)
+    vars(app._local).pop("backend", None)
 
 
 @contextmanager
@@ -162,7 +172,8 @@ def evaluated(function: Callable[P, T]) -> Callable[P, T]:
 @contextmanager
 def sender(app: Any, url: str, **settings: Any) -> Iterator[None]:
     """Let this process send an application's tasks for the length of a `with` block."""
-    app.conf.update(broker_url=url, result_backend=url, result_backend_transport_options=BRIEF, **settings)
+    ours = {"broker_url": url, "result_backend": url, "result_backend_transport_options": BRIEF}
+    app.conf.update({**ours, **settings})
     before = get_current_app()
     app.set_current()
     try:
@@ -173,16 +184,17 @@ def sender(app: Any, url: str, **settings: Any) -> Iterator[None]:
 
 
 class World:
-    """A server that is watched, and workers on it.
+    """A server that is watched, a broker, which it may be itself, and workers.
 
     Attributes:
-        server: the broker, the result backend, and where the keys are.
+        server: the result backend, and where the keys are.
         client: a client of it.
+        broker: where messages are.
     """
 
-    def __init__(self, server: RedisServer, client: Any, app: Celery, module: str, folder: Path) -> None:
-        self.server, self.client = server, client
-        self._app, self._module, self._folder = app, module, folder
+    def __init__(self, server: RedisServer, client: Any, broker: Broker, module: str, folder: Path) -> None:
+        self.server, self.client, self.broker = server, client, broker
+        self._module, self._folder = module, folder
         self._events: list[tuple[float, str, str]] = []
         self._logs: list[Path] = []
         self._witness = Witness(folder / "witness")
@@ -216,7 +228,12 @@ class World:
     @property
     def environment(self) -> dict[str, str]:
         """What workers, and others that are started for a test, are told."""
-        return {URL: self.server.url, RESULTS: self.server.url, WITNESS: str(self._witness.path)}
+        return {
+            URL: self.server.url,
+            RESULTS: self.server.url,
+            BROKER: self.broker.url,
+            WITNESS: str(self._witness.path),
+        }
 
     def log(self) -> str:
         """What the workers have said."""
@@ -252,26 +269,6 @@ class World:
         self.client.delete(f"{PREFIX}{marker}")
         self.wait_for_event(marker, "del", since=0)
 
-    def copy_of(self, task_id: str) -> str:
-        """The message of a task that was delivered and is not acknowledged, as the broker keeps it."""
-        found: list[str] = []
-
-        def is_found() -> bool:
-            kept = [raw.decode() for raw in self.client.hvals("unacked")]
-            found[:] = [raw for raw in kept if json.loads(raw)[0]["headers"]["id"] == task_id]
-            return bool(found)
-
-        assert eventually(is_found), f"no message of {task_id}"
-        return found[0]
-
-    def deliver_again(self, copy: str) -> None:
-        """Have the broker deliver a message once more, as it does when its visibility timeout is over."""
-        # Under a name of its own, which no worker removes in between as it acknowledges the message.
-        name = f"copy-{uuid4().hex}"
-        self.client.hset("unacked", name, copy)
-        with self._app.connection_for_write() as connection:
-            connection.default_channel.qos.restore_by_tag(name)
-
     def is_held(self, key: str) -> bool:
         """Whether a key of ours is there."""
         return bool(self.client.exists(PREFIX + key))
@@ -286,7 +283,7 @@ class World:
 
 
 @contextmanager
-def world(app: Celery, name: str, folder: Path, *options: str) -> Iterator[World]:
+def world(app: Celery, name: str, folder: Path, *options: str, kind: str = KIND) -> Iterator[World]:
     """A server that is watched; the application of this process sends to it.
 
     Args:
@@ -294,22 +291,24 @@ def world(app: Celery, name: str, folder: Path, *options: str) -> Iterator[World
         name: its module, for workers.
         folder: where they write.
         options: more options of the server.
+        kind: of the broker.
     """
     with (
         redis_server("--notify-keyspace-events", "KEA", *options) as server,
         redis.Redis.from_url(server.url) as client,
+        broker_of(client, server.url, app, kind) as broker,
     ):
-        found = World(server, client, app, name, folder)
-        with sender(app, server.url):
+        found = World(server, client, broker, name, folder)
+        with sender(app, server.url, broker_url=broker.url, **broker.settings):
             try:
                 yield found
             finally:
                 found.close()
 
 
-def answered(command: Callable[..., Any], *arguments: Any) -> bool:
+def answered(command: Callable[..., Any], *arguments: Any, **options: Any) -> bool:
     """Whether a worker answers a command; it is told again, as a worker that has just come up may not listen yet."""
-    return eventually(lambda: command(*arguments, reply=True, timeout=LIMIT / 20, limit=1))
+    return eventually(lambda: command(*arguments, **options, reply=True, timeout=LIMIT / 20, limit=1))
 
 
 def kill_tree(worker: Guarded) -> None:

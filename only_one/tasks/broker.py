@@ -1,0 +1,103 @@
+"""What Celery's broker does by itself: when it delivers a message again, and whether it delays one."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+from celery import Celery
+from celery.utils.quorum_queues import detect_quorum_queues
+from kombu import entity
+from kombu.connection import Connection
+
+from only_one.errors import ConfigurationError
+
+_entity: Any = entity  # it has no types
+
+_VISIBILITY_TIMEOUT = 1800.0
+"""Seconds: how long RabbitMQ waits for an acknowledgement, and for brokers that do not say."""
+
+_DELAY = re.compile(r"^(?:[01]\.){28}")
+"""What Celery puts before the routing key of a message that RabbitMQ delays: the seconds, in binary."""
+
+
+def visibility_timeout(app: Celery) -> float:
+    """Seconds after which the broker delivers a message again that was not acknowledged."""
+    said = (app.conf.broker_transport_options or {}).get("visibility_timeout")
+    if said:
+        return float(said)
+    channel: Any = getattr(_transport(app), "Channel", None)
+    for name in ("visibility_timeout", "default_visibility_timeout"):  # the second is that of SQS
+        if isinstance(known := getattr(channel, name, None), (int, float)):
+            return float(known)
+    return _VISIBILITY_TIMEOUT
+
+
+def longest_countdown(app: Celery) -> float:
+    """Seconds for which a message may wait in a worker: longer, and the broker would deliver copies of it."""
+    return visibility_timeout(app) / 3
+
+
+def remembered_for(app: Celery) -> float:
+    """Seconds after which no copy of a message is to be expected any more."""
+    return max(2 * visibility_timeout(app), 3600.0)
+
+
+def redelivers_at_any_time(app: Celery) -> bool:
+    """Whether the broker delivers a message again as soon as the connection is lost on which it came, as AMQP says."""
+    return bool(_transport(app).driver_type == "amqp")
+
+
+def marks_redeliveries(app: Celery) -> bool:
+    """Whether a message says that it was delivered before; that of SQS does not."""
+    return _transport(app).driver_type in {"amqp", "redis"}
+
+
+def delayed_by_broker(app: Celery, came_by: dict[str, Any]) -> Any:
+    """Where a message is to go back to, if the broker itself delays what goes there: RabbitMQ with quorum queues.
+
+    Args:
+        app: the application.
+        came_by: what Celery says of the message's delivery.
+
+    Returns:
+        A queue that says so, as Celery asks one, and takes the default one where none is given; None if the worker
+        delays the message.
+    """
+    if not detect_quorum_queues(app, _transport(app).driver_type)[0]:
+        return None
+    exchange, key = came_by["exchange"], _DELAY.sub("", came_by["routing_key"])
+    if not exchange:  # it was sent to the queue itself
+        queue: Any = app.amqp.queues[key]
+        return None if queue.exchange.type == "direct" else queue
+    types = {each.exchange.name: each.exchange.type for each in app.amqp.queues.values()}
+    kind = types.get(exchange, "topic")  # what was delayed comes from an exchange of its own
+    if kind == "direct":
+        return None
+    return _entity.Queue(exchange=_entity.Exchange(exchange, type=kind), routing_key=key)
+
+
+def check_countdown(app: Celery, countdown: float | None) -> None:
+    """Refuse a countdown for which the broker would deliver copies.
+
+    Raises:
+        ConfigurationError: saying what to write instead.
+    """
+    longest = longest_countdown(app)
+    if countdown is not None and countdown > longest:
+        msg = (
+            f"countdown={countdown:g} is more than a third of the broker's visibility timeout, and it would deliver "
+            f"copies: write at most {longest:g} seconds, or raise broker_transport_options['visibility_timeout']"
+        )
+        raise ConfigurationError(msg)
+
+
+def _transport(app: Celery) -> Any:
+    url = app.conf.broker_read_url or app.conf.broker_url
+    return _transport_of(url if isinstance(url, str) or url is None else ";".join(url), app.conf.broker_transport)
+
+
+@cache
+def _transport_of(url: str | None, name: str | None) -> Any:
+    return Connection(url, transport=name).get_transport_cls()  # type: ignore[no-untyped-call]

@@ -1,0 +1,112 @@
+"""What is known of a broker by its URL and its settings, and where a message goes back to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from celery import Celery
+from kombu.entity import Exchange, Queue
+from kombu.transport import virtual
+
+from only_one import ConfigurationError
+from only_one.tasks.broker import (
+    check_countdown,
+    delayed_by_broker,
+    longest_countdown,
+    marks_redeliveries,
+    redelivers_at_any_time,
+    remembered_for,
+    visibility_timeout,
+)
+
+DELAY = ".".join("0" * 27 + "1")
+"""A second, as Celery writes it before a routing key."""
+
+
+class Says:
+    """A transport that says after how long it delivers again, as that of SQS does."""
+
+    driver_type = "says"
+
+    class Channel(virtual.Channel):
+        default_visibility_timeout = 77
+
+
+def app_with(**settings: Any) -> Any:
+    return Celery("brokers", set_as_current=False, changes=settings)
+
+
+def test_after_how_long_it_delivers_again() -> None:
+    for url in (
+        "redis://host",
+        "rediss://host",
+        "sentinel://host",
+        "redis+socket:///path",
+        "sentinel://a;sentinel://b",
+    ):
+        assert visibility_timeout(app_with(broker_url=url)) == 3600, url
+    assert visibility_timeout(app_with(broker_url="memory://", broker_read_url="redis://host")) == 3600
+    assert visibility_timeout(app_with(broker_url=["redis://a", "redis://b"])) == 3600
+    assert visibility_timeout(app_with(broker_url="//host", broker_transport="tests.test_broker:Says")) == 77
+    for settings in ({"broker_url": "amqp://host"}, {"broker_url": "memory://"}, {}):
+        assert visibility_timeout(app_with(**settings)) == 1800
+    options = {"visibility_timeout": 60}
+    assert visibility_timeout(app_with(broker_url="redis://host", broker_transport_options=options)) == 60
+
+
+def test_what_follows_from_it() -> None:
+    for seconds, longest, remembered in [(60, 20, 3600), (3600, 1200, 7200)]:
+        app = app_with(broker_url="redis://host", broker_transport_options={"visibility_timeout": seconds})
+        assert (longest_countdown(app), remembered_for(app)) == (longest, remembered)
+        for countdown in (None, longest):
+            check_countdown(app, countdown)
+        with pytest.raises(ConfigurationError, match=f"write at most {longest} seconds"):
+            check_countdown(app, longest + 1)
+
+
+@pytest.mark.parametrize(
+    ("url", "at_any_time", "marked"),
+    [
+        ("amqp://", True, True),
+        ("pyamqp://", True, True),
+        ("redis://", False, True),
+        ("sentinel://", False, True),
+        ("memory://", False, False),
+    ],
+)
+def test_when_it_delivers_again(url: str, *, at_any_time: bool, marked: bool) -> None:
+    app = app_with(broker_url=url)
+    assert (redelivers_at_any_time(app), marks_redeliveries(app)) == (at_any_time, marked)
+
+
+def queue(name: str, kind: str, **more: Any) -> Any:
+    return Queue(name, Exchange(f"{name}s", type=kind), routing_key=name, **more)  # type: ignore[no-untyped-call]
+
+
+QUORUM: Any = {"queue_arguments": {"x-queue-type": "quorum"}}
+
+
+@pytest.mark.parametrize(
+    ("exchange", "key", "expected"),
+    [
+        ("", "delayed", ("delayeds", "topic", "delayed")),
+        ("", "direct", None),
+        ("delayeds", "delayed", ("delayeds", "topic", "delayed")),
+        ("directs", "direct", None),
+        ("celery_delayed_delivery", f"{DELAY}.delayed", ("celery_delayed_delivery", "topic", "delayed")),
+        ("celery_delayed_delivery", f"{DELAY}.1.0", ("celery_delayed_delivery", "topic", "1.0")),
+    ],
+)
+def test_where_it_goes_back_to_with_quorum_queues(exchange: str, key: str, expected: Any) -> None:
+    """None where the worker sees to the delay: the broker delays nothing that goes through a direct exchange."""
+    queues = [queue("delayed", "topic", **QUORUM), queue("direct", "direct")]
+    app = app_with(broker_url="amqp://", task_queues=queues)
+    found: Any = delayed_by_broker(app, {"exchange": exchange, "routing_key": key})
+    assert (found and (found.exchange.name, found.exchange.type, found.routing_key)) == expected
+
+
+@pytest.mark.parametrize(("url", "more"), [("amqp://", {}), ("redis://", QUORUM)])
+def test_where_nothing_is_delayed_by_the_broker(url: str, more: Any) -> None:
+    app = app_with(broker_url=url, task_queues=[queue("delayed", "topic", **more)])
+    assert delayed_by_broker(app, {"exchange": "delayeds", "routing_key": "delayed"}) is None
