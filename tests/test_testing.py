@@ -176,7 +176,8 @@ def test_a_server_that_never_answers_is_ended(tmp_path: Path, monkeypatch: pytes
     assert not [pid for file in tmp_path.glob("pid") if (pid := file.read_text()) and is_running(int(pid))]
 
 
-def test_a_server_that_is_no_program_says_so() -> None:
+def test_a_server_that_is_no_program_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", os.defpath)  # that of `su` may have directories that nobody else may read
     with pytest.raises(FileNotFoundError, match="no-such-server"), redis_server(binary="no-such-server"):
         pass
 
@@ -417,7 +418,10 @@ def test_the_command_reads_nothing_and_has_the_environment_and_directory_that_we
         (os.fspath(Path(__file__)), PermissionError, os.strerror(errno.EACCES)),
     ],
 )
-def test_a_command_that_cannot_be_started_says_why(program: str, error: type[OSError], words: str) -> None:
+def test_a_command_that_cannot_be_started_says_why(
+    monkeypatch: pytest.MonkeyPatch, program: str, error: type[OSError], words: str
+) -> None:
+    monkeypatch.setenv("PATH", os.defpath)
     with pytest.raises(error, match=f"{words}: .*{Path(program).name}"):
         guarded([program], stdout=subprocess.PIPE)
 
