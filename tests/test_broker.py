@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from kombu.entity import Exchange, Queue
+from kombu.entity import Exchange, Queue, binding
 from kombu.transport import virtual
 
 from only_one import ConfigurationError
 from only_one.tasks.broker import (
     check_countdown,
-    delayed_by_broker,
     longest_countdown,
     marks_redeliveries,
     redelivers_at_any_time,
     remembered_for,
     visibility_timeout,
+    way_back,
 )
 
 DELAY = ".".join("0" * 27 + "1")
@@ -87,26 +87,57 @@ def queue(name: str, kind: str, **more: Any) -> Any:
 QUORUM: Any = {"queue_arguments": {"x-queue-type": "quorum"}}
 
 
+def bound(exchange: str, kind: str) -> Any:
+    return binding(Exchange(exchange, type=kind), routing_key="key")  # type: ignore[no-untyped-call]
+
+
+QUORUM_APP = app_with(
+    broker_url="amqp://",
+    task_queues=[
+        queue("delayed", "topic", **QUORUM),
+        queue("direct", "direct"),
+        Queue("bound", [bound("media", "direct"), bound("boundary", "topic")]),  # type: ignore[no-untyped-call]
+    ],
+)
+
+
 @pytest.mark.parametrize(
     ("exchange", "key", "expected"),
     [
         ("", "delayed", ("delayeds", "topic", "delayed")),
-        ("", "direct", None),
         ("delayeds", "delayed", ("delayeds", "topic", "delayed")),
-        ("directs", "direct", None),
+        ("boundary", "feeds.new", ("boundary", "topic", "feeds.new")),
         ("celery_delayed_delivery", f"{DELAY}.delayed", ("celery_delayed_delivery", "topic", "delayed")),
-        ("celery_delayed_delivery", f"{DELAY}.1.0", ("celery_delayed_delivery", "topic", "1.0")),
+        ("celery_delayed_0", f"{DELAY}.1.0", ("celery_delayed_0", "topic", "1.0")),
     ],
 )
-def test_where_it_goes_back_to_with_quorum_queues(exchange: str, key: str, expected: Any) -> None:
-    """None where the worker sees to the delay: the broker delays nothing that goes through a direct exchange."""
-    queues = [queue("delayed", "topic", **QUORUM), queue("direct", "direct")]
-    app = app_with(broker_url="amqp://", task_queues=queues)
-    found: Any = delayed_by_broker(app, {"exchange": exchange, "routing_key": key})
-    assert (found and (found.exchange.name, found.exchange.type, found.routing_key)) == expected
+def test_with_quorum_queues_the_broker_delays_what_came_by_a_topic_exchange(
+    exchange: str, key: str, expected: tuple[str, str, str]
+) -> None:
+    (found,) = way_back(QUORUM_APP, {"exchange": exchange, "routing_key": key}).values()
+    assert (found.exchange.name, found.exchange.type, found.routing_key) == expected
+
+
+@pytest.mark.parametrize("exchange", ["directs", "media", "celery.pidbox", "nobody knows it"])
+def test_with_quorum_queues_a_worker_delays_what_came_by_another_exchange(exchange: str) -> None:
+    way = way_back(QUORUM_APP, {"exchange": exchange, "routing_key": "key"})
+    assert way.pop("queue").exchange.type == "direct"  # by which Celery sees that the broker is not to
+    assert way == {"exchange": exchange, "routing_key": "key", "declare": []}
+
+
+@pytest.mark.parametrize("queue", ["direct", "nobody knows it"])
+def test_with_quorum_queues_a_worker_delays_what_came_by_the_queue_itself(queue: str) -> None:
+    for creates in (True, False):
+        QUORUM_APP.conf.task_create_missing_queues = QUORUM_APP.amqp.queues.create_missing = creates
+        assert way_back(QUORUM_APP, {"exchange": "", "routing_key": queue}) == {}
+        QUORUM_APP.amqp.queues.pop("nobody knows it", None)
 
 
 @pytest.mark.parametrize(("url", "more"), [("amqp://", {}), ("redis://", QUORUM)])
 def test_where_nothing_is_delayed_by_the_broker(url: str, more: Any) -> None:
     app = app_with(broker_url=url, task_queues=[queue("delayed", "topic", **more)])
-    assert delayed_by_broker(app, {"exchange": "delayeds", "routing_key": "delayed"}) is None
+    assert way_back(app, {"exchange": "delayeds", "routing_key": "delayed"}) == {}
+
+
+def test_a_call_without_a_countdown_needs_no_transport() -> None:
+    check_countdown(app_with(broker_url="nobody.has.it:Transport://host"), None)

@@ -153,6 +153,32 @@ def test_copies_of_a_run(app: Celery, queue: Queue, redis: Redis, prefix: str, e
     assert len(queue) == 0
 
 
+@pytest.mark.parametrize("setting", ["acks_on_failure_or_timeout", "acks_on_failure"])
+@pytest.mark.parametrize("is_acknowledged", [True, False])
+def test_a_failure_is_an_end_only_where_its_message_is_acknowledged(
+    app: Celery, queue: Queue, elsewhere: Any, setting: str, *, is_acknowledged: bool
+) -> None:
+    """Else the message may come back by a dead-letter queue, and is to do its work then."""
+    if setting not in {name for name, _ in app.Task.from_config}:
+        pytest.skip("Celery knows it since 5.7")
+
+    def work() -> None:
+        if len(runs) == 0:
+            runs.append("failed")
+            elsewhere(lambda: queue.deliver(message, redelivered=True))
+            raise ZeroDivisionError
+        runs.append("done")
+
+    runs: list[str] = []
+    task = a_task(app, work, celery={setting: is_acknowledged})
+    answer = task.delay()
+    message = queue.take()
+    queue.deliver(message)
+    assert answer.state == "FAILURE"
+    queue.deliver(queue.take())
+    assert runs == ["failed", "done"][: 1 if is_acknowledged else 2]
+
+
 def test_a_copy_is_told_of_a_run_whose_key_was_lost(
     app: Celery, queue: Queue, redis: Redis, prefix: str, elsewhere: Any
 ) -> None:

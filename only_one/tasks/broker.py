@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,9 @@ _entity: Any = entity  # it has no types
 
 _VISIBILITY_TIMEOUT = 1800.0
 """Seconds: how long RabbitMQ waits for an acknowledgement, and for brokers that do not say."""
+
+_DELAYED = "celery_delayed_"
+"""What the exchanges begin with by which a message comes that RabbitMQ has delayed."""
 
 _DELAY = re.compile(r"^(?:[01]\.){28}")
 """What Celery puts before the routing key of a message that RabbitMQ delays: the seconds, in binary."""
@@ -54,27 +58,39 @@ def marks_redeliveries(app: Celery) -> bool:
     return _transport(app).driver_type in {"amqp", "redis"}
 
 
-def delayed_by_broker(app: Celery, came_by: dict[str, Any]) -> Any:
-    """Where a message is to go back to, if the broker itself delays what goes there: RabbitMQ with quorum queues.
+def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
+    """With which options a message goes back to where it came from, if the broker may delay it: with quorum queues.
+
+    RabbitMQ delays what is sent through a topic exchange. It would lose what comes by another one, or give it to the
+    default queue: such a message goes back without its help, and a worker keeps the delay.
 
     Args:
         app: the application.
         came_by: what Celery says of the message's delivery.
 
     Returns:
-        A queue that says so, as Celery asks one, and takes the default one where none is given; None if the worker
-        delays the message.
+        Options of `apply_async`; none where Celery's own are right.
     """
     if not detect_quorum_queues(app, _transport(app).driver_type)[0]:
-        return None
+        return {}
     exchange, key = came_by["exchange"], _DELAY.sub("", came_by["routing_key"])
     if not exchange:  # it was sent to the queue itself
-        queue: Any = app.amqp.queues[key]
-        return None if queue.exchange.type == "direct" else queue
-    types = {each.exchange.name: each.exchange.type for each in app.amqp.queues.values()}
-    kind = types.get(exchange, "topic")  # what was delayed comes from an exchange of its own
-    if kind == "direct":
-        return None
+        with suppress(KeyError):  # which Celery raises where it is not to create queues
+            if (queue := app.amqp.queues[key]).exchange.type != "direct":
+                return {"queue": queue}
+        return {}
+    kinds = {each.name: each.type for queue in app.amqp.queues.values() for each in _exchanges_of(queue)}
+    if exchange.startswith(_DELAYED) or kinds.get(exchange) == "topic":
+        return {"queue": _queue(exchange, "topic", key)}
+    # Celery asks a queue whether the broker is to delay it, and sends through what is said beside it.
+    return {"queue": _queue(exchange, "direct", key), "exchange": exchange, "routing_key": key, "declare": []}
+
+
+def _exchanges_of(queue: Any) -> list[Any]:
+    return [each for each in (queue.exchange, *(binding.exchange for binding in queue.bindings or ())) if each]
+
+
+def _queue(exchange: str, kind: str, key: str) -> Any:
     return _entity.Queue(exchange=_entity.Exchange(exchange, type=kind), routing_key=key)
 
 
@@ -84,8 +100,8 @@ def check_countdown(app: Celery, countdown: float | None) -> None:
     Raises:
         ConfigurationError: saying what to write instead.
     """
-    longest = longest_countdown(app)
-    if countdown is not None and countdown > longest:
+    # Not before there is one: a task that is only called needs no transport.
+    if countdown is not None and countdown > (longest := longest_countdown(app)):
         msg = (
             f"countdown={countdown:g} is more than a third of the broker's visibility timeout, and it would deliver "
             f"copies: write at most {longest:g} seconds, or raise broker_transport_options['visibility_timeout']"

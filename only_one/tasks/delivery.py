@@ -78,6 +78,11 @@ class Delivery(TaskCall):
         return bool((self._request.delivery_info or {}).get("redelivered"))
 
     @property
+    def _is_acknowledged_on_failure(self) -> bool:
+        said = getattr(self._task, "acks_on_failure", None)  # since Celery 5.7
+        return bool(self._task.acks_on_failure_or_timeout if said is None else said)
+
+    @property
     def _may_be_redelivered(self) -> bool:
         return self._is_redelivered or bool(self._task.acks_late and not marks_redeliveries(self.app))
 
@@ -200,8 +205,10 @@ class Delivery(TaskCall):
         """Where copies of the message are told that its run has ended, as it can only have with acks_late.
 
         A run that was rejected, ignored or interrupted by a signal has not ended: a copy is to do its work.
+        Nor has one that failed, if its message is not acknowledged then: it may come back by a dead-letter queue.
         """
-        has_ended = ended_by is None or (isinstance(ended_by, Exception) and not isinstance(ended_by, (Ignore, Reject)))
+        has_failed = isinstance(ended_by, Exception) and not isinstance(ended_by, (Ignore, Reject))
+        has_ended = ended_by is None or isinstance(ended_by, Retry) or (has_failed and self._is_acknowledged_on_failure)
         # Where nothing has run, a copy finds that out, too, and stores the result that this one may not come to store.
         if not self._task.acks_late or not has_ended or self._is_superseded:
             return None

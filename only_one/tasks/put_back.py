@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from celery import Task
 
-from .broker import delayed_by_broker, longest_countdown
+from .broker import longest_countdown, way_back
 
 HEADER = "only_one"
 
@@ -75,13 +75,13 @@ def publish(task: Task, request: Any, header: Header, countdown: float | None) -
     delay = _delay(header.times, longest) if countdown is None else min(countdown, longest)
     later = header._replace(times=header.times + 1, number=header.number + 1, token=None)
     kept = {name: value for name, value in (request.headers or {}).items() if not name.startswith(_OF_THE_BROKER)}
-    queue = delayed_by_broker(task.app, request.delivery_info or {})
+    way = way_back(task.app, request.delivery_info or {})
     again: Any = task.signature_from_request(
         request,
-        queue=queue,
-        countdown=delay if queue is None else max(1, round(delay)),
+        countdown=max(1, round(delay)) if way else delay,
         headers={**kept, **later.as_headers()},
         ignore_result=_ignores_result(task, request),  # which Celery itself carries on since 5.7 only
+        **way,
     )
     again.apply_async()
     return later.number

@@ -15,11 +15,14 @@ from celery import Celery
 
 from benchmarks.sweeps import soon
 from only_one import configure, only_one, retry
-from tests.live.brokers import options_for_redis
+from tests.live.brokers import consumed, options_for_redis
 from tests.live.workers import PREFIX, RESULTS, URL, note, use_broker
 
 OTHER = "other"
 """A queue beside the usual one."""
+
+DIRECT = "direct"
+"""One more, of a direct exchange of its own."""
 
 LOCKS = "LIVE_LOCKS"
 """The server of the locks, which is another than the broker."""
@@ -41,6 +44,9 @@ app.conf.broker_transport_options = (
 if URL in os.environ:  # in a worker
     app.conf.result_backend = os.environ[RESULTS]
     use_broker(app)
+    app.amqp.queues.add(
+        DIRECT, exchange=f"{DIRECT}s", exchange_type="direct", routing_key=DIRECT, **consumed().get("options", {})
+    )
     configure(redis=os.environ[LOCKS], prefix=PREFIX)
 
 

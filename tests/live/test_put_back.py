@@ -76,7 +76,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 @pytest.fixture(scope="module")
 def broker(place: Place) -> Iterator[World]:
     """With a worker."""
-    with place.worker("-c", "4", "-Q", f"celery,{live.OTHER}"):
+    with place.worker("-c", "4", "-Q", f"celery,{live.OTHER},{live.DIRECT}"):
         yield place.broker
 
 
@@ -159,6 +159,17 @@ def test_it_goes_back_to_the_queue_that_it_came_from(broker: World, held: Held) 
     assert re.sub(DELAY, "", came_by) == live.OTHER
     delayed_by = "its worker" if came_by == live.OTHER else "the broker, in whole seconds"
     assert documented("the delay until it returns is kept by", BROKERS[KIND]) == delayed_by
+
+
+def test_it_goes_back_by_the_direct_exchange_that_it_came_by(broker: World, held: Held) -> None:
+    """RabbitMQ does not delay what goes through one."""
+    with held() as key:
+        answer = live.waits.apply_async((key, 1), exchange=f"{live.DIRECT}s", routing_key=live.DIRECT)
+        assert eventually(lambda: len(copies(broker, answer.id)) > TIMES)
+    assert answer.get(timeout=LIMIT) == 1
+    (request,) = requests(broker, key)
+    came_by = request["delivery_info"]
+    assert (came_by["exchange"], came_by["routing_key"]) == (f"{live.DIRECT}s", live.DIRECT)
 
 
 @pytest.mark.parametrize("ignored", [False, True])
