@@ -229,6 +229,17 @@ def test_a_worker_is_told_of_a_task_that_is_revoked(
     assert not redis.exists(keys[3])
 
 
+def test_a_key_that_cannot_be_given_back_is_no_error_of_the_worker(
+    app: Celery, redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "only_one")
+    task = a_task(app)
+    with Proxy(redis_url) as proxy, configure(redis=proxy.url), proxy.refused():
+        endings._release(task, task.run.__only_one__, "mine", ("k",), {}, None)
+    (said,) = [each for each in caplog.messages if "could not" in each]
+    assert said.startswith(f"the key of {task.name}[mine] could not be given back: ")
+
+
 def test_nothing_is_done_where_nothing_is_covered(app: Celery, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     task = a_task(app)
