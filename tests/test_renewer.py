@@ -107,15 +107,20 @@ class Watch:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch, leases, lease, nodes)
+def clock() -> Iterator[Clock]:
+    """The process's own thread may look at it, too, and is woken afterwards: by this clock it would sleep for a day."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield Clock(patch, leases, lease, nodes)
+    if leases._renewer.is_running:
+        leases._renewer.see_to_it_by(-math.inf)
 
 
 @pytest.fixture
-def watch(clock: Clock, prefix: str, redis: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+def watch(clock: Clock, prefix: str, redis: Any) -> Iterator[Watch]:
     watch = Watch(clock, prefix, redis)
-    monkeypatch.setattr(leases, "_renewer", watch.renewer)
-    yield watch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(leases, "_renewer", watch.renewer)
+        yield watch
     watch.close()
 
 
