@@ -110,10 +110,10 @@ def check_countdown(app: Celery, countdown: float | None) -> None:
 
 
 def _transport(app: Celery) -> Any:
-    url = app.conf.broker_read_url or app.conf.broker_url
-    return _transport_of(url if isinstance(url, str) or url is None else ";".join(url), app.conf.broker_transport)
+    url = app.conf.broker_read_url  # which is `broker_url` where nothing else is said
+    return _transport_of(tuple(url) if isinstance(url, list) else url, app.conf.broker_transport)
 
 
 @cache
-def _transport_of(url: str | None, name: str | None) -> Any:
+def _transport_of(url: str | tuple[str, ...] | None, name: str | None) -> Any:
     return Connection(url, transport=name).get_transport_cls()  # type: ignore[no-untyped-call]

@@ -207,8 +207,9 @@ class Delivery(TaskCall):
         A run that was rejected, ignored or interrupted by a signal has not ended: a copy is to do its work.
         Nor has one that failed, if its message is not acknowledged then: it may come back by a dead-letter queue.
         """
-        has_failed = isinstance(ended_by, Exception) and not isinstance(ended_by, (Ignore, Reject))
-        has_ended = ended_by is None or isinstance(ended_by, Retry) or (has_failed and self._is_acknowledged_on_failure)
+        has_ended = ended_by is None or isinstance(ended_by, Retry)
+        if isinstance(ended_by, Exception) and not isinstance(ended_by, (Ignore, Reject)):
+            has_ended = has_ended or self._is_acknowledged_on_failure
         # Where nothing has run, a copy finds that out, too, and stores the result that this one may not come to store.
         if not self._task.acks_late or not has_ended or self._is_superseded:
             return None
