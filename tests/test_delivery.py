@@ -576,6 +576,21 @@ def test_what_is_put_back_has_no_claim_to_a_key_any_more(app: Celery, queue: Que
     assert (again["key"], again["times"], again.get("token")) == (f"{prefix}k", 1, None)
 
 
+def test_what_is_put_back_has_the_users_headers_and_none_in_which_the_broker_counts(
+    app: Celery, queue: Queue, redis: Redis, prefix: str
+) -> None:
+    """RabbitMQ counts by queue how often a message died, and drops one that seems to go round in a circle."""
+    a_task(app, done, when_busy=retry()).delay()
+    redis.set(f"{prefix}k", "somebody else", ex=600)
+    message = queue.take()
+    counted = {"x-death": [{"count": 1}], "x-first-death-queue": "q", "x-last-death-queue": "q", "x-delivery-count": 2}
+    message["headers"]["headers"] = {"x-mine": 1, **counted}
+    queue.deliver(message)
+    again = queue.take()["headers"]
+    assert again["x-mine"] == 1
+    assert not counted.keys() & again.keys()
+
+
 def test_how_long_it_waits_when_it_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second that doubles to ten, of which half is left to chance."""
     for bound in (min, max):
