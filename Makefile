@@ -3,7 +3,7 @@ BIN := .venv/bin
 ARGS ?=
 # Four files at a time on two cores, those first that take longest.
 TOGETHER := --numprocesses 4 --dist loadfile --no-loadscope-reorder
-WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,buffer_one canvas ends put_back queue redelivery tasks)
+WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,buffer_one canvas ends put_back queue redelivery rpc tasks)
 
 .PHONY: demo newsletter test test-rabbitmq lint types interrupts suite coverage soak mutants matrix benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-leftovers benchmark-kills benchmark-queue benchmark-queue-kills benchmark-newsletter benchmark-interruptions benchmark-async newsletter-kills clean
 
@@ -23,7 +23,7 @@ test: .venv/dev.stamp
 
 # The live tests with another broker, a RabbitMQ of their own, with both of its kinds of queues.
 test-rabbitmq: .venv/dev.stamp
-	@$(BIN)/python -m tests.rabbitmq || exit 0; for kind in classic quorum; do \
+	@kinds=$$($(BIN)/python -m tests.rabbitmq) || exit; for kind in $$kinds; do \
 		echo "$$kind queues:"; ONLY_ONE_TEST_BROKER=$$kind $(BIN)/python -m pytest \
 			--numprocesses 2 --dist loadfile -m "not soak" $(WITH_RABBITMQ) $(ARGS) || exit; \
 	done
