@@ -324,13 +324,13 @@ class Trial:
             nonlocal looked
             self._start_again(machines)
             self.witness.read()
-            is_idle = self._done() == len(self.units) or KIND == "redis"
-            self.left = self._broker.messages() if is_idle else -1
-            is_idle = self.left == 0
-            if KIND == "redis" and is_idle and time.monotonic() > looked + IDLE:
+            are_done = self._done() == len(self.units)
+            # RabbitMQ's command takes a second to answer, so it is asked at the end only.
+            self.left = self._broker.messages() if are_done or KIND == "redis" else -1
+            if KIND == "redis" and not self.left and time.monotonic() > looked + IDLE:
                 looked = time.monotonic()
                 self.postman.send_again(client)
-            return is_idle and self._done() == len(self.units)
+            return are_done and not self.left
 
         with suppress(TimeoutError):  # what is missing is reported
             wait_until(is_drained, DRAINED_WITHIN, "it is not drained")
