@@ -30,8 +30,8 @@ from only_one.clock import now
 from only_one.holder import Identity
 from only_one.lease import Lease
 from only_one.leases import hold
-from only_one.lock import take
-from only_one.protocol import expiry_in
+from only_one.lock import drive
+from only_one.protocol import acquire, expiry_in
 from only_one.servers import find_server
 from only_one.testing import redis_server
 
@@ -47,7 +47,7 @@ def hold_ours(url: str, keys: list[str], lease: float) -> list[Any]:
     leases = []
     for key in keys:
         token, begun = identity.token(None), now()
-        found = take(server.client, server.dialect, key, token, expiry_in(lease))
+        found = drive(server.client, acquire(server.dialect, key, token, expiry_in(lease)))
         if found is not None:
             raise ValueError(found)
         leases.append(Lease(server, key, token, begun, lease, inf))

@@ -1,75 +1,150 @@
-"""One call's attempt to run: what is decided about it, and told of it, without waiting for the server."""
+"""One call's attempt to run: what is decided about it, from acquiring the key to releasing it.
+
+Nothing here sends a command: `acquire` and `release` yield them, and `run` sends them, sync or async.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import ResponseError
 
 from .clock import now
-from .errors import LockLost, LockUnavailable
-from .events import Acquired, Down, Lost, Reclaimed, Released, emit, logger, wanted
-from .holder import is_queued, kept
+from .errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable
+from .events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, logger, wanted
+from .holder import is_dead, is_queued, kept, under_way
 from .lease import Lease
 from .leases import generation, hold, let_go, release_later
+from .lock import AsyncLock, Lock
 from .plan import Call, Plan
-from .policies import CarryOn, PutBack, fail
-from .protocol import Note, Outcome
+from .policies import CarryOn, PutBack, fail, skip
+from .protocol import TROUBLE, Outcome, Steps, acquire, take_over
 from .servers import Server
 
-_RELEASED = "released"
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 CARRIED_ON = object()
 """What `Attempt.down` gives where the policy lets the run begin without its key."""
 
 
 class Attempt:
-    """A call that has asked for its key: what is decided about it, without waiting for the server."""
+    """One call that asks for its key. As a context manager it leaves nothing behind, whatever is raised inside.
 
-    __slots__ = ("call", "generation", "is_settled", "key", "lease", "plan", "server", "token")
+    Attributes:
+        plan: the options that are in force.
+        call: who calls.
+        key: the key as it is in Redis.
+        token: the value that says whose it is.
+        server: where the key is.
+        lease: the key as the run sees it; there is none before `may_run`.
+        result: what the call gives.
+        ended_by: what the function has raised.
+        lost: how the run has lost its key, if it has.
+    """
 
+    lock_of_redis_py: type[Lock | AsyncLock] = Lock
     waits_until_told = True
 
-    def __init__(self, plan: Plan, server: Server, call: Call, key: str, token: bytes, begun: float) -> None:
-        self.plan = plan
-        self.server = server
-        self.call = call
-        self.key = key
-        self.token = token
-        self.lease = Lease(server, key, token, begun, plan.ttl, plan.limit)
-        self.generation = generation()
-        self.is_settled = False
+    def __init__(self, plan: Plan, server: Server, call: Call, key: str) -> None:
+        self.plan, self.server, self.call, self.key = plan, server, call, key
+        self.token = call.identity.token(plan.free_in)
+        self._asked_at = now()  # before the command is sent, so that the key never outlives what its holder believes
+        self._process = generation()
+        self._is_acquired = self._is_settled = self._has_succeeded = False
+        self._value: bytes | None = None
+        self._taken_over: bytes | None = None
+        self._problem: Exception | None = None
+        self.result: Any = None
+        self.ended_by: BaseException | None = None
+        self.lost: LockLost | None = None
 
     @property
     def name(self) -> str:
         """The task's name, or the function's."""
         return self.call.name
 
-    def lateness(self) -> TimeoutError | None:
-        """What is wrong if the key, now that the server has said that it is ours, has expired again."""
-        return None if self.lease.is_held else TimeoutError("the answer came when the key had expired again")
+    def __enter__(self) -> Self:
+        under_way.add(self.token)  # before it is sent: to others in this process it is a call that lives
+        return self
 
-    def taken(self, reclaimed: bytes | None) -> None:
-        """The key is ours; `reclaimed` is what stood there before, if it was taken over."""
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is not None:
+            self.abandon()
+        under_way.discard(self.token)
+
+    # Before the function
+
+    def acquire(self) -> Steps[None]:
+        """Ask for the key; `may_run` says what comes of it."""
+        plan, dialect = self.plan, self.server.dialect
+        try:
+            if self.call.queued is None:
+                value = yield from acquire(dialect, self.key, self.token, plan.expiry)
+            else:
+                value = yield from take_over(dialect, self.key, self.call.queued, self.token, plan.ttl)
+            if value is not None and self._may_be_taken(value):
+                self._taken_over = value
+                value = yield from take_over(dialect, self.key, value, self.token, plan.ttl)
+            self._value = value
+        except TROUBLE as error:
+            self._problem = error
+
+    def _may_be_taken(self, value: bytes) -> bool:
+        """Whether who holds the key has not begun, or is dead."""
+        if is_queued(value):
+            return self.call.task is None or self.call.task.may_take(value)
+        return self.plan.takeover and is_dead(value)
+
+    def may_run(self) -> bool:
+        """Whether the function is to run. If it is not, `result` is what the call gives."""
+        if self._value is not None:
+            self._is_settled = True
+            self.result = self.busy(self._value)
+            return False
+        self.lease = Lease(self.server, self.key, self.token, self._asked_at, self.plan.ttl, self.plan.limit)
+        if self._problem is None and not self.lease.is_held:
+            self._problem = TimeoutError("the answer came when the key had expired again")
+        if self._problem is not None:
+            self.result = self.down(self._problem)
+            self.lease.lose("unavailable")
+            return self.result is CARRIED_ON
+        self._is_acquired = True
         self.lease.on_loss.append(self._lost)
         hold(self.lease)
-        if reclaimed is not None and wanted(Reclaimed) and not is_queued(reclaimed):
-            emit(Reclaimed(self.key, self.name, reclaimed))
+        if self._taken_over is not None and wanted(Reclaimed) and not is_queued(self._taken_over):
+            emit(Reclaimed(self.key, self.name, self._taken_over))
         if wanted(Acquired):
             emit(Acquired(self.key, self.name, self.token))
+        return True
 
-    def is_superseded(self) -> bool:
-        """Whether the key is ours, but the work is not to be done any more."""
+    def is_current(self) -> bool:
+        """Whether the work is still to be done, now that the key is ours."""
         task = self.call.task
-        return task is not None and not task.may_begin(self.plan, self.server, self.key)
+        return task is None or not self._is_acquired or task.may_begin(self.plan, self.server, self.key)
 
-    def note(self, ended_by: BaseException | None) -> Note | None:
-        """Where copies of a task's message are to be told that its run has ended, if they are."""
-        task = self.call.task
-        return None if task is None else task.note(self.key, ended_by)
+    def busy(self, value: bytes) -> Any:
+        """What `when_busy` gives, as `value` holds the key."""
+        policy, task = self.plan.when_busy, self.call.task
+        if policy is skip and task is None and not wanted(Busy):
+            return None
+        if task is not None:
+            task.meet(self.server, self.key, value)
+        if wanted(Busy):
+            emit(Busy(self.key, self.name, value))
+        policy = policy or (skip if task is None else task.default_policy())
+        try:
+            return policy(AlreadyRunning(self.key, value.decode(errors="backslashreplace")))
+        except CarryOn:
+            msg = "when_busy ends in carry_on, which would run two at a time: write when_busy=skip or when_busy=fail"
+            raise ConfigurationError(msg) from None
+        except PutBack as wish:
+            if task is None:
+                raise wish.error from None
+            return task.put_back(self.server, self.key, wish)
 
     def down(self, problem: Exception) -> Any:
         """What `when_down` gives, or `CARRIED_ON`."""
@@ -83,7 +158,6 @@ class Attempt:
         try:
             return self.plan.when_down(error)
         except CarryOn:
-            self.lease.lose("unavailable")
             return CARRIED_ON
         except PutBack as wish:
             if self.call.task is None:
@@ -94,61 +168,89 @@ class Attempt:
             if not is_put_back:
                 self._no_longer_queued()
 
-    def adrift(self, *, settled: bool) -> None:
-        """Whether the token stands on the server is not known: see to it in the background."""
-        release_later(self.server, self.key, self.token, now() + self.plan.ttl, settled=settled)
-        self.is_settled = True
+    # After the function
 
-    def _no_longer_queued(self) -> None:
-        """What stands there for a task that was queued goes, too, as the task does not wait any more."""
-        if self.call.queued is not None:
-            release_later(self.server, self.key, self.call.queued, now() + self.plan.queue_timeout, settled=True)
+    def succeed(self, result: Any) -> None:
+        """The function has returned."""
+        self.result = result
+        self._has_succeeded = True
+
+    def release(self) -> Steps[None]:
+        """Release the key, or keep it for the rest of `at_least`; no error in it replaces the run's own."""
+        if not self._is_acquired or self.is_inherited:
+            return
+        self.lost = self._end()
+        retained = self._retained()
+        note = None if self.call.task is None else self.call.task.note(self.key, self.ended_by)
+        dialect, client = self.server.dialect, self.server.client
+        lock = self.lock_of_redis_py.held(client, dialect, self.key, self.token, self.plan.ttl)
+        outcome = None
+        try:
+            outcome = yield from lock.end(retained, note)
+        except Exception as error:  # noqa: BLE001 - the run has its own result or exception
+            logger.debug("%s could not be released, and will be in the background: %s", self.key, error)
+        self._released(outcome, is_kept=retained is not None)
 
     def abandon(self) -> None:
-        """Leave nothing behind, if the key has not been given back in the ordinary way."""
-        if not self.is_settled and not self.is_inherited:
-            self.lease.lose(_RELEASED)  # and is renewed no more
+        """Leave nothing behind, if the key has not been released in the ordinary way."""
+        if self._is_settled or self.is_inherited:
+            return
+        if self._is_acquired:
+            self.lease.lose("released")  # and is renewed no more
+            self._released(None, is_kept=False)
+        else:
             self.adrift(settled=False)
             self._no_longer_queued()
+
+    def adrift(self, *, settled: bool) -> None:
+        """Whether the token is stored on the server is not known: see to it in the background."""
+        release_later(self.server, self.key, self.token, now() + self.plan.ttl, settled=settled)
+        self._is_settled = True
+
+    def _no_longer_queued(self) -> None:
+        """What is stored there for a task that was queued goes, too, as the task does not wait any more."""
+        if self.call.queued is not None:
+            release_later(self.server, self.key, self.call.queued, now() + self.plan.queue_timeout, settled=True)
 
     @property
     def is_inherited(self) -> bool:
         """Whether this process was forked off in the middle of the run, which stays the parent's."""
-        return self.generation is not generation()
+        return self._process is not generation()
 
-    def stays(self, ended_by: BaseException | None, *, succeeded: bool) -> tuple[bytes, int] | None:
-        """What stands under the key after the run, and for how many milliseconds; None if it is given back."""
-        task = self.call.task
-        if not succeeded:
-            return None if task is None else task.stays(self.plan, ended_by)
-        if not self.plan.at_least:
-            return None
-        milliseconds = round((self.lease.begun + self.plan.at_least - now()) * 1000)
-        return (kept(self.token, self.plan.at_least), milliseconds) if milliseconds > 0 else None
-
-    def ended(self) -> LockLost | None:
-        """The function has returned or raised: what was lost until now is told. From here on nothing is lost."""
+    def _end(self) -> LockLost | None:
+        """The function has returned or raised: a loss until now is told. From here on nothing is lost."""
         lost = self.lease.loss()
         if lost is not None:
             self._tell(lost)
-        self.lease.lose(_RELEASED)
+        self.lease.lose("released")
         return lost
 
-    def released(self, outcome: Outcome | None, lost: LockLost | None, *, is_kept: bool) -> LockLost | None:
-        """The key has been given back, or with None for an outcome could not be; returns how it was lost, if it was."""
+    def _retained(self) -> tuple[bytes, int] | None:
+        """What is stored at the key after the run, and for how many milliseconds; None if it is released."""
+        if not self._has_succeeded:
+            task = self.call.task
+            return None if task is None else task.stays(self.plan, self.ended_by)
+        if not self.plan.at_least:
+            return None
+        milliseconds = round((self._asked_at + self.plan.at_least - now()) * 1000)
+        return (kept(self.token, self.plan.at_least), milliseconds) if milliseconds > 0 else None
+
+    def _released(self, outcome: Outcome | None, *, is_kept: bool) -> None:
+        """The key has been released, or with None for an outcome nobody knows whether it has."""
         if self.call.task is not None:
             self.call.task.told(self.server, self.key, outcome)
         if outcome is None:
             self.adrift(settled=True)
-        elif outcome.fate == "taken" and lost is None:
-            lost = LockLost(self.key, "taken", outcome.value.decode(errors="backslashreplace"))
-            self._tell(lost)
-        self.is_settled = True
+        elif outcome.fate == "taken" and self.lost is None:
+            self.lost = LockLost(self.key, "taken", outcome.value.decode(errors="backslashreplace"))
+            self._tell(self.lost)
+        self._is_settled = True
         let_go(self.lease)
         if wanted(Released):
             fate = "unknown" if outcome is None else "kept" if is_kept and outcome.fate == "held" else outcome.fate
-            emit(Released(self.key, self.name, fate, now() - self.lease.begun))
-        return lost
+            emit(Released(self.key, self.name, fate, now() - self._asked_at))
+
+    # A lost key
 
     def _tell(self, lost: LockLost) -> None:
         """Tell of a loss that is seen at the end of the run: in a thread of its own, like any other."""
@@ -180,39 +282,37 @@ class Attempt:
 class AsyncAttempt(Attempt):
     """The same in an event loop, where `when_lost=fail` stops the run at once."""
 
-    __slots__ = ("is_cancelled", "is_over", "loop", "task")
-
+    lock_of_redis_py = AsyncLock
     waits_until_told = False  # the loop has others to see to
 
-    def __init__(self, plan: Plan, server: Server, call: Call, key: str, token: bytes, begun: float) -> None:
-        super().__init__(plan, server, call, key, token, begun)
-        self.loop = asyncio.get_running_loop()
-        self.task: Any = asyncio.current_task()
-        self.is_over = False
-        self.is_cancelled = False
-
-    def ended(self) -> LockLost | None:
-        """The same, and from here on the run is not cancelled."""
-        self.is_over = True
-        self.is_withdrawn()  # where the run has kept it to itself
-        return super().ended()
+    def __init__(self, plan: Plan, server: Server, call: Call, key: str) -> None:
+        super().__init__(plan, server, call, key)
+        self._loop = asyncio.get_running_loop()
+        self._task: Any = asyncio.current_task()
+        self._is_over = self._is_cancelled = False
 
     def is_withdrawn(self) -> bool:
         """Take our cancellation back, if there was one; returns whether it was the only one."""
-        if not self.is_cancelled:
+        if not self._is_cancelled:
             return False
-        self.is_cancelled = False
-        uncancel = getattr(self.task, "uncancel", None)  # from Python 3.11
+        self._is_cancelled = False
+        uncancel = getattr(self._task, "uncancel", None)  # from Python 3.11
         return uncancel is None or uncancel() == 0
+
+    def _end(self) -> LockLost | None:
+        """The same, and from here on the run is not cancelled."""
+        self._is_over = True
+        self.is_withdrawn()  # where the run has kept it to itself
+        return super()._end()
 
     def _lost(self, lost: LockLost) -> None:
         super()._lost(lost)
         if self.plan.when_lost is fail:
             with suppress(RuntimeError):  # the loop is closed
-                self.loop.call_soon_threadsafe(self._cancel)
+                self._loop.call_soon_threadsafe(self._cancel)
 
     def _cancel(self) -> None:
         # In the loop's own thread, so the run cannot end between the look and the leap.
-        if not self.is_over:
-            self.is_cancelled = True
-            self.task.cancel()
+        if not self._is_over:
+            self._is_cancelled = True
+            self._task.cancel()

@@ -32,24 +32,6 @@ class Lease:
         trouble: why the last renewal failed, or None if it did not.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_fence",
-        "begun",
-        "ends_at",
-        "expires_at",
-        "key",
-        "on_loss",
-        "reason",
-        "renew_at",
-        "renews",
-        "server",
-        "token",
-        "trouble",
-        "ttl",
-        "value",
-    )
-
     def __init__(self, server: Server | None, key: str, token: bytes, begun: float, ttl: float, limit: float) -> None:
         """A lease that ends at `begun + ttl` unless it is renewed.
 

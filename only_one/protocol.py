@@ -166,58 +166,64 @@ def expiry_in(seconds: float) -> Expiry:
     return b"PX", b"%d" % round(seconds * 1000)
 
 
-def take_in_two(key: str | bytes, token: bytes, expiry: Expiry) -> Steps[bytes | None]:
-    """Take a key if it is free, on a server that cannot set and get at once.
+def acquire(dialect: Dialect, key: str | bytes, token: bytes, expiry: Expiry) -> Steps[bytes | None]:
+    """Set a key if it is free.
+
+    Args:
+        dialect: what is known of the server.
+        key: the key as it is in Redis.
+        token: the value that says whose it is.
+        expiry: when the key expires, as `expiry_in` encodes it.
 
     Returns:
-        None if the key is ours, else the value that stands there.
+        None if the key is ours, else the value that is stored there.
     """
+    if dialect.sets_and_gets:
+        try:
+            value: bytes | None = yield ("SET", key, token, b"NX", b"GET", *expiry)
+        except ResponseError as error:
+            dialect.unlearn_get(error)
+        else:
+            # Our own token: the reply was lost, and redis-py sent the command again.
+            return None if value == token else value
     for _ in range(_VANISHED):
         if (yield ("SET", key, token, b"NX", *expiry)):
             return None
-        found: bytes | None = yield ("GET", key)
-        if found is not None:
-            # Our own token: the reply was lost, and redis-py sent the command again.
-            return None if found == token else found
+        value = yield ("GET", key)
+        if value is not None:
+            return None if value == token else value
     return b""
 
 
-def give_back_otherwise(
-    dialect: Dialect, key: str | bytes, token: bytes, refused: Command, error: ResponseError
-) -> Steps[Outcome]:
-    """Delete a key if it is ours, on a server that refused `dialect.release_command`.
+def release(dialect: Dialect, key: str | bytes, token: bytes, note: Note | None = None) -> Steps[Outcome]:
+    """Delete a key if it is ours.
 
     Args:
-        dialect: what the server knows.
+        dialect: what is known of the server.
         key: the key as it is in Redis.
-        token: the value with which it was taken.
-        refused: the command.
-        error: what the server said to it.
+        token: the value with which it was acquired.
+        note: where redeliveries of a task's message are told that its run has ended, if they are.
 
     Returns:
         What became of the key.
 
     Raises:
-        ResponseError: the `error`, if no other command would help.
+        ResponseError: if the server refuses each of our commands.
     """
+    if note:
+        return outcome((yield from evaluate(_RELEASE_NOTING, key, token, note.lasts, beside=note.name)))
     while True:
-        if isinstance(error, NoScriptError):
-            command: Command = ("EVAL", _RELEASE.text, 1, key, token)
-        elif dialect.unlearn_release(refused[0], error):
-            command = dialect.release_command(key, token)
-        else:
-            raise error
+        command = dialect.release_command(key, token)
         try:
             reply = yield command
-        except ResponseError as another:
-            refused, error = command, another
-        else:
-            return (yield from what_became(key, reply))
-
-
-def what_became(key: str | bytes, reply: int | bytes | None) -> Steps[Outcome]:
-    """What the reply to a release says; the native commands do not say whose a key is that is not ours."""
-    return outcome((yield ("GET", key)) if reply == 0 else reply)
+        except NoScriptError:
+            reply = yield ("EVAL", _RELEASE.text, 1, key, token)
+        except ResponseError as error:
+            if not dialect.unlearn_release(command[0], error):
+                raise
+            continue
+        # The native commands do not say whose a key is that is not ours.
+        return outcome((yield ("GET", key)) if reply == 0 else reply)
 
 
 def renew_command(key: str | bytes, token: bytes, ttl: int) -> Command:
@@ -242,23 +248,23 @@ def extend(key: str, token: bytes, ttl: int) -> Steps[Outcome]:
     return outcome((yield from evaluate(_RENEW, key, token, ttl)))
 
 
-def replace(key: str, old: bytes, new: bytes, ttl: int) -> Steps[Outcome]:
-    """Put `new` in the place of `old` for `ttl` milliseconds, if it is `old` that stands there."""
+def replace(key: str, old: bytes, new: bytes, ttl: int, note: Note | None = None) -> Steps[Outcome]:
+    """Store `new` in place of `old` for `ttl` milliseconds, if `old` is still there; `note` is as for `release`."""
+    if note:
+        return outcome((yield from evaluate(_REPLACE_NOTING, key, old, new, ttl, note.lasts, beside=note.name)))
     return outcome((yield from evaluate(_REPLACE, key, old, new, ttl)))
 
 
-def take_over(key: str, old: bytes, token: bytes, seconds: float) -> Steps[bytes | None]:
-    """Take a key for `seconds` from a holder that is dead, if it is `old` that still stands there.
+def take_over(dialect: Dialect, key: str, old: bytes, token: bytes, seconds: float) -> Steps[bytes | None]:
+    """Acquire a key for `seconds` from a holder that is dead or queued, if its value `old` is still there.
 
     Returns:
-        None if the key is ours, else the value that stands there.
+        None if the key is ours, else the value that is stored there.
     """
     became = yield from replace(key, old, token, round(seconds * 1000))
-    if became.fate == "held":
-        return None
-    if became.fate == "taken":
-        return became.value
-    return (yield from take_in_two(key, token, expiry_in(seconds)))
+    if became.fate == "gone":
+        return (yield from acquire(dialect, key, token, expiry_in(seconds)))
+    return None if became.fate == "held" else became.value
 
 
 def mint_fence(key: str, token: bytes) -> Steps[int | bytes | None]:
@@ -272,17 +278,7 @@ def mint_fence(key: str, token: bytes) -> Steps[int | bytes | None]:
     return found
 
 
-def give_back_noting(key: str, token: bytes, note: Note) -> Steps[Outcome]:
-    """Delete a key if it is ours, and tell the copies of its message that the run has ended."""
-    return outcome((yield from evaluate(_RELEASE_NOTING, key, token, note.lasts, beside=note.name)))
-
-
-def replace_noting(key: str, old: bytes, new: bytes, ttl: int, note: Note) -> Steps[Outcome]:
-    """The same as `replace`, and tell the copies."""
-    return outcome((yield from evaluate(_REPLACE_NOTING, key, old, new, ttl, note.lasts, beside=note.name)))
-
-
-def evaluate(script: Script, key: str, *args: bytes | str | int, beside: str | None = None) -> Steps[Any]:
+def evaluate(script: Script, key: str | bytes, *args: bytes | str | int, beside: str | None = None) -> Steps[Any]:
     """Run a script for a key, and perhaps one beside it in its slot; sent whole where the server does not know it."""
     keys = (key,) if beside is None else (key, beside)
     try:

@@ -15,12 +15,12 @@ from celery import Celery
 from celery.contrib.testing.worker import start_worker
 from celery.signals import worker_shutdown
 
-from only_one import buffer_one, configure, current_lock, leases, only_one, servers
+from only_one import buffer_one, configure, current_lock, leases, only_one, protocol, servers
 from only_one.clock import now
 from only_one.holder import Identity
 from only_one.inspection import held, holder_of, key_of, release, release_key
 from only_one.lock import drive
-from only_one.protocol import Note, give_back_noting, replace_noting
+from only_one.protocol import Note, replace
 from only_one.tasks import notes
 from only_one.testing import RedisServer, redis_server
 from tests.faults.programs import Running
@@ -121,8 +121,8 @@ def use_tasks(_client: Any, url: str) -> None:
     for steps in (
         notes.ask_of_copy(key, note, 60),
         notes.number_copy(key, note, 1, 60),
-        give_back_noting(key, b"ours", Note(note, 60_000)),
-        replace_noting(key, b"ours", b"kept", 1000, Note(note, 60_000)),
+        protocol.release(server.dialect, key, b"ours", Note(note, 60_000)),
+        replace(key, b"ours", b"kept", 1000, Note(note, 60_000)),
         notes.tell_copies_of_result(key, note),
         notes.look_for_copies(key, note),
     ):

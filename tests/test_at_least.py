@@ -13,7 +13,7 @@ from only_one import ConfigurationError, attempt, current_lock, only_one, subscr
 from only_one.attempt import Attempt
 from only_one.events import Event, Released
 from only_one.holder import Holder as Value
-from only_one.holder import Identity, kept
+from only_one.holder import kept
 from tests.faults.programs import Holder, Running, RunningAsync
 from tests.renewal import later
 from tests.waiting import LIMIT, eventually
@@ -170,13 +170,14 @@ def test_it_is_not_kept_for_no_time(key: str, monkeypatch: pytest.MonkeyPatch) -
     """To the millisecond, as a server refuses to keep a key for none."""
     cover: Any = only_one(lambda: None, key=NAME, at_least=10).__only_one__  # type: ignore[attr-defined]
     plan = cover.plan_for(cover.plain)
-    token = Identity(NAME).token(None)
-    run = Attempt(plan, plan.server, cover.plain, key, token, 1000)
+    monkeypatch.setattr(attempt, "now", lambda: 1000)
+    run = Attempt(plan, plan.server, cover.plain, key)
+    run.succeed(None)
     stays = []
     for moment in (1009.999, 1010, 1011):
         monkeypatch.setattr(attempt, "now", lambda moment=moment: moment)
-        stays.append(run.stays(None, succeeded=True))
-    assert stays == [(kept(token, 10), 1), None, None]
+        stays.append(run._retained())
+    assert stays == [(kept(run.token, 10), 1), None, None]
 
 
 # What else is no time is refused as it is for `timeout`; only none at all is no mistake here, and False is not none.

@@ -27,7 +27,7 @@ from only_one import AlreadyRunning, LockUnavailable, carry_on, current_lock, fa
 from only_one.clock import now
 from only_one.events import Busy, Down, Event, Lost, Released
 from only_one.holder import Holder
-from only_one.lock import AsyncLock, Lock, drive, give_back, give_back_async, take, take_async
+from only_one.lock import AsyncLock, Lock, drive, drive_async
 from only_one.protocol import (
     NEVER,
     Dialect,
@@ -36,13 +36,11 @@ from only_one.protocol import (
     Outcome,
     Script,
     Steps,
+    acquire,
     expiry_in,
-    give_back_noting,
-    give_back_otherwise,
     is_forbidden,
+    release,
     replace,
-    replace_noting,
-    take_in_two,
     take_over,
 )
 from only_one.testing import RedisServer, redis_server
@@ -177,10 +175,10 @@ class Sync:
         return Lock(client, key, **options)
 
     def take(self, client: Any, dialect: Dialect, key: str, token: bytes, ttl: int | None = TTL) -> bytes | None:
-        return take(client, dialect, key, token, in_ms(ttl))
+        return drive(client, acquire(dialect, key, token, in_ms(ttl)))
 
     def give_back(self, client: Any, dialect: Dialect, key: str, token: bytes) -> Outcome:
-        return give_back(client, dialect, key, token)
+        return drive(client, release(dialect, key, token))
 
     def close(self) -> None:
         for client in self.clients:
@@ -215,11 +213,11 @@ class Async(Sync):
         return AsyncLock(client, key, **options)
 
     def take(self, client: Any, dialect: Dialect, key: str, token: bytes, ttl: int | None = TTL) -> bytes | None:
-        found: bytes | None = self.do(take_async, client, dialect, key, token, in_ms(ttl))
+        found: bytes | None = self.do(drive_async, client, acquire(dialect, key, token, in_ms(ttl)))
         return found
 
     def give_back(self, client: Any, dialect: Dialect, key: str, token: bytes) -> Outcome:
-        outcome: Outcome = self.do(give_back_async, client, dialect, key, token)
+        outcome: Outcome = self.do(drive_async, client, release(dialect, key, token))
         return outcome
 
     def close(self) -> None:
@@ -378,10 +376,10 @@ def test_what_is_replaced_is_ours_or_has_been_replaced_before(url: str, direct: 
     with Proxy(url) as proxy, redis.Redis.from_url(proxy.url) as watched:
         watched.ping()
         proxy.forget_commands()
-        assert drive(watched, take_over(key, b"new", b"taken", 600)) is None
+        assert drive(watched, take_over(Dialect(), key, b"new", b"taken", 600)) is None
         assert 300_000 < direct.pttl(key) <= 600_000
         assert drive(direct, replace(key, b"ours", b"new", 60_000)) == ("taken", b"taken", False)
-        assert drive(watched, take_over(key, b"new", b"again", 60)) == b"taken"
+        assert drive(watched, take_over(Dialect(), key, b"new", b"again", 60)) == b"taken"
         assert len(proxy.commands) == 2  # one round trip for each of the two calls
     assert direct.get(key) == b"taken"
 
@@ -391,7 +389,7 @@ def test_what_is_replaced_is_ours_or_has_been_replaced_before(url: str, direct: 
 def test_copies_are_told_and_otherwise_nothing_is_left(direct: Any, key: str, *, wait: bool, lasts: int) -> None:
     """Those that wait, and those that may yet come."""
     note = Note(f"{{{key}}}:copy", lasts)
-    for end in (replace_noting(key, b"ours", b"kept", 60_000, note), give_back_noting(key, b"ours", note)):
+    for end in (replace(key, b"ours", b"kept", 60_000, note), release(Dialect(), key, b"ours", note)):
         direct.set(key, b"ours")
         direct.delete(note.name)
         if wait:
@@ -411,12 +409,12 @@ def test_copies_are_told_and_otherwise_nothing_is_left(direct: Any, key: str, *,
 def test_a_key_of_others_is_not_replaced_nor_deleted_for_the_copies(direct: Any, key: str) -> None:
     note = Note(f"{{{key}}}:copy", 0)
     direct.set(key, b"kept")
-    assert drive(direct, replace_noting(key, b"ours", b"kept", 60_000, note)) == ("held", b"", False)  # sent again
+    assert drive(direct, replace(key, b"ours", b"kept", 60_000, note)) == ("held", b"", False)  # sent again
     assert 30_000 < direct.pttl(key) <= 60_000
     for value in (b"other", b""):
         direct.set(key, value)
-        assert drive(direct, replace_noting(key, b"ours", b"kept", 60_000, note)) == ("taken", value, False)
-        assert drive(direct, give_back_noting(key, b"ours", note)) == ("taken", value, False)
+        assert drive(direct, replace(key, b"ours", b"kept", 60_000, note)) == ("taken", value, False)
+        assert drive(direct, release(Dialect(), key, b"ours", note)) == ("taken", value, False)
         assert direct.get(key) == value
 
 
@@ -434,15 +432,21 @@ def commands(steps: Steps[Any], *replies: Any) -> tuple[list[Any], Any]:
     raise AssertionError(sent)
 
 
+def before_redis_7() -> Dialect:
+    dialect = Dialect()
+    dialect.sets_and_gets = False
+    return dialect
+
+
 def test_a_key_that_vanishes_whenever_it_is_read_is_taken() -> None:
     """By nobody knows whom; it is not asked for for ever."""
-    assert commands(take_in_two("k", b"ours", NEVER), *[None] * 6) == (["SET", "GET"] * 3, b"")
+    assert commands(acquire(before_redis_7(), "k", b"ours", NEVER), *[None] * 6) == (["SET", "GET"] * 3, b"")
 
 
 def test_two_commands_of_which_the_reply_to_the_first_was_lost() -> None:
     """redis-py has sent it again, and was told that the key is taken: by us."""
-    assert commands(take_in_two("k", b"ours", NEVER), None, b"ours") == (["SET", "GET"], None)
-    assert commands(take_in_two("k", b"ours", NEVER), None, b"other") == (["SET", "GET"], b"other")
+    assert commands(acquire(before_redis_7(), "k", b"ours", NEVER), None, b"ours") == (["SET", "GET"], None)
+    assert commands(acquire(before_redis_7(), "k", b"ours", NEVER), None, b"other") == (["SET", "GET"], b"other")
 
 
 def test_what_another_thread_has_learnt_stays() -> None:
@@ -456,10 +460,9 @@ def test_what_another_thread_has_learnt_stays() -> None:
 
 def test_whose_a_key_is_that_the_second_command_has_left_alone() -> None:
     """As with Redis 8.4 at its first release; its `DELEX` does not say."""
-    steps = give_back_otherwise(
-        Dialect(), "k", b"ours", ("DELIFEQ", "k", b"ours"), redis.ResponseError("unknown command")
-    )
-    assert next(steps) == ("DELEX", "k", "IFEQ", b"ours")
+    steps = release(Dialect(), "k", b"ours")
+    assert next(steps) == ("DELIFEQ", "k", b"ours")
+    assert steps.throw(redis.ResponseError("unknown command")) == ("DELEX", "k", "IFEQ", b"ours")
     assert steps.send(0) == ("GET", "k")
     with pytest.raises(StopIteration) as end:
         steps.send(b"another's")

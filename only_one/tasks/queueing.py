@@ -14,15 +14,13 @@ from kombu.utils.uuid import uuid
 from redis.exceptions import ResponseError
 
 from only_one.attempt import CARRIED_ON, Attempt
-from only_one.clock import now
 from only_one.errors import AlreadyRunning, OnlyOneError
 from only_one.events import Busy, emit, logger
 from only_one.holder import Holder, Identity, is_dead
-from only_one.lock import drive, give_back, take
+from only_one.lock import drive, give_back
 from only_one.plan import Call, Cover, Policy
 from only_one.policies import BufferOne, PutBack
-from only_one.protocol import TROUBLE, expiry_in, extend, replace, take_over
-from only_one.run import busy
+from only_one.protocol import TROUBLE, acquire, expiry_in, extend, replace, take_over
 from only_one.servers import Server
 
 from . import buffer
@@ -93,8 +91,8 @@ class Publication(TaskCall):
         if self._is_waited_for and not is_newest_only:
             return self._publish()
         key = plan.prefix + cover.make_key(call, *self._as_sent())
-        at_first = plan._replace(ttl=min(seconds, _UNTIL_PUBLISHED), limit=seconds)
-        this = Attempt(at_first, plan.server, call, key, call.identity.token(seconds), now())
+        at_first = plan._replace(ttl=min(seconds, _UNTIL_PUBLISHED), limit=seconds, free_in=seconds)
+        this = Attempt(at_first, plan.server, call, key)
         try:
             next_step = self._number(this, plan.server, cover) if is_newest_only else self._take(this, plan.server)
         except TROUBLE as error:
@@ -150,13 +148,14 @@ class Publication(TaskCall):
 
     def _take(self, this: Attempt, server: Server) -> Callable[[], Any]:
         """Take the key; returns what is to be done then."""
-        found = take(server.client, server.dialect, this.key, this.token, expiry_in(this.plan.ttl))
+        steps = acquire(server.dialect, this.key, this.token, expiry_in(this.plan.ttl))
+        found = drive(server.client, steps)
         if found is not None and this.plan.takeover and is_dead(found):
-            found = drive(server.client, take_over(this.key, found, this.token, this.plan.ttl))
+            found = drive(server.client, take_over(server.dialect, this.key, found, this.token, this.plan.ttl))
         if found is None:
             return partial(self._queue_first, this, server)
         self._holder = Holder.parse(found)
-        return partial(busy, this.plan, server, this.call, this.key, found)
+        return partial(this.busy, found)
 
     def _queue_first(self, this: Attempt, server: Server) -> Any:
         try:
