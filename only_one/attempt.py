@@ -49,18 +49,22 @@ class Attempt:
     lock_of_redis_py: type[Lock | AsyncLock] = Lock
     waits_until_told = True
 
+    result: Any = None
+    ended_by: BaseException | None = None
+    lost: LockLost | None = None
+    _value: bytes | None = None
+    _taken_over: bytes | None = None
+    _problem: Exception | None = None
+    _is_acquired = _is_settled = _has_succeeded = False
+
     def __init__(self, plan: Plan, server: Server, call: Call, key: str) -> None:
-        self.plan, self.server, self.call, self.key = plan, server, call, key
+        self.plan = plan
+        self.server = server
+        self.call = call
+        self.key = key
         self.token = call.identity.token(plan.free_in)
-        self._asked_at = now()  # before the command is sent, so that the key never outlives what its holder believes
         self._process = generation()
-        self._is_acquired = self._is_settled = self._has_succeeded = False
-        self._value: bytes | None = None
-        self._taken_over: bytes | None = None
-        self._problem: Exception | None = None
-        self.result: Any = None
-        self.ended_by: BaseException | None = None
-        self.lost: LockLost | None = None
+        self._asked_at = now()  # before the command is sent, so that the key never outlives what its holder believes
 
     @property
     def name(self) -> str:
@@ -96,7 +100,7 @@ class Attempt:
     def _may_be_taken(self, value: bytes) -> bool:
         """Whether who holds the key has not begun, or is dead."""
         if is_queued(value):
-            return self.call.task is None or self.call.task.may_take(value)
+            return self.call.may_take(value)
         return self.plan.takeover and is_dead(value)
 
     def may_run(self) -> bool:
@@ -123,28 +127,23 @@ class Attempt:
 
     def is_current(self) -> bool:
         """Whether the work is still to be done, now that the key is ours."""
-        task = self.call.task
-        return task is None or not self._is_acquired or task.may_begin(self.plan, self.server, self.key)
+        return not self._is_acquired or self.call.may_begin(self.plan, self.server, self.key)
 
     def busy(self, value: bytes) -> Any:
         """What `when_busy` gives, as `value` holds the key."""
-        policy, task = self.plan.when_busy, self.call.task
-        if policy is skip and task is None and not wanted(Busy):
-            return None
-        if task is not None:
-            task.meet(self.server, self.key, value)
+        self.call.meet(self.server, self.key, value)
+        policy = self.plan.when_busy or self.call.default_policy()
         if wanted(Busy):
             emit(Busy(self.key, self.name, value))
-        policy = policy or (skip if task is None else task.default_policy())
+        elif policy is skip:
+            return None
         try:
             return policy(AlreadyRunning(self.key, value.decode(errors="backslashreplace")))
         except CarryOn:
             msg = "when_busy ends in carry_on, which would run two at a time: write when_busy=skip or when_busy=fail"
             raise ConfigurationError(msg) from None
         except PutBack as wish:
-            if task is None:
-                raise wish.error from None
-            return task.put_back(self.server, self.key, wish)
+            return self.call.put_back(self.server, self.key, wish)
 
     def down(self, problem: Exception) -> Any:
         """What `when_down` gives, or `CARRIED_ON`."""
@@ -160,10 +159,8 @@ class Attempt:
         except CarryOn:
             return CARRIED_ON
         except PutBack as wish:
-            if self.call.task is None:
-                raise error from problem
             is_put_back = True
-            return self.call.task.put_back(self.server, self.key, wish)
+            return self.call.put_back(self.server, self.key, wish)
         finally:
             if not is_put_back:
                 self._no_longer_queued()
@@ -181,7 +178,7 @@ class Attempt:
             return
         self.lost = self._end()
         retained = self._retained()
-        note = None if self.call.task is None else self.call.task.note(self.key, self.ended_by)
+        note = self.call.note(self.key, self.ended_by)
         dialect, client = self.server.dialect, self.server.client
         lock = self.lock_of_redis_py.held(client, dialect, self.key, self.token, self.plan.ttl)
         outcome = None
@@ -228,8 +225,7 @@ class Attempt:
     def _retained(self) -> tuple[bytes, int] | None:
         """What is stored at the key after the run, and for how many milliseconds; None if it is released."""
         if not self._has_succeeded:
-            task = self.call.task
-            return None if task is None else task.stays(self.plan, self.ended_by)
+            return self.call.stays(self.plan, self.ended_by)
         if not self.plan.at_least:
             return None
         milliseconds = round((self._asked_at + self.plan.at_least - now()) * 1000)
@@ -237,8 +233,7 @@ class Attempt:
 
     def _released(self, outcome: Outcome | None, *, is_kept: bool) -> None:
         """The key has been released, or with None for an outcome nobody knows whether it has."""
-        if self.call.task is not None:
-            self.call.task.told(self.server, self.key, outcome)
+        self.call.told(self.server, self.key, outcome)
         if outcome is None:
             self.adrift(settled=True)
         elif outcome.fate == "taken" and self.lost is None:

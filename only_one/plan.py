@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from math import inf
@@ -37,66 +36,62 @@ class Options(NamedTuple):
     redis: Source | None
 
 
-class TaskRun(ABC):
-    """A Celery task's own run, as far as a cover has to do with it: what only the task knows, and can do."""
-
-    @abstractmethod
-    def default_policy(self) -> Policy:
-        """What a busy key means for it where nobody has said so."""
-
-    @abstractmethod
-    def check(self, plan: Plan) -> None:
-        """Refuse a plan that could not work in this app."""
-
-    @abstractmethod
-    def meet(self, server: Server, key: str, value: bytes) -> None:
-        """The key is taken by `value`: raise what is to be done if that is this very task."""
-
-    @abstractmethod
-    def put_back(self, server: Server, key: str, wish: PutBack) -> Any:
-        """Put it back into its queue."""
-
-    @abstractmethod
-    def may_begin(self, plan: Plan, server: Server, key: str) -> bool:
-        """The key is ours: whether the work is still to be done."""
-
-    @abstractmethod
-    def may_take(self, value: bytes) -> bool:
-        """Whether the key may be taken from `value`, which waits in a queue."""
-
-    @abstractmethod
-    def stays(self, plan: Plan, ended_by: BaseException | None) -> tuple[bytes, int] | None:
-        """What stands under the key after a run that has not succeeded, and for how many milliseconds; None if free."""
-
-    @abstractmethod
-    def note(self, key: str, ended_by: BaseException | None) -> Note | None:
-        """Where copies of its message are told that it has ended, if there may be any, and it has."""
-
-    @abstractmethod
-    def told(self, server: Server, key: str, outcome: Outcome | None) -> None:
-        """They have been told, if `outcome` says so; with None nobody knows."""
-
-
-class Call(NamedTuple):
-    """Who calls, as the key and the token name it.
+class Call:
+    """Who calls, and what a task's run has to say about it; these are the answers of a plain function.
 
     Attributes:
         name: the task's name, or the function's.
         identity: the same in a token.
         bound: the first argument is the task itself.
         app: the task's app; None for a plain function.
-        task: the run of a task; None for a plain function.
         key: the key as it is in Redis, where it has come with the task's message.
-        queued: the value with which it was put there when the task was queued.
+        queued: the value with which it was stored there when the task was queued.
     """
 
-    name: str
-    identity: Identity
-    bound: bool = False
     app: Any = None
-    task: TaskRun | None = None
     key: str | None = None
     queued: bytes | None = None
+
+    def __init__(self, name: str, identity: Identity, *, bound: bool = False) -> None:
+        self.name = name
+        self.identity = identity
+        self.bound = bound
+
+    def default_policy(self) -> Policy:
+        """What a busy key means where nobody has said so."""
+        return skip
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan that could not work in this app."""
+
+    def meet(self, server: Server, key: str, value: bytes) -> None:
+        """The key is taken by `value`: raise what is to be done if that is this very task."""
+
+    def put_back(self, server: Server, key: str, wish: PutBack) -> Any:  # noqa: ARG002 - a task's needs them
+        """Put the task back into its queue; here there is none.
+
+        Raises:
+            OnlyOneError: the error that asked for it.
+        """
+        wish.error.__suppress_context__ = True
+        raise wish.error
+
+    def may_begin(self, plan: Plan, server: Server, key: str) -> bool:  # noqa: ARG002
+        """The key is ours: whether the work is still to be done."""
+        return True
+
+    def may_take(self, value: bytes) -> bool:  # noqa: ARG002
+        """Whether the key may be taken from `value`, which waits in a queue."""
+        return True
+
+    def stays(self, plan: Plan, ended_by: BaseException | None) -> tuple[bytes, int] | None:
+        """What is stored after a run that has not succeeded, and for how many milliseconds; None if it is released."""
+
+    def note(self, key: str, ended_by: BaseException | None) -> Note | None:
+        """Where redeliveries of its message are told that it has ended, if there may be any, and it has."""
+
+    def told(self, server: Server, key: str, outcome: Outcome | None) -> None:
+        """They have been told, if `outcome` says so; with None nobody knows."""
 
 
 class Plan(NamedTuple):
@@ -189,9 +184,8 @@ class Cover:
 
     def make_plan(self, call: Call) -> Plan:
         """What is in force now; to be made anew when `configure` has been called since."""
-        plan = _make_plan(self._options, settings.current, call.task, *self._said_by(call.app))
-        if call.task is not None:
-            call.task.check(plan)
+        plan = _make_plan(self._options, settings.current, *self._said_by(call.app))
+        call.check(plan)
         self.plans[call.app] = plan
         return plan
 
@@ -223,7 +217,6 @@ def _refuse(error: KeyTemplateError) -> MakeKey:
 def _make_plan(
     options: Options,
     configured: settings.Settings,
-    task: TaskRun | None,
     of_app: settings.Settings,
     app_server: Callable[[], Source | None],
 ) -> Plan:
@@ -246,7 +239,7 @@ def _make_plan(
         at_least=options.at_least,
         takeover=settings.most_specific(options.takeover, said.takeover, True),
         when_lost=options.when_lost,
-        when_busy=settings.most_specific(options.when_busy, said.when_busy, None if task else skip),
+        when_busy=settings.most_specific(options.when_busy, said.when_busy, None),
         when_down=options.when_down,
         queue_timeout=settings.queue_timeout_of(said),
     )

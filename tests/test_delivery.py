@@ -498,7 +498,8 @@ def test_what_stays_under_the_key_for_a_retry(app: Celery) -> None:
         **request: Any,
     ) -> Any:  # fmt: skip
         told = {"id": "the-id", "retries": 4, "args": ["a"], "kwargs": {"b": 1}, "expires": None, "is_eager": False}
-        delivered = Delivery(task, SimpleNamespace(headers=None, **{**told, **request}), covers_queue=covers_queue)
+        of_task: Any = SimpleNamespace(headers=None, **{**told, **request})
+        delivered = Delivery(task, of_task, bound=False, covers_queue=covers_queue)
         sig = task.s("a", b=1) if said is None else said
         plan: Any = SimpleNamespace(queue_timeout=seconds)
         return delivered.stays(plan, ended_by or Retry(when=when, sig=sig))

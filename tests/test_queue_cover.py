@@ -1183,7 +1183,8 @@ def test_a_key_does_not_stay_queued_when_its_run_could_not_take_it(
         task.delay()
         value: Any = redis.get(f"{prefix}k")
         own = task.run.__only_one__
-        call = call_from_outside(task, own)._replace(key=f"{prefix}k", queued=value)
+        call = call_from_outside(task, own)
+        call.key, call.queued = f"{prefix}k", value
         with proxy.refused():
             with pytest.raises(LockUnavailable) if policy is fail else nullcontext():
                 run(own, call, (), {})

@@ -47,18 +47,22 @@ class Delivery(TaskCall):
         header: what the message carries for us.
     """
 
-    def __init__(self, task: Task, request: Any, *, covers_queue: bool) -> None:
+    def __init__(self, task: Task, request: Any, *, bound: bool, covers_queue: bool) -> None:
         """See above.
 
         Args:
             task: the task.
             request: its current request.
+            bound: the first argument of its function is the task itself.
             covers_queue: it is covered from queued to finished, through its waits for a retry, too.
         """
-        super().__init__(task)
+        super().__init__(task, Identity(task.name or "", request.id, request.retries), bound=bound)
         self.id = request.id
         self.attempt = request.retries
         self.header = header_of(request)
+        if covers_queue:
+            self.key = self.header.key
+            self.queued = self.header.token.encode() if self.header.token else None
         self._request = request
         self._covers_queue = covers_queue
         self._began = now()

@@ -18,7 +18,7 @@ from only_one.errors import AlreadyRunning, OnlyOneError
 from only_one.events import Busy, emit, logger
 from only_one.holder import Holder, Identity, is_dead
 from only_one.lock import drive, give_back
-from only_one.plan import Call, Cover, Policy
+from only_one.plan import Cover, Policy
 from only_one.policies import BufferOne, PutBack
 from only_one.protocol import TROUBLE, acquire, expiry_in, extend, replace, take_over
 from only_one.servers import Server
@@ -50,8 +50,8 @@ class Publication(TaskCall):
         self, task: Task, apply_async: Callable[..., Any], args: Any, kwargs: Any, options: dict[str, Any]
     ) -> None:
         """See `apply_async`, which is the task's own, for the others."""
-        super().__init__(task)
         self.id = options.get("task_id") or uuid()
+        super().__init__(task, Identity(task.name or "", self.id, 0, "queued"))
         self._apply_async = apply_async
         self._args = args
         self._kwargs = kwargs
@@ -80,8 +80,7 @@ class Publication(TaskCall):
     def _queue(self, cover: Cover) -> Any:
         if self._is_none_of_ours():
             return self._publish()
-        call = Call(self._task.name, Identity(self._task.name, self.id, 0, "queued"), app=self.app, task=self)
-        plan = cover.plan_for(call)
+        plan = cover.plan_for(self)
         delay = self._options.get("countdown") or self._options.get("eta")
         expires = self._options.get("expires", self._task.expires)
         seconds = waits_for(self.app, plan.queue_timeout, expires, delay)
@@ -90,9 +89,9 @@ class Publication(TaskCall):
             return self._publish()
         if self._is_waited_for and not is_newest_only:
             return self._publish()
-        key = plan.prefix + cover.make_key(call, *self._as_sent())
+        key = plan.prefix + cover.make_key(self, *self._as_sent())
         at_first = plan._replace(ttl=min(seconds, _UNTIL_PUBLISHED), limit=seconds, free_in=seconds)
-        this = Attempt(at_first, plan.server, call, key)
+        this = Attempt(at_first, plan.server, self, key)
         try:
             next_step = self._number(this, plan.server, cover) if is_newest_only else self._take(this, plan.server)
         except TROUBLE as error:

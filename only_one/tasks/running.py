@@ -33,7 +33,7 @@ def run_task(cover: Cover, wrapper: Callable[..., Any], args: Args, kwargs: Kwar
     """Run a function that may be that of the current task, if its key is free."""
     call = call_of(cover, wrapper, args)
     if call.key is not None and call.identity.attempt and not _is_kept(cover, call, args, kwargs):
-        call = call._replace(key=None)
+        call.key = None
     waited, pause = 0.0, _LOOKS_FIRST_AFTER
     while True:
         try:
@@ -68,15 +68,11 @@ def call_of(cover: Cover, wrapper: Callable[..., Any], args: tuple[Any, ...]) ->
             return call_from_outside(cover.task, cover)
         return cover.plain_bound if bound else cover.plain
     request = task.request
-    identity = Identity(task.name, request.id, request.retries)
     if _is_within(current_lease(), request.id, request.retries):
-        return Call(task.name, identity, bound, task.app, TaskCall(task))
-    delivery = Delivery(task, request, covers_queue=covers_queue)
-    if not covers_queue:
-        return Call(task.name, identity, bound, task.app, delivery)
-    request.only_one_has_begun = True
-    token = delivery.header.token
-    return Call(task.name, identity, bound, task.app, delivery, delivery.header.key, token.encode() if token else None)
+        return TaskCall(task, Identity(task.name, request.id, request.retries), bound=bound)
+    if covers_queue:
+        request.only_one_has_begun = True
+    return Delivery(task, request, bound=bound, covers_queue=covers_queue)
 
 
 def _is_kept(cover: Cover, call: Call, args: Args, kwargs: Kwargs) -> bool:
