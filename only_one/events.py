@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Union
+from typing import Literal
 
 from .callables import check_callable
 from .errors import LockUnavailable
@@ -17,17 +17,26 @@ logger = logging.getLogger("only_one")
 
 
 @dataclass(frozen=True)
-class Acquired:
-    """A call took its key and runs.
+class Event:
+    """Something that happened to a call; the kinds below add what else is known of it.
 
     Attributes:
         key: the key as it is in Redis.
         name: the task's or function's name.
-        token: the value with which it was taken.
     """
 
     key: str
     name: str
+
+
+@dataclass(frozen=True)
+class Acquired(Event):
+    """A call acquired its key and runs.
+
+    Attributes:
+        token: the value that it stored at the key.
+    """
+
     token: bytes
 
     @property
@@ -40,17 +49,13 @@ class Acquired:
 
 
 @dataclass(frozen=True)
-class Busy:
+class Busy(Event):
     """A call found its key taken, and did not run.
 
     Attributes:
-        key: the key as it is in Redis.
-        name: the task's or function's name.
-        value: what stands under the key.
+        value: what is stored at the key.
     """
 
-    key: str
-    name: str
     value: bytes
 
     @property
@@ -75,17 +80,13 @@ class Busy:
 
 
 @dataclass(frozen=True)
-class Reclaimed:
+class Reclaimed(Event):
     """A call took over a key whose holder is certainly dead, or forgotten by this very process.
 
     Attributes:
-        key: the key as it is in Redis.
-        name: the task's or function's name.
-        value: what stood under the key.
+        value: what was stored at the key.
     """
 
-    key: str
-    name: str
     value: bytes
 
     @property
@@ -98,20 +99,16 @@ class Reclaimed:
 
 
 @dataclass(frozen=True)
-class Released:
-    """A run ended and gave its key back.
+class Released(Event):
+    """A run ended and released its key.
 
     Attributes:
-        key: the key as it is in Redis.
-        name: the task's or function's name.
         outcome: "held" (it was ours until now), "gone" (it was not there any more, which is also how a release looks
             whose first reply was lost), "taken" (it was somebody else's, and left alone), "unknown" (the server could
             not be asked; it is released in the background), "kept" (it stays for the rest of `at_least`).
         seconds: how long the key was held.
     """
 
-    key: str
-    name: str
     outcome: Literal["held", "gone", "taken", "unknown", "kept"]
     seconds: float
 
@@ -120,18 +117,14 @@ class Released:
 
 
 @dataclass(frozen=True)
-class Lost:
+class Lost(Event):
     """A run lost its key while it ran; told as soon as that is known.
 
     Attributes:
-        key: the key as it is in Redis.
-        name: the task's or function's name.
         reason: as in `LockLost`.
-        value: what stands under the key instead, where that is known.
+        value: what is stored at the key instead, where that is known.
     """
 
-    key: str
-    name: str
     reason: str
     value: str
 
@@ -145,24 +138,19 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Down:
+class Down(Event):
     """A call could not ask the server for its key.
 
     Attributes:
-        key: the key as it is in Redis.
-        name: the task's or function's name.
         error: what `when_down` is told.
     """
 
-    key: str
-    name: str
     error: LockUnavailable
 
     def __str__(self) -> str:
         return f"{self.name}: {self.error}"
 
 
-Event = Union[Acquired, Busy, Reclaimed, Released, Lost, Down]
 Hook = Callable[[Event], object]
 
 _LEVELS: dict[type, int] = {

@@ -65,11 +65,12 @@ class Script:
 _RELEASE = Script("if value == ARGV[1] then return redis.call('del', KEYS[1]) end")
 _RENEW = Script("if value == ARGV[1] then return redis.call('pexpire', KEYS[1], ARGV[2]) end")
 # The new value may be there already, if the reply was lost and redis-py has sent the command again.
-_REPLACE = Script("""
+_IF_OLD_REPLACE = """
 if value == ARGV[1] or value == ARGV[2] then
     redis.call('set', KEYS[1], ARGV[2], 'PX', ARGV[3])
-    return 1
-end""")
+    return 1 + copies
+end"""
+_REPLACE = Script(f"local copies = 0{_IF_OLD_REPLACE}")
 _FENCE = Script("""
 if value == ARGV[1] then
     local time = redis.call('time')
@@ -90,12 +91,7 @@ end
 if lasts > 0 then redis.call('pexpire', KEYS[2], lasts) end
 """
 _RELEASE_NOTING = Script(f"{_NOTE_END}\nif value == ARGV[1] then return redis.call('del', KEYS[1]) + copies end")
-_REPLACE_NOTING = Script(f"""
-{_NOTE_END}
-if value == ARGV[1] or value == ARGV[2] then
-    redis.call('set', KEYS[1], ARGV[2], 'PX', ARGV[3])
-    return 1 + copies
-end""")
+_REPLACE_NOTING = Script(f"{_NOTE_END}{_IF_OLD_REPLACE}")
 _FENCE_REMEMBERED = 24 * 3600 * 1000
 """Milliseconds for which the last fencing token is remembered. The server's clock goes on where it is forgotten."""
 
