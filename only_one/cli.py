@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from .errors import OnlyOneError
 from .holder import printable
 from .inspection import Held, Place, held_in, place_of, read, release_in
-from .settings import check_prefix
+from .validation import check_prefix
 
 _COLUMNS = ("key", "state", "task", "id", "host", "pid", "since", "age", "free_by", "process")
 
@@ -37,8 +37,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m on
     try:
         place = place_of(given.redis, app)
         if given.prefix is not None:
-            check_prefix(given.prefix)
-            place = place._replace(prefix=given.prefix)
+            place = place._replace(prefix=check_prefix("prefix", given.prefix))
         status: int = given.command(place, given)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads has seen enough, as `head` has

@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from .callables import check_callable
 from .errors import LockUnavailable
 from .holder import Holder, printable
+from .validation import check_callable
 
 logger = logging.getLogger("only_one")
 

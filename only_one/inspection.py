@@ -9,12 +9,12 @@ from typing import Any, Literal, NamedTuple
 from redis.exceptions import ResponseError
 
 from . import settings
-from .covering import is_task, said_by
 from .errors import ConfigurationError
 from .holder import Holder, is_dead, machine
 from .lock import RAW, give_back
 from .plan import Cover
 from .servers import Server, Source, find_server
+from .wrapper import configured_by_app, is_task
 
 _AT_ONCE = 500
 
@@ -63,10 +63,10 @@ def place_of(redis: Source | None, app: Any) -> Place:
     Raises:
         ConfigurationError: for settings that could not work.
     """
-    of_app, app_server = said_by(app)
-    said = settings.current.over(of_app)
-    source = settings.source_of(said, app_server) if redis is None else redis
-    return Place(find_server(source), settings.most_specific(said.prefix, settings.DEFAULT_PREFIX))
+    of_app, app_server = configured_by_app(app)
+    merged = settings.merge(settings.current, of_app)
+    source = settings.source_of(merged, app_server) if redis is None else redis
+    return Place(find_server(source), merged.prefix)
 
 
 def held(match: str = "*", *, redis: Source | None = None, app: Any = None) -> Iterator[Held]:

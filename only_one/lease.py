@@ -12,8 +12,8 @@ from .holder import Holder
 from .lock import drive
 from .protocol import Outcome, extend, mint_fence, outcome
 from .servers import Server
-from .times import Seconds
-from .times import seconds as in_seconds
+from .validation import Seconds
+from .validation import seconds as in_seconds
 
 RENEWED_EVERY = 1 / 3
 """The part of a lease after which it is renewed."""

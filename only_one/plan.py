@@ -18,22 +18,8 @@ from .servers import Server, Source, find_server
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 Policy = Callable[[Any], Any]
-SaidBy = Callable[[Any], tuple[settings.Settings, Callable[[], Union[Source, None]]]]
+SaidBy = Callable[[Any], tuple[settings.Options, Callable[[], Union[Source, None]]]]
 """What a Celery app's configuration says, and where its own server is; with None that of the app that is current."""
-
-
-class Options(NamedTuple):
-    """What one decorator says; what it leaves to the settings is UNSET."""
-
-    timeout: float | None
-    lease: float | None
-    has_times: bool
-    at_least: float
-    when_busy: Any
-    when_lost: Policy
-    when_down: Policy
-    takeover: Any
-    redis: Source | None
 
 
 class Call:
@@ -113,7 +99,7 @@ class Plan(NamedTuple):
         queue_timeout: seconds that a task may wait in its queue before others no longer wait for it.
     """
 
-    made_from: settings.Settings
+    made_from: settings.Options
     server: Server | None
     prefix: str
     ttl: float
@@ -147,7 +133,7 @@ class Cover:
         function: Callable[..., Any],
         name: str,
         template: Any,
-        options: Options,
+        options: settings.Options,
         compile_key: Callable[[Any, bool], MakeKey],
         said_by: SaidBy,
         *,
@@ -215,35 +201,26 @@ def _refuse(error: KeyTemplateError) -> MakeKey:
 
 
 def _make_plan(
-    options: Options,
-    configured: settings.Settings,
-    of_app: settings.Settings,
+    options: settings.Options,
+    configured: settings.Options,
+    of_app: settings.Options,
     app_server: Callable[[], Source | None],
 ) -> Plan:
-    said = configured.over(of_app)
-    timeout, lease = options.timeout, options.lease
-    if not options.has_times:
-        timeout, lease = settings.check_times(said.timeout, said.lease)
-    if timeout is None and lease is None:
-        lease = settings.DEFAULT_LEASE
-    limit = inf if timeout is None else timeout
-    ttl = min(limit, inf if lease is None else lease)
+    merged = settings.merge(options, configured, of_app)
+    limit = inf if merged.timeout is None else merged.timeout
+    ttl = limit if merged.lease is None else min(limit, merged.lease)
     return Plan(
         made_from=configured,
-        server=_server(options, said, app_server) if settings.is_active(said) else None,
-        prefix=settings.most_specific(said.prefix, settings.DEFAULT_PREFIX),
+        server=find_server(settings.source_of(merged, app_server)) if settings.is_active(merged) else None,
+        prefix=merged.prefix,
         ttl=ttl,
         expiry=expiry_in(ttl),
         limit=limit,
-        free_in=None if limit == inf else limit,
-        at_least=options.at_least,
-        takeover=settings.most_specific(options.takeover, said.takeover, True),
-        when_lost=options.when_lost,
-        when_busy=settings.most_specific(options.when_busy, said.when_busy, None),
-        when_down=options.when_down,
-        queue_timeout=settings.queue_timeout_of(said),
+        free_in=merged.timeout,
+        at_least=merged.at_least,
+        takeover=merged.takeover,
+        when_lost=merged.when_lost,
+        when_busy=merged.when_busy,
+        when_down=merged.when_down,
+        queue_timeout=merged.queue_timeout,
     )
-
-
-def _server(options: Options, said: settings.Settings, app_server: Callable[[], Source | None]) -> Server:
-    return find_server(settings.source_of(said, app_server) if options.redis is None else options.redis)

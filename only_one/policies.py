@@ -1,17 +1,19 @@
-"""What a call gives when its key is busy or its server down: plain callables from the error to the result."""
+"""The policies of `when_busy`, `when_lost` and `when_down`: plain callables from the error to the call's result."""
 
 from __future__ import annotations
 
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from .errors import ConfigurationError, OnlyOneError
-from .times import Seconds, seconds
+from .validation import Seconds, check_callable, seconds_or_none
 
 
 class CarryOn(Exception):
     """Raised by `carry_on`, for the run that called it."""
 
 
+@dataclass(eq=False)
 class PutBack(Exception):
     """Raised by `retry` and `buffer_one`, for the run of a task that called them.
 
@@ -19,29 +21,21 @@ class PutBack(Exception):
         error: what is raised where there is no task that could be put back.
         countdown: seconds until it is delivered again, or None for a delay that grows.
         max_retries: how often at the most, or None for no limit.
-        only_newest: of all that wait for the key, only the newest is to.
+        only_newest: of all that wait for the key, only the newest must stay.
     """
 
-    def __init__(
-        self,
-        error: OnlyOneError,
-        countdown: float | None = None,
-        max_retries: int | None = None,
-        *,
-        only_newest: bool = False,
-    ) -> None:
-        self.error = error
-        self.countdown = countdown
-        self.max_retries = max_retries
-        self.only_newest = only_newest
+    error: OnlyOneError
+    countdown: float | None = None
+    max_retries: int | None = None
+    only_newest: bool = False
 
 
+@dataclass(frozen=True)
 class Retry:
-    """What `retry` gives: see there."""
+    """The policy that `retry` makes."""
 
-    def __init__(self, countdown: float | None, max_retries: int | None) -> None:
-        self.countdown = countdown
-        self.max_retries = max_retries
+    countdown: float | None
+    max_retries: int | None
 
     def __repr__(self) -> str:
         return f"retry(countdown={self.countdown!r}, max_retries={self.max_retries!r})"
@@ -51,11 +45,11 @@ class Retry:
         raise PutBack(error, self.countdown, self.max_retries)
 
 
+@dataclass(frozen=True)
 class BufferOne:
-    """What `buffer_one` gives: see there."""
+    """The policy that `buffer_one` makes."""
 
-    def __init__(self, countdown: float | None) -> None:
-        self.countdown = countdown
+    countdown: float | None
 
     def __repr__(self) -> str:
         return f"buffer_one(countdown={self.countdown!r})"
@@ -124,9 +118,38 @@ def buffer_one(countdown: Seconds | None = None) -> BufferOne:
 
 
 def _countdown(policy: str, countdown: object) -> float | None:
-    if countdown is None:
-        return None
     if isinstance(countdown, OnlyOneError):
         msg = f"{policy} was called with {countdown!r}: write {policy}(), with parentheses"
         raise ConfigurationError(msg)
-    return seconds("countdown", countdown, "for a delay that grows leave it out")
+    return seconds_or_none("countdown", countdown, "for a delay that grows leave it out")
+
+
+_UNFIT: list[tuple[str, object, str]] = [
+    ("when_busy", carry_on, "would run two at a time: write when_busy=skip or when_busy=fail"),
+    ("when_lost", skip, "comes when the run has begun: write when_lost=carry_on to let it go on, or when_lost=fail"),
+    ("when_lost", Retry, "is too late to wait: write when_lost=fail, and the task may retry by itself"),
+    ("when_lost", BufferOne, "is too late to wait: write when_lost=fail, and the task may retry by itself"),
+    ("when_down", BufferOne, "needs the server to say which task is the newest: write when_down=retry()"),
+]
+"""By option the policies that make no sense there, a function or a whole class, with what to write instead."""
+
+
+def check_policy(name: str, policy: Any) -> Any:
+    """A policy that makes sense for the option `name`.
+
+    Raises:
+        ConfigurationError: for one that does not, or that cannot be called with one error.
+    """
+    instead = "write skip, fail, or any callable that takes the error and returns the result"
+    if not callable(policy):
+        msg = f"{name}={policy!r}: {instead}"
+        raise ConfigurationError(msg)
+    if policy is retry or policy is buffer_one:
+        msg = f"{name}={policy.__name__}: write {name}={policy.__name__}(), with parentheses"
+        raise ConfigurationError(msg)
+    for option, unfit, why in _UNFIT:
+        if name == option and (policy is unfit or type(policy) is unfit):
+            msg = f"{name}={getattr(policy, '__name__', repr(policy))} {why}"
+            raise ConfigurationError(msg)
+    check_callable(name, policy, 1, instead)
+    return policy

@@ -20,13 +20,13 @@ from redis.client import Pipeline
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from .callables import check_callable
 from .direct import DirectClient
 from .errors import ConfigurationError
 from .interruptions import guarded
 from .nodes import ClusterNodes, Node, impatient
 from .protocol import Dialect
 from .twins import NO_LIMIT, RETRIED, RETRIES, Twin, async_twin, close_twin
+from .validation import check_callable
 
 logger = logging.getLogger("only_one")
 
@@ -105,12 +105,12 @@ _from_clients: WeakValueDictionary[int, Server] = WeakValueDictionary()
 _from_callables: WeakKeyDictionary[Callable[[], Any], Server] = WeakKeyDictionary()
 
 
-def check_source(source: object, name: str = "redis") -> None:
-    """Refuse what can be no server, before anything is sent.
+def check_source(name: str, source: Source) -> Source:
+    """A server, as a user names it; nothing is sent to it.
 
     Args:
-        source: what was given.
         name: where it was given, to say in an error.
+        source: what was given.
 
     Raises:
         ConfigurationError: saying what to write instead.
@@ -128,10 +128,11 @@ def check_source(source: object, name: str = "redis") -> None:
         msg = f"{name}= an asyncio client: give a sync one or a URL, the asyncio client is made from it"
         raise ConfigurationError(msg)
     elif not _is_client(source):
-        _check_callable_source(source, name)
+        _check_callable_source(name, source)
+    return source
 
 
-def _check_callable_source(source: object, name: str) -> None:
+def _check_callable_source(name: str, source: object) -> None:
     instead = "give a URL such as redis://host:6379/0, a client, or a callable that returns one"
     if not callable(source):
         msg = f"{name}= a {type(source).__name__}: {instead}"
@@ -145,7 +146,7 @@ def find_server(source: Source) -> Server:
     Raises:
         ConfigurationError: if a callable returns something else than a client or a URL.
     """
-    check_source(source)
+    check_source("redis", source)
     if isinstance(source, str) or _is_client(source):
         return _server_of(source)
     with suppress(TypeError, KeyError):
@@ -154,7 +155,7 @@ def find_server(source: Source) -> Server:
     if not isinstance(made, str) and not _is_client(made):
         msg = f"the callable given as redis= returned a {type(made).__name__}: return a client of redis-py"
         raise ConfigurationError(msg)
-    check_source(made)
+    check_source("redis", made)
     server = _server_of(made)
     with suppress(TypeError):  # for what cannot be looked up, as it has no hash or no weak references
         return _from_callables.setdefault(source, server)

@@ -1,19 +1,104 @@
-"""What holds for every decorator that does not say otherwise."""
+"""All options: their defaults, their checks, `configure`, the environment's variables, and which of them wins."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
-from .callables import check_callable
 from .errors import ConfigurationError
-from .policies import BufferOne, Retry, buffer_one, carry_on, retry, skip
+from .policies import carry_on, check_policy, fail
 from .servers import Source, check_source
-from .times import Seconds, seconds
+from .validation import Seconds, check_bool, check_prefix, seconds, seconds_or_none, seconds_or_zero
+
+Options = Mapping[str, Any]
+"""What one decorator, `configure` or a Celery app's configuration gives, by name; times are in seconds."""
+
+DEFAULT_LEASE = 30.0
+"""Seconds, where neither `timeout` nor `lease` is given."""
+
+DEFAULT_URL = "redis://localhost:6379/0"
+
+
+class Settings(NamedTuple):
+    """The effective options of a function, with their defaults; `only_one` and `configure` say what each is for."""
+
+    redis: Source | None = None
+    prefix: str = "only_one:"
+    timeout: float | None = None
+    lease: float | None = None
+    at_least: float = 0.0
+    queue_timeout: float = 3600.0
+    when_busy: Callable[[Any], Any] | None = None
+    when_lost: Callable[[Any], Any] = carry_on
+    when_down: Callable[[Any], Any] = fail
+    takeover: bool = True
+    active: bool | None = None
+
+
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "redis": check_source,
+    "prefix": check_prefix,
+    "timeout": partial(seconds_or_none, instead="for no limit leave it out"),
+    "lease": partial(seconds_or_none, instead="for the default of 30 s leave it out"),
+    "at_least": partial(seconds_or_zero, instead="for none leave it out"),
+    "queue_timeout": partial(seconds, instead="for the default of 1 h leave it out"),
+    "when_busy": check_policy,
+    "when_lost": check_policy,
+    "when_down": check_policy,
+    "takeover": check_bool,
+    "active": check_bool,
+}
+"""The check of each option: takes its name and the value that a user gives, and returns the value as it is used."""
+
+
+def check(given: Options, others: Options) -> Options:
+    """Check the options of a decorator, of `configure` or of a Celery app's configuration.
+
+    Args:
+        given: the values by name.
+        others: options that hold beside them: `lease` may not be longer than `timeout`, wherever each is set.
+
+    Returns:
+        The same options, with times in seconds.
+
+    Raises:
+        ConfigurationError: for a value that could not work, saying what to write instead.
+    """
+    checked = {name: CHECKS[name](name, value) for name, value in given.items()}
+    times = {**others, **checked}
+    limit = times.get("timeout")
+    for name in ("lease", "at_least"):
+        if limit is not None and (times.get(name) or 0) > limit:
+            shown = {**others, **given}
+            msg = (
+                f"{name}={shown[name]!r} is longer than timeout={shown['timeout']!r}: "
+                f"write a shorter {name}, or leave one of them out"
+            )
+            raise ConfigurationError(msg)
+    return checked
+
+
+def merge(*levels: Options) -> Settings:
+    """The effective options: each from the first level that gives it, else its default.
+
+    `timeout` and `lease` are taken together from one level.
+
+    Args:
+        levels: the most specific first: the decorator's, those of `configure`, the Celery app's.
+    """
+    merged: dict[str, Any] = {}
+    for level in reversed(levels):
+        if "timeout" in level or "lease" in level:
+            merged.update(timeout=None, lease=None)
+        merged.update(level)
+    if merged.get("timeout") is None and merged.get("lease") is None:
+        merged["lease"] = DEFAULT_LEASE
+    return Settings(**merged)
 
 
 class Unset:
@@ -25,47 +110,17 @@ class Unset:
 
 UNSET = Unset()
 
-
-class Settings(NamedTuple):
-    """What `configure` has been told; the fields are its parameters."""
-
-    redis: Any = UNSET
-    prefix: Any = UNSET
-    timeout: Any = UNSET
-    lease: Any = UNSET
-    queue_timeout: Any = UNSET
-    when_busy: Any = UNSET
-    takeover: Any = UNSET
-    active: Any = UNSET
-
-    def over(self, others: Settings) -> Settings:
-        """These, and the `others` where they say nothing; `timeout` and `lease` come from one of them together."""
-        has_times = self.timeout is not UNSET or self.lease is not UNSET
-        times = {name: getattr(self if has_times else others, name) for name in ("timeout", "lease")}
-        merged = {name: getattr(others, name) if value is UNSET else value for name, value in self._asdict().items()}
-        return Settings(**{**merged, **times})
-
-
-current = Settings()
-"""Replaced as a whole by `configure`, so that whoever has derived something from it sees that it is another."""
-
-
-DEFAULT_PREFIX = "only_one:"
-DEFAULT_LEASE = 30.0
-DEFAULT_QUEUE_TIMEOUT = 3600.0
-DEFAULT_URL = "redis://localhost:6379/0"
-
-_ON = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-
+current: Options = {}
+"""What `configure` has set; replaced as a whole, so that whoever has derived something sees that it is another."""
 
 _lock = threading.RLock()
 
 
-class _Layer(AbstractContextManager[None]):
-    """What one `configure` has given; as a context manager it is taken back at the end of the block."""
+class _Override(AbstractContextManager[None]):
+    """The options of one call of `configure`; as a context manager it withdraws them at the end of the block."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self.given = given
+    def __init__(self, options: Options) -> None:
+        self.options = options
         self.is_entered = False
 
     def __enter__(self) -> None:
@@ -73,18 +128,18 @@ class _Layer(AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         with _lock:
-            # With what was configured for good inside of the block, but not what other blocks hold, in other threads.
-            above = _layers.index(self)
-            _layers[above:] = [layer for layer in _layers[above:] if layer.is_entered and layer is not self]
+            # Also what was configured for good inside of the block, but not what the blocks of other threads hold.
+            start = _overrides.index(self)
+            _overrides[start:] = [each for each in _overrides[start:] if each.is_entered and each is not self]
             _combine()
 
 
-_layers: list[_Layer] = []
+_overrides: list[_Override] = []
 
 
 def _combine() -> None:
     global current  # noqa: PLW0603 - see its docstring
-    current = Settings(**{name: value for layer in _layers for name, value in layer.given.items()})
+    current = {name: value for override in _overrides for name, value in override.options.items()}
 
 
 def configure(
@@ -98,7 +153,7 @@ def configure(
     takeover: bool | Unset = UNSET,
     active: bool | Unset = UNSET,
 ) -> AbstractContextManager[None]:
-    """Set what holds for every decorator of this process that does not say otherwise.
+    """Set options for every decorator of this process that does not give them itself.
 
     What is not given stays as it is.
     As a context manager it restores at the end what was in force before.
@@ -109,7 +164,7 @@ def configure(
         timeout: seconds or timedelta, the longest that a run may hold its key.
         lease: seconds or timedelta, how long a key outlives a dead holder.
             `timeout` and `lease` go together: a decorator that gives one of them takes neither from here.
-        queue_timeout: seconds or timedelta for which a task that is covered from queued to finished, and has no
+        queue_timeout: seconds or timedelta for which a task that is unique from queued to finished, and has no
             `expires`, may wait in its queue before another is queued beside it (1 h).
         when_busy: what a call gives when its key is taken.
         takeover: whether a holder on this machine whose process is dead does not block.
@@ -119,178 +174,49 @@ def configure(
         ConfigurationError: for a value that could not work; nothing is changed.
     """
     given = {name: value for name, value in locals().items() if value is not UNSET}
-    check(given)
-    layer = _Layer(given)
     with _lock:
-        check_times(given.get("timeout", current.timeout), given.get("lease", current.lease))
-        _layers.append(layer)
+        override = _Override(check(given, current))
+        _overrides.append(override)
         _combine()
-    return layer
+    return override
 
 
-def check(given: Mapping[str, Any]) -> None:
-    """Refuse settings that could not work; `timeout` and `lease` are looked at by `check_times`.
-
-    Raises:
-        ConfigurationError: saying what to write instead.
-    """
-    if "redis" in given:
-        check_source(given["redis"])
-    if "prefix" in given:
-        check_prefix(given["prefix"])
-    if "when_busy" in given:
-        check_when_busy(given["when_busy"])
-    if "queue_timeout" in given:
-        seconds("queue_timeout", given["queue_timeout"], "for the default of 1 h leave it out")
-    check_takeover(given.get("takeover", UNSET))
-    if "active" in given and not isinstance(given["active"], bool):
-        msg = f"active={given['active']!r}: write active=True or active=False"
-        raise ConfigurationError(msg)
+CONFIGURABLE = tuple(inspect.signature(configure).parameters)
+"""The names of the options that `configure` and a Celery app's configuration take."""
 
 
-def check_prefix(prefix: object) -> None:
-    """Refuse a prefix with braces: they would move some keys of a cluster to other slots than those beside them.
-
-    Raises:
-        ConfigurationError: saying what to write instead.
-    """
-    if not isinstance(prefix, str) or "{" in prefix or "}" in prefix:
-        msg = f"prefix={prefix!r}: write a str without braces, such as prefix='myapp:only_one:'"
-        raise ConfigurationError(msg)
-
-
-def check_policy(name: str, policy: Any) -> None:
-    """Refuse a policy that cannot be called.
-
-    Raises:
-        ConfigurationError: saying what to write instead.
-    """
-    instead = "write skip, fail, or any callable that takes the error and returns the result"
-    if not callable(policy):
-        msg = f"{name}={policy!r}: {instead}"
-        raise ConfigurationError(msg)
-    for each in (retry, buffer_one):
-        if policy is each:
-            msg = f"{name}={each.__name__}: write {name}={each.__name__}(), with parentheses"
-            raise ConfigurationError(msg)
-    if isinstance(policy, BufferOne) and name != "when_busy":
-        msg = f"{name}=buffer_one() needs the server to say which task is the newest: write {name}=retry()"
-        raise ConfigurationError(msg)
-    check_callable(name, policy, 1, instead)
-
-
-def check_when_busy(policy: object) -> None:
-    """Refuse what is no policy for a busy key.
-
-    Raises:
-        ConfigurationError: saying what to write instead.
-    """
-    check_policy("when_busy", policy)
-    if policy is carry_on:
-        msg = "when_busy=carry_on would run two at a time: write when_busy=skip or when_busy=fail"
-        raise ConfigurationError(msg)
-
-
-def check_when_lost(policy: object) -> None:
-    """Refuse what is no policy for a lost key.
-
-    Raises:
-        ConfigurationError: saying what to write instead.
-    """
-    if isinstance(policy, (Retry, BufferOne)):
-        msg = "when_lost is too late to wait: write when_lost=fail to stop the run, and the task may retry by itself"
-        raise ConfigurationError(msg)
-    check_policy("when_lost", policy)
-    if policy is skip:
-        msg = (
-            "when_lost=skip: the run has begun; write when_lost=carry_on to let it go on, or when_lost=fail to stop it"
-        )
-        raise ConfigurationError(msg)
-
-
-def check_takeover(takeover: object) -> None:
-    """Refuse what is neither True nor False.
-
-    Raises:
-        ConfigurationError: saying what to write instead.
-    """
-    if takeover is not UNSET and not isinstance(takeover, bool):
-        msg = f"takeover={takeover!r}: write takeover=True or takeover=False"
-        raise ConfigurationError(msg)
-
-
-def check_at_least(at_least: object, limit: float | None) -> float:
-    """`at_least` in seconds; 0 for a key that is given back at once.
-
-    Raises:
-        ConfigurationError: for a time that could not work.
-    """
-    if at_least in (0, timedelta(0)) and not isinstance(at_least, bool):
-        return 0.0
-    kept = seconds("at_least", at_least, "for none leave it out")
-    if limit is not None and kept > limit:
-        msg = f"at_least={at_least!r} is longer than timeout={limit:g}: write a shorter one, or leave one of them out"
-        raise ConfigurationError(msg)
-    return kept
-
-
-def check_times(timeout: object, lease: object) -> tuple[float | None, float | None]:
-    """`timeout` and `lease` in seconds, with None for what is not given.
-
-    Raises:
-        ConfigurationError: for times that could not work.
-    """
-    limit = None if _absent(timeout) else seconds("timeout", timeout, "for no limit leave it out")
-    renewed = None if _absent(lease) else seconds("lease", lease, "for the default of 30 s leave it out")
-    if limit is not None and renewed is not None and renewed > limit:
-        msg = f"lease={lease!r} is longer than timeout={timeout!r}: write a shorter lease, or leave one of them out"
-        raise ConfigurationError(msg)
-    return limit, renewed
-
-
-def queue_timeout_of(settings: Settings) -> float:
-    """`queue_timeout` in seconds."""
-    given: Seconds = most_specific(settings.queue_timeout, DEFAULT_QUEUE_TIMEOUT)
-    return given.total_seconds() if isinstance(given, timedelta) else given
-
-
-def _absent(value: object) -> bool:
-    return value is None or value is UNSET
+_SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
 def is_active(settings: Settings) -> bool:
     """Whether keys are taken at all: as configured, else as `ONLY_ONE_ACTIVE` says, else yes.
 
     Raises:
-        ConfigurationError: if the environment says what cannot be understood.
+        ConfigurationError: if the environment's value cannot be understood.
     """
-    if settings.active is not UNSET:
-        return bool(settings.active)
-    said = os.environ.get("ONLY_ONE_ACTIVE") or "1"  # empty, as compose files pass what is not set
-    try:
-        return _ON[said.lower()]
-    except KeyError:
-        msg = f"the environment has ONLY_ONE_ACTIVE={said!r}: write ONLY_ONE_ACTIVE=0 or ONLY_ONE_ACTIVE=1"
-        raise ConfigurationError(msg) from None
+    if settings.active is not None:
+        return settings.active
+    value = os.environ.get("ONLY_ONE_ACTIVE") or "1"  # empty, as compose files pass what is not set
+    if value.lower() not in _SWITCH:
+        msg = f"the environment has ONLY_ONE_ACTIVE={value!r}: write ONLY_ONE_ACTIVE=0 or ONLY_ONE_ACTIVE=1"
+        raise ConfigurationError(msg)
+    return _SWITCH[value.lower()]
 
 
-def source_of(settings: Settings, otherwise: Callable[[], Source | None] = lambda: None) -> Source:
-    """Where the keys are kept, for a decorator that does not say.
+def source_of(settings: Settings, app_server: Callable[[], Source | None]) -> Source:
+    """The server that keeps the keys.
 
     Args:
-        settings: what has been configured.
-        otherwise: asked where neither they nor `ONLY_ONE_REDIS_URL` say it, and before the default.
+        settings: what is in force.
+        app_server: gives the Celery app's own server, where neither the settings nor `ONLY_ONE_REDIS_URL` name one.
 
     Raises:
         ConfigurationError: if the environment's URL is none.
     """
-    if settings.redis is not UNSET:
+    if settings.redis is not None:
         return settings.redis
     url = os.environ.get("ONLY_ONE_REDIS_URL")
-    if url:
-        check_source(url, "ONLY_ONE_REDIS_URL")
-        return url
-    return otherwise() or DEFAULT_URL
+    return check_source("ONLY_ONE_REDIS_URL", url) if url else app_server() or DEFAULT_URL
 
 
 def _begin_anew_in_child() -> None:
@@ -300,8 +226,3 @@ def _begin_anew_in_child() -> None:
 
 with suppress(AttributeError):  # where nothing forks
     os.register_at_fork(after_in_child=_begin_anew_in_child)
-
-
-def most_specific(*values: Any) -> Any:
-    """The first value that is set; the last is the default."""
-    return next(value for value in values if value is not UNSET)

@@ -228,7 +228,7 @@ def test_the_settings_of_an_app_hold_where_it_is_given(redis_url: str) -> None:
     from only_one import settings  # noqa: PLC0415
 
     with pytest.MonkeyPatch.context() as patch, Redis.from_url(redis_url) as client:
-        patch.setattr(settings, "current", settings.Settings())
+        patch.setattr(settings, "current", {})
         assert [each.key for each in held(app=app)] == [name]
         assert release_key(name, "x", app=app)
         assert not client.exists(name)

@@ -669,8 +669,8 @@ def test_called_directly_it_is_covered_like_a_function(app: Celery, busy: KeyIsB
 
 def test_called_directly_and_queued_it_has_one_key_on_its_apps_server(new_app: Any) -> None:
     with redis_server() as own, Redis.from_url(own.url) as client, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settings, "_layers", [])  # not even what each test has configured for it
-        patch.setattr(settings, "current", settings.Settings())
+        patch.setattr(settings, "_overrides", [])  # not even what each test has configured for it
+        patch.setattr(settings, "current", {})
         app = new_app(result_backend=own.url, only_one_prefix="own:", only_one_timeout=500)
 
         def look() -> Any:

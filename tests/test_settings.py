@@ -61,8 +61,8 @@ def servers() -> Iterator[list[RedisServer]]:
 def unconfigured(prefix: str) -> Iterator[None]:
     """Nothing is configured at all, not even the prefix of each test."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settings, "_layers", [])
-        patch.setattr(settings, "current", settings.Settings())
+        patch.setattr(settings, "_overrides", [])
+        patch.setattr(settings, "current", {})
         yield
 
 

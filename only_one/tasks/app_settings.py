@@ -13,10 +13,9 @@ from kombu.utils.imports import symbol_by_name
 from only_one.errors import ConfigurationError
 from only_one.events import logger
 from only_one.servers import Source
-from only_one.settings import Settings, check, check_times
+from only_one.settings import CONFIGURABLE, Options, check
 
-_NAMES = Settings._fields
-_NEARLY_OURS = re.compile(rf"(\w+_)?only_one_({'|'.join(_NAMES)})\w*", re.IGNORECASE)
+_NEARLY_OURS = re.compile(rf"(\w+_)?only_one_({'|'.join(CONFIGURABLE)})\w*", re.IGNORECASE)
 
 _warned: set[tuple[str | None, str]] = set()
 
@@ -40,41 +39,39 @@ def current_app() -> Celery | None:
     return None
 
 
-def said_by(app: Celery | None) -> tuple[Settings, Callable[[], Source | None]]:
+def said_by(app: Celery | None) -> tuple[Options, Callable[[], Source | None]]:
     """What an app says, and where its own server is.
 
     Args:
         app: a task's app; None for a plain function, which has that of the current one, if there is one.
     """
     app = app or current_app()
-    return (Settings(), lambda: None) if app is None else (settings_of(app), functools.partial(server_of, app))
+    return ({}, lambda: None) if app is None else (settings_of(app), functools.partial(server_of, app))
 
 
-def settings_of(app: Celery) -> Settings:
+def settings_of(app: Celery) -> Options:
     """The settings in an app's configuration, which is loaded by then.
 
     Raises:
         ConfigurationError: for one that could not work.
     """
-    said: dict[str, Any] = {name: app.conf.get(f"only_one_{name}") for name in _NAMES}
+    said: dict[str, Any] = {name: app.conf.get(f"only_one_{name}") for name in CONFIGURABLE}
     _warn_of_others(app)
     # None is also what a settings module has that takes it from an environment in which it is not.
     given = {name: value for name, value in said.items() if value is not None}
     if isinstance(said["when_busy"], str):
         given["when_busy"] = _policy("when_busy", said["when_busy"])
     try:
-        check(given)
-        check_times(said["timeout"], said["lease"])
+        return check(given, {})
     except ConfigurationError as error:
         msg = f"the configuration of the app {app.main!r} has only_one_{error}"
         raise ConfigurationError(msg) from None
-    return Settings(**given)
 
 
 def _warn_of_others(app: Celery) -> None:
     """Warn once of what nobody reads: a setting in another namespace, or without one, or of nearly the same name."""
     namespace = f"{app.namespace.rstrip('_')}_" if app.namespace else ""
-    ours = [f"only_one_{name}" for name in _NAMES]
+    ours = [f"only_one_{name}" for name in CONFIGURABLE]
     read = [(namespace + each).upper() if namespace.isupper() else (namespace + each).lower() for each in ours]
     for name in map(str, app.conf):
         if _NEARLY_OURS.fullmatch(name) and name not in {*ours, *read} and (app.main, name) not in _warned:

@@ -9,12 +9,13 @@ from typing import Any, NoReturn
 
 from celery import Task
 
-from only_one.covering import check_function, cover_run
 from only_one.errors import ConfigurationError, OnlyOneError
 from only_one.events import logger
 from only_one.keys import compile_key
-from only_one.plan import Cover, Options
+from only_one.plan import Cover
 from only_one.policies import Retry
+from only_one.settings import Options
+from only_one.wrapper import check_function, wrap
 
 from . import beat as beat  # which listens from now on, as the next three do
 from . import endings as endings
@@ -40,9 +41,10 @@ def cover_task(found: Any, key: Any, options: Options) -> Any:
         KeyTemplateError: for a key that could not work.
         ConfigurationError: for an option that could not work, or something that cannot be covered.
     """
-    if isinstance(options.when_busy, Retry):
+    policy = options.get("when_busy")
+    if isinstance(policy, Retry):
         msg = (
-            f"when_busy={options.when_busy!r} above @app.task: there is nothing to put back yet when a task is queued; "
+            f"when_busy={policy!r} above @app.task: there is nothing to put back yet when a task is queued; "
             "write @only_one below @app.task, or buffer_one()"
         )
         raise ConfigurationError(msg)
@@ -82,14 +84,14 @@ def _install(task: Task, key: Any, options: Options) -> None:
             f"{task!r} has no name before it is registered: write only_one(app.register_task({type(task).__name__}()))"
         )
         raise ConfigurationError(msg)
-    wrapper = cover_run(task, key, options)
+    wrapper = wrap(task.run, key, options, task)
     task.apply_async = _covered(task, wrapper.__only_one__)
     task.run = wrapper
     vars(task)["only_one_spelling"] = spelling
 
 
 def _spelling(key: Any, options: Options) -> str:
-    return repr([_spelt(each) for each in (key, *options)])
+    return repr([_spelt(each) for each in (key, *options, *options.values())])
 
 
 def _spelt(value: Any) -> str:

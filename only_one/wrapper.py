@@ -1,4 +1,4 @@
-"""What can be covered, and the function that runs in its place."""
+"""The wrapper that runs in place of a decorated function, sync or async, and what can be decorated at all."""
 
 from __future__ import annotations
 
@@ -10,58 +10,48 @@ from typing import Any
 
 from .errors import ConfigurationError, KeyTemplateError
 from .keys import MakeKey, compile_key, has_field
-from .plan import Cover, Options
+from .plan import Cover
 from .run import run, run_async
 from .servers import Source
-from .settings import Settings
+from .settings import Options
 
 _CELERY = "celery.app.task"
 """Celery is not imported by us, but a task can only be running where others have imported it."""
 
 
-def is_task(found: Any) -> bool:
-    """Whether it is a Celery task, or a proxy of one, by its type alone."""
-    return any(base.__module__ in ("celery.local", _CELERY) for base in type(found).__mro__)
+def is_task(target: Any) -> bool:
+    """Whether `target` is a Celery task, or a proxy of one, by its type alone: much else evaluates a lazy task."""
+    return any(base.__module__ in ("celery.local", _CELERY) for base in type(target).__mro__)
 
 
-def cover_function(function: Any, key: Any, options: Options) -> Any:
-    """A function in whose place only one run at a time is under way.
+def wrap(function: Any, key: Any, options: Options, task: Any = None) -> Any:
+    """The wrapper of a function, of which only one call at a time runs.
+
+    Args:
+        function: what is decorated.
+        key: a template, or a callable of the call's arguments.
+        options: the decorator's.
+        task: the Celery task whose `run` is wrapped, where it is unique from queued to finished.
 
     Raises:
         KeyTemplateError: for a key that could not work.
-        ConfigurationError: for something that cannot be covered.
+        ConfigurationError: for something that cannot be decorated.
     """
     check_function(function)
-    check_not_twice(function, key)
-    name = qualified_name(function)
-    if has_field(key, "name"):
-        check_name(function)
+    _check_not_twice(function, key)
     signature = _signature(function)
     first = next(iter(signature.parameters), None)
-    takes_self = first == "self"
-    if has_field(key, "md5") and first in ("self", "cls"):
-        check_method(function, first)
+    if task is None and has_field(key, "name"):
+        _check_name(function)
+    if task is None and first in ("self", "cls") and has_field(key, "md5"):
+        _check_method(function, first)
+    name = _qualified_name(function) if task is None else task.name
+    takes_self = task is None and first == "self"
     compiled = functools.partial(_compile, signature)
-    return _wrap(Cover(function, name, key, options, compiled, said_by, takes_self=takes_self))
-
-
-def cover_run(task: Any, key: Any, options: Options) -> Any:
-    """What is to be a task's `run`, where the task is covered from queued to finished.
-
-    Raises:
-        KeyTemplateError: for a key that could not work.
-        ConfigurationError: for something that cannot be covered.
-    """
-    check_function(task.run)
-    check_not_twice(task.run, key)
-    compiled = functools.partial(_compile, _signature(task.run))
-    return _wrap(Cover(task.run, task.name, key, options, compiled, said_by, takes_self=False, task=task))
-
-
-def _wrap(cover: Cover) -> Any:
-    wrapper = _wrap_async(cover) if inspect.iscoroutinefunction(cover.function) else _wrap_sync(cover)
+    cover = Cover(function, name, key, options, compiled, configured_by_app, takes_self=takes_self, task=task)
+    wrapper = _wrap_async(cover) if inspect.iscoroutinefunction(function) else _wrap_sync(cover)
     # Celery checks the arguments of `.delay()` by the signature, and does not follow `__wrapped__` to find it.
-    wrapper.__signature__ = _signature(cover.function)
+    wrapper.__signature__ = signature
     wrapper.__only_one__ = cover
     return wrapper
 
@@ -92,10 +82,10 @@ def _tasks() -> Any:
     return running
 
 
-def said_by(app: Any) -> tuple[Settings, Callable[[], Source | None]]:
-    """What a Celery app says, and where its own server is; with None that of the app that is current, if one is."""
+def configured_by_app(app: Any) -> tuple[Options, Callable[[], Source | None]]:
+    """The options in a Celery app's configuration, and what gives its own server; None is the current app, if any."""
     if _CELERY not in sys.modules:
-        return Settings(), lambda: None
+        return {}, lambda: None
     from .tasks import app_settings  # noqa: PLC0415 - not before Celery is there
 
     return app_settings.said_by(app)
@@ -109,11 +99,11 @@ def _compile(signature: inspect.Signature, key: Any, bound: bool) -> MakeKey:  #
     return compile_key(key, signature)
 
 
-# What can be covered
+# What can be decorated
 
 
 def check_function(function: Any) -> None:
-    """Refuse what cannot be covered.
+    """Refuse what cannot be decorated.
 
     Raises:
         ConfigurationError: saying what to write instead.
@@ -143,19 +133,53 @@ def _why_not(function: Any) -> str | None:
     return None
 
 
-def check_not_twice(function: Any, key: Any) -> None:
-    """Refuse a second cover with the key of the first, which would find itself busy in every call.
-
-    Raises:
-        ConfigurationError: saying what to write instead.
-    """
-    covered = getattr(function, "__only_one__", None)
-    if covered is not None and covered.template == key:
+def _check_not_twice(function: Any, key: Any) -> None:
+    """Refuse a second decorator with the key of the first: it would find itself busy in every call."""
+    decorated = getattr(function, "__only_one__", None)
+    if decorated is not None and decorated.template == key:
         msg = f"{function.__qualname__} is covered with key={key!r} already: write one @only_one, or another key"
         raise ConfigurationError(msg)
 
 
-def check_method(function: Callable[..., Any], first: str) -> None:
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(function)
+    except ValueError:
+        msg = f"only_one cannot cover {function!r}, whose parameters are unknown: write @only_one above a def around it"
+        raise ConfigurationError(msg) from None
+
+
+def _qualified_name(function: Callable[..., Any]) -> str:
+    """`module.qualname`, where a program that was started with `-m` has its module's name, and not `__main__`."""
+    return f"{_module(function) or function.__module__}.{function.__qualname__}"
+
+
+def _module(function: Callable[..., Any]) -> str | None:
+    """The name by which everybody else knows a function's module, or None where there is no such name."""
+    if function.__module__ not in ("__main__", "__mp_main__"):
+        return function.__module__
+    spec = getattr(inspect.unwrap(function), "__globals__", {}).get("__spec__")
+    return getattr(spec, "name", None)
+
+
+def _check_name(function: Callable[..., Any]) -> None:
+    """Refuse `{name}` where two different functions would have the same.
+
+    Raises:
+        KeyTemplateError: saying what to write instead.
+    """
+    if function.__name__ == "<lambda>":
+        msg = "a lambda has no {name}: write @only_one('a-key') above a def, or key=lambda … if it was meant as the key"
+        raise KeyTemplateError(msg)
+    if _module(function) is None:
+        msg = (
+            f"{{name}} of {function.__qualname__} in __main__ would be the same in every program: "
+            f"write a key, such as @only_one('{function.__name__}-of-my-program'), or start it with python -m"
+        )
+        raise KeyTemplateError(msg)
+
+
+def _check_method(function: Callable[..., Any], first: str) -> None:
     """Refuse `{md5}` above a method of a plain class: its object is an argument, too, and has no digest.
 
     A class with annotations may become a dataclass, which has one, and `run` may be that of a task, which is left out.
@@ -175,41 +199,3 @@ def check_method(function: Callable[..., Any], first: str) -> None:
         f"write a key that says which calls exclude each other, such as @only_one('{instead}')"
     )
     raise KeyTemplateError(msg)
-
-
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    try:
-        return inspect.signature(function)
-    except ValueError:
-        msg = f"only_one cannot cover {function!r}, whose parameters are unknown: write @only_one above a def around it"
-        raise ConfigurationError(msg) from None
-
-
-def qualified_name(function: Callable[..., Any]) -> str:
-    """`module.qualname`, where a program that was started with `-m` has its module's name, and not `__main__`."""
-    return f"{_module(function) or function.__module__}.{function.__qualname__}"
-
-
-def _module(function: Callable[..., Any]) -> str | None:
-    """The name by which everybody else knows a function's module, or None where there is no such name."""
-    if function.__module__ not in ("__main__", "__mp_main__"):
-        return function.__module__
-    spec = getattr(inspect.unwrap(function), "__globals__", {}).get("__spec__")
-    return getattr(spec, "name", None)
-
-
-def check_name(function: Callable[..., Any]) -> None:
-    """Refuse `{name}` where two different functions would have the same.
-
-    Raises:
-        KeyTemplateError: saying what to write instead.
-    """
-    if function.__name__ == "<lambda>":
-        msg = "a lambda has no {name}: write @only_one('a-key') above a def, or key=lambda … if it was meant as the key"
-        raise KeyTemplateError(msg)
-    if _module(function) is None:
-        msg = (
-            f"{{name}} of {function.__qualname__} in __main__ would be the same in every program: "
-            f"write a key, such as @only_one('{function.__name__}-of-my-program'), or start it with python -m"
-        )
-        raise KeyTemplateError(msg)
