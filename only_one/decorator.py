@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, overload
 
 from .errors import ConfigurationError
 from .policies import carry_on, fail
@@ -15,7 +15,7 @@ from .validation import Seconds
 from .wrapper import is_task, wrap
 
 if TYPE_CHECKING:
-    from typing_extensions import Never, TypeVar
+    from typing_extensions import Never, TypedDict, TypeVar, Unpack
 
     from .errors import AlreadyRunning, LockLost, LockUnavailable
 
@@ -25,6 +25,23 @@ if TYPE_CHECKING:
     Down = TypeVar("Down", default=Never)
     Busy_co = TypeVar("Busy_co", covariant=True)
     Down_co = TypeVar("Down_co", covariant=True)
+    Time = Seconds | Unset | None
+
+    class Keywords(TypedDict, Generic[Busy, Down], total=False):
+        """What `only_one` takes by keyword alone; `Busy` and `Down` are what its policies return."""
+
+        lease: Time
+        at_least: Seconds
+        when_busy: Callable[[AlreadyRunning], Busy]
+        when_lost: Callable[[LockLost], object]
+        when_down: Callable[[LockUnavailable], Down]
+        takeover: bool
+        redis: Source | None
+
+    class KeywordsAndKey(Keywords[Busy, Down], total=False):
+        """The same, where the key is not given by position."""
+
+        key: str | Callable[..., str]
 
     class CeleryTask(Protocol):
         """A task, which stays what it is: what its policies return comes to its results."""
@@ -51,77 +68,19 @@ DEFAULT_KEY = "{name}:{md5}"
 
 
 @overload
-def only_one(
-    task: AnyTask,
-    /,
-    timeout: Seconds | Unset | None = ...,
-    *,
-    key: str | Callable[..., str] = ...,
-    lease: Seconds | Unset | None = ...,
-    at_least: Seconds = ...,
-    when_busy: Callable[[AlreadyRunning], object] = ...,
-    when_lost: Callable[[LockLost], object] = ...,
-    when_down: Callable[[LockUnavailable], object] = ...,
-    takeover: bool = ...,
-    redis: Source | None = ...,
-) -> AnyTask: ...
+def only_one(task: AnyTask, /, timeout: Time = ..., **options: Unpack[KeywordsAndKey[object, object]]) -> AnyTask: ...
 @overload
 def only_one(
-    function: Callable[P, Coroutine[Any, Any, R]],
-    /,
-    timeout: Seconds | Unset | None = ...,
-    *,
-    key: str | Callable[..., str] = ...,
-    lease: Seconds | Unset | None = ...,
-    at_least: Seconds = ...,
-    when_busy: Callable[[AlreadyRunning], Busy] = ...,
-    when_lost: Callable[[LockLost], object] = ...,
-    when_down: Callable[[LockUnavailable], Down] = ...,
-    takeover: bool = ...,
-    redis: Source | None = ...,
+    function: Callable[P, Coroutine[Any, Any, R]], /, timeout: Time = ..., **options: Unpack[KeywordsAndKey[Busy, Down]]
 ) -> Callable[P, Coroutine[Any, Any, R | Busy | Down]]: ...
 @overload
 def only_one(
-    function: Callable[P, R],
-    /,
-    timeout: Seconds | Unset | None = ...,
-    *,
-    key: str | Callable[..., str] = ...,
-    lease: Seconds | Unset | None = ...,
-    at_least: Seconds = ...,
-    when_busy: Callable[[AlreadyRunning], Busy] = ...,
-    when_lost: Callable[[LockLost], object] = ...,
-    when_down: Callable[[LockUnavailable], Down] = ...,
-    takeover: bool = ...,
-    redis: Source | None = ...,
+    function: Callable[P, R], /, timeout: Time = ..., **options: Unpack[KeywordsAndKey[Busy, Down]]
 ) -> Callable[P, R | Busy | Down]: ...
 @overload
-def only_one(
-    key: str,
-    /,
-    timeout: Seconds | Unset | None = ...,
-    *,
-    lease: Seconds | Unset | None = ...,
-    at_least: Seconds = ...,
-    when_busy: Callable[[AlreadyRunning], Busy] = ...,
-    when_lost: Callable[[LockLost], object] = ...,
-    when_down: Callable[[LockUnavailable], Down] = ...,
-    takeover: bool = ...,
-    redis: Source | None = ...,
-) -> Decorator[Busy, Down]: ...
+def only_one(key: str, /, timeout: Time = ..., **options: Unpack[Keywords[Busy, Down]]) -> Decorator[Busy, Down]: ...
 @overload
-def only_one(
-    *,
-    timeout: Seconds | Unset | None = ...,
-    key: str | Callable[..., str] = ...,
-    lease: Seconds | Unset | None = ...,
-    at_least: Seconds = ...,
-    when_busy: Callable[[AlreadyRunning], Busy] = ...,
-    when_lost: Callable[[LockLost], object] = ...,
-    when_down: Callable[[LockUnavailable], Down] = ...,
-    takeover: bool = ...,
-    redis: Source | None = ...,
-) -> Decorator[Busy, Down]: ...
+def only_one(*, timeout: Time = ..., **options: Unpack[KeywordsAndKey[Busy, Down]]) -> Decorator[Busy, Down]: ...
 def only_one(
     function_or_key: Any = UNSET,
     /,
