@@ -62,7 +62,7 @@ class Attempt:
         self.server = server
         self.call = call
         self.key = key
-        self.token = call.identity.token(plan.free_in)
+        self.token = call.identity.token(plan.timeout)
         self._process = generation()
         self._asked_at = now()  # before the command is sent, so that the key never outlives what its holder believes
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
+from inspect import Parameter, Signature
 from math import inf
-from typing import Any, NamedTuple, Union
+from typing import Any, Union
 
 from . import settings
 from .errors import KeyTemplateError
 from .holder import Identity
-from .keys import MakeKey
+from .keys import MakeKey, compile_key
 from .policies import PutBack, skip
 from .protocol import Expiry, Note, Outcome, expiry_in
 from .servers import Server, Source, find_server
@@ -80,38 +82,23 @@ class Call:
         """They have been told, if `outcome` says so; with None nobody knows."""
 
 
-class Plan(NamedTuple):
-    """What the decorator and the settings come to.
+@dataclass(frozen=True, kw_only=True)
+class Plan(settings.Settings):
+    """The options that are in force for a function, and what follows from them.
 
     Attributes:
-        made_from: the settings that it was made from.
+        made_from: what `configure` had set when it was made.
         server: None where the locking is switched off.
-        prefix: what every key begins with.
-        ttl: seconds that the key is first taken for.
+        ttl: seconds that the key is first acquired for.
         expiry: the same as it is sent.
         limit: seconds that a run may hold it, or infinity.
-        free_in: seconds after which the key is free at the latest, or None if it is renewed without limit.
-        at_least: seconds for which the key is kept, from when it was taken, after a run that has succeeded.
-        takeover: whether a dead holder on this machine does not block.
-        when_busy: what a call gives whose key is taken; None where that is for the task to say.
-        when_lost: what is done about a key that is lost during the run.
-        when_down: what a call gives whose server cannot be asked.
-        queue_timeout: seconds that a task may wait in its queue before others no longer wait for it.
     """
 
     made_from: settings.Options
     server: Server | None
-    prefix: str
     ttl: float
     expiry: Expiry
     limit: float
-    free_in: float | None
-    at_least: float
-    takeover: bool
-    when_busy: Policy | None
-    when_lost: Policy
-    when_down: Policy
-    queue_timeout: float
 
 
 class Cover:
@@ -134,7 +121,7 @@ class Cover:
         name: str,
         template: Any,
         options: settings.Options,
-        compile_key: Callable[[Any, bool], MakeKey],
+        signature: Signature,
         said_by: SaidBy,
         *,
         takes_self: bool,
@@ -148,11 +135,11 @@ class Cover:
         self.plain_bound = Call(name, Identity(name), bound=True)
         self._options = options
         # No `cached_property`: until Python 3.12 that has a lock, which a fork may leave locked for ever.
-        self._bound_key = cache(partial(compile_key, template, True))
-        self._digest = cache(partial(compile_key, "{md5}", False))
+        self._bound_key = cache(partial(_compile_bound, template, signature))
+        self._digest = cache(partial(compile_key, "{md5}", signature))
         self._said_by = said_by
         try:
-            self.key = compile_key(template, False)
+            self.key = compile_key(template, signature)
         except KeyTemplateError as error:
             # It may be meant for the arguments without the task, which only `@app.task(bind=True)` will tell.
             if not takes_self:
@@ -193,6 +180,14 @@ class Cover:
         return (self.bound_key if call.bound else self.key)(call.name, args, kwargs)
 
 
+def _compile_bound(key: Any, signature: Signature) -> MakeKey:
+    """The key of calls with the task itself as first argument."""
+    parameters = list(signature.parameters.values())
+    if parameters and parameters[0].kind is not Parameter.VAR_POSITIONAL:
+        signature = signature.replace(parameters=parameters[1:])
+    return compile_key(key, signature)
+
+
 def _refuse(error: KeyTemplateError) -> MakeKey:
     def make(_name: str, _args: Args, _kwargs: Kwargs) -> str:
         raise error
@@ -209,18 +204,5 @@ def _make_plan(
     merged = settings.merge(options, configured, of_app)
     limit = inf if merged.timeout is None else merged.timeout
     ttl = limit if merged.lease is None else min(limit, merged.lease)
-    return Plan(
-        made_from=configured,
-        server=find_server(settings.source_of(merged, app_server)) if settings.is_active(merged) else None,
-        prefix=merged.prefix,
-        ttl=ttl,
-        expiry=expiry_in(ttl),
-        limit=limit,
-        free_in=merged.timeout,
-        at_least=merged.at_least,
-        takeover=merged.takeover,
-        when_lost=merged.when_lost,
-        when_busy=merged.when_busy,
-        when_down=merged.when_down,
-        queue_timeout=merged.queue_timeout,
-    )
+    server = find_server(settings.source_of(merged, app_server)) if settings.is_active(merged) else None
+    return Plan(**vars(merged), made_from=configured, server=server, ttl=ttl, expiry=expiry_in(ttl), limit=limit)

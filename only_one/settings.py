@@ -7,8 +7,9 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from .errors import ConfigurationError
 from .policies import carry_on, check_policy, fail
@@ -24,7 +25,8 @@ DEFAULT_LEASE = 30.0
 DEFAULT_URL = "redis://localhost:6379/0"
 
 
-class Settings(NamedTuple):
+@dataclass(frozen=True)
+class Settings:
     """The effective options of a function, with their defaults; `only_one` and `configure` say what each is for."""
 
     redis: Source | None = None

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .errors import ConfigurationError, KeyTemplateError
-from .keys import MakeKey, compile_key, has_field
+from .keys import has_field
 from .plan import Cover
 from .run import run, run_async
 from .servers import Source
@@ -47,8 +47,7 @@ def wrap(function: Any, key: Any, options: Options, task: Any = None) -> Any:
         _check_method(function, first)
     name = _qualified_name(function) if task is None else task.name
     takes_self = task is None and first == "self"
-    compiled = functools.partial(_compile, signature)
-    cover = Cover(function, name, key, options, compiled, configured_by_app, takes_self=takes_self, task=task)
+    cover = Cover(function, name, key, options, signature, configured_by_app, takes_self=takes_self, task=task)
     wrapper = _wrap_async(cover) if inspect.iscoroutinefunction(function) else _wrap_sync(cover)
     # Celery checks the arguments of `.delay()` by the signature, and does not follow `__wrapped__` to find it.
     wrapper.__signature__ = signature
@@ -89,14 +88,6 @@ def configured_by_app(app: Any) -> tuple[Options, Callable[[], Source | None]]:
     from .tasks import app_settings  # noqa: PLC0415 - not before Celery is there
 
     return app_settings.said_by(app)
-
-
-def _compile(signature: inspect.Signature, key: Any, bound: bool) -> MakeKey:  # noqa: FBT001
-    """The key of calls with, or without, the task itself as first argument."""
-    parameters = list(signature.parameters.values())
-    if bound and parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
-        signature = signature.replace(parameters=parameters[1:])
-    return compile_key(key, signature)
 
 
 # What can be decorated

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace as replace_fields
 from functools import partial
 from typing import Any
 
@@ -90,7 +91,7 @@ class Publication(TaskCall):
         if self._is_waited_for and not is_newest_only:
             return self._publish()
         key = plan.prefix + cover.make_key(self, *self._as_sent())
-        at_first = plan._replace(ttl=min(seconds, _UNTIL_PUBLISHED), limit=seconds, free_in=seconds)
+        at_first = replace_fields(plan, ttl=min(seconds, _UNTIL_PUBLISHED), limit=seconds, timeout=seconds)
         this = Attempt(at_first, plan.server, self, key)
         try:
             next_step = self._number(this, plan.server, cover) if is_newest_only else self._take(this, plan.server)
