@@ -37,8 +37,8 @@ from only_one import (
     current_lock,
     only_one,
 )
-from only_one.encoding import digest
 from only_one.inspection import key_of
+from only_one.keys.digest import digest
 from only_one.testing import RedisServer
 from tests.renewal import is_idle, is_renewed
 from tests.waiting import LIMIT, eventually

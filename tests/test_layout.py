@@ -54,10 +54,10 @@ ORDER = [
     "only_one.interruptions",
     "only_one.protocol",
     "only_one.keys",
-    "only_one.fields",
-    "only_one.escaping",
-    "only_one.encoding",
-    "only_one.arguments",
+    "only_one.keys.template",
+    "only_one.keys.fields",
+    "only_one.keys.digest",
+    "only_one.keys.arguments",
     "only_one.policies",
     "only_one.events",
     "only_one.validation",
@@ -109,6 +109,6 @@ def test_only_tasks_imports_celery(name: str) -> None:
     assert not [each for each in imports(name, MODULES[name]) if each.split(".")[0] in ("celery", "kombu", "billiard")]
 
 
-@pytest.mark.parametrize("name", ["only_one.keys", "only_one.fields", "only_one.encoding", "only_one.arguments"])
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("only_one.keys")])
 def test_keys_know_nothing_of_redis(name: str) -> None:
     assert not [each for each in imports(name, MODULES[name]) if each.split(".")[0] == "redis"]

@@ -1,6 +1,6 @@
 """Equal calls have equal keys, different calls have different ones, in every process and on every day.
 
-`python tests/test_keys.py > tests/golden/keys.json` writes the golden file anew, which is to be done only together
+`python tests/keys/test_keys.py > tests/golden/keys.json` writes the golden file anew, which is to be done only together
 with a change that is meant to break exclusion in the middle of a deploy.
 """
 
@@ -32,12 +32,13 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from kombu.utils import json as broker
 
-from only_one import OnlyOneError, UnkeyableArgument, encoding
-from only_one.arguments import Arguments
-from only_one.encoding import _digest_of_short, digest
+from only_one import OnlyOneError, UnkeyableArgument
 from only_one.keys import compile_key
+from only_one.keys import digest as encoding
+from only_one.keys.arguments import Arguments
+from only_one.keys.digest import _digest_of_short, digest
 
-GOLDEN = Path(__file__).with_name("golden") / "keys.json"
+GOLDEN = Path(__file__).parents[1] / "golden" / "keys.json"
 NAME = "shop.tasks.import_feed"
 BROKEN = (
     "this change gives other keys than the last release: in the middle of a deploy two runs would not see each other"
@@ -797,7 +798,9 @@ def test_keys_are_those_of_the_golden_file(kind: str) -> None:
     changed = {label: (was, now.get(label)) for label, was in golden.items() if now.get(label) != was}
     assert not changed, f"{BROKEN}. Changed: {changed}"
     missing = now.keys() - golden.keys()
-    assert not missing, f"not in the golden file yet: {missing}; python tests/test_keys.py > tests/golden/keys.json"
+    assert not missing, (
+        f"not in the golden file yet: {missing}; python tests/keys/test_keys.py > tests/golden/keys.json"
+    )
 
 
 def test_keys_are_the_same_in_another_process() -> None:

@@ -1,0 +1,144 @@
+"""Key templates such as `{name}:{md5}`, and `key=callable`: compiled once into a function that makes a call's key."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from inspect import Signature, iscoroutinefunction, signature
+from string import Formatter
+from typing import Any
+
+from only_one.errors import KeyTemplateError, UnkeyableArgument
+
+from .arguments import BY_NAME, BY_POSITION, Arguments
+from .fields import RESERVED, Field, MakeKey, escaper, field_problem, make_text
+
+
+def compile_key(key: object, call: Signature) -> MakeKey:
+    """Prepare the key of a function's calls, once, when it is decorated.
+
+    Args:
+        key: a template, such as `"{name}:{feed_url:md5}"`, or a callable that takes the arguments of the call.
+        call: the function's signature, without the bound task.
+
+    Returns:
+        A function that makes the key of one call.
+
+    Raises:
+        KeyTemplateError: for a template, or a callable, that could not work.
+    """
+    if isinstance(key, str):
+        return _template(key, Arguments(call))
+    if callable(key):
+        return _computed(key, Arguments(call))
+    msg = f"key is {key!r}: write a template such as '{{name}}:{{md5}}', or key=callable of the call's arguments"
+    raise KeyTemplateError(msg)
+
+
+def has_field(key: object, name: str) -> bool:
+    """Whether a key template uses `{name}`, or another field."""
+    return isinstance(key, str) and any(field.path == name for field in _split(key)[1])
+
+
+# Callables
+
+
+def _computed(key: Callable[..., Any], arguments: Arguments) -> MakeKey:
+    if iscoroutinefunction(key):
+        msg = "key= is an async function: write a plain one, the key is made before anything is awaited"
+        raise KeyTemplateError(msg)
+    label = getattr(key, "__qualname__", repr(key))
+    by_name = _check_parameters(key, label, arguments)
+    escape = escaper()
+
+    def make(_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        bound = arguments.bind(args, kwargs)
+        computed = key(**bound.arguments) if by_name else key(*bound.args, **bound.kwargs)
+        if not isinstance(computed, str) or not computed:
+            msg = f"key={label} returned {computed!r}: return a str that is not empty"
+            raise UnkeyableArgument(msg)
+        return escape(computed)
+
+    return make
+
+
+def _check_parameters(key: Callable[..., Any], label: str, arguments: Arguments) -> bool:
+    """Whether the callable has the function's own parameters and is called by name. If not, it is called by position.
+
+    Raises:
+        KeyTemplateError: if the callable does not accept all arguments of a call.
+    """
+    try:
+        accepted = signature(key)
+    except (TypeError, ValueError):
+        return False  # builtins such as str.join have none to check
+    parameters = arguments.call.parameters
+    example = arguments.call.bind_partial()
+    example.arguments = {name: None for name, each in parameters.items() if each.kind in BY_POSITION + BY_NAME}
+    by_name = example.arguments.keys() == parameters.keys() == accepted.parameters.keys()
+    args, kwargs = ((), example.arguments) if by_name else (example.args, example.kwargs)
+    try:
+        accepted.bind(*args, **kwargs)
+    except TypeError as error:
+        instead = f"write it with all parameters of the function, {arguments.call}, as it is called with all of them"
+        msg = f"key={label} takes {accepted} ({error}): {instead}"
+        raise KeyTemplateError(msg) from None
+    return by_name
+
+
+# Templates
+
+
+def _split(template: str) -> tuple[list[str], list[Field]]:
+    """The literals, one more than there are fields, and the fields between them."""
+    if not template:
+        msg = "the key template is empty: write a name for the lock, such as 'nightly-report', or '{name}:{md5}'"
+        raise KeyTemplateError(msg)
+    literals, fields = [""], []
+    try:
+        for literal, path, spec, conversion in Formatter().parse(template):
+            literals[-1] += literal
+            if path is not None:
+                fields.append(Field(path, conversion, spec or ""))
+                literals.append("")
+    except ValueError as error:
+        msg = f"key template {template!r}: {error}; a literal brace is written {{{{ or }}}}"
+        raise KeyTemplateError(msg) from None
+    return literals, fields
+
+
+def _template(template: str, arguments: Arguments) -> MakeKey:
+    literals, fields = _split(template)
+    between = literals[1 : len(fields)]
+    problems = [*map(_separator_problem, fields, between, fields[1:])]
+    problems += [field_problem(field, arguments) for field in fields]
+    for problem in filter(None, problems):
+        msg = f"key template {template!r}: {problem}"
+        raise KeyTemplateError(msg)
+    escape = escaper(separator[0] for separator in between)
+    literals = [literal.replace("{", "%7B").replace("}", "%7D") for literal in literals]
+    texts = [make_text(field, arguments, escape) for field in fields]
+    parts = list(zip(texts, literals[1:], strict=True))
+    named = [parts.pop(0)] if fields and fields[0].path == "name" else []
+    # With the literals around it the name is most of a key, so that is made once per name.
+    head = functools.cache(lambda name: literals[0] + "".join([text(name, (), {}) + after for text, after in named]))
+    return _joined(head, parts)
+
+
+def _joined(head: Callable[[str], str], parts: list[tuple[MakeKey, str]]) -> MakeKey:
+    """The head, and then each field's text with the literal after it."""
+    if not parts:
+        return lambda name, _args, _kwargs: head(name)
+    if len(parts) == 1:
+        ((text, tail),) = parts
+        return lambda name, args, kwargs: head(name) + text(name, args, kwargs) + tail
+    return lambda name, args, kwargs: head(name) + "".join([text(name, args, kwargs) + after for text, after in parts])
+
+
+def _separator_problem(left: Field, separator: str, right: Field) -> str | None:
+    """What is wrong with the literal between two fields. Its first character is escaped in the values."""
+    if not separator:
+        return f"nothing stands between {left} and {right}, write {left}:{right}"
+    if separator[0] in RESERVED:
+        return f"{separator[0]!r} cannot separate {left} from {right}, write {left}:{right}"
+    return None
