@@ -120,7 +120,7 @@ def _dict_key(key: object) -> bytes:
     try:
         return _ENCODERS[str](repr(key) if type(key) is int else json.dumps(key))
     except ValueError:  # more digits than Python writes
-        raise UnknownType("builtins.int") from None
+        raise UnknownType(type_name(key)) from None
 
 
 def _dataclass(value: Any) -> bytes:

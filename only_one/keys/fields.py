@@ -101,6 +101,7 @@ def _text_of_all(arguments: Arguments) -> MakeKey:
         try:
             return digest(values)
         except UnknownType as error:
+            # Each in a list of its own: a value that is too deep among all must be too deep here as well.
             with suppress(UnknownType):
                 for name, value in zip(arguments.call.parameters, values, strict=True):
                     culprit = name

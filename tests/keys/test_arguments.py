@@ -1,0 +1,89 @@
+"""A call has the same key however its arguments are given, and another one where they differ."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from only_one import OnlyOneError
+from only_one.keys.arguments import Arguments
+from tests.keys.calls import carried, importer, maker
+
+
+@pytest.mark.parametrize("template", ["{md5}", "{a:md5}:{b:md5}:{c:md5}:{d:md5}"])
+@given(st.lists(carried, min_size=1, max_size=3), st.none() | carried, st.integers(0, 3), st.randoms())
+def test_how_a_call_is_spelt_does_not_count(
+    template: str, given_: list[Any], d: Any, positional: int, chance: random.Random
+) -> None:
+    key = maker(template, importer)
+    named = [*list(zip("abc", given_, strict=False))[positional:], ("d", d)]
+    chance.shuffle(named)
+    spelt_out = dict(zip("abcd", [*given_, *[2, (3, "x")][len(given_) - 1 :], d], strict=True))
+    assert key(*given_[:positional], **dict(named)) == key(**spelt_out)
+
+
+@pytest.mark.parametrize("template", ["{md5}", "{a}:{b}"])
+def test_a_default_counts_as_given(template: str) -> None:
+    key = maker(template, importer)
+    assert key(1) == key(a=1) == key(1, 2) == key(1, b=2) == key(b=2, a=1) == key(1, 2, (3, "x"), d=None)
+    assert key(1) != key(1, 3)
+
+
+@pytest.mark.parametrize("template", ["{md5}", "{a:md5}:{rest:md5}:{others:md5}"])
+def test_every_kind_of_parameter(template: str) -> None:
+    def mixed(a: int, /, b: int = 2, *rest: int, c: int, d: int = 4, **others: int) -> None: ...
+
+    key = maker(template, mixed)
+    assert key(1, c=3) == key(1, 2, c=3, d=4) == key(1, b=2, d=4, c=3)
+    assert key(1, 2, 5, c=3, x=1, y=2) == key(1, 2, 5, y=2, x=1, c=3)
+    calls = [key(1, c=3), key(2, c=3), key(1, 2, 5, c=3), key(1, 2, 5, 6, c=3), key(1, c=3, x=1), key(1, c=3, y=1)]
+    calls += [key(1, c=3, a=1), key(1, c=3, x=1, y=2)]
+    assert len(set(calls)) == len(calls)
+
+
+def test_a_positional_only_name_may_come_again_as_keyword() -> None:
+    def mixed(a: int = 0, /, **others: int) -> None: ...
+
+    key = maker("{a}:{others[a]}", mixed)
+    assert key(1, a=2) == "1:2"
+    assert maker("{a}", mixed)(a=2) == "0"
+    with pytest.raises(TypeError):
+        maker("{md5}", lambda a, /: a)(a=2)
+
+
+def test_where_arguments_stand_counts() -> None:
+    key = maker("{md5}", lambda *args, **kwargs: (args, kwargs))
+    calls = [key(), key(1), key(1, 2), key((1, 2)), key(a=1), key(b=1), key(1, a=2), key({"a": 2}), key((1,), {"a": 2})]
+    calls += [key(None), key([]), key({}), key("a", 1), key(a="1"), key("a=1"), key(args=1), key(kwargs={"a": 1})]
+    assert len(set(calls)) == len(calls)
+    key = maker("{md5}", lambda a, b: (a, b))
+    assert key(1, 2) == key(b=2, a=1) != key(a=2, b=1)
+
+
+@pytest.mark.parametrize("template", ["{a}", "{a:md5}", "{a.real}:{name}"])
+def test_a_key_of_one_parameter_does_not_look_at_the_rest(template: str) -> None:
+    key = maker(template, lambda a, b, *rest, **others: (a, b, rest, others))
+    assert key(1, object(), object(), x=object()) == key(1, 2) == key(1) == key(a=1)
+
+
+@pytest.mark.parametrize("template", ["{md5}", "{a}:{b}:{d}", "{b.real}"])
+def test_an_ordinary_call_is_not_bound(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    """That would take longer than all the rest of making its key."""
+    key = maker(template, importer)
+    monkeypatch.setattr(Arguments, "bind", None)
+    assert key(1) == key(a=1) == key(1, 2) == key(1, b=2) == key(b=2, a=1) == key(1, 2, (3, "x")) == key(1, d=None)
+    assert key(1) == key(1, 2, (3, "x"), d=None) == key(a=1, b=2, c=(3, "x"), d=None)
+    assert key(1, 3, d=4) != key(1)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [((), {}), ((), {"b": 1}), ((1, 2, 3, 4), {}), ((1,), {"nope": 1}), ((1,), {"a": 1})], ids=repr
+)
+def test_a_call_that_could_not_be_made_has_no_key(args: Any, kwargs: Any) -> None:
+    with pytest.raises(TypeError) as raised:
+        maker("{md5}", importer)(*args, **kwargs)
+    assert not isinstance(raised.value, OnlyOneError)

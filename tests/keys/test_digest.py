@@ -1,0 +1,198 @@
+"""Equal values have equal digests, different values have different ones, before and after the broker."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import importlib.util
+import math
+import os
+import random
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from pathlib import Path, PurePosixPath
+from typing import Any
+from uuid import UUID
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from kombu.utils import json as broker
+
+from only_one.keys import digest as encoding
+from only_one.keys.digest import _digest_of_short, digest
+from tests.keys.calls import LONG, Colour, Feed, Level, Mode, Number, Point, Sheet, Text, carried, importer, maker
+
+# Confusable on purpose: equal when printed, equal for Python, or a part of how another one is spelt.
+confusable_scalars: list[Any] = [None, "None", "null", True, "True", "true", False, 0, "0", 0.0, -0.0, 1, "1", 1.0]
+confusable_scalars += ["1.0", b"1", b"", "", "b'1'", "a", b"a", "a,b", ",", ":", "[", "[]", "{}", '"', "'", '["a"]']
+confusable_scalars += ["i1:1", "l0:", Decimal(1), Decimal("1.0"), UUID(int=1), str(UUID(int=1)), UUID(int=1).hex]
+confusable_scalars += [math.inf, "inf", "nan"]
+confusable_scalars += [date(2020, 1, 1), "2020-01-01", datetime(2020, 1, 1), datetime(2020, 1, 1, tzinfo=timezone.utc)]  # noqa: DTZ001
+confusable_scalars += [timedelta(1), timedelta(seconds=1), time(1), "01:00:00", PurePosixPath("a"), PurePosixPath("1")]
+hashables = st.sampled_from(confusable_scalars)
+confusable = st.recursive(
+    hashables,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=2).map(tuple)
+        | st.dictionaries(hashables.filter(lambda key: isinstance(key, str)), inner, max_size=2)
+        | st.frozensets(hashables, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+def model(value: object) -> object:
+    """What decides whether two values are the same for us, spelt by other means than the product's."""
+    if isinstance(value, (list, tuple)):
+        return "list", tuple(map(model, value))
+    if isinstance(value, dict):
+        return "dict", frozenset((key, model(item)) for key, item in value.items())
+    if isinstance(value, (set, frozenset)):
+        return "set", frozenset(map(model, value))
+    return type(value).__name__, repr(value)
+
+
+def rebuilt(value: Any, leaf: Callable[[Any], Any], sequence: Callable[[list[Any]], Any]) -> Any:
+    """The value with other leaves and other sequences in it, its dicts built the other way round."""
+    if isinstance(value, dict):
+        return {key: rebuilt(item, leaf, sequence) for key, item in reversed(value.items())}
+    if isinstance(value, (list, tuple)):
+        return sequence([rebuilt(item, leaf, sequence) for item in value])
+    return leaf(value)
+
+
+def after_the_broker(value: object) -> Any:
+    """What a worker gets where a producer has sent this."""
+    return broker.loads(broker.dumps(value))  # type: ignore[no-untyped-call]
+
+
+@given(carried, carried)
+def test_a_trip_through_the_broker_does_not_count(first: Any, second: Any) -> None:
+    key = maker("{md5}", importer)
+    args, kwargs = after_the_broker([[first], {"d": second}])
+    assert key(*args, **kwargs) == key(first, d=second)
+    assert digest(args[0]) == digest(first)
+
+
+@given(carried)
+def test_a_tuple_equals_a_list_and_dict_order_does_not_count(value: Any) -> None:
+    assert digest(rebuilt(value, lambda leaf: leaf, tuple)) == digest(rebuilt(value, lambda leaf: leaf, list))
+
+
+@given(st.lists(hashables, max_size=6), st.randoms())
+def test_set_order_does_not_count(items: list[Any], chance: random.Random) -> None:
+    unique = {model(item): item for item in items}  # 1, 1.0 and True are one item: the first that comes
+    first = set(unique.values())
+    shuffled = list(first)
+    chance.shuffle(shuffled)
+    assert digest(first) == digest(set(shuffled)) == digest(frozenset(reversed(shuffled)))
+
+
+def test_set_order_does_not_count_where_hashes_collide() -> None:
+    items = [number * 2**61 - number for number in range(100)]  # hash() of each is 0: order is that of insertion
+    backwards = items[::-1]
+    assert digest(set(items)) == digest(set(backwards))
+
+
+@given(carried)
+def test_an_enum_is_its_value_wherever_it_stands(value: Any) -> None:
+    def member(leaf: Any) -> Any:
+        if not isinstance(leaf, (str, int, bytes)):
+            return leaf
+        made: Any = enum.Enum
+        return made("Of", {"MEMBER": leaf})["MEMBER"]
+
+    assert digest(rebuilt(value, member, list)) == digest(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "same"),
+    [
+        (Colour.BLUE, ["blue", 3]),
+        ({Mode.FAST: 1}, {"fast": 1}),
+        ({Level.LOW: 1}, {"1": 1}),
+        ({Colour.NONE: 1}, {"null": 1}),
+        ({math.inf: 1, -math.inf: 2, math.nan: 3}, {"Infinity": 1, "-Infinity": 2, "NaN": 3}),
+        (Text("a"), "a"),
+        (Number(3), 3),
+        (Point(1, 2), [1, 2]),
+        (OrderedDict(b=1, a=2), {"a": 2, "b": 1}),
+        (Path("a/b"), PurePosixPath("a/b")),
+        (Path(os.fsdecode(b"\xff")), PurePosixPath("\udcff")),
+        (datetime(2020, 1, 1, tzinfo=timezone.utc), datetime(2020, 1, 1, tzinfo=timezone(timedelta(0), "Z"))),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_these_are_one(value: object, same: object) -> None:
+    assert digest(value) == digest(same)
+    assert digest([value]) == digest((same,))
+
+
+def test_a_lone_str_is_the_md5_of_its_utf8() -> None:
+    url = "https://example.org/f\N{LATIN SMALL LETTER E WITH DIAERESIS}ed"
+    assert digest(url) == hashlib.md5(url.encode(), usedforsecurity=False).hexdigest()
+
+
+@given(confusable, confusable)
+@example(["a", "b"], ["a,b"])
+@example({"a": 1}, {"a": "1"})
+@example([[]], [])
+@example([["a"], "b"], ["a", ["b"]])
+@example({"a": None}, {})
+@example(frozenset({"a"}), ["a"])
+@example(frozenset({1}), frozenset({True}))
+def test_digests_are_equal_exactly_where_values_are(first: Any, second: Any) -> None:
+    assert (digest(first) == digest(second)) == (model(first) == model(second))
+
+
+def test_the_types_do_not_blur() -> None:
+    values = [1, 1.0, True, "1", b"1", Decimal(1), None, "None", [1], {"1": 1}, {1}, [[1]], (b"1",), PurePosixPath("1")]
+    values += ["", b"", [], {}, frozenset(), [""], [None], {"": ""}, 0, 0.0, False, UUID(int=1), timedelta(1), time(1)]
+    values += [date(2020, 1, 1), datetime(2020, 1, 1), "2020-01-01"]  # noqa: DTZ001
+    assert len({digest(value) for value in values}) == len(values)
+
+
+def test_dataclasses_of_different_classes_differ() -> None:
+    values = [Feed("a"), Feed("b"), Feed("a", ["x"]), Sheet("a"), {"url": "a", "tags": []}]
+    assert len({digest(value) for value in values}) == len(values)
+    assert digest(Sheet("a", seen=1)) == digest(Sheet("a"))  # as they are equal
+
+
+def test_huge_numbers() -> None:
+    values = [10**5000, 10**5000 + 1, -(10**5000), 2**64, 2**64 + 1, 2.0**64]
+    assert len({digest(value) for value in values}) == len(values)
+
+
+def test_the_digests_of_short_texts_are_remembered() -> None:
+    """Long ones would take the memory."""
+    _digest_of_short.cache_clear()
+    digest("x" * 200)
+    assert _digest_of_short.cache_info().currsize == 1
+    digest("x" * 201)
+    assert _digest_of_short.cache_info().currsize == 1
+
+
+def test_the_md5_of_python_itself_is_the_faster_one() -> None:
+    assert encoding.md5 is pytest.importorskip("_md5").md5
+
+
+def test_a_python_that_has_openssls_md5_only_and_not_for_security(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As builds for FIPS are."""
+    md5 = hashlib.md5
+
+    def not_for_security(content: bytes, *, usedforsecurity: bool = True) -> Any:
+        assert not usedforsecurity
+        return md5(content, usedforsecurity=False)
+
+    monkeypatch.setitem(sys.modules, "_md5", None)
+    monkeypatch.setattr(hashlib, "md5", not_for_security)
+    spec: Any = encoding.__spec__
+    there = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(there)
+    for value in ("a", "x" * LONG, [1]):
+        assert there.digest(value) == digest(value)

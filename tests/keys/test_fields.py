@@ -1,0 +1,222 @@
+"""What a field of a template means, which values have no stable text, and how texts are escaped and cut."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from datetime import time
+from functools import partial
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from only_one import UnkeyableArgument
+from only_one.keys.digest import digest
+from tests.keys.calls import LONG, NAME, Feed, Mode, Opaque, Point, as_it_is, key_of, maker, surrogates
+
+
+@pytest.mark.parametrize("template", ["{a}", "{a!s}", "{a!r}", "{a:>8}", "{a:md5}", "{md5}"])
+def test_an_enum_is_its_value_in_every_kind_of_field(template: str) -> None:
+    assert key_of(Mode.FAST, template) == key_of("fast", template)
+
+
+def test_the_key_of_the_cookbook() -> None:
+    url = "https://example.org/feed.xml"
+    key = maker("{name}-lock-{feed_url:md5}", lambda feed_url: feed_url)(url)
+    assert key == f"{NAME}-lock-{hashlib.md5(url.encode(), usedforsecurity=False).hexdigest()}"
+
+
+@pytest.mark.parametrize("template", ["{a}", "{a}:{b}", as_it_is])
+@pytest.mark.parametrize("length", [200, 201, LONG])
+def test_a_long_value_is_hashed_behind_a_readable_head(template: Any, length: int) -> None:
+    def function(a: str, b: str = "b") -> None: ...
+
+    key = maker(template, function if template == "{a}:{b}" else lambda a: a)
+    text = "feed-" + "x" * (length - 5)
+    texts = [text, text[:-1] + "y", text[:-1], text + "x", "feed-y" + text[6:]]
+    keys = [key(text) for text in texts]
+    assert len(set(keys)) == len(keys)
+    for one in keys:
+        assert one.startswith("feed-")
+        assert len(one) < 300
+    assert (text in keys[0]) == (length == 200)
+
+
+def test_a_short_value_cannot_pass_for_a_long_one() -> None:
+    def function(a: str, b: str = "b") -> None: ...
+
+    for template in ("{a}:{b}", "{a}~{b}"):
+        key = maker(template, function)
+        long = key("x" * LONG)
+        assert key(long[:-2]) != long
+        for cut in (at for at, character in enumerate(long) if character == "~"):
+            assert key(long[:cut], long[cut + 1 :]) != long
+            assert key(long[: cut - 1], long[cut + 1 :]) != long
+    alone = maker("{a}", lambda a: a)
+    assert alone(alone("x" * LONG)) != alone("x" * LONG)
+    computed = maker(as_it_is, lambda a: a)
+    assert computed(computed("x" * LONG)) != computed("x" * LONG)
+
+
+@given(st.lists(surrogates, min_size=2, max_size=2, unique=True))
+@example(["\ud800", "\ud801"])
+@example(["\ud800", "?"])
+@example(["\ud800", "\\ud800"])
+@example(["\ud83d\ude00", "\U0001f600"])
+def test_any_str_has_a_key_of_its_own_that_can_be_sent(values: list[str]) -> None:
+    for template in ("{a}", "{a:md5}", "{md5}"):
+        keys = [key_of(value, template) for value in values]
+        assert keys[0] != keys[1]
+        for key in keys:
+            key.encode()  # as redis-py does
+
+
+USER = SimpleNamespace(id=7, team=SimpleNamespace(name="ops"))
+
+
+@pytest.mark.parametrize(
+    ("template", "args", "kwargs", "key"),
+    [
+        ("nightly-report", (1,), {}, "nightly-report"),
+        ("{name}", (1,), {}, NAME),
+        ("{a}", ("x",), {}, "x"),
+        ("{a}", (None,), {}, "None"),
+        ("{a.id}", (USER,), {}, "7"),
+        ("{a.team.name}:{b}", (USER, 1), {}, "ops:1"),
+        ("{a[0]}", ({"0": "x"},), {}, "x"),
+        ("{a[0]}", ({0: "x"},), {}, "x"),
+        ("{a[0][sku].id}", ([{"sku": USER}],), {}, "7"),
+        ("{a[not a name]}", ({"not a name": 3},), {}, "3"),
+        ("{rest[1]}", (0, 0, "x", "y"), {}, "y"),
+        ("{others[feed]}", (0,), {"feed": "f"}, "f"),
+        ("{c}", (0,), {"c": 5}, "5"),
+        ("{a:%H:%M}", (time(3, 4),), {}, "03:04"),
+        ("{a:03d}", (7,), {}, "007"),
+        ("{a!s}", (1,), {}, "1"),
+        ("{a!a}", ("\xe9",), {}, "'\\xe9'"),
+        ("{a!r:>5}", ("x",), {}, "  'x'"),
+        ("{a}:{b}", ("x:y%", "z"), {}, "x%3Ay%25:z"),
+        ("{a}:{b}-{c}", ("X-\ud800", ":Y"), {"c": "-"}, "X%2D%ED%A0%80:%3AY-%2D"),
+        ("{a}", (b"x",), {}, "b'x'"),
+        ("{a:>5}", (b"x",), {}, " b'x'"),
+        ("{a.id:md5}", (USER,), {}, digest(7)),
+        ("{a[0]:md5}", ([[1, 2]],), {}, digest([1, 2])),
+        ("{rest:md5}", (0, 0, "x"), {}, digest(["x"])),
+        ("{others:md5}", (0,), {"x": 1}, digest({"x": 1})),
+        ("{a!r:md5}", ("x",), {}, digest("'x'")),
+        ("{a!s:md5}", (1,), {}, digest("1")),
+    ],
+)
+def test_fields(template: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: str) -> None:
+    def function(a: Any, b: Any = 2, *rest: Any, c: Any = 3, **others: Any) -> None: ...
+
+    assert maker(template, function)(*args, **kwargs) == key
+
+
+LOOP: list[Any] = []
+LOOP.append(LOOP)
+RING: dict[str, Any] = {}
+RING["x"] = [RING]
+DEEP: list[Any] = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+
+
+class Told:
+    """Has a text, with its address in it."""
+
+    def __repr__(self) -> str:
+        return f"<Told {id(self):#x}>"
+
+
+# `Feed` itself is a class with fields, of which there is no instance to spell.
+UNKNOWN = {
+    "an object": Opaque(),
+    "a class": Feed,
+    "a function": key_of,
+    "an iterator": iter([1]),
+    "a complex": 1j,
+    "a bytearray": bytearray(b"a"),
+    "in a list": [1, [Opaque()]],
+    "in a dict": {"a": Opaque()},
+    "as a dict's key": {Opaque(): 1},
+    "a number as a dict's key that is too long for JSON": {10**5000: 1},
+    "in a set": {Opaque()},
+    "in a dataclass": Feed("a", [Opaque()]),  # type: ignore[list-item]
+    "a list of itself": LOOP,
+    "a dict of itself": RING,
+    "too deep": DEEP,
+}
+
+
+@pytest.mark.parametrize("value", UNKNOWN.values(), ids=UNKNOWN)
+def test_what_has_no_stable_key_is_named_with_the_way_out(value: object) -> None:
+    for template in ("{md5}", "{feed:md5}"):
+        with pytest.raises(UnkeyableArgument, match="key=callable") as raised:
+            maker(template, lambda feed, other=1: (feed, other))(value)
+        assert "'feed'" in str(raised.value)
+        assert "0x" not in str(raised.value)
+
+
+def test_what_is_a_little_too_deep_among_all_arguments_is_named() -> None:
+    def is_refused(value: object) -> bool:
+        try:
+            return not key(value)
+        except UnkeyableArgument as error:
+            return "'a'" in str(error)
+
+    key = maker("{md5}", lambda a: a)
+    value: list[Any] = []
+    while not is_refused(value):
+        value = [value]
+
+
+ADDRESSED = {
+    "an object": Opaque(),
+    "a method": Opaque().__init__,  # type: ignore[misc]
+    "in an error": ValueError(Opaque()),
+    "in a partial": partial(print, Opaque()),
+    "written by hand": Told(),
+}
+
+
+@pytest.mark.parametrize("value", ADDRESSED.values(), ids=ADDRESSED)
+@pytest.mark.parametrize(
+    "template", ["{feed}", "{feed!r}", "{feed!s}", "{feed!a}", "{feed!r:md5}", "{feed!r:>99}", "{feed!r:.9}"]
+)
+def test_no_text_with_an_address_gets_into_a_key(template: str, value: object) -> None:
+    with pytest.raises(UnkeyableArgument, match="'feed'") as raised:
+        maker(template, lambda feed: feed)(value)
+    assert "0x" not in str(raised.value)
+
+
+CONTAINERS: list[Any] = [[1], (), {"a": 1}, {1}, Feed("a"), Point(1, 2), deque([{"a"}]), MappingProxyType({1: {"a"}})]
+
+
+@pytest.mark.parametrize("container", [*CONTAINERS, SimpleNamespace(a={"a"})], ids=repr)
+def test_a_container_in_a_plain_field_is_told_to_be_digested(container: object) -> None:
+    """Its text differs between processes, or after the broker."""
+    for template in ("{feed}", "{feed!r}", "{feed!r:md5}"):
+        with pytest.raises(UnkeyableArgument, match=r"'feed'.*\{feed:md5\}"):
+            maker(template, lambda feed: feed)(container)
+
+
+@pytest.mark.parametrize(
+    ("template", "value"),
+    [
+        ("{feed.id}", None),
+        ("{feed[id]}", {}),
+        ("{feed[3]}", [1]),
+        ("{feed[id]}", 3),
+        ("{feed:d}", "x"),
+        ("{feed:%Y}", None),
+    ],
+)
+def test_a_field_that_cannot_be_read_is_named(template: str, value: object) -> None:
+    with pytest.raises(UnkeyableArgument) as raised:
+        maker(template, lambda feed: feed)(value)
+    assert template in str(raised.value)
+    assert "'feed'" in str(raised.value)

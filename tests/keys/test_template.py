@@ -1,0 +1,97 @@
+"""No two calls share a key by accident, whatever a template has between its fields and a callable returns."""
+
+from __future__ import annotations
+
+import inspect
+
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from only_one.keys import compile_key
+from tests.keys.calls import NAME, as_it_is, importer, maker
+
+NASTY = "%:{}-_/ab AFf01235789"
+separators = st.text(NASTY, min_size=1, max_size=3).filter(lambda text: text[0] not in "%{}")
+nasty_values = st.text(NASTY, max_size=4)
+
+
+@st.composite
+def templates_and_two_calls(draw: st.DrawFn) -> tuple[str, list[str], list[str]]:
+    """A template of several fields with odd separators, and two calls whose values are odd to match."""
+    count = draw(st.integers(1, 3))
+    between = [draw(separators) for _ in range(count - 1)]
+    pieces = [draw(st.text(NASTY, max_size=2)), *between, draw(st.text(NASTY, max_size=2))]
+    template = ""
+    for index, piece in enumerate(pieces):
+        template += piece.replace("{", "{{").replace("}", "}}") + (f"{{{'abc'[index]}}}" if index < count else "")
+    first = [draw(nasty_values) for _ in range(count)]
+    # The second is often the first with its text shifted over the separators, which is what tricks are made of.
+    second = list(first)
+    if count > 1 and draw(st.booleans()):
+        at = draw(st.integers(0, count - 2))
+        whole = first[at] + between[at] + first[at + 1]
+        cuts = [cut for cut in range(len(whole)) if whole.startswith(between[at], cut)]
+        cut = draw(st.sampled_from(cuts))
+        second[at], second[at + 1] = whole[:cut], whole[cut + len(between[at]) :]
+    else:
+        second = [draw(nasty_values) for _ in range(count)]
+    return template, first, second
+
+
+@settings(max_examples=200)
+@given(templates_and_two_calls())
+@example(("{a}:{b}", ["a:b", "c"], ["a", "b:c"]))
+@example(("{a}:{b}", ["%3A", ""], [":", ""]))
+@example(("{a}2{b}", ["%", "5"], ["%25", ""]))
+@example(("{a}5{b}", ["%2", ""], ["%", ""]))
+@example(("{a}::{b}", ["a:", "b"], ["a", ":b"]))
+@example(("{a}A{b}", ["A", "3"], ["", "3A"]))
+@example(("{a}", ["{"], ["%7B"]))
+def test_no_two_calls_share_a_key(case: tuple[str, list[str], list[str]]) -> None:
+    template, first, second = case
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in "abc"[: len(first)]]
+    make = compile_key(template, inspect.Signature(parameters))
+    keys = [make(NAME, tuple(values), {}) for values in (first, second)]
+    assert (keys[0] == keys[1]) == (first == second)
+    assert not set("{}") & set(keys[0] + keys[1])
+
+
+@given(nasty_values, nasty_values, nasty_values, nasty_values)
+def test_the_name_is_kept_apart_from_the_values(name: str, value: str, other_name: str, other_value: str) -> None:
+    make = compile_key("{name}:{a}", inspect.signature(lambda a: a))
+    same = make(name, (value,), {}) == make(other_name, (other_value,), {})
+    assert same == ((name, value) == (other_name, other_value))
+
+
+@given(nasty_values, nasty_values)
+@example("{", "%7B")
+@example("%7B", "%257B")
+@example("\ud800", "\ud801")
+def test_what_a_callable_returns_is_kept_apart_and_can_be_sent(first: str, second: str) -> None:
+    assume(first and second)
+    make = maker(as_it_is, lambda a: a)
+    assert (make(first) == make(second)) == (first == second)
+    assert not set("{}") & set(make(first))
+    make(first).encode()  # as redis-py does
+
+
+def test_a_constant_key_asks_nothing_of_the_call() -> None:
+    make = compile_key("k", inspect.signature(importer))
+    assert make(NAME, (), {}) == make(NAME, (object(), 2, 3, 4, 5), {"nope": 1}) == "k"
+
+
+def test_a_callable_gets_all_arguments_by_their_names() -> None:
+    def key(a: int, b: int = 0, *rest: int, c: int, **others: int) -> str:
+        return f"{a} {b} {rest} {c} {others}"
+
+    def function(a: int, b: int = 2, *rest: int, c: int = 3, **others: int) -> None: ...
+
+    make = maker(key, function)
+    assert make(1) == make(a=1) == make(1, 2) == "1 2 () 3 %7B%7D"
+    assert make(1, 2, 9, c=4, x=5) == "1 2 (9,) 4 %7B'x': 5%7D"
+    assert maker(lambda *, b, a: f"{a}{b}", lambda a, b: (a, b))(1, 2) == "12"
+
+
+def test_a_callable_that_has_other_names_gets_them_in_their_order() -> None:
+    assert maker(lambda x, y: f"{x}{y}", lambda a, b: (a, b))(b=2, a=1) == "12"
+    assert maker(max, lambda a, b: (a, b))("x", b="y") == "y"  # whose parameters nobody knows
