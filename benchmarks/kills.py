@@ -32,7 +32,7 @@ from typing import Any
 import redis
 
 from benchmarks import kills_app
-from only_one.testing import Guarded, guarded, redis_server
+from only_one.testing import Guarded, redis_server
 from tests.live.brokers import KIND, broker
 from tests.live.workers import BROKER
 
@@ -117,7 +117,7 @@ class Machine:
         with self._log.open("ab") as log:
             ready_before = self._ready()
             command = [*self._inside, *celery, *quiet]
-            self._worker = guarded(command, cwd=ROOT, env=self._environment, stdout=log, stderr=log)
+            self._worker = Guarded(command, cwd=ROOT, env=self._environment, stdout=log, stderr=log)
         wait_until(lambda: self._ready() > ready_before, STARTS_WITHIN, f"the worker on {self.name} is not ready")
 
     def _ready(self) -> int:

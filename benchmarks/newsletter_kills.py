@@ -36,7 +36,7 @@ from examples.newsletter.smtp_server import smtp_server
 from examples.newsletter.summary import ACCEPTED
 from only_one import configure
 from only_one.inspection import holder_of
-from only_one.testing import Guarded, guarded, redis_server
+from only_one.testing import Guarded, redis_server
 
 NAME = "killed"
 WORKERS_KILLED = 0.25
@@ -89,7 +89,7 @@ class Worker:
         """Start it; the messages that wait are taken as soon as it is ready."""
         command = [*WORKER, "--concurrency=2", *QUICK_START]
         with self._log.open("ab") as log:
-            self.process = guarded(command, cwd=ROOT, env=self._environment, stdout=log, stderr=log)
+            self.process = Guarded(command, cwd=ROOT, env=self._environment, stdout=log, stderr=log)
 
     def kill(self) -> None:
         """Kill it and its children."""

@@ -38,7 +38,7 @@ from benchmarks import queue_kills_app
 from benchmarks.kills import Machine, wait_until
 from benchmarks.queue_kills_app import FOLDER, KEYS, POINTS, PREFIX, QUEUE_TIMEOUT, TIMEOUT, URL, ordinary
 from only_one.holder import Holder, is_dead
-from only_one.testing import Guarded, guarded, redis_server
+from only_one.testing import Guarded, redis_server
 
 ROOT = Path(__file__).parents[1]
 PRODUCERS = 3
@@ -222,7 +222,7 @@ class Trial:
                 self._one_round(machines, producers)
                 self._show(number, f"round {number} of {self._rounds}")
             for producer in producers:
-                producer.signal(SIGTERM)
+                producer.send_signal(SIGTERM)
             for producer in producers:
                 producer.wait(DIES_WITHIN)
             self._see_the_end()
@@ -233,7 +233,7 @@ class Trial:
         call = "import sys; from benchmarks.queue_kills_app import Producer; Producer(int(sys.argv[1])).run()"
         command = [sys.executable, "-c", call, str(self._random.randrange(1_000_000))]
         with (self._folder / "log-producers").open("ab") as log:
-            return guarded(command, cwd=ROOT, env=self._environment, stdout=log, stderr=log)
+            return Guarded(command, cwd=ROOT, env=self._environment, stdout=log, stderr=log)
 
     def _one_round(self, machines: list[Machine], producers: list[Guarded]) -> None:
         choose = self._random
@@ -258,7 +258,7 @@ class Trial:
     def _kill_producer(self, producer: Guarded) -> None:
         """Have it killed in the middle of a call, when it has begun to call."""
         self._wait(lambda: producer.pid in self._watch.ready, DIES_WITHIN, "a process does not begin to call")
-        producer.signal(SIGUSR1)
+        producer.send_signal(SIGUSR1)
         self._wait(lambda: producer.poll() is not None, DIES_WITHIN, "a process that calls is not killed")
         self._killed()
         producer.close()

@@ -34,7 +34,7 @@ import redis
 from benchmarks import queueing_app
 from benchmarks.kills import wait_until
 from benchmarks.queueing_app import BARE, BROKER, LOCKS, OURS, beside
-from only_one.testing import guarded, redis_server
+from only_one.testing import Guarded, redis_server
 
 ROOT = Path(__file__).parents[1]
 PRODUCERS = 8
@@ -197,7 +197,7 @@ def stage(choose: random.Random, *, is_locking: bool = True) -> Iterator[Stage]:
         produce = "import sys; from benchmarks.queueing_app import produce; produce(int(sys.argv[1]))"
         producers = [[sys.executable, "-c", produce, str(number)] for number in range(PRODUCERS)]
         for command in (worker, *producers):
-            stack.enter_context(guarded(command, cwd=ROOT, env=told, stdout=log, stderr=log))
+            stack.enter_context(Guarded(command, cwd=ROOT, env=told, stdout=log, stderr=log))
         stack.callback(show_troubles, log)
         found = Stage(broker, locks, choose)
         found.wait_for_producers()

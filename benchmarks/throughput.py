@@ -35,7 +35,7 @@ from celery import Celery
 from celery import __version__ as celery_version
 
 from only_one import only_one
-from only_one.testing import guarded, redis_server
+from only_one.testing import Guarded, redis_server
 
 Found = dict[str, list[tuple[float, float]]]
 
@@ -97,7 +97,7 @@ def worker(url: str, pool: str, processes: int) -> Iterator[int]:
     command = [sys.executable, "-m", "celery", "-A", "benchmarks.throughput", "worker", "-l", "ERROR"]
     command += ["-P", pool, "-c", str(processes), "--without-gossip", "--without-mingle", "--without-heartbeat"]
     env = {**os.environ, "THROUGHPUT_URL": url, "ONLY_ONE_REDIS_URL": url}
-    with tempfile.TemporaryFile() as log, guarded(command, env=env, cwd=root(), stdout=log, stderr=log) as process:
+    with tempfile.TemporaryFile() as log, Guarded(command, env=env, cwd=root(), stdout=log, stderr=log) as process:
         yield process.pid
 
 

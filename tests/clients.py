@@ -14,7 +14,8 @@ import redis as redis_py
 from redis.exceptions import RedisError
 from redis.sentinel import Sentinel
 
-from only_one.testing import PORTS, RedisServer, _find_binary, guarded, redis_server
+from only_one.testing import PORTS, Guarded, _find_binary
+from tests.servers import RedisServer, redis_server
 from tests.waiting import LIMIT, eventually
 
 WATCHED = "sentinel monitor watched 127.0.0.1 {port} 1\n"
@@ -104,7 +105,7 @@ def _start_sentinel(server: RedisServer, stack: ExitStack) -> int:
     port: int = SystemRandom().choice(PORTS)
     file = Path(directory, "sentinel.conf")
     file.write_text(f"bind 127.0.0.1\nport {port}\ndir {directory}\n{WATCHED.format(port=server.port)}")
-    stack.enter_context(guarded([_find_binary(), str(file), "--sentinel"], stdout=subprocess.DEVNULL))
+    stack.enter_context(Guarded([_find_binary(), str(file), "--sentinel"], stdout=subprocess.DEVNULL))
 
     def is_up() -> bool:
         with suppress(RedisError), redis_py.Redis(port=port, socket_timeout=LIMIT) as client:

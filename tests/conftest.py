@@ -17,7 +17,7 @@ from redis import Redis
 from redis.connection import AbstractConnection
 
 from only_one import configure, leases, only_one
-from only_one.testing import RedisServer, redis_server
+from tests.servers import RedisServer, redis_server
 from tests.waiting import LIMIT
 
 LONG_FIRST = ("live", "faults", "test_example", "test_redis_py", "test_wheel", "test_testing")

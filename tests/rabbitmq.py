@@ -17,7 +17,7 @@ import amqp
 from amqp.exceptions import AMQPError
 from typing_extensions import Self
 
-from only_one.testing import PORTS, guarded
+from only_one.testing import PORTS, Guarded
 from tests.waiting import eventually
 
 PROGRAMS = Path("/usr/lib/rabbitmq/bin")
@@ -65,7 +65,7 @@ class RabbitMQ:
 
     def __enter__(self) -> Self:
         # What tells Erlang's nodes of one another: the broker would start one that outlives it.
-        self._stack.enter_context(guarded(["epmd", "-port", str(self._names)], env=self._env))
+        self._stack.enter_context(Guarded(["epmd", "-port", str(self._names)], env=self._env))
         self._start()
         return self
 
@@ -76,7 +76,7 @@ class RabbitMQ:
     def _start(self) -> None:
         command = [str(PROGRAMS / "rabbitmq-server"), "-noinput"]
         with self._log.open("ab") as output:
-            self._process = guarded(command, grace=STARTS_WITHIN, env=self._env, stdout=output, stderr=output)
+            self._process = Guarded(command, grace=STARTS_WITHIN, env=self._env, stdout=output, stderr=output)
         try:
             assert eventually(lambda: self._answers() or self._process.poll() is not None, STARTS_WITHIN)
             assert self._process.poll() is None
@@ -87,7 +87,7 @@ class RabbitMQ:
 
     def crash(self) -> None:
         """End it by SIGKILL, and start it again, with what it has written down."""
-        self._process.signal(signal.SIGKILL)
+        self._process.send_signal(signal.SIGKILL)
         self._process.close()
         self._start()
 

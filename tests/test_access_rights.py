@@ -22,10 +22,10 @@ from only_one.inspection import held, holder_of, key_of, release, release_key
 from only_one.lock import drive
 from only_one.protocol import Note, replace
 from only_one.tasks import notes
-from only_one.testing import RedisServer, redis_server
 from tests.faults.programs import Running
 from tests.faults.test_cluster import OPTIONS
 from tests.renewal import is_renewed
+from tests.servers import RedisServer, redis_server
 from tests.waiting import LIMIT, eventually
 
 PAGE = Path(__file__).parents[1] / "docs" / "access-rights.md"

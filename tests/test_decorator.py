@@ -39,8 +39,8 @@ from only_one import (
 )
 from only_one.inspection import key_of
 from only_one.keys.digest import digest
-from only_one.testing import RedisServer
 from tests.renewal import is_idle, is_renewed
+from tests.servers import RedisServer
 from tests.waiting import LIMIT, eventually
 
 README = Path(__file__).parents[1] / "README.md"

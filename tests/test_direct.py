@@ -33,9 +33,9 @@ from only_one.direct import _MOST_KEPT, DirectClient, _Line
 from only_one.events import Down, Event
 from only_one.lock import Lock
 from only_one.servers import Server
-from only_one.testing import RedisServer, redis_server
 from tests.proxy import Proxy
 from tests.renewal import is_idle
+from tests.servers import RedisServer, redis_server
 from tests.waiting import LIMIT, eventually
 
 if TYPE_CHECKING:

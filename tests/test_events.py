@@ -36,8 +36,8 @@ from only_one import (
     skip,
     subscribe,
 )
-from only_one.testing import RedisServer
 from tests.renewal import later, renew_now
+from tests.servers import RedisServer
 from tests.waiting import LIMIT, eventually
 
 KeyIsBusy = Callable[..., AbstractContextManager[None]]

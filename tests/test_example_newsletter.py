@@ -30,7 +30,7 @@ from examples.newsletter.people import EXCLUDE, FIRST, INCLUDE, LAST, PERIOD, cr
 from examples.newsletter.recipients import CHOSEN, Mailing, Recipient
 from examples.newsletter.spool import Entry
 from examples.newsletter.summary import ACCEPTED, accepted
-from only_one.testing import guarded
+from only_one.testing import Guarded
 from tests.test_examples import all_gone, descendants, has_worker, is_worker
 from tests.waiting import LIMIT, eventually
 
@@ -531,9 +531,9 @@ def test_a_worker_that_is_left_over_is_waited_for(tmp_path: Path, monkeypatch: p
     program = (
         "import sys, time; from examples.newsletter import places; places.stay(); print(flush=True); time.sleep(99)"
     )
-    with guarded([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE) as left:
-        assert left.guardian.stdout is not None
-        assert left.guardian.stdout.readline()
+    with Guarded([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE) as left:
+        assert left.stdout is not None
+        assert left.stdout.readline()
         with pytest.raises(places.InUseError), places.house(tmp_path):
             pass
     with places.house(tmp_path) as found:

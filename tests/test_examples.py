@@ -144,8 +144,8 @@ def has_worker(pid: int) -> bool:
 
 
 def is_worker(command: str) -> bool:
-    """Whether it is a process of the worker itself, and not the one that guards it."""
-    return "celery" in command and " worker" in command and "testing.py" not in command
+    """Whether it is a process of the worker."""
+    return "celery" in command and " worker" in command
 
 
 def numbers(text: str) -> dict[str, list[int]]:

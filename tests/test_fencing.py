@@ -13,9 +13,9 @@ from redis.exceptions import ResponseError
 
 from only_one import ConfigurationError, LockLost, configure, current_lock, only_one, subscribe
 from only_one.events import Event, Lost
-from only_one.testing import RedisServer
 from tests.faults.programs import Running
 from tests.renewal import is_renewed, later
+from tests.servers import RedisServer
 from tests.waiting import LIMIT, eventually
 
 NAME = "k"

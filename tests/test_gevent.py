@@ -14,7 +14,7 @@ import pytest
 import redis as redis_py
 
 from only_one import only_one
-from only_one.testing import RedisServer
+from tests.servers import RedisServer
 from tests.waiting import LIMIT
 
 pytest.importorskip("gevent")

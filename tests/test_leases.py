@@ -27,10 +27,10 @@ from redis.retry import Retry
 from only_one import LockLost, LockUnavailable, configure, leases, nodes, only_one, servers, skip, subscribe
 from only_one.clock import now
 from only_one.events import Event, Lost
-from only_one.testing import RedisServer
 from tests.faults.programs import Program, Running, RunningAsync
 from tests.proxy import Fault, Proxy
 from tests.renewal import fails_to_renew, is_awaited, is_idle, is_renewed, later, renew_now
+from tests.servers import RedisServer
 from tests.waiting import LIMIT, eventually
 
 NAME = "k"

@@ -43,8 +43,8 @@ from only_one.protocol import (
     replace,
     take_over,
 )
-from only_one.testing import RedisServer, redis_server
 from tests.proxy import Proxy, Then
+from tests.servers import RedisServer, redis_server
 from tests.waiting import LIMIT, eventually
 
 TTL = 600_000

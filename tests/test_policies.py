@@ -38,7 +38,7 @@ from only_one import (
 )
 from only_one.policies import PutBack
 from only_one.servers import find_server
-from only_one.testing import RedisServer
+from tests.servers import RedisServer
 from tests.waiting import eventually
 
 KeyIsBusy = Callable[..., AbstractContextManager[None]]

@@ -55,8 +55,8 @@ from only_one.run import run
 from only_one.tasks.put_back import Header, header_of
 from only_one.tasks.task_call import call_from_outside
 from only_one.tasks.waiting import waits_for
-from only_one.testing import RedisServer, redis_server
 from tests.proxy import Proxy
+from tests.servers import RedisServer, redis_server
 from tests.waiting import LIMIT, eventually
 
 KeyIsBusy = Callable[..., AbstractContextManager[None]]

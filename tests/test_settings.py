@@ -42,7 +42,7 @@ from only_one.holder import Holder
 from only_one.inspection import held
 from only_one.tasks import app_settings
 from only_one.tasks.app_settings import current_app
-from only_one.testing import RedisServer, redis_server
+from tests.servers import RedisServer, redis_server
 
 KeyIsBusy = Callable[..., AbstractContextManager[None]]
 CLOSED = "redis://127.0.0.1:1/0"

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from redis.exceptions import RedisError
 
 from only_one import testing
 from only_one.errors import ConfigurationError
-from only_one.testing import PORTS, RedisServer, guarded, redis_server
+from only_one.testing import PORTS, Guarded, RedisServer, redis_server
+from tests import servers
 from tests.waiting import LIMIT, eventually
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -46,6 +46,13 @@ def is_running(pid: int) -> bool:
     return True
 
 
+def group_of(pid: int) -> list[int]:
+    """The processes of a command's group: its own, and that of its supervisor."""
+    command = ["ps", "-axo", "pid=,pgid="]
+    listing = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return [int(each) for each, group in map(str.split, listing.stdout.splitlines()) if int(group) == pid]
+
+
 def all_gone(pids: list[int]) -> bool:
     """Whether all of these processes end within the limit."""
     return eventually(lambda: not any(is_running(pid) for pid in pids))
@@ -65,12 +72,12 @@ def parent(program: str, directory: Path) -> Iterator[tuple[subprocess.Popen[str
             process.kill()
 
 
-def client(server: RedisServer, timeout: float = LIMIT) -> Redis:
+def client(server: RedisServer | servers.RedisServer, timeout: float = LIMIT) -> Redis:
     """A client that does not try twice."""
     return Redis.from_url(server.url, socket_timeout=timeout, retry=None)
 
 
-def refuses(server: RedisServer) -> bool:
+def refuses(server: RedisServer | servers.RedisServer) -> bool:
     """Whether nobody listens on the server's port."""
     with socket.socket() as line:
         return line.connect_ex(("127.0.0.1", server.port)) != 0
@@ -81,7 +88,7 @@ def refuses(server: RedisServer) -> bool:
 
 def test_the_server_answers_and_is_ours() -> None:
     with redis_server() as server, client(server) as redis:
-        assert redis.info("server")["process_id"] == server.pid
+        assert redis.info("server")["process_id"] == server.process.pid
         assert server.port in PORTS
         assert PORTS.stop <= 32_768, "from there on systems take them for outgoing connections"
         assert server.url == f"redis://127.0.0.1:{server.port}/0"
@@ -97,7 +104,7 @@ def test_the_server_listens_on_loopback_and_stores_nothing() -> None:
         settings = redis.config_get("bind", "save", "appendonly", "dir")
         assert settings["bind"] == "127.0.0.1"
         assert (settings["save"], settings["appendonly"]) == ("", "no")
-        assert Path(settings["dir"]).resolve() == server.directory.resolve()
+        assert Path(settings["dir"]).resolve() == server.unix_socket.parent.resolve()
 
 
 def test_options_win_over_ours() -> None:
@@ -120,15 +127,15 @@ def test_a_long_temporary_directory_is_no_obstacle(length: int, monkeypatch: pyt
         monkeypatch.setattr(tempfile, "tempdir", str(long))
         with redis_server() as server:
             assert client(server).ping()
-            assert server.directory.parent == (long if length == 70 else Path("/tmp"))  # noqa: S108
-            assert re.fullmatch("only_one-[a-z0-9_]{8}", server.directory.name)
+            assert server.unix_socket.parent.parent == (long if length == 70 else Path("/tmp"))  # noqa: S108
+            assert re.fullmatch("only_one-[a-z0-9_]{8}", server.unix_socket.parent.name)
 
 
 def test_a_directory_that_cannot_be_removed_is_no_error(tmp_path: Path) -> None:
     with redis_server() as server:
-        server.directory.rename(tmp_path / "moved")
-        server.directory.symlink_to(tmp_path / "moved")
-    server.directory.unlink()
+        server.unix_socket.parent.rename(tmp_path / "moved")
+        server.unix_socket.parent.symlink_to(tmp_path / "moved")
+    server.unix_socket.parent.unlink()
 
 
 def test_two_servers_have_nothing_in_common() -> None:
@@ -140,16 +147,16 @@ def test_two_servers_have_nothing_in_common() -> None:
 
 def test_the_server_and_its_directory_end_with_the_block() -> None:
     with redis_server() as server:
-        assert is_running(server.pid)
-    assert not is_running(server.pid)
+        assert is_running(server.process.pid)
+    assert not is_running(server.process.pid)
     assert refuses(server)
-    assert not server.directory.exists()
+    assert not server.unix_socket.parent.exists()
 
 
 def test_the_server_ends_by_an_exception() -> None:
     with pytest.raises(KeyError), redis_server() as server:
         raise KeyError
-    assert not is_running(server.pid)
+    assert not is_running(server.process.pid)
 
 
 def test_a_port_that_is_taken_is_not_taken_for_ours() -> None:
@@ -205,49 +212,6 @@ def test_the_first_server_on_path_is_used(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "started").read_text() == 5 * "\n", "another might have had the port"
 
 
-def test_a_server_that_is_killed_starts_again_on_its_port_and_knows_nothing() -> None:
-    with redis_server() as server, client(server) as redis:
-        redis.set("key", "value")
-        port, pid = server.port, server.pid
-        server.kill()
-        assert server.process.poll() == 128 + signal.SIGKILL
-        assert refuses(server)
-        server.start()
-        assert (server.port, is_running(pid)) == (port, False)
-        assert client(server).get("key") is None
-
-
-def test_a_server_with_a_log_of_its_own_knows_more_after_a_restart() -> None:
-    with redis_server("--appendonly", "yes", "--appendfsync", "always") as server:
-        client(server).set("key", "value")
-        server.kill()
-        server.start()
-        assert client(server).get("key") == b"value"
-
-
-def test_a_paused_server_does_not_answer_until_it_is_resumed() -> None:
-    with redis_server() as server:
-        server.pause()
-        with pytest.raises(RedisError):
-            client(server, timeout=0.2).ping()
-        server.resume()
-        assert client(server).ping()
-
-
-def test_a_paused_server_ends_at_once() -> None:
-    with redis_server() as server:
-        server.pause()
-        server.stop()
-        assert not is_running(server.pid)
-        assert server.process.poll() == 0  # in its own way, and not by SIGKILL after the grace period
-
-
-def test_stopping_twice_is_stopping() -> None:
-    with redis_server() as server:
-        server.stop()
-        server.stop()
-
-
 # The death of the parent
 
 SERVER_IN_PARENT = """
@@ -256,14 +220,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the backgro
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from only_one.testing import redis_server
 with redis_server() as server:
-    print(server.pid, server.process.guardian.pid, flush=True)
+    print(server.process.pid, flush=True)
     time.sleep(600)
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_server_ends_with_a_parent_that_is_killed(number: signal.Signals, tmp_path: Path) -> None:
-    with parent(SERVER_IN_PARENT, tmp_path) as (process, pids):
+    with parent(SERVER_IN_PARENT, tmp_path) as (process, (pid,)):
+        pids = group_of(pid)
         assert all(is_running(pid) for pid in pids)
         process.send_signal(number)
         process.wait(LIMIT)
@@ -274,12 +239,13 @@ def test_the_server_ends_with_a_parent_that_is_killed(number: signal.Signals, tm
 def test_a_group_that_ignores_sigterm_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     program = f"""
 import subprocess, sys, time
-from only_one.testing import guarded
-command = guarded([sys.executable, "-c", {STUBBORN!r}], grace=0.2, stdout=subprocess.PIPE, text=True)
-print(command.pid, command.guardian.pid, command.guardian.stdout.readline(), flush=True)
+from only_one.testing import Guarded
+command = Guarded([sys.executable, "-c", {STUBBORN!r}], grace=0.2, stdout=subprocess.PIPE, text=True)
+print(command.pid, command.stdout.readline(), flush=True)
 time.sleep(600)
 """
-    with parent(program, tmp_path) as (process, pids):
+    with parent(program, tmp_path) as (process, (pid, _)):
+        pids = group_of(pid)
         assert len(pids) == 3
         process.kill()
         process.wait(LIMIT)
@@ -289,14 +255,15 @@ time.sleep(600)
 def test_a_forked_child_of_the_parent_does_not_keep_the_command_alive(tmp_path: Path) -> None:
     program = f"""
 import os, time
-from only_one.testing import guarded
-command = guarded({SLEEP!r})
+from only_one.testing import Guarded
+command = Guarded({SLEEP!r})
 fork = os.fork()
 if fork:
-    print(command.pid, command.guardian.pid, fork, flush=True)
+    print(command.pid, fork, flush=True)
 time.sleep(600)
 """
-    with parent(program, tmp_path) as (process, (*pids, fork)):
+    with parent(program, tmp_path) as (process, (pid, fork)):
+        pids = group_of(pid)
         try:
             process.kill()
             process.wait(LIMIT)
@@ -307,7 +274,7 @@ time.sleep(600)
 
 
 def test_a_forked_child_does_not_end_what_its_parent_started() -> None:
-    with guarded(SLEEP) as command:
+    with Guarded(SLEEP) as command:
         if (fork := os.fork()) == 0:
             try:
                 command.close()
@@ -320,9 +287,9 @@ def test_a_forked_child_does_not_end_what_its_parent_started() -> None:
 
 def test_the_command_ends_with_a_parent_that_forgets_it(tmp_path: Path) -> None:
     program = f"""
-from only_one.testing import guarded
-command = guarded({SLEEP!r})
-print(command.pid, command.guardian.pid, flush=True)
+from only_one.testing import Guarded
+command = Guarded({SLEEP!r})
+print(command.pid, flush=True)
 """
     with parent(program, tmp_path) as (process, pids):
         assert process.wait(LIMIT) == 0
@@ -332,83 +299,90 @@ print(command.pid, command.guardian.pid, flush=True)
 # A command
 
 
-@pytest.mark.parametrize(("script", "status"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137), ("kill $$", 143)])
+def supervised(command: Guarded) -> list[int]:
+    """A command's process and its supervisor's, for which this waits."""
+    assert eventually(lambda: len(group_of(command.pid)) == 2)
+    return group_of(command.pid)
+
+
+@pytest.mark.parametrize(("script", "status"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", -9), ("kill $$", -15)])
 def test_the_exit_status_is_the_commands(script: str, status: int) -> None:
-    with guarded(["sh", "-c", script]) as command:
+    with Guarded(["sh", "-c", script]) as command:
         assert command.wait() == status
         assert command.poll() == status
 
 
 def test_a_running_command_has_no_exit_status() -> None:
-    with guarded(SLEEP) as command:
+    with Guarded(SLEEP) as command:
         assert command.poll() is None
-        args: Any = command.guardian.args
-        assert "5.0" in args, "the seconds that it has to end in its own way"
+        args: Any = command.args
+        assert "50" in args, "the tenths of seconds that it has to end in its own way"
         with pytest.raises(subprocess.TimeoutExpired):
             command.wait(0.05)
 
 
 def test_a_command_that_ignores_sigterm_is_killed_after_the_grace_period() -> None:
-    with guarded([sys.executable, "-c", STUBBORN], grace=0.3, stdout=subprocess.PIPE) as command:
-        assert command.guardian.stdout is not None
-        child = int(command.guardian.stdout.readline())
+    with Guarded([sys.executable, "-c", STUBBORN], grace=0.3, stdout=subprocess.PIPE) as command:
+        assert command.stdout is not None
+        child = int(command.stdout.readline())
         begin = time.monotonic()
     assert time.monotonic() - begin >= 0.3
-    assert command.poll() == 128 + signal.SIGKILL
+    assert command.poll() == -signal.SIGKILL
     assert all_gone([command.pid, child])
 
 
 def test_children_that_outlive_the_command_are_ended() -> None:
-    with guarded(["sh", "-c", "sleep 600 & echo $!; exit 5"], stdout=subprocess.PIPE) as command:
-        assert command.guardian.stdout is not None
-        child = int(command.guardian.stdout.readline())
+    with Guarded(["sh", "-c", "sleep 600 & echo $!; exit 5"], stdout=subprocess.PIPE) as command:
+        assert command.stdout is not None
+        child = int(command.stdout.readline())
         assert command.wait(LIMIT) == 5
     assert all_gone([child])
 
 
 def test_a_command_gets_time_to_end_in_its_own_way() -> None:
     script = "trap 'kill $!; echo bye; exit 7' TERM; sleep 600 & echo hello; wait"
-    with guarded(["sh", "-c", script], stdout=subprocess.PIPE) as command:
-        assert command.guardian.stdout is not None
-        assert command.guardian.stdout.readline() == b"hello\n"
+    with Guarded(["sh", "-c", script], stdout=subprocess.PIPE) as command:
+        assert command.stdout is not None
+        assert command.stdout.readline() == b"hello\n"
         command.close()
-        assert command.guardian.stdout.read() == b"bye\n"
+        assert command.stdout.read() == b"bye\n"
     assert command.poll() == 7
 
 
 def test_ctrl_c_does_not_reach_the_command() -> None:
-    with guarded(SLEEP) as command:
+    with Guarded(SLEEP) as command:
         assert os.getpgid(command.pid) == command.pid
         assert os.getsid(command.pid) != os.getsid(0)
-        assert os.getsid(command.guardian.pid) != os.getsid(0)
+        assert {os.getsid(pid) for pid in supervised(command)} == {command.pid}
 
 
 def test_a_signal_goes_to_the_command_and_to_an_ended_one_nowhere() -> None:
-    with guarded(SLEEP) as command, guarded(SLEEP) as other:
-        command.signal(signal.SIGUSR1)
-        assert command.wait(LIMIT) == 128 + signal.SIGUSR1
-        command.signal(signal.SIGUSR1)
+    with Guarded(SLEEP) as command, Guarded(SLEEP) as other:
+        command.send_signal(signal.SIGUSR1)
+        assert command.wait(LIMIT) == -signal.SIGUSR1
+        command.send_signal(signal.SIGUSR1)
         command.pid = other.pid  # as it may be, by then
-        command.signal(signal.SIGUSR1)
-        other.signal(signal.SIGUSR2)
-        assert other.wait(LIMIT) == 128 + signal.SIGUSR2
+        command.send_signal(signal.SIGUSR1)
+        other.send_signal(signal.SIGUSR2)
+        assert other.wait(LIMIT) == -signal.SIGUSR2
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_guardian_that_is_told_to_end_takes_the_command_with_it(number: signal.Signals) -> None:
-    with guarded(SLEEP) as command:
-        command.guardian.send_signal(number)
-        assert command.wait(LIMIT) == 128 + signal.SIGTERM
-        assert not is_running(command.pid)
+def test_a_supervisor_that_is_told_to_end_goes_on(number: signal.Signals) -> None:
+    with Guarded(SLEEP) as command:
+        (supervisor,) = set(supervised(command)) - {command.pid}
+        os.kill(supervisor, number)
+    assert command.poll() == -signal.SIGTERM
+    assert not is_running(command.pid)
 
 
 def test_the_command_reads_nothing_and_has_the_environment_and_directory_that_were_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "socket.py").write_text("raise SystemExit('this is not the module that the guardian wants')")
+    (tmp_path / "socket.py").write_text("raise SystemExit('this is not the module that is wanted')")
     environment = {"COLOUR": "red", "PYTHONPATH": str(tmp_path), "PATH": os.environ["PATH"]}
     script = "pwd -P; echo $COLOUR; cat"
-    with guarded(["sh", "-c", script], env=environment, cwd=tmp_path, stdout=subprocess.PIPE) as command:
-        assert command.guardian.stdout is not None
-        assert command.guardian.stdout.read().decode() == f"{tmp_path.resolve()}\nred\n"
+    with Guarded(["sh", "-c", script], env=environment, cwd=tmp_path, stdout=subprocess.PIPE) as command:
+        assert command.stdout is not None
+        assert command.stdout.read().decode() == f"{tmp_path.resolve()}\nred\n"
 
 
 @pytest.mark.parametrize(
@@ -423,17 +397,12 @@ def test_a_command_that_cannot_be_started_says_why(
 ) -> None:
     monkeypatch.setenv("PATH", os.defpath)
     with pytest.raises(error, match=f"{words}: .*{Path(program).name}"):
-        guarded([program], stdout=subprocess.PIPE)
+        Guarded([program], stdout=subprocess.PIPE)
 
 
-def test_a_guardian_that_cannot_be_started_says_why(tmp_path: Path) -> None:
+def test_a_directory_in_which_nothing_can_be_started_says_why(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        guarded(SLEEP, cwd=tmp_path / "nowhere")
-
-
-def test_a_guardian_that_dies_at_once_is_noticed() -> None:
-    with pytest.raises(ChildProcessError, match="the guardian of sleep ended before it had started it"):
-        guarded(["sleep", "600"], preexec_fn=lambda: os._exit(1))
+        Guarded(SLEEP, cwd=tmp_path / "nowhere")
 
 
 # The module
@@ -444,6 +413,7 @@ def test_the_module_needs_no_celery_and_the_package_does_not_need_the_module() -
 import sys, only_one
 print("only_one.testing" in sys.modules)
 import only_one.testing
+from tests import servers
 from tests.waiting import LIMIT, eventually
 print("celery" in sys.modules)
 """

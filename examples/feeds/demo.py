@@ -17,7 +17,7 @@ from subprocess import TimeoutExpired
 from rich.console import Console
 
 from only_one.errors import ConfigurationError
-from only_one.testing import Guarded, guarded, redis_server
+from only_one.testing import Guarded, redis_server
 
 from . import store
 from .feed_server import FEEDS, feed_server
@@ -134,7 +134,7 @@ def _run(console: Console, duration: float, workers: int) -> History:
 def _start(name: str, command: list[str]) -> Guarded:
     directory = Path(os.environ["DEMO_DIRECTORY"])
     with (directory / f"{name}.log").open("wb") as log:
-        return guarded(command, grace=GRACE, cwd=directory, stdout=log, stderr=log)
+        return Guarded(command, grace=GRACE, cwd=directory, stdout=log, stderr=log)
 
 
 class Director:
@@ -175,7 +175,7 @@ class Director:
             if time.monotonic() > limit:
                 return False
             if (status := self._job.worker.poll()) is not None:
-                msg = f"the worker ended early, with status {status}"
+                msg = f"the worker ended early, with status {status if status >= 0 else 128 - status}"
                 raise DemoError(msg)
             time.sleep(0.1)
         return True
@@ -209,9 +209,9 @@ class Director:
     def _drain(self, limit: float) -> None:
         """No more ticks; let what is queued and what runs come to its end, then the worker."""
         for clock in (self._job.beat, self._job.cron):
-            clock.signal(signal.SIGTERM)
+            clock.send_signal(signal.SIGTERM)
         self._follow(self._is_quiet, limit)
-        self._job.worker.signal(signal.SIGTERM)  # to the main process alone: a warm shutdown
+        self._job.worker.send_signal(signal.SIGTERM)  # to the main process alone: a warm shutdown
         with suppress(TimeoutExpired):
             self._job.worker.wait(SHUTDOWN)
         self._show_news(lambda: True)

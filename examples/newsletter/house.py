@@ -14,7 +14,7 @@ from typing import Any
 from celery.exceptions import ChordError
 
 from only_one.errors import ConfigurationError
-from only_one.testing import Guarded, guarded, redis_server
+from only_one.testing import Guarded, redis_server
 
 from . import places, recipients, sending
 from .app import app, leave, make_all, start
@@ -123,7 +123,7 @@ def _staff(workers: int) -> Iterator[Guarded]:
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         }
         command = [*WORKER, f"--concurrency={workers}", *QUICK_START]
-        yield stack.enter_context(guarded(command, grace=GRACE, cwd=directory, env=environment, stdout=log, stderr=log))
+        yield stack.enter_context(Guarded(command, grace=GRACE, cwd=directory, env=environment, stdout=log, stderr=log))
 
 
 def _wait(result: Any, follower: Follower, worker: Guarded) -> None:
@@ -131,6 +131,7 @@ def _wait(result: Any, follower: Follower, worker: Guarded) -> None:
     while not result.ready():
         follower.look()
         if (status := worker.poll()) is not None:
+            status = status if status >= 0 else 128 - status
             msg = f"the worker ended early, with status {status}; what is done is kept with --directory"
             raise HouseError(msg)
         time.sleep(0.1)

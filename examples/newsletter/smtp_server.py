@@ -17,7 +17,7 @@ from subprocess import PIPE
 
 from aiosmtpd.smtp import SMTP, Envelope, Session
 
-from only_one.testing import Guarded, guarded
+from only_one.testing import Guarded
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,8 +78,8 @@ def smtp_server(path: Path) -> Iterator[Running]:
         ChildProcessError: it does not start.
     """
     command = [sys.executable, "-m", "examples.newsletter.smtp_server", str(path)]
-    with path.with_name("smtp.log").open("ab") as log, guarded(command, cwd=ROOT, stdout=PIPE, stderr=log) as process:
-        if process.guardian.stdout is None or not (port := process.guardian.stdout.readline()):
+    with path.with_name("smtp.log").open("ab") as log, Guarded(command, cwd=ROOT, stdout=PIPE, stderr=log) as process:
+        if process.stdout is None or not (port := process.stdout.readline()):
             msg = f"the SMTP server does not start; see {log.name}"
             raise ChildProcessError(msg)
         yield Running(f"127.0.0.1:{int(port)}", process)

@@ -12,7 +12,7 @@ from typing import Any
 import redis
 
 from only_one import AlreadyRunning, KeyTemplateError, only_one
-from only_one.testing import guarded, redis_server
+from only_one.testing import Guarded, redis_server
 
 from . import tasks
 
@@ -68,7 +68,7 @@ def main() -> int:
     with redis_server() as server, redis.Redis.from_url(server.url) as client:
         tasks.app.conf.update(broker_url=server.url, result_backend=server.url)
         first = queue()
-        with guarded(WORKER, env={**os.environ, "SINGLETON_URL": server.url}, stdout=DEVNULL):
+        with Guarded(WORKER, env={**os.environ, "SINGLETON_URL": server.url}, stdout=DEVNULL):
             watch(client, first)
         del first
         gc.collect()  # a result that is let go of later would look for the server, which is gone then

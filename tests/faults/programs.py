@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import IO, TYPE_CHECKING, Any
 
 from only_one import current_lock, only_one
-from only_one.testing import guarded
+from only_one.testing import Guarded
 from tests.waiting import LIMIT, eventually
 
 if TYPE_CHECKING:
@@ -87,12 +87,12 @@ class Program(AbstractContextManager["Program"]):
         """
         # Forking beside a thread, which some of them do on purpose, warns.
         python = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", source, *arguments]
-        self.process = guarded([*inside, *python], stdout=subprocess.PIPE, text=True)
+        self.process = Guarded([*inside, *python], stdout=subprocess.PIPE, text=True)
         self.pid = self.process.pid
 
     @property
     def _lines(self) -> IO[str]:
-        stdout: IO[str] | None = self.process.guardian.stdout
+        stdout: IO[str] | None = self.process.stdout
         assert stdout is not None
         return stdout
 
@@ -110,17 +110,17 @@ class Program(AbstractContextManager["Program"]):
 
     def kill(self) -> None:
         """End it by `kill -9`; it is gone, and no zombie, on return."""
-        self.process.signal(signal.SIGKILL)
-        assert self.process.wait(LIMIT) == 128 + signal.SIGKILL
+        self.process.send_signal(signal.SIGKILL)
+        assert self.process.wait(LIMIT) == -signal.SIGKILL
 
     def stop(self) -> None:
         """Have it stand still; it does on return."""
-        self.process.signal(signal.SIGSTOP)
+        self.process.send_signal(signal.SIGSTOP)
         assert eventually(lambda: _state(self.pid) in {"T", None})
 
     def resume(self) -> None:
         """Let it go on."""
-        self.process.signal(signal.SIGCONT)
+        self.process.send_signal(signal.SIGCONT)
 
     def __enter__(self) -> Self:
         return self
@@ -172,7 +172,7 @@ class Holder(Program):
 
     def is_renewed(self) -> bool:
         """Whether its lease is renewed when it is its turn, which it is now; the report is what it says next."""
-        self.process.signal(signal.SIGUSR1)
+        self.process.send_signal(signal.SIGUSR1)
         what, answer = self.says()
         assert what == "renewed", what
         return bool(answer)

@@ -21,10 +21,10 @@ from redis.retry import Retry
 from only_one import LockLost, LockUnavailable, configure, leases, nodes, only_one, servers, skip
 from only_one.clock import now
 from only_one.inspection import held, release_key
-from only_one.testing import RedisServer, redis_server
 from tests.faults.programs import SLACK, Holder, Running, RunningAsync
 from tests.proxy import Proxy
 from tests.renewal import MOMENT, Clock, fails_to_renew, later, renew_now
+from tests.servers import RedisServer, redis_server
 from tests.waiting import LIMIT, eventually
 
 # The nodes do not find each other lost by themselves: on a slow machine, one that is well may be late by any time.

@@ -13,11 +13,11 @@ import pytest
 import redis as redis_py
 
 from only_one import eviction, leases, only_one
-from only_one.testing import RedisServer, redis_server
 from tests.clients import clients
 from tests.faults.programs import Running, RunningAsync
 from tests.proxy import Proxy
 from tests.renewal import is_renewed, renew_now
+from tests.servers import RedisServer, redis_server
 from tests.waiting import LIMIT, eventually
 
 

@@ -11,9 +11,9 @@ import pytest
 import redis as redis_py
 
 from only_one import LockUnavailable, carry_on, configure, current_lock, fail, only_one, skip
-from only_one.testing import RedisServer, redis_server
 from tests.faults.programs import Running
 from tests.renewal import fails_to_renew, is_renewed, later
+from tests.servers import RedisServer, redis_server
 from tests.waiting import eventually
 
 

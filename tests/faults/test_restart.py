@@ -5,9 +5,9 @@ from __future__ import annotations
 import redis as redis_py
 
 from only_one import LockLost, fail, only_one
-from only_one.testing import RedisServer, redis_server
 from tests.faults.programs import Holder, Running, RunningAsync
 from tests.renewal import is_renewed, renew_now
+from tests.servers import RedisServer, redis_server
 from tests.waiting import eventually
 
 

@@ -15,9 +15,10 @@ import redis.sentinel
 from redis.exceptions import RedisError
 
 from only_one import LockLost, LockUnavailable, configure, fail, only_one
-from only_one.testing import PORTS, RedisServer, _find_binary, guarded, redis_server
+from only_one.testing import PORTS, Guarded, _find_binary
 from tests.faults.programs import Running, RunningAsync
 from tests.renewal import renew_now
+from tests.servers import RedisServer, redis_server
 from tests.waiting import LIMIT, eventually
 
 SERVICE = "mymaster"
@@ -67,7 +68,7 @@ class Watched:
         file = directory / "sentinel.conf"
         file.write_text(CONFIGURATION.format(port=port, directory=directory, master=self.master.port))
         command = [_find_binary(), str(file), "--sentinel"]
-        self._stack.enter_context(guarded(command, stdout=subprocess.DEVNULL))
+        self._stack.enter_context(Guarded(command, stdout=subprocess.DEVNULL))
         return f"redis://127.0.0.1:{port}"
 
     def _are_hastened(self) -> bool:

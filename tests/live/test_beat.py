@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from only_one.holder import Holder
-from only_one.testing import guarded, redis_server
+from only_one.testing import Guarded, redis_server
 from tests.live.beat_app import MEANWHILE
 from tests.live.workers import ROOT, Witness, celery_worker, environment
 from tests.waiting import LIMIT, eventually
@@ -37,7 +37,7 @@ def beats(folder: Path, *kinds: dict[str, str]) -> Iterator[tuple[Witness, redis
                 command = [sys.executable, "-m", "celery", "-A", NAME, "beat", "-l", "INFO", "--pidfile", ""]
                 scheduler = ["--scheduler", "django"] if "LIVE_DATABASE" in kind else []
                 command += scheduler or ["--schedule", str(folder / f"schedule{number}")]
-                stack.enter_context(guarded(command, cwd=ROOT, env={**env, **kind}, stdout=output, stderr=output))
+                stack.enter_context(Guarded(command, cwd=ROOT, env={**env, **kind}, stdout=output, stderr=output))
             try:
                 yield witness, client, stack.close
             finally:

@@ -162,7 +162,7 @@ def by_worker_kill(scene: Scene) -> float:
 
 def by_warm_shutdown(scene: Scene) -> float:
     worker = scene.place.worker(scene.queue)
-    worker.signal(signal.SIGTERM)
+    worker.send_signal(signal.SIGTERM)
     assert eventually(lambda: "Warm shutdown" in scene.broker.log())
     assert scene.broker.is_held(scene.gate)
     scene.broker.client.rpush(f"{scene.gate}:gate", 1)
@@ -172,7 +172,7 @@ def by_warm_shutdown(scene: Scene) -> float:
 
 def by_cold_shutdown(scene: Scene) -> float:
     worker, began = scene.place.worker(scene.queue), time.monotonic()
-    worker.signal(signal.SIGQUIT)
+    worker.send_signal(signal.SIGQUIT)
     worker.wait(LIMIT)
     is_soft = scene.queue == "soft"
     assert "Soft Shutdown" in scene.broker.log() or not is_soft

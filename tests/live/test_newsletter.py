@@ -107,11 +107,11 @@ class House:
     @contextmanager
     def frozen_smtp(self) -> Iterator[None]:
         """Let whoever sends wait for the SMTP server."""
-        self.smtp.signal(signal.SIGSTOP)
+        self.smtp.send_signal(signal.SIGSTOP)
         try:
             yield
         finally:
-            self.smtp.signal(signal.SIGCONT)
+            self.smtp.send_signal(signal.SIGCONT)
 
     def makers(self) -> list[int]:
         """The processes that have begun to make the chunk that things happen to, by the tasks of the test."""

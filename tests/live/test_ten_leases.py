@@ -16,7 +16,7 @@ import pytest
 import redis as redis_py
 
 from only_one.holder import Holder
-from only_one.testing import guarded, redis_server
+from only_one.testing import Guarded, redis_server
 from tests.live.ten_leases_app import LEASE, LEASES, app, task
 from tests.waiting import LIMIT, eventually
 
@@ -114,7 +114,7 @@ def workers(environment: dict[str, str], folder: Path) -> Iterator[None]:
             command = [*worker, "-Q", pool, "-n", f"{pool}@%h", "-l", "INFO", "--without-gossip", "--without-mingle"]
             logs.append(folder / f"{pool}.log")
             output = stack.enter_context(logs[-1].open("wb"))
-            stack.enter_context(guarded(command, cwd=ROOT, env=environment, stdout=output, stderr=output, grace=1))
+            stack.enter_context(Guarded(command, cwd=ROOT, env=environment, stdout=output, stderr=output, grace=1))
         ready = eventually(lambda: all(b" ready." in log.read_bytes() for log in logs), LIMIT)
         assert ready, [log.read_text()[-2000:] for log in logs]
         yield
@@ -128,7 +128,7 @@ def begin(key: str, environment: dict[str, str], stack: ExitStack) -> None:
         for _ in range(1 if key == "gevent CPU" else 2):
             task.apply_async([key], queue=where)
     else:
-        stack.enter_context(guarded([sys.executable, "-m", APP, where, key], cwd=ROOT, env=environment))
+        stack.enter_context(Guarded([sys.executable, "-m", APP, where, key], cwd=ROOT, env=environment))
 
 
 def row(key: str, witness: Witness, watch: Watch, calls: int) -> list[Any]:
@@ -158,10 +158,10 @@ def test_nothing_overlaps_and_no_key_is_lost(tmp_path: Path, record_property: Ca
                         begin(key, environment, stack)
                     assert eventually(lambda keys=keys: all(map(witness.lines, keys)), LIMIT)  # type: ignore[misc]
                     contend = [sys.executable, "-m", APP, "contend", *keys]
-                    others = guarded(contend, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+                    others = Guarded(contend, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
                     stack.enter_context(others)
-                    assert others.guardian.stdout is not None
-                    counts = others.guardian.stdout.readline().split()
+                    assert others.stdout is not None
+                    counts = others.stdout.readline().split()
                 rows += [row(key, witness, watch, int(calls)) for key, calls in zip(keys, counts, strict=True)]
                 for key in keys:
                     holder = Holder.parse(watch.values[key])

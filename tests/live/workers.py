@@ -20,9 +20,10 @@ import redis
 from celery import Celery
 from celery._state import get_current_app
 
-from only_one.testing import Guarded, RedisServer, guarded, redis_server
+from only_one.testing import Guarded
 from tests.live.brokers import KIND, Broker, settings_of
 from tests.live.brokers import broker as broker_of
+from tests.servers import RedisServer, redis_server
 from tests.waiting import LIMIT, eventually
 
 P = ParamSpec("P")
@@ -129,7 +130,7 @@ def celery_worker(
     command = [*inside, sys.executable, "-m", "celery", "-A", application, "worker", "-l", "INFO", *quiet]
     command += ["-P", pool, "-c", str(size), *options]
     try:
-        with log.open("wb") as output, guarded(command, cwd=ROOT, env=env, stdout=output, stderr=output) as process:
+        with log.open("wb") as output, Guarded(command, cwd=ROOT, env=env, stdout=output, stderr=output) as process:
             assert eventually(lambda: b" ready." in log.read_bytes() or process.poll() is not None)
             assert process.poll() is None, log.read_text()[-2000:]
             yield process
