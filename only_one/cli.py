@@ -1,4 +1,4 @@
-"""The keys that are held, from the command line: `python -m only_one list`, or `celery -A proj only-one list`."""
+"""The command line that lists, shows and releases keys: `python -m only_one`, or `celery -A proj only-one`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -15,8 +15,8 @@ from redis.exceptions import RedisError
 
 from .errors import OnlyOneError
 from .holder import printable
-from .inspection import Held, Place, held_in, place_of, read, release_in
-from .validation import check_prefix
+from .inspection import Held, held, held_key, release_key
+from .settings import configure
 
 _COLUMNS = ("key", "state", "task", "id", "host", "pid", "since", "age", "free_by", "process")
 
@@ -33,12 +33,13 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m on
         The exit status: 0 if all was done, 1 if something was not freed or not found, 2 for wrong use and trouble.
     """
     given = _parser(program).parse_args(arguments)
-    _spell_out(sys.stdout)
+    configured = {name: value for name in ("redis", "prefix") if (value := getattr(given, name)) is not None}
+    out: Any = sys.stdout
+    if hasattr(out, "reconfigure"):
+        out.reconfigure(errors="backslashreplace")  # what a terminal cannot show
     try:
-        place = place_of(given.redis, app)
-        if given.prefix is not None:
-            place = place._replace(prefix=check_prefix("prefix", given.prefix))
-        status: int = given.command(place, given)
+        with configure(**configured):
+            status: int = given.command(given, app)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads has seen enough, as `head` has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -47,12 +48,6 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m on
         print(f"{program}: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     return status
-
-
-def _spell_out(stream: Any) -> None:
-    """Have what a terminal cannot show spelt out."""
-    if hasattr(stream, "reconfigure"):
-        stream.reconfigure(errors="backslashreplace")
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -68,25 +63,23 @@ def _parser(program: str) -> argparse.ArgumentParser:
     listing.add_argument("--json", action="store_true", help="one line of JSON for each key")
     listing.set_defaults(command=_list)
 
-    showing = commands.add_parser("show", help="all that is known of a key")
-    showing.add_argument("key", help="the key, with or without the prefix")
-    showing.add_argument("--json", action="store_true", help="one line of JSON")
-    showing.set_defaults(command=_show)
+    show = commands.add_parser("show", help="all that is known of a key")
+    show.add_argument("key", help="the key, with or without the prefix")
+    show.add_argument("--json", action="store_true", help="one line of JSON")
+    show.set_defaults(command=_show)
 
-    releasing = commands.add_parser("release", help="free keys; the runs that hold them go on, and learn it")
-    releasing.add_argument("keys", nargs="*", metavar="key", help="a key, with or without the prefix")
-    releasing.add_argument("--force", action="store_true", help="also where the holder is not known to be dead")
-    releasing.add_argument(
-        "--dead", action="store_true", help="all keys whose holder is certainly dead, seen from here"
-    )
-    releasing.add_argument(
+    release = commands.add_parser("release", help="free keys; the runs that hold them go on, and learn it")
+    release.add_argument("keys", nargs="*", metavar="key", help="a key, with or without the prefix")
+    release.add_argument("--force", action="store_true", help="also where the holder is not known to be dead")
+    release.add_argument("--dead", action="store_true", help="all keys whose holder is certainly dead, seen from here")
+    release.add_argument(
         "--queued",
         type=_seconds,
         metavar="OLDER_THAN",
         help="all keys whose task has been queued for longer than this and is in no worker: 600, 90m, 2h, 1d",
     )
-    releasing.add_argument("--match", default="*", metavar="PATTERN", help="with these two: only keys of this pattern")
-    releasing.set_defaults(command=_release)
+    release.add_argument("--match", default="*", metavar="PATTERN", help="with these two: only keys of this pattern")
+    release.set_defaults(command=_release)
     return parser
 
 
@@ -98,23 +91,22 @@ def _seconds(text: str) -> float:
     return float(text[:-1]) * _UNITS[text[-1]] if text[-1:] in _UNITS else float(text)
 
 
-def _list(place: Place, given: argparse.Namespace) -> int:
-    found = sorted(held_in(place, given.match))
+def _list(given: argparse.Namespace, app: Any) -> int:
+    facts = [_facts(each) for each in sorted(held(given.match, app=app))]
+    rows = [[_cell(each[name]) for name in _COLUMNS] for each in facts]
     if given.json:
-        for each in found:
-            print(json.dumps(_facts(each)))
-        return 0
-    rows = [[_cell(facts[name]) for name in _COLUMNS] for facts in map(_facts, found)]
-    if sys.stdout.isatty():
-        _print_table([[name.replace("_", " ") for name in _COLUMNS], *rows])
+        lines: Iterable[str] = map(json.dumps, facts)
+    elif sys.stdout.isatty():
+        lines = _table([[name.replace("_", " ") for name in _COLUMNS], *rows])
     else:
-        for row in rows:
-            print("\t".join(row))
+        lines = map("\t".join, rows)
+    for line in lines:
+        print(line)
     return 0
 
 
-def _show(place: Place, given: argparse.Namespace) -> int:
-    found = _find(place, given.key)
+def _show(given: argparse.Namespace, app: Any) -> int:
+    found = held_key(given.key, app=app)
     if found is None:
         print(f"{printable(given.key)} is free", file=sys.stderr)
         return 1
@@ -126,7 +118,7 @@ def _show(place: Place, given: argparse.Namespace) -> int:
     return 0
 
 
-def _release(place: Place, given: argparse.Namespace) -> int:
+def _release(given: argparse.Namespace, app: Any) -> int:
     by_age = given.queued is not None
     if given.dead + by_age + bool(given.keys) != 1:
         print(
@@ -135,28 +127,27 @@ def _release(place: Place, given: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    if given.dead or by_age:
-        is_meant = _is_queued_since(time.time() - given.queued) if by_age else _is_dead
-        return _free(place, filter(is_meant, list(held_in(place, given.match))))
-    status = 0
-    for key in given.keys:
-        found = _find(place, key)
-        reason = "it is free" if found is None else _why_not(found, force=given.force)
-        if found is None or reason is not None:
-            print(f"{printable(key)} was not freed: {reason}", file=sys.stderr)
-            status = 1
-        else:
-            status = max(status, _free(place, [found]))
-    return status
+    if given.keys:
+        return max([_free_by_name(key, app, force=given.force) for key in given.keys])
+    queued_before = time.time() - given.queued if by_age else None
+    meant = [each for each in held(given.match, app=app) if _is_meant(each, queued_before)]
+    return max([_free(each, app) for each in meant], default=0)
 
 
-def _is_dead(found: Held) -> bool:
-    return found.process == "dead"
+def _is_meant(found: Held, queued_before: float | None) -> bool:
+    """Whether a key is to be released: a task's that was queued before a time, or, without one, a dead holder's."""
+    if queued_before is None:
+        return found.process == "dead"
+    return found.holder is not None and found.holder.state == "queued" and found.holder.since < queued_before
 
 
-def _is_queued_since(moment: float) -> Callable[[Held], bool]:
-    """Whether a key is a queued task's, from before a moment; what a worker has received is seen to be dead or not."""
-    return lambda found: found.holder is not None and found.holder.state == "queued" and found.holder.since < moment
+def _free_by_name(key: str, app: Any, *, force: bool) -> int:
+    found = held_key(key, app=app)
+    reason = "it is free" if found is None else _why_not(found, force=force)
+    if found is None or reason is not None:
+        print(f"{printable(key)} was not freed: {reason}", file=sys.stderr)
+        return 1
+    return _free(found, app)
 
 
 def _why_not(found: Held, *, force: bool) -> str | None:
@@ -167,27 +158,16 @@ def _why_not(found: Held, *, force: bool) -> str | None:
         return None
     if found.holder is None:
         return f"it is not a key of only_one, but holds {_cell(_value(found))}; --force frees it all the same"
-    if found.process in ("alive", "unknown"):
-        known = "alive" if found.process == "alive" else "not known to be dead"
-        return f"{found.holder} is {known}; --force frees it all the same"
-    return None
+    known = {"alive": "alive", "unknown": "not known to be dead"}.get(found.process or "")
+    return f"{found.holder} is {known}; --force frees it all the same" if known else None
 
 
-def _free(place: Place, found: Iterable[Held]) -> int:
-    status = 0
-    for each in found:
-        if release_in(place, each.key, each.value):
-            print(f"{printable(each.key)} was freed, held by {each.holder or _cell(_value(each))}")
-        else:
-            print(f"{printable(each.key)} was not freed: it has another holder now, or none", file=sys.stderr)
-            status = 1
-    return status
-
-
-def _find(place: Place, key: str) -> Held | None:
-    """A key as it is in Redis, or without its prefix."""
-    found = read(place, place.prefix + key)
-    return found or (read(place, key) if key.startswith(place.prefix) else None)
+def _free(found: Held, app: Any) -> int:
+    if not release_key(found.key, found.value, app=app):
+        print(f"{printable(found.key)} was not freed: it has another holder now, or none", file=sys.stderr)
+        return 1
+    print(f"{printable(found.key)} was freed, held by {found.holder or _cell(_value(found))}")
+    return 0
 
 
 def _facts(found: Held) -> dict[str, Any]:
@@ -232,7 +212,7 @@ def _cell(value: Any) -> str:
     return text if len(text) <= _LONGEST_CELL else text[: _LONGEST_CELL - 1] + "…"
 
 
-def _print_table(rows: list[list[str]]) -> None:
+def _table(rows: list[list[str]]) -> Iterator[str]:
     widths = [max(len(row[column]) for row in rows) for column, _ in enumerate(_COLUMNS)]
     for row in rows:
-        print("  ".join(map(str.ljust, row, widths)).rstrip())
+        yield "  ".join(map(str.ljust, row, widths)).rstrip()

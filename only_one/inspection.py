@@ -1,10 +1,10 @@
-"""Look at the keys that are held, and free them: nothing is taken in order to look, and nothing is freed unseen."""
+"""Who holds which key, and releasing keys by hand: nothing is acquired to look, and nothing is released unseen."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from redis.exceptions import ResponseError
 
@@ -23,8 +23,8 @@ class Held(NamedTuple):
     """A key that is held.
 
     Attributes:
-        key: the key as it is in Redis; bytes that are no text are spelt out in it.
-        value: what stands there, which `release_key` compares; empty for a list, a hash and the like.
+        key: the key as it is in Redis; bytes that are no text are escaped in it.
+        value: what is stored there, which `release_key` compares; empty for a list, a hash and the like.
         expires_in: seconds until it expires, unless it is renewed; None for never.
         process: whether the process that holds it lived when this was read: "unknown" from another machine; None where
             no process holds it.
@@ -39,34 +39,6 @@ class Held(NamedTuple):
     def holder(self) -> Holder | None:
         """Who holds it, or None where the value is not one of ours."""
         return Holder.parse(self.value)
-
-
-class Place(NamedTuple):
-    """Where keys are kept.
-
-    Attributes:
-        server: the server.
-        prefix: what every key begins with.
-    """
-
-    server: Server
-    prefix: str
-
-
-def place_of(redis: Source | None, app: Any) -> Place:
-    """Where the keys are kept of a decorator that does not say it.
-
-    Args:
-        redis: a client, a URL or a callable that returns a client, for another server than the configured one.
-        app: the Celery app whose settings hold, too; without one that of the process, as for plain functions.
-
-    Raises:
-        ConfigurationError: for settings that could not work.
-    """
-    of_app, app_server = configured_by_app(app)
-    merged = settings.merge(settings.current, of_app)
-    source = settings.source_of(merged, app_server) if redis is None else redis
-    return Place(find_server(source), merged.prefix)
 
 
 def held(match: str = "*", *, redis: Source | None = None, app: Any = None) -> Iterator[Held]:
@@ -84,35 +56,38 @@ def held(match: str = "*", *, redis: Source | None = None, app: Any = None) -> I
         redis.exceptions.RedisError: if the server cannot be asked.
         ConfigurationError: for settings that could not work.
     """
-    return held_in(place_of(redis, app), match)
+    server, prefix = _configured(redis, app)
+    pattern = "".join(f"\\{each}" for each in prefix) + match  # no character of the prefix means more than itself
+    return _scan(server.client, pattern)
 
 
-def held_in(place: Place, match: str) -> Iterator[Held]:
-    """The same for a place."""
-    client: Any = place.server.client
-    pattern = "".join(f"\\{each}" for each in place.prefix) + match  # no character of the prefix means more than itself
-    scanned = client.scan_iter(match=pattern, count=_AT_ONCE, **RAW)
-    seen: set[bytes] = set()  # SCAN may show a key more than once
-    while found := set(islice(scanned, _AT_ONCE)):
-        yield from _read(client, list(found - seen))
-        seen |= found
+def held_key(key: str, *, redis: Source | None = None, app: Any = None) -> Held | None:
+    """One key as `held` shows it; None if it is free.
 
+    Args:
+        key: the key without its prefix, or as it is in Redis.
+        redis: a client, a URL or a callable that returns a client, for another server than the configured one.
+        app: the Celery app whose settings hold, too; without one that of the process, as for plain functions.
 
-def read(place: Place, key: str) -> Held | None:
-    """What is held under one key; None if it is free."""
-    return next(_read(place.server.client, [_as_in_redis(key)]), None)
+    Raises:
+        redis.exceptions.RedisError: if the server cannot be asked.
+        ConfigurationError: for settings that could not work.
+    """
+    server, prefix = _configured(redis, app)
+    names = [prefix + key, key] if key.startswith(prefix) else [prefix + key]
+    return next(_read(server.client, [name.encode(errors="surrogateescape") for name in names]), None)
 
 
 def key_of(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
     """The key of a call, as it is in Redis.
 
     Args:
-        function: a covered function, or a Celery task that is covered or whose function is.
+        function: a decorated function, or a Celery task that is decorated or whose function is.
         *args: the call's arguments, without the task itself.
         **kwargs: the same by keyword.
 
     Raises:
-        ConfigurationError: if it is not covered.
+        ConfigurationError: if it is not decorated.
         UnkeyableArgument: as in the call itself.
     """
     return _call(function, args, kwargs)[1]
@@ -139,7 +114,7 @@ def release(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
     """
     server, key = _call(function, args, kwargs)
     value = _value(server.client, key)
-    return value is not None and give_back(server.client, server.dialect, key, value).fate == "held"
+    return value is not None and _release(server, key, value)
 
 
 def release_key(key: str, token: str | bytes, *, redis: Source | None = None, app: Any = None) -> bool:
@@ -154,73 +129,74 @@ def release_key(key: str, token: str | bytes, *, redis: Source | None = None, ap
     Returns:
         Whether it was freed.
     """
-    return release_in(place_of(redis, app), key, token)
+    server, _ = _configured(redis, app)
+    return _release(server, key.encode(errors="surrogateescape"), token.encode() if isinstance(token, str) else token)
 
 
-def release_in(place: Place, key: str, token: str | bytes) -> bool:
-    """The same for a place."""
-    value = token.encode() if isinstance(token, str) else token
-    return give_back(place.server.client, place.server.dialect, _as_in_redis(key), value).fate == "held"
+def _configured(redis: Source | None, app: Any) -> tuple[Server, str]:
+    """The server and the prefix of a decorator that names neither."""
+    of_app, app_server = configured_by_app(app)
+    merged = settings.merge(settings.current, of_app)
+    source = settings.source_of(merged, app_server) if redis is None else redis
+    return find_server(source), merged.prefix
 
 
-def _as_shown(key: bytes) -> str:
-    return key.decode(errors="surrogateescape")
+def _release(server: Server, key: Any, value: bytes) -> bool:
+    return give_back(server.client, server.dialect, key, value).fate == "held"
 
 
-def _as_in_redis(key: str) -> bytes:
-    return key.encode(errors="surrogateescape")
-
-
-def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Server, str]:
+def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Server, str]:
     """The server and the key of a call by hand."""
-    if is_task(function):
-        return _call_of_task(function, args, kwargs)
-    cover: Cover | None = getattr(function, "__only_one__", None)
-    if cover is None:
-        raise _not_covered(function)
-    plan = cover.plan_for(cover.plain)
-    return _server(plan.server), plan.prefix + cover.make_key(cover.plain, args, kwargs)
-
-
-def _call_of_task(found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Server, str]:
-    from .tasks.promises import task_behind  # noqa: PLC0415 - not before Celery is there
-    from .tasks.task_call import call_from_outside, key_from_outside  # noqa: PLC0415
-    from .tasks.wrapping import covers_of  # noqa: PLC0415
-
-    task = task_behind(found)
-    cover = next(iter(covers_of(task)), None)
-    if cover is None:
-        raise _not_covered(task)
-    call = call_from_outside(task, cover)
-    return _server(cover.plan_for(call).server), key_from_outside(task, cover, call, args, kwargs)
-
-
-def _server(server: Server | None) -> Server:
+    server, key = (_call_of_task if is_task(function) else _call_of_function)(function, args, kwargs)
     if server is None:
         msg = "the locking is switched off, and no key is held: write active=True, or take ONLY_ONE_ACTIVE=0 away"
         raise ConfigurationError(msg)
-    return server
+    return server, key
 
 
-def _not_covered(function: Any) -> ConfigurationError:
-    return ConfigurationError(f"{function!r} is not covered: write @only_one above it, or give the covered function")
+def _call_of_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Server | None, str]:
+    cover: Cover = getattr(function, "__only_one__", None) or _not_covered(function)
+    plan = cover.plan_for(cover.plain)
+    return plan.server, plan.prefix + cover.make_key(cover.plain, args, kwargs)
+
+
+def _call_of_task(lazy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Server | None, str]:
+    from .tasks import promises, task_call, wrapping  # noqa: PLC0415 - not before Celery is there
+
+    task = promises.task_behind(lazy)
+    cover = next(iter(wrapping.covers_of(task)), None) or _not_covered(task)
+    call = task_call.call_from_outside(task, cover)
+    return cover.plan_for(call).server, task_call.key_from_outside(task, cover, call, args, kwargs)
+
+
+def _not_covered(function: Any) -> NoReturn:
+    msg = f"{function!r} is not covered: write @only_one above it, or give the covered function"
+    raise ConfigurationError(msg)
+
+
+def _scan(client: Any, pattern: str) -> Iterator[Held]:
+    scanned = client.scan_iter(match=pattern, count=_AT_ONCE, **RAW)
+    seen: set[bytes] = set()  # SCAN may show a key more than once
+    while found := set(islice(scanned, _AT_ONCE)):
+        yield from _read(client, list(found - seen))
+        seen |= found
 
 
 def _read(client: Any, keys: list[bytes]) -> Iterator[Held]:
-    """What stands under keys, in one trip for all of them."""
+    """What is stored at keys, in one trip for all of them."""
     pipeline = client.pipeline(transaction=False)
     for key in keys:
         pipeline.execute_command("GET", key, **RAW)
         pipeline.execute_command("PTTL", key, **RAW)
-    replies: Iterator[Any] = iter(pipeline.execute(raise_on_error=False))
-    for key in keys:
-        found, milliseconds = next(replies), next(replies)
-        value: Any = b"" if isinstance(found, ResponseError) and "WRONGTYPE" in str(found) else found
+    replies = pipeline.execute(raise_on_error=False)
+    for key, stored, milliseconds in zip(keys, replies[::2], replies[1::2], strict=True):
+        value: Any = b"" if isinstance(stored, ResponseError) and "WRONGTYPE" in str(stored) else stored
         for reply in (value, milliseconds):
             if isinstance(reply, Exception):
                 raise reply
         if value is not None:
-            yield Held(_as_shown(key), value, None if milliseconds == -1 else milliseconds / 1000, _process(value))
+            shown = key.decode(errors="surrogateescape")
+            yield Held(shown, value, None if milliseconds == -1 else milliseconds / 1000, _process(value))
 
 
 def _process(value: bytes) -> Literal["alive", "dead", "unknown"] | None:
@@ -232,6 +208,5 @@ def _process(value: bytes) -> Literal["alive", "dead", "unknown"] | None:
     return "alive" if holder.machine == machine() else "unknown"
 
 
-def _value(client: Any, key: str) -> bytes | None:
-    value: bytes | None = client.execute_command("GET", key, **RAW)
-    return value
+def _value(client: Any, key: str) -> Any:
+    return client.execute_command("GET", key, **RAW)

@@ -15,7 +15,7 @@ from redis.exceptions import NoPermissionError
 
 from only_one import ConfigurationError, UnkeyableArgument, configure, current_lock, only_one
 from only_one.holder import Identity
-from only_one.inspection import held, holder_of, key_of, release, release_key
+from only_one.inspection import held, held_key, holder_of, key_of, release, release_key
 from only_one.testing import redis_server
 from tests.renewal import renew_now
 from tests.waiting import LIMIT, eventually
@@ -123,6 +123,20 @@ def test_a_key_that_is_no_text_is_seen_and_freed(redis: Redis, prefix: str) -> N
 
     assert release_key(found.key, found.value)
     assert not list(held())
+
+
+def test_one_key_is_seen_with_and_without_its_prefix(redis: Redis, prefix: str) -> None:
+    redis.set(f"{prefix}k", "x", px=60_000)
+    redis.set(f"{prefix}{prefix}l", "another")
+
+    for key in ("k", f"{prefix}k"):
+        found = held_key(key)
+        assert found is not None
+        assert (found.key, found.value) == (f"{prefix}k", b"x")
+    found = held_key(f"{prefix}l")
+    assert found is not None
+    assert found.key == f"{prefix}{prefix}l"
+    assert held_key("l") is None
 
 
 def test_a_client_that_decodes(redis_url: str, redis: Redis, prefix: str) -> None:
