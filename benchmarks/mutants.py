@@ -349,7 +349,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000, help="of the mutants that are drawn")
     parser.add_argument("--number", type=int, default=200, help="of mutants (200)")
-    parser.add_argument("--module", help="draw from this file of the package only, such as tasks/notes.py")
+    parser.add_argument("--module", help="draw from this file of the package only, such as celery/requeue.py")
     parser.add_argument("--jobs", type=int, default=2, help="mutants that are tried at a time (2)")
     parser.add_argument("--budget", type=float, default=240, help="seconds of tests for each (240)")
     parser.add_argument(

@@ -155,10 +155,10 @@ def _decorate(key: Any, options: Options, target: Any) -> Any:
     """
     # Only the type of `target` is looked at, because almost anything else evaluates a lazy Celery task.
     if is_task(target):
-        from .tasks import queue_cover  # noqa: PLC0415 - not before Celery is there
+        from .celery import lazy_tasks  # noqa: PLC0415 - not before Celery is there
 
-        return queue_cover.cover_task(target, key, options)
+        return lazy_tasks.cover_task(target, key, options)
     wrapper = wrap(target, key, options)
     if "celery" in sys.modules:
-        from .tasks import endings as endings  # noqa: PLC0415 - listens in the worker's main process, which runs nothing
+        from .celery import worker_signals as worker_signals  # noqa: PLC0415 - for the worker's main process, which runs nothing
     return wrapper

@@ -161,12 +161,12 @@ def _call_of_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _call_of_task(lazy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Server | None, str]:
-    from .tasks import promises, task_call, wrapping  # noqa: PLC0415 - not before Celery is there
+    from .celery import lazy_tasks, task_run  # noqa: PLC0415 - not before Celery is there
 
-    task = promises.task_behind(lazy)
-    cover = next(iter(wrapping.covers_of(task)), None) or _not_covered(task)
-    call = task_call.call_from_outside(task, cover)
-    return cover.plan_for(call).server, task_call.key_from_outside(task, cover, call, args, kwargs)
+    task = lazy_tasks.task_behind(lazy)
+    cover = next(iter(task_run.covers_of(task)), None) or _not_covered(task)
+    call = task_run.call_from_outside(task, cover)
+    return cover.plan_for(call).server, task_run.key_from_outside(task, cover, call, args, kwargs)
 
 
 def _not_covered(function: Any) -> NoReturn:

@@ -81,7 +81,7 @@ if value == ARGV[1] then
     return fence
 end""")
 
-# The copies of a task's message leave word in a hash beside the key; see `tasks.notes`.
+# The copies of a task's message leave word in a hash beside the key; see `celery.redelivery`.
 _NOTE_END = """
 local copies, lasts = redis.call('exists', KEYS[2]), tonumber(ARGV[#ARGV])
 if copies == 1 or lasts > 0 then

@@ -76,16 +76,17 @@ def _wrap_async(cover: Cover) -> Any:
 
 
 def _tasks() -> Any:
-    from .tasks import running  # noqa: PLC0415 - not before Celery is there
+    from .celery import task_run  # noqa: PLC0415 - not before Celery is there
 
-    return running
+    return task_run
 
 
 def configured_by_app(app: Any) -> tuple[Options, Callable[[], Source | None]]:
     """The options in a Celery app's configuration, and what gives its own server; None is the current app, if any."""
     if _CELERY not in sys.modules:
         return {}, lambda: None
-    from .tasks import app_settings  # noqa: PLC0415 - not before Celery is there
+    from .celery import app_settings  # noqa: PLC0415 - not before Celery is there
+    from .celery import worker_signals as worker_signals  # noqa: PLC0415 - which listens from now on
 
     return app_settings.said_by(app)
 

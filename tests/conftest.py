@@ -65,7 +65,7 @@ def prefix(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     for variable in ("ONLY_ONE_REDIS_URL", "ONLY_ONE_ACTIVE"):
         monkeypatch.delenv(variable, raising=False)
     if "celery" in sys.modules:  # apps of other tests are not to say anything of functions
-        monkeypatch.setattr("only_one.tasks.app_settings.current_app", lambda: None)
+        monkeypatch.setattr("only_one.celery.app_settings.current_app", lambda: None)
     own = f"test:{uuid4().hex}:"
     with configure(prefix=own):
         yield own

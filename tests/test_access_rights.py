@@ -16,12 +16,12 @@ from celery.contrib.testing.worker import start_worker
 from celery.signals import worker_shutdown
 
 from only_one import buffer_one, configure, current_lock, leases, only_one, protocol, servers
+from only_one.celery import coalescing, redelivery
 from only_one.clock import now
 from only_one.holder import Identity
 from only_one.inspection import held, holder_of, key_of, release, release_key
 from only_one.lock import drive
 from only_one.protocol import Note, replace
-from only_one.tasks import notes
 from tests.faults.programs import Running
 from tests.faults.test_cluster import OPTIONS
 from tests.renewal import is_renewed
@@ -119,17 +119,17 @@ def use_tasks(_client: Any, url: str) -> None:
     worker_shutdown.send(sender=app)  # as the end of a process does
     server, key, note = servers.find_server(url), "only_one:noted", "{only_one:noted}:copy:1"
     for steps in (
-        notes.ask_of_copy(key, note, 60),
-        notes.number_copy(key, note, 1, 60),
+        redelivery.read_marker(key, note, 60),
+        redelivery.note_requeued(key, note, 1, 60),
         protocol.release(server.dialect, key, b"ours", Note(note, 60_000)),
         replace(key, b"ours", b"kept", 1000, Note(note, 60_000)),
-        notes.tell_copies_of_result(key, note),
-        notes.look_for_copies(key, note),
+        redelivery.mark_stored(key, note),
+        redelivery.read_marker(key, note),
     ):
         drive(server.client, steps)
     number = None
     for what in ("arrive", "pending", "withdraw", "begin"):
-        number = drive(server.client, notes.number_trigger(key, what, 60, "1", number))
+        number = coalescing._number(server, key, app, what, "1", number)
 
 
 def use_inspection(client: Any, url: str) -> None:

@@ -17,28 +17,19 @@ ORDER = [
     "only_one",
     "only_one.decorator",
     "only_one.__main__",
-    "only_one.tasks.command",
+    "only_one.celery.command",
     "only_one.cli",
     "only_one.inspection",
-    "only_one.tasks.queue_cover",
+    "only_one.celery.lazy_tasks",
     "only_one.wrapper",
-    "only_one.tasks.running",
-    "only_one.tasks.queueing",
-    "only_one.tasks.beat",
-    "only_one.tasks.queue_endings",
-    "only_one.tasks.received",
-    "only_one.tasks.endings",
-    "only_one.tasks.results",
-    "only_one.tasks.delivery",
-    "only_one.tasks.task_call",
-    "only_one.tasks.waiting",
-    "only_one.tasks.promises",
-    "only_one.tasks.buffer",
-    "only_one.tasks.notes",
-    "only_one.tasks.put_back",
-    "only_one.tasks.broker",
-    "only_one.tasks.app_settings",
-    "only_one.tasks.wrapping",
+    "only_one.celery.enqueue",
+    "only_one.celery.worker_signals",
+    "only_one.celery.task_run",
+    "only_one.celery.redelivery",
+    "only_one.celery.coalescing",
+    "only_one.celery.requeue",
+    "only_one.celery.app_settings",
+    "only_one.celery.broker",
     "only_one.run",
     "only_one.attempt",
     "only_one.plan",
@@ -65,7 +56,7 @@ ORDER = [
     "only_one.errors",
     "only_one.holder",
     "only_one.clock",
-    "only_one.tasks",
+    "only_one.celery",
 ]
 
 
@@ -104,8 +95,8 @@ def test_imports_run_downwards_only(name: str) -> None:
     assert own <= below
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith("only_one.tasks")])
-def test_only_tasks_imports_celery(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith("only_one.celery")])
+def test_only_its_room_imports_celery(name: str) -> None:
     assert not [each for each in imports(name, MODULES[name]) if each.split(".")[0] in ("celery", "kombu", "billiard")]
 
 

@@ -37,11 +37,11 @@ from only_one import (
     skip,
 )
 from only_one import servers as servers_of_product
+from only_one.celery import app_settings
+from only_one.celery.app_settings import current_app
 from only_one.errors import OnlyOneError
 from only_one.holder import Holder
 from only_one.inspection import held
-from only_one.tasks import app_settings
-from only_one.tasks.app_settings import current_app
 from tests.servers import RedisServer, redis_server
 
 KeyIsBusy = Callable[..., AbstractContextManager[None]]

@@ -23,10 +23,10 @@ from celery.signals import task_failure, task_postrun, task_revoked
 from redis import Redis
 
 from only_one import buffer_one, configure, only_one
+from only_one.celery import worker_signals
+from only_one.celery.requeue import Header
 from only_one.holder import Identity, process_start
 from only_one.servers import find_server
-from only_one.tasks import endings
-from only_one.tasks.put_back import Header
 from tests.proxy import Proxy
 from tests.waiting import LIMIT, eventually
 
@@ -44,7 +44,7 @@ def test_no_child_is_forked_while_a_thread_is_at_work() -> None:
     meanwhile = []
 
     def work() -> None:
-        with endings._at_work:
+        with worker_signals._at_work:
             begun.set()
             assert about_to_fork.wait(LIMIT)
             meanwhile.append(forked.wait(0.2))  # at once, if the lock were not waited for
@@ -54,13 +54,13 @@ def test_no_child_is_forked_while_a_thread_is_at_work() -> None:
     assert begun.wait(LIMIT)
     child = os.fork()
     if not child:
-        is_free = endings._at_work.acquire(timeout=LIMIT)
+        is_free = worker_signals._at_work.acquire(timeout=LIMIT)
         os._exit(0 if is_free else 1)
     thread.join()
 
     assert meanwhile == [False]
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert not endings._at_work.locked()
+    assert not worker_signals._at_work.locked()
 
 
 COVERS_A_FUNCTION = """
@@ -70,10 +70,10 @@ from only_one import only_one
 def function(): ...
 
 only_one(function, key="k")
-assert "only_one.tasks.endings" not in sys.modules
+assert "only_one.celery.worker_signals" not in sys.modules
 import celery
 only_one(function, key="k")
-assert "only_one.tasks.endings" in sys.modules
+assert "only_one.celery.worker_signals" in sys.modules
 """
 
 
@@ -132,7 +132,7 @@ def is_released(redis: Redis, redis_url: str, prefix: str) -> Callable[..., tupl
         key = f"{prefix}k"
         if value is not None:
             redis.set(key, value)
-        done = endings._is_released(find_server(redis_url), key, "mine", takeover=takeover)
+        done = worker_signals._is_released(find_server(redis_url), key, "mine", takeover=takeover)
         return done, not redis.exists(key)
 
     return look
@@ -169,9 +169,9 @@ def test_its_death_is_waited_for(
     redis.set(f"{prefix}k", held_by(child.pid))
     moments = [0.0, 0.0, PATIENCE - 1, PATIENCE]
     pauses: list[float] = []
-    monkeypatch.setattr(endings, "now", lambda: moments.pop(0))
-    monkeypatch.setattr(endings, "time", SimpleNamespace(sleep=pauses.append))
-    endings._release_when_dead(find_server(redis_url), f"{prefix}k", "mine", takeover=True)
+    monkeypatch.setattr(worker_signals, "now", lambda: moments.pop(0))
+    monkeypatch.setattr(worker_signals, "time", SimpleNamespace(sleep=pauses.append))
+    worker_signals._release_when_dead(find_server(redis_url), f"{prefix}k", "mine", takeover=True)
     assert not moments
     assert len(pauses) == 2
     assert redis.exists(f"{prefix}k")
@@ -235,7 +235,7 @@ def test_a_key_that_cannot_be_given_back_is_no_error_of_the_worker(
     caplog.set_level(logging.DEBUG, "only_one")
     task = a_task(app)
     with Proxy(redis_url) as proxy, configure(redis=proxy.url), proxy.refused():
-        endings._release(task, task.run.__only_one__, "mine", ("k",), {}, None)
+        worker_signals._release(task, task.run.__only_one__, "mine", ("k",), {}, None)
     (said,) = [each for each in caplog.messages if "could not" in each]
     assert said.startswith(f"the key of {task.name}[mine] could not be given back: ")
 
@@ -244,7 +244,7 @@ def test_nothing_is_done_where_nothing_is_covered(app: Celery, caplog: pytest.Lo
     caplog.set_level(logging.DEBUG)
     task = a_task(app)
     with configure(active=False):
-        endings._release(task, task.run.__only_one__, "mine", ("k",), {}, None)
+        worker_signals._release(task, task.run.__only_one__, "mine", ("k",), {}, None)
     assert not [record for record in caplog.records if record.name == "only_one"]
 
 

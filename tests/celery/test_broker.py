@@ -10,7 +10,7 @@ from kombu.entity import Exchange, Queue, binding
 from kombu.transport import virtual
 
 from only_one import ConfigurationError
-from only_one.tasks.broker import (
+from only_one.celery.broker import (
     check_countdown,
     longest_countdown,
     marks_redeliveries,
@@ -48,7 +48,7 @@ def test_after_how_long_it_delivers_again() -> None:
         assert visibility_timeout(app_with(broker_url=url)) == 3600, url
     assert visibility_timeout(app_with(broker_url="memory://", broker_read_url="redis://host")) == 3600
     assert visibility_timeout(app_with(broker_url=["redis://a", "redis://b"])) == 3600
-    assert visibility_timeout(app_with(broker_url="//host", broker_transport="tests.test_broker:Says")) == 77
+    assert visibility_timeout(app_with(broker_url="//host", broker_transport="tests.celery.test_broker:Says")) == 77
     for settings in ({"broker_url": "amqp://host"}, {"broker_url": "memory://"}, {}):
         assert visibility_timeout(app_with(**settings)) == 1800
     options = {"visibility_timeout": 60}

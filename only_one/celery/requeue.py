@@ -1,4 +1,4 @@
-"""Put a task's message back into its queue: the same id, and all that it carries."""
+"""Requeue: publish a task's message again, with the same id and all that it carries; the delay until it returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .broker import longest_countdown, way_back
 HEADER = "only_one"
 
 _DELAYS = (1.0, 2.0, 4.0, 8.0, 10.0)
-"""Seconds until what was put back so many times is delivered again, of which half is left to chance."""
+"""Seconds until a message that was requeued so many times is delivered again, of which half is left to chance."""
 
 _OF_THE_BROKER = ("x-death", "x-first-death-", "x-last-death-", "x-delivery-count")
 """What the headers begin with in which RabbitMQ counts; it drops a message that seems to go round in a circle."""
@@ -25,25 +25,24 @@ class Header(NamedTuple):
 
     Attributes:
         id: the id of the task that it was made for; others may be sent with copied headers.
-        attempt: the attempt of the task that was put back; for another the rest does not count.
-        times: how often it was put back.
-        number: rises with each time; of the copies that a broker makes only the latest counts.
-        trigger: which one it is among those of `buffer_one`.
-        key: the key as it is in Redis, of a task that was covered when it was queued.
-        token: the value with which it was taken then.
+        attempt: the attempt of the task that was requeued; for another the rest does not count.
+        times: how often it was requeued; of the messages of one attempt only that with the highest counts.
+        trigger: its number among those that `buffer_one` coalesces.
+        key: the key as it is in Redis, of a task that is unique from queued to finished.
+        token: the value that was stored there when it was queued.
     """
 
     id: str
     attempt: int
     times: int = 0
-    number: int = 0
     trigger: int | None = None
     key: str | None = None
     token: str | None = None
 
     def as_headers(self) -> dict[str, Any]:
         """As the message carries it."""
-        return {HEADER: {name: value for name, value in self._asdict().items() if value is not None}}
+        fields = {name: value for name, value in self._asdict().items() if value is not None}
+        return {HEADER: {**fields, "number": self.times}}  # which workers of earlier versions compare
 
 
 def header_of(request: Any) -> Header:
@@ -51,12 +50,13 @@ def header_of(request: Any) -> Header:
     none = Header(request.id, request.retries)
     try:
         # Others, such as Sentry's SDK, may put headers of their own in the place of those that Celery hands on.
-        found = Header(**(vars(request).get(HEADER) or request.headers[HEADER]))
+        carried = vars(request).get(HEADER) or request.headers[HEADER]
+        header = Header(**{name: carried[name] for name in Header._fields if name in carried})
     except (TypeError, KeyError):  # none, or by somebody else
         return none
-    if found.id != request.id:
+    if header.id != request.id:
         return none
-    return found if found.attempt == request.retries else none._replace(trigger=found.trigger, key=found.key)
+    return header if header.attempt == request.retries else none._replace(trigger=header.trigger, key=header.key)
 
 
 def publish(task: Task, request: Any, header: Header, countdown: float | None) -> int:
@@ -69,11 +69,11 @@ def publish(task: Task, request: Any, header: Header, countdown: float | None) -
         countdown: seconds until it is delivered, or None for a second that doubles to ten.
 
     Returns:
-        The number that the message carries now.
+        How often it has been requeued now.
     """
     longest = longest_countdown(task.app)
     delay = _delay(header.times, longest) if countdown is None else min(countdown, longest)
-    later = header._replace(times=header.times + 1, number=header.number + 1, token=None)
+    later = header._replace(times=header.times + 1, token=None)
     kept = {name: value for name, value in (request.headers or {}).items() if not name.startswith(_OF_THE_BROKER)}
     way = way_back(task.app, request.delivery_info or {})
     again: Any = task.signature_from_request(
@@ -84,13 +84,13 @@ def publish(task: Task, request: Any, header: Header, countdown: float | None) -
         **way,
     )
     again.apply_async()
-    return later.number
+    return later.times
 
 
 def _ignores_result(task: Task, request: Any) -> Any:
     """What the message says, else the task; the request's class says something, too, which nobody has meant."""
-    said = vars(request).get("ignore_result")
-    return task.ignore_result if said is None else said
+    configured = vars(request).get("ignore_result")
+    return task.ignore_result if configured is None else configured
 
 
 def _delay(times: int, longest: float) -> float:

@@ -1,14 +1,16 @@
-"""What Celery's broker does by itself: when it delivers a message again, and whether it delays one."""
+"""The broker: its visibility timeout, the longest countdown, how long a message waits, quorum queues that delay."""
 
 from __future__ import annotations
 
 import re
 from contextlib import suppress
+from datetime import date, datetime
 from functools import cache
 from typing import Any
 
 from celery import Celery
 from celery.utils.quorum_queues import detect_quorum_queues
+from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import entity
 from kombu.connection import Connection
 
@@ -28,24 +30,50 @@ _DELAY = re.compile(r"^(?:[01]\.){28}")
 
 def visibility_timeout(app: Celery) -> float:
     """Seconds after which the broker delivers a message again that was not acknowledged."""
-    said = (app.conf.broker_transport_options or {}).get("visibility_timeout")
-    if said:
-        return float(said)
+    configured = (app.conf.broker_transport_options or {}).get("visibility_timeout")
+    if configured:
+        return float(configured)
     channel: Any = getattr(_transport(app), "Channel", None)
     for name in ("visibility_timeout", "default_visibility_timeout"):  # the second is that of SQS
-        if isinstance(known := getattr(channel, name, None), (int, float)):
-            return float(known)
+        if isinstance(default := getattr(channel, name, None), (int, float)):
+            return float(default)
     return _VISIBILITY_TIMEOUT
 
 
 def longest_countdown(app: Celery) -> float:
-    """Seconds for which a message may wait in a worker: longer, and the broker would deliver copies of it."""
+    """Seconds for which a message may wait in a worker: the broker would redeliver one that waits longer."""
     return visibility_timeout(app) / 3
 
 
 def remembered_for(app: Celery) -> float:
-    """Seconds after which no copy of a message is to be expected any more."""
+    """Seconds after which no redelivery of a message is expected any more."""
     return max(2 * visibility_timeout(app), 3600.0)
+
+
+def waits_for(app: Celery, queue_timeout: float, expires: Any, until: Any) -> float:
+    """Seconds for which a task that is queued now keeps its key.
+
+    Args:
+        app: the task's app.
+        queue_timeout: seconds for a task that does not expire, from when it may begin.
+        expires: when the worker no longer begins it, as Celery takes it; or None.
+        until: when it may begin, in seconds or as a time; None for at once.
+
+    Returns:
+        The seconds; none are left, or less, for a task that has expired.
+    """
+    if expires is not None:
+        return _seconds_until(app, expires)
+    return queue_timeout + max(0.0, _seconds_until(app, until or 0))
+
+
+def _seconds_until(app: Celery, moment: Any) -> float:
+    if isinstance(moment, date) and not isinstance(moment, datetime):
+        moment = datetime.combine(moment, datetime.min.time())
+    if not isinstance(moment, (str, datetime)):
+        return float(moment)
+    time: Any = maybe_iso8601(moment)
+    return float((maybe_make_aware(time, app.timezone) - app.now()).total_seconds())
 
 
 def redelivers_at_any_time(app: Celery) -> bool:
@@ -59,7 +87,7 @@ def marks_redeliveries(app: Celery) -> bool:
 
 
 def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
-    """With which options a message goes back to where it came from, if the broker may delay it: with quorum queues.
+    """The options with which a message goes back to where it came from, if the broker may delay it: with quorum queues.
 
     RabbitMQ delays what is sent through a topic exchange. It would lose what comes by another one, or give it to the
     default queue: such a message goes back without its help, and a worker keeps the delay.
@@ -95,7 +123,7 @@ def _queue(exchange: str, kind: str, key: str) -> Any:
 
 
 def check_countdown(app: Celery, countdown: float | None) -> None:
-    """Refuse a countdown for which the broker would deliver copies.
+    """Refuse a countdown after which the broker would redeliver the message.
 
     Raises:
         ConfigurationError: saying what to write instead.

@@ -1,4 +1,4 @@
-"""Queue a task that is covered from queued to finished: the first takes its key, and who comes next gets that one."""
+"""Enqueue: `delay` and `apply_async` of a task that is unique from queued to finished, and what a duplicate gets."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace as replace_fields
-from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from celery import Task
+from celery.backends.rpc import RPCBackend
 from celery.result import ResultBase
 from kombu.utils.uuid import uuid
 from redis.exceptions import ResponseError
@@ -21,23 +22,21 @@ from only_one.holder import Holder, Identity, is_dead
 from only_one.lock import drive, give_back
 from only_one.plan import Cover, Policy
 from only_one.policies import BufferOne, PutBack
-from only_one.protocol import TROUBLE, acquire, expiry_in, extend, replace, take_over
+from only_one.protocol import TROUBLE, acquire, expiry_in, replace, take_over
 from only_one.servers import Server
 
-from . import buffer
-from .put_back import HEADER, Header
-from .results import warn_of_rpc
-from .task_call import TaskCall
-from .waiting import waits_for
+from . import coalescing
+from .app_settings import TaskCall
+from .broker import waits_for
+from .requeue import HEADER, Header
 
 _UNTIL_PUBLISHED = 30.0
 """Seconds for which the key is taken at first, so that a producer that dies before it has published blocks nobody."""
 
-_LEAST = 0.001
-"""Seconds; less cannot be told to the server."""
-
 _CARRIED = ("task_id", "link", "link_error", "chain", "chord", "group_id")
 """Somebody waits for a task that is called with one of these, so it is always published, and the worker decides."""
+
+_warned: WeakSet[Any] = WeakSet()
 
 
 class Publication(TaskCall):
@@ -64,7 +63,7 @@ class Publication(TaskCall):
         """Publish the task's message, unless its key is taken.
 
         Returns:
-            The `AsyncResult` of the task that is published, or of the one that is there, or what the policies give.
+            The `AsyncResult` of the task that is published, or of the existing one, or what the policies give.
             A result says which it is: `is_duplicate`, and with that `holder`, who has the key.
 
         Raises:
@@ -72,10 +71,10 @@ class Publication(TaskCall):
         """
         result = self._queue(cover)
         if isinstance(result, ResultBase):
-            told: Any = result
-            told.is_duplicate, told.holder = not self._is_published, self._holder
-            if told.is_duplicate:
-                warn_of_rpc(told)
+            marked: Any = result
+            marked.is_duplicate, marked.holder = not self._is_published, self._holder
+            if marked.is_duplicate:
+                _warn_of_rpc(marked)
         return result
 
     def _queue(self, cover: Cover) -> Any:
@@ -85,40 +84,48 @@ class Publication(TaskCall):
         delay = self._options.get("countdown") or self._options.get("eta")
         expires = self._options.get("expires", self._task.expires)
         seconds = waits_for(self.app, plan.queue_timeout, expires, delay)
-        is_newest_only = isinstance(plan.when_busy, BufferOne)
-        if plan.server is None or seconds < _LEAST:  # the worker says that it has expired
+        only_newest = isinstance(plan.when_busy, BufferOne)
+        if plan.server is None or seconds * 1000 < 1:  # the worker says that it has expired
             return self._publish()
-        if self._is_waited_for and not is_newest_only:
+        if self._is_waited_for and not only_newest:
             return self._publish()
         key = plan.prefix + cover.make_key(self, *self._as_sent())
         at_first = replace_fields(plan, ttl=min(seconds, _UNTIL_PUBLISHED), limit=seconds, timeout=seconds)
         this = Attempt(at_first, plan.server, self, key)
         try:
-            next_step = self._number(this, plan.server, cover) if is_newest_only else self._take(this, plan.server)
+            found = self._number(this, cover) if only_newest else self._take(this)
         except TROUBLE as error:
             instead = this.down(error)
             return self._publish() if instead is CARRIED_ON else instead
         except BaseException:
             this.abandon()
             raise
-        return next_step()
+        if isinstance(found, int):
+            return self._queue_newest(this, found)
+        if isinstance(found, str):
+            emit(Busy(key, this.name, b""))
+            return self._task.AsyncResult(found)
+        if found is None:
+            return self._queue_first(this)
+        self._holder = Holder.parse(found)
+        return this.busy(found)
 
     def default_policy(self) -> Policy:
-        """Who comes next gets the one that is there."""
-        return self._one_that_is_there
+        """A duplicate gets the existing task."""
+        return self._existing
 
     def put_back(self, server: Server, key: str, wish: PutBack) -> Any:  # noqa: ARG002 - it is in no queue yet
-        """There is nothing to put back yet: a `retry()` that was configured for all is for those that run.
+        """There is nothing to requeue yet: a `retry()` that was configured for all is for those that run.
 
         Raises:
             OnlyOneError: where it is not about a key that is taken.
         """
         if not isinstance(wish.error, AlreadyRunning):
             raise wish.error
-        return self._one_that_is_there(wish.error)
+        return self._existing(wish.error)
 
-    def _one_that_is_there(self, error: AlreadyRunning) -> Any:
-        """Its result; what holds the key without being a task has none to give, and the worker will meet it, too."""
+    def _existing(self, error: AlreadyRunning) -> Any:
+        """The result of the existing task; a holder that is no task has none to give, and the worker will meet it."""
         return self._publish() if error.task_id is None else self._task.AsyncResult(error.task_id)
 
     @property
@@ -146,67 +153,77 @@ class Publication(TaskCall):
             args, kwargs = dump(args, kwargs)
         return tuple(args or ()), kwargs or {}
 
-    def _take(self, this: Attempt, server: Server) -> Callable[[], Any]:
-        """Take the key; returns what is to be done then."""
-        steps = acquire(server.dialect, this.key, this.token, expiry_in(this.plan.ttl))
-        found = drive(server.client, steps)
+    def _take(self, this: Attempt) -> bytes | None:
+        """Take the key: None if it is ours, else what is stored there."""
+        client, dialect, ttl = this.server.client, this.server.dialect, this.plan.ttl
+        found = drive(client, acquire(dialect, this.key, this.token, expiry_in(ttl)))
         if found is not None and this.plan.takeover and is_dead(found):
-            found = drive(server.client, take_over(server.dialect, this.key, found, this.token, this.plan.ttl))
-        if found is None:
-            return partial(self._queue_first, this, server)
-        self._holder = Holder.parse(found)
-        return partial(this.busy, found)
+            found = drive(client, take_over(dialect, this.key, found, this.token, ttl))
+        return found
 
-    def _queue_first(self, this: Attempt, server: Server) -> Any:
+    def _queue_first(self, this: Attempt) -> Any:
         try:
             result = self._publish(Header(self.id, 0, key=this.key, token=this.token.decode()))
         except BaseException:
-            self._give_back(this, server)
+            self._release(this)
             raise
         # A task's own `apply_async` may have published nothing, or under an id of its own.
         if result is not None:
-            self._lengthen(this, server, result.id)
+            self._lengthen(this, result.id)
         return result
 
-    def _give_back(self, this: Attempt, server: Server) -> None:
+    def _release(self, this: Attempt) -> None:
         try:
-            give_back(server.client, server.dialect, this.key, this.token)
+            give_back(this.server.client, this.server.dialect, this.key, this.token)
         except TROUBLE as error:
             logger.debug("%s could not be released, and will be in the background: %s", this.key, error)
             this.adrift(settled=True)
 
-    def _lengthen(self, this: Attempt, server: Server, task_id: str) -> None:
+    def _lengthen(self, this: Attempt, task_id: str) -> None:
         # It compares with the token of a task that is queued: a worker may have begun it, and have its own lease.
-        milliseconds = round(this.plan.limit * 1000)
-        steps = extend(this.key, this.token, milliseconds)
+        limit, token = this.plan.limit, this.token
         if task_id != self.id:
-            token = Identity(self._task.name, task_id, 0, "queued").token(this.plan.limit)
-            steps = replace(this.key, this.token, token, milliseconds)
+            token = Identity(self._task.name, task_id, 0, "queued").token(limit)
         try:
-            drive(server.client, steps)
+            drive(this.server.client, replace(this.key, this.token, token, round(limit * 1000)))
         except TROUBLE as error:
             level = logging.WARNING if isinstance(error, ResponseError) else logging.DEBUG
             logger.log(level, "%s is queued, and may be queued again in %g s: %s", this.key, _UNTIL_PUBLISHED, error)
 
-    def _number(self, this: Attempt, server: Server, cover: Cover) -> Callable[[], Any]:
-        """Number the trigger, as `buffer_one` does it; returns what is to be done then."""
+    def _number(self, this: Attempt, cover: Cover) -> int | str:
+        """Number the task for `buffer_one`: its number, or the id of the pending task with the same arguments."""
         digest = ""  # one that is like no other
         if not self._is_waited_for:
             with suppress(OnlyOneError):  # its arguments cannot be compared
                 digest = cover.digest(*self._as_sent())
-        found = buffer.arrive_anew(server, this.key, self.app, self.id, digest, this.plan.limit)
-        if isinstance(found, int):
-            return partial(self._queue_newest, this, server, found)
-        return partial(self._get_newest, this, found)
+        return coalescing.arrive_anew(this.server, this.key, self.app, self.id, digest, this.plan.limit)
 
-    def _queue_newest(self, this: Attempt, server: Server, trigger: int) -> Any:
+    def _queue_newest(self, this: Attempt, trigger: int) -> Any:
         result = self._publish(Header(self.id, 0, key=this.key, trigger=trigger))
         try:
-            buffer.published(server, this.key, self.app, trigger)
+            coalescing.published(this.server, this.key, self.app, trigger)
         except TROUBLE as error:
             logger.debug("%s is queued, and may be queued again: %s", this.key, error)
         return result
 
-    def _get_newest(self, this: Attempt, task_id: str) -> Any:
-        emit(Busy(this.key, this.name, b""))
-        return self._task.AsyncResult(task_id)
+
+def _warn_of_rpc(result: Any) -> None:
+    """Say, once for each application, that a result can be read once, and only by the process that has queued it."""
+    if isinstance(result.backend, RPCBackend) and result.app not in _warned:
+        _warned.add(result.app)
+        logger.warning(
+            "%s was queued already: get() of this duplicate may wait for ever, as rpc:// gives a result only once, and "
+            "only to the process that has queued the task; use a result backend that stores results, such as Redis",
+            result.id,
+        )
+
+
+def _in_one_line(record: logging.LogRecord) -> bool:
+    """What beat logs of a duplicate that it does not send, without traceback and stack: nothing is wrong with it."""
+    error = record.exc_info[1] if record.exc_info else None
+    if error is not None and isinstance(error.__cause__ or error.__context__, AlreadyRunning):
+        record.msg, record.args, record.exc_info = str(error), (), None
+    return True
+
+
+logging.getLogger("celery.beat").addFilter(_in_one_line)

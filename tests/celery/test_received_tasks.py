@@ -17,10 +17,10 @@ from kombu.asynchronous.timer import Timer
 from redis import Redis
 
 from only_one import buffer_one, configure, only_one
+from only_one.celery import worker_signals
+from only_one.celery.requeue import Header
 from only_one.clock import now
 from only_one.holder import Holder, Identity
-from only_one.tasks import received
-from only_one.tasks.put_back import Header
 from tests.proxy import Proxy
 from tests.renewal import is_renewed
 
@@ -38,10 +38,10 @@ cover: Any = only_one
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time as the worker sees it, which stands still; and nothing has been received."""
     found = [now()]
-    monkeypatch.setattr(received, "now", lambda: found[0])
-    monkeypatch.setattr(received, "_waiting", {})
-    monkeypatch.setattr(received, "_swept_at", 0.0)
-    monkeypatch.setattr(received, "_rests_until", 0.0)
+    monkeypatch.setattr(worker_signals, "now", lambda: found[0])
+    monkeypatch.setattr(worker_signals, "_waiting", {})
+    monkeypatch.setattr(worker_signals, "_swept_at", 0.0)
+    monkeypatch.setattr(worker_signals, "_backs_off_until", 0.0)
     return found
 
 
@@ -126,7 +126,7 @@ def test_the_key_lives_with_its_worker_and_the_run_has_its_token(
     assert state("k") == ("received", 0)
     assert is_about(A_LEASE, left("k"))
     assert headers["only_one"]["token"].encode() == redis.get(f"{prefix}k")
-    (lease,) = received._waiting
+    (lease,) = worker_signals._waiting
     redis.pexpire(f"{prefix}k", HOUR * 1000)
     assert is_renewed(lease)
     assert is_about(A_LEASE, left("k"))
@@ -136,7 +136,7 @@ def test_the_key_lives_with_its_worker_and_the_run_has_its_token(
 def test_one_that_is_waited_for_less_long(task: Any, worker: Worker, left: Any) -> None:
     task.delay("k")
     worker.receive(task, expires=A_LEASE - 1)
-    (lease,) = received._waiting
+    (lease,) = worker_signals._waiting
     assert not lease.renews
     assert lease.ttl == A_LEASE - 1
     assert left("k") <= A_LEASE - 1
@@ -145,7 +145,7 @@ def test_one_that_is_waited_for_less_long(task: Any, worker: Worker, left: Any) 
 def test_it_is_not_renewed_before_it_may_begin(task: Any, worker: Worker, left: Any, clock: list[float]) -> None:
     task.delay("k")
     worker.receive(task, eta=datetime.now(timezone.utc) + timedelta(seconds=HOUR))
-    (lease,) = received._waiting
+    (lease,) = worker_signals._waiting
     assert is_about(HOUR + A_LEASE, left("k"))
     assert is_about(HOUR + A_LEASE, lease.expires_at - clock[0])
     assert is_about(HOUR + A_LEASE / 3, lease.renew_at - clock[0])
@@ -159,7 +159,7 @@ def test_it_is_queued_again_when_the_worker_ends(
         task.delay(key)
         tokens.append(redis.get(f"{prefix}{key}"))
         worker.receive(task)
-    list(received._waiting)[-1].lose("taken")
+    list(worker_signals._waiting)[-1].lose("taken")
     worker_shutdown.send(sender=None)
     assert [state(key) for key in ("a", "b", "begun")] == [("queued", 0), ("queued", 0), ("received", 0)]
     assert [redis.get(f"{prefix}{key}") for key in ("a", "b")] == tokens[:2]
@@ -212,7 +212,7 @@ def test_a_key_that_others_have_is_theirs(
     redis.set(f"{prefix}k", value)
     worker.receive(task, Header("own", 1, key=f"{prefix}k"))
     assert redis.get(f"{prefix}k") == value
-    assert not received._waiting
+    assert not worker_signals._waiting
     assert not worker.timer.queue
     goes_on(task, worker, state)
 
@@ -229,7 +229,7 @@ def test_a_key_that_is_gone_stays_so(task: Any, worker: Worker, state: Any, redi
     redis.delete(f"{prefix}k")
     worker.receive(task)
     assert state("k") is None
-    assert not received._waiting
+    assert not worker_signals._waiting
     goes_on(task, worker, state)
 
 
@@ -247,7 +247,7 @@ def test_what_has_no_key_of_its_own(app: Celery, task: Any, worker: Worker, stat
     newest.delay("newest")
     worker.receive(newest)
     assert state("newest") is None
-    assert not received._waiting
+    assert not worker_signals._waiting
     goes_on(task, worker, state)
 
 
@@ -259,7 +259,7 @@ def test_one_that_has_expired(task: Any, worker: Worker, state: Any) -> None:
     goes_on(task, worker, state)
     task.delay("last second")
     worker.receive(task, expires=1)
-    assert len(received._waiting) == 2
+    assert len(worker_signals._waiting) == 2
 
 
 def test_a_server_that_does_not_answer_is_not_asked_for_a_while(
@@ -290,20 +290,20 @@ def test_a_server_that_does_not_answer_is_asked_once_when_the_worker_ends(
             worker.receive(task)
         with proxy.refused():
             worker_shutdown.send(sender=None)
-    assert len(received._waiting) == 1
+    assert len(worker_signals._waiting) == 1
 
 
 def test_what_has_begun_is_forgotten_after_a_while(task: Any, worker: Worker, clock: list[float]) -> None:
     def receive(key: str) -> str:
         task.delay(key)
         worker.receive(task)
-        return "".join(lease.key[-1] for lease in received._waiting)
+        return "".join(lease.key[-1] for lease in worker_signals._waiting)
 
     assert receive("a") == "a"
-    next(iter(received._waiting)).lose("taken")
+    next(iter(worker_signals._waiting)).lose("taken")
     clock[0] += A_LEASE - 1
     assert receive("b") == "ab"
     clock[0] += 1
     assert receive("c") == "bc"
-    next(iter(received._waiting)).lose("taken")
+    next(iter(worker_signals._waiting)).lose("taken")
     assert receive("d") == "bcd"

@@ -1,4 +1,4 @@
-"""What a Celery app's configuration says: `only_one_redis`, `only_one_prefix` and the others, in its namespace."""
+"""Settings in a Celery app's configuration: `only_one_redis`, `only_one_prefix` and the others, in its namespace."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from celery import Celery, _state
+from celery import Celery, Task, _state
 from kombu.utils.imports import symbol_by_name
 
 from only_one.errors import ConfigurationError
 from only_one.events import logger
+from only_one.holder import Identity
+from only_one.plan import Call, Plan
 from only_one.servers import Source
 from only_one.settings import CONFIGURABLE, Options, check
+
+from .broker import check_countdown
 
 _NEARLY_OURS = re.compile(rf"(\w+_)?only_one_({'|'.join(CONFIGURABLE)})\w*", re.IGNORECASE)
 
@@ -22,12 +26,30 @@ _warned: set[tuple[str | None, str]] = set()
 import_by_name: Callable[[str], Any] = symbol_by_name
 
 
+class TaskCall(Call):
+    """A call of a task's function: it has its app's settings, and is else like the call of a plain function."""
+
+    def __init__(self, task: Task, identity: Identity | None = None, *, bound: bool = False) -> None:
+        self._task: Any = task  # whose name is None for type checkers
+        super().__init__(self._task.name, identity or Identity(self._task.name), bound=bound)
+        self.app = task.app
+
+    def check(self, plan: Plan) -> None:
+        """Refuse countdowns after which the broker would redeliver the message.
+
+        Raises:
+            ConfigurationError: saying what to write instead.
+        """
+        for policy in (plan.when_busy, plan.when_down):
+            check_countdown(self.app, getattr(policy, "countdown", None))
+
+
 def current_app() -> Celery | None:
     """The app whose settings a plain function has, too: the only one of this process, or else Celery's default.
 
-    That of the thread is not asked for, as one function would have other keys in other threads.
-    Nor is the app made to load its configuration, as it may be told more, and others may wait for that: until it has,
-    this is a copy.
+    Not the thread's current app: one function would have other keys in other threads.
+    The app is not made to load its configuration, because it may be given more before it does: until then, this is a
+    copy.
     """
     registered: Any = _state._get_active_apps()  # noqa: SLF001 - the only list of them
     references = registered.data.copy()  # at once, as other threads may make apps meanwhile
@@ -40,10 +62,10 @@ def current_app() -> Celery | None:
 
 
 def said_by(app: Celery | None) -> tuple[Options, Callable[[], Source | None]]:
-    """What an app says, and where its own server is.
+    """The settings of an app, and where its own server is.
 
     Args:
-        app: a task's app; None for a plain function, which has that of the current one, if there is one.
+        app: a task's app; None for a plain function, which has the settings of the current app, if there is one.
     """
     app = app or current_app()
     return ({}, lambda: None) if app is None else (settings_of(app), functools.partial(server_of, app))
@@ -55,12 +77,12 @@ def settings_of(app: Celery) -> Options:
     Raises:
         ConfigurationError: for one that could not work.
     """
-    said: dict[str, Any] = {name: app.conf.get(f"only_one_{name}") for name in CONFIGURABLE}
+    configured: dict[str, Any] = {name: app.conf.get(f"only_one_{name}") for name in CONFIGURABLE}
     _warn_of_others(app)
-    # None is also what a settings module has that takes it from an environment in which it is not.
-    given = {name: value for name, value in said.items() if value is not None}
-    if isinstance(said["when_busy"], str):
-        given["when_busy"] = _policy("when_busy", said["when_busy"])
+    # A settings module that takes a value from the environment has None where the environment has no such value.
+    given = {name: value for name, value in configured.items() if value is not None}
+    if isinstance(configured["when_busy"], str):
+        given["when_busy"] = _import_policy(configured["when_busy"])
     try:
         return check(given, {})
     except ConfigurationError as error:
@@ -69,7 +91,7 @@ def settings_of(app: Celery) -> Options:
 
 
 def _warn_of_others(app: Celery) -> None:
-    """Warn once of what nobody reads: a setting in another namespace, or without one, or of nearly the same name."""
+    """Warn once of each setting that is not read: in another namespace, or without one, or of nearly the same name."""
     namespace = f"{app.namespace.rstrip('_')}_" if app.namespace else ""
     ours = [f"only_one_{name}" for name in CONFIGURABLE]
     read = [(namespace + each).upper() if namespace.isupper() else (namespace + each).lower() for each in ours]
@@ -81,16 +103,18 @@ def _warn_of_others(app: Celery) -> None:
             )
 
 
-def _policy(name: str, path: str) -> Any:
+def _import_policy(path: str) -> Any:
     try:
         return import_by_name(path)
     except (ImportError, AttributeError, ValueError) as error:
-        msg = f"only_one_{name}={path!r} cannot be imported ({error}): write 'only_one.fail' or 'package.module.name'"
+        msg = (
+            f"only_one_when_busy={path!r} cannot be imported ({error}): write 'only_one.fail' or 'package.module.name'"
+        )
         raise ConfigurationError(msg) from None
 
 
 def server_of(app: Celery) -> Source | None:
-    """The server that the app has anyhow: its result backend if that speaks Redis, else its broker if it does.
+    """The server that the app has anyhow: its result backend if that is Redis, else its broker if that is.
 
     Raises:
         ConfigurationError: if that cannot be known.
@@ -120,5 +144,5 @@ def _speaks_redis(url: Any) -> bool:
 
 
 def _url(url: str) -> str:
-    """As redis-py spells it."""
+    """The URL as redis-py understands it."""
     return url.replace("redis+socket://", "unix://").replace("virtual_host=", "db=")

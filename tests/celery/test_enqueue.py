@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import base64
-import importlib
 import json
 import logging
-import pickle
 import signal
 import subprocess
 import sys
@@ -14,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +20,8 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from celery import Celery, Task, _state, chain, chord, group, shared_task
+from celery import Celery, Task, chain, chord, group, shared_task
 from celery.beat import ScheduleEntry, Scheduler
-from celery.local import PromiseProxy
 from celery.result import AsyncResult, EagerResult, GroupResult, result_from_tuple
 from celery.schedules import schedule
 from celery.signals import before_task_publish
@@ -35,7 +32,6 @@ from redis import Redis
 from only_one import (
     AlreadyRunning,
     Busy,
-    KeyTemplateError,
     LockUnavailable,
     UnkeyableArgument,
     buffer_one,
@@ -44,117 +40,39 @@ from only_one import (
     current_lock,
     fail,
     leases,
-    only_one,
     retry,
     settings,
     skip,
     subscribe,
 )
+from only_one.celery.broker import waits_for
+from only_one.celery.requeue import Header, header_of
+from only_one.celery.task_run import call_from_outside
 from only_one.holder import Holder
 from only_one.run import run
-from only_one.tasks.put_back import Header, header_of
-from only_one.tasks.task_call import call_from_outside
-from only_one.tasks.waiting import waits_for
+from tests.celery.enqueueing import (
+    CLOSED,
+    QUEUE_TIMEOUT,
+    SLACK,
+    KeyIsBusy,
+    a_task,
+    cover,
+    lives_for,
+    messages,
+    other,
+    work,
+)
 from tests.proxy import Proxy
 from tests.servers import RedisServer, redis_server
 from tests.waiting import LIMIT, eventually
 
-KeyIsBusy = Callable[..., AbstractContextManager[None]]
-CLOSED = "redis://127.0.0.1:1/0"
-ROOT = Path(__file__).parents[1]
-QUEUE_TIMEOUT = 3600
-SLACK = 60
-"""Seconds that a test may take between two commands, on a machine that has other things to do too."""
+ROOT = Path(__file__).parents[2]
 
-cover: Any = only_one
 pytestmark = pytest.mark.usefixtures("redis", "finalizers")
-
-
-@pytest.fixture
-def finalizers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test has done in every app is undone at its end."""
-    monkeypatch.setattr(_state, "_on_app_finalizers", set(_state._on_app_finalizers))
-
-
-@pytest.fixture
-def new_app(redis_url: str, prefix: str) -> Iterator[Callable[..., Celery]]:
-    """Makes apps that publish to a queue of this test, or of their own."""
-    apps = []
-
-    def made(queue: str = "queue", **settings: Any) -> Celery:
-        changes = {
-            "broker_url": redis_url,
-            "result_backend": "cache+memory://",
-            "task_default_queue": f"{prefix}{queue}",
-            "task_publish_retry": False,
-            **settings,
-        }
-        app = Celery(f"app-{uuid4()}", set_as_current=False, changes=changes)
-        apps.append(app)
-        return app
-
-    yield made
-    for app in apps:
-        app.close()
-
-
-@pytest.fixture
-def app(new_app: Callable[..., Celery]) -> Celery:
-    """An app that is not finalized yet, so its tasks are promises."""
-    return new_app()
-
-
-@pytest.fixture
-def queued(redis: Redis, prefix: str) -> Callable[..., Any]:
-    """Tells how many messages are in a queue."""
-    return lambda queue="queue": redis.llen(f"{prefix}{queue}")
-
-
-@pytest.fixture
-def held(redis: Redis, prefix: str) -> Callable[..., Holder | None]:
-    """Tells who holds a key."""
-
-    def read(key: str) -> Holder | None:
-        value: Any = redis.get(f"{prefix}{key}")
-        return None if value is None else Holder.parse(value)
-
-    return read
-
-
-@pytest.fixture
-def left(redis: Redis, prefix: str) -> Callable[..., float]:
-    """Tells for how many seconds a key is there: -2 if it is not, -0.001 if it does not expire."""
-
-    def read(key: str) -> float:
-        milliseconds: Any = redis.pttl(f"{prefix}{key}")
-        return -2.0 if milliseconds == -2 else milliseconds / 1000
-
-    return read
-
-
-@contextmanager
-def is_current(app: Celery) -> Iterator[None]:
-    before = _state._tls.current_app
-    app.set_current()
-    try:
-        yield
-    finally:
-        _state._set_current_app(before)
-
-
-def work(value: Any = None, more: Any = "more") -> Any:
-    """Says which key it has."""
-    return value, more, current_lock().key
 
 
 def fails() -> float:
     return 1 / 0
-
-
-def a_task(app: Celery, *template: Any, function: Any = work, celery: Any = None, **options: Any) -> Any:
-    """A covered task of the app."""
-    made = app.task(function, **{"name": f"task-{uuid4()}", "shared": False, **(celery or {})})
-    return cover(*template, **options)(made)
 
 
 # --- the first and its duplicates --------------------------------------------------------------------------------
@@ -445,31 +363,7 @@ def test_arguments_that_do_not_fit_raise_and_leave_no_key(app: Celery, queued: A
     assert left("k") == left("k-1") == -2
 
 
-def test_what_is_found_wrong_later_is_raised_by_every_call(
-    app: Celery, queued: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And not only by the first, which nobody may have seen; of this promise nothing is known before."""
-    task = cover("k-{nothing}")(PromiseProxy(lambda: app.task(work, name="promised", shared=False, lazy=False)))
-    for call in (task.delay, task.delay, task.apply_async, task, app.tasks["promised"].delay):
-        with pytest.raises(KeyTemplateError, match="nothing"):
-            call()
-    assert queued() == 0
-    (told,) = caplog.messages
-    assert told.startswith("promised cannot be covered: ")
-
-
-def test_what_is_found_wrong_later_is_said_of_a_module_that_is_loaded_twice(app: Celery) -> None:
-    for _ in range(2):
-        task = cover("k-{nothing}")(PromiseProxy(lambda: app.task(work, name="promised", shared=False, lazy=False)))
-        with pytest.raises(KeyTemplateError, match="nothing"):
-            task.delay()
-
-
 # --- how long ----------------------------------------------------------------------------------------------------
-
-
-def lives_for(seconds: float, left: float) -> bool:
-    return seconds - SLACK < left <= seconds + 1
 
 
 def in_(seconds: float) -> datetime:
@@ -585,10 +479,6 @@ def test_a_duplicate_does_not_lengthen_it(app: Celery, left: Any, queued: Any) -
 # --- what is always published ------------------------------------------------------------------------------------
 
 
-def other(*_: Any) -> str:
-    return "other"
-
-
 @pytest.mark.parametrize("how", ["task_id", "link", "link_error", "chain", "chord", "group", "group_id", "last"])
 def test_what_others_wait_for_is_always_published(app: Celery, queued: Any, held: Any, how: str) -> None:
     task = a_task(app, "k", when_busy=fail)
@@ -695,132 +585,6 @@ def test_switched_off_nothing_is_covered(app: Celery, queued: Any, left: Any) ->
     with pytest.raises(AlreadyRunning):
         task.delay()
     assert queued() == 3
-
-
-# --- apps and decorating -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["not shared", "shared", "shared_task"])
-def test_decorating_evaluates_nothing(kind: str) -> None:
-    app = Celery(f"app-{uuid4()}", set_as_current=False)
-    with is_current(app):
-        for decorate in (cover, cover("k-{value}", 300), cover(key="k", when_busy=fail, at_least=1, redis=CLOSED)):
-            name = f"task-{uuid4()}"
-            made = shared_task(name=name) if kind == "shared_task" else app.task(name=name, shared=kind == "shared")
-            proxy = made(work)
-            decorated = decorate(proxy)
-            assert kind == "shared_task" or not proxy.__evaluated__()
-            assert type(decorated) is not type(proxy) or kind == "shared_task" or not decorated.__evaluated__()
-            assert not app.finalized
-            assert not app.configured
-        assert decorated.name == name  # which evaluates it
-        assert app.tasks[name].name == name
-        assert app.finalized
-
-
-def test_a_task_that_was_made_already_is_covered_at_once(app: Celery, queued: Any) -> None:
-    proxy = app.task(work, name="made", shared=False)
-    assert proxy.name == "made"  # which evaluates it
-    with pytest.raises(KeyTemplateError, match="nothing"):
-        cover("k-{nothing}")(proxy)
-    assert cover("k")(proxy).delay() == app.tasks["made"].delay()
-    assert queued() == 1
-
-
-def test_the_task_is_what_it_was(app: Celery) -> None:
-    task = a_task(app, "k", celery={"name": "kept", "rate_limit": "10/s", "max_retries": 7})
-    assert app.tasks["kept"].delay() == task.delay()
-    assert isinstance(task, Task)
-    assert (task.name, task.rate_limit, task.max_retries, task.app) == ("kept", "10/s", 7, app)
-    assert task.__doc__ == work.__doc__
-    assert task.__name__ == "work"
-    assert task.apply_async.__doc__ == Task.apply_async.__doc__
-    assert task.s(1).task == "kept"
-
-
-def test_a_shared_task_in_three_apps(new_app: Any, queued: Any, held: Any, left: Any) -> None:
-    first, second = new_app("first", only_one_queue_timeout=300), new_app("second")
-    second.finalize()
-    task = cover("k-{value}")(shared_task(work, name=f"task-{uuid4()}"))
-    late = new_app("late")
-    for number, (app, queue) in enumerate([(first, "first"), (second, "second"), (late, "late")]):
-        with is_current(app):
-            answer = task.delay(number)
-            assert answer.app is app
-            assert task.delay(number) == answer == app.tasks[task.name].delay(number)
-        assert queued(queue) == 1
-        assert held(f"k-{number}").task_id == answer.id
-        assert lives_for(300 if app is first else QUEUE_TIMEOUT, left(f"k-{number}"))
-    # The apps have one key, as they have one server and one prefix.
-    with is_current(second):
-        assert task.delay(0).id == held("k-0").task_id
-    assert queued("second") == 1
-
-
-def bound(self: Any, value: int = 0) -> Any:
-    return self, value
-
-
-@pytest.mark.parametrize("order", ["before", "after", "made"])
-@pytest.mark.parametrize("kind", [{}, {"bind": True, "autoretry_for": (OSError,)}], ids=["plain", "bound"])
-def test_a_tasks_copy_in_another_app(new_app: Any, queued: Any, order: str, kind: Any) -> None:
-    """`app.task` puts the task into every app that is finalized later."""
-    app = new_app("first")
-    if order == "made":
-        app.finalize()
-    copies = None if order == "after" else new_app("copies")
-    name = f"task-{uuid4()}"
-    task = cover("k")(app.task(bound if kind else work, name=name, **kind))
-    first = task.delay()
-    copies = copies or new_app("copies")
-    copy = copies.tasks[name]
-    assert copy.app is copies
-    assert copy.delay() == first
-    assert queued("copies") == 0
-    assert queued("first") == 1
-
-
-def test_another_task_of_that_name_in_another_app(new_app: Any, queued: Any) -> None:
-    app, others = new_app("first"), new_app("others")
-    name = f"task-{uuid4()}"
-    another = others.task(other, name=name, shared=False)
-    others.finalize()
-    cover("k")(app.task(work, name=name)).delay()
-    assert another.delay() != another.delay()
-    assert queued("others") == 2
-
-
-@pytest.mark.parametrize("kind", ["app.task", "shared_task", "not bound"])
-def test_the_task_itself_is_no_field(app: Celery, kind: str) -> None:
-    """Where that can be seen before the task is made."""
-
-    def function(self: Any, value: int) -> Any:
-        return self, value
-
-    def another(this: Any, value: int) -> Any:
-        return this, value
-
-    options = {"name": f"task-{uuid4()}", "bind": True}
-    if kind == "not bound":
-        cover("k-{self}")(app.task(function, name=options["name"], shared=False))
-        cover("k-{value}")(shared_task(work, name=options["name"]))
-        return
-    is_shared = kind == "shared_task"
-    task = shared_task(function, **options) if is_shared else app.task(another, shared=False, **options)
-    field = "self" if is_shared else "this"
-    with pytest.raises(KeyTemplateError, match=field):
-        cover(f"k-{{{field}}}")(task)
-
-
-def test_pickled_it_is_the_task(app: Celery, queued: Any) -> None:
-    with is_current(app):
-        task = a_task(app, "k", celery={"name": "pickled"})
-        first = task.delay()
-        copy = pickle.loads(pickle.dumps(task))  # noqa: S301 - our own
-        assert copy is app.tasks["pickled"]
-        assert copy.delay() == first
-        assert pickle.loads(pickle.dumps(task.s(1))).delay() == first  # noqa: S301 - our own
-    assert queued() == 1
 
 
 # --- tasks of every kind -----------------------------------------------------------------------------------------
@@ -987,12 +751,6 @@ def test_a_server_that_stalls_and_comes_back(app: Celery, server: RedisServer, q
     assert queued() == 1
 
 
-def messages(redis: Redis, prefix: str) -> list[dict[str, Any]]:
-    """The headers of the messages that wait, the first first."""
-    found: Any = redis.lrange(f"{prefix}queue", 0, -1)
-    return [json.loads(each)["headers"] for each in reversed(found)]
-
-
 # --- headers -----------------------------------------------------------------------------------------------------
 
 
@@ -1008,7 +766,7 @@ def test_a_header_is_found_where_others_put_their_own_headers(where: str) -> Non
 
 
 def test_a_copied_header_is_not_that_of_another_task() -> None:
-    copied = Header("the-parent", 0, number=3, key="k", token="t", trigger=7).as_headers()  # noqa: S106
+    copied = Header("the-parent", 0, times=3, key="k", token="t", trigger=7).as_headers()  # noqa: S106
     assert header_of(SimpleNamespace(id="the-child", retries=0, headers=copied)) == Header("the-child", 0)
 
 
@@ -1093,7 +851,7 @@ def test_what_was_not_published_is_not_waited_for_an_hour(app: Any, redis: Redis
     assert 0 < redis.pttl(f"{prefix}k") <= 30_000
 
 
-# --- positions and modules --------------------------------------------------------------------------------
+# --- positions of arguments --------------------------------------------------------------------------------
 
 
 def test_options_that_celery_refuses(app: Any, redis: Redis, prefix: str) -> None:
@@ -1119,56 +877,6 @@ def test_options_by_their_position(app: Any, redis: Redis, prefix: str) -> None:
     args, kwargs, embedded = json.loads(base64.b64decode(message["body"]))
     assert (args, kwargs) == ([1], {"more": 2})
     assert [embedded[name][0]["task"] for name in ("callbacks", "errbacks")] == ["after", "instead"]
-
-
-def test_an_apply_async_that_others_have_put_there(app: Any, queued: Any) -> None:
-    """As by instrumentation: on the task before it was covered, and on its class since."""
-    plain = app.task(work, name=f"task-{uuid4()}", shared=False)
-    own, calls = plain.apply_async, []
-
-    def instrumented(*args: Any, **options: Any) -> Any:
-        calls.append(options["task_id"])
-        return own(*args, **options)
-
-    plain.apply_async = instrumented
-    task = cover("k")(plain)
-    assert task.delay() == task.delay()
-    assert (len(calls), queued()) == (1, 1)
-
-
-MODULE = """
-from celery import current_app
-from only_one import only_one
-
-def is_busy(error): ...
-
-@only_one("k", when_busy=is_busy)
-@current_app.task(name="loaded twice", shared=False)
-def task(): ...
-"""
-
-
-@pytest.mark.parametrize("finalized", [False, True])
-@pytest.mark.filterwarnings("ignore:.*already registered:Warning")
-def test_a_module_that_is_loaded_twice(app: Any, redis: Redis, prefix: str, tmp_path: Path, finalized: bool) -> None:  # noqa: FBT001
-    from celery._state import get_current_app  # noqa: PLC0415 - to be put back
-
-    name = f"loaded_{uuid4().hex}"
-    (tmp_path / f"{name}.py").write_text(MODULE)
-    before = get_current_app()
-    app.set_current()
-    sys.path.insert(0, str(tmp_path))
-    try:
-        module = importlib.import_module(name)
-        if finalized:
-            app.finalize()
-        again = importlib.reload(module)
-        first = again.task.delay()
-    finally:
-        sys.path.remove(str(tmp_path))
-        before.set_current()
-    assert len(messages(redis, prefix)) == 1
-    assert Holder.parse(redis.get(f"{prefix}k") or b"").task_id == first.id  # type: ignore[union-attr]
 
 
 # --- trouble in the moment when it begins ------------------------------------------------------------------------

@@ -1,0 +1,120 @@
+"""What is put back, and how: see `deliveries`."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from types import SimpleNamespace
+from uuid import uuid4
+
+import pytest
+from celery import Celery
+from redis import Redis
+
+from only_one import configure, leases, retry
+from only_one.celery import requeue
+from only_one.celery.requeue import Header, header_of
+from tests.celery.deliveries import Queue, a_task, cover, done
+from tests.proxy import Proxy
+
+
+def test_what_is_put_back_has_no_claim_to_a_key_any_more(app: Celery, queue: Queue, redis: Redis, prefix: str) -> None:
+    """A token that is not the key's is compared in vain, by the worker that receives it and by the run: a trip each."""
+    task = a_task(app, done, when_busy=retry())
+    redis.set(f"{prefix}k", "somebody else's")
+    answer = task.delay()
+    message = queue.take()
+    message["headers"].update(Header(answer.id, 0, key=f"{prefix}k", token="t").as_headers())  # noqa: S106
+    queue.deliver(message)
+    again = queue.take()["headers"]["only_one"]
+    assert (again["key"], again["times"], again.get("token")) == (f"{prefix}k", 1, None)
+
+
+def test_what_is_put_back_has_the_users_headers_and_none_in_which_the_broker_counts(
+    app: Celery, queue: Queue, redis: Redis, prefix: str
+) -> None:
+    """RabbitMQ counts by queue how often a message died, and drops one that seems to go round in a circle."""
+    a_task(app, done, when_busy=retry()).delay()
+    redis.set(f"{prefix}k", "somebody else", ex=600)
+    message = queue.take()
+    counted = {"x-death": [{"count": 1}], "x-first-death-queue": "q", "x-last-death-queue": "q", "x-delivery-count": 2}
+    message["headers"]["headers"] = {"x-mine": 1, **counted}
+    queue.deliver(message)
+    again = queue.take()["headers"]
+    assert again["x-mine"] == 1
+    assert not counted.keys() & again.keys()
+
+
+def test_how_long_it_waits_when_it_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second that doubles to ten, of which half is left to chance."""
+    for bound in (min, max):
+        monkeypatch.setattr(requeue, "_random", SimpleNamespace(uniform=bound))
+        part = bound(0.5, 1)
+        delays = [requeue._delay(times, 1000) for times in (0, 1, 2, 3, 4, 5000)]
+        assert delays == [each * part for each in (1, 2, 4, 8, 10, 10)]
+        assert requeue._delay(5, 3) == 3 * part
+
+
+def test_a_limit_of_times(app: Celery, queue: Queue, redis: Redis, prefix: str) -> None:
+    answer = a_task(app, done, when_busy=retry(1000, max_retries=2)).delay()
+    redis.set(f"{prefix}k", "somebody else", ex=600)
+    message = first = queue.take()
+    for _ in range(2):
+        queue.deliver(message)
+        message = queue.take()
+        eta = datetime.fromisoformat(message["headers"]["eta"])
+        assert 940 < (eta - datetime.now(timezone.utc)).total_seconds() <= 1000
+        assert len(queue) == 0
+        assert answer.state == "PENDING"
+        assert "trigger" not in message["headers"]["only_one"]  # none takes the place of another
+    queue.deliver(first, redelivered=True)
+    assert len(queue) == 0, "a later copy of it waits"
+    redis.delete(f"{prefix}k")
+    queue.deliver(first, redelivered=True)
+    assert answer.state == "PENDING", "a later copy of it waits"
+    redis.set(f"{prefix}k", "somebody else", ex=600)
+    queue.deliver(message)
+    assert len(queue) == 0
+    assert answer.state == "FAILURE"
+
+
+@pytest.mark.parametrize("said", [None, False, True])
+def test_whether_its_result_is_ignored_is_what_the_message_says_or_else_the_task(
+    app: Celery,
+    queue: Queue,
+    redis: Redis,
+    prefix: str,
+    said: bool | None,  # noqa: FBT001 - a parameter of the test
+) -> None:
+    a_task(app, done, when_busy=retry(), celery={"ignore_result": True}).delay()
+    redis.set(f"{prefix}k", "somebody else", ex=600)
+    message = queue.take()
+    del message["headers"]["ignore_result"]
+    if said is not None:
+        message["headers"]["ignore_result"] = said
+    queue.deliver(message)
+    assert queue.take()["headers"]["ignore_result"] is (said is not False)
+
+
+def test_what_a_header_says_of_another_attempt() -> None:
+    assert Header("the-id", 0).as_headers() == {"only_one": {"id": "the-id", "attempt": 0, "times": 0, "number": 0}}
+    said = Header("the-id", 0, times=3, key="k", token="t", trigger=7).as_headers()  # noqa: S106
+    request = SimpleNamespace(id="the-id", retries=1, headers=said)
+    assert header_of(request) == Header("the-id", 1, key="k", trigger=7)
+    for foreign in (None, {}, {"only_one": {"of": "somebody else"}}):
+        request.headers = foreign
+        assert header_of(request) == Header("the-id", 1)
+
+
+def test_what_is_put_back_while_the_server_is_down_keeps_the_key_of_its_place_in_the_queue(
+    app: Celery, queue: Queue, redis: Redis, redis_url: str, prefix: str
+) -> None:
+    with Proxy(redis_url) as proxy, configure(redis=proxy.url):
+        task = cover(app.task(done, name=f"task-{uuid4()}", shared=False), key="k", timeout=600, when_down=retry())
+        answer = task.delay()
+        token = redis.get(f"{prefix}k")
+        with proxy.refused():
+            queue.deliver(queue.take())
+            assert token not in leases._renewer.adrift
+        assert redis.get(f"{prefix}k") == token
+        queue.deliver(queue.take())
+    assert answer.get() == "done"
