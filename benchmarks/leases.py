@@ -27,12 +27,12 @@ from typing import Any
 import redis
 
 from only_one.clock import now
+from only_one.connections.server import find_server
 from only_one.holder import Identity
 from only_one.lease import Lease
-from only_one.leases import hold
-from only_one.lock import drive
+from only_one.lock.redis_lock import drive
+from only_one.lock.renewal import hold
 from only_one.protocol import acquire, expiry_in
-from only_one.servers import find_server
 from only_one.testing import redis_server
 
 PEER = "redis_lock"

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import redis
 
-from only_one import configure, leases, only_one
-from only_one.servers import find_server
+from only_one import configure, only_one
+from only_one.connections.server import find_server
+from only_one.lock import renewal
 from only_one.testing import RedisServer, redis_server
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def measure(server: RedisServer, at_once: int, options: argparse.Namespace) -> t
     Raises:
         RuntimeError: if some stayed.
     """
-    product: Any = leases
+    product: Any = renewal
     product._CHUNK = at_once  # noqa: SLF001 - it is what is compared
     round_trip = options.milliseconds / 1000
     with (
@@ -160,7 +161,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=2000, help="calls that are cancelled (2000)")
     parser.add_argument("--together", type=int, default=50, help="calls that are cancelled at a time (50)")
     parser.add_argument("--milliseconds", type=float, default=40, help="what a round trip takes (40)")
-    parser.add_argument("--at-once", type=int, default=leases._CHUNK, help="keys that are released in one trip")  # noqa: SLF001
+    parser.add_argument("--at-once", type=int, default=renewal._CHUNK, help="keys that are released in one trip")  # noqa: SLF001
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000, help="of the moments of cancelling")
     options = parser.parse_args()
     options.random = random.Random(options.seed)

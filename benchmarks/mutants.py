@@ -358,7 +358,9 @@ def main() -> None:
     parser.add_argument("--afresh", action="store_true", help="look anew which lines all the tests run")
     parser.add_argument("--list", action="store_true", help="print what is drawn, and run nothing")
     parser.add_argument("--survivors", action="store_true", help="of the last run of this seed, those that survived")
-    parser.add_argument("--only", action="append", metavar="ID", help="this mutant, or all of a line (servers.py:88)")
+    parser.add_argument(
+        "--only", action="append", metavar="ID", help="this mutant, or all of a line (connections/server.py:88)"
+    )
     parser.add_argument("--equivalents", action="store_true", help="run those that are said to be equivalent, too")
     options = parser.parse_args()
     console = Console(soft_wrap=True, highlight=False)

@@ -44,7 +44,11 @@ PLACE = ROOT / ".mutants"
 MAP = PLACE / "map.json"
 
 INTERRUPTED = {
-    f"{PACKAGE}/{name}.py" for name in ("run", "attempt", "lock", "direct", "leases", "lease", "servers", "settings")
+    f"{PACKAGE}/{name}.py"
+    for name in (
+        *("run", "attempt", "lock/redis_lock", "lock/renewal", "lease", "settings"),
+        *("connections/pinned", "connections/server"),
+    )
 }
 """What the tests that interrupt are about, of which nobody can see what they run."""
 

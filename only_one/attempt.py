@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 from redis.exceptions import ResponseError
 
 from .clock import now
+from .connections.server import Server
 from .errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable
 from .events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, logger, wanted
 from .holder import is_dead, is_queued, kept, under_way
 from .lease import Lease
-from .leases import generation, hold, let_go, release_later
-from .lock import AsyncLock, Lock
+from .lock.redis_lock import AsyncLock, Lock
+from .lock.renewal import generation, hold, let_go, release_later
 from .plan import Call, Plan
 from .policies import CarryOn, PutBack, fail, skip
 from .protocol import TROUBLE, Outcome, Steps, acquire, take_over
-from .servers import Server
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, overload
 
+from .connections.server import Source
 from .errors import ConfigurationError
 from .policies import carry_on, fail
-from .servers import Source
 from .settings import CHECKS, UNSET, Options, Unset, check
 from .validation import Seconds
 from .wrapper import is_task, wrap

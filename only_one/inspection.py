@@ -9,11 +9,11 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from redis.exceptions import ResponseError
 
 from . import settings
+from .connections.server import Server, Source, find_server
 from .errors import ConfigurationError
 from .holder import Holder, is_dead, machine
-from .lock import RAW, give_back
+from .lock.redis_lock import RAW, give_back
 from .plan import Cover
-from .servers import Server, Source, find_server
 from .wrapper import configured_by_app, is_task
 
 _AT_ONCE = 500

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from math import inf
 
 from .clock import now
+from .connections.server import Server
 from .errors import LockLost
 from .holder import Holder
-from .lock import drive
+from .lock.redis_lock import drive
 from .protocol import Outcome, extend, mint_fence, outcome
-from .servers import Server
 from .validation import Seconds
 from .validation import seconds as in_seconds
 

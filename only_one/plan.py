@@ -10,12 +10,12 @@ from math import inf
 from typing import Any, Union
 
 from . import settings
+from .connections.server import Server, Source, find_server
 from .errors import KeyTemplateError
 from .holder import Identity
 from .keys import MakeKey, compile_key
 from .policies import PutBack, skip
 from .protocol import Expiry, Note, Outcome, expiry_in
-from .servers import Server, Source, find_server
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]

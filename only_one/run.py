@@ -13,7 +13,7 @@ from .attempt import AsyncAttempt, Attempt
 from .clock import now
 from .errors import ConfigurationError
 from .lease import Lease
-from .lock import drive, drive_async
+from .lock.redis_lock import drive, drive_async
 from .plan import Args, Call, Cover, Kwargs
 from .policies import fail
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from .connections.server import Source, check_source
 from .errors import ConfigurationError
 from .policies import carry_on, check_policy, fail
-from .servers import Source, check_source
 from .validation import Seconds, check_bool, check_prefix, seconds, seconds_or_none, seconds_or_zero
 
 Options = Mapping[str, Any]

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from .connections.server import Source
 from .errors import ConfigurationError, KeyTemplateError
 from .keys import has_field
 from .plan import Cover
 from .run import run, run_async
-from .servers import Source
 from .settings import Options
 
 _CELERY = "celery.app.task"

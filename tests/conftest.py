@@ -16,7 +16,8 @@ import pytest
 from redis import Redis
 from redis.connection import AbstractConnection
 
-from only_one import configure, leases, only_one
+from only_one import configure, only_one
+from only_one.lock import renewal
 from tests.servers import RedisServer, redis_server
 from tests.waiting import LIMIT
 
@@ -69,7 +70,7 @@ def prefix(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     own = f"test:{uuid4().hex}:"
     with configure(prefix=own):
         yield own
-    leases._renewer.adrift.clear()
+    renewal._renewer.adrift.clear()
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from only_one import leases, servers
 from only_one.clock import now
+from only_one.connections import server as servers
+from only_one.lock import renewal
 from tests.waiting import eventually
 
 MOMENT = 128.0
@@ -42,7 +43,7 @@ def renew_now(*locks: Any) -> None:
     """Have the thread that renews see to these leases at once, as if a third of each had gone by."""
     for lock in locks:
         lock.renew_at = now()
-    leases._renewer.see_to_it_by(-math.inf)
+    renewal._renewer.see_to_it_by(-math.inf)
 
 
 def is_renewed(lock: Any) -> bool:
@@ -61,13 +62,13 @@ def fails_to_renew(lock: Any) -> bool:
 
 def is_awaited(lock: Any) -> bool:
     """Whether the thread that renews sleeps, and no longer than until it is the turn of this lease."""
-    thread: Any = leases  # whose clock `later` puts forward
+    thread: Any = renewal  # whose clock `later` puts forward
     return eventually(lambda: thread.now() < thread._renewer.wakes_at <= lock.renew_at)
 
 
 def is_idle() -> bool:
     """Whether the thread that renews comes to have seen to all that was due, a new server that it looks at included."""
-    thread: Any = leases._renewer
+    thread: Any = renewal._renewer
     return eventually(lambda: not thread.unknown and now() < thread.wakes_at)
 
 
@@ -78,7 +79,7 @@ def later(seconds: float) -> Iterator[None]:
     those = [module for module in modules if getattr(module, "now", None) is now]
     for module in those:
         module.now = lambda: now() + seconds
-    leases._renewer.see_to_it_by(-math.inf)
+    renewal._renewer.see_to_it_by(-math.inf)
     try:
         yield
     finally:
@@ -93,6 +94,6 @@ def _wait_no_longer() -> None:
     nodes = [node for each in every for node in getattr(each._nodes, "_nodes", {0: each._nodes}).values() if node]
     for node in nodes:
         node.rests_until = min(node.rests_until, now())
-    for adrift in list(leases._renewer.adrift.values()):
+    for adrift in list(renewal._renewer.adrift.values()):
         adrift.try_at = min(adrift.try_at, now())
-    leases._renewer.see_to_it_by(-math.inf)
+    renewal._renewer.see_to_it_by(-math.inf)

@@ -15,12 +15,14 @@ from celery import Celery
 from celery.contrib.testing.worker import start_worker
 from celery.signals import worker_shutdown
 
-from only_one import buffer_one, configure, current_lock, leases, only_one, protocol, servers
+from only_one import buffer_one, configure, current_lock, only_one, protocol
 from only_one.celery import coalescing, redelivery
 from only_one.clock import now
+from only_one.connections import server as servers
 from only_one.holder import Identity
 from only_one.inspection import held, holder_of, key_of, release, release_key
-from only_one.lock import drive
+from only_one.lock import renewal
+from only_one.lock.redis_lock import drive
 from only_one.protocol import Note, replace
 from tests.faults.programs import Running
 from tests.faults.test_cluster import OPTIONS
@@ -87,8 +89,8 @@ def use_functions(client: Any, url: str) -> None:
     assert only_one("dead", at_least=600)(lambda: "done")() == "done"
     server, key = servers.find_server(url), "only_one:left"
     client.set(key, key)
-    leases.release_later(server, key, key.encode(), now() + 600, settled=True)
-    assert eventually(lambda: not [each for each in list(leases._renewer.adrift.values()) if each.key == key])
+    renewal.release_later(server, key, key.encode(), now() + 600, settled=True)
+    assert eventually(lambda: not [each for each in list(renewal._renewer.adrift.values()) if each.key == key])
 
 
 def use_tasks(_client: Any, url: str) -> None:

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import redis as redis_py
 
-from only_one import LockLost, LockUnavailable, current_lock, fail, leases, only_one
-from only_one.servers import Server
-from only_one.twins import Twin
+from only_one import LockLost, LockUnavailable, current_lock, fail, only_one
+from only_one.connections.asyncio_client import Twin
+from only_one.connections.server import Server
+from only_one.lock import renewal
 from tests.clients import KINDS, clients
 from tests.proxy import Proxy
 from tests.renewal import renew_now
@@ -84,7 +85,7 @@ async def drive(steps: CancelledAt) -> Any:
 
 def held() -> list[Any]:
     """What is renewed."""
-    return leases._renewer.held()
+    return renewal._renewer.held()
 
 
 TIMES = {"lease": {"lease": 600}, "kept": {"timeout": 600, "at_least": 1}}

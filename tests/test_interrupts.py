@@ -27,8 +27,9 @@ import redis as redis_py
 from celery.exceptions import SoftTimeLimitExceeded
 
 import only_one as package
-from only_one import AlreadyRunning, ConfigurationError, current_lock, events, fail, leases, only_one
+from only_one import AlreadyRunning, ConfigurationError, current_lock, events, fail, only_one
 from only_one.events import Event
+from only_one.lock import renewal
 from tests.proxy import Proxy
 from tests.renewal import is_renewed
 from tests.waiting import LIMIT, eventually
@@ -139,7 +140,7 @@ def traced(trace: AtLine) -> Iterator[None]:
 
 def held() -> list[Any]:
     """What is renewed."""
-    return leases._renewer.held()
+    return renewal._renewer.held()
 
 
 def nothing_is_held() -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from only_one import ConfigurationError, LockLost, lease
+from only_one.connections.server import Server
 from only_one.lease import Lease
-from only_one.servers import Server
 from tests.renewal import MOMENT, Clock
 from tests.waiting import LIMIT
 

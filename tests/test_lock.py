@@ -27,7 +27,7 @@ from only_one import AlreadyRunning, LockUnavailable, carry_on, current_lock, fa
 from only_one.clock import now
 from only_one.events import Busy, Down, Event, Lost, Released
 from only_one.holder import Holder
-from only_one.lock import AsyncLock, Lock, drive, drive_async
+from only_one.lock.redis_lock import AsyncLock, Lock, drive, drive_async
 from only_one.protocol import (
     NEVER,
     Dialect,

@@ -36,8 +36,8 @@ from only_one import (
     retry,
     skip,
 )
+from only_one.connections.server import find_server
 from only_one.policies import PutBack
-from only_one.servers import find_server
 from tests.servers import RedisServer
 from tests.waiting import eventually
 

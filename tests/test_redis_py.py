@@ -38,7 +38,7 @@ import pytest
 import redis.asyncio.lock
 import redis.lock
 
-from only_one.lock import AsyncLock, Lock
+from only_one.lock.redis_lock import AsyncLock, Lock
 
 redis.lock.Lock = Lock
 redis.asyncio.lock.Lock = AsyncLock

@@ -36,9 +36,9 @@ from only_one import (
     settings,
     skip,
 )
-from only_one import servers as servers_of_product
 from only_one.celery import app_settings
 from only_one.celery.app_settings import current_app
+from only_one.connections import server as servers_of_product
 from only_one.errors import OnlyOneError
 from only_one.holder import Holder
 from only_one.inspection import held

@@ -10,11 +10,11 @@ from typing import Any
 from celery import Celery, Task, _state
 from kombu.utils.imports import symbol_by_name
 
+from only_one.connections.server import Source
 from only_one.errors import ConfigurationError
 from only_one.events import logger
 from only_one.holder import Identity
 from only_one.plan import Call, Plan
-from only_one.servers import Source
 from only_one.settings import CONFIGURABLE, Options, check
 
 from .broker import check_countdown

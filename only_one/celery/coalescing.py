@@ -11,9 +11,9 @@ from typing import Any
 
 from celery import Celery
 
-from only_one.lock import drive
+from only_one.connections.server import Server
+from only_one.lock.redis_lock import drive
 from only_one.protocol import Script, evaluate
-from only_one.servers import Server
 
 from .broker import remembered_for
 

@@ -16,14 +16,14 @@ from kombu.utils.uuid import uuid
 from redis.exceptions import ResponseError
 
 from only_one.attempt import CARRIED_ON, Attempt
+from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, OnlyOneError
 from only_one.events import Busy, emit, logger
 from only_one.holder import Holder, Identity, is_dead
-from only_one.lock import drive, give_back
+from only_one.lock.redis_lock import drive, give_back
 from only_one.plan import Cover, Policy
 from only_one.policies import BufferOne, PutBack
 from only_one.protocol import TROUBLE, acquire, expiry_in, replace, take_over
-from only_one.servers import Server
 
 from . import coalescing
 from .app_settings import TaskCall

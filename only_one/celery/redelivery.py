@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from celery.exceptions import Ignore, Reject, Retry
 
 from only_one.clock import now
+from only_one.connections.server import Server
 from only_one.events import logger
 from only_one.holder import Identity, is_gone
-from only_one.lock import drive
+from only_one.lock.redis_lock import drive
 from only_one.protocol import TROUBLE, Note, Outcome, Script, Steps, evaluate
-from only_one.servers import Server
 
 from .app_settings import TaskCall
 from .broker import marks_redeliveries, redelivers_at_any_time, remembered_for, visibility_timeout

@@ -13,13 +13,13 @@ from celery import Task
 from celery._state import get_current_task
 from celery.exceptions import Ignore, Retry
 
+from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, LockUnavailable
 from only_one.holder import Holder, Identity
 from only_one.lease import Lease
 from only_one.plan import Args, Call, Cover, Kwargs, Plan, Policy
 from only_one.policies import BufferOne, PutBack, fail, retry, skip
 from only_one.run import current_lease, run, run_async
-from only_one.servers import Server
 
 from . import coalescing
 from .app_settings import TaskCall

@@ -18,14 +18,14 @@ from celery.app.task import Context
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
 
 from only_one.clock import now
+from only_one.connections.server import Server
 from only_one.events import logger
 from only_one.holder import Holder, Identity, is_dead, is_queued, machine
 from only_one.lease import Lease
-from only_one.leases import hold
-from only_one.lock import RAW, drive, give_back
+from only_one.lock.redis_lock import RAW, drive, give_back
+from only_one.lock.renewal import hold
 from only_one.plan import Cover
 from only_one.protocol import replace
-from only_one.servers import Server
 from only_one.settings import DEFAULT_LEASE
 
 from . import coalescing

@@ -10,7 +10,7 @@ from redis import Redis
 
 from only_one import buffer_one
 from only_one.celery import coalescing
-from only_one.servers import Server, find_server
+from only_one.connections.server import Server, find_server
 from tests.celery.deliveries import REMEMBERED, Awaits, Queue, a_task
 
 buffered: Any = coalescing

@@ -10,9 +10,10 @@ import pytest
 from celery import Celery
 from redis import Redis
 
-from only_one import configure, leases, retry
+from only_one import configure, retry
 from only_one.celery import requeue
 from only_one.celery.requeue import Header, header_of
+from only_one.lock import renewal
 from tests.celery.deliveries import Queue, a_task, cover, done
 from tests.proxy import Proxy
 
@@ -114,7 +115,7 @@ def test_what_is_put_back_while_the_server_is_down_keeps_the_key_of_its_place_in
         token = redis.get(f"{prefix}k")
         with proxy.refused():
             queue.deliver(queue.take())
-            assert token not in leases._renewer.adrift
+            assert token not in renewal._renewer.adrift
         assert redis.get(f"{prefix}k") == token
         queue.deliver(queue.take())
     assert answer.get() == "done"

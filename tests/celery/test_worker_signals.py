@@ -25,8 +25,8 @@ from redis import Redis
 from only_one import buffer_one, configure, only_one
 from only_one.celery import worker_signals
 from only_one.celery.requeue import Header
+from only_one.connections.server import find_server
 from only_one.holder import Identity, process_start
-from only_one.servers import find_server
 from tests.proxy import Proxy
 from tests.waiting import LIMIT, eventually
 

@@ -18,9 +18,12 @@ from redis.crc import key_slot
 from redis.exceptions import AskError, MovedError, RedisClusterException, RedisError
 from redis.retry import Retry
 
-from only_one import LockLost, LockUnavailable, configure, leases, nodes, only_one, servers, skip
+from only_one import LockLost, LockUnavailable, configure, only_one, skip
 from only_one.clock import now
+from only_one.connections import cluster as nodes
+from only_one.connections import server as servers
 from only_one.inspection import held, release_key
+from only_one.lock import renewal
 from tests.faults.programs import SLACK, Holder, Running, RunningAsync
 from tests.proxy import Proxy
 from tests.renewal import MOMENT, Clock, fails_to_renew, later, renew_now
@@ -259,10 +262,10 @@ def test_many_tokens_of_unknown_fate(cluster: Cluster, names: list[str], prefix:
         for number in range(200):
             name = f"{{{key}}}{number}"
             cluster.client.set(name, name)
-            leases.release_later(server, name, name.encode(), now() + 2 * LIMIT, settled=True)
+            renewal.release_later(server, name, name.encode(), now() + 2 * LIMIT, settled=True)
     reads = [node.client.info("stats")["total_reads_processed"] for node in cluster.nodes]
     with later(LIMIT):
-        assert eventually(lambda: not any(each.server is server for each in list(leases._renewer.adrift.values())))
+        assert eventually(lambda: not any(each.server is server for each in list(renewal._renewer.adrift.values())))
     for node, before in zip(cluster.nodes, reads, strict=True):
         assert node.client.info("stats")["total_reads_processed"] - before < 100
         assert not list(node.client.scan_iter(match=f"*{prefix}*", count=1000))

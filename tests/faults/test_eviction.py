@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import redis as redis_py
 
-from only_one import eviction, leases, only_one
+from only_one import only_one
+from only_one.connections import server as eviction
+from only_one.lock import renewal
 from tests.clients import clients
 from tests.faults.programs import Running, RunningAsync
 from tests.proxy import Proxy
@@ -158,7 +160,7 @@ def test_a_server_that_cannot_be_asked_is_asked_later(
         assert eventually(lambda: first.lock.server.looked_at_from < math.inf)
     assert [record for record in caplog.records if record.levelno > logging.INFO] == []
     # In a minute, and not with the next run.
-    assert first.lock.server.looked_at_from > first.lock.begun + leases._LOOKED_AT_AGAIN_AFTER
+    assert first.lock.server.looked_at_from > first.lock.begun + renewal._LOOKED_AT_AGAIN_AFTER
     monkeypatch.setattr(first.lock.server, "looked_at_from", 0.0)
     assert run(proxy.url) == "done"
     assert eventually(warnings)

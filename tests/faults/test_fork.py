@@ -19,7 +19,8 @@ pytestmark = pytest.mark.interrupts
 
 WHILE_A_LOCK_IS_HELD = """
 import os, signal, sys, threading
-from only_one import configure, servers, settings
+from only_one import configure, settings
+from only_one.connections import server as servers
 
 def hold(lock):
     with lock:

@@ -17,16 +17,17 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import redis
 from redis.backoff import NoBackoff
 from redis.client import Pipeline
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
-from .direct import DirectClient
-from .errors import ConfigurationError
+from only_one.errors import ConfigurationError
+from only_one.protocol import Dialect
+from only_one.validation import check_callable
+
+from .asyncio_client import NO_LIMIT, RETRIED, RETRIES, Twin, async_twin, close_twin
+from .cluster import ClusterNodes, Node, impatient
 from .interruptions import guarded
-from .nodes import ClusterNodes, Node, impatient
-from .protocol import Dialect
-from .twins import NO_LIMIT, RETRIED, RETRIES, Twin, async_twin, close_twin
-from .validation import check_callable
+from .pinned import DirectClient
 
 logger = logging.getLogger("only_one")
 
@@ -204,3 +205,46 @@ def masked(url: str) -> str:
     """A URL without user and password, in the address or in the query."""
     shown = re.sub(r"(?s)^(\w+://)?.*@", r"\1***@", url)
     return re.sub(r"(?<=password=)[^&]*", "***", shown)
+
+
+# Servers that may evict the keys of runs that are under way
+
+_asked: set[str] = set()
+
+
+def may_evict(client: Any) -> str | None:
+    """Find out whether a server deletes keys to make room, with one round trip, and once in the life of the process.
+
+    Keys that expire are what the `volatile-` policies evict, too.
+
+    Args:
+        client: a client of redis-py, of one node.
+
+    Returns:
+        What there is to be warned of, else None; also where the server does not tell.
+
+    Raises:
+        RedisError: if the server cannot be asked.
+    """
+    server = _name(client.connection_pool)
+    if server in _asked:
+        return None
+    try:
+        found = client.info("memory")
+    except ResponseError:  # this user may not
+        found = {}
+    _asked.add(server)
+    policy = str(found.get("maxmemory_policy"))
+    if not policy.startswith(("allkeys-", "volatile-")) or not found.get("maxmemory"):
+        return None
+    return (
+        f"{server} evicts keys when its memory is full (maxmemory-policy {policy}), and a run may lose its key so: "
+        "write maxmemory-policy noeviction in its configuration, or give redis= a server that has it"
+    )
+
+
+def _name(pool: Any) -> str:
+    """The server, without credentials."""
+    options = pool.connection_kwargs
+    address = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
+    return str(getattr(pool, "service_name", address))

@@ -29,10 +29,10 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from only_one import configure, only_one, subscribe
-from only_one.direct import _MOST_KEPT, DirectClient, _Line
+from only_one.connections.pinned import _MOST_KEPT, DirectClient, _Line
+from only_one.connections.server import Server
 from only_one.events import Down, Event
-from only_one.lock import Lock
-from only_one.servers import Server
+from only_one.lock.redis_lock import Lock
 from tests.proxy import Proxy
 from tests.renewal import is_idle
 from tests.servers import RedisServer, redis_server
@@ -41,7 +41,7 @@ from tests.waiting import LIMIT, eventually
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HANGS_FOR = 2.0
 """Seconds that a client waits for a reply where none comes; all others are there sooner on any machine."""
 
@@ -467,7 +467,7 @@ class TwoInterruptions:
         raise Interruption
 
     def __call__(self, frame: FrameType, event: str, _argument: Any) -> Any:
-        if Path(frame.f_code.co_filename).name != "direct.py":
+        if Path(frame.f_code.co_filename).name != "pinned.py":
             return None
         if self.times and event == "line":
             self._left -= 1
@@ -653,8 +653,8 @@ def test_connections_neither_grow_nor_stay(redis: Any, redis_url: str, name: str
 HEAD = """
 import os, sys, threading, time
 import redis
-from only_one.direct import DirectClient
-from tests.test_direct import echo, fill, kept
+from only_one.connections.pinned import DirectClient
+from tests.connections.test_pinned import echo, fill, kept
 
 url = sys.argv[1]
 """

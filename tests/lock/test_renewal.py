@@ -17,13 +17,15 @@ import pytest
 import redis as redis_py
 from redis.exceptions import NoPermissionError, ResponseError
 
-from only_one import LockLost, lease, leases, nodes
+from only_one import LockLost, lease
 from only_one.clock import now
+from only_one.connections import cluster as nodes
+from only_one.connections.server import Server
 from only_one.lease import Lease
-from only_one.servers import Server
+from only_one.lock import renewal
+from tests.lock.test_leases import no_more_threads
 from tests.proxy import Proxy
 from tests.renewal import MOMENT, Clock
-from tests.test_leases import no_more_threads
 from tests.waiting import LIMIT, eventually
 
 LONG = 4096.0
@@ -65,7 +67,7 @@ class Watch:
     """A renewer without a thread, and the servers that it asks."""
 
     def __init__(self, clock: Clock, prefix: str, redis: Any) -> None:
-        self.renewer = leases._Renewer()
+        self.renewer = renewal._Renewer()
         self.renewer.is_running = True
         self.clock = clock
         self.redis = redis
@@ -96,7 +98,7 @@ class Watch:
     def adrift(self, server: Any, name: str = "k", *, settled: bool = True) -> Any:
         """A token in its care."""
         key = self.key(name)
-        made = leases._Adrift(server, key, b"token", MOMENT + LONG, settled=settled)
+        made = renewal._Adrift(server, key, b"token", MOMENT + LONG, settled=settled)
         self.renewer.adrift[name.encode()] = made
         made.token = name.encode()  # so that each has its own place
         return made
@@ -110,16 +112,16 @@ class Watch:
 def clock() -> Iterator[Clock]:
     """The process's own thread may look at it, too, and is woken afterwards: by this clock it would sleep for a day."""
     with pytest.MonkeyPatch.context() as patch:
-        yield Clock(patch, leases, lease, nodes)
-    if leases._renewer.is_running:
-        leases._renewer.see_to_it_by(-math.inf)
+        yield Clock(patch, renewal, lease, nodes)
+    if renewal._renewer.is_running:
+        renewal._renewer.see_to_it_by(-math.inf)
 
 
 @pytest.fixture
 def watch(clock: Clock, prefix: str, redis: Any) -> Iterator[Watch]:
     watch = Watch(clock, prefix, redis)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(leases, "_renewer", watch.renewer)
+        patch.setattr(renewal, "_renewer", watch.renewer)
         yield watch
     watch.close()
 
@@ -173,7 +175,7 @@ def test_what_nobody_is_to_be_told_of_starts_no_thread(
 ) -> None:
     """A worker loses each key that it has received when its run takes that."""
     started: list[str] = []
-    monkeypatch.setattr(leases, "_start_native_thread", lambda name, *_: started.append(name))
+    monkeypatch.setattr(renewal, "_start_native_thread", lambda name, *_: started.append(name))
     lock = watch.lease(watch.server(redis_url))
     watch.renewer.lost(lock, "taken")
     assert (lock.reason, started) == ("taken", [])
@@ -233,7 +235,7 @@ def test_many_go_in_trips_of_five_hundred(watch: Watch, redis_url: str) -> None:
     down, server = watch.server(redis_url), watch.server(redis_url)
     node(down).rests_until = MOMENT
     those = [SimpleNamespace(server=each, key="k") for each in [down, *[server] * 1001]]
-    trips = leases._by_node(those)
+    trips = renewal._by_node(those)
     assert [(found, len(due)) for found, due in trips] == [
         *[(node(server), size) for size in (500, 500, 1)],
         (node(down), 1),
@@ -248,7 +250,7 @@ def test_what_fails_is_tried_again_after_a_tenth_of_the_lease(
 ) -> None:
     """A second at the most, and not when it has expired; the node rests for as long as the shortest of them."""
     logged: list[tuple[str, Any]] = []
-    monkeypatch.setattr(leases, "_start_native_thread", lambda name, _, *rest: logged.append((name, rest)))
+    monkeypatch.setattr(renewal, "_start_native_thread", lambda name, _, *rest: logged.append((name, rest)))
     caplog.set_level(logging.DEBUG, "only_one")
     server = watch.server(DOWN)
     locks = [watch.lease(server, str(ttl), ttl=ttl) for ttl in (8.0, 2.0, 32.0)]
@@ -307,13 +309,13 @@ def test_what_a_reply_says(watch: Watch, redis_url: str) -> None:
 
 def test_how_it_is_told_why(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[int, str]] = []
-    monkeypatch.setattr(leases, "_log", lambda level, text, *rest: said.append((level, text % rest)))
+    monkeypatch.setattr(renewal, "_log", lambda level, text, *rest: said.append((level, text % rest)))
     locks = [watch.lease(None, str(number)) for number in range(3)]
     locks[0].trouble = NoPermissionError("no permission")
-    leases._explain(locks[:1])
-    leases._explain(locks[:2])
+    renewal._explain(locks[:1])
+    renewal._explain(locks[:2])
     locks[0].trouble = OSError("down")
-    leases._explain(locks)
+    renewal._explain(locks)
     first = locks[0].key
     assert [level for level, _ in said] == [logging.WARNING, logging.WARNING, logging.DEBUG]
     assert said[0][1].startswith(f"{first} cannot be renewed, and will be lost")
@@ -387,10 +389,10 @@ def test_of_too_many_tokens_the_oldest_is_forgotten(watch: Watch, redis_url: str
     server = watch.server(redis_url)
     for number in range(10_001):
         assert len(watch.renewer.adrift) == number
-        leases.release_later(server, "k", b"%d" % number, MOMENT, settled=True)
+        renewal.release_later(server, "k", b"%d" % number, MOMENT, settled=True)
     assert len(watch.renewer.adrift) == 10_000
     assert next(iter(watch.renewer.adrift)) == b"1"
-    leases.release_later(server, "k", b"last", MOMENT, settled=True)
+    renewal.release_later(server, "k", b"last", MOMENT, settled=True)
     assert len(watch.renewer.adrift) == 10_000
     assert list(watch.renewer.adrift)[::9_999] == [b"2", b"last"]
 
@@ -406,11 +408,11 @@ def test_the_end_of_the_process(
         paused.append(seconds)
         watch.clock.moment += seconds
 
-    monkeypatch.setattr(leases, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(renewal, "time", SimpleNamespace(sleep=sleep))
     server = watch.server(url or redis_url)
     watch.adrift(server, "settled")
     watch.adrift(server, "other", settled=False)
-    leases._finish()
+    renewal._finish()
     assert len(paused) == pytest.approx(len(slept), abs=1)
     assert paused == slept[: len(paused)]
     trips = keys(node(server).trips)
@@ -470,10 +472,10 @@ def test_a_server_is_looked_at_once(watch: Watch, redis_url: str) -> None:
     server = watch.server(redis_url)
     lock = watch.lease(server)
     server.looked_at_from = math.nextafter(MOMENT, math.inf)
-    leases.hold(lock)
+    renewal.hold(lock)
     assert watch.renewer.unknown == {}
     server.looked_at_from = MOMENT
-    leases.hold(lock)
+    renewal.hold(lock)
     assert watch.renewer.unknown == {server: lock.key}
     assert server.looked_at_from == math.inf
 
@@ -488,11 +490,11 @@ def test_what_is_in_its_care(watch: Watch, redis_url: str) -> None:
     lost.lose("deleted")
     server.looked_at_from = math.inf
     gone = Lease(server, "gone", b"gone", MOMENT, TTL, LONG)
-    leases.hold(gone)
+    renewal.hold(gone)
     assert watch.renewer.held() == [kept, gone]
-    leases.let_go(gone)
+    renewal.let_go(gone)
     assert b"gone" not in watch.renewer.leases
-    leases.hold(gone)
+    renewal.hold(gone)
     del gone
     assert watch.renewer.held() == [kept]
     assert sorted(watch.renewer.leases) == [b"kept", b"lost"]
@@ -515,7 +517,7 @@ class Idle:
     """
 
     def __init__(self, client: Any) -> None:
-        self.renewer: Any = leases._Renewer()
+        self.renewer: Any = renewal._Renewer()
         self.renewer.is_running = True
         self._server = Server(client)
 
@@ -527,7 +529,7 @@ class Idle:
 
     def adrift(self) -> Any:
         """A token that is due now, and not yet in its care."""
-        return leases._Adrift(self._server, "k", b"k", LONG, settled=True)
+        return renewal._Adrift(self._server, "k", b"k", LONG, settled=True)
 
 
 @pytest.fixture
@@ -599,8 +601,8 @@ def test_what_comes_when_it_is_about_to_sleep(idle: Idle) -> None:
 def test_a_step_that_fails_is_told_of_and_the_next_waits(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     paused: list[float] = []
     said: list[tuple[object, ...]] = []
-    monkeypatch.setattr(leases, "time", SimpleNamespace(sleep=paused.append))
-    monkeypatch.setattr(leases, "_log", lambda *rest: said.append(rest))
+    monkeypatch.setattr(renewal, "time", SimpleNamespace(sleep=paused.append))
+    monkeypatch.setattr(renewal, "_log", lambda *rest: said.append(rest))
     monkeypatch.setattr(watch.renewer, "sleep", lambda: 1 / 0)
     watch.renewer.take_turn()
     assert paused == [0.1]
@@ -611,7 +613,7 @@ def test_a_step_that_fails_is_told_of_and_the_next_waits(watch: Watch, monkeypat
 
 def test_where_no_thread_can_be_started(caplog: pytest.LogCaptureFixture) -> None:
     """It is told, and started as soon as one can be."""
-    renewer = leases._Renewer()
+    renewer = renewal._Renewer()
     with no_more_threads():
         renewer.see_to_it_by(MOMENT)
     assert [record.getMessage() for record in caplog.records] == [
@@ -633,19 +635,19 @@ def test_where_no_thread_can_be_started(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_what_is_not_logged_starts_no_thread(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
-    monkeypatch.setattr(leases, "_start_native_thread", lambda name, *_: started.append(name))
+    monkeypatch.setattr(renewal, "_start_native_thread", lambda name, *_: started.append(name))
     caplog.set_level(logging.INFO, "only_one")
-    leases._log(logging.DEBUG, "%s", "k")
+    renewal._log(logging.DEBUG, "%s", "k")
     assert started == []
-    leases._log(logging.INFO, "%s", "k")
+    renewal._log(logging.INFO, "%s", "k")
     assert started == ["only_one-log"]
 
 
 def test_what_a_connection_imports_is_there_before_the_thread() -> None:
     """Forked while the thread imports it, a child would wait for it for ever."""
     text = (
-        "import sys; from only_one import leases; leases._Renewer.run = lambda _: None; "
-        "leases._renewer.see_to_it_by(0); print('encodings.idna' in sys.modules)"
+        "import sys; from only_one.lock import renewal; renewal._Renewer.run = lambda _: None; "
+        "renewal._renewer.see_to_it_by(0); print('encodings.idna' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=LIMIT, check=True)
     assert done.stdout == "True\n"

@@ -15,8 +15,8 @@ from redis.exceptions import AskError, ConnectionError, MovedError, ReadOnlyErro
 from redis.retry import Retry
 from redis.sentinel import SentinelConnectionPool
 
-from .clock import now
-from .protocol import Command
+from only_one.clock import now
+from only_one.protocol import Command
 
 _PATIENCE = {"socket_timeout": 0.5, "socket_connect_timeout": 0.25}
 """Seconds that it waits for a reply and a connection: it tries again, and has keys in other nodes to see to."""

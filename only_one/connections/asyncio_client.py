@@ -20,8 +20,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, RedisClusterException, RedisError, TimeoutError  # noqa: A004 - redis-py's
 from redis.sentinel import SentinelConnectionPool
 
-from .clock import now
-from .errors import ConfigurationError
+from only_one.clock import now
+from only_one.errors import ConfigurationError
+
 from .interruptions import call_trouble
 
 _sentinel: Any = redis.asyncio.sentinel  # which has no types

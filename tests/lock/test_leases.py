@@ -24,9 +24,12 @@ from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.retry import Retry
 
-from only_one import LockLost, LockUnavailable, configure, leases, nodes, only_one, servers, skip, subscribe
+from only_one import LockLost, LockUnavailable, configure, only_one, skip, subscribe
 from only_one.clock import now
+from only_one.connections import cluster as nodes
+from only_one.connections import server as servers
 from only_one.events import Event, Lost
+from only_one.lock import renewal
 from tests.faults.programs import Program, Running, RunningAsync
 from tests.proxy import Fault, Proxy
 from tests.renewal import fails_to_renew, is_awaited, is_idle, is_renewed, later, renew_now
@@ -202,7 +205,7 @@ def test_one_daemon_thread_that_is_started_by_the_first_lease(redis_url: str, pr
 @pytest.mark.usefixtures("direct")
 def test_a_second_thread_that_was_started_at_the_same_time_ends() -> None:
     with Running():
-        second = threading.Thread(target=leases._renewer.run, daemon=True)
+        second = threading.Thread(target=renewal._renewer.run, daemon=True)
         second.start()
         second.join(LIMIT)
         assert not second.is_alive()
@@ -254,7 +257,7 @@ def test_whatever_goes_wrong_in_one_turn_the_next_comes(
             msg = "nobody has thought of it"
             raise MemoryError(msg)
 
-        monkeypatch.setattr(leases._renewer, step, fail)
+        monkeypatch.setattr(renewal._renewer, step, fail)
         assert all(is_renewed(run.lock) for _ in range(3))
         monkeypatch.undo()
         assert is_renewed(run.lock)
@@ -808,17 +811,17 @@ def left_behind(server: RedisServer, prefix: str) -> Iterator[Callable[..., list
         with redis.Redis.from_url(server.url) as client:
             client.mset({name: name for name in names})
         for name in names:
-            leases.release_later(theirs, name, name.encode(), now() + 2 * LONG, settled=settled)
+            renewal.release_later(theirs, name, name.encode(), now() + 2 * LONG, settled=settled)
         return names
 
     yield leave
     for name in names:
-        leases._renewer.adrift.pop(name.encode(), None)
+        renewal._renewer.adrift.pop(name.encode(), None)
 
 
 def are_tried(names: list[str]) -> bool:
     """Whether the thread that renews comes to have seen to all tokens: each is gone, or is asked for again."""
-    left = leases._renewer.adrift
+    left = renewal._renewer.adrift
     return eventually(lambda: all(left[name.encode()].pause > 0.05 for name in names if name.encode() in left))
 
 
@@ -857,14 +860,15 @@ def test_many_tokens_of_unknown_fate_on_a_server_that_refuses_the_newer_commands
 ENDS = """
 import sys
 import redis
-from only_one import leases, servers
+from only_one.connections import server as servers
+from only_one.lock import renewal
 from only_one.clock import now
 server = servers.find_server(sys.argv[1])
 for number in range(10):
     key = f"{sys.argv[2]}{number}"
     server.node_of(key).fail(600)
     server.client.set(key, key)
-    leases.release_later(server, key, key.encode(), now() + 600, settled=bool(number % 2))
+    renewal.release_later(server, key, key.encode(), now() + 600, settled=bool(number % 2))
 """
 
 

@@ -27,8 +27,8 @@ import redis.connection
 from celery.exceptions import SoftTimeLimitExceeded
 
 from only_one import LockUnavailable, inspection, only_one
-from only_one.interruptions import guarded
-from only_one.servers import Server
+from only_one.connections.interruptions import guarded
+from only_one.connections.server import Server
 from tests.clients import KINDS, Clients, clients
 from tests.waiting import LIMIT, eventually
 

@@ -11,8 +11,8 @@ import redis.asyncio.lock
 import redis.lock
 from redis.exceptions import LockNotOwnedError
 
-from .clock import now
-from .protocol import (
+from only_one.clock import now
+from only_one.protocol import (
     NEVER,
     Dialect,
     Expiry,

@@ -20,14 +20,14 @@ from weakref import WeakSet, ref
 
 from redis.exceptions import ResponseError
 
-from .clock import now
-from .events import logger
-from .eviction import may_evict
-from .lease import RENEWED_EVERY, Lease
-from .lock import RAW
-from .nodes import Node
-from .protocol import Command, is_forbidden, outcome, renew_command
-from .servers import Server
+from only_one.clock import now
+from only_one.connections.cluster import Node
+from only_one.connections.server import Server, may_evict
+from only_one.events import logger
+from only_one.lease import RENEWED_EVERY, Lease
+from only_one.protocol import Command, is_forbidden, outcome, renew_command
+
+from .redis_lock import RAW
 
 _RETRIED_EVERY = 0.1
 """The part of a lease, and seconds at the most below, after which a failed renewal is tried again."""
