@@ -1,8 +1,9 @@
-"""A client that keeps its connections between commands, which makes a command a fifth cheaper."""
+"""Pinned connections: kept between commands, which makes each cheaper, and dropped when a command is interrupted."""
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -14,61 +15,57 @@ from .interruptions import guarded_pool
 _MOST_KEPT = 16
 """Connections that are kept; the pool has the others, and gives them to the user's own commands, too."""
 
-_clients: WeakSet[DirectClient] = WeakSet()
+_clients: WeakSet[PinnedClient] = WeakSet()
 _inherited: list[Any] = []
 
 
 class _BrokenError(Exception):
-    """The connection is gone; no error of redis-py's, which would wait for a while and try again by itself."""
+    """The connection is broken; no error of redis-py's, which would wait for a while and try again by itself."""
 
 
-class _Line(redis.Redis):
-    """One connection, which never goes back to the pool with a reply that is yet to come.
+class _Pinned(redis.Redis):
+    """A client of one connection, on which a reply may be yet to come: it goes back to the pool closed."""
 
-    It is one of these while it has its connection, so that nothing in here is in the way of collecting what has none:
-    a signal's exception that is raised there is lost.
-    """
+    connection: Any
 
-    @classmethod
-    def of(cls, pool: Any) -> Any:
-        """A connection of a pool."""
-        line: Any = redis.Redis(connection_pool=pool, single_connection_client=True)
-        line.__class__ = cls
-        return line
+    def send(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Send a command, after a time-out again as often as the user's client says."""
+        connection = self.connection
+        return connection.retry.call_with_retry(lambda: self._try(args, options), lambda _: connection.disconnect())
 
-    def _send_command_parse_response(self, *args: Any, **options: Any) -> Any:
+    def _try(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        client: Any = self
         try:
-            parent: Any = super()
-            return parent._send_command_parse_response(*args, **options)  # noqa: SLF001 - it is overridden here
+            self.connection.send_command(*args, **options)
+            return client.parse_response(self.connection, args[0], **options)
         except ConnectionError as error:
             raise _BrokenError from error
 
     def close(self) -> None:
         """Close the connection, also where nobody has come to it, as by a second interruption."""
-        line: Any = self
-        line.connection.disconnect()
-        line.give_back()
+        if self.connection is not None:
+            self.connection.disconnect()
+        super().close()
 
     def give_back(self) -> None:
         """Leave the connection to the pool as it is."""
-        line: Any = self
-        line.__class__ = redis.Redis
-        line.close()
+        connection, self.connection = self.connection, None
+        self.connection_pool.release(connection)
 
 
-class DirectClient(redis.Redis):
+class PinnedClient(redis.Redis):
     """Sends each command on a connection that it keeps, past the pool.
 
     redis-py's pool looks at every connection before it lends it, in case the server has closed it meanwhile. That
-    costs three system calls, and is done here when a command has failed: the second attempt is the pool's. So a command
-    may be sent twice, as with redis-py's own retries, which all commands of a lock must bear anyhow.
+    costs three system calls. Here it is done when a command has failed: the second attempt is the pool's. So a command
+    may be sent twice, as with redis-py's own retries. All commands of a lock must bear that anyhow.
     """
 
     def __init__(self, client: Any) -> None:
         """See `covers` for the clients for which it can stand."""
         super().__init__(connection_pool=guarded_pool(client.connection_pool))
         self._client = client  # whoever closes it, or drops it, closes its pool
-        self._kept: list[Any] = []
+        self._kept: list[_Pinned] = []
         _clients.add(self)
 
     @staticmethod
@@ -85,30 +82,30 @@ class DirectClient(redis.Redis):
     def execute_command(self, *args: Any, **options: Any) -> Any:
         """See redis-py."""
         try:
-            line = self._kept.pop()
+            pinned = self._kept.pop()
         except IndexError:
-            line = _Line.of(self.connection_pool)
+            pinned = _Pinned(connection_pool=self.connection_pool, single_connection_client=True)
         try:
-            reply = line.execute_command(*args, **options)
+            reply = pinned.send(args, options)
         except ResponseError:
-            self._keep(line)
+            self._keep(pinned)
             raise
         except _BrokenError:
-            line.close()
+            pinned.close()
             parent: Any = super()
             return parent.execute_command(*args, **options)
         except BaseException:
             # A reply may be on its way still, which the next command there would take for its own.
-            line.close()
+            pinned.close()
             raise
-        self._keep(line)
+        self._keep(pinned)
         return reply
 
-    def _keep(self, line: Any) -> None:
+    def _keep(self, pinned: _Pinned) -> None:
         if len(self._kept) < _MOST_KEPT:
-            self._kept.append(line)
+            self._kept.append(pinned)
         else:
-            line.give_back()
+            pinned.give_back()
 
     def forget_connections(self) -> None:
         """Use the connections no more: they are the parent's, and not even to be closed here."""
@@ -121,5 +118,5 @@ def _begin_anew_in_child() -> None:
         client.forget_connections()
 
 
-_register_at_fork = getattr(os, "register_at_fork", lambda **_: None)  # there is no fork on Windows
-_register_at_fork(after_in_child=_begin_anew_in_child)
+with suppress(AttributeError):  # where nothing forks
+    os.register_at_fork(after_in_child=_begin_anew_in_child)

@@ -27,7 +27,7 @@ from only_one.validation import check_callable
 from .asyncio_client import NO_LIMIT, RETRIED, RETRIES, Twin, async_twin, close_twin
 from .cluster import ClusterNodes, Node, impatient
 from .interruptions import guarded
-from .pinned import DirectClient
+from .pinned import PinnedClient
 
 logger = logging.getLogger("only_one")
 
@@ -50,7 +50,7 @@ class Server:
     """
 
     def __init__(self, client: Any) -> None:
-        self.client = DirectClient(client) if DirectClient.covers(client) else guarded(client)
+        self.client = PinnedClient(client) if PinnedClient.covers(client) else guarded(client)
         self.dialect = Dialect()
         if isinstance(client, redis.RedisCluster):
             self.dialect.release = "EVALSHA"  # an unknown command cannot be sent, as its slot is not known

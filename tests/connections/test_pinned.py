@@ -29,7 +29,7 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from only_one import configure, only_one, subscribe
-from only_one.connections.pinned import _MOST_KEPT, DirectClient, _Line
+from only_one.connections.pinned import _MOST_KEPT, PinnedClient, _Pinned
 from only_one.connections.server import Server
 from only_one.events import Down, Event
 from only_one.lock.redis_lock import Lock
@@ -59,7 +59,7 @@ def echo(client: Any) -> bool:
     return True
 
 
-def fill(direct: DirectClient, number: int) -> set[int]:
+def fill(direct: PinnedClient, number: int) -> set[int]:
     """Have `direct` keep so many connections, and return the server's ids of them."""
     key = f"fill:{uuid4().hex}"
     with redis_py.Redis(connection_pool=direct.connection_pool) as client, ThreadPoolExecutor(number) as pool:
@@ -75,10 +75,10 @@ def fill(direct: DirectClient, number: int) -> set[int]:
     return kept(direct)
 
 
-def kept(direct: DirectClient) -> set[int]:
+def kept(direct: PinnedClient) -> set[int]:
     """The server's ids of the connections that are kept."""
-    lines: list[Any] = list(direct._kept)
-    return {line.execute_command("CLIENT ID") for line in lines}
+    pinned: list[Any] = list(direct._kept)
+    return {each.execute_command("CLIENT ID") for each in pinned}
 
 
 @pytest.fixture
@@ -95,9 +95,9 @@ def client(redis_url: str, name: str) -> Iterator[Any]:
 
 
 @pytest.fixture
-def direct(client: Any) -> DirectClient:
-    assert DirectClient.covers(client)
-    return DirectClient(client)
+def direct(client: Any) -> PinnedClient:
+    assert PinnedClient.covers(client)
+    return PinnedClient(client)
 
 
 def lent(client: Any) -> int:
@@ -174,7 +174,7 @@ def is_used_as_it_is(client: Any) -> bool:
     pools = [vars(each.connection_pool) for each in (used, client) if hasattr(each, "connection_pool")]
     return (
         isinstance(used, type(client))
-        and not isinstance(used, DirectClient)
+        and not isinstance(used, PinnedClient)
         and all(each is pools[0] for each in pools)
     )
 
@@ -244,7 +244,7 @@ def test_a_client_of_a_cluster_is_used_as_it_is() -> None:
 def test_clients_for_which_it_stands(server: RedisServer, make: Callable[[RedisServer], Any]) -> None:
     with make(server) as client:
         direct = Server(client).client
-        assert isinstance(direct, DirectClient)
+        assert isinstance(direct, PinnedClient)
         assert kept(direct) == set()
         assert only_one(lambda: "done", key="k", timeout=600, redis=direct._client)() == "done"
         assert direct.execute_command("ECHO", "text", NEVER_DECODE=True) == b"text"
@@ -295,7 +295,7 @@ def test_connections_that_the_server_has_closed_cost_nothing(
     unsubscribe = subscribe(lambda event: troubles.append(event) if isinstance(event, Down) else None)
     with redis_py.Redis.from_url(server.url) as watching, redis_py.Redis(port=server.port, **patience) as client:
         run = only_one(lambda: "done", key="k", timeout=600, redis=client)
-        direct = DirectClient(client)
+        direct = PinnedClient(client)
         assert run() == "done"
         before = fill(direct, 4)
         watching.ping()
@@ -312,7 +312,7 @@ def test_connections_that_the_server_has_closed_cost_nothing(
 @pytest.mark.usefixtures("prefix")
 def test_many_threads_find_their_connections_closed(server: RedisServer) -> None:
     with redis_py.Redis.from_url(server.url, retry=Retry(NoBackoff(), 0)) as client:
-        direct = DirectClient(client)
+        direct = PinnedClient(client)
         for _ in range(5):
             assert len(fill(direct, _MOST_KEPT)) == _MOST_KEPT
             with redis_py.Redis.from_url(server.url) as other:
@@ -325,7 +325,7 @@ def test_many_threads_find_their_connections_closed(server: RedisServer) -> None
 # Errors and time-outs
 
 
-def test_an_error_of_the_server_keeps_the_connection(redis: Any, direct: DirectClient, prefix: str) -> None:
+def test_an_error_of_the_server_keeps_the_connection(redis: Any, direct: PinnedClient, prefix: str) -> None:
     redis.set(f"{prefix}text", "no number")
     before = fill(direct, 1)
     for _ in range(5):
@@ -337,7 +337,7 @@ def test_an_error_of_the_server_keeps_the_connection(redis: Any, direct: DirectC
 
 def test_a_server_that_is_gone_leaves_no_connection_lent(server: RedisServer) -> None:
     with redis_py.Redis.from_url(server.url, retry=Retry(NoBackoff(), 0)) as client:
-        direct = DirectClient(client)
+        direct = PinnedClient(client)
         echo(direct)
         server.kill()
         with pytest.raises(redis_py.ConnectionError) as caught:
@@ -350,7 +350,7 @@ def test_a_time_out_drops_the_connection(redis: Any, redis_url: str, name: str, 
     """A reply that comes later goes to nobody."""
     options: dict[str, Any] = {"socket_timeout": HANGS_FOR, "retry": Retry(NoBackoff(), 0), "client_name": name}
     with redis_py.Redis.from_url(redis_url, **options) as client:
-        direct = DirectClient(client)
+        direct = PinnedClient(client)
         (before,) = fill(direct, 1) if not direct._kept else kept(direct)
         with pytest.raises(redis_py.TimeoutError) as caught:
             direct.execute_command("BLPOP", f"{prefix}list", 0)
@@ -371,7 +371,7 @@ def test_a_time_out_is_tried_again_as_often_as_the_client_says(redis_url: str, r
     with Proxy(redis_url) as proxy:
         patience: dict[str, Any] = {"retry": Retry(NoBackoff(), retries), "retry_on_error": [redis_py.TimeoutError]}
         with redis_py.Redis.from_url(proxy.url, socket_timeout=HANGS_FOR, **patience) as client:
-            direct = DirectClient(client)
+            direct = PinnedClient(client)
             echo(direct)
             proxy.forget_commands()
             proxy.lose_reply("INCR", times=10, then="hang")
@@ -440,7 +440,7 @@ def test_a_reply_is_never_another_command_s(
     moments = random.Random(seed)
     rounds = 3000
     with redis_py.Redis.from_url(redis_url, client_name=name, max_connections=2**31) as client:
-        direct = DirectClient(client)
+        direct = PinnedClient(client)
         for _ in range(rounds):
             # Most of a command's time is that of its way to the server and back.
             first = moments.uniform(1e-6, 8e-5)
@@ -484,7 +484,7 @@ def test_a_reply_is_never_another_command_s_after_two_interruptions(
 ) -> None:
     """The second one comes while the first is seen to."""
     with Proxy(redis_url) as proxy, redis_py.Redis.from_url(proxy.url) as client:
-        direct = DirectClient(client)
+        direct = PinnedClient(client)
         for number in range(1, 30):
             echo(direct)
             held_up = proxy.hold_up("ECHO")
@@ -511,7 +511,7 @@ def test_a_reply_is_never_another_command_s_after_two_interruptions(
 
 @pytest.mark.interrupts
 @pytest.mark.timeout(method="thread")  # as SIGALRM is ours
-def test_a_handler_that_sends_a_command_of_its_own(direct: DirectClient) -> None:
+def test_a_handler_that_sends_a_command_of_its_own(direct: PinnedClient) -> None:
     seed = random.randrange(2**32)
     print("seed", seed)
     moments = random.Random(seed)
@@ -534,11 +534,11 @@ def test_a_handler_that_sends_a_command_of_its_own(direct: DirectClient) -> None
 # Threads
 
 
-def test_no_more_than_16_connections_are_kept(client: Any, direct: DirectClient) -> None:
-    lines = [_Line.of(direct.connection_pool) for _ in range(17)]
-    for line in lines:
-        direct._keep(line)
-    assert direct._kept == lines[:16]
+def test_no_more_than_16_connections_are_kept(client: Any, direct: PinnedClient) -> None:
+    pinned = [_Pinned(connection_pool=direct.connection_pool, single_connection_client=True) for _ in range(17)]
+    for each in pinned:
+        direct._keep(each)
+    assert direct._kept == pinned[:16]
     assert lent(client) == 16  # and the user has the other, as it is
     assert client.connection_pool._available_connections[0]._sock is not None
     direct._kept.clear()
@@ -547,7 +547,7 @@ def test_no_more_than_16_connections_are_kept(client: Any, direct: DirectClient)
 def test_more_threads_than_connections_are_kept(redis: Any, redis_url: str, name: str) -> None:
     threads, most = 3 * _MOST_KEPT, min(ALL, 100)
     with redis_py.Redis.from_url(redis_url, client_name=name) as client:
-        direct = DirectClient(client)
+        direct = PinnedClient(client)
         assert len(fill(direct, threads)) <= _MOST_KEPT + 2  # some may come at the same time
         with ThreadPoolExecutor(threads) as pool:
             work = [pool.submit(lambda: [echo(direct) for _ in range(100)]) for _ in range(threads)]
@@ -568,7 +568,7 @@ def test_more_threads_than_connections_are_kept(redis: Any, redis_url: str, name
 
 
 @pytest.mark.parametrize("how", ["close", "disconnect", "reset"])
-def test_a_user_who_closes_their_client(redis: Any, name: str, client: Any, direct: DirectClient, how: str) -> None:
+def test_a_user_who_closes_their_client(redis: Any, name: str, client: Any, direct: PinnedClient, how: str) -> None:
     before = fill(direct, 3)
     assert before <= connections(redis, name)
     if how == "close":
@@ -594,7 +594,7 @@ def test_a_user_who_closes_their_client_at_any_moment(redis_url: str) -> None:
     enough = threading.Event()
     done: list[bool] = []
 
-    def work(direct: DirectClient) -> None:
+    def work(direct: PinnedClient) -> None:
         while not enough.is_set():
             text = f"text {next(_texts)}"
             try:
@@ -607,7 +607,7 @@ def test_a_user_who_closes_their_client_at_any_moment(redis_url: str) -> None:
                 done.append(True)
 
     with redis_py.Redis.from_url(redis_url, socket_timeout=HANGS_FOR) as client, ThreadPoolExecutor(4) as pool:
-        direct = DirectClient(client)
+        direct = PinnedClient(client)
         works = [pool.submit(work, direct) for _ in range(4)]
         try:
             closed = 0
@@ -653,7 +653,7 @@ def test_connections_neither_grow_nor_stay(redis: Any, redis_url: str, name: str
 HEAD = """
 import os, sys, threading, time
 import redis
-from only_one.connections.pinned import DirectClient
+from only_one.connections.pinned import PinnedClient
 from tests.connections.test_pinned import echo, fill, kept
 
 url = sys.argv[1]
@@ -661,9 +661,9 @@ url = sys.argv[1]
 
 FORK = """
 client = redis.Redis.from_url(url)
-direct = DirectClient(client)
+direct = PinnedClient(client)
 ours = fill(direct, 3)
-sockets = [line.connection._sock.fileno() for line in direct._kept]
+sockets = [pinned.connection._sock.fileno() for pinned in direct._kept]
 inodes = [os.fstat(each).st_ino for each in sockets]
 alone = sys.argv[2] == "alone"
 enough, counts = threading.Event(), []
@@ -735,7 +735,7 @@ seed = int(sys.argv[2])
 import random
 moments = random.Random(seed)
 client = redis.Redis.from_url(url)
-direct = DirectClient(client)
+direct = PinnedClient(client)
 stopped = 0
 
 def work():
