@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import redis
 
 from only_one import configure, only_one
+from only_one.connections import cluster
 from only_one.connections.server import find_server
 from only_one.lock import renewal
 from only_one.testing import RedisServer, redis_server
@@ -137,8 +138,8 @@ def measure(server: RedisServer, at_once: int, options: argparse.Namespace) -> t
         asyncio.run(cancel_all(client, options))
         keys = most = client.dbsize()
         begun = time.perf_counter()
-        node.rests_until = 0.0
-        for each in list(product._renewer.adrift.values()):  # noqa: SLF001 - as if the rest were over
+        node.backs_off_until = 0.0
+        for each in list(product._renewer.cleanups.values()):  # noqa: SLF001 - as if the rest were over
             each.try_at = 0.0
         product._renewer.see_to_it_by(0.0)  # noqa: SLF001
         while keys:
@@ -150,7 +151,7 @@ def measure(server: RedisServer, at_once: int, options: argparse.Namespace) -> t
                 msg = f"{keys} keys were there after {LIMIT:g} s"
                 raise RuntimeError(msg)
         seconds = time.perf_counter() - begun
-        product._renewer.adrift.clear()  # noqa: SLF001 - what may still arrive is not waited for
+        product._renewer.cleanups.clear()  # noqa: SLF001 - what may still arrive is not waited for
     print(file=sys.stderr)
     return most, seconds
 
@@ -161,7 +162,9 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=2000, help="calls that are cancelled (2000)")
     parser.add_argument("--together", type=int, default=50, help="calls that are cancelled at a time (50)")
     parser.add_argument("--milliseconds", type=float, default=40, help="what a round trip takes (40)")
-    parser.add_argument("--at-once", type=int, default=renewal._CHUNK, help="keys that are released in one trip")  # noqa: SLF001
+    parser.add_argument(
+        "--at-once", type=int, default=cluster.MOST_IN_A_TRIP, help="keys that are released in one trip"
+    )
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000, help="of the moments of cancelling")
     options = parser.parse_args()
     options.random = random.Random(options.seed)

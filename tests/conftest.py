@@ -70,7 +70,7 @@ def prefix(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     own = f"test:{uuid4().hex}:"
     with configure(prefix=own):
         yield own
-    renewal._renewer.adrift.clear()
+    renewal._renewer.cleanups.clear()
 
 
 @pytest.fixture

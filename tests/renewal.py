@@ -93,7 +93,7 @@ def _wait_no_longer() -> None:
     every = [*servers._from_urls.values(), *servers._from_clients.values()]
     nodes = [node for each in every for node in getattr(each._nodes, "_nodes", {0: each._nodes}).values() if node]
     for node in nodes:
-        node.rests_until = min(node.rests_until, now())
-    for adrift in list(renewal._renewer.adrift.values()):
+        node.backs_off_until = min(node.backs_off_until, now())
+    for adrift in list(renewal._renewer.cleanups.values()):
         adrift.try_at = min(adrift.try_at, now())
     renewal._renewer.see_to_it_by(-math.inf)

@@ -90,7 +90,7 @@ def use_functions(client: Any, url: str) -> None:
     server, key = servers.find_server(url), "only_one:left"
     client.set(key, key)
     renewal.release_later(server, key, key.encode(), now() + 600, settled=True)
-    assert eventually(lambda: not [each for each in list(renewal._renewer.adrift.values()) if each.key == key])
+    assert eventually(lambda: not [each for each in list(renewal._renewer.cleanups.values()) if each.key == key])
 
 
 def use_tasks(_client: Any, url: str) -> None:

@@ -17,7 +17,7 @@ import pytest
 import redis as redis_py
 
 from only_one import LockLost, LockUnavailable, current_lock, fail, only_one
-from only_one.connections.asyncio_client import Twin
+from only_one.connections.asyncio_client import AsyncClient
 from only_one.connections.server import Server
 from only_one.lock import renewal
 from tests.clients import KINDS, clients
@@ -231,7 +231,7 @@ def test_clients_of_closed_loops_are_forgotten(redis_url: str) -> None:
     assert first is not second
     loops[0].close()
     loops[2].run_until_complete(server.async_client())
-    assert [*server._twins] == loops[1:]
+    assert [*server._async_clients] == loops[1:]
     assert loops[1].run_until_complete(server.async_client()) is second
     for loop in loops[1:]:
         loop.run_until_complete(loop.shutdown_asyncgens())
@@ -397,7 +397,7 @@ def test_a_command_without_a_reply_while_others_have_theirs() -> None:
             return command
 
     async def main() -> None:
-        twin = Twin(Client, 2)
+        twin = AsyncClient(Client, 2)
 
         def send(command: str) -> asyncio.Task[Any]:
             return asyncio.create_task(twin.execute_command(command))
@@ -436,7 +436,7 @@ def test_a_command_that_ends_when_its_client_has_been_left() -> None:
             closed.append(self)
 
     async def main() -> None:
-        twin = Twin(Client, 2)
+        twin = AsyncClient(Client, 2)
         before = twin.client
         late = asyncio.create_task(twin.execute_command("late"))
         await asyncio.sleep(0)

@@ -34,6 +34,7 @@ ORDER = [
     "only_one.attempt",
     "only_one.plan",
     "only_one.lock.renewal",
+    "only_one.lock.cleanup",
     "only_one.lease",
     "only_one.lock.redis_lock",
     "only_one.settings",

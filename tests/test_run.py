@@ -156,7 +156,7 @@ def test_a_release_that_is_interrupted_frees_the_key(proxy: Proxy, client: Any, 
                 assert error is HardStop
         assert eventually(lambda: not direct.exists(key))
         # Or the next fault might meet what is sent in the background.
-        assert eventually(lambda: all(each.key != key for each in list(renewal._renewer.adrift.values())))
+        assert eventually(lambda: all(each.key != key for each in list(renewal._renewer.cleanups.values())))
     assert run() == "done"
 
 
@@ -214,13 +214,13 @@ def test_what_has_ended_is_not_seen_to_any_more(proxy: Proxy, client: Any, direc
         cover(when_busy=fail)()
     assert cover()() is None
     direct.delete(key)
-    assert not renewal._renewer.adrift
+    assert not renewal._renewer.cleanups
 
     direct.hset(key, "of another", "type")
     with pytest.raises(LockUnavailable):
         cover()()
     direct.delete(key)
-    assert eventually(lambda: not renewal._renewer.adrift)  # as the server has refused, "gone" is final
+    assert eventually(lambda: not renewal._renewer.cleanups)  # as the server has refused, "gone" is final
 
     with proxy.refused(), pytest.raises(LockUnavailable):
         cover()()
@@ -228,7 +228,7 @@ def test_what_has_ended_is_not_seen_to_any_more(proxy: Proxy, client: Any, direc
     with pytest.raises(ValueError, match=NAME):
         cover()()
     assert fault.met.is_set()
-    assert eventually(lambda: tokens[-1] not in renewal._renewer.adrift)
+    assert eventually(lambda: tokens[-1] not in renewal._renewer.cleanups)
     assert not {*tokens} & {*renewal._renewer.leases}
     assert under_way == before
 

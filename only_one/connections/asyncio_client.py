@@ -1,4 +1,4 @@
-"""The asyncio twin of a client: the same server, credentials, encryption and time-outs, for event loops."""
+"""The asyncio client: made from a sync one, with the same server, credentials, encryption and time-outs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OF_SYNC_CLIENTS = {"redis_connect_func", "parser_class"}
 """Options of a connection that mean something else to asyncio."""
 
 
-class Twin:
+class AsyncClient:
     """An asyncio client whose commands wait for one another where there are more of them than connections.
 
     Nobody waits for longer than it takes to know that a server is down: what one command finds out, all know that wait.
@@ -106,6 +106,12 @@ class Twin:
             self.to_be_closed.pop()
             await client.aclose()  # a cluster's complains if it is not
 
+    async def aclose(self) -> None:
+        """Close all connections, those to Sentinels among them."""
+        await self.close_what_is_left()
+        for client in _clients(self.client):
+            await client.aclose()
+
     async def _send(self, client: Any, asked: float, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if self._timed_out_at > asked:
             msg = "Timeout waiting for a connection: the server did not answer on any"
@@ -136,7 +142,7 @@ def _connections(client: Any) -> list[Any]:
     return [each for pool in pools for each in (*pool._available_connections, *pool._in_use_connections)]  # noqa: SLF001
 
 
-def async_twin(client: Any) -> Twin:
+def make_async_client(client: Any) -> AsyncClient:
     """The asyncio client that does what a sync one does.
 
     Args:
@@ -148,8 +154,8 @@ def async_twin(client: Any) -> Twin:
     if isinstance(client, redis.RedisCluster):
         given: dict[str, Any] = client.nodes_manager.connection_kwargs
         most: int = given.get("max_connections") or redis.ConnectionPool().max_connections
-        return Twin(partial(_cluster, client), most)
-    return Twin(partial(_client, client), client.connection_pool.max_connections)  # as one is for one command
+        return AsyncClient(partial(_cluster, client), most)
+    return AsyncClient(partial(_client, client), client.connection_pool.max_connections)  # as one is for one command
 
 
 def _client(client: Any) -> Any:
@@ -187,10 +193,3 @@ def _cluster(client: Any) -> Any:
     nodes = [redis.asyncio.cluster.ClusterNode(str(node.host), int(node.port)) for node in client.get_nodes()]
     options["max_connections"] = NO_LIMIT
     return redis.asyncio.RedisCluster(startup_nodes=nodes, **options)
-
-
-async def close_twin(twin: Twin) -> None:
-    """Close the connections of a twin, those to Sentinels among them."""
-    await twin.close_what_is_left()
-    for client in _clients(twin.client):
-        await client.aclose()

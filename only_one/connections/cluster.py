@@ -1,4 +1,4 @@
-"""The nodes that keep the keys, as the thread that renews asks them: on connections of its own, and never for long."""
+"""Cluster and Sentinel: the nodes that the renewing thread asks, on connections of its own, with short time-outs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ from redis.sentinel import SentinelConnectionPool
 from only_one.clock import now
 from only_one.protocol import Command
 
-_PATIENCE = {"socket_timeout": 0.5, "socket_connect_timeout": 0.25}
-"""Seconds that it waits for a reply and a connection: it tries again, and has keys in other nodes to see to."""
+_TIMEOUTS = {"socket_timeout": 0.5, "socket_connect_timeout": 0.25}
+"""Seconds that the thread waits for a reply and a connection: it tries again, and has keys in other nodes to renew."""
 
-_FIRST_REST = 0.05
-_LONGEST_REST = 1.0
-_MOST_HOPS = 3
-"""Nodes that a command may be sent on to: where a slot is said to be, and from there while it moves on."""
+_FIRST_PAUSE = 0.05
+_LONGEST_PAUSE = 1.0
+MOST_IN_A_TRIP = 500
+"""Commands, so that none takes long."""
+
+LONG = 0.1
+"""Seconds after which other keys may have come due, and are looked at before anything else that may take long."""
+
+_NOTICES = "maint_notifications_config"
+"""Which tells of maintenance, if redis-py is told to: in the user's own client only."""
 
 _Address = tuple[str, int]
 
@@ -33,37 +39,48 @@ class Node:
     """One server, or one node of a cluster.
 
     Attributes:
-        client: an impatient client of it.
-        rests_until: when it is asked again, by `clock.now()`, after it could not be reached.
+        client: a client of it with short time-outs.
+        backs_off_until: when it is asked again, by `clock.now()`, after it could not be reached.
     """
 
-    __slots__ = ("__weakref__", "_rest", "client", "rests_until")
+    __slots__ = ("__weakref__", "_cluster", "_pause", "backs_off_until", "client")
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, cluster: ClusterNodes | None = None) -> None:
         self.client = client
-        self.rests_until = 0.0
-        self._rest = _FIRST_REST
+        self.backs_off_until = 0.0
+        self._pause = _FIRST_PAUSE
+        self._cluster = cluster
 
-    def send(self, commands: Sequence[Command], options: dict[str, Any], rest: float | None = None) -> list[Any]:
-        """Send commands in one trip.
+    def of(self, _key: str) -> Node:
+        """The node that has a key, as of a cluster."""
+        return self
+
+    def send(self, commands: Sequence[Command], options: dict[str, Any], pause: float | None = None) -> list[Any]:
+        """Send commands in one trip; in a cluster, those whose slot has moved are sent on.
 
         Args:
             commands: what to send.
             options: redis-py's, for each of them.
-            rest: seconds for which the node is left alone if it cannot be reached; None for longer each time.
+            pause: seconds for which the node is left alone if it cannot be reached; None for longer each time.
 
         Returns:
             The reply to each command, or its error.
         """
+        if self._cluster is not None:
+            return self._cluster.send(self, commands, options, pause)
+        return self.send_here(commands, options, pause)
+
+    def send_here(self, commands: Sequence[Command], options: dict[str, Any], pause: float | None = None) -> list[Any]:
+        """Send commands in one trip to this node, and nowhere else."""
         try:
             pipeline = self.client.pipeline(transaction=False)
             for command in commands:
                 pipeline.execute_command(*command, **options)
             replies: list[Any] = pipeline.execute(raise_on_error=False)
         except Exception as error:  # noqa: BLE001 - whatever a client raises, the thread has other keys to see to
-            self.fail(rest)
+            self.fail(pause)
             return [error] * len(commands)
-        self._rest = _FIRST_REST
+        self._pause = _FIRST_PAUSE
         return replies
 
     def connect(self) -> None:
@@ -72,39 +89,39 @@ class Node:
         if pool is not None:
             redis.Redis(connection_pool=pool, single_connection_client=True).close()
 
-    def fail(self, rest: float | None = None) -> None:
+    def fail(self, pause: float | None = None) -> None:
         """Note that it could not be reached."""
-        self.rests_until = now() + (self._rest if rest is None else rest)
-        self._rest = min(self._rest * 2, _LONGEST_REST)
+        self.backs_off_until = now() + (self._pause if pause is None else pause)
+        self._pause = min(self._pause * 2, _LONGEST_PAUSE)
 
 
-class _ClusterNode(Node):
-    """One node of a cluster, which may send a command on to another."""
-
-    __slots__ = ("_cluster",)
-
-    def __init__(self, client: Any, cluster: ClusterNodes) -> None:
-        super().__init__(client)
-        self._cluster = cluster
-
-    def send(self, commands: Sequence[Command], options: dict[str, Any], rest: float | None = None) -> list[Any]:
-        """See `Node`; a reply that says where a slot has moved to is followed."""
-        return self._cluster.send(self, commands, options, rest)
+def trips(due: Iterable[Any]) -> list[tuple[Node, list[Any]]]:
+    """What has a `server` and a `key`, in trips of one node each."""
+    nodes: defaultdict[Node, list[Any]] = defaultdict(list)
+    for each in due:
+        nodes[each.server.node_of(each.key)].append(each)
+    # Those that could not be reached come last: waiting for them is not to cost the others their leases.
+    by_reach = sorted(nodes, key=lambda node: node.backs_off_until)
+    return [
+        (node, nodes[node][start : start + MOST_IN_A_TRIP])
+        for node in by_reach
+        for start in range(0, len(nodes[node]), MOST_IN_A_TRIP)
+    ]
 
 
 class ClusterNodes:
     """The nodes of a cluster, and which one has which slot.
 
-    It is not asked of the user's client, which would wait for a node that is frozen for as long as the user lets it.
+    The user's client is not asked, which would wait for a node that is frozen for as long as the user lets it.
     """
 
     def __init__(self, client: Any) -> None:
         """Begin with what a `RedisCluster` knows of its cluster."""
         self._client = client
         self._manager: Any = client.nodes_manager
-        self._options = _in_haste(self._manager.connection_kwargs)
-        if getattr(self._manager, "maint_notifications_config", None) is not None:
-            self._options["maint_notifications_config"] = _without_notices(self._manager.maint_notifications_config)
+        notices = getattr(self._manager, _NOTICES, None)
+        given = self._manager.connection_kwargs
+        self._options = _short_timeouts(given if notices is None else {**given, _NOTICES: notices})
         self._nodes: dict[_Address, Node] = {}
         self._suspects: set[Node] = set()
         slots: dict[Any, Any] = self._manager.slots_cache
@@ -121,47 +138,37 @@ class ClusterNodes:
         node = self._nodes.get(address)
         if node is None:
             client = _closing(self._manager.create_redis_node(*address, **self._options))
-            node = self._nodes[address] = _ClusterNode(client, self)
+            node = self._nodes[address] = Node(client, self)
         return node
 
     def _by_reach(self) -> Iterable[Node]:
         """All nodes; those that could not be reached come last."""
-        return sorted(self._nodes.values(), key=lambda node: node.rests_until)
+        return sorted(self._nodes.values(), key=lambda node: node.backs_off_until)
 
-    def send(
-        self, node: Node, commands: Sequence[Command], options: dict[str, Any], rest: float | None, hops: int = 0
-    ) -> list[Any]:
-        """Send commands to a node, and those that it sends on to where it says."""
+    def send(self, node: Node, commands: Sequence[Command], options: dict[str, Any], pause: float | None) -> list[Any]:
+        """Send commands to a node, and those of a slot that is moving to where it says.
+
+        A slot that has moved is only learnt: the error stands, and the command goes to the right node when it is due.
+        """
         if node in self._suspects:
             # A turn of its own, as the one that is asked may not answer either, and others are not to wait for two.
             self._suspects.discard(node)
             self._refresh(node)
             return [ConnectionError("it is being looked for where the slot is")] * len(commands)
-        replies = Node.send(node, commands, options, rest)
+        replies = node.send_here(commands, options, pause)
         # A node that cannot be reached, or has become a replica, may have been replaced by another.
         if any(isinstance(reply, Exception) and _says_nothing_of_the_key(reply) for reply in replies):
             self._suspects.add(node)
-        elsewhere: defaultdict[tuple[_Address, bool], list[int]] = defaultdict(list)
         for number, reply in enumerate(replies):
             if isinstance(reply, AskError):  # of which MovedError is one
                 address = self._manager.remap_host_port(reply.host or _host(node), reply.port)
-                has_moved = isinstance(reply, MovedError)
-                elsewhere[address, has_moved].append(number)
-                if has_moved:
+                target = self._at(address)
+                if not isinstance(reply, MovedError):
+                    if target.backs_off_until <= now():
+                        replies[number] = target.send_here([("ASKING",), commands[number]], options, pause)[1]
+                elif self._owners.get(reply.slot_id) != address:
                     self._owners[reply.slot_id] = address
-        for (address, has_moved), numbers in elsewhere.items():
-            target = self._at(address)
-            if hops == _MOST_HOPS or target.rests_until > now():
-                continue  # the error stands, and what it is about is tried again
-            theirs = [commands[number] for number in numbers]
-            if has_moved:
-                answers = self.send(target, theirs, options, rest, hops + 1)
-                self._refresh(node, target)
-            else:
-                asked = [each for command in theirs for each in (("ASKING",), command)]
-                answers = Node.send(target, asked, options, rest)[1::2]
-            for number, answer in zip(numbers, answers, strict=True):
-                replies[number] = answer
+                    self._refresh(node, target)
         return replies
 
     def _refresh(self, but: Node, first: Node | None = None) -> None:
@@ -172,9 +179,9 @@ class ClusterNodes:
             first: the one to be asked, else the one that could be reached for the longest time.
         """
         node = first or next((each for each in self._by_reach() if each is not but), None)
-        if node is None or node.rests_until > now():
+        if node is None or node.backs_off_until > now():
             return
-        (reply,) = Node.send(node, [("CLUSTER SLOTS",)], {})
+        (reply,) = node.send_here([("CLUSTER SLOTS",)], {})
         if isinstance(reply, Exception):
             return
         found: dict[Any, Any] = parse_cluster_slots(reply, current_host=_host(node))
@@ -193,23 +200,20 @@ def _host(node: Node) -> str:
     return host
 
 
-def impatient(client: Any) -> Any:
-    """A client of the same server that soon gives up; the same one where none can be made."""
+def with_short_timeouts(client: Any) -> Any:
+    """A client of the same server with short time-outs; the same one where none can be made."""
     pool: Any = getattr(client, "connection_pool", None)
-    options = _in_haste(getattr(pool, "connection_kwargs", {}))
-    options["retry"] = Retry(NoBackoff(), 0)
-    if type(pool) in (redis.ConnectionPool, redis.BlockingConnectionPool):
-        return _closing(
-            redis.Redis(connection_pool=redis.ConnectionPool(connection_class=pool.connection_class, **options))
-        )
-    if type(pool) is SentinelConnectionPool:
-        manager = copy.copy(pool.sentinel_manager)
-        manager.sentinels = [impatient(each) for each in manager.sentinels]
-        options.update(is_master=pool.is_master, check_connection=pool.check_connection)
-        options.update(connection_class=pool.connection_class)
-        kind: Any = SentinelConnectionPool
-        return _closing(redis.Redis(connection_pool=kind(pool.service_name, manager, **options)))
-    return client
+    if type(pool) not in (redis.ConnectionPool, redis.BlockingConnectionPool, SentinelConnectionPool):
+        return client
+    options = _short_timeouts(pool.connection_kwargs)
+    options.update(retry=Retry(NoBackoff(), 0), connection_class=pool.connection_class)
+    if type(pool) is not SentinelConnectionPool:
+        return _closing(redis.Redis(connection_pool=redis.ConnectionPool(**options)))
+    manager = copy.copy(pool.sentinel_manager)
+    manager.sentinels = [with_short_timeouts(each) for each in manager.sentinels]
+    options.update(is_master=pool.is_master, check_connection=pool.check_connection)
+    kind: Any = SentinelConnectionPool
+    return _closing(redis.Redis(connection_pool=kind(pool.service_name, manager, **options)))
 
 
 def _closing(client: Any) -> Any:
@@ -218,20 +222,16 @@ def _closing(client: Any) -> Any:
     return client
 
 
-def _in_haste(given: dict[str, Any]) -> dict[str, Any]:
+def _short_timeouts(given: dict[str, Any]) -> dict[str, Any]:
     """Options of a connection, with which nobody waits for long."""
     # What tells of maintenance lengthens the time-outs, and has the user's own client look around in our thread.
     options = {name: value for name, value in given.items() if not name.startswith(("oss_cluster_", "orig_"))}
     options.pop("maint_notifications_pool_handler", None)
     options.pop("connection_pool", None)  # a Sentinel's, which is another one here
-    if options.get("maint_notifications_config") is not None:
-        options["maint_notifications_config"] = _without_notices(options["maint_notifications_config"])
-    for name, longest in _PATIENCE.items():
+    if options.get(_NOTICES) is not None:
+        options[_NOTICES] = type(options[_NOTICES])(enabled=False)
+    for name, longest in _TIMEOUTS.items():
         options[name] = min(options.get(name) or longest, longest)
     if "retry" in options:
         options["retry"] = Retry(NoBackoff(), 0)
     return options
-
-
-def _without_notices(config: Any) -> Any:
-    return type(config)(enabled=False)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import os
 import re
-import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from math import inf
@@ -24,8 +22,8 @@ from only_one.errors import ConfigurationError
 from only_one.protocol import Dialect
 from only_one.validation import check_callable
 
-from .asyncio_client import NO_LIMIT, RETRIED, RETRIES, Twin, async_twin, close_twin
-from .cluster import ClusterNodes, Node, impatient
+from .asyncio_client import NO_LIMIT, RETRIED, RETRIES, AsyncClient, make_async_client
+from .cluster import ClusterNodes, Node, with_short_timeouts
 from .interruptions import guarded
 from .pinned import PinnedClient
 
@@ -56,51 +54,42 @@ class Server:
             self.dialect.release = "EVALSHA"  # an unknown command cannot be sent, as its slot is not known
         self.looked_at_from = -inf
         self._given = client
-        self._background: Any = None
         self._nodes: ClusterNodes | Node | None = None
-        self._twins: dict[asyncio.AbstractEventLoop, tuple[Twin, AsyncGenerator[Twin, None]]] = {}
-
-    @property
-    def background(self) -> Any:
-        """The client of the thread that renews: connections of its own, and no wait without end.
-
-        A pool whose connections are all in use, or a server that swallows what it is sent, must not keep it from the
-        keys in other servers. In a cluster each node has one of its own.
-        """
-        if self._background is None:
-            self._background = impatient(self._given)
-        return self._background
+        self._async_clients: dict[asyncio.AbstractEventLoop, tuple[AsyncClient, AsyncGenerator[AsyncClient, None]]] = {}
 
     def node_of(self, key: str) -> Node:
-        """The node that has `key`, as the thread that renews asks it."""
+        """The node that has `key`, as the thread that renews asks it.
+
+        It has connections of its own, with short time-outs. A pool whose connections are all in use, or a server that
+        does not answer, must not keep the thread from the keys in other servers.
+        """
         if self._nodes is None:
             is_cluster = isinstance(self._given, redis.RedisCluster)
-            self._nodes = ClusterNodes(self._given) if is_cluster else Node(self.background)
-        return self._nodes if isinstance(self._nodes, Node) else self._nodes.of(key)
+            self._nodes = ClusterNodes(self._given) if is_cluster else Node(with_short_timeouts(self._given))
+        return self._nodes.of(key)
 
-    async def async_client(self) -> Twin:
+    async def async_client(self) -> AsyncClient:
         """The asyncio client of the same server for the running event loop."""
         loop = asyncio.get_running_loop()
-        twin = self._twins.get(loop)
-        if twin is None:
-            for other in [each for each in self._twins if each.is_closed()]:
-                del self._twins[other]
-            # A generator, as a loop that is shut down closes those which it has begun: nobody else could tell us.
-            generator = self._open_twin()
-            twin = self._twins[loop] = await anext(generator), generator
-        return twin[0]
+        opened = self._async_clients.get(loop)
+        if opened is None:
+            for other in [each for each in self._async_clients if each.is_closed()]:
+                del self._async_clients[other]
+            # An async generator, because the loop closes its generators at shutdown: the only hook to close the client.
+            generator = self._open_async_client()
+            opened = self._async_clients[loop] = await anext(generator), generator
+        return opened[0]
 
-    async def _open_twin(self) -> AsyncGenerator[Twin, None]:
-        twin = async_twin(self._given)
+    async def _open_async_client(self) -> AsyncGenerator[AsyncClient, None]:
+        client = make_async_client(self._given)
         try:
-            yield twin
+            yield client
         finally:
-            await close_twin(twin)
+            await client.aclose()
 
 
 # Where the client comes from
 
-_lock = threading.RLock()
 _from_urls: dict[str, Server] = {}
 _from_clients: WeakValueDictionary[int, Server] = WeakValueDictionary()
 _from_callables: WeakKeyDictionary[Callable[[], Any], Server] = WeakKeyDictionary()
@@ -129,16 +118,12 @@ def check_source(name: str, source: Source) -> Source:
         msg = f"{name}= an asyncio client: give a sync one or a URL, the asyncio client is made from it"
         raise ConfigurationError(msg)
     elif not _is_client(source):
-        _check_callable_source(name, source)
+        instead = "give a URL such as redis://host:6379/0, a client, or a callable that returns one"
+        if not callable(source):
+            msg = f"{name}= a {type(source).__name__}: {instead}"
+            raise ConfigurationError(msg)
+        check_callable(name, source, 0, instead)
     return source
-
-
-def _check_callable_source(name: str, source: object) -> None:
-    instead = "give a URL such as redis://host:6379/0, a client, or a callable that returns one"
-    if not callable(source):
-        msg = f"{name}= a {type(source).__name__}: {instead}"
-        raise ConfigurationError(msg)
-    check_callable(name, source, 0, instead)
 
 
 def find_server(source: Source) -> Server:
@@ -165,25 +150,15 @@ def find_server(source: Source) -> Server:
 
 def _server_of(source: Any) -> Server:
     """That of a URL or a client."""
-    with _lock:
-        if not isinstance(source, str):
-            return _from_clients.setdefault(id(source), Server(source))
-        server = _from_urls.get(source)
-        if server is not None:
-            return server
-        server = _from_urls[source] = Server(_open(source))
-    # Outside of the lock: a handler may call what is covered.
-    logger.info("locks are kept in %s", masked(source), extra={"only_one_server": masked(source)})
+    if not isinstance(source, str):
+        return _from_clients.setdefault(id(source), Server(source))
+    server = _from_urls.get(source)
+    if server is None:
+        made = Server(_open(source))
+        server = _from_urls.setdefault(source, made)
+        if server is made:
+            logger.info("locks are kept in %s", masked(source), extra={"only_one_server": masked(source)})
     return server
-
-
-def _begin_anew_in_child() -> None:
-    global _lock  # noqa: PLW0603 - it may have been held by a thread that the child does not have
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew_in_child)
 
 
 def _open(url: str) -> Any:

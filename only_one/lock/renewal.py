@@ -1,4 +1,4 @@
-"""The one thread that renews what this process holds, tells what is lost, and releases what may be left behind."""
+"""Renewal: the one thread of a process that renews its leases, tells runs of what they lost, and does the cleanup."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 import traceback
 from _queue import Empty, SimpleQueue  # the one in C: a signal handler may put into it
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 from weakref import WeakSet, ref
@@ -21,12 +21,13 @@ from weakref import WeakSet, ref
 from redis.exceptions import ResponseError
 
 from only_one.clock import now
-from only_one.connections.cluster import Node
+from only_one.connections.cluster import LONG, Node, trips
 from only_one.connections.server import Server, may_evict
 from only_one.events import logger
 from only_one.lease import RENEWED_EVERY, Lease
-from only_one.protocol import Command, is_forbidden, outcome, renew_command
+from only_one.protocol import is_forbidden, outcome, renew_command
 
+from .cleanup import Cleanup, Cleanups
 from .redis_lock import RAW
 
 _RETRIED_EVERY = 0.1
@@ -34,46 +35,9 @@ _RETRIED_EVERY = 0.1
 _RETRIED_AFTER_AT_MOST = 1.0
 _SOON = 0.02
 """The part of a lease by which a renewal may come early, to go with others in one trip."""
-_CHUNK = 500
 _CONNECTED_BEFORE = 2.0
 """Seconds before the first renewal in a server in which the connection for it is made."""
-_LONG = 0.1
-"""Seconds after which other leases may have come due, and are looked at before anything else that may take long."""
 _LOOKED_AT_AGAIN_AFTER = 60.0
-_FIRST_RELEASE_AFTER = 0.05
-_MOST_ADRIFT = 10_000
-_FINISHED_IN = 2.0
-"""Seconds that the end of the process waits at the most for keys that could not be released."""
-
-
-class _Adrift:
-    """A token of unknown fate: the command that sets it may have been carried out, or may still be on its way."""
-
-    __slots__ = ("key", "pause", "server", "settled", "token", "try_at", "until")
-
-    def __init__(self, server: Server, key: str, token: bytes, until: float, *, settled: bool) -> None:
-        self.server = server
-        self.key = key
-        self.token = token
-        self.until = until
-        self.settled = settled
-        self.pause = _FIRST_RELEASE_AFTER
-        self.try_at = now()
-
-    def note(self, command: Command, reply: Any) -> bool:
-        """Whether no more is to be done, by the reply to a command that releases it."""
-        if isinstance(reply, ResponseError) and self.server.dialect.unlearn_release(command[0], reply):
-            return False  # due at once, by another command
-        if isinstance(reply, Exception):
-            self.pause = min(self.pause * 2, _RETRIED_AFTER_AT_MOST)
-        elif self.settled:
-            return True
-        else:
-            # "Missing" is not final: a delayed SET may still arrive. It is asked again after twice the time, so that
-            # a token that comes late stays no longer than it was late.
-            self.pause *= 2
-        self.try_at = now() + self.pause
-        return self.try_at >= self.until
 
 
 class _Renewer:
@@ -82,7 +46,7 @@ class _Renewer:
     def __init__(self) -> None:
         # By reference only: a lease lives as long as its run, and whatever may interrupt that ends its renewal too.
         self.leases: dict[bytes, ref[Lease]] = {}
-        self.adrift: dict[bytes, _Adrift] = {}
+        self.cleanups = Cleanups()
         self.unknown: dict[Server, str] = {}
         self.connected: WeakSet[Node] = WeakSet()
         self.woken: SimpleQueue[float] = SimpleQueue()
@@ -114,7 +78,7 @@ class _Renewer:
         for step in (
             self.connect_for_what_is_due_soon,
             self.renew_all_that_is_due,
-            self.release_what_is_adrift,
+            self.cleanups.release_due,
             self.look_at_a_new_server,
             self.sleep,
         ):
@@ -123,7 +87,7 @@ class _Renewer:
             except BaseException:  # noqa: BLE001 - whatever it is, all later leases need this thread
                 with suppress(Exception):  # no memory for that either
                     _log(logging.ERROR, "the thread that renews goes on after:\n%s", traceback.format_exc())
-                time.sleep(_LONG)
+                time.sleep(LONG)
 
     def sleep(self) -> None:
         """Sleep until something is due, of what comes meanwhile, too.
@@ -163,29 +127,8 @@ class _Renewer:
         if self.unknown:
             return -math.inf
         dues = [lease.renew_at for lease in self.held()]
-        dues += [adrift.try_at for adrift in list(self.adrift.values())]
+        dues += [cleanup.try_at for cleanup in list(self.cleanups.values())]
         return min(dues, default=math.inf)
-
-    def release_what_is_adrift(self) -> None:
-        moment = now()
-        due_now = [each for each in list(self.adrift.values()) if each.try_at <= moment]
-        # In order, or those that are asked for again and again would keep others from their first turn.
-        for node, due in _by_node(sorted(due_now, key=lambda each: each.try_at)):
-            # Of all that waits for a node that is down, one trip at a time finds out whether it still is.
-            if node.rests_until > now():
-                for adrift in due:
-                    adrift.try_at = node.rests_until
-            else:
-                self.release(node, due)
-            if now() > moment + _LONG:
-                return
-
-    def release(self, node: Node, due: list[_Adrift]) -> None:
-        """Try once to release tokens of one node, in one trip."""
-        commands = [each.server.dialect.cleanup_command(each.key, each.token) for each in due]
-        for adrift, command, reply in zip(due, commands, node.send(commands, RAW), strict=True):
-            if adrift.note(command, reply):
-                self.adrift.pop(adrift.token, None)
 
     def connect_for_what_is_due_soon(self) -> None:
         moment = now()
@@ -198,8 +141,8 @@ class _Renewer:
                 try:
                     node.connect()
                 except Exception:  # noqa: BLE001 - whatever a client raises, the thread has other keys to see to
-                    node.fail(_rest([lease]))
-            if now() > moment + _LONG:
+                    node.fail(_pause([lease]))
+            if now() > moment + LONG:
                 return
 
     def look_at_a_new_server(self) -> None:
@@ -235,25 +178,25 @@ class _Renewer:
                 self.lost(lease, "overrun" if moment >= lease.ends_at else "expired")
             elif lease.server and lease.renews and lease.renew_at <= moment + lease.ttl * _SOON:
                 due.append(lease)
-        trips = _by_node(due)
-        while trips:
-            self.renew(*trips.pop(0))
-            if trips and now() > moment + _LONG:
+        left = trips(due)
+        while left:
+            self.renew(*left.pop(0))
+            if left and now() > moment + LONG:
                 return True
         return False
 
     def renew(self, node: Node, leases: list[Lease]) -> None:
         """Renew leases of one node in one trip, and note what became of each."""
         sent = now()
-        if node.rests_until > sent:
+        if node.backs_off_until > sent:
             for lease in leases:
-                lease.renew_at = min(node.rests_until, lease.expires_at)
+                lease.renew_at = min(node.backs_off_until, lease.expires_at)
             return
         ttls = [max(0.001, min(lease.ttl, lease.ends_at - sent)) for lease in leases]
         commands = [
             renew_command(each.key, each.token, round(ttl * 1000)) for each, ttl in zip(leases, ttls, strict=True)
         ]
-        replies = node.send(commands, RAW, _rest(leases))
+        replies = node.send(commands, RAW, _pause(leases))
         news: defaultdict[str, list[Lease]] = defaultdict(list)
         for lease, ttl, reply in zip(leases, ttls, replies, strict=True):
             before = repr(lease.trouble)
@@ -268,7 +211,7 @@ class _Renewer:
         if isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply):
             reply = b""  # a list or hash that somebody has put there
         if isinstance(reply, Exception):
-            lease.renew_at = min(now() + _rest([lease]), lease.expires_at)
+            lease.renew_at = min(now() + _pause([lease]), lease.expires_at)
             lease.trouble = reply.with_traceback(None)
             return
         lease.trouble = None
@@ -289,18 +232,6 @@ class _Renewer:
             _start_native_thread("only_one-lost", lease.tell_loss, lease.loss())
 
 
-def _by_node(due: Iterable[Any]) -> list[tuple[Node, list[Any]]]:
-    """Leases or tokens, in trips of one node each."""
-    nodes: defaultdict[Node, list[Any]] = defaultdict(list)
-    for each in due:
-        nodes[each.server.node_of(each.key)].append(each)
-    # Those that could not be reached come last: waiting for them is not to cost the others their leases.
-    by_reach = sorted(nodes, key=lambda node: node.rests_until)
-    return [
-        (node, nodes[node][start : start + _CHUNK]) for node in by_reach for start in range(0, len(nodes[node]), _CHUNK)
-    ]
-
-
 def _explain(leases: list[Lease]) -> None:
     """Log why leases could not be renewed, all for the same reason."""
     keys = f"{leases[0].key} and {len(leases) - 1} others" if len(leases) > 1 else leases[0].key
@@ -312,7 +243,7 @@ def _explain(leases: list[Lease]) -> None:
         _log(logging.DEBUG, "%s could not be renewed, and will be tried again: %r", keys, leases[0].trouble)
 
 
-def _rest(leases: list[Lease]) -> float:
+def _pause(leases: list[Lease]) -> float:
     """Seconds after which a renewal that has failed is tried again."""
     return min(min(lease.ttl for lease in leases) * _RETRIED_EVERY, _RETRIED_AFTER_AT_MOST)
 
@@ -356,15 +287,7 @@ with suppress(AttributeError):  # where nothing forks
 
 @atexit.register
 def _finish() -> None:
-    """Release what could not be released at the end of a run, as nobody will after us."""
-    limit = now() + _FINISHED_IN
-    left = list(_renewer.adrift.values())
-    while left and now() < limit:
-        for node, due in _by_node(left):
-            _renewer.release(node, due)
-        left = [each for each in left if each.settled and each.token in _renewer.adrift]
-        if left:
-            time.sleep(_FIRST_RELEASE_AFTER)
+    _renewer.cleanups.finish()
 
 
 def hold(lease: Lease) -> None:
@@ -399,9 +322,6 @@ def release_later(server: Server, key: str, token: bytes, until: float, *, settl
         until: when to give up, as the key has expired by itself, by `clock.now()`.
         settled: the server has done with every command that may set the token, so that "gone" is final.
     """
-    adrift = _Adrift(server, key, token, until, settled=settled)
-    if len(_renewer.adrift) >= _MOST_ADRIFT:  # the oldest has the least time left to do harm
-        with suppress(StopIteration, KeyError, RuntimeError):
-            del _renewer.adrift[next(iter(_renewer.adrift))]
-    _renewer.adrift[token] = adrift
-    _renewer.see_to_it_by(adrift.try_at)
+    cleanup = Cleanup(server, key, token, until, settled=settled)
+    _renewer.cleanups.add(cleanup)
+    _renewer.see_to_it_by(cleanup.try_at)

@@ -48,7 +48,7 @@ from only_one.celery.broker import waits_for
 from only_one.celery.requeue import Header, header_of
 from only_one.celery.task_run import call_from_outside
 from only_one.holder import Holder
-from only_one.lock import renewal
+from only_one.lock import cleanup, renewal
 from only_one.run import run
 from tests.celery.enqueueing import (
     CLOSED,
@@ -897,11 +897,11 @@ def test_a_key_does_not_stay_queued_when_its_run_could_not_take_it(
             with pytest.raises(LockUnavailable) if policy is fail else nullcontext():
                 run(own, call, (), {})
             assert redis.get(f"{prefix}k") == value
-            adrift: Any = renewal._renewer.adrift[value]
-            assert eventually(lambda: adrift.pause > renewal._FIRST_RELEASE_AFTER)  # as one try was in vain
+            adrift: Any = renewal._renewer.cleanups[value]
+            assert eventually(lambda: adrift.pause > cleanup._FIRST_PAUSE)  # as one try was in vain
 
         assert eventually(lambda: not redis.exists(f"{prefix}k"))
-        assert eventually(lambda: value not in renewal._renewer.adrift)  # it is not looked for again
+        assert eventually(lambda: value not in renewal._renewer.cleanups)  # it is not looked for again
 
 
 # --- trouble while it is queued ----------------------------------------------------------------------------------
@@ -938,7 +938,7 @@ def test_a_key_that_cannot_be_given_back_is_in_the_background(
         assert redis.exists(f"{prefix}k")
         stack.close()
         assert eventually(lambda: not redis.exists(f"{prefix}k"))
-        assert eventually(lambda: not renewal._renewer.adrift)  # it is not looked for any more
+        assert eventually(lambda: not renewal._renewer.cleanups)  # it is not looked for any more
 
 
 def test_a_call_that_is_interrupted_before_it_knows_that_it_has_the_key(

@@ -265,7 +265,7 @@ def test_many_tokens_of_unknown_fate(cluster: Cluster, names: list[str], prefix:
             renewal.release_later(server, name, name.encode(), now() + 2 * LIMIT, settled=True)
     reads = [node.client.info("stats")["total_reads_processed"] for node in cluster.nodes]
     with later(LIMIT):
-        assert eventually(lambda: not any(each.server is server for each in list(renewal._renewer.adrift.values())))
+        assert eventually(lambda: not any(each.server is server for each in list(renewal._renewer.cleanups.values())))
     for node, before in zip(cluster.nodes, reads, strict=True):
         assert node.client.info("stats")["total_reads_processed"] - before < 100
         assert not list(node.client.scan_iter(match=f"*{prefix}*", count=1000))
@@ -418,7 +418,8 @@ def test_what_is_learnt_of_the_slots(cluster: Cluster, names: list[str], prefix:
     cluster.finish_moving(slot, source, target)
     cluster.begin_to_move(other, source, target)
     cluster.finish_moving(other, source, target)
-    assert node.send([("GET", key), ("GET", beside)], {}) == [b"1", b"2"]
+    assert [type(reply) for reply in node.send([("GET", key), ("GET", beside)], {})] == [MovedError] * 2
+    assert theirs.of(key).send([("GET", key), ("GET", beside)], {}) == [b"1", b"2"]
     assert theirs._owners == slots_of(cluster) == {**known, **dict.fromkeys([slot, other], known_as(target))}
     assert theirs._suspects == set()
     target.client.delete(key, beside)
@@ -444,14 +445,18 @@ class Said:
         self.replies: dict[int, Callable[[str], Any]] = {}
         self.asked: list[tuple[int, str]] = []
         self.names = [self.theirs._at(known_as(node)) for node in cluster.nodes]
-        monkeypatch.setattr(nodes.Node, "send", self._send)
 
-    def _send(self, node: nodes.Node, commands: Any, _options: Any, rest: float | None = None) -> list[Any]:
+        def send_here(node: nodes.Node, commands: Any, _options: Any, pause: float | None = None) -> list[Any]:
+            return self._send(node, commands, pause)
+
+        monkeypatch.setattr(nodes.Node, "send_here", send_here)
+
+    def _send(self, node: nodes.Node, commands: Any, pause: float | None) -> list[Any]:
         port = self.port(node)
         self.asked += [(port, command[0]) for command in commands]
         found = [self.replies[port](command[0]) for command in commands]
         if any(isinstance(reply, redis_py.ConnectionError) for reply in found):
-            node.fail(rest)
+            node.fail(pause)
         return found
 
     def port(self, node: nodes.Node) -> int:
@@ -472,15 +477,16 @@ def said(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Said:
 
 
 def test_nodes_that_send_on_to_each_other(said: Said) -> None:
-    """They are not asked for ever."""
+    """They are not asked for ever: where a slot has moved is learnt, and asked the next time."""
     one, other = (said.port(node) for node in said.names[:2])
     said.replies[one] = lambda _: MovedError(f"5 127.0.0.1:{other}")
     said.replies[other] = lambda _: MovedError(f"5 :{one}")
-    (reply,) = said.send(0, "GET")
-    assert isinstance(reply, MovedError)
-    assert [port for port, command in said.asked if command == "GET"] == [one, other] * 2
-    # One that does not say where means itself.
-    assert said.theirs._owners[5] == ("127.0.0.1", one)
+    for number, asked, said_to_have in ((0, one, other), (1, other, one)):
+        (reply,) = said.send(number, "GET")
+        assert isinstance(reply, MovedError)
+        assert [port for port, command in said.asked if command == "GET"] == [asked]
+        # One that does not say where means itself.
+        assert said.theirs._owners[5] == ("127.0.0.1", said_to_have)
     assert len(said.theirs._nodes) == 3
 
 
@@ -488,27 +494,22 @@ def test_a_slot_that_moves_to_a_node_that_cannot_be_reached(said: Said) -> None:
     one, other = (said.port(node) for node in said.names[:2])
     said.replies[one] = lambda name: AskError("5 away:7") if name == "ASKED" else MovedError(f"5 127.0.0.1:{other}")
     said.replies[other] = lambda _: redis_py.ConnectionError()
-    said.names[2].rests_until = MOMENT  # so that the first is asked for the slots, where any would do
-    # It is asked once, and not for the slots besides.
-    (reply,) = said.send(0, "GET")
-    assert isinstance(reply, redis_py.ConnectionError)
-    assert said.asked == [(one, "GET"), (other, "GET")]
-    assert said.names[1].rests_until == MOMENT + 2
-    (reply,) = said.send(0, "GET")
-    assert isinstance(reply, MovedError)
-    assert said.asked == [(one, "GET")]
-    assert said.theirs._owners[5] == ("127.0.0.1", other)
-    said.clock.moment += 2
-    said.send(0, "GET")  # it is a suspect by now
-    assert said.asked[:2] == [(one, "GET"), (one, "CLUSTER SLOTS")]
-    assert (other, "GET") not in said.asked
-    said.clock.moment += 2
-    said.send(0, "GET")
-    assert said.asked == [(one, "GET"), (other, "GET")]
+    # It is asked for the slots, once, and no other besides.
+    for asked in ([(one, "GET"), (other, "CLUSTER SLOTS")], [(one, "GET")]):
+        (reply,) = said.send(0, "GET")
+        assert isinstance(reply, MovedError)
+        assert said.asked == asked
+        assert said.theirs._owners[5] == ("127.0.0.1", other)
+    assert said.names[1].backs_off_until == pytest.approx(MOMENT + 0.05)
     # Where ASK sends to is not where the slot is.
-    said.theirs._at(("away", 7)).fail(2.0)
+    away = said.theirs._at(("away", 7))
+    away.fail(2.0)
     (reply,) = said.send(0, "ASKED")
     assert type(reply) is AskError
+    said.replies[7] = lambda name: "done" if name == "ASKED" else "OK"
+    said.clock.moment += 2
+    assert said.send(0, "ASKED") == ["done"]
+    assert said.asked == [(one, "ASKED"), (7, "ASKING"), (7, "ASKED")]
     assert said.theirs._owners[5] == ("127.0.0.1", other)
 
 
@@ -521,20 +522,20 @@ def test_a_node_that_may_have_been_replaced(said: Said, error: Exception) -> Non
     said.replies[third] = lambda _: [[3, 5, ["", 7, "id"]], [9, 9, ["127.0.0.1", other, "id"]]]
     assert said.send(0, "GET") == [1]
     assert said.send(0, "GET", "SET") == [1, error]
-    said.names[1].rests_until = -1.0  # of those that may be asked, one that cannot be reached after all
+    said.names[1].backs_off_until = -1.0  # of those that may be asked, one that cannot be reached after all
     replies = said.send(0, "GET", "SET")
     assert [type(reply) for reply in replies] == [redis_py.ConnectionError] * 2
     assert said.asked == [(other, "CLUSTER SLOTS")]
     owners = dict(said.theirs._owners)
 
     assert said.send(0, "SET") == [error]
-    said.names[1].rests_until, said.names[2].rests_until = MOMENT + 2, MOMENT + 1
+    said.names[1].backs_off_until, said.names[2].backs_off_until = MOMENT + 2, MOMENT + 1
     said.send(0, "SET")  # all that are left rest
     assert said.asked == []
     assert said.theirs._owners == owners
 
     assert said.send(0, "SET") == [error]
-    said.names[2].rests_until = MOMENT
+    said.names[2].backs_off_until = MOMENT
     said.send(0, "SET")
     assert said.asked == [(third, "CLUSTER SLOTS")]
     assert said.theirs._owners == {**owners, **dict.fromkeys([3, 4, 5], ("127.0.0.1", 7)), 9: ("127.0.0.1", other)}
@@ -551,7 +552,7 @@ def test_an_error_that_says_something_of_the_key_is_no_reason_to_look_elsewhere(
 def test_a_slot_that_nobody_is_known_to_have(said: Said) -> None:
     """The node that could be reached for the longest time is asked, and will know."""
     for number, node in enumerate(said.names):
-        node.rests_until = MOMENT - number
+        node.backs_off_until = MOMENT - number
     said.theirs._owners.clear()
     assert said.theirs.of("k") is said.names[2]
 

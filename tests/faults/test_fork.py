@@ -28,9 +28,8 @@ def hold(lock):
         threading.Event().wait()
 
 held = threading.Semaphore(0)
-for each in (servers, settings):
-    threading.Thread(target=hold, args=(each._lock,), daemon=True).start()
-    held.acquire()
+threading.Thread(target=hold, args=(settings._lock,), daemon=True).start()
+held.acquire()
 pid = os.fork()
 signal.alarm(100)
 if not pid:

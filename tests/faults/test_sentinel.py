@@ -171,7 +171,7 @@ def test_a_failover_during_a_run(watched: Watched, prefix: str, fault: Callable[
             RunningAsync("loop", lease=60, when_lost=told.append) as loop,
         ):
             # What renews waits for none of them for long, whatever the user's client does.
-            background = thread.lock.server.background.connection_pool
+            background = thread.lock.server.node_of("").client.connection_pool
             for pool in (background, *(each.connection_pool for each in background.sentinel_manager.sentinels)):
                 assert pool.connection_kwargs["socket_timeout"] == 0.5
             on_master.wait(1, round(LIMIT * 1000))

@@ -246,7 +246,7 @@ def test_a_loss_that_no_thread_can_be_started_for(direct: Any, kind: type[Runnin
 
 
 @pytest.mark.usefixtures("direct")
-@pytest.mark.parametrize("step", ["connect_for_what_is_due_soon", "release_what_is_adrift", "look_at_a_new_server"])
+@pytest.mark.parametrize("step", ["connect_for_what_is_due_soon", "cleanups.release_due", "look_at_a_new_server"])
 def test_whatever_goes_wrong_in_one_turn_the_next_comes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str
 ) -> None:
@@ -257,7 +257,7 @@ def test_whatever_goes_wrong_in_one_turn_the_next_comes(
             msg = "nobody has thought of it"
             raise MemoryError(msg)
 
-        monkeypatch.setattr(renewal._renewer, step, fail)
+        monkeypatch.setattr(f"only_one.lock.renewal._renewer.{step}", fail)
         assert all(is_renewed(run.lock) for _ in range(3))
         monkeypatch.undo()
         assert is_renewed(run.lock)
@@ -459,7 +459,7 @@ def test_a_renewal_that_is_answered_when_its_run_has_ended(
     """The key is gone by then, and was not lost."""
     with Running(lease=LONG, redis=proxy.url) as run, Running("other", lease=LONG, redis=proxy.url) as other:
         assert is_awaited(run.lock)
-        pool = run.lock.server.background.connection_pool
+        pool = run.lock.server.node_of("").client.connection_pool
         pool.connection_kwargs["socket_timeout"] = LIMIT
         pool.disconnect()
         held = proxy.hold_up("EVAL")
@@ -816,12 +816,12 @@ def left_behind(server: RedisServer, prefix: str) -> Iterator[Callable[..., list
 
     yield leave
     for name in names:
-        renewal._renewer.adrift.pop(name.encode(), None)
+        renewal._renewer.cleanups.pop(name.encode(), None)
 
 
 def are_tried(names: list[str]) -> bool:
     """Whether the thread that renews comes to have seen to all tokens: each is gone, or is asked for again."""
-    left = renewal._renewer.adrift
+    left = renewal._renewer.cleanups
     return eventually(lambda: all(left[name.encode()].pause > 0.05 for name in names if name.encode() in left))
 
 

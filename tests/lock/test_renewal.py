@@ -22,7 +22,7 @@ from only_one.clock import now
 from only_one.connections import cluster as nodes
 from only_one.connections.server import Server
 from only_one.lease import Lease
-from only_one.lock import renewal
+from only_one.lock import cleanup, renewal
 from tests.lock.test_leases import no_more_threads
 from tests.proxy import Proxy
 from tests.renewal import MOMENT, Clock
@@ -52,10 +52,10 @@ class Watched(nodes.Node):
         self.connects = 0
         self._clock = clock
 
-    def send(self, commands: Sequence[Any], options: dict[str, Any], rest: float | None = None) -> list[Any]:
+    def send(self, commands: Sequence[Any], options: dict[str, Any], pause: float | None = None) -> list[Any]:
         self.trips.append([(command[0], command[3] if command[0] == "EVAL" else command[1]) for command in commands])
         self._clock.moment += self.takes
-        return super().send(commands, options, rest)
+        return super().send(commands, options, pause)
 
     def connect(self) -> None:
         self.connects += 1
@@ -79,8 +79,8 @@ class Watch:
         """A server with a node that is watched."""
         client = redis_py.Redis.from_url(url)
         server: Any = Server(client)
-        server._nodes = Watched(server.background, self.clock)
-        self._clients += [client, server.background]
+        server._nodes = Watched(nodes.with_short_timeouts(client), self.clock)
+        self._clients += [client, server._nodes.client]
         return server
 
     def key(self, name: str = "k") -> str:
@@ -98,8 +98,8 @@ class Watch:
     def adrift(self, server: Any, name: str = "k", *, settled: bool = True) -> Any:
         """A token in its care."""
         key = self.key(name)
-        made = renewal._Adrift(server, key, b"token", MOMENT + LONG, settled=settled)
-        self.renewer.adrift[name.encode()] = made
+        made = cleanup.Cleanup(server, key, b"token", MOMENT + LONG, settled=settled)
+        self.renewer.cleanups[name.encode()] = made
         made.token = name.encode()  # so that each has its own place
         return made
 
@@ -112,7 +112,7 @@ class Watch:
 def clock() -> Iterator[Clock]:
     """The process's own thread may look at it, too, and is woken afterwards: by this clock it would sleep for a day."""
     with pytest.MonkeyPatch.context() as patch:
-        yield Clock(patch, renewal, lease, nodes)
+        yield Clock(patch, renewal, cleanup, lease, nodes)
     if renewal._renewer.is_running:
         renewal._renewer.see_to_it_by(-math.inf)
 
@@ -233,9 +233,9 @@ def test_a_trip_that_takes_long_gives_others_the_next_turn(watch: Watch, redis_u
 def test_many_go_in_trips_of_five_hundred(watch: Watch, redis_url: str) -> None:
     """So that none takes long; those of a node that could not be reached come last."""
     down, server = watch.server(redis_url), watch.server(redis_url)
-    node(down).rests_until = MOMENT
+    node(down).backs_off_until = MOMENT
     those = [SimpleNamespace(server=each, key="k") for each in [down, *[server] * 1001]]
-    trips = renewal._by_node(those)
+    trips = nodes.trips(those)
     assert [(found, len(due)) for found, due in trips] == [
         *[(node(server), size) for size in (500, 500, 1)],
         (node(down), 1),
@@ -262,12 +262,12 @@ def test_what_fails_is_tried_again_after_a_tenth_of_the_lease(
         watch.renewer.renew_what_is_due()
         assert [lock.renew_at - MOMENT for lock in locks] == pytest.approx([0.8, 0.2, 1.0])
         assert brief.renew_at == brief.expires_at
-        assert node(server).rests_until == pytest.approx(MOMENT + 0.2)
+        assert node(server).backs_off_until == pytest.approx(MOMENT + 0.2)
         assert all(isinstance(lock.trouble, redis_py.ConnectionError) for lock in locks)
         ((name, (level, text, *rest)),) = logged  # once
         assert (name, level) == ("only_one-log", logging.DEBUG)
         assert (text % tuple(rest)).startswith(f"{locks[0].key} and 3 others could not be renewed")
-        node(server).rests_until = MOMENT
+        node(server).backs_off_until = MOMENT
     caplog.set_level(logging.INFO, "only_one")
     locks[0].trouble = None
     locks[0].renew_at = MOMENT
@@ -278,7 +278,7 @@ def test_what_fails_is_tried_again_after_a_tenth_of_the_lease(
 def test_a_node_that_rests_is_not_asked(watch: Watch, redis_url: str) -> None:
     server = watch.server(redis_url)
     lock, brief = watch.lease(server, "lock"), watch.lease(server, "brief")
-    node(server).rests_until = MOMENT + 2
+    node(server).backs_off_until = MOMENT + 2
     brief.expires_at = MOMENT + 1
     lock.renew_at = brief.renew_at = MOMENT
     watch.renewer.renew_what_is_due()
@@ -343,7 +343,7 @@ def test_when_a_token_is_asked_for_again(
     adrift = watch.adrift(watch.server(redis_url), settled=settled)
     assert adrift.try_at == MOMENT
     for pause in pauses:
-        assert adrift.note(("DELIFEQ", "k"), reply) is is_done
+        assert adrift.is_over(("DELIFEQ", "k"), reply) is is_done
         assert adrift.pause == pytest.approx(pause)
         assert adrift.try_at == MOMENT + (adrift.pause if pause > 0.05 else 0)
 
@@ -352,9 +352,9 @@ def test_a_token_is_not_looked_for_when_it_has_expired(watch: Watch, redis_url: 
     adrift = watch.adrift(watch.server(redis_url), settled=False)
     adrift.pause = 0.5
     adrift.until = MOMENT + 1
-    assert adrift.note(("DELIFEQ", "k"), 0)
+    assert adrift.is_over(("DELIFEQ", "k"), 0)
     adrift.pause, adrift.until = 0.5, MOMENT + 1.125
-    assert not adrift.note(("DELIFEQ", "k"), 0)
+    assert not adrift.is_over(("DELIFEQ", "k"), 0)
 
 
 def test_tokens_that_are_due(watch: Watch, redis_url: str) -> None:
@@ -364,37 +364,37 @@ def test_tokens_that_are_due(watch: Watch, redis_url: str) -> None:
         watch.adrift(each, name) for each, name in zip([server] * 3 + [down], ("1", "2", "3", "4"), strict=True)
     )
     first.try_at, second.try_at, later.try_at = MOMENT, MOMENT - 1, math.nextafter(MOMENT, math.inf)
-    node(down).rests_until = MOMENT + 2
-    watch.renewer.release_what_is_adrift()
+    node(down).backs_off_until = MOMENT + 2
+    watch.renewer.cleanups.release_due()
     assert keys(node(server).trips) == [["2", "1"]]
     assert node(down).trips == []
     assert (later.try_at, waits.try_at) == (math.nextafter(MOMENT, math.inf), MOMENT + 2)
     watch.clock.moment += 2
-    watch.renewer.release_what_is_adrift()
+    watch.renewer.cleanups.release_due()
     assert keys(node(down).trips) == [["4"]]
 
 
 def test_a_release_that_takes_long_gives_others_the_next_turn(watch: Watch, redis_url: str) -> None:
     for takes, trips in [(0.0, [1, 1]), (0.1, [1, 1]), (0.125, [1, 0])]:
         servers = [watch.server(redis_url) for _ in range(2)]
-        watch.renewer.adrift.clear()
+        watch.renewer.cleanups.clear()
         for number, server in enumerate(servers):
             watch.adrift(server, str(number))
             node(server).takes = takes if number == 0 else 0.0
-        watch.renewer.release_what_is_adrift()
+        watch.renewer.cleanups.release_due()
         assert [len(node(server).trips) for server in servers] == trips
 
 
 def test_of_too_many_tokens_the_oldest_is_forgotten(watch: Watch, redis_url: str) -> None:
     server = watch.server(redis_url)
     for number in range(10_001):
-        assert len(watch.renewer.adrift) == number
+        assert len(watch.renewer.cleanups) == number
         renewal.release_later(server, "k", b"%d" % number, MOMENT, settled=True)
-    assert len(watch.renewer.adrift) == 10_000
-    assert next(iter(watch.renewer.adrift)) == b"1"
+    assert len(watch.renewer.cleanups) == 10_000
+    assert next(iter(watch.renewer.cleanups)) == b"1"
     renewal.release_later(server, "k", b"last", MOMENT, settled=True)
-    assert len(watch.renewer.adrift) == 10_000
-    assert list(watch.renewer.adrift)[::9_999] == [b"2", b"last"]
+    assert len(watch.renewer.cleanups) == 10_000
+    assert list(watch.renewer.cleanups)[::9_999] == [b"2", b"last"]
 
 
 @pytest.mark.parametrize(("url", "slept"), [(None, []), (DOWN, [0.05] * 41)], ids=["up", "down"])
@@ -408,7 +408,7 @@ def test_the_end_of_the_process(
         paused.append(seconds)
         watch.clock.moment += seconds
 
-    monkeypatch.setattr(renewal, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(cleanup, "time", SimpleNamespace(sleep=sleep))
     server = watch.server(url or redis_url)
     watch.adrift(server, "settled")
     watch.adrift(server, "other", settled=False)
@@ -444,7 +444,7 @@ def test_who_cannot_be_connected_to(watch: Watch) -> None:
     server = watch.server(DOWN)
     watch.lease(server, ttl=2.0).renew_at = MOMENT
     watch.renewer.connect_for_what_is_due_soon()
-    assert node(server).rests_until == pytest.approx(MOMENT + 0.2)
+    assert node(server).backs_off_until == pytest.approx(MOMENT + 0.2)
 
 
 def test_a_connection_that_takes_long_gives_others_the_next_turn(watch: Watch, redis_url: str) -> None:
@@ -463,7 +463,7 @@ def test_a_server_that_cannot_be_looked_at_is_in_a_minute(watch: Watch) -> None:
     assert watch.renewer.next_due() == -math.inf
     watch.renewer.look_at_a_new_server()
     assert server.looked_at_from == MOMENT + 60
-    assert node(server).rests_until == pytest.approx(MOMENT + 0.05)
+    assert node(server).backs_off_until == pytest.approx(MOMENT + 0.05)
     assert watch.renewer.unknown == {}
     assert watch.renewer.next_due() == math.inf
 
@@ -529,7 +529,7 @@ class Idle:
 
     def adrift(self) -> Any:
         """A token that is due now, and not yet in its care."""
-        return renewal._Adrift(self._server, "k", b"k", LONG, settled=True)
+        return cleanup.Cleanup(self._server, "k", b"k", LONG, settled=True)
 
 
 @pytest.fixture
@@ -540,7 +540,7 @@ def idle(redis: Any) -> Idle:
 def test_it_sleeps_until_something_is_due(idle: Idle) -> None:
     adrift = idle.adrift()
     adrift.try_at = now() + 0.05
-    idle.renewer.adrift[b"k"] = adrift
+    idle.renewer.cleanups[b"k"] = adrift
     assert idle.sleep().result(LIMIT) is None
     assert now() >= adrift.try_at == idle.renewer.wakes_at
 
@@ -584,8 +584,8 @@ def test_what_comes_when_it_is_about_to_sleep(idle: Idle) -> None:
 
     def next_due() -> float:
         before: float = looks()
-        if not idle.renewer.adrift:
-            idle.renewer.adrift[b"k"] = adrift
+        if not idle.renewer.cleanups:
+            idle.renewer.cleanups[b"k"] = adrift
             idle.renewer.see_to_it_by(adrift.try_at)
         return before
 
@@ -646,7 +646,7 @@ def test_what_is_not_logged_starts_no_thread(caplog: pytest.LogCaptureFixture, m
 def test_what_a_connection_imports_is_there_before_the_thread() -> None:
     """Forked while the thread imports it, a child would wait for it for ever."""
     text = (
-        "import sys; from only_one.lock import renewal; renewal._Renewer.run = lambda _: None; "
+        "import sys; from only_one.lock import cleanup, renewal; renewal._Renewer.run = lambda _: None; "
         "renewal._renewer.see_to_it_by(0); print('encodings.idna' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=LIMIT, check=True)
@@ -659,18 +659,18 @@ def test_what_a_connection_imports_is_there_before_the_thread() -> None:
 def test_a_node_that_cannot_be_reached_rests_for_longer_each_time(watch: Watch, redis_url: str) -> None:
     """Until it answers; or for as long as it is told."""
     rests = node(watch.server(redis_url))
-    assert rests.rests_until == 0.0
+    assert rests.backs_off_until == 0.0
     for rest in (0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0):
         rests.fail()
-        assert rests.rests_until == pytest.approx(MOMENT + rest)
+        assert rests.backs_off_until == pytest.approx(MOMENT + rest)
     rests.fail(2.0)
-    assert rests.rests_until == MOMENT + 2
+    assert rests.backs_off_until == MOMENT + 2
     assert rests.send([("GET", watch.key())], {}) == [b"token"]
     rests.fail()
-    assert rests.rests_until == pytest.approx(MOMENT + 0.05)
+    assert rests.backs_off_until == pytest.approx(MOMENT + 0.05)
     down = node(watch.server(DOWN))
     assert [type(each) for each in down.send([("GET", "a"), ("GET", "b")], {})] == [redis_py.ConnectionError] * 2
-    assert down.rests_until == pytest.approx(MOMENT + 0.05)
+    assert down.backs_off_until == pytest.approx(MOMENT + 0.05)
 
 
 def test_a_node_carries_out_all_that_it_does_not_refuse(watch: Watch, redis_url: str) -> None:
@@ -698,24 +698,24 @@ def test_a_connection_for_the_thread_gives_up_soon() -> None:
         "connection_pool": object(),
     }
     soon = {"socket_timeout": 0.5, "socket_connect_timeout": 0.25}
-    assert nodes._in_haste(given) == {"host": "h", **soon}
-    assert nodes._in_haste({"socket_timeout": None, "socket_connect_timeout": 9}) == soon
+    assert nodes._short_timeouts(given) == {"host": "h", **soon}
+    assert nodes._short_timeouts({"socket_timeout": None, "socket_connect_timeout": 9}) == soon
     sooner = {"socket_timeout": 0.125, "socket_connect_timeout": 0.125}
-    assert nodes._in_haste(sooner) == sooner
-    found = nodes._in_haste({"retry": redis_py.retry.Retry(redis_py.backoff.NoBackoff(), 3)})
+    assert nodes._short_timeouts(sooner) == sooner
+    found = nodes._short_timeouts({"retry": redis_py.retry.Retry(redis_py.backoff.NoBackoff(), 3)})
     assert found["retry"]._retries == 0
-    assert nodes._in_haste({"maint_notifications_config": None})["maint_notifications_config"] is None
+    assert nodes._short_timeouts({"maint_notifications_config": None})["maint_notifications_config"] is None
     told = SimpleNamespace
-    assert nodes._in_haste({"maint_notifications_config": told(enabled=True)})["maint_notifications_config"] == told(
-        enabled=False
-    )
+    assert nodes._short_timeouts({"maint_notifications_config": told(enabled=True)})[
+        "maint_notifications_config"
+    ] == told(enabled=False)
 
 
 @pytest.mark.parametrize("url", ["redis://h:7/3", "rediss://h:7", "unix:///s"])
 @pytest.mark.parametrize("kind", [redis_py.ConnectionPool, redis_py.BlockingConnectionPool])
 def test_a_client_for_the_thread_is_one_of_the_same_server(url: str, kind: Any) -> None:
     pool = kind.from_url(url, max_connections=1, timeout=None)
-    made = nodes.impatient(redis_py.Redis(connection_pool=pool)).connection_pool
+    made = nodes.with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
     assert (type(made), made.connection_class) == (redis_py.ConnectionPool, pool.connection_class)
     given = {name: pool.connection_kwargs.get(name) for name in ("host", "port", "db", "path")}
     assert {name: made.connection_kwargs.get(name) for name in given} == given
@@ -728,7 +728,7 @@ def test_a_client_for_the_thread_that_asks_the_same_sentinels() -> None:
     manager = kind([("h", 7), ("h", 8)])
     for options in ({}, {"is_master": False, "check_connection": True, "ssl": True}):
         pool = redis_py.sentinel.SentinelConnectionPool("mine", manager, **options)  # type: ignore[no-untyped-call]
-        made = nodes.impatient(redis_py.Redis(connection_pool=pool)).connection_pool
+        made = nodes.with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
         assert made is not pool
         for name in ("service_name", "is_master", "check_connection", "connection_class"):
             assert getattr(made, name) == getattr(pool, name)
@@ -741,4 +741,4 @@ def test_a_client_for_the_thread_that_asks_the_same_sentinels() -> None:
 
 def test_a_client_of_which_none_can_be_made() -> None:
     for client in (object(), SimpleNamespace(connection_pool=object())):
-        assert nodes.impatient(client) is client
+        assert nodes.with_short_timeouts(client) is client

@@ -1,0 +1,97 @@
+"""Cleanup: keys that a call may have left behind are released in the background, again and again, until they expire."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from only_one.clock import now
+from only_one.connections.cluster import LONG, Node, trips
+from only_one.connections.server import Server
+from only_one.protocol import Command
+
+from .redis_lock import RAW
+
+_FIRST_PAUSE = 0.05
+_LONGEST_PAUSE = 1.0
+_MOST = 10_000
+_FINISHED_IN = 2.0
+"""Seconds that the end of the process waits at the most for keys that could not be released."""
+
+
+class Cleanup:
+    """A key to be released if it holds a token, which an unconfirmed acquire may have stored, or may yet store."""
+
+    __slots__ = ("key", "pause", "server", "settled", "token", "try_at", "until")
+
+    def __init__(self, server: Server, key: str, token: bytes, until: float, *, settled: bool) -> None:
+        """See `renewal.release_later`."""
+        self.server = server
+        self.key = key
+        self.token = token
+        self.until = until
+        self.settled = settled
+        self.pause = _FIRST_PAUSE
+        self.try_at = now()
+
+    def is_over(self, command: Command, reply: Any) -> bool:
+        """Whether no more is to be done, by the reply to a command that releases the key."""
+        if isinstance(reply, ResponseError) and self.server.dialect.unlearn_release(command[0], reply):
+            return False  # due at once, by another command
+        if isinstance(reply, Exception):
+            self.pause = min(self.pause * 2, _LONGEST_PAUSE)
+        elif self.settled:
+            return True
+        else:
+            # "Missing" is not final: a delayed SET may still arrive. It is asked again after twice the time, so that
+            # a token that comes late stays no longer than it was late.
+            self.pause *= 2
+        self.try_at = now() + self.pause
+        return self.try_at >= self.until
+
+
+class Cleanups(dict[bytes, Cleanup]):
+    """Those of one process, by token."""
+
+    def add(self, cleanup: Cleanup) -> None:
+        """Begin one; where there are too many, the oldest is forgotten: it has the least time left to do harm."""
+        if len(self) >= _MOST:
+            with suppress(StopIteration, KeyError, RuntimeError):
+                del self[next(iter(self))]
+        self[cleanup.token] = cleanup
+
+    def release_due(self) -> None:
+        """Try all that are due, in one trip to each node."""
+        moment = now()
+        due_now = [each for each in list(self.values()) if each.try_at <= moment]
+        # In order, or those that are asked for again and again would keep others from their first turn.
+        for node, due in trips(sorted(due_now, key=lambda each: each.try_at)):
+            # Of all that waits for a node that is down, one trip at a time finds out whether it still is.
+            if node.backs_off_until > now():
+                for cleanup in due:
+                    cleanup.try_at = node.backs_off_until
+            else:
+                self.release(node, due)
+            if now() > moment + LONG:
+                return
+
+    def release(self, node: Node, due: list[Cleanup]) -> None:
+        """Try once to release keys of one node, in one trip."""
+        commands = [each.server.dialect.cleanup_command(each.key, each.token) for each in due]
+        for cleanup, command, reply in zip(due, commands, node.send(commands, RAW), strict=True):
+            if cleanup.is_over(command, reply):
+                self.pop(cleanup.token, None)
+
+    def finish(self) -> None:
+        """Release what could not be released at the end of a run, as nobody will after this process."""
+        limit = now() + _FINISHED_IN
+        left = list(self.values())
+        while left and now() < limit:
+            for node, due in trips(left):
+                self.release(node, due)
+            left = [each for each in left if each.settled and each.token in self]
+            if left:
+                time.sleep(_FIRST_PAUSE)
