@@ -43,13 +43,14 @@ class Node:
         backs_off_until: when it is asked again, by `clock.now()`, after it could not be reached.
     """
 
-    __slots__ = ("__weakref__", "_cluster", "_pause", "backs_off_until", "client")
+    __slots__ = ("__weakref__", "_cluster", "_is_connected", "_pause", "backs_off_until", "client")
 
     def __init__(self, client: Any, cluster: ClusterNodes | None = None) -> None:
         self.client = client
         self.backs_off_until = 0.0
         self._pause = _FIRST_PAUSE
         self._cluster = cluster
+        self._is_connected = False
 
     def of(self, _key: str) -> Node:
         """The node that has a key, as of a cluster."""
@@ -83,11 +84,16 @@ class Node:
         self._pause = _FIRST_PAUSE
         return replies
 
-    def connect(self) -> None:
-        """Connect, so that the first renewal takes no longer than the others."""
+    def connect(self, pause: float) -> None:
+        """Connect once: under load that takes long, and the first renewal is to take no longer than the others."""
         pool = getattr(self.client, "connection_pool", None)
-        if pool is not None:
+        if pool is None or self._is_connected:
+            return
+        self._is_connected = True
+        try:
             redis.Redis(connection_pool=pool, single_connection_client=True).close()
+        except Exception:  # noqa: BLE001 - whatever a client raises, the thread has other keys to see to
+            self.fail(pause)
 
     def fail(self, pause: float | None = None) -> None:
         """Note that it could not be reached."""

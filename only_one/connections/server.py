@@ -114,7 +114,7 @@ def check_source(name: str, source: Source) -> Source:
         except (TypeError, ValueError, RedisError):  # whose text may hold the password
             msg = f"{name}={masked(source)!r} cannot be read: write redis://[user:password@]host:6379/0[?option=value]"
             raise ConfigurationError(msg) from None
-    elif _is_async(source):
+    elif inspect.iscoroutinefunction(getattr(source, "execute_command", None)):
         msg = f"{name}= an asyncio client: give a sync one or a URL, the asyncio client is made from it"
         raise ConfigurationError(msg)
     elif not _is_client(source):
@@ -170,10 +170,6 @@ def _is_client(source: object) -> bool:
     if isinstance(source, (type, Pipeline)):
         return False
     return hasattr(source, "execute_command") and hasattr(source, "register_script")  # which a PubSub has not
-
-
-def _is_async(source: object) -> bool:
-    return inspect.iscoroutinefunction(getattr(source, "execute_command", None))
 
 
 def masked(url: str) -> str:

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 from redis.exceptions import ResponseError
 
@@ -48,7 +48,6 @@ class _Renewer:
         self.leases: dict[bytes, ref[Lease]] = {}
         self.cleanups = Cleanups()
         self.unknown: dict[Server, str] = {}
-        self.connected: WeakSet[Node] = WeakSet()
         self.woken: SimpleQueue[float] = SimpleQueue()
         self.wakes_at = -math.inf
         self.is_running = False
@@ -133,15 +132,8 @@ class _Renewer:
     def connect_for_what_is_due_soon(self) -> None:
         moment = now()
         for lease in self.held():
-            if not lease.server or not lease.renews or lease.renew_at - moment >= _CONNECTED_BEFORE:
-                continue
-            node = lease.server.node_of(lease.key)
-            if node not in self.connected:
-                self.connected.add(node)
-                try:
-                    node.connect()
-                except Exception:  # noqa: BLE001 - whatever a client raises, the thread has other keys to see to
-                    node.fail(_pause([lease]))
+            if lease.server and lease.renews and lease.renew_at - moment < _CONNECTED_BEFORE:
+                lease.server.node_of(lease.key).connect(_pause([lease]))
             if now() > moment + LONG:
                 return
 
