@@ -24,10 +24,8 @@ from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.retry import Retry
 
-from only_one import LockLost, LockUnavailable, configure, only_one, skip, subscribe
-from only_one.clock import now
+from only_one import LockLost, LockUnavailable, only_one, skip, subscribe
 from only_one.connections import cluster as nodes
-from only_one.connections import server as servers
 from only_one.events import Event, Lost
 from only_one.lock import renewal
 from tests.faults.programs import Program, Running, RunningAsync
@@ -48,13 +46,6 @@ RELEASES = ("DELIFEQ", "DELEX", "EVALSHA", "EVAL")
 def key(prefix: str) -> str:
     """The key as it is in Redis."""
     return f"{prefix}{NAME}"
-
-
-@pytest.fixture
-def direct(redis_url: str, prefix: str) -> Iterator[Any]:  # noqa: ARG001 - its settings are put back after ours
-    """A client of the shared server, past every proxy; what the test covers takes its keys there."""
-    with redis.Redis.from_url(redis_url) as client, configure(redis=redis_url):
-        yield client
 
 
 @pytest.fixture
@@ -795,85 +786,3 @@ def test_a_connection_that_is_gone_at_the_end_of_a_run(proxy: Proxy, direct: Any
             assert direct.exists(*keys) == 2
         assert eventually(lambda: not direct.exists(*keys))
     assert losses == []
-
-
-MANY = 1000
-
-
-@pytest.fixture
-def left_behind(server: RedisServer, prefix: str) -> Iterator[Callable[..., list[str]]]:
-    """A callable that takes many keys whose runs are gone, while the thread that renews takes their server for down."""
-    names = [f"{prefix}{number}" for number in range(MANY)]
-
-    def leave(*, settled: bool) -> list[str]:
-        theirs = servers.find_server(server.url)
-        theirs.node_of(names[0]).fail(LONG)
-        with redis.Redis.from_url(server.url) as client:
-            client.mset({name: name for name in names})
-        for name in names:
-            renewal.release_later(theirs, name, name.encode(), now() + 2 * LONG, settled=settled)
-        return names
-
-    yield leave
-    for name in names:
-        renewal._renewer.cleanups.pop(name.encode(), None)
-
-
-def are_tried(names: list[str]) -> bool:
-    """Whether the thread that renews comes to have seen to all tokens: each is gone, or is asked for again."""
-    left = renewal._renewer.cleanups
-    return eventually(lambda: all(left[name.encode()].pause > 0.05 for name in names if name.encode() in left))
-
-
-@pytest.mark.parametrize("settled", [True, False], ids=["settled", "on their way"])
-@pytest.mark.parametrize("release", ["DELIFEQ", "EVALSHA"])
-def test_many_tokens_of_unknown_fate_are_released_in_a_few_trips(
-    server: RedisServer, left_behind: Callable[..., list[str]], release: Any, settled: Any
-) -> None:
-    """However the server releases: of what is sent in one trip, it reads much at a time."""
-    servers.find_server(server.url).dialect.release = release
-    names = left_behind(settled=settled)
-    with redis.Redis.from_url(server.url) as client:
-        before = client.info("stats")["total_reads_processed"]
-        with later(LONG):
-            assert are_tried(names)
-        assert client.info("stats")["total_reads_processed"] - before < MANY / 2
-        assert client.exists(*names) == 0
-        if not settled:  # "missing" is not final
-            client.set(names[0], names[0])
-            assert freed(client, names[0])
-
-
-def test_many_tokens_of_unknown_fate_on_a_server_that_refuses_the_newer_commands(
-    server: RedisServer, left_behind: Callable[..., list[str]]
-) -> None:
-    with redis.Redis.from_url(server.url) as client:
-        for command in ("delifeq", "delex"):
-            with suppress(redis.ResponseError):  # there is no such command
-                client.execute_command("ACL", "SETUSER", "default", f"-{command}")
-        names = left_behind(settled=True)
-        with later(LONG):
-            assert eventually(lambda: not client.exists(*names))
-    assert servers.find_server(server.url).dialect.release == "EVALSHA"
-
-
-ENDS = """
-import sys
-import redis
-from only_one.connections import server as servers
-from only_one.lock import renewal
-from only_one.clock import now
-server = servers.find_server(sys.argv[1])
-for number in range(10):
-    key = f"{sys.argv[2]}{number}"
-    server.node_of(key).fail(600)
-    server.client.set(key, key)
-    renewal.release_later(server, key, key.encode(), now() + 600, settled=bool(number % 2))
-"""
-
-
-def test_a_process_that_ends_asks_once_more_for_what_it_leaves_behind(direct: Any, redis_url: str, prefix: str) -> None:
-    """Also where a delayed SET may still arrive, as nobody will ask after it."""
-    with Program(ENDS, redis_url, prefix) as program:
-        assert program.line() == ""
-    assert not direct.keys(f"{prefix}*")

@@ -7,134 +7,25 @@ import math
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
-from weakref import ref
 
 import pytest
 import redis as redis_py
 from redis.exceptions import NoPermissionError, ResponseError
 
-from only_one import LockLost, lease
+from only_one import LockLost
 from only_one.clock import now
 from only_one.connections import cluster as nodes
 from only_one.connections.server import Server
 from only_one.lease import Lease
 from only_one.lock import cleanup, renewal
 from tests.lock.test_leases import no_more_threads
+from tests.lock.watched import DOWN, LONG, SOON, TTL, Watch, keys, node
 from tests.proxy import Proxy
-from tests.renewal import MOMENT, Clock
+from tests.renewal import MOMENT
 from tests.waiting import LIMIT, eventually
-
-LONG = 4096.0
-TTL = 1024.0
-SOON = TTL * 0.02
-DOWN = "redis://127.0.0.1:1"
-
-Trip = list[tuple[str, str]]
-
-
-class Watched(nodes.Node):
-    """A node that notes what it is sent, and on which a trip takes as long as the test says.
-
-    Attributes:
-        trips: of each trip, the command and the key of all that was sent.
-        takes: seconds that a trip takes.
-        connects: how often it was connected to before it was asked.
-    """
-
-    def __init__(self, client: Any, clock: Clock) -> None:
-        super().__init__(client)
-        self.trips: list[Trip] = []
-        self.takes = 0.0
-        self.connects = 0
-        self._clock = clock
-
-    def send(self, commands: Sequence[Any], options: dict[str, Any], pause: float | None = None) -> list[Any]:
-        self.trips.append([(command[0], command[3] if command[0] == "EVAL" else command[1]) for command in commands])
-        self._clock.moment += self.takes
-        return super().send(commands, options, pause)
-
-    def connect(self, pause: float) -> None:
-        self.connects += not self._is_connected
-        self._clock.moment += self.takes
-        super().connect(pause)
-
-
-class Watch:
-    """A renewer without a thread, and the servers that it asks."""
-
-    def __init__(self, clock: Clock, prefix: str, redis: Any) -> None:
-        self.renewer = renewal._Renewer()
-        self.renewer.is_running = True
-        self.clock = clock
-        self.redis = redis
-        self._prefix = prefix
-        self._clients: list[Any] = []
-        self._leases: list[Lease] = []
-
-    def server(self, url: str) -> Any:
-        """A server with a node that is watched."""
-        client = redis_py.Redis.from_url(url)
-        server: Any = Server(client)
-        server._nodes = Watched(nodes.with_short_timeouts(client), self.clock)
-        self._clients += [client, server._nodes.client]
-        return server
-
-    def key(self, name: str = "k") -> str:
-        """A key that is taken."""
-        self.redis.set(self._prefix + name, "token", px=600_000)
-        return self._prefix + name
-
-    def lease(self, server: Any, name: str = "k", limit: float = math.inf, ttl: float = TTL) -> Lease:
-        """A lease in its care."""
-        made = Lease(server, self.key(name), b"token", self.clock.moment, ttl, limit)
-        self.renewer.leases[name.encode()] = ref(made)
-        self._leases.append(made)
-        return made
-
-    def adrift(self, server: Any, name: str = "k", *, settled: bool = True) -> Any:
-        """A token in its care."""
-        key = self.key(name)
-        made = cleanup.Cleanup(server, key, b"token", MOMENT + LONG, settled=settled)
-        self.renewer.cleanups[name.encode()] = made
-        made.token = name.encode()  # so that each has its own place
-        return made
-
-    def close(self) -> None:
-        for client in self._clients:
-            client.close()
-
-
-@pytest.fixture
-def clock() -> Iterator[Clock]:
-    """The process's own thread may look at it, too, and is woken afterwards: by this clock it would sleep for a day."""
-    with pytest.MonkeyPatch.context() as patch:
-        yield Clock(patch, renewal, cleanup, lease, nodes)
-    if renewal._renewer.is_running:
-        renewal._renewer.see_to_it_by(-math.inf)
-
-
-@pytest.fixture
-def watch(clock: Clock, prefix: str, redis: Any) -> Iterator[Watch]:
-    watch = Watch(clock, prefix, redis)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(renewal, "_renewer", watch.renewer)
-        yield watch
-    watch.close()
-
-
-def node(server: Any) -> Watched:
-    found: Watched = server.node_of("")
-    return found
-
-
-def keys(trips: list[Trip]) -> list[list[str]]:
-    """The last part of the keys of each trip."""
-    return [[key.rpartition(":")[2] for _, key in trip] for trip in trips]
-
 
 # What is due
 
@@ -322,103 +213,6 @@ def test_how_it_is_told_why(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> No
     assert "no permission: give it what docs/access-rights.md lists" in said[0][1]
     assert said[1][1].startswith(f"{first} and 1 others cannot")
     assert said[2][1] == f"{first} and 2 others could not be renewed, and will be tried again: OSError('down')"
-
-
-# Tokens of unknown fate
-
-
-@pytest.mark.parametrize(
-    ("settled", "reply", "is_done", "pauses"),
-    [
-        (True, 1, True, [0.05]),
-        (False, 1, False, [0.1, 0.2, 0.4, 0.8, 1.6]),
-        (True, OSError(), False, [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]),
-        (False, ResponseError("OOM"), False, [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]),
-        (False, ResponseError("unknown command"), False, [0.05] * 3),  # it is due at once, by another
-    ],
-)
-def test_when_a_token_is_asked_for_again(
-    watch: Watch, redis_url: str, reply: object, pauses: list[float], *, settled: bool, is_done: bool
-) -> None:
-    adrift = watch.adrift(watch.server(redis_url), settled=settled)
-    assert adrift.try_at == MOMENT
-    for pause in pauses:
-        assert adrift.is_over(("DELIFEQ", "k"), reply) is is_done
-        assert adrift.pause == pytest.approx(pause)
-        assert adrift.try_at == MOMENT + (adrift.pause if pause > 0.05 else 0)
-
-
-def test_a_token_is_not_looked_for_when_it_has_expired(watch: Watch, redis_url: str) -> None:
-    adrift = watch.adrift(watch.server(redis_url), settled=False)
-    adrift.pause = 0.5
-    adrift.until = MOMENT + 1
-    assert adrift.is_over(("DELIFEQ", "k"), 0)
-    adrift.pause, adrift.until = 0.5, MOMENT + 1.125
-    assert not adrift.is_over(("DELIFEQ", "k"), 0)
-
-
-def test_tokens_that_are_due(watch: Watch, redis_url: str) -> None:
-    """Those that have waited longest come first, and a node that rests is not asked."""
-    server, down = watch.server(redis_url), watch.server(redis_url)
-    first, second, later, waits = (
-        watch.adrift(each, name) for each, name in zip([server] * 3 + [down], ("1", "2", "3", "4"), strict=True)
-    )
-    first.try_at, second.try_at, later.try_at = MOMENT, MOMENT - 1, math.nextafter(MOMENT, math.inf)
-    node(down).backs_off_until = MOMENT + 2
-    watch.renewer.cleanups.release_due()
-    assert keys(node(server).trips) == [["2", "1"]]
-    assert node(down).trips == []
-    assert (later.try_at, waits.try_at) == (math.nextafter(MOMENT, math.inf), MOMENT + 2)
-    watch.clock.moment += 2
-    watch.renewer.cleanups.release_due()
-    assert keys(node(down).trips) == [["4"]]
-
-
-def test_a_release_that_takes_long_gives_others_the_next_turn(watch: Watch, redis_url: str) -> None:
-    for takes, trips in [(0.0, [1, 1]), (0.1, [1, 1]), (0.125, [1, 0])]:
-        servers = [watch.server(redis_url) for _ in range(2)]
-        watch.renewer.cleanups.clear()
-        for number, server in enumerate(servers):
-            watch.adrift(server, str(number))
-            node(server).takes = takes if number == 0 else 0.0
-        watch.renewer.cleanups.release_due()
-        assert [len(node(server).trips) for server in servers] == trips
-
-
-def test_of_too_many_tokens_the_oldest_is_forgotten(watch: Watch, redis_url: str) -> None:
-    server = watch.server(redis_url)
-    for number in range(10_001):
-        assert len(watch.renewer.cleanups) == number
-        renewal.release_later(server, "k", b"%d" % number, MOMENT, settled=True)
-    assert len(watch.renewer.cleanups) == 10_000
-    assert next(iter(watch.renewer.cleanups)) == b"1"
-    renewal.release_later(server, "k", b"last", MOMENT, settled=True)
-    assert len(watch.renewer.cleanups) == 10_000
-    assert list(watch.renewer.cleanups)[::9_999] == [b"2", b"last"]
-
-
-@pytest.mark.parametrize(("url", "slept"), [(None, []), (DOWN, [0.05] * 41)], ids=["up", "down"])
-def test_the_end_of_the_process(
-    watch: Watch, redis_url: str, monkeypatch: pytest.MonkeyPatch, url: str | None, slept: list[float]
-) -> None:
-    """It tries for two seconds; what may still arrive is asked for once, and no more if it was the last."""
-    paused: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        paused.append(seconds)
-        watch.clock.moment += seconds
-
-    monkeypatch.setattr(cleanup, "time", SimpleNamespace(sleep=sleep))
-    server = watch.server(url or redis_url)
-    watch.adrift(server, "settled")
-    watch.adrift(server, "other", settled=False)
-    renewal._finish()
-    assert len(paused) == pytest.approx(len(slept), abs=1)
-    assert paused == slept[: len(paused)]
-    trips = keys(node(server).trips)
-    assert sorted(trips[0]) == ["other", "settled"]
-    assert trips[1:] == [["settled"]] * (len(trips) - 1)
-    assert len(trips) == len(paused) or not url
 
 
 # Connections, and servers that nobody has looked at

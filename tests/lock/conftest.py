@@ -1,0 +1,41 @@
+"""A renewer whose steps a test takes by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis as redis_py
+
+from only_one import configure, lease
+from only_one.connections import cluster as nodes
+from only_one.lock import cleanup, renewal
+from tests.lock.watched import Watch
+from tests.renewal import Clock
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    """The process's own thread may look at it, too, and is woken afterwards: by this clock it would sleep for a day."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield Clock(patch, renewal, cleanup, lease, nodes)
+    if renewal._renewer.is_running:
+        renewal._renewer.see_to_it_by(-math.inf)
+
+
+@pytest.fixture
+def watch(clock: Clock, prefix: str, redis: Any) -> Iterator[Watch]:
+    watch = Watch(clock, prefix, redis)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(renewal, "_renewer", watch.renewer)
+        yield watch
+    watch.close()
+
+
+@pytest.fixture
+def direct(redis_url: str, prefix: str) -> Iterator[Any]:  # noqa: ARG001 - its settings are put back after ours
+    """A client of the shared server, past every proxy; what the test covers takes its keys there."""
+    with redis_py.Redis.from_url(redis_url) as client, configure(redis=redis_url):
+        yield client

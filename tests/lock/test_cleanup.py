@@ -1,0 +1,199 @@
+"""What cleans up, and when: keys whose acquire is not confirmed, or whose release has failed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import redis
+from redis.exceptions import ResponseError
+
+from only_one.clock import now
+from only_one.connections import server as servers
+from only_one.lock import cleanup, renewal
+from only_one.testing import RedisServer
+from tests.faults.programs import Program
+from tests.lock.test_leases import freed
+from tests.lock.watched import DOWN, LONG, Watch, keys, node
+from tests.renewal import MOMENT, later
+from tests.waiting import eventually
+
+
+@pytest.mark.parametrize(
+    ("settled", "reply", "is_done", "pauses"),
+    [
+        (True, 1, True, [0.05]),
+        (False, 1, False, [0.1, 0.2, 0.4, 0.8, 1.6]),
+        (True, OSError(), False, [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]),
+        (False, ResponseError("OOM"), False, [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]),
+        (False, ResponseError("unknown command"), False, [0.05] * 3),  # it is due at once, by another
+    ],
+)
+def test_when_a_token_is_asked_for_again(
+    watch: Watch, redis_url: str, reply: object, pauses: list[float], *, settled: bool, is_done: bool
+) -> None:
+    adrift = watch.adrift(watch.server(redis_url), settled=settled)
+    assert adrift.try_at == MOMENT
+    for pause in pauses:
+        assert adrift.is_over(("DELIFEQ", "k"), reply) is is_done
+        assert adrift.pause == pytest.approx(pause)
+        assert adrift.try_at == MOMENT + (adrift.pause if pause > 0.05 else 0)
+
+
+def test_a_token_is_not_looked_for_when_it_has_expired(watch: Watch, redis_url: str) -> None:
+    adrift = watch.adrift(watch.server(redis_url), settled=False)
+    adrift.pause = 0.5
+    adrift.until = MOMENT + 1
+    assert adrift.is_over(("DELIFEQ", "k"), 0)
+    adrift.pause, adrift.until = 0.5, MOMENT + 1.125
+    assert not adrift.is_over(("DELIFEQ", "k"), 0)
+
+
+def test_tokens_that_are_due(watch: Watch, redis_url: str) -> None:
+    """Those that have waited longest come first, and a node that rests is not asked."""
+    server, down = watch.server(redis_url), watch.server(redis_url)
+    first, second, later, waits = (
+        watch.adrift(each, name) for each, name in zip([server] * 3 + [down], ("1", "2", "3", "4"), strict=True)
+    )
+    first.try_at, second.try_at, later.try_at = MOMENT, MOMENT - 1, math.nextafter(MOMENT, math.inf)
+    node(down).backs_off_until = MOMENT + 2
+    watch.renewer.cleanups.release_due()
+    assert keys(node(server).trips) == [["2", "1"]]
+    assert node(down).trips == []
+    assert (later.try_at, waits.try_at) == (math.nextafter(MOMENT, math.inf), MOMENT + 2)
+    watch.clock.moment += 2
+    watch.renewer.cleanups.release_due()
+    assert keys(node(down).trips) == [["4"]]
+
+
+def test_a_release_that_takes_long_gives_others_the_next_turn(watch: Watch, redis_url: str) -> None:
+    for takes, trips in [(0.0, [1, 1]), (0.1, [1, 1]), (0.125, [1, 0])]:
+        servers = [watch.server(redis_url) for _ in range(2)]
+        watch.renewer.cleanups.clear()
+        for number, server in enumerate(servers):
+            watch.adrift(server, str(number))
+            node(server).takes = takes if number == 0 else 0.0
+        watch.renewer.cleanups.release_due()
+        assert [len(node(server).trips) for server in servers] == trips
+
+
+def test_of_too_many_tokens_the_oldest_is_forgotten(watch: Watch, redis_url: str) -> None:
+    server = watch.server(redis_url)
+    for number in range(10_001):
+        assert len(watch.renewer.cleanups) == number
+        renewal.release_later(server, "k", b"%d" % number, MOMENT, settled=True)
+    assert len(watch.renewer.cleanups) == 10_000
+    assert next(iter(watch.renewer.cleanups)) == b"1"
+    renewal.release_later(server, "k", b"last", MOMENT, settled=True)
+    assert len(watch.renewer.cleanups) == 10_000
+    assert list(watch.renewer.cleanups)[::9_999] == [b"2", b"last"]
+
+
+@pytest.mark.parametrize(("url", "slept"), [(None, []), (DOWN, [0.05] * 41)], ids=["up", "down"])
+def test_the_end_of_the_process(
+    watch: Watch, redis_url: str, monkeypatch: pytest.MonkeyPatch, url: str | None, slept: list[float]
+) -> None:
+    """It tries for two seconds; what may still arrive is asked for once, and no more if it was the last."""
+    paused: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        paused.append(seconds)
+        watch.clock.moment += seconds
+
+    monkeypatch.setattr(cleanup, "time", SimpleNamespace(sleep=sleep))
+    server = watch.server(url or redis_url)
+    watch.adrift(server, "settled")
+    watch.adrift(server, "other", settled=False)
+    renewal._finish()
+    assert len(paused) == pytest.approx(len(slept), abs=1)
+    assert paused == slept[: len(paused)]
+    trips = keys(node(server).trips)
+    assert sorted(trips[0]) == ["other", "settled"]
+    assert trips[1:] == [["settled"]] * (len(trips) - 1)
+    assert len(trips) == len(paused) or not url
+
+
+MANY = 1000
+
+
+@pytest.fixture
+def left_behind(server: RedisServer, prefix: str) -> Iterator[Callable[..., list[str]]]:
+    """A callable that takes many keys whose runs are gone, while the thread that renews takes their server for down."""
+    names = [f"{prefix}{number}" for number in range(MANY)]
+
+    def leave(*, settled: bool) -> list[str]:
+        theirs = servers.find_server(server.url)
+        theirs.node_of(names[0]).fail(LONG)
+        with redis.Redis.from_url(server.url) as client:
+            client.mset({name: name for name in names})
+        for name in names:
+            renewal.release_later(theirs, name, name.encode(), now() + 2 * LONG, settled=settled)
+        return names
+
+    yield leave
+    for name in names:
+        renewal._renewer.cleanups.pop(name.encode(), None)
+
+
+def are_tried(names: list[str]) -> bool:
+    """Whether the thread that renews comes to have seen to all tokens: each is gone, or is asked for again."""
+    left = renewal._renewer.cleanups
+    return eventually(lambda: all(left[name.encode()].pause > 0.05 for name in names if name.encode() in left))
+
+
+@pytest.mark.parametrize("settled", [True, False], ids=["settled", "on their way"])
+@pytest.mark.parametrize("release", ["DELIFEQ", "EVALSHA"])
+def test_many_tokens_of_unknown_fate_are_released_in_a_few_trips(
+    server: RedisServer, left_behind: Callable[..., list[str]], release: Any, settled: Any
+) -> None:
+    """However the server releases: of what is sent in one trip, it reads much at a time."""
+    servers.find_server(server.url).dialect.release = release
+    names = left_behind(settled=settled)
+    with redis.Redis.from_url(server.url) as client:
+        before = client.info("stats")["total_reads_processed"]
+        with later(LONG):
+            assert are_tried(names)
+        assert client.info("stats")["total_reads_processed"] - before < MANY / 2
+        assert client.exists(*names) == 0
+        if not settled:  # "missing" is not final
+            client.set(names[0], names[0])
+            assert freed(client, names[0])
+
+
+def test_many_tokens_of_unknown_fate_on_a_server_that_refuses_the_newer_commands(
+    server: RedisServer, left_behind: Callable[..., list[str]]
+) -> None:
+    with redis.Redis.from_url(server.url) as client:
+        for command in ("delifeq", "delex"):
+            with suppress(redis.ResponseError):  # there is no such command
+                client.execute_command("ACL", "SETUSER", "default", f"-{command}")
+        names = left_behind(settled=True)
+        with later(LONG):
+            assert eventually(lambda: not client.exists(*names))
+    assert servers.find_server(server.url).dialect.release == "EVALSHA"
+
+
+ENDS = """
+import sys
+import redis
+from only_one.connections import server as servers
+from only_one.lock import renewal
+from only_one.clock import now
+server = servers.find_server(sys.argv[1])
+for number in range(10):
+    key = f"{sys.argv[2]}{number}"
+    server.node_of(key).fail(600)
+    server.client.set(key, key)
+    renewal.release_later(server, key, key.encode(), now() + 600, settled=bool(number % 2))
+"""
+
+
+def test_a_process_that_ends_asks_once_more_for_what_it_leaves_behind(direct: Any, redis_url: str, prefix: str) -> None:
+    """Also where a delayed SET may still arrive, as nobody will ask after it."""
+    with Program(ENDS, redis_url, prefix) as program:
+        assert program.line() == ""
+    assert not direct.keys(f"{prefix}*")
