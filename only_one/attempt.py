@@ -19,7 +19,7 @@ from .events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, logge
 from .holder import is_dead, is_queued, kept, under_way
 from .lease import Lease
 from .lock.redis_lock import AsyncLock, Lock
-from .lock.renewal import generation, hold, let_go, release_later
+from .lock.renewal import hold, let_go, process_identity, release_later
 from .plan import Call, Plan
 from .policies import CarryOn, PutBack, fail, skip
 from .protocol import TROUBLE, Outcome, Steps, acquire, take_over
@@ -63,7 +63,7 @@ class Attempt:
         self.call = call
         self.key = key
         self.token = call.identity.token(plan.timeout)
-        self._process = generation()
+        self._process = process_identity()
         self._asked_at = now()  # before the command is sent, so that the key never outlives what its holder believes
 
     @property
@@ -201,18 +201,19 @@ class Attempt:
 
     def adrift(self, *, settled: bool) -> None:
         """Whether the token is stored on the server is not known: see to it in the background."""
-        release_later(self.server, self.key, self.token, now() + self.plan.ttl, settled=settled)
+        release_later(self.server, self.key, self.token, now() + self.plan.ttl, no_write_in_flight=settled)
         self._is_settled = True
 
     def _no_longer_queued(self) -> None:
         """What is stored there for a task that was queued goes, too, as the task does not wait any more."""
         if self.call.queued is not None:
-            release_later(self.server, self.key, self.call.queued, now() + self.plan.queue_timeout, settled=True)
+            until = now() + self.plan.queue_timeout
+            release_later(self.server, self.key, self.call.queued, until, no_write_in_flight=True)
 
     @property
     def is_inherited(self) -> bool:
         """Whether this process was forked off in the middle of the run, which stays the parent's."""
-        return self._process is not generation()
+        return self._process is not process_identity()
 
     def _end(self) -> LockLost | None:
         """The function has returned or raised: a loss until now is told. From here on nothing is lost."""

@@ -89,7 +89,7 @@ def use_functions(client: Any, url: str) -> None:
     assert only_one("dead", at_least=600)(lambda: "done")() == "done"
     server, key = servers.find_server(url), "only_one:left"
     client.set(key, key)
-    renewal.release_later(server, key, key.encode(), now() + 600, settled=True)
+    renewal.release_later(server, key, key.encode(), now() + 600, no_write_in_flight=True)
     assert eventually(lambda: not [each for each in list(renewal._renewer.cleanups.values()) if each.key == key])
 
 

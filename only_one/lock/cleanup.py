@@ -25,15 +25,15 @@ _FINISHED_IN = 2.0
 class Cleanup:
     """A key to be released if it holds a token, which an unconfirmed acquire may have stored, or may yet store."""
 
-    __slots__ = ("key", "pause", "server", "settled", "token", "try_at", "until")
+    __slots__ = ("key", "no_write_in_flight", "pause", "server", "token", "try_at", "until")
 
-    def __init__(self, server: Server, key: str, token: bytes, until: float, *, settled: bool) -> None:
+    def __init__(self, server: Server, key: str, token: bytes, until: float, *, no_write_in_flight: bool) -> None:
         """See `renewal.release_later`."""
         self.server = server
         self.key = key
         self.token = token
         self.until = until
-        self.settled = settled
+        self.no_write_in_flight = no_write_in_flight
         self.pause = _FIRST_PAUSE
         self.try_at = now()
 
@@ -43,7 +43,7 @@ class Cleanup:
             return False  # due at once, by another command
         if isinstance(reply, Exception):
             self.pause = min(self.pause * 2, _LONGEST_PAUSE)
-        elif self.settled:
+        elif self.no_write_in_flight:
             return True
         else:
             # "Missing" is not final: a delayed SET may still arrive. It is asked again after twice the time, so that
@@ -92,6 +92,6 @@ class Cleanups(dict[bytes, Cleanup]):
         while left and now() < limit:
             for node, due in trips(left):
                 self.release(node, due)
-            left = [each for each in left if each.settled and each.token in self]
+            left = [each for each in left if each.no_write_in_flight and each.token in self]
             if left:
                 time.sleep(_FIRST_PAUSE)

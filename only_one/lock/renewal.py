@@ -299,21 +299,21 @@ def let_go(lease: Lease) -> None:
     _renewer.leases.pop(lease.token, None)
 
 
-def generation() -> object:
-    """Another object in every process, forked ones included."""
+def process_identity() -> object:
+    """An object that is another one in every process, forked ones included."""
     return _renewer
 
 
-def release_later(server: Server, key: str, token: bytes, until: float, *, settled: bool) -> None:
-    """Release a token of unknown fate, in the background, again and again.
+def release_later(server: Server, key: str, token: bytes, until: float, *, no_write_in_flight: bool) -> None:
+    """Release a key in the background, again and again: its acquire is unconfirmed, or its release has failed.
 
     Args:
         server: where the key is.
         key: the key as it is in Redis.
-        token: the value that may stand there.
-        until: when to give up, as the key has expired by itself, by `clock.now()`.
-        settled: the server has done with every command that may set the token, so that "gone" is final.
+        token: the value that may be stored there; another is left alone.
+        until: when to give up, because the key has expired by itself, by `clock.now()`.
+        no_write_in_flight: the server has done with every command that may set the token, so that "gone" is final.
     """
-    cleanup = Cleanup(server, key, token, until, settled=settled)
+    cleanup = Cleanup(server, key, token, until, no_write_in_flight=no_write_in_flight)
     _renewer.cleanups.add(cleanup)
     _renewer.see_to_it_by(cleanup.try_at)

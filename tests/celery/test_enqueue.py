@@ -897,8 +897,8 @@ def test_a_key_does_not_stay_queued_when_its_run_could_not_take_it(
             with pytest.raises(LockUnavailable) if policy is fail else nullcontext():
                 run(own, call, (), {})
             assert redis.get(f"{prefix}k") == value
-            adrift: Any = renewal._renewer.cleanups[value]
-            assert eventually(lambda: adrift.pause > cleanup._FIRST_PAUSE)  # as one try was in vain
+            pending: Any = renewal._renewer.cleanups[value]
+            assert eventually(lambda: pending.pause > cleanup._FIRST_PAUSE)  # as one try was in vain
 
         assert eventually(lambda: not redis.exists(f"{prefix}k"))
         assert eventually(lambda: value not in renewal._renewer.cleanups)  # it is not looked for again

@@ -262,7 +262,7 @@ def test_many_tokens_of_unknown_fate(cluster: Cluster, names: list[str], prefix:
         for number in range(200):
             name = f"{{{key}}}{number}"
             cluster.client.set(name, name)
-            renewal.release_later(server, name, name.encode(), now() + 2 * LIMIT, settled=True)
+            renewal.release_later(server, name, name.encode(), now() + 2 * LIMIT, no_write_in_flight=True)
     reads = [node.client.info("stats")["total_reads_processed"] for node in cluster.nodes]
     with later(LIMIT):
         assert eventually(lambda: not any(each.server is server for each in list(renewal._renewer.cleanups.values())))

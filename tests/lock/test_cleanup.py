@@ -36,28 +36,28 @@ from tests.waiting import eventually
 def test_when_a_token_is_asked_for_again(
     watch: Watch, redis_url: str, reply: object, pauses: list[float], *, settled: bool, is_done: bool
 ) -> None:
-    adrift = watch.adrift(watch.server(redis_url), settled=settled)
-    assert adrift.try_at == MOMENT
+    pending = watch.pending(watch.server(redis_url), settled=settled)
+    assert pending.try_at == MOMENT
     for pause in pauses:
-        assert adrift.is_over(("DELIFEQ", "k"), reply) is is_done
-        assert adrift.pause == pytest.approx(pause)
-        assert adrift.try_at == MOMENT + (adrift.pause if pause > 0.05 else 0)
+        assert pending.is_over(("DELIFEQ", "k"), reply) is is_done
+        assert pending.pause == pytest.approx(pause)
+        assert pending.try_at == MOMENT + (pending.pause if pause > 0.05 else 0)
 
 
 def test_a_token_is_not_looked_for_when_it_has_expired(watch: Watch, redis_url: str) -> None:
-    adrift = watch.adrift(watch.server(redis_url), settled=False)
-    adrift.pause = 0.5
-    adrift.until = MOMENT + 1
-    assert adrift.is_over(("DELIFEQ", "k"), 0)
-    adrift.pause, adrift.until = 0.5, MOMENT + 1.125
-    assert not adrift.is_over(("DELIFEQ", "k"), 0)
+    pending = watch.pending(watch.server(redis_url), settled=False)
+    pending.pause = 0.5
+    pending.until = MOMENT + 1
+    assert pending.is_over(("DELIFEQ", "k"), 0)
+    pending.pause, pending.until = 0.5, MOMENT + 1.125
+    assert not pending.is_over(("DELIFEQ", "k"), 0)
 
 
 def test_tokens_that_are_due(watch: Watch, redis_url: str) -> None:
     """Those that have waited longest come first, and a node that rests is not asked."""
     server, down = watch.server(redis_url), watch.server(redis_url)
     first, second, later, waits = (
-        watch.adrift(each, name) for each, name in zip([server] * 3 + [down], ("1", "2", "3", "4"), strict=True)
+        watch.pending(each, name) for each, name in zip([server] * 3 + [down], ("1", "2", "3", "4"), strict=True)
     )
     first.try_at, second.try_at, later.try_at = MOMENT, MOMENT - 1, math.nextafter(MOMENT, math.inf)
     node(down).backs_off_until = MOMENT + 2
@@ -75,7 +75,7 @@ def test_a_release_that_takes_long_gives_others_the_next_turn(watch: Watch, redi
         servers = [watch.server(redis_url) for _ in range(2)]
         watch.renewer.cleanups.clear()
         for number, server in enumerate(servers):
-            watch.adrift(server, str(number))
+            watch.pending(server, str(number))
             node(server).takes = takes if number == 0 else 0.0
         watch.renewer.cleanups.release_due()
         assert [len(node(server).trips) for server in servers] == trips
@@ -85,10 +85,10 @@ def test_of_too_many_tokens_the_oldest_is_forgotten(watch: Watch, redis_url: str
     server = watch.server(redis_url)
     for number in range(10_001):
         assert len(watch.renewer.cleanups) == number
-        renewal.release_later(server, "k", b"%d" % number, MOMENT, settled=True)
+        renewal.release_later(server, "k", b"%d" % number, MOMENT, no_write_in_flight=True)
     assert len(watch.renewer.cleanups) == 10_000
     assert next(iter(watch.renewer.cleanups)) == b"1"
-    renewal.release_later(server, "k", b"last", MOMENT, settled=True)
+    renewal.release_later(server, "k", b"last", MOMENT, no_write_in_flight=True)
     assert len(watch.renewer.cleanups) == 10_000
     assert list(watch.renewer.cleanups)[::9_999] == [b"2", b"last"]
 
@@ -106,8 +106,8 @@ def test_the_end_of_the_process(
 
     monkeypatch.setattr(cleanup, "time", SimpleNamespace(sleep=sleep))
     server = watch.server(url or redis_url)
-    watch.adrift(server, "settled")
-    watch.adrift(server, "other", settled=False)
+    watch.pending(server, "settled")
+    watch.pending(server, "other", settled=False)
     renewal._finish()
     assert len(paused) == pytest.approx(len(slept), abs=1)
     assert paused == slept[: len(paused)]
@@ -131,7 +131,7 @@ def left_behind(server: RedisServer, prefix: str) -> Iterator[Callable[..., list
         with redis.Redis.from_url(server.url) as client:
             client.mset({name: name for name in names})
         for name in names:
-            renewal.release_later(theirs, name, name.encode(), now() + 2 * LONG, settled=settled)
+            renewal.release_later(theirs, name, name.encode(), now() + 2 * LONG, no_write_in_flight=settled)
         return names
 
     yield leave
@@ -188,7 +188,7 @@ for number in range(10):
     key = f"{sys.argv[2]}{number}"
     server.node_of(key).fail(600)
     server.client.set(key, key)
-    renewal.release_later(server, key, key.encode(), now() + 600, settled=bool(number % 2))
+    renewal.release_later(server, key, key.encode(), now() + 600, no_write_in_flight=bool(number % 2))
 """
 
 

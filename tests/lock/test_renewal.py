@@ -292,9 +292,9 @@ def test_what_is_in_its_care(watch: Watch, redis_url: str) -> None:
     assert watch.renewer.held() == [kept]
     assert sorted(watch.renewer.leases) == [b"kept", b"lost"]
     assert watch.renewer.next_due() == kept.renew_at
-    adrift = watch.adrift(server)
-    assert watch.renewer.next_due() == adrift.try_at < kept.renew_at
-    adrift.try_at = kept.renew_at + 1
+    pending = watch.pending(server)
+    assert watch.renewer.next_due() == pending.try_at < kept.renew_at
+    pending.try_at = kept.renew_at + 1
     assert watch.renewer.next_due() == kept.renew_at
 
 
@@ -320,9 +320,9 @@ class Idle:
         threading.Thread(target=lambda: done.set_result(self.renewer.sleep()), daemon=True).start()
         return done
 
-    def adrift(self) -> Any:
+    def pending(self) -> Any:
         """A token that is due now, and not yet in its care."""
-        return cleanup.Cleanup(self._server, "k", b"k", LONG, settled=True)
+        return cleanup.Cleanup(self._server, "k", b"k", LONG, no_write_in_flight=True)
 
 
 @pytest.fixture
@@ -331,11 +331,11 @@ def idle(redis: Any) -> Idle:
 
 
 def test_it_sleeps_until_something_is_due(idle: Idle) -> None:
-    adrift = idle.adrift()
-    adrift.try_at = now() + 0.05
-    idle.renewer.cleanups[b"k"] = adrift
+    pending = idle.pending()
+    pending.try_at = now() + 0.05
+    idle.renewer.cleanups[b"k"] = pending
     assert idle.sleep().result(LIMIT) is None
-    assert now() >= adrift.try_at == idle.renewer.wakes_at
+    assert now() >= pending.try_at == idle.renewer.wakes_at
 
 
 def test_it_sleeps_for_ever_and_is_woken_for_what_comes_sooner(idle: Idle) -> None:
@@ -373,19 +373,19 @@ def test_it_sleeps_for_some_microseconds(idle: Idle) -> None:
 def test_what_comes_when_it_is_about_to_sleep(idle: Idle) -> None:
     """It does not know yet that it is to be woken for it."""
     looks = idle.renewer.next_due
-    adrift = idle.adrift()
+    pending = idle.pending()
 
     def next_due() -> float:
         before: float = looks()
         if not idle.renewer.cleanups:
-            idle.renewer.cleanups[b"k"] = adrift
-            idle.renewer.see_to_it_by(adrift.try_at)
+            idle.renewer.cleanups[b"k"] = pending
+            idle.renewer.see_to_it_by(pending.try_at)
         return before
 
     idle.renewer.next_due = next_due
     assert idle.sleep().result(LIMIT) is None
     assert idle.renewer.woken.empty()
-    assert idle.renewer.wakes_at == adrift.try_at
+    assert idle.renewer.wakes_at == pending.try_at
 
 
 # The thread

@@ -82,10 +82,10 @@ class Watch:
         self._leases.append(made)
         return made
 
-    def adrift(self, server: Any, name: str = "k", *, settled: bool = True) -> Any:
+    def pending(self, server: Any, name: str = "k", *, settled: bool = True) -> Any:
         """A token in its care."""
         key = self.key(name)
-        made = cleanup.Cleanup(server, key, b"token", MOMENT + LONG, settled=settled)
+        made = cleanup.Cleanup(server, key, b"token", MOMENT + LONG, no_write_in_flight=settled)
         self.renewer.cleanups[name.encode()] = made
         made.token = name.encode()  # so that each has its own place
         return made
