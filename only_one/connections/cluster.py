@@ -11,7 +11,7 @@ from weakref import finalize
 import redis
 from redis.backoff import NoBackoff
 from redis.cluster import parse_cluster_slots
-from redis.exceptions import AskError, ConnectionError, MovedError, ReadOnlyError, ResponseError  # noqa: A004 - redis-py's
+from redis.exceptions import AskError, MovedError, ReadOnlyError, ResponseError
 from redis.retry import Retry
 from redis.sentinel import SentinelConnectionPool
 
@@ -129,7 +129,6 @@ class ClusterNodes:
         given = self._manager.connection_kwargs
         self._options = _short_timeouts(given if notices is None else {**given, _NOTICES: notices})
         self._nodes: dict[_Address, Node] = {}
-        self._suspects: set[Node] = set()
         slots: dict[Any, Any] = self._manager.slots_cache
         self._owners: dict[int, _Address] = {slot: (nodes[0].host, nodes[0].port) for slot, nodes in slots.items()}
         for address in set(self._owners.values()):
@@ -156,15 +155,10 @@ class ClusterNodes:
 
         A slot that has moved is only learnt: the error stands, and the command goes to the right node when it is due.
         """
-        if node in self._suspects:
-            # A turn of its own, as the one that is asked may not answer either, and others are not to wait for two.
-            self._suspects.discard(node)
-            self._refresh(node)
-            return [ConnectionError("it is being looked for where the slot is")] * len(commands)
         replies = node.send_here(commands, options, pause)
         # A node that cannot be reached, or has become a replica, may have been replaced by another.
         if any(isinstance(reply, Exception) and _says_nothing_of_the_key(reply) for reply in replies):
-            self._suspects.add(node)
+            self._refresh(node)
         for number, reply in enumerate(replies):
             if isinstance(reply, AskError):  # of which MovedError is one
                 address = self._manager.remap_host_port(reply.host or _host(node), reply.port)
