@@ -67,9 +67,10 @@ class Node:
         Returns:
             The reply to each command, or its error.
         """
+        replies = self.send_here(commands, options, pause)
         if self._cluster is not None:
-            return self._cluster.send(self, commands, options, pause)
-        return self.send_here(commands, options, pause)
+            self._cluster.follow(self, commands, options, replies)
+        return replies
 
     def send_here(self, commands: Sequence[Command], options: dict[str, Any], pause: float | None = None) -> list[Any]:
         """Send commands in one trip to this node, and nowhere else."""
@@ -150,12 +151,11 @@ class ClusterNodes:
         """All nodes; those that could not be reached come last."""
         return sorted(self._nodes.values(), key=lambda node: node.backs_off_until)
 
-    def send(self, node: Node, commands: Sequence[Command], options: dict[str, Any], pause: float | None) -> list[Any]:
-        """Send commands to a node, and those of a slot that is moving to where it says.
+    def follow(self, node: Node, commands: Sequence[Command], options: dict[str, Any], replies: list[Any]) -> None:
+        """Learn from the replies of a node who has a slot, and send what is about a slot that moves to where it says.
 
-        A slot that has moved is only learnt: the error stands, and the command goes to the right node when it is due.
+        Of a slot that has moved the error stands: its commands go to the right node when they are due again.
         """
-        replies = node.send_here(commands, options, pause)
         # A node that cannot be reached, or has become a replica, may have been replaced by another.
         if any(isinstance(reply, Exception) and _says_nothing_of_the_key(reply) for reply in replies):
             self._refresh(node)
@@ -165,11 +165,10 @@ class ClusterNodes:
                 target = self._at(address)
                 if not isinstance(reply, MovedError):
                     if target.backs_off_until <= now():
-                        replies[number] = target.send_here([("ASKING",), commands[number]], options, pause)[1]
+                        replies[number] = target.send_here([("ASKING",), commands[number]], options)[1]
                 elif self._owners.get(reply.slot_id) != address:
                     self._owners[reply.slot_id] = address
                     self._refresh(node, target)
-        return replies
 
     def _refresh(self, but: Node, first: Node | None = None) -> None:
         """Ask one node which has which slot; if that one cannot be reached either, the next time is soon enough.
