@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import redis
 from redis.exceptions import ConnectionError, ResponseError  # noqa: A004 - redis-py's are meant
@@ -23,10 +23,23 @@ class _BrokenError(Exception):
     """The connection is broken; no error of redis-py's, which would wait for a while and try again by itself."""
 
 
-class _Pinned(redis.Redis):
-    """A client of one connection, on which a reply may be yet to come: it goes back to the pool closed."""
+class _Pinned:
+    """One connection. It is dropped also where nobody has come to that, as when an exception comes between two lines.
 
-    connection: Any
+    Attributes:
+        connection: the connection.
+        drop: closes it, and leaves it to the pool only then: a reply may be yet to come on it.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        """Take a connection from the pool."""
+        self._pool = pool
+        client: Any = redis.Redis(connection_pool=pool, single_connection_client=True)
+        self.connection, client.connection = client.connection, None
+        self._client = client
+        # No `__del__`: what a signal's handler raises there, where nothing was connected to either, would be lost.
+        self.drop = finalize(self, _drop, pool, self.connection)
+        self.drop.atexit = False
 
     def send(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Send a command, after a time-out again as often as the user's client says."""
@@ -34,23 +47,23 @@ class _Pinned(redis.Redis):
         return connection.retry.call_with_retry(lambda: self._try(args, options), lambda _: connection.disconnect())
 
     def _try(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        client: Any = self
         try:
             self.connection.send_command(*args, **options)
-            return client.parse_response(self.connection, args[0], **options)
+            return self._client.parse_response(self.connection, args[0], **options)
         except ConnectionError as error:
             raise _BrokenError from error
 
-    def close(self) -> None:
-        """Close the connection, also where nobody has come to it, as by a second interruption."""
-        if self.connection is not None:
-            self.connection.disconnect()
-        super().close()
-
     def give_back(self) -> None:
         """Leave the connection to the pool as it is."""
-        connection, self.connection = self.connection, None
-        self.connection_pool.release(connection)
+        self.drop.detach()
+        self._pool.release(self.connection)
+
+
+def _drop(pool: Any, connection: Any) -> None:
+    try:
+        connection.disconnect()
+    finally:  # where that is interrupted, too, the guarded pool closes it
+        pool.release(connection)
 
 
 class PinnedClient(redis.Redis):
@@ -84,19 +97,19 @@ class PinnedClient(redis.Redis):
         try:
             pinned = self._kept.pop()
         except IndexError:
-            pinned = _Pinned(connection_pool=self.connection_pool, single_connection_client=True)
+            pinned = _Pinned(self.connection_pool)
         try:
             reply = pinned.send(args, options)
         except ResponseError:
             self._keep(pinned)
             raise
         except _BrokenError:
-            pinned.close()
+            pinned.drop()
             parent: Any = super()
             return parent.execute_command(*args, **options)
         except BaseException:
             # A reply may be on its way still, which the next command there would take for its own.
-            pinned.close()
+            pinned.drop()
             raise
         self._keep(pinned)
         return reply

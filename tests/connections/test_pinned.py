@@ -77,8 +77,7 @@ def fill(direct: PinnedClient, number: int) -> set[int]:
 
 def kept(direct: PinnedClient) -> set[int]:
     """The server's ids of the connections that are kept."""
-    pinned: list[Any] = list(direct._kept)
-    return {each.execute_command("CLIENT ID") for each in pinned}
+    return {pinned.send(("CLIENT ID",), {}) for pinned in list(direct._kept)}
 
 
 @pytest.fixture
@@ -535,7 +534,7 @@ def test_a_handler_that_sends_a_command_of_its_own(direct: PinnedClient) -> None
 
 
 def test_no_more_than_16_connections_are_kept(client: Any, direct: PinnedClient) -> None:
-    pinned = [_Pinned(connection_pool=direct.connection_pool, single_connection_client=True) for _ in range(17)]
+    pinned = [_Pinned(direct.connection_pool) for _ in range(17)]
     for each in pinned:
         direct._keep(each)
     assert direct._kept == pinned[:16]
