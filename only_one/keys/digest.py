@@ -54,7 +54,7 @@ def digest(value: object) -> str:
         return _digest_of_short(value)
     value = plain(value)
     try:
-        content = _utf8(value) if isinstance(value, str) else VERSION + _encode(value)
+        content = str.encode(value, "utf-8", "surrogatepass") if isinstance(value, str) else VERSION + _encode(value)
     except RecursionError:
         raise UnknownType(type_name(value)) from None
     return md5(content, usedforsecurity=False).hexdigest()
@@ -63,7 +63,8 @@ def digest(value: object) -> str:
 @lru_cache(maxsize=4096)
 def _digest_of_short(text: str) -> str:
     """Calls come back with the same arguments, or there would be no need of us."""
-    return md5(_utf8(text), usedforsecurity=False).hexdigest()
+    # Half of a surrogate pair stands in the name of a file that is not UTF-8.
+    return md5(text.encode("utf-8", "surrogatepass"), usedforsecurity=False).hexdigest()
 
 
 def plain(value: Any) -> Any:
@@ -90,10 +91,6 @@ def _encoder_of_subclass(value: object) -> Callable[[Any], bytes]:
 
 def _sized(letter: bytes, content: bytes) -> bytes:
     return b"%s%d:%s" % (letter, len(content), content)
-
-
-def _utf8(value: str) -> bytes:
-    return str.encode(value, "utf-8", "surrogatepass")  # a file's name that is not UTF-8 holds half of a surrogate pair
 
 
 def _text(letter: bytes, serialize: Callable[[Any], str]) -> Callable[[Any], bytes]:
@@ -131,7 +128,7 @@ def _dataclass(value: Any) -> bytes:
 # The order counts for subclasses: an Enum may be a str, a datetime is a date, a bool is an int.
 _ENCODERS: dict[type, Callable[[Any], bytes]] = {
     Enum: lambda member: _encode(plain(member)),
-    str: _text(b"s", str.__str__),
+    str: lambda value: _sized(b"s", str.encode(value, "utf-8", "surrogatepass")),
     bool: lambda value: b"T" if value else b"F",
     int: lambda value: _sized(b"i", int.__format__(value, "x").encode()),
     float: _text(b"f", float.__repr__),

@@ -56,8 +56,7 @@ def field_problem(field: Field, arguments: Arguments) -> str | None:
     """What is wrong with a field, and what to write instead, or None for a field that could work."""
     path, parameter = field.path, field.parameter
     if path in _OWN:
-        bare = Field(path, None, "")
-        return None if field == bare else f"{field} takes no conversion and no format, write {bare}"
+        return None if field == (path, None, "") else f"{field} takes no conversion and no format, write {{{path}}}"
     if not re.fullmatch(_PATH, path):
         return f"{field} names no parameter, write one of {_choices(arguments)}"
     if any(word.startswith("_") for step in [(parameter, ""), *re.findall(_STEP, path)] for word in step):
@@ -101,6 +100,7 @@ def _text_of_all(arguments: Arguments) -> MakeKey:
         try:
             return digest(values)
         except UnknownType as error:
+            culprit = ""
             # Each in a list of its own: a value that is too deep among all must be too deep here as well.
             with suppress(UnknownType):
                 for name, value in zip(arguments.call.parameters, values, strict=True):

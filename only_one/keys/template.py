@@ -117,9 +117,11 @@ def _template(template: str, arguments: Arguments) -> MakeKey:
         raise KeyTemplateError(msg)
     escape = escaper(separator[0] for separator in between)
     literals = [literal.replace("{", "%7B").replace("}", "%7D") for literal in literals]
+    if not fields:
+        return lambda _name, _args, _kwargs: literals[0]
     texts = [make_text(field, arguments, escape) for field in fields]
     parts = list(zip(texts, literals[1:], strict=True))
-    named = [parts.pop(0)] if fields and fields[0].path == "name" else []
+    named = [parts.pop(0)] if fields[0].path == "name" else []
     # With the literals around it the name is most of a key, so that is made once per name.
     head = functools.cache(lambda name: literals[0] + "".join([text(name, (), {}) + after for text, after in named]))
     return _joined(head, parts)
