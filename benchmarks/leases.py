@@ -28,11 +28,11 @@ import redis
 
 from only_one.clock import now
 from only_one.connections.server import find_server
-from only_one.holder import Identity
-from only_one.lease import Lease
+from only_one.lock.commands import acquire, expiry_in
+from only_one.lock.holder import TokenFactory
+from only_one.lock.lease import Lease
 from only_one.lock.redis_lock import drive
 from only_one.lock.renewal import hold
-from only_one.protocol import acquire, expiry_in
 from only_one.testing import redis_server
 
 PEER = "redis_lock"
@@ -43,11 +43,11 @@ LOOKS = 10
 
 def hold_ours(url: str, keys: list[str], lease: float) -> list[Any]:
     """Take keys and hold them, as covered runs do."""
-    server, identity = find_server(url), Identity("benchmark")
+    server, identity = find_server(url), TokenFactory("benchmark")
     leases = []
     for key in keys:
         token, begun = identity.token(None), now()
-        found = drive(server.client, acquire(server.dialect, key, token, expiry_in(lease)))
+        found = drive(server.client, acquire(server.features, key, token, expiry_in(lease)))
         if found is not None:
             raise ValueError(found)
         leases.append(Lease(server, key, token, begun, lease, inf))

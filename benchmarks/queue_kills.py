@@ -37,7 +37,7 @@ from celery.states import READY_STATES
 from benchmarks import queue_kills_app
 from benchmarks.kills import Machine, wait_until
 from benchmarks.queue_kills_app import FOLDER, KEYS, POINTS, PREFIX, QUEUE_TIMEOUT, TIMEOUT, URL, ordinary
-from only_one.holder import Holder, is_dead
+from only_one.lock.holder import Holder, is_dead
 from only_one.testing import Guarded, redis_server
 
 ROOT = Path(__file__).parents[1]

@@ -1,5 +1,6 @@
 """Only one of these runs at a time: one decorator above a function or a Celery task."""
 
+from .call.driver import current_lock
 from .decorator import only_one
 from .errors import (
     AlreadyRunning,
@@ -12,7 +13,6 @@ from .errors import (
 )
 from .events import Acquired, Busy, Down, Lost, Reclaimed, Released, subscribe
 from .policies import buffer_one, carry_on, fail, retry, skip
-from .run import current_lock
 from .settings import configure
 
 __all__ = [

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, overload
 
+from .call.wrapper import is_task, wrap
 from .connections.server import Source
 from .errors import ConfigurationError
 from .policies import carry_on, fail
 from .settings import CHECKS, UNSET, Options, Unset, check
 from .validation import Seconds
-from .wrapper import is_task, wrap
 
 if TYPE_CHECKING:
     from typing_extensions import Never, TypedDict, TypeVar, Unpack
@@ -155,10 +155,10 @@ def _decorate(key: Any, options: Options, target: Any) -> Any:
     """
     # Only the type of `target` is looked at, because almost anything else evaluates a lazy Celery task.
     if is_task(target):
-        from .celery import lazy_tasks  # noqa: PLC0415 - not before Celery is there
+        from only_one.celery import lazy_tasks  # noqa: PLC0415 - not before Celery is there
 
-        return lazy_tasks.cover_task(target, key, options)
+        return lazy_tasks.decorate_task(target, key, options)
     wrapper = wrap(target, key, options)
     if "celery" in sys.modules:
-        from .celery import worker_signals as worker_signals  # noqa: PLC0415 - for the worker's main process, which runs nothing
+        from only_one.celery import worker_signals as worker_signals  # noqa: PLC0415 - for the worker's main process, which runs nothing
     return wrapper

@@ -15,7 +15,7 @@ Each is built from plain strings, so it survives pickle and Celery's JSON, which
 
 from __future__ import annotations
 
-from .holder import Holder, printable
+from .lock.holder import Holder, printable
 
 
 class OnlyOneError(Exception):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .errors import LockUnavailable
-from .holder import Holder, printable
+from .lock.holder import Holder, printable
 from .validation import check_callable
 
 logger = logging.getLogger("only_one")

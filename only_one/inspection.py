@@ -9,12 +9,12 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from redis.exceptions import ResponseError
 
 from . import settings
+from .call.options import Decoration
+from .call.wrapper import configured_by_app, is_task
 from .connections.server import Server, Source, find_server
 from .errors import ConfigurationError
-from .holder import Holder, is_dead, machine
+from .lock.holder import Holder, is_dead, machine
 from .lock.redis_lock import RAW, give_back
-from .plan import Cover
-from .wrapper import configured_by_app, is_task
 
 _AT_ONCE = 500
 
@@ -142,7 +142,7 @@ def _configured(redis: Source | None, app: Any) -> tuple[Server, str]:
 
 
 def _release(server: Server, key: Any, value: bytes) -> bool:
-    return give_back(server.client, server.dialect, key, value).fate == "held"
+    return give_back(server.client, server.features, key, value).status == "held"
 
 
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Server, str]:
@@ -155,18 +155,18 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 
 def _call_of_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Server | None, str]:
-    cover: Cover = getattr(function, "__only_one__", None) or _not_covered(function)
-    plan = cover.plan_for(cover.plain)
-    return plan.server, plan.prefix + cover.make_key(cover.plain, args, kwargs)
+    decoration: Decoration = getattr(function, "__only_one__", None) or _not_covered(function)
+    options = decoration.options_for(decoration.plain)
+    return options.server, options.prefix + decoration.make_key(decoration.plain, args, kwargs)
 
 
 def _call_of_task(lazy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Server | None, str]:
-    from .celery import lazy_tasks, task_run  # noqa: PLC0415 - not before Celery is there
+    from only_one.celery import lazy_tasks, task_run  # noqa: PLC0415 - not before Celery is there
 
     task = lazy_tasks.task_behind(lazy)
-    cover = next(iter(task_run.covers_of(task)), None) or _not_covered(task)
-    call = task_run.call_from_outside(task, cover)
-    return cover.plan_for(call).server, task_run.key_from_outside(task, cover, call, args, kwargs)
+    decoration = next(iter(task_run.decorations_of(task)), None) or _not_covered(task)
+    caller = task_run.caller_from_outside(task, decoration)
+    return decoration.options_for(caller).server, task_run.key_from_outside(task, decoration, caller, args, kwargs)
 
 
 def _not_covered(function: Any) -> NoReturn:

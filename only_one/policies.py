@@ -14,7 +14,7 @@ class CarryOn(Exception):
 
 
 @dataclass(eq=False)
-class PutBack(Exception):
+class RequeueRequest(Exception):
     """Raised by `retry` and `buffer_one`, for the run of a task that called them.
 
     Attributes:
@@ -42,7 +42,7 @@ class Retry:
 
     def __call__(self, error: OnlyOneError) -> NoReturn:
         """Have the task put back."""
-        raise PutBack(error, self.countdown, self.max_retries)
+        raise RequeueRequest(error, self.countdown, self.max_retries)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class BufferOne:
 
     def __call__(self, error: OnlyOneError) -> NoReturn:
         """Have the task put back, in the place of older ones that wait."""
-        raise PutBack(error, self.countdown, only_newest=True)
+        raise RequeueRequest(error, self.countdown, only_newest=True)
 
 
 def skip(_error: OnlyOneError) -> None:

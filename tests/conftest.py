@@ -75,8 +75,12 @@ def prefix(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def redis(redis_url: str, prefix: str) -> Iterator[Redis]:
-    """A client of the shared server, on which everything that the test covers takes its keys, too."""
-    with Redis.from_url(redis_url) as client, configure(redis=redis_url):
+    """A client of the shared server, on which everything that the test covers takes its keys, too.
+
+    The product's own client would wait for a second or two, and a busy machine may take longer.
+    """
+    patient = f"{redis_url}?socket_timeout={LIMIT}&socket_connect_timeout={LIMIT}"
+    with Redis.from_url(redis_url) as client, configure(redis=patient):
         yield client
         for key in client.scan_iter(match=f"*{prefix}*", count=1000):
             client.delete(key)

@@ -15,15 +15,15 @@ from celery import Celery
 from celery.contrib.testing.worker import start_worker
 from celery.signals import worker_shutdown
 
-from only_one import buffer_one, configure, current_lock, only_one, protocol
+from only_one import buffer_one, configure, current_lock, only_one
 from only_one.celery import coalescing, redelivery
 from only_one.clock import now
 from only_one.connections import server as servers
-from only_one.holder import Identity
 from only_one.inspection import held, holder_of, key_of, release, release_key
-from only_one.lock import renewal
+from only_one.lock import commands, renewal
+from only_one.lock.commands import MarkerUpdate, replace
+from only_one.lock.holder import TokenFactory
 from only_one.lock.redis_lock import drive
-from only_one.protocol import Note, replace
 from tests.faults.programs import Running
 from tests.faults.test_cluster import OPTIONS
 from tests.renewal import is_renewed
@@ -85,7 +85,7 @@ def use_functions(client: Any, url: str) -> None:
         assert run.lock.fence > 0
         run.lock.extend(60)
     assert run.result == "done"
-    client.set("only_one:dead", Identity("dead").token(None), px=600_000)
+    client.set("only_one:dead", TokenFactory("dead").token(None), px=600_000)
     assert only_one("dead", at_least=600)(lambda: "done")() == "done"
     server, key = servers.find_server(url), "only_one:left"
     client.set(key, key)
@@ -123,8 +123,8 @@ def use_tasks(_client: Any, url: str) -> None:
     for steps in (
         redelivery.read_marker(key, note, 60),
         redelivery.note_requeued(key, note, 1, 60),
-        protocol.release(server.dialect, key, b"ours", Note(note, 60_000)),
-        replace(key, b"ours", b"kept", 1000, Note(note, 60_000)),
+        commands.release(server.features, key, b"ours", MarkerUpdate(note, 60_000)),
+        replace(key, b"ours", b"kept", 1000, MarkerUpdate(note, 60_000)),
         redelivery.mark_stored(key, note),
         redelivery.read_marker(key, note),
     ):

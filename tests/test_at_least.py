@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from only_one import ConfigurationError, attempt, current_lock, only_one, subscribe
-from only_one.attempt import Attempt
+from only_one import ConfigurationError, current_lock, only_one, subscribe
+from only_one.call import locked_call
+from only_one.call.locked_call import LockedCall
 from only_one.events import Event, Released
-from only_one.holder import Holder as Value
-from only_one.holder import kept
+from only_one.lock.holder import Holder as Value
+from only_one.lock.holder import kept
 from tests.faults.programs import Holder, Running, RunningAsync
 from tests.renewal import later
 from tests.waiting import LIMIT, eventually
@@ -169,13 +170,13 @@ def test_a_run_that_is_killed_is_not_kept(redis: Any, redis_url: str, prefix: st
 def test_it_is_not_kept_for_no_time(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the millisecond, as a server refuses to keep a key for none."""
     cover: Any = only_one(lambda: None, key=NAME, at_least=10).__only_one__  # type: ignore[attr-defined]
-    plan = cover.plan_for(cover.plain)
-    monkeypatch.setattr(attempt, "now", lambda: 1000)
-    run = Attempt(plan, plan.server, cover.plain, key)
+    plan = cover.options_for(cover.plain)
+    monkeypatch.setattr(locked_call, "now", lambda: 1000)
+    run = LockedCall(plan, plan.server, cover.plain, key)
     run.succeed(None)
     stays = []
     for moment in (1009.999, 1010, 1011):
-        monkeypatch.setattr(attempt, "now", lambda moment=moment: moment)
+        monkeypatch.setattr(locked_call, "now", lambda moment=moment: moment)
         stays.append(run._retained())
     assert stays == [(kept(run.token, 10), 1), None, None]
 

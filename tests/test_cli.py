@@ -23,7 +23,7 @@ from redis import Redis
 
 from only_one import current_lock, only_one
 from only_one.cli import _cell, main
-from only_one.holder import Identity
+from only_one.lock.holder import TokenFactory
 from tests.proxy import Proxy
 from tests.waiting import LIMIT
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("redis")
 def of_the_dead() -> bytes:
     """What a holder leaves that was killed."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    token = Identity("f").token(3600).replace(f'"pid":{os.getpid()},'.encode(), f'"pid":{child.pid},'.encode())
+    token = TokenFactory("f").token(3600).replace(f'"pid":{os.getpid()},'.encode(), f'"pid":{child.pid},'.encode())
     child.kill()
     child.communicate()
     return token
@@ -51,7 +51,7 @@ def dead(redis: Redis, prefix: str, of_the_dead: bytes) -> str:
 
 
 def queued(redis: Redis, key: str, name: str = "t") -> str:
-    redis.set(key, Identity(name, "the-id", 0, "queued").token(3600), px=600_000)
+    redis.set(key, TokenFactory(name, "the-id", 0, "queued").token(3600), px=600_000)
     return key
 
 
@@ -61,7 +61,7 @@ def rows(out: Out) -> list[list[str]]:
 
 def test_a_list_is_plain_rows_in_a_pipe(redis: Redis, prefix: str, busy: Busy, dead: str, capsys: Out) -> None:
     queued(redis, f"{prefix}queued")
-    redis.set(f"{prefix}received", Identity("t", "the-id", 0, "received").token(None))
+    redis.set(f"{prefix}received", TokenFactory("t", "the-id", 0, "received").token(None))
     with busy("alive"):
         assert main(["list"]) == 0
 
@@ -181,7 +181,7 @@ def test_a_living_holder_is_not_freed_without_force(redis: Redis, prefix: str, c
 
 
 def test_a_holder_of_another_machine_is_not_freed_without_force(redis: Redis, prefix: str, capsys: Out) -> None:
-    redis.set(f"{prefix}k", Identity("f").token(None).replace(b'"machine":"', b'"machine":"elsewhere'))
+    redis.set(f"{prefix}k", TokenFactory("f").token(None).replace(b'"machine":"', b'"machine":"elsewhere'))
 
     assert main(["release", "k"]) == 1
     assert "not known to be dead" in capsys.readouterr().err
@@ -226,8 +226,8 @@ def test_what_is_queued_is_freed_by_its_age(
     queued(redis, f"{prefix}younger")
     monkeypatch.setattr(time, "time_ns", lambda: began - 5400 * 10**9)
     queued(redis, f"{prefix}old")
-    redis.set(f"{prefix}received", Identity("t", "the-id", 0, "received").token(3600), px=600_000)
-    redis.set(f"{prefix}running", Identity("t").token(3600), px=600_000)
+    redis.set(f"{prefix}received", TokenFactory("t", "the-id", 0, "received").token(3600), px=600_000)
+    redis.set(f"{prefix}running", TokenFactory("t").token(3600), px=600_000)
     monkeypatch.undo()
     queued(redis, f"{prefix}new")
     redis.set(f"{prefix}foreign", "x")
@@ -268,7 +268,7 @@ def test_a_key_that_gets_another_holder_meanwhile_is_left_alone(
 
 @pytest.mark.parametrize("field", [b'"since":-100000000000000}', b'"since":99999999999999}'])
 def test_a_time_that_somebody_has_made_up(redis: Redis, prefix: str, field: bytes, capsys: Out) -> None:
-    token = Identity("f").token(60)
+    token = TokenFactory("f").token(60)
     redis.set(f"{prefix}k", token[: token.index(b'"since"')] + field)
     redis.set(f"{prefix}l", "x", px=10**15)
 

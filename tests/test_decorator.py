@@ -97,7 +97,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def under_way(job: Job, call: Callable[[], Any]) -> Iterator[Future[Any]]:
+def active_tokens(job: Job, call: Callable[[], Any]) -> Iterator[Future[Any]]:
     """Have a call run in another thread; it is told to end when the block ends."""
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(call)
@@ -154,7 +154,7 @@ def test_every_form_covers(
     function: Function = work if kind == "def" else work_async
     covered = form(function)
     name = f"{function.__module__}.{function.__qualname__}"
-    with under_way(job, lambda: run_of(covered, 1)) as run:
+    with active_tokens(job, lambda: run_of(covered, 1)) as run:
         (taken,) = keys_of(redis, prefix)
         assert taken == prefix + key.format(name=name, md5=digest([1]))
         assert seconds / 2 < redis.pttl(taken) / 1000 <= seconds
@@ -348,14 +348,14 @@ def test_event_loops_and_threads_exclude_each_other() -> None:
     async def eight() -> list[str | None]:
         return await asyncio.gather(*(async_() for _ in range(8)))
 
-    with under_way(job, lambda: asyncio.run(eight())) as run:
+    with active_tokens(job, lambda: asyncio.run(eight())) as run:
         assert sync() is None
         assert asyncio.run(async_()) is None
         assert other() == "at once"
     assert Counter(run.result()) == {None: 7, "done": 1}
     job.begun.clear()
     job.end.clear()
-    with under_way(job, sync):
+    with active_tokens(job, sync):
         assert sync() is None
         assert asyncio.run(async_()) is None
     assert job.runs == 2
@@ -730,11 +730,11 @@ def test_what_is_in_force_is_worked_out_once() -> None:
     covered: Any = only_one("k")(work)
     cover = covered.__only_one__
     covered(1, 2)
-    plan = cover.plans[None]
+    plan = cover._options_by_app[None]
     covered(1, 2)
-    assert cover.plans[None] is cover.plan_for(cover.plain) is plan
+    assert cover._options_by_app[None] is cover.options_for(cover.plain) is plan
     with configure(takeover=False):
-        assert cover.plan_for(cover.plain) is not plan
+        assert cover.options_for(cover.plain) is not plan
     assert cover.digest((1,), {"b": 2}) == digest([1, 2])
 
 

@@ -30,7 +30,7 @@ from only_one import (
     current_lock,
     only_one,
 )
-from only_one.holder import Identity
+from only_one.lock.holder import TokenFactory
 
 KeyIsBusy = Callable[..., AbstractContextManager[None]]
 CLOSED = "redis://127.0.0.1:1/0"
@@ -145,12 +145,12 @@ def test_already_running_knows_the_task() -> None:
     bare = AlreadyRunning("k")
     assert (bare.key, bare.holder, bare.task_id) == ("k", None, None)
     assert "k" in str(bare)
-    assert AlreadyRunning("k", Identity("t", "the-id").token(None).decode()).task_id == "the-id"
+    assert AlreadyRunning("k", TokenFactory("t", "the-id").token(None).decode()).task_id == "the-id"
 
 
 def test_the_others_say_what_they_know() -> None:
     assert str(LockLost("k", "deleted")) == "k is lost: deleted"
-    lost = LockLost("k", "taken", Identity("t").token(None).decode())
+    lost = LockLost("k", "taken", TokenFactory("t").token(None).decode())
     assert str(lost) == f"k is lost: taken, now held by {lost.holder}"
     assert str(LockUnavailable("k", "why")) == "k could not be taken: why"
 

@@ -27,7 +27,6 @@ from only_one import (
     Lost,
     Reclaimed,
     Released,
-    attempt,
     carry_on,
     configure,
     current_lock,
@@ -36,6 +35,7 @@ from only_one import (
     skip,
     subscribe,
 )
+from only_one.call import locked_call
 from tests.renewal import later, renew_now
 from tests.servers import RedisServer
 from tests.waiting import LIMIT, eventually
@@ -231,7 +231,7 @@ def test_what_nobody_would_see_is_not_even_built(
         assert only_one("k", when_busy=lambda _: "busy")(lambda: "ran")() == "busy"
         return "ran"
 
-    monkeypatch.setattr(attempt, "emit", pytest.fail)
+    monkeypatch.setattr(locked_call, "emit", pytest.fail)
     caplog.set_level(logging.CRITICAL, "only_one")
     assert only_one("k", when_lost=fail)(lambda: "ran")() == "ran"
     with pytest.raises(LockLost):

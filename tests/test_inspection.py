@@ -14,8 +14,8 @@ from redis import Redis
 from redis.exceptions import NoPermissionError
 
 from only_one import ConfigurationError, UnkeyableArgument, configure, current_lock, only_one
-from only_one.holder import Identity
 from only_one.inspection import held, held_key, holder_of, key_of, release, release_key
+from only_one.lock.holder import TokenFactory
 from only_one.testing import redis_server
 from tests.renewal import renew_now
 from tests.waiting import LIMIT, eventually
@@ -207,7 +207,7 @@ def test_the_key_of_a_task_is_that_of_its_run(app: Celery, prefix: str, redis: R
     task = tasks[kind]()
 
     assert key_of(task, "a") == key_of(task, feed="a") == f"{prefix}{name}:a"
-    redis.set(f"{prefix}{name}:a", Identity(name, "the-id").token(None))
+    redis.set(f"{prefix}{name}:a", TokenFactory(name, "the-id").token(None))
     holder = holder_of(task, "a")
     assert holder is not None
     assert holder.task_id == "the-id"

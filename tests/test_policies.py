@@ -37,7 +37,7 @@ from only_one import (
     skip,
 )
 from only_one.connections.server import find_server
-from only_one.policies import PutBack
+from only_one.policies import RequeueRequest
 from tests.servers import RedisServer
 from tests.waiting import eventually
 
@@ -439,12 +439,12 @@ def test_countdowns_that_work() -> None:
 )
 def test_what_a_policy_wishes(policy: Any, shown: str, wish: Any) -> None:
     error = AlreadyRunning("k")
-    with pytest.raises(PutBack) as raised:
+    with pytest.raises(RequeueRequest) as raised:
         policy(error)
     assert raised.value.error is error
     assert (raised.value.countdown, raised.value.max_retries, raised.value.only_newest) == wish
     assert repr(policy) == shown
-    bare = PutBack(error)
+    bare = RequeueRequest(error)
     assert (bare.countdown, bare.max_retries, bare.only_newest) == (None, None, False)
 
 

@@ -22,12 +22,12 @@ import redis as redis_py
 
 from only_one import configure, current_lock, only_one, subscribe
 from only_one.events import Event, Reclaimed
-from only_one.holder import Holder as HolderOf
+from only_one.lock.holder import Holder as HolderOf
 from tests.faults.programs import Holder, Program, Running
+from tests.lock.test_holder import CONTAINER, changed, in_container
 from tests.proxy import Proxy
 from tests.renewal import is_renewed
 from tests.servers import RedisServer
-from tests.test_holder import CONTAINER, changed, in_container
 from tests.waiting import LIMIT, eventually
 
 TIMEOUT = 600

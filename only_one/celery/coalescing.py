@@ -12,8 +12,8 @@ from typing import Any
 from celery import Celery
 
 from only_one.connections.server import Server
+from only_one.lock.commands import Script, evaluate
 from only_one.lock.redis_lock import drive
-from only_one.protocol import Script, evaluate
 
 from .broker import remembered_for
 
@@ -112,5 +112,5 @@ def _number(
     server: Server, key: str, app: Celery, what: str, task_id: str, number: int | None, *digest: str | int
 ) -> Any:
     milliseconds, beside = round(remembered_for(app) * 1000), f"{{{key}}}:triggers"
-    steps = evaluate(_NUMBER, key, what, task_id, number or 0, milliseconds, *digest, beside=beside)
-    return drive(server.client, steps)
+    commands = evaluate(_NUMBER, key, what, task_id, number or 0, milliseconds, *digest, beside=beside)
+    return drive(server.client, commands)

@@ -15,18 +15,18 @@ from celery.result import ResultBase
 from kombu.utils.uuid import uuid
 from redis.exceptions import ResponseError
 
-from only_one.attempt import CARRIED_ON, Attempt
+from only_one.call.locked_call import CARRIED_ON, LockedCall
+from only_one.call.options import Decoration, Policy
 from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, OnlyOneError
 from only_one.events import Busy, emit, logger
-from only_one.holder import Holder, Identity, is_dead
+from only_one.lock.commands import TROUBLE, acquire, expiry_in, replace, take_over
+from only_one.lock.holder import Holder, TokenFactory, is_dead
 from only_one.lock.redis_lock import drive, give_back
-from only_one.plan import Cover, Policy
-from only_one.policies import BufferOne, PutBack
-from only_one.protocol import TROUBLE, acquire, expiry_in, replace, take_over
+from only_one.policies import BufferOne, RequeueRequest
 
 from . import coalescing
-from .app_settings import TaskCall
+from .app_settings import TaskCaller
 from .broker import waits_for
 from .requeue import HEADER, Header
 
@@ -39,7 +39,7 @@ _CARRIED = ("task_id", "link", "link_error", "chain", "chord", "group_id")
 _warned: WeakSet[Any] = WeakSet()
 
 
-class Publication(TaskCall):
+class Publication(TaskCaller):
     """One call of a task's `apply_async`.
 
     Attributes:
@@ -51,7 +51,7 @@ class Publication(TaskCall):
     ) -> None:
         """See `apply_async`, which is the task's own, for the others."""
         self.id = options.get("task_id") or uuid()
-        super().__init__(task, Identity(task.name or "", self.id, 0, "queued"))
+        super().__init__(task, TokenFactory(task.name or "", self.id, 0, "queued"))
         self._apply_async = apply_async
         self._args = args
         self._kwargs = kwargs
@@ -59,7 +59,7 @@ class Publication(TaskCall):
         self._is_published = False
         self._holder: Holder | None = None
 
-    def queue(self, cover: Cover) -> Any:
+    def queue(self, decoration: Decoration) -> Any:
         """Publish the task's message, unless its key is taken.
 
         Returns:
@@ -69,7 +69,7 @@ class Publication(TaskCall):
         Raises:
             OnlyOneError: as the policies say.
         """
-        result = self._queue(cover)
+        result = self._queue(decoration)
         if isinstance(result, ResultBase):
             marked: Any = result
             marked.is_duplicate, marked.holder = not self._is_published, self._holder
@@ -77,23 +77,23 @@ class Publication(TaskCall):
                 _warn_of_rpc(marked)
         return result
 
-    def _queue(self, cover: Cover) -> Any:
+    def _queue(self, decoration: Decoration) -> Any:
         if self._is_none_of_ours():
             return self._publish()
-        plan = cover.plan_for(self)
+        options = decoration.options_for(self)
         delay = self._options.get("countdown") or self._options.get("eta")
         expires = self._options.get("expires", self._task.expires)
-        seconds = waits_for(self.app, plan.queue_timeout, expires, delay)
-        only_newest = isinstance(plan.when_busy, BufferOne)
-        if plan.server is None or seconds * 1000 < 1:  # the worker says that it has expired
+        seconds = waits_for(self.app, options.queue_timeout, expires, delay)
+        only_newest = isinstance(options.when_busy, BufferOne)
+        if options.server is None or seconds * 1000 < 1:  # the worker says that it has expired
             return self._publish()
         if self._is_waited_for and not only_newest:
             return self._publish()
-        key = plan.prefix + cover.make_key(self, *self._as_sent())
-        at_first = replace_fields(plan, ttl=min(seconds, _UNTIL_PUBLISHED), limit=seconds, timeout=seconds)
-        this = Attempt(at_first, plan.server, self, key)
+        key = options.prefix + decoration.make_key(self, *self._as_sent())
+        at_first = replace_fields(options, ttl=min(seconds, _UNTIL_PUBLISHED), limit=seconds, timeout=seconds)
+        this = LockedCall(at_first, options.server, self, key)
         try:
-            found = self._number(this, cover) if only_newest else self._take(this)
+            found = self._number(this, decoration) if only_newest else self._take(this)
         except TROUBLE as error:
             instead = this.down(error)
             return self._publish() if instead is CARRIED_ON else instead
@@ -114,15 +114,15 @@ class Publication(TaskCall):
         """A duplicate gets the existing task."""
         return self._existing
 
-    def put_back(self, server: Server, key: str, wish: PutBack) -> Any:  # noqa: ARG002 - it is in no queue yet
+    def requeue(self, server: Server, key: str, how: RequeueRequest) -> Any:  # noqa: ARG002 - it is in no queue yet
         """There is nothing to requeue yet: a `retry()` that was configured for all is for those that run.
 
         Raises:
             OnlyOneError: where it is not about a key that is taken.
         """
-        if not isinstance(wish.error, AlreadyRunning):
-            raise wish.error
-        return self._existing(wish.error)
+        if not isinstance(how.error, AlreadyRunning):
+            raise how.error
+        return self._existing(how.error)
 
     def _existing(self, error: AlreadyRunning) -> Any:
         """The result of the existing task; a holder that is no task has none to give, and the worker will meet it."""
@@ -153,15 +153,15 @@ class Publication(TaskCall):
             args, kwargs = dump(args, kwargs)
         return tuple(args or ()), kwargs or {}
 
-    def _take(self, this: Attempt) -> bytes | None:
+    def _take(self, this: LockedCall) -> bytes | None:
         """Take the key: None if it is ours, else what is stored there."""
-        client, dialect, ttl = this.server.client, this.server.dialect, this.plan.ttl
-        found = drive(client, acquire(dialect, this.key, this.token, expiry_in(ttl)))
-        if found is not None and this.plan.takeover and is_dead(found):
-            found = drive(client, take_over(dialect, this.key, found, this.token, ttl))
+        client, features, ttl = this.server.client, this.server.features, this.options.ttl
+        found = drive(client, acquire(features, this.key, this.token, expiry_in(ttl)))
+        if found is not None and this.options.takeover and is_dead(found):
+            found = drive(client, take_over(features, this.key, found, this.token, ttl))
         return found
 
-    def _queue_first(self, this: Attempt) -> Any:
+    def _queue_first(self, this: LockedCall) -> Any:
         try:
             result = self._publish(Header(self.id, 0, key=this.key, token=this.token.decode()))
         except BaseException:
@@ -172,33 +172,33 @@ class Publication(TaskCall):
             self._lengthen(this, result.id)
         return result
 
-    def _release(self, this: Attempt) -> None:
+    def _release(self, this: LockedCall) -> None:
         try:
-            give_back(this.server.client, this.server.dialect, this.key, this.token)
+            give_back(this.server.client, this.server.features, this.key, this.token)
         except TROUBLE as error:
             logger.debug("%s could not be released, and will be in the background: %s", this.key, error)
             this.adrift(settled=True)
 
-    def _lengthen(self, this: Attempt, task_id: str) -> None:
+    def _lengthen(self, this: LockedCall, task_id: str) -> None:
         # It compares with the token of a task that is queued: a worker may have begun it, and have its own lease.
-        limit, token = this.plan.limit, this.token
+        limit, token = this.options.limit, this.token
         if task_id != self.id:
-            token = Identity(self._task.name, task_id, 0, "queued").token(limit)
+            token = TokenFactory(self._task.name, task_id, 0, "queued").token(limit)
         try:
             drive(this.server.client, replace(this.key, this.token, token, round(limit * 1000)))
         except TROUBLE as error:
             level = logging.WARNING if isinstance(error, ResponseError) else logging.DEBUG
             logger.log(level, "%s is queued, and may be queued again in %g s: %s", this.key, _UNTIL_PUBLISHED, error)
 
-    def _number(self, this: Attempt, cover: Cover) -> int | str:
+    def _number(self, this: LockedCall, decoration: Decoration) -> int | str:
         """Number the task for `buffer_one`: its number, or the id of the pending task with the same arguments."""
         digest = ""  # one that is like no other
         if not self._is_waited_for:
             with suppress(OnlyOneError):  # its arguments cannot be compared
-                digest = cover.digest(*self._as_sent())
-        return coalescing.arrive_anew(this.server, this.key, self.app, self.id, digest, this.plan.limit)
+                digest = decoration.digest(*self._as_sent())
+        return coalescing.arrive_anew(this.server, this.key, self.app, self.id, digest, this.options.limit)
 
-    def _queue_newest(self, this: Attempt, trigger: int) -> Any:
+    def _queue_newest(self, this: LockedCall, trigger: int) -> Any:
         result = self._publish(Header(self.id, 0, key=this.key, trigger=trigger))
         try:
             coalescing.published(this.server, this.key, self.app, trigger)

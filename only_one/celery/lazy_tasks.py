@@ -9,20 +9,20 @@ from typing import Any, NamedTuple, NoReturn
 
 from celery import Celery, Task, _state
 
+from only_one.call.options import Decoration
+from only_one.call.wrapper import check_function, wrap
 from only_one.errors import ConfigurationError, OnlyOneError
 from only_one.events import logger
 from only_one.keys import compile_key
-from only_one.plan import Cover
 from only_one.policies import Retry
 from only_one.settings import Options
-from only_one.wrapper import check_function, wrap
 
 from . import worker_signals as worker_signals  # which listens from now on
 from .enqueue import Publication
 from .task_run import functions_of, is_bound
 
 
-def cover_task(task_or_proxy: Any, key: Any, options: Options) -> Any:
+def decorate_task(task_or_proxy: Any, key: Any, options: Options) -> Any:
     """Make a task unique from queued to finished, without evaluating it where it is lazy.
 
     Args:
@@ -181,7 +181,7 @@ def _refuse(error: OnlyOneError, *_args: Any, **_kwargs: Any) -> NoReturn:
 _POSITIONS = ("args", "kwargs", "task_id", "producer", "link", "link_error", "shadow")
 
 
-def _deduplicated(task: Task, cover: Cover) -> Callable[..., Any]:
+def _deduplicated(task: Task, decoration: Decoration) -> Callable[..., Any]:
     """The task's `apply_async`, by which a duplicate is not published."""
     set_on_the_task = vars(task).get("apply_async")
 
@@ -192,6 +192,6 @@ def _deduplicated(task: Task, cover: Cover) -> Callable[..., Any]:
             return task.__class__.apply_async(task, *args, **options)  # which refuses them
         # What has been put in the place of its class's since, as by instrumentation, is called, too.
         original = set_on_the_task or functools.partial(type(task).apply_async, task)
-        return Publication(task, original, given.pop("args", None), given.pop("kwargs", None), given).queue(cover)
+        return Publication(task, original, given.pop("args", None), given.pop("kwargs", None), given).queue(decoration)
 
     return apply_async

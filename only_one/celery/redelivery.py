@@ -17,11 +17,11 @@ from celery.exceptions import Ignore, Reject, Retry
 from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.events import logger
-from only_one.holder import Identity, is_gone
+from only_one.lock.commands import TROUBLE, Commands, MarkerUpdate, ReleaseResult, Script, evaluate
+from only_one.lock.holder import TokenFactory, is_gone
 from only_one.lock.redis_lock import drive
-from only_one.protocol import TROUBLE, Note, Outcome, Script, Steps, evaluate
 
-from .app_settings import TaskCall
+from .app_settings import TaskCaller
 from .broker import marks_redeliveries, redelivers_at_any_time, remembered_for, visibility_timeout
 from .requeue import header_of
 
@@ -60,7 +60,7 @@ class CompletionMarker(NamedTuple):
     age: int
 
 
-def read_marker(key: str, marker: str, waits: float = 0) -> Steps[CompletionMarker]:
+def read_marker(key: str, marker: str, waits: float = 0) -> Commands[CompletionMarker]:
     """What is known of the messages of one attempt.
 
     Args:
@@ -75,17 +75,17 @@ def read_marker(key: str, marker: str, waits: float = 0) -> Steps[CompletionMark
     return CompletionMarker(int(number), ended, bool(int(stored)), int(age))
 
 
-def note_requeued(key: str, marker: str, number: int, seconds: float) -> Steps[None]:
+def note_requeued(key: str, marker: str, number: int, seconds: float) -> Commands[None]:
     """Note how often the message was requeued that has just been published."""
     yield from evaluate(_NUMBER, key, number, round(seconds * 1000), beside=marker)
 
 
-def mark_stored(key: str, marker: str) -> Steps[None]:
+def mark_stored(key: str, marker: str) -> Commands[None]:
     """Note that the result of the run that has ended is stored."""
     yield from evaluate(_STORED, key, beside=marker)
 
 
-class Delivery(TaskCall):
+class Delivery(TaskCaller):
     """One delivery of a task's message, among the others with the same task id and attempt.
 
     Attributes:
@@ -96,12 +96,12 @@ class Delivery(TaskCall):
         is_superseded: whether it has the key, but a newer one that `buffer_one` coalesces does the work.
     """
 
-    def __init__(self, task: Any, request: Any, *, bound: bool, covers_queue: bool) -> None:
-        super().__init__(task, Identity(task.name, request.id, request.retries), bound=bound)
+    def __init__(self, task: Any, request: Any, *, bound: bool, is_unique_in_queue: bool) -> None:
+        super().__init__(task, TokenFactory(task.name, request.id, request.retries), bound=bound)
         self.id = request.id
         self.attempt = request.retries
         self.header = header_of(request)
-        self.covers_queue = covers_queue
+        self.is_unique_in_queue = is_unique_in_queue
         self.is_superseded = False
         self._request = request
         self._began = now()
@@ -127,8 +127,8 @@ class Delivery(TaskCall):
             Ignore: if it has ended: this delivery is dropped.
         """
         with self.unless_down("asked for"):
-            steps = read_marker(key, self.marker(key), waits=remembered_for(self.app))
-            if drive(server.client, steps).is_stored:
+            commands = read_marker(key, self.marker(key), waits=remembered_for(self.app))
+            if drive(server.client, commands).is_stored:
                 raise self.drop(key, "its run has ended")
 
     def check_latest(self, server: Server, key: str) -> CompletionMarker:
@@ -167,7 +167,7 @@ class Delivery(TaskCall):
             logger.info("%s[%s] is run again: its run has ended, but stored no result", self._task.name, self.id)
         return False
 
-    def note(self, key: str, ended_by: BaseException | None) -> Note | None:
+    def marker_update(self, key: str, ended_by: BaseException | None) -> MarkerUpdate | None:
         """The completion marker that the release sets, if the run has ended, and with acks_late.
 
         A run that was rejected, ignored or interrupted by a signal has not ended: a redelivery does its work.
@@ -182,16 +182,16 @@ class Delivery(TaskCall):
         self._has_marker = True
         # There may be a redelivery that could not ask, because it waits for a free place in a worker.
         may_be_unseen = redelivers_at_any_time(self.app) or now() - self._began > visibility_timeout(self.app) / 2
-        return Note(self.marker(key), round(1000 * remembered_for(self.app)) if may_be_unseen else 0)
+        return MarkerUpdate(self.marker(key), round(1000 * remembered_for(self.app)) if may_be_unseen else 0)
 
     @property
     def _is_acknowledged_on_failure(self) -> bool:
         configured = getattr(self._task, "acks_on_failure", None)  # since Celery 5.7
         return bool(self._task.acks_on_failure_or_timeout if configured is None else configured)
 
-    def told(self, server: Server, key: str, outcome: Outcome | None) -> None:
+    def on_release(self, server: Server, key: str, outcome: ReleaseResult | None) -> None:
         """The marker is set if `outcome` says so; when the result is stored, `worker_signals` notes that, too."""
-        if self._has_marker and outcome is not None and (outcome.has_copies or outcome.fate != "held"):
+        if self._has_marker and outcome is not None and (outcome.has_redeliveries or outcome.status != "held"):
             self._request.only_one_stored = partial(self._mark_stored, server, key)
 
     def _mark_stored(self, server: Server, key: str) -> None:

@@ -13,32 +13,32 @@ from celery import Task
 from celery._state import get_current_task
 from celery.exceptions import Ignore, Retry
 
+from only_one.call.driver import current_lease, run, run_async
+from only_one.call.options import Args, Caller, Decoration, EffectiveOptions, Kwargs, Policy
 from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, LockUnavailable
-from only_one.holder import Holder, Identity
-from only_one.lease import Lease
-from only_one.plan import Args, Call, Cover, Kwargs, Plan, Policy
-from only_one.policies import BufferOne, PutBack, fail, retry, skip
-from only_one.run import current_lease, run, run_async
+from only_one.lock.holder import Holder, TokenFactory
+from only_one.lock.lease import Lease
+from only_one.policies import BufferOne, RequeueRequest, fail, retry, skip
 
 from . import coalescing
-from .app_settings import TaskCall
+from .app_settings import TaskCaller
 from .broker import waits_for
 from .redelivery import Delivery
 from .requeue import publish
 
 
-def run_task(cover: Cover, wrapper: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+def run_task(decoration: Decoration, wrapper: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Run a function that may be that of the current task, if its key is free."""
-    return run(cover, call_of(cover, wrapper, args), args, kwargs)
+    return run(decoration, caller_of(decoration, wrapper, args), args, kwargs)
 
 
-async def run_task_async(cover: Cover, wrapper: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+async def run_task_async(decoration: Decoration, wrapper: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Run an `async def` function that may be that of the current task, if its key is free."""
-    return await run_async(cover, call_of(cover, wrapper, args), args, kwargs)
+    return await run_async(decoration, caller_of(decoration, wrapper, args), args, kwargs)
 
 
-def call_of(cover: Cover, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Call:
+def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Caller:
     """Who calls `wrapper`: the current task where that is its run, else a plain function.
 
     A function that is called directly, or from another task's run, is none of that task's.
@@ -46,14 +46,14 @@ def call_of(cover: Cover, wrapper: Callable[..., Any], args: tuple[Any, ...]) ->
     bound = bool(args) and isinstance(args[0], Task) and runs(args[0], wrapper)
     task = get_current_task()
     if task is None or task.request.called_directly or not runs(task, wrapper):
-        if cover.task is not None:
-            return call_from_outside(cover.task, cover)
-        return cover.plain_bound if bound else cover.plain
+        if decoration.task is not None:
+            return caller_from_outside(decoration.task, decoration)
+        return decoration.plain_bound if bound else decoration.plain
     request = task.request
     if _is_within(current_lease(), request.id, request.retries):
-        return TaskCall(task, Identity(task.name, request.id, request.retries), bound=bound)
-    this = MessageRun(task, request, bound=bound, covers_queue=cover.task is not None)
-    if cover.task is not None:
+        return TaskCaller(task, TokenFactory(task.name, request.id, request.retries), bound=bound)
+    this = MessageRun(task, request, bound=bound, is_unique_in_queue=decoration.task is not None)
+    if decoration.task is not None:
         request.only_one_has_begun = True
         # A retry may have other arguments than those of which the key was that has come with its message.
         this.key = None if request.retries else this.header.key
@@ -67,15 +67,15 @@ def _is_within(lease: Lease | None, task_id: str, attempt: int) -> bool:
     return holder is not None and (holder.task_id, holder.attempt) == (task_id, attempt)
 
 
-def call_from_outside(task: Any, cover: Cover) -> Call:
+def caller_from_outside(task: Any, decoration: Decoration) -> Caller:
     """The call of a task's function by somebody else than its own run, who gives the arguments without `self`."""
-    return TaskCall(task, bound=cover.task is None and is_bound(task))
+    return TaskCaller(task, bound=decoration.task is None and is_bound(task))
 
 
-def key_from_outside(task: Any, cover: Cover, call: Call, args: Any, kwargs: Any) -> str:
+def key_from_outside(task: Any, decoration: Decoration, caller: Caller, args: Any, kwargs: Any) -> str:
     """The key of such a call, as it is in Redis."""
-    given = tuple(args or ())
-    return cover.plan_for(call).prefix + cover.make_key(call, (task, *given) if call.bound else given, kwargs or {})
+    given = (task, *(args or ())) if caller.bound else tuple(args or ())
+    return decoration.options_for(caller).prefix + decoration.make_key(caller, given, kwargs or {})
 
 
 def runs(task: Task, wrapper: Callable[..., Any]) -> bool:
@@ -98,14 +98,14 @@ def is_bound(task: Any) -> bool:
     return not isinstance(inspect.getattr_static(type(task), "run"), staticmethod)
 
 
-def covers_of(task: Any) -> list[Cover]:
+def decorations_of(task: Any) -> list[Decoration]:
     """What covers a task's function, each once: wrappers copy the attributes of the function that they wrap."""
     return list(dict.fromkeys(each.__only_one__ for each in functions_of(task) if hasattr(each, "__only_one__")))
 
 
-def queue_cover_of(task: Any) -> Cover | None:
+def queue_decoration_of(task: Any) -> Decoration | None:
     """What makes a task unique from queued to finished, if anything does."""
-    return next((cover for cover in covers_of(task) if cover.task is not None), None)
+    return next((decoration for decoration in decorations_of(task) if decoration.task is not None), None)
 
 
 class MessageRun(Delivery):
@@ -118,7 +118,7 @@ class MessageRun(Delivery):
             return retry()
         return fail if request.chord or request.chain else skip
 
-    def meet(self, server: Server, key: str, value: bytes) -> None:
+    def on_busy(self, server: Server, key: str, value: bytes) -> None:
         """The key is taken by `value`, which may be of this very task: then it waits for that in the queue.
 
         Raises:
@@ -135,9 +135,9 @@ class MessageRun(Delivery):
 
     def _wait(self, server: Server, key: str) -> None:
         """Requeue the message until the key is free, or its run's result is stored."""
-        self.put_back(server, key, PutBack(AlreadyRunning(key)))
+        self.requeue(server, key, RequeueRequest(AlreadyRunning(key)))
 
-    def put_back(self, server: Server, key: str, wish: PutBack) -> Any:
+    def requeue(self, server: Server, key: str, how: RequeueRequest) -> Any:
         """Requeue the message, under the same id and with all that it carries.
 
         Returns:
@@ -148,31 +148,31 @@ class MessageRun(Delivery):
             AlreadyRunning: at the limit, and where there is no queue.
         """
         header = self.header
-        if self._request.is_eager or (wish.max_retries is not None and header.times >= wish.max_retries):
-            raise wish.error
-        if isinstance(wish.error, LockUnavailable):  # to ask it again would take as long again, and say nothing
-            publish(self._task, self._request, header, wish.countdown)
+        if self._request.is_eager or (how.max_retries is not None and header.times >= how.max_retries):
+            raise how.error
+        if isinstance(how.error, LockUnavailable):  # to ask it again would take as long again, and say nothing
+            publish(self._task, self._request, header, how.countdown)
             raise Ignore
         with self.unless_down():
             self.check_latest(server, key)
-            if wish.only_newest:
+            if how.only_newest:
                 header = header._replace(trigger=coalescing.arrive(server, key, self.app, self.id, header.trigger))
                 if header.trigger is None:
                     return None
-        times = publish(self._task, self._request, header, wish.countdown)
+        times = publish(self._task, self._request, header, how.countdown)
         with self.unless_down():
             self.note_requeued(server, key, times)
             if header.trigger is not None:
                 coalescing.published(server, key, self.app, header.trigger)
         raise Ignore
 
-    def may_begin(self, plan: Plan, server: Server, key: str) -> bool:
+    def is_current(self, options: EffectiveOptions, server: Server, key: str) -> bool:
         """The key is ours: whether the work is still to be done.
 
         Raises:
             Ignore: for a redelivery that is dropped, or requeued until the result of its run is stored.
         """
-        only_newest = isinstance(plan.when_busy, BufferOne) and not self._request.is_eager
+        only_newest = isinstance(options.when_busy, BufferOne) and not self._request.is_eager
         may_be_another = self.may_be_another
         if not only_newest and not may_be_another:
             return True
@@ -183,18 +183,18 @@ class MessageRun(Delivery):
                 self.is_superseded = not coalescing.begin(server, key, self.app, self.id, self.header.trigger)
         return not self.is_superseded
 
-    def may_take(self, value: bytes) -> bool:
+    def can_take_queued(self, value: bytes) -> bool:
         """A retry of this very task is ahead of it; all else that waits in a queue has not begun."""
         holder = Holder.parse(value)
         return holder is None or holder.task_id != self.id or (holder.attempt or 0) <= self.attempt
 
-    def stays(self, plan: Plan, ended_by: BaseException | None) -> tuple[bytes, int] | None:
+    def retained_value(self, options: EffectiveOptions, ended_by: BaseException | None) -> tuple[bytes, int] | None:
         """A task that is unique from queued to finished keeps its key while it waits to be retried."""
-        if not self.covers_queue or self._request.is_eager or not self._is_retried_as_it_is(ended_by):
+        if not self.is_unique_in_queue or self._request.is_eager or not self._is_retried_as_it_is(ended_by):
             return None
-        seconds = waits_for(self.app, plan.queue_timeout, self._request.expires, getattr(ended_by, "when", None))
-        identity = Identity(self._task.name, self.id, self.attempt + 1, "queued")
-        return (identity.token(seconds), round(seconds * 1000)) if seconds > 0 else None
+        seconds = waits_for(self.app, options.queue_timeout, self._request.expires, getattr(ended_by, "when", None))
+        token_factory = TokenFactory(self._task.name, self.id, self.attempt + 1, "queued")
+        return (token_factory.token(seconds), round(seconds * 1000)) if seconds > 0 else None
 
     def _is_retried_as_it_is(self, ended_by: BaseException | None) -> bool:
         """Whether it was published again with the same arguments, which are another key's if they are others."""

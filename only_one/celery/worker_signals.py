@@ -17,21 +17,21 @@ from celery import signals
 from celery.app.task import Context
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
 
+from only_one.call.options import Decoration
 from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.events import logger
-from only_one.holder import Holder, Identity, is_dead, is_queued, machine
-from only_one.lease import Lease
+from only_one.lock.commands import replace
+from only_one.lock.holder import Holder, TokenFactory, is_dead, is_queued, machine
+from only_one.lock.lease import Lease
 from only_one.lock.redis_lock import RAW, drive, give_back
 from only_one.lock.renewal import hold
-from only_one.plan import Cover
-from only_one.protocol import replace
 from only_one.settings import DEFAULT_LEASE
 
 from . import coalescing
 from .broker import waits_for
 from .requeue import header_of
-from .task_run import call_from_outside, covers_of, key_from_outside, queue_cover_of
+from .task_run import caller_from_outside, decorations_of, key_from_outside, queue_decoration_of
 
 _DEAD_WITHIN = 10.0
 """Seconds within which a process that is to be killed is dead; Celery tells it before it does it."""
@@ -62,28 +62,28 @@ def _on_failure(sender: Any, task_id: str, exception: Any, args: Any, kwargs: An
 
 def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None:  # noqa: FBT001 - Celery's
     """It was revoked, or has expired."""
-    cover, header = queue_cover_of(sender), header_of(request)
-    if terminated or cover is not None:
+    decoration, header = queue_decoration_of(sender), header_of(request)
+    if terminated or decoration is not None:
         _watch(sender, request.id, request.args, request.kwargs, header.key)
-    if cover is not None and header.trigger is not None:
-        _forget(sender, cover, request)
+    if decoration is not None and header.trigger is not None:
+        _forget(sender, decoration, request)
 
 
 def _watch(task: Any, task_id: str, args: Any, kwargs: Any, key: str | None) -> None:
     """Release a task's keys as soon as its process is dead, in a thread: the worker has others to serve."""
-    for cover in covers_of(task):
-        given = (task, cover, task_id, args, kwargs, key if cover.task is not None else None)
+    for decoration in decorations_of(task):
+        given = (task, decoration, task_id, args, kwargs, key if decoration.task is not None else None)
         threading.Thread(target=_release, args=given, name="only_one-endings", daemon=True).start()
 
 
-def _release(task: Any, cover: Cover, task_id: str, args: Any, kwargs: Any, key: str | None) -> None:
+def _release(task: Any, decoration: Decoration, task_id: str, args: Any, kwargs: Any, key: str | None) -> None:
     try:
         with _at_work:
-            call = call_from_outside(task, cover)
-            plan = cover.plan_for(call)
-            key = key or key_from_outside(task, cover, call, args, kwargs)
-        if plan.server is not None:
-            _release_when_dead(plan.server, key, task_id, takeover=plan.takeover)
+            caller = caller_from_outside(task, decoration)
+            options = decoration.options_for(caller)
+            key = key or key_from_outside(task, decoration, caller, args, kwargs)
+        if options.server is not None:
+            _release_when_dead(options.server, key, task_id, takeover=options.takeover)
     except Exception as error:  # noqa: BLE001 - there is nobody to raise it to, and the key expires by itself
         logger.debug("the key of %s[%s] could not be given back: %s", task.name, task_id, error)
 
@@ -107,7 +107,7 @@ def _is_released(server: Server, key: str, task_id: str, *, takeover: bool) -> b
     if not (is_queued(value) or is_dead(value) or _has_ended(holder)):
         return False
     # A task that is queued may just have begun: then it is its process that is waited for.
-    return give_back(server.client, server.dialect, key, value).fate == "held"
+    return give_back(server.client, server.features, key, value).status == "held"
 
 
 def _has_ended(holder: Holder) -> bool:
@@ -125,21 +125,21 @@ def _has_ended(holder: Holder) -> bool:
 def _on_end(sender: Any, task: Any, **_: Any) -> None:
     """Its result is stored; or a signal handler, `before_start` or a base class has kept it from running."""
     getattr(task.request, "only_one_stored", lambda: None)()
-    cover = queue_cover_of(sender)
-    if cover is not None and not getattr(task.request, "only_one_has_begun", False):
-        _forget(sender, cover, task.request)
+    decoration = queue_decoration_of(sender)
+    if decoration is not None and not getattr(task.request, "only_one_has_begun", False):
+        _forget(sender, decoration, task.request)
 
 
-def _forget(task: Any, cover: Cover, request: Any) -> None:
+def _forget(task: Any, decoration: Decoration, request: Any) -> None:
     """Release the key of a task that was unique from when it was queued, and has ended without having begun."""
     header = header_of(request)
-    server = cover.plan_for(call_from_outside(task, cover)).server
+    server = decoration.options_for(caller_from_outside(task, decoration)).server
     if header.key is None or server is None:
         return
     try:
         value = header.token.encode() if header.token else _queued_value(server, header.key, request)
         if value is not None:
-            give_back(server.client, server.dialect, header.key, value)
+            give_back(server.client, server.features, header.key, value)
         if header.trigger is not None:
             coalescing.withdraw(server, header.key, task.app, header.trigger)
     except Exception as error:  # noqa: BLE001 - there is nobody to raise it to, and it is forgotten by itself
@@ -174,42 +174,42 @@ def _on_received(sender: Any, request: Any, **_: Any) -> None:
 
 def _receive(consumer: Any, request: Any) -> None:
     """Store this process at the key of a task that was queued with it, for as long as it lives and the task waits."""
-    cover = queue_cover_of(request.task)
-    if cover is None:
+    decoration = queue_decoration_of(request.task)
+    if decoration is None:
         return
     header = header_of(Context(request.request_dict))
     if header.key is None or not (header.token or header.attempt):
         return
-    plan = cover.plan_for(call_from_outside(request.task, cover))
+    options = decoration.options_for(caller_from_outside(request.task, decoration))
     begins_in = waits_for(request.app, 0, None, request.eta)
-    limit = waits_for(request.app, plan.queue_timeout, request.expires, request.eta)
-    if plan.server is None or limit <= 0:
+    limit = waits_for(request.app, options.queue_timeout, request.expires, request.eta)
+    if options.server is None or limit <= 0:
         return
-    token = _identity(request, header.attempt, "received").token(limit)
-    lease = Lease(plan.server, header.key, token, now(), min(DEFAULT_LEASE, limit), limit)
+    token = _token_factory(request, header.attempt, "received").token(limit)
+    lease = Lease(options.server, header.key, token, now(), min(DEFAULT_LEASE, limit), limit)
     # It is not renewed before it may begin: any number may wait for that.
     lease.expires_at += begins_in
     lease.renew_at += begins_in
     milliseconds = round(min(DEFAULT_LEASE + begins_in, limit) * 1000)
     queued = header.token.encode() if header.token else b""
-    became = drive(plan.server.client, replace(header.key, queued, token, milliseconds))
-    if became.fate == "taken":  # by a retry, or by the worker that had the message before this one
+    became = drive(options.server.client, replace(header.key, queued, token, milliseconds))
+    if became.status == "taken":  # by a retry, or by the worker that had the message before this one
         holder = Holder.parse(became.value)
         if holder is None or holder.task_id != request.id or holder.attempt is None:
             return
         if is_queued(became.value) and holder.attempt == header.attempt:
-            became = drive(plan.server.client, replace(header.key, became.value, token, milliseconds))
+            became = drive(options.server.client, replace(header.key, became.value, token, milliseconds))
         elif holder.attempt < header.attempt:
             consumer.timer.call_after(_LOOKS_AGAIN_AFTER, _on_received, (consumer, request))
-    if became.fate == "held":
+    if became.status == "held":
         request.request_dict.update(header._replace(token=token.decode()).as_headers())
         _sweep()
-        _waiting[lease] = plan.server, queued or _identity(request, header.attempt, "queued").token(limit)
+        _waiting[lease] = options.server, queued or _token_factory(request, header.attempt, "queued").token(limit)
         hold(lease)
 
 
-def _identity(request: Any, attempt: int, state: str) -> Identity:
-    return Identity(request.task.name, request.id, attempt, state)
+def _token_factory(request: Any, attempt: int, state: str) -> TokenFactory:
+    return TokenFactory(request.task.name, request.id, attempt, state)
 
 
 def _sweep() -> None:

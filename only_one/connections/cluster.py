@@ -16,7 +16,7 @@ from redis.retry import Retry
 from redis.sentinel import SentinelConnectionPool
 
 from only_one.clock import now
-from only_one.protocol import Command
+from only_one.lock.commands import Command
 
 _TIMEOUTS = {"socket_timeout": 0.5, "socket_connect_timeout": 0.25}
 """Seconds that the thread waits for a reply and a connection: it tries again, and has keys in other nodes to renew."""

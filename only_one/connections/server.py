@@ -19,7 +19,7 @@ from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
 from only_one.errors import ConfigurationError
-from only_one.protocol import Dialect
+from only_one.lock.commands import Features
 from only_one.validation import check_callable
 
 from .asyncio_client import NO_LIMIT, RETRIED, RETRIES, AsyncClient, make_async_client
@@ -49,9 +49,9 @@ class Server:
 
     def __init__(self, client: Any) -> None:
         self.client = PinnedClient(client) if PinnedClient.covers(client) else guarded(client)
-        self.dialect = Dialect()
+        self.features = Features()
         if isinstance(client, redis.RedisCluster):
-            self.dialect.release = "EVALSHA"  # an unknown command cannot be sent, as its slot is not known
+            self.features.release = "EVALSHA"  # an unknown command cannot be sent, as its slot is not known
         self.looked_at_from = -inf
         self._given = client
         self._nodes: ClusterNodes | Node | None = None

@@ -11,8 +11,8 @@ from redis.exceptions import ResponseError
 from only_one.clock import now
 from only_one.connections.cluster import LONG, Node, trips
 from only_one.connections.server import Server
-from only_one.protocol import Command
 
+from .commands import Command
 from .redis_lock import RAW
 
 _FIRST_PAUSE = 0.05
@@ -39,7 +39,7 @@ class Cleanup:
 
     def is_over(self, command: Command, reply: Any) -> bool:
         """Whether no more is to be done, by the reply to a command that releases the key."""
-        if isinstance(reply, ResponseError) and self.server.dialect.unlearn_release(command[0], reply):
+        if isinstance(reply, ResponseError) and self.server.features.fall_back_from(command[0], reply):
             return False  # due at once, by another command
         if isinstance(reply, Exception):
             self.pause = min(self.pause * 2, _LONGEST_PAUSE)
@@ -80,7 +80,7 @@ class Cleanups(dict[bytes, Cleanup]):
 
     def release(self, node: Node, due: list[Cleanup]) -> None:
         """Try once to release keys of one node, in one trip."""
-        commands = [each.server.dialect.cleanup_command(each.key, each.token) for each in due]
+        commands = [each.server.features.cleanup_command(each.key, each.token) for each in due]
         for cleanup, command, reply in zip(due, commands, node.send(commands, RAW), strict=True):
             if cleanup.is_over(command, reply):
                 self.pop(cleanup.token, None)

@@ -12,13 +12,14 @@ import redis.lock
 from redis.exceptions import LockNotOwnedError
 
 from only_one.clock import now
-from only_one.protocol import (
+
+from .commands import (
     NEVER,
-    Dialect,
+    Commands,
     Expiry,
-    Note,
-    Outcome,
-    Steps,
+    Features,
+    MarkerUpdate,
+    ReleaseResult,
     T,
     acquire,
     expiry_in,
@@ -36,41 +37,55 @@ _OPTIONS = {**RAW, "get": True}
 """The same; and the reply to a SET is the value that was stored there."""
 
 
-def drive(client: Any, steps: Steps[T]) -> T:
-    """Send the commands that `steps` yields, and return what it returns."""
+def drive(client: Any, commands: Commands[T]) -> T:
+    """Send the commands of a generator, and return what it returns."""
     try:
-        command = next(steps)
+        return _send(client, commands)
+    finally:
+        commands.close()  # now: what a signal's handler raises while a generator is collected would be lost
+
+
+def _send(client: Any, commands: Commands[T]) -> T:
+    try:
+        command = next(commands)
         while True:
             try:
                 reply = client.execute_command(*command, **_OPTIONS)
-            except Exception as error:  # noqa: BLE001 - it is for `steps` to say which errors end it
-                command = steps.throw(error)
+            except Exception as error:  # noqa: BLE001 - it is for the generator to say which errors end it
+                command = commands.throw(error)
             else:
-                command = steps.send(reply)
+                command = commands.send(reply)
     except StopIteration as stop:
         result: T = stop.value
         return result
 
 
-async def drive_async(client: Any, steps: Steps[T]) -> T:
-    """Send the commands that `steps` yields, and return what it returns."""
+async def drive_async(client: Any, commands: Commands[T]) -> T:
+    """Send the commands of a generator, and return what it returns."""
     try:
-        command = next(steps)
+        return await _send_async(client, commands)
+    finally:
+        commands.close()
+
+
+async def _send_async(client: Any, commands: Commands[T]) -> T:
+    try:
+        command = next(commands)
         while True:
             try:
                 reply = await client.execute_command(*command, **_OPTIONS)
-            except Exception as error:  # noqa: BLE001 - it is for `steps` to say which errors end it
-                command = steps.throw(error)
+            except Exception as error:  # noqa: BLE001 - it is for the generator to say which errors end it
+                command = commands.throw(error)
             else:
-                command = steps.send(reply)
+                command = commands.send(reply)
     except StopIteration as stop:
         result: T = stop.value
         return result
 
 
-def give_back(client: Any, dialect: Dialect, key: str | bytes, token: bytes) -> Outcome:
+def give_back(client: Any, features: Features, key: str | bytes, token: bytes) -> ReleaseResult:
     """Delete a key if it holds `token`, and say what became of it."""
-    return drive(client, release(dialect, key, token))
+    return drive(client, release(features, key, token))
 
 
 class _Common:
@@ -88,21 +103,23 @@ class _Common:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """See redis-py."""
         super().__init__(*args, **kwargs)
-        self.dialect = Dialect()
+        self.features = Features()
         self.expires_at = math.inf
 
     @classmethod
-    def held(cls, client: Any, dialect: Dialect, name: str, token: bytes, ttl: float) -> Self:
+    def held(cls, client: Any, features: Features, name: str, token: bytes, ttl: float) -> Self:
         """The lock of a key that has been taken with `token` for `ttl` seconds; a call that is skipped makes none."""
         lock = cls(client, name, ttl, thread_local=False)
-        lock.dialect = dialect  # which all locks in a server share
+        lock.features = features  # which all locks in a server share
         lock.local.token = token
         return lock
 
-    def end(self, retained: tuple[bytes, int] | None, note: Note | None) -> Steps[Outcome]:
+    def end(self, retained: tuple[bytes, int] | None, marker: MarkerUpdate | None) -> Commands[ReleaseResult]:
         """Delete the key, or store a value in place of the token for some milliseconds, if the key is ours."""
         token = self.local.token
-        return replace(self.name, token, *retained, note) if retained else release(self.dialect, self.name, token, note)
+        if retained:
+            return replace(self.name, token, *retained, marker)
+        return release(self.features, self.name, token, marker)
 
     def _expiry(self) -> Expiry:
         # Counted from before the command is sent: the key never outlives what its holder believes.
@@ -115,9 +132,9 @@ class _Common:
         yield
         self.expires_at = seconds + (asked if from_now else self.expires_at)
 
-    def _check(self, became: Outcome) -> None:
+    def _check(self, became: ReleaseResult) -> None:
         # A key that is gone before its time was deleted by a release of ours whose reply was lost.
-        if became.fate == "taken" or (became.fate == "gone" and now() >= self.expires_at):
+        if became.status == "taken" or (became.status == "gone" and now() >= self.expires_at):
             msg = "Cannot release a lock that's no longer owned"
             raise LockNotOwnedError(msg)
 
@@ -127,7 +144,7 @@ class Lock(_Common, redis.lock.Lock):
 
     def do_acquire(self, token: Any) -> bool:
         """Take the key if it is free."""
-        return drive(self.redis, acquire(self.dialect, self.name, token, self._expiry())) is None
+        return drive(self.redis, acquire(self.features, self.name, token, self._expiry())) is None
 
     def do_release(self, expected_token: Any) -> None:
         """Delete the key if it is ours.
@@ -135,7 +152,7 @@ class Lock(_Common, redis.lock.Lock):
         Raises:
             LockNotOwnedError: if it is somebody else's, or has expired.
         """
-        self._check(drive(self.redis, release(self.dialect, self.name, expected_token)))
+        self._check(drive(self.redis, release(self.features, self.name, expected_token)))
 
     def do_extend(self, additional_time: float, replace_ttl: bool) -> Literal[True]:  # noqa: FBT001 - redis-py's
         """Let the key live for `additional_time` more seconds, counted from now if `replace_ttl`, if it is ours."""
@@ -153,7 +170,7 @@ class AsyncLock(_Common, redis.asyncio.lock.Lock):
 
     async def do_acquire(self, token: Any) -> bool:
         """Take the key if it is free."""
-        return await drive_async(self.redis, acquire(self.dialect, self.name, token, self._expiry())) is None
+        return await drive_async(self.redis, acquire(self.features, self.name, token, self._expiry())) is None
 
     async def do_release(self, expected_token: Any) -> None:
         """Delete the key if it is ours.
@@ -161,7 +178,7 @@ class AsyncLock(_Common, redis.asyncio.lock.Lock):
         Raises:
             LockNotOwnedError: if it is somebody else's, or has expired.
         """
-        self._check(await drive_async(self.redis, release(self.dialect, self.name, expected_token)))
+        self._check(await drive_async(self.redis, release(self.features, self.name, expected_token)))
 
     async def do_extend(self, additional_time: float, replace_ttl: bool) -> Literal[True]:  # noqa: FBT001 - redis-py's
         """Let the key live for `additional_time` more seconds, counted from now if `replace_ttl`, if it is ours."""

@@ -24,10 +24,10 @@ from only_one.clock import now
 from only_one.connections.cluster import LONG, Node, trips
 from only_one.connections.server import Server, may_evict
 from only_one.events import logger
-from only_one.lease import RENEWED_EVERY, Lease
-from only_one.protocol import is_forbidden, outcome, renew_command
 
 from .cleanup import Cleanup, Cleanups
+from .commands import is_forbidden, parse_result, renew_command
+from .lease import RENEWED_EVERY, Lease
 from .redis_lock import RAW
 
 _RETRIED_EVERY = 0.1
@@ -207,12 +207,12 @@ class _Renewer:
             lease.trouble = reply.with_traceback(None)
             return
         lease.trouble = None
-        found = outcome(reply)
-        if found.fate == "held":
+        found = parse_result(reply)
+        if found.status == "held":
             lease.expires_at = sent + ttl
             lease.renew_at = sent + ttl * RENEWED_EVERY if lease.expires_at < lease.ends_at else lease.ends_at
         else:
-            self.lost(lease, "deleted" if found.fate == "gone" else "taken", found.value)
+            self.lost(lease, "deleted" if found.status == "gone" else "taken", found.value)
 
     def lost(self, lease: Lease, reason: str, value: bytes = b"") -> None:
         """Stop renewing, and have the run told: by another thread, since what it does about it is its own.

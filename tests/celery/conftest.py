@@ -11,7 +11,7 @@ import pytest
 from celery import Celery, _state
 from redis import Redis
 
-from only_one.holder import Holder
+from only_one.lock.holder import Holder
 from tests.celery.deliveries import Queue
 
 

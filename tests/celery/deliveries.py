@@ -18,7 +18,7 @@ from celery.app.trace import build_tracer
 from redis import Redis
 
 from only_one import only_one
-from only_one.holder import Identity
+from only_one.lock.holder import TokenFactory
 
 REMEMBERED = 7200
 """Seconds for which word of copies is kept, for a broker that delivers again after an hour."""
@@ -73,7 +73,7 @@ def hash_of(redis: Redis, prefix: str, task_id: str, attempt: int = 0) -> Any:
 
 def token_of(task_id: str, *, state: str = "running", attempt: int | None = 0, is_dead: bool = False) -> bytes:
     """The value of a run of a task: on another machine, or of a process of this one that is gone."""
-    found = json.loads(Identity("a task", task_id, attempt, state).token(600))
+    found = json.loads(TokenFactory("a task", task_id, attempt, state).token(600))
     if is_dead:
         with subprocess.Popen([sys.executable, "-c", ""]) as process:
             process.wait()

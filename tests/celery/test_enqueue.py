@@ -44,12 +44,12 @@ from only_one import (
     skip,
     subscribe,
 )
+from only_one.call.driver import run
 from only_one.celery.broker import waits_for
 from only_one.celery.requeue import Header, header_of
-from only_one.celery.task_run import call_from_outside
-from only_one.holder import Holder
+from only_one.celery.task_run import caller_from_outside
 from only_one.lock import cleanup, renewal
-from only_one.run import run
+from only_one.lock.holder import Holder
 from tests.celery.enqueueing import (
     CLOSED,
     QUEUE_TIMEOUT,
@@ -891,7 +891,7 @@ def test_a_key_does_not_stay_queued_when_its_run_could_not_take_it(
         task.delay()
         value: Any = redis.get(f"{prefix}k")
         own = task.run.__only_one__
-        call = call_from_outside(task, own)
+        call = caller_from_outside(task, own)
         call.key, call.queued = f"{prefix}k", value
         with proxy.refused():
             with pytest.raises(LockUnavailable) if policy is fail else nullcontext():

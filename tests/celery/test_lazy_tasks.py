@@ -15,7 +15,7 @@ from celery.local import PromiseProxy
 from redis import Redis
 
 from only_one import KeyTemplateError, fail
-from only_one.holder import Holder
+from only_one.lock.holder import Holder
 from tests.celery.enqueueing import (
     CLOSED,
     QUEUE_TIMEOUT,

@@ -20,7 +20,7 @@ from only_one import buffer_one, configure, only_one
 from only_one.celery import worker_signals
 from only_one.celery.requeue import Header
 from only_one.clock import now
-from only_one.holder import Holder, Identity
+from only_one.lock.holder import Holder, TokenFactory
 from tests.proxy import Proxy
 from tests.renewal import is_renewed
 
@@ -185,7 +185,7 @@ def test_a_retry(task: Any, worker: Worker, state: Any, redis: Redis, prefix: st
     assert state("k") == ("queued", 0)
     (entry,) = worker.timer.queue
     assert before <= entry.eta - LOOKS_AGAIN_AFTER <= time.monotonic()
-    redis.set(f"{prefix}k", Identity(task.name, retry.id, 1, "queued").token(HOUR))
+    redis.set(f"{prefix}k", TokenFactory(task.name, retry.id, 1, "queued").token(HOUR))
     entry.entry()
     assert state("k") == ("received", 1)
     worker_shutdown.send(sender=None)
@@ -197,12 +197,12 @@ def test_a_retry(task: Any, worker: Worker, state: Any, redis: Redis, prefix: st
     "value",
     [
         b"somebody else",
-        Identity("another", "another", 0, "queued").token(HOUR),
-        Identity("a function").token(HOUR),
-        Identity("no attempt", "own").token(HOUR),
-        Identity("runs", "own", 1).token(HOUR),
-        Identity("a later attempt", "own", 2).token(HOUR),
-        Identity("a later attempt", "own", 2, "queued").token(HOUR),
+        TokenFactory("another", "another", 0, "queued").token(HOUR),
+        TokenFactory("a function").token(HOUR),
+        TokenFactory("no attempt", "own").token(HOUR),
+        TokenFactory("runs", "own", 1).token(HOUR),
+        TokenFactory("a later attempt", "own", 2).token(HOUR),
+        TokenFactory("a later attempt", "own", 2, "queued").token(HOUR),
     ],
 )
 def test_a_key_that_others_have_is_theirs(

@@ -16,7 +16,7 @@ from redis import Redis
 from only_one import carry_on, configure, current_lock
 from only_one.celery.requeue import Header
 from only_one.celery.task_run import MessageRun
-from only_one.holder import Holder
+from only_one.lock.holder import Holder
 from tests.celery.deliveries import CLOSED, Awaits, Queue, a_task, cover, done, done_async, hash_of, token_of
 from tests.proxy import Proxy
 
@@ -115,15 +115,15 @@ def test_what_stays_under_the_key_for_a_retry(app: Celery) -> None:
     """What is sent again as it is, for as long as it is waited for."""
 
     def stays(
-        said: Any = None, ended_by: Any = None, when: Any = None, *, covers_queue: bool = True, seconds: float = 0.5,
-        **request: Any,
+        said: Any = None, ended_by: Any = None, when: Any = None, *, seconds: float = 0.5,
+        is_unique_in_queue: bool = True, **request: Any,
     ) -> Any:  # fmt: skip
         told = {"id": "the-id", "retries": 4, "args": ["a"], "kwargs": {"b": 1}, "expires": None, "is_eager": False}
         of_task: Any = SimpleNamespace(headers=None, **{**told, **request})
-        delivered = MessageRun(task, of_task, bound=False, covers_queue=covers_queue)
+        delivered = MessageRun(task, of_task, bound=False, is_unique_in_queue=is_unique_in_queue)
         sig = task.s("a", b=1) if said is None else said
         plan: Any = SimpleNamespace(queue_timeout=seconds)
-        return delivered.stays(plan, ended_by or Retry(when=when, sig=sig))
+        return delivered.retained_value(plan, ended_by or Retry(when=when, sig=sig))
 
     task = app.task(done, name=f"task-{uuid4()}", shared=False)
     token, milliseconds = stays()
@@ -136,7 +136,7 @@ def test_what_stays_under_the_key_for_a_retry(app: Celery) -> None:
     assert stays(expires=-1) is None
     assert stays(expires=7)[1] == 7000
     assert stays(is_eager=True) is None
-    assert stays(covers_queue=False) is None
+    assert stays(is_unique_in_queue=False) is None
     for other in (task.s("b", b=1), task.s("a", b=2), task.s("a")):
         assert stays(other) is None
     for error in (KeyboardInterrupt(), ValueError(), Retry()):  # of which a task that raises the last has sent nothing

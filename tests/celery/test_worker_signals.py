@@ -26,7 +26,7 @@ from only_one import buffer_one, configure, only_one
 from only_one.celery import worker_signals
 from only_one.celery.requeue import Header
 from only_one.connections.server import find_server
-from only_one.holder import Identity, process_start
+from only_one.lock.holder import TokenFactory, process_start
 from tests.proxy import Proxy
 from tests.waiting import LIMIT, eventually
 
@@ -113,7 +113,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 def held_by(pid: int, task_id: str = "mine", **changes: Any) -> bytes:
     """What a run in a process writes under its key."""
-    value = json.loads(Identity("task", task_id, 0).token(HOUR))
+    value = json.loads(TokenFactory("task", task_id, 0).token(HOUR))
     value.update(pid=pid, process_start=process_start(pid), process="another", **changes)
     return json.dumps(value, separators=(",", ":")).encode()
 
@@ -158,7 +158,7 @@ def test_a_key_is_released_when_its_process_is_dead(
     assert child.wait() < 0
     assert is_released(another) == LEFT
     assert is_released(value) == DONE
-    queued = Identity("task", "mine", 0, "queued").token(HOUR)
+    queued = TokenFactory("task", "mine", 0, "queued").token(HOUR)
     assert is_released(queued, takeover=False) == DONE
 
 
@@ -272,7 +272,7 @@ def test_what_has_ended_without_having_begun_is_free(
     with configure(active=False):
         end_without_a_run(unique, id=first.id, **header)
     assert redis.get(key) == token
-    redis.set(key, Identity("task", first.id, 1, "queued").token(HOUR))  # it is the next attempt's by now
+    redis.set(key, TokenFactory("task", first.id, 1, "queued").token(HOUR))  # it is the next attempt's by now
     end_without_a_run(unique, id=first.id, **header)
     assert redis.exists(key)
     redis.set(key, token)
@@ -290,11 +290,11 @@ def test_a_retry_that_has_ended_without_having_begun_is_free(app: Celery, redis:
     key = f"{prefix}k"
     request = {"retries": 1, **Header("mine", 1, key=key).as_headers()}
     end_without_a_run(unique, **request)
-    for value in (b"somebody else", Identity("task", "another", 0, "queued").token(HOUR), held_by(os.getppid())):
+    for value in (b"somebody else", TokenFactory("task", "another", 0, "queued").token(HOUR), held_by(os.getppid())):
         redis.set(key, value)
         end_without_a_run(unique, **request)
         assert redis.get(key) == value
-    redis.set(key, Identity("task", "mine", 1, "queued").token(HOUR))
+    redis.set(key, TokenFactory("task", "mine", 1, "queued").token(HOUR))
     end_without_a_run(unique, **request)
     assert not redis.exists(key)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import redis
 
-from only_one.holder import Holder
+from only_one.lock.holder import Holder
 from only_one.testing import Guarded, redis_server
 from tests.live.beat_app import MEANWHILE
 from tests.live.workers import ROOT, Witness, celery_worker, environment

@@ -22,12 +22,12 @@ from uuid import uuid4
 import pytest
 
 from only_one import configure, only_one
-from only_one.holder import Holder
+from only_one.lock.holder import Holder
 from only_one.testing import Guarded
 from tests.live import ends_app as ends
 from tests.live.brokers import consumed
 from tests.live.workers import PREFIX, ROOT, World, answered, kill_tree, world
-from tests.test_holder import CONTAINER
+from tests.lock.test_holder import CONTAINER
 from tests.waiting import LIMIT, eventually
 
 PAGE = ROOT / "docs/celery.md"

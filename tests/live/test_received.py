@@ -14,8 +14,8 @@ import pytest
 
 from only_one import configure
 from only_one.cli import main
-from only_one.holder import Holder
 from only_one.inspection import held
+from only_one.lock.holder import Holder
 from tests.live import queue_app as live
 from tests.live.workers import PREFIX, World, answered, kill_tree, world
 from tests.waiting import LIMIT, eventually

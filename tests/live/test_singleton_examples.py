@@ -18,7 +18,7 @@ import pytest
 
 from examples.singleton import configured, tasks
 from only_one import AlreadyRunning, KeyTemplateError, only_one
-from only_one.holder import Holder
+from only_one.lock.holder import Holder
 from tests.live.workers import RESULTS, URL, World, kill_tree, sender, world
 from tests.waiting import LIMIT, eventually
 

@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 import redis
 
-from only_one.holder import Holder
+from only_one.lock.holder import Holder
 from only_one.testing import redis_server
 from tests.live import app as live
 from tests.live.brokers import broker as broker_of
@@ -161,7 +161,7 @@ def test_a_bound_task_gets_itself(worker: Worker, gate: str) -> None:
 def test_results_that_are_ignored(worker: Worker, gate: str) -> None:
     answers = [live.silent.delay(gate) for _ in range(COPIES)]
     worker.wait_until_begun(gate)
-    assert eventually(lambda: under_way() == 1)  # the copies have been seen to
+    assert eventually(lambda: active_tokens() == 1)  # the copies have been seen to
     worker.open(gate)
     assert eventually(lambda: worker.lines("end", gate), LIMIT)
     assert worker.no_key_is_left()
@@ -169,7 +169,7 @@ def test_results_that_are_ignored(worker: Worker, gate: str) -> None:
     assert not worker.client.exists(*[f"celery-task-meta-{answer.id}" for answer in answers])
 
 
-def under_way() -> int:
+def active_tokens() -> int:
     """How many tasks the worker runs, or has taken from the queue to run them."""
     asked = live.app.control.inspect(timeout=LIMIT / 20, limit=1)
     told = [asked.active(), asked.reserved()]

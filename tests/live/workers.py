@@ -49,7 +49,7 @@ class Event(NamedTuple):
     what: str
 
 
-class Note(NamedTuple):
+class MarkerUpdate(NamedTuple):
     """A line that a run has written."""
 
     at: float
@@ -85,12 +85,12 @@ class Witness:
         with self.path.open("ab", buffering=0) as file:
             file.write(line.encode() + b"\n")
 
-    def notes(self, *head: str) -> list[Note]:
+    def notes(self, *head: str) -> list[MarkerUpdate]:
         """The lines that begin with these words, without them."""
         text = self.path.read_text() if self.path.exists() else ""
         lines = [line.split() for line in text.split("\n")[:-1]]  # the last one may be being written
         return [
-            Note(float(at), int(pid), words[len(head) :])
+            MarkerUpdate(float(at), int(pid), words[len(head) :])
             for at, pid, *words in lines
             if words[: len(head)] == list(head)
         ]
@@ -240,11 +240,11 @@ class World:
         """What the workers have said."""
         return "\n".join(path.read_text(errors="replace") for path in self._logs)
 
-    def notes(self, word: str, gate: str) -> list[Note]:
+    def notes(self, word: str, gate: str) -> list[MarkerUpdate]:
         """What runs have written down, of one kind."""
         return self._witness.notes(word, gate)
 
-    def wait_for(self, word: str, gate: str, times: int = 1, limit: float = LIMIT) -> Note:
+    def wait_for(self, word: str, gate: str, times: int = 1, limit: float = LIMIT) -> MarkerUpdate:
         """The so-manieth note of a kind, which is waited for."""
         assert eventually(lambda: len(self.notes(word, gate)) >= times, limit), f"no {times} {word} of {gate}"
         return self.notes(word, gate)[times - 1]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import redis as redis_py
 
-from only_one import configure, lease
+from only_one import configure
 from only_one.connections import cluster as nodes
-from only_one.lock import cleanup, renewal
+from only_one.lock import cleanup, lease, renewal
 from tests.lock.watched import Watch
 from tests.renewal import Clock
 

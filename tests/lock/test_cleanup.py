@@ -151,7 +151,7 @@ def test_many_tokens_of_unknown_fate_are_released_in_a_few_trips(
     server: RedisServer, left_behind: Callable[..., list[str]], release: Any, settled: Any
 ) -> None:
     """However the server releases: of what is sent in one trip, it reads much at a time."""
-    servers.find_server(server.url).dialect.release = release
+    servers.find_server(server.url).features.release = release
     names = left_behind(settled=settled)
     with redis.Redis.from_url(server.url) as client:
         before = client.info("stats")["total_reads_processed"]
@@ -174,7 +174,7 @@ def test_many_tokens_of_unknown_fate_on_a_server_that_refuses_the_newer_commands
         names = left_behind(settled=True)
         with later(LONG):
             assert eventually(lambda: not client.exists(*names))
-    assert servers.find_server(server.url).dialect.release == "EVALSHA"
+    assert servers.find_server(server.url).features.release == "EVALSHA"
 
 
 ENDS = """

@@ -21,15 +21,15 @@ from typing import Any
 
 import pytest
 
-from only_one import holder
 from only_one.clock import now
-from only_one.holder import Holder, Identity, is_dead, is_gone, kept, printable, process_start, under_way
+from only_one.lock import holder
+from only_one.lock.holder import Holder, TokenFactory, active_tokens, is_dead, is_gone, kept, printable, process_start
 from tests.waiting import LIMIT, eventually
 
 SPELLS = """
 import sys
-from only_one.holder import Identity
-print(Identity("work").token(600).decode(), flush=True)
+from only_one.lock.holder import TokenFactory
+print(TokenFactory("work").token(600).decode(), flush=True)
 sys.stdin.read()
 """
 
@@ -120,7 +120,7 @@ def dead() -> bytes:
 
 def test_clones_of_a_process_do_not_spell_the_same_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a virtual machine that is cloned: what it draws at random it has drawn, and all its clones count alike."""
-    identity, moment = Identity("work"), time.time_ns()
+    identity, moment = TokenFactory("work"), time.time_ns()
     tokens = []
     for microseconds in (1, 2):
         monkeypatch.setattr(holder, "_numbers", itertools.count(7))
@@ -136,10 +136,10 @@ def test_clones_of_a_process_do_not_spell_the_same_token(monkeypatch: pytest.Mon
 
 def test_what_a_call_has_in_common_is_spelt_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And anew for another limit."""
-    identity = Identity("work")
+    identity = TokenFactory("work")
     first = identity.token(60)
     monkeypatch.setattr(holder, "_process", holder._process)
-    monkeypatch.setattr(Identity, "_spell_head", None)
+    monkeypatch.setattr(TokenFactory, "_spell_head", None)
     second = identity.token(60)
     monkeypatch.undo()
     limits = [json.loads(token)["limit"] for token in (first, second, identity.token(30), identity.token(None))]
@@ -148,7 +148,7 @@ def test_what_a_call_has_in_common_is_spelt_once(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_holder_is_shown_and_not_changed() -> None:
-    with_task, without = (Holder.parse(Identity("a\nb", task_id).token(60)) for task_id in ("the-id", None))
+    with_task, without = (Holder.parse(TokenFactory("a\nb", task_id).token(60)) for task_id in ("the-id", None))
     assert str(with_task) == f"a\\nb (task the-id), pid {os.getpid()} on {socket.gethostname()}"
     assert str(without) == f"a\\nb, pid {os.getpid()} on {socket.gethostname()}"
     assert printable("a\x1b[2J\r") == "a\\x1b[2J\\r"
@@ -159,7 +159,7 @@ def test_a_holder_is_shown_and_not_changed() -> None:
 @pytest.mark.parametrize("what", ["since", "limit"])
 def test_a_time_that_somebody_has_made_up_is_no_holders(what: str) -> None:
     """No date could be made of it."""
-    token = Identity("work").token(60)
+    token = TokenFactory("work").token(60)
     for milliseconds in (-(10**14), 10**14):
         assert Holder.parse(changed(token, **{what: milliseconds})) is not None
     for milliseconds in (-(10**14) - 1, 10**14 + 1, 10**1000):
@@ -209,17 +209,17 @@ def test_a_stopped_process_is_alive(process: Process) -> None:
 
 def test_the_calls_of_this_process_are_alive_until_they_have_ended() -> None:
     with ThreadPoolExecutor(1) as pool:
-        values = [Identity("work").token(600), pool.submit(Identity("work").token, 600).result()]
-        under_way.update(values)
+        values = [TokenFactory("work").token(600), pool.submit(TokenFactory("work").token, 600).result()]
+        active_tokens.update(values)
         assert not any(map(is_dead, values))
         assert not any(pool.map(is_dead, values))
-        under_way.difference_update(values)
+        active_tokens.difference_update(values)
         assert all(map(is_dead, values))
         assert all(pool.map(is_dead, values))
 
 
 def test_a_key_that_this_process_keeps_is_not_dead() -> None:
-    assert not is_dead(kept(Identity("work").token(600), 60))
+    assert not is_dead(kept(TokenFactory("work").token(600), 60))
 
 
 def test_a_start_that_differs_is_another_process(living: Process) -> None:
@@ -260,13 +260,13 @@ def begins_now() -> int | None:
 REUSED = """
 import os, sys, time
 from pathlib import Path
-from only_one.holder import Identity, is_dead, process_start
+from only_one.lock.holder import TokenFactory, is_dead, process_start
 
 def child():
     ours, theirs = os.pipe()
     pid = os.fork()
     if not pid:
-        os.write(theirs, Identity("work").token(600))
+        os.write(theirs, TokenFactory("work").token(600))
         time.sleep(600)
     os.close(theirs)
     return pid, os.read(ours, 10_000)
@@ -310,10 +310,10 @@ def test_a_number_that_is_given_to_another_process(before: str) -> None:
 
 FORKED = """
 import os, time
-from only_one.holder import Identity, is_dead, under_way
+from only_one.lock.holder import TokenFactory, is_dead, active_tokens
 
 def parent():
-    mine = Identity("work").token(600)
+    mine = TokenFactory("work").token(600)
     ours, theirs = os.pipe()
     if not os.fork():
         child(mine, theirs)
@@ -323,8 +323,8 @@ def parent():
 
 def child(its, theirs):
     before, pid = is_dead(its), os.getppid()
-    own = Identity("work").token(600)
-    under_way.add(own)
+    own = TokenFactory("work").token(600)
+    active_tokens.add(own)
     os.write(theirs, own)
     until = time.monotonic() + 120
     while not is_dead(its) and time.monotonic() < until:
@@ -347,18 +347,18 @@ def test_a_forked_child_is_another_process_than_its_parent() -> None:
 
 OTHERS = """
 import json, os, sys, time
-from only_one.holder import Identity, is_dead, process_start
+from only_one.lock.holder import TokenFactory, is_dead, process_start
 
 def changed(value, **changes):
     return json.dumps({**json.loads(value), **changes}, separators=(",", ":")).encode()
 
-Identity("work").token(600)  # all that it takes is imported while the files can be read
+TokenFactory("work").token(600)  # all that it takes is imported while the files can be read
 if os.geteuid() == 0:
     ours, theirs = os.pipe()
     pid = os.fork()
     if not pid:
         os.close(1)
-        os.write(theirs, Identity("work").token(600))
+        os.write(theirs, TokenFactory("work").token(600))
         time.sleep(600)
     value = os.read(ours, 10_000)
     os.setgroups([])
@@ -368,7 +368,7 @@ else:
     pid = 1
     ours, theirs = os.pipe()
     if not os.fork():
-        os.write(theirs, Identity("work").token(600))
+        os.write(theirs, TokenFactory("work").token(600))
         os._exit(0)
     value = changed(os.read(ours, 10_000), pid=pid, process_start=process_start(pid))
 try:
@@ -412,7 +412,7 @@ def test_a_process_of_another_user_that_is_hidden_is_alive() -> None:
 
 
 def test_a_machine_is_the_same_for_all_of_its_processes(living: Process) -> None:
-    mine, its = json.loads(Identity("work").token(600)), json.loads(living.value)
+    mine, its = json.loads(TokenFactory("work").token(600)), json.loads(living.value)
     assert (mine["machine"], mine["host"]) == (its["machine"], its["host"])
     assert mine["pid"] != its["pid"]
 
@@ -453,18 +453,18 @@ def test_another_host_or_boot_or_namespace_is_another_machine(dead: bytes, chang
 
 GONE = """
 import os
-from only_one import holder
-from only_one.holder import Identity, is_dead
+from only_one.lock import holder
+from only_one.lock.holder import TokenFactory, is_dead
 
 ours, theirs = os.pipe()
 pid = os.fork()
 if not pid:
-    os.write(theirs, Identity("work").token(600))
+    os.write(theirs, TokenFactory("work").token(600))
     os._exit(0)
 value = os.read(ours, 10_000)
 os.waitpid(pid, 0)
-own = Identity("work").token(600)
-holder.under_way.add(own)
+own = TokenFactory("work").token(600)
+holder.active_tokens.add(own)
 print(holder.machine(), is_dead(value), is_dead(own), os.path.exists("/proc/self"))
 """
 
@@ -506,7 +506,7 @@ def test_on_a_platform_without_a_proc_nobody_is_dead(
     monkeypatch.setattr(holder, "_process", None)
     assert holder.machine() is None
     assert process_start(os.getpid()) is None
-    mine = Holder.parse(Identity("work").token(600))
+    mine = Holder.parse(TokenFactory("work").token(600))
     assert mine is not None
     assert (mine.machine, mine.process_start) == (socket.gethostname(), None)
     assert not is_dead(dead)
@@ -548,7 +548,7 @@ def test_a_key_that_is_no_running_process_s_has_no_process_to_be_dead(dead: byte
 
 def test_a_task_that_was_received_is_dead_with_its_worker(dead: bytes) -> None:
     assert is_dead(changed(dead, state="received"))
-    assert not is_dead(Identity("t", "the-id", 0, "received").token(600))
+    assert not is_dead(TokenFactory("t", "the-id", 0, "received").token(600))
 
 
 def test_a_key_that_is_kept_is_not_dead(dead: bytes) -> None:

@@ -14,7 +14,7 @@ from redis.exceptions import NoScriptError, RedisClusterException, RedisError, R
 
 T = TypeVar("T")
 Command = tuple[Union[str, bytes, int], ...]
-Steps = Generator[Command, Any, T]
+Commands = Generator[Command, Any, T]
 Expiry = tuple[bytes, ...]
 
 NEVER: Expiry = ()
@@ -23,7 +23,7 @@ TROUBLE = (RedisError, RedisClusterException, OSError)
 """What redis-py raises when the server could not be asked, or refused."""
 
 
-class Note(NamedTuple):
+class MarkerUpdate(NamedTuple):
     """Where copies of a task's message are told that its run has ended.
 
     Attributes:
@@ -35,7 +35,7 @@ class Note(NamedTuple):
     lasts: int
 
 
-class Outcome(NamedTuple):
+class ReleaseResult(NamedTuple):
     """What became of a key that was to be released or renewed.
 
     Attributes:
@@ -44,14 +44,14 @@ class Outcome(NamedTuple):
         has_copies: it was held by a task's run, and copies of its message wait to be told what has become of it.
     """
 
-    fate: Literal["held", "gone", "taken"]
+    status: Literal["held", "gone", "taken"]
     value: bytes = b""
-    has_copies: bool = False
+    has_redeliveries: bool = False
 
 
-HELD = Outcome("held")
-GONE = Outcome("gone")
-_HELD_WITH_COPIES = Outcome("held", has_copies=True)
+HELD = ReleaseResult("held")
+GONE = ReleaseResult("gone")
+_HELD_WITH_COPIES = ReleaseResult("held", has_redeliveries=True)
 
 
 class Script:
@@ -99,7 +99,7 @@ _VANISHED = 3
 """How often a key that is taken when set and gone when read is tried again, before it is called taken."""
 
 
-class Dialect:
+class Features:
     """Which commands one server knows, learnt from what it refuses.
 
     Attributes:
@@ -127,7 +127,7 @@ class Dialect:
             return ("EVAL", _RELEASE.text, 1, key, token)
         return self.release_command(key, token)
 
-    def unlearn_get(self, error: ResponseError) -> None:
+    def fall_back_from_get(self, error: ResponseError) -> None:
         """Note that the server refused to set and get at once.
 
         Raises:
@@ -137,7 +137,7 @@ class Dialect:
             raise error
         self.sets_and_gets = False
 
-    def unlearn_release(self, refused: object, error: ResponseError) -> bool:
+    def fall_back_from(self, refused: object, error: ResponseError) -> bool:
         """Whether there is another command to release with, after this one was refused."""
         if refused not in ("DELIFEQ", "DELEX") or not _is_unknown(error):
             return False
@@ -162,11 +162,11 @@ def expiry_in(seconds: float) -> Expiry:
     return b"PX", b"%d" % round(seconds * 1000)
 
 
-def acquire(dialect: Dialect, key: str | bytes, token: bytes, expiry: Expiry) -> Steps[bytes | None]:
+def acquire(features: Features, key: str | bytes, token: bytes, expiry: Expiry) -> Commands[bytes | None]:
     """Set a key if it is free.
 
     Args:
-        dialect: what is known of the server.
+        features: the commands that the server knows.
         key: the key as it is in Redis.
         token: the value that says whose it is.
         expiry: when the key expires, as `expiry_in` encodes it.
@@ -174,11 +174,11 @@ def acquire(dialect: Dialect, key: str | bytes, token: bytes, expiry: Expiry) ->
     Returns:
         None if the key is ours, else the value that is stored there.
     """
-    if dialect.sets_and_gets:
+    if features.sets_and_gets:
         try:
             value: bytes | None = yield ("SET", key, token, b"NX", b"GET", *expiry)
         except ResponseError as error:
-            dialect.unlearn_get(error)
+            features.fall_back_from_get(error)
         else:
             # Our own token: the reply was lost, and redis-py sent the command again.
             return None if value == token else value
@@ -191,14 +191,16 @@ def acquire(dialect: Dialect, key: str | bytes, token: bytes, expiry: Expiry) ->
     return b""
 
 
-def release(dialect: Dialect, key: str | bytes, token: bytes, note: Note | None = None) -> Steps[Outcome]:
+def release(
+    features: Features, key: str | bytes, token: bytes, marker: MarkerUpdate | None = None
+) -> Commands[ReleaseResult]:
     """Delete a key if it is ours.
 
     Args:
-        dialect: what is known of the server.
+        features: the commands that the server knows.
         key: the key as it is in Redis.
         token: the value with which it was acquired.
-        note: where redeliveries of a task's message are told that its run has ended, if they are.
+        marker: the completion marker that tells redeliveries of a task's message that its run has ended.
 
     Returns:
         What became of the key.
@@ -206,20 +208,20 @@ def release(dialect: Dialect, key: str | bytes, token: bytes, note: Note | None 
     Raises:
         ResponseError: if the server refuses each of our commands.
     """
-    if note:
-        return outcome((yield from evaluate(_RELEASE_NOTING, key, token, note.lasts, beside=note.name)))
+    if marker:
+        return parse_result((yield from evaluate(_RELEASE_NOTING, key, token, marker.lasts, beside=marker.name)))
     while True:
-        command = dialect.release_command(key, token)
+        command = features.release_command(key, token)
         try:
             reply = yield command
         except NoScriptError:
             reply = yield ("EVAL", _RELEASE.text, 1, key, token)
         except ResponseError as error:
-            if not dialect.unlearn_release(command[0], error):
+            if not features.fall_back_from(command[0], error):
                 raise
             continue
         # The native commands do not say whose a key is that is not ours.
-        return outcome((yield ("GET", key)) if reply == 0 else reply)
+        return parse_result((yield ("GET", key)) if reply == 0 else reply)
 
 
 def renew_command(key: str | bytes, token: bytes, ttl: int) -> Command:
@@ -230,40 +232,42 @@ def renew_command(key: str | bytes, token: bytes, ttl: int) -> Command:
     return ("EVAL", _RENEW.text, 1, key, token, ttl)
 
 
-def outcome(reply: int | bytes | None) -> Outcome:
+def parse_result(reply: int | bytes | None) -> ReleaseResult:
     """What a reply says: 1 for done, 2 if copies wait besides, nothing for gone, else the value that stands there."""
     if reply == 1:
         return HELD
     if reply == 2:  # noqa: PLR2004 - see above
         return _HELD_WITH_COPIES
-    return Outcome("taken", reply) if isinstance(reply, bytes) else GONE
+    return ReleaseResult("taken", reply) if isinstance(reply, bytes) else GONE
 
 
-def extend(key: str, token: bytes, ttl: int) -> Steps[Outcome]:
+def extend(key: str, token: bytes, ttl: int) -> Commands[ReleaseResult]:
     """Let a key live for `ttl` more milliseconds from now if it is ours."""
-    return outcome((yield from evaluate(_RENEW, key, token, ttl)))
+    return parse_result((yield from evaluate(_RENEW, key, token, ttl)))
 
 
-def replace(key: str, old: bytes, new: bytes, ttl: int, note: Note | None = None) -> Steps[Outcome]:
-    """Store `new` in place of `old` for `ttl` milliseconds, if `old` is still there; `note` is as for `release`."""
-    if note:
-        return outcome((yield from evaluate(_REPLACE_NOTING, key, old, new, ttl, note.lasts, beside=note.name)))
-    return outcome((yield from evaluate(_REPLACE, key, old, new, ttl)))
+def replace(key: str, old: bytes, new: bytes, ttl: int, marker: MarkerUpdate | None = None) -> Commands[ReleaseResult]:
+    """Store `new` in place of `old` for `ttl` milliseconds, if `old` is still there; `marker` is as for `release`."""
+    if marker:
+        return parse_result(
+            (yield from evaluate(_REPLACE_NOTING, key, old, new, ttl, marker.lasts, beside=marker.name))
+        )
+    return parse_result((yield from evaluate(_REPLACE, key, old, new, ttl)))
 
 
-def take_over(dialect: Dialect, key: str, old: bytes, token: bytes, seconds: float) -> Steps[bytes | None]:
+def take_over(features: Features, key: str, old: bytes, token: bytes, seconds: float) -> Commands[bytes | None]:
     """Acquire a key for `seconds` from a holder that is dead or queued, if its value `old` is still there.
 
     Returns:
         None if the key is ours, else the value that is stored there.
     """
     became = yield from replace(key, old, token, round(seconds * 1000))
-    if became.fate == "gone":
-        return (yield from acquire(dialect, key, token, expiry_in(seconds)))
-    return None if became.fate == "held" else became.value
+    if became.status == "gone":
+        return (yield from acquire(features, key, token, expiry_in(seconds)))
+    return None if became.status == "held" else became.value
 
 
-def mint_fence(key: str, token: bytes) -> Steps[int | bytes | None]:
+def mint_fence(key: str, token: bytes) -> Commands[int | bytes | None]:
     """A number higher than all before it, if the key is ours; else what stands there.
 
     The number is the server's time in microseconds, and never below the last plus one.
@@ -274,7 +278,7 @@ def mint_fence(key: str, token: bytes) -> Steps[int | bytes | None]:
     return found
 
 
-def evaluate(script: Script, key: str | bytes, *args: bytes | str | int, beside: str | None = None) -> Steps[Any]:
+def evaluate(script: Script, key: str | bytes, *args: bytes | str | int, beside: str | None = None) -> Commands[Any]:
     """Run a script for a key, and perhaps one beside it in its slot; sent whole where the server does not know it."""
     keys = (key,) if beside is None else (key, beside)
     try:

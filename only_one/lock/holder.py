@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
 
-from .clock import now
+from only_one.clock import now
 
 FORMAT = 1
 """The version of the value's layout. A value of another version is nobody we know, and is left alone."""
@@ -125,14 +125,14 @@ _process: _Process | None = None
 
 _numbers = itertools.count(1)
 
-under_way: set[bytes] = set()
+active_tokens: set[bytes] = set()
 """The tokens of this process whose calls have not ended; others that still stand in Redis are held by nobody."""
 
 
 def _forget_process() -> None:
     global _process  # noqa: PLW0603 - a forked child is another process, and finds out about itself
     _process = None
-    under_way.clear()
+    active_tokens.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -154,7 +154,7 @@ class _Head(NamedTuple):
     text: bytes
 
 
-class Identity:
+class TokenFactory:
     """Who calls, as a token spells it: made once for a function, and anew for each run of a task."""
 
     __slots__ = ("_head", "_spelling", "attempt", "task_id")
@@ -251,7 +251,7 @@ def is_dead(value: bytes) -> bool:
     """
     process = _this_process()
     if value.startswith(process.mark):
-        return value not in under_way and _has_process(Holder.parse(value), "running")
+        return value not in active_tokens and _has_process(Holder.parse(value), "running")
     if not process.is_on_its_machine(value):
         return False
     seen = _alive.get(value)

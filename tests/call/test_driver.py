@@ -27,8 +27,8 @@ from only_one import (
     fail,
     only_one,
 )
-from only_one.holder import under_way
 from only_one.lock import renewal
+from only_one.lock.holder import active_tokens
 from tests.proxy import Fault, Proxy
 from tests.waiting import LIMIT, eventually
 
@@ -191,7 +191,7 @@ def test_settings_that_change_during_a_run(direct: Any, prefix: str, key: str, p
 def test_what_has_ended_is_not_seen_to_any_more(proxy: Proxy, client: Any, direct: Any, key: str, kind: str) -> None:
     """However it has ended: nothing of it is kept, and nothing is sent for it."""
     tokens: list[bytes] = []
-    before = set(under_way)
+    before = set(active_tokens)
 
     def work() -> None:
         tokens.append(current_lock().token)
@@ -230,7 +230,7 @@ def test_what_has_ended_is_not_seen_to_any_more(proxy: Proxy, client: Any, direc
     assert fault.met.is_set()
     assert eventually(lambda: tokens[-1] not in renewal._renewer.cleanups)
     assert not {*tokens} & {*renewal._renewer.leases}
-    assert under_way == before
+    assert active_tokens == before
 
 
 @pytest.mark.usefixtures("direct")
@@ -275,12 +275,12 @@ def test_what_is_in_force_is_found_out_once() -> None:
 
     run: Any = only_one(work, key=NAME)
     assert run() == "done"
-    (plan,) = run.__only_one__.plans.values()
+    (plan,) = run.__only_one__._options_by_app.values()
     assert run() == "done"
-    assert run.__only_one__.plan_for(run.__only_one__.plain) is plan
+    assert run.__only_one__.options_for(run.__only_one__.plain) is plan
     with configure(lease=LONG):
         assert run() == "done"
-        assert run.__only_one__.plans[None].ttl == LONG
+        assert run.__only_one__._options_by_app[None].ttl == LONG
 
 
 # What a call may not give

@@ -9,22 +9,22 @@ from inspect import Parameter, Signature
 from math import inf
 from typing import Any, Union
 
-from . import settings
-from .connections.server import Server, Source, find_server
-from .errors import KeyTemplateError
-from .holder import Identity
-from .keys import MakeKey, compile_key
-from .policies import PutBack, skip
-from .protocol import Expiry, Note, Outcome, expiry_in
+from only_one import settings
+from only_one.connections.server import Server, Source, find_server
+from only_one.errors import KeyTemplateError
+from only_one.keys import MakeKey, compile_key
+from only_one.lock.commands import Expiry, MarkerUpdate, ReleaseResult, expiry_in
+from only_one.lock.holder import TokenFactory
+from only_one.policies import RequeueRequest, skip
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 Policy = Callable[[Any], Any]
-SaidBy = Callable[[Any], tuple[settings.Options, Callable[[], Union[Source, None]]]]
+AppOptions = Callable[[Any], tuple[settings.Options, Callable[[], Union[Source, None]]]]
 """What a Celery app's configuration says, and where its own server is; with None that of the app that is current."""
 
 
-class Call:
+class Caller:
     """Who calls, and what a task's run has to say about it; these are the answers of a plain function.
 
     Attributes:
@@ -40,50 +40,50 @@ class Call:
     key: str | None = None
     queued: bytes | None = None
 
-    def __init__(self, name: str, identity: Identity, *, bound: bool = False) -> None:
+    def __init__(self, name: str, token_factory: TokenFactory, *, bound: bool = False) -> None:
         self.name = name
-        self.identity = identity
+        self.token_factory = token_factory
         self.bound = bound
 
     def default_policy(self) -> Policy:
         """What a busy key means where nobody has said so."""
         return skip
 
-    def check(self, plan: Plan) -> None:
+    def check(self, options: EffectiveOptions) -> None:
         """Refuse a plan that could not work in this app."""
 
-    def meet(self, server: Server, key: str, value: bytes) -> None:
+    def on_busy(self, server: Server, key: str, value: bytes) -> None:
         """The key is taken by `value`: raise what is to be done if that is this very task."""
 
-    def put_back(self, server: Server, key: str, wish: PutBack) -> Any:  # noqa: ARG002 - a task's needs them
+    def requeue(self, server: Server, key: str, how: RequeueRequest) -> Any:  # noqa: ARG002 - a task's needs them
         """Put the task back into its queue; here there is none.
 
         Raises:
             OnlyOneError: the error that asked for it.
         """
-        wish.error.__suppress_context__ = True
-        raise wish.error
+        how.error.__suppress_context__ = True
+        raise how.error
 
-    def may_begin(self, plan: Plan, server: Server, key: str) -> bool:  # noqa: ARG002
+    def is_current(self, options: EffectiveOptions, server: Server, key: str) -> bool:  # noqa: ARG002
         """The key is ours: whether the work is still to be done."""
         return True
 
-    def may_take(self, value: bytes) -> bool:  # noqa: ARG002
+    def can_take_queued(self, value: bytes) -> bool:  # noqa: ARG002
         """Whether the key may be taken from `value`, which waits in a queue."""
         return True
 
-    def stays(self, plan: Plan, ended_by: BaseException | None) -> tuple[bytes, int] | None:
+    def retained_value(self, options: EffectiveOptions, ended_by: BaseException | None) -> tuple[bytes, int] | None:
         """What is stored after a run that has not succeeded, and for how many milliseconds; None if it is released."""
 
-    def note(self, key: str, ended_by: BaseException | None) -> Note | None:
+    def marker_update(self, key: str, ended_by: BaseException | None) -> MarkerUpdate | None:
         """Where redeliveries of its message are told that it has ended, if there may be any, and it has."""
 
-    def told(self, server: Server, key: str, outcome: Outcome | None) -> None:
+    def on_release(self, server: Server, key: str, outcome: ReleaseResult | None) -> None:
         """They have been told, if `outcome` says so; with None nobody knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(settings.Settings):
+class EffectiveOptions(settings.Settings):
     """The options that are in force for a function, and what follows from them.
 
     Attributes:
@@ -101,7 +101,7 @@ class Plan(settings.Settings):
     limit: float
 
 
-class Cover:
+class Decoration:
     """A function, and how its runs are covered.
 
     Attributes:
@@ -122,7 +122,7 @@ class Cover:
         template: Any,
         options: settings.Options,
         signature: Signature,
-        said_by: SaidBy,
+        app_options: AppOptions,
         *,
         takes_self: bool,
         task: Any = None,
@@ -131,13 +131,13 @@ class Cover:
         self.name = name
         self.template = template
         self.task = task
-        self.plain = Call(name, Identity(name))
-        self.plain_bound = Call(name, Identity(name), bound=True)
+        self.plain = Caller(name, TokenFactory(name))
+        self.plain_bound = Caller(name, TokenFactory(name), bound=True)
         self._options = options
         # No `cached_property`: until Python 3.12 that has a lock, which a fork may leave locked for ever.
         self._bound_key = cache(partial(_compile_bound, template, signature))
         self._digest = cache(partial(compile_key, "{md5}", signature))
-        self._said_by = said_by
+        self._said_by = app_options
         try:
             self.key = compile_key(template, signature)
         except KeyTemplateError as error:
@@ -149,23 +149,23 @@ class Cover:
             except KeyTemplateError:
                 raise error from None
             self.key = _refuse(error)
-        self.plans: dict[Any, Plan] = {}
+        self._options_by_app: dict[Any, EffectiveOptions] = {}
 
     def bound_key(self, name: str, args: Args, kwargs: Kwargs) -> str:
         """The key of a call whose first argument is the task itself, which is no part of the key."""
         return self._bound_key()(name, args[1:], kwargs)
 
-    def make_plan(self, call: Call) -> Plan:
+    def _find_options(self, caller: Caller) -> EffectiveOptions:
         """What is in force now; to be made anew when `configure` has been called since."""
-        plan = _make_plan(self._options, settings.current, *self._said_by(call.app))
-        call.check(plan)
-        self.plans[call.app] = plan
-        return plan
+        options = _effective(self._options, settings.current, *self._said_by(caller.app))
+        caller.check(options)
+        self._options_by_app[caller.app] = options
+        return options
 
-    def plan_for(self, call: Call) -> Plan:
+    def options_for(self, caller: Caller) -> EffectiveOptions:
         """What is in force for a call."""
-        plan = self.plans.get(call.app)
-        return self.make_plan(call) if plan is None or plan.made_from is not settings.current else plan
+        options = self._options_by_app.get(caller.app)
+        return self._find_options(caller) if options is None or options.made_from is not settings.current else options
 
     def digest(self, args: Args, kwargs: Kwargs) -> str:
         """What tells the calls with one key apart, by all of their arguments.
@@ -175,9 +175,9 @@ class Cover:
         """
         return self._digest()(self.name, args, kwargs)
 
-    def make_key(self, call: Call, args: Args, kwargs: Kwargs) -> str:
+    def make_key(self, caller: Caller, args: Args, kwargs: Kwargs) -> str:
         """The key of a call, without the prefix."""
-        return (self.bound_key if call.bound else self.key)(call.name, args, kwargs)
+        return (self.bound_key if caller.bound else self.key)(caller.name, args, kwargs)
 
 
 def _compile_bound(key: Any, signature: Signature) -> MakeKey:
@@ -195,14 +195,16 @@ def _refuse(error: KeyTemplateError) -> MakeKey:
     return make
 
 
-def _make_plan(
+def _effective(
     options: settings.Options,
     configured: settings.Options,
     of_app: settings.Options,
     app_server: Callable[[], Source | None],
-) -> Plan:
+) -> EffectiveOptions:
     merged = settings.merge(options, configured, of_app)
     limit = inf if merged.timeout is None else merged.timeout
     ttl = limit if merged.lease is None else min(limit, merged.lease)
     server = find_server(settings.source_of(merged, app_server)) if settings.is_active(merged) else None
-    return Plan(**vars(merged), made_from=configured, server=server, ttl=ttl, expiry=expiry_in(ttl), limit=limit)
+    return EffectiveOptions(
+        **vars(merged), made_from=configured, server=server, ttl=ttl, expiry=expiry_in(ttl), limit=limit
+    )

@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import ResponseError
 
-from .clock import now
-from .connections.server import Server
-from .errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable
-from .events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, logger, wanted
-from .holder import is_dead, is_queued, kept, under_way
-from .lease import Lease
-from .lock.redis_lock import AsyncLock, Lock
-from .lock.renewal import hold, let_go, process_identity, release_later
-from .plan import Call, Plan
-from .policies import CarryOn, PutBack, fail, skip
-from .protocol import TROUBLE, Outcome, Steps, acquire, take_over
+from only_one.clock import now
+from only_one.connections.server import Server
+from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable
+from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, logger, wanted
+from only_one.lock.commands import TROUBLE, Commands, ReleaseResult, acquire, take_over
+from only_one.lock.holder import active_tokens, is_dead, is_queued, kept
+from only_one.lock.lease import Lease
+from only_one.lock.redis_lock import AsyncLock, Lock
+from only_one.lock.renewal import hold, let_go, process_identity, release_later
+from only_one.policies import CarryOn, RequeueRequest, fail, skip
+
+from .options import Caller, EffectiveOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -31,7 +32,7 @@ CARRIED_ON = object()
 """What `Attempt.down` gives where the policy lets the run begin without its key."""
 
 
-class Attempt:
+class LockedCall:
     """One call that asks for its key. As a context manager it leaves nothing behind, whatever is raised inside.
 
     Attributes:
@@ -57,42 +58,42 @@ class Attempt:
     _problem: Exception | None = None
     _is_acquired = _is_settled = _has_succeeded = False
 
-    def __init__(self, plan: Plan, server: Server, call: Call, key: str) -> None:
-        self.plan = plan
+    def __init__(self, options: EffectiveOptions, server: Server, caller: Caller, key: str) -> None:
+        self.options = options
         self.server = server
-        self.call = call
+        self.caller = caller
         self.key = key
-        self.token = call.identity.token(plan.timeout)
+        self.token = caller.token_factory.token(options.timeout)
         self._process = process_identity()
         self._asked_at = now()  # before the command is sent, so that the key never outlives what its holder believes
 
     @property
     def name(self) -> str:
         """The task's name, or the function's."""
-        return self.call.name
+        return self.caller.name
 
     def __enter__(self) -> Self:
-        under_way.add(self.token)  # before it is sent: to others in this process it is a call that lives
+        active_tokens.add(self.token)  # before it is sent: to others in this process it is a call that lives
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if error is not None:
             self.abandon()
-        under_way.discard(self.token)
+        active_tokens.discard(self.token)
 
     # Before the function
 
-    def acquire(self) -> Steps[None]:
+    def acquire(self) -> Commands[None]:
         """Ask for the key; `may_run` says what comes of it."""
-        plan, dialect = self.plan, self.server.dialect
+        options, features = self.options, self.server.features
         try:
-            if self.call.queued is None:
-                value = yield from acquire(dialect, self.key, self.token, plan.expiry)
+            if self.caller.queued is None:
+                value = yield from acquire(features, self.key, self.token, options.expiry)
             else:
-                value = yield from take_over(dialect, self.key, self.call.queued, self.token, plan.ttl)
+                value = yield from take_over(features, self.key, self.caller.queued, self.token, options.ttl)
             if value is not None and self._may_be_taken(value):
                 self._taken_over = value
-                value = yield from take_over(dialect, self.key, value, self.token, plan.ttl)
+                value = yield from take_over(features, self.key, value, self.token, options.ttl)
             self._value = value
         except TROUBLE as error:
             self._problem = error
@@ -100,8 +101,8 @@ class Attempt:
     def _may_be_taken(self, value: bytes) -> bool:
         """Whether who holds the key has not begun, or is dead."""
         if is_queued(value):
-            return self.call.may_take(value)
-        return self.plan.takeover and is_dead(value)
+            return self.caller.can_take_queued(value)
+        return self.options.takeover and is_dead(value)
 
     def may_run(self) -> bool:
         """Whether the function is to run. If it is not, `result` is what the call gives."""
@@ -109,7 +110,7 @@ class Attempt:
             self._is_settled = True
             self.result = self.busy(self._value)
             return False
-        self.lease = Lease(self.server, self.key, self.token, self._asked_at, self.plan.ttl, self.plan.limit)
+        self.lease = Lease(self.server, self.key, self.token, self._asked_at, self.options.ttl, self.options.limit)
         if self._problem is None and not self.lease.is_held:
             self._problem = TimeoutError("the answer came when the key had expired again")
         if self._problem is not None:
@@ -127,12 +128,12 @@ class Attempt:
 
     def is_current(self) -> bool:
         """Whether the work is still to be done, now that the key is ours."""
-        return not self._is_acquired or self.call.may_begin(self.plan, self.server, self.key)
+        return not self._is_acquired or self.caller.is_current(self.options, self.server, self.key)
 
     def busy(self, value: bytes) -> Any:
         """What `when_busy` gives, as `value` holds the key."""
-        self.call.meet(self.server, self.key, value)
-        policy = self.plan.when_busy or self.call.default_policy()
+        self.caller.on_busy(self.server, self.key, value)
+        policy = self.options.when_busy or self.caller.default_policy()
         if wanted(Busy):
             emit(Busy(self.key, self.name, value))
         elif policy is skip:
@@ -142,8 +143,8 @@ class Attempt:
         except CarryOn:
             msg = "when_busy ends in carry_on, which would run two at a time: write when_busy=skip or when_busy=fail"
             raise ConfigurationError(msg) from None
-        except PutBack as wish:
-            return self.call.put_back(self.server, self.key, wish)
+        except RequeueRequest as how:
+            return self.caller.requeue(self.server, self.key, how)
 
     def down(self, problem: Exception) -> Any:
         """What `when_down` gives, or `CARRIED_ON`."""
@@ -155,12 +156,12 @@ class Attempt:
             emit(Down(self.key, self.name, error))
         is_put_back = False
         try:
-            return self.plan.when_down(error)
+            return self.options.when_down(error)
         except CarryOn:
             return CARRIED_ON
-        except PutBack as wish:
+        except RequeueRequest as how:
             is_put_back = True
-            return self.call.put_back(self.server, self.key, wish)
+            return self.caller.requeue(self.server, self.key, how)
         finally:
             if not is_put_back:
                 self._no_longer_queued()
@@ -172,18 +173,18 @@ class Attempt:
         self.result = result
         self._has_succeeded = True
 
-    def release(self) -> Steps[None]:
+    def release(self) -> Commands[None]:
         """Release the key, or keep it for the rest of `at_least`; no error in it replaces the run's own."""
         if not self._is_acquired or self.is_inherited:
             return
         self.lost = self._end()
         retained = self._retained()
-        note = self.call.note(self.key, self.ended_by)
-        dialect, client = self.server.dialect, self.server.client
-        lock = self.lock_of_redis_py.held(client, dialect, self.key, self.token, self.plan.ttl)
+        marker = self.caller.marker_update(self.key, self.ended_by)
+        features, client = self.server.features, self.server.client
+        lock = self.lock_of_redis_py.held(client, features, self.key, self.token, self.options.ttl)
         outcome = None
         try:
-            outcome = yield from lock.end(retained, note)
+            outcome = yield from lock.end(retained, marker)
         except Exception as error:  # noqa: BLE001 - the run has its own result or exception
             logger.debug("%s could not be released, and will be in the background: %s", self.key, error)
         self._released(outcome, is_kept=retained is not None)
@@ -201,14 +202,14 @@ class Attempt:
 
     def adrift(self, *, settled: bool) -> None:
         """Whether the token is stored on the server is not known: see to it in the background."""
-        release_later(self.server, self.key, self.token, now() + self.plan.ttl, no_write_in_flight=settled)
+        release_later(self.server, self.key, self.token, now() + self.options.ttl, no_write_in_flight=settled)
         self._is_settled = True
 
     def _no_longer_queued(self) -> None:
         """What is stored there for a task that was queued goes, too, as the task does not wait any more."""
-        if self.call.queued is not None:
-            until = now() + self.plan.queue_timeout
-            release_later(self.server, self.key, self.call.queued, until, no_write_in_flight=True)
+        if self.caller.queued is not None:
+            until = now() + self.options.queue_timeout
+            release_later(self.server, self.key, self.caller.queued, until, no_write_in_flight=True)
 
     @property
     def is_inherited(self) -> bool:
@@ -226,25 +227,27 @@ class Attempt:
     def _retained(self) -> tuple[bytes, int] | None:
         """What is stored at the key after the run, and for how many milliseconds; None if it is released."""
         if not self._has_succeeded:
-            return self.call.stays(self.plan, self.ended_by)
-        if not self.plan.at_least:
+            return self.caller.retained_value(self.options, self.ended_by)
+        if not self.options.at_least:
             return None
-        milliseconds = round((self._asked_at + self.plan.at_least - now()) * 1000)
-        return (kept(self.token, self.plan.at_least), milliseconds) if milliseconds > 0 else None
+        milliseconds = round((self._asked_at + self.options.at_least - now()) * 1000)
+        return (kept(self.token, self.options.at_least), milliseconds) if milliseconds > 0 else None
 
-    def _released(self, outcome: Outcome | None, *, is_kept: bool) -> None:
+    def _released(self, outcome: ReleaseResult | None, *, is_kept: bool) -> None:
         """The key has been released, or with None for an outcome nobody knows whether it has."""
-        self.call.told(self.server, self.key, outcome)
+        self.caller.on_release(self.server, self.key, outcome)
         if outcome is None:
             self.adrift(settled=True)
-        elif outcome.fate == "taken" and self.lost is None:
+        elif outcome.status == "taken" and self.lost is None:
             self.lost = LockLost(self.key, "taken", outcome.value.decode(errors="backslashreplace"))
             self._tell(self.lost)
         self._is_settled = True
         let_go(self.lease)
         if wanted(Released):
-            fate = "unknown" if outcome is None else "kept" if is_kept and outcome.fate == "held" else outcome.fate
-            emit(Released(self.key, self.name, fate, now() - self._asked_at))
+            status = (
+                "unknown" if outcome is None else "kept" if is_kept and outcome.status == "held" else outcome.status
+            )
+            emit(Released(self.key, self.name, status, now() - self._asked_at))
 
     # A lost key
 
@@ -264,7 +267,7 @@ class Attempt:
         """Tell whoever listens, and the policy, unless that is to be heeded by the run itself."""
         if wanted(Lost):
             emit(Lost(self.key, self.name, lost.reason, lost.value))
-        policy = self.plan.when_lost
+        policy = self.options.when_lost
         if policy is fail:
             return
         try:
@@ -275,14 +278,14 @@ class Attempt:
             logger.exception("when_lost of %s failed", self.name)
 
 
-class AsyncAttempt(Attempt):
+class AsyncLockedCall(LockedCall):
     """The same in an event loop, where `when_lost=fail` stops the run at once."""
 
     lock_of_redis_py = AsyncLock
     waits_until_told = False  # the loop has others to see to
 
-    def __init__(self, plan: Plan, server: Server, call: Call, key: str) -> None:
-        super().__init__(plan, server, call, key)
+    def __init__(self, options: EffectiveOptions, server: Server, caller: Caller, key: str) -> None:
+        super().__init__(options, server, caller, key)
         self._loop = asyncio.get_running_loop()
         self._task: Any = asyncio.current_task()
         self._is_over = self._is_cancelled = False
@@ -303,7 +306,7 @@ class AsyncAttempt(Attempt):
 
     def _lost(self, lost: LockLost) -> None:
         super()._lost(lost)
-        if self.plan.when_lost is fail:
+        if self.options.when_lost is fail:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._cancel)
 

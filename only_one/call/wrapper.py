@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .connections.server import Source
-from .errors import ConfigurationError, KeyTemplateError
-from .keys import has_field
-from .plan import Cover
-from .run import run, run_async
-from .settings import Options
+from only_one.connections.server import Source
+from only_one.errors import ConfigurationError, KeyTemplateError
+from only_one.keys import has_field
+from only_one.settings import Options
+
+from .driver import run, run_async
+from .options import Decoration
 
 _CELERY = "celery.app.task"
 """Celery is not imported by us, but a task can only be running where others have imported it."""
@@ -47,36 +48,38 @@ def wrap(function: Any, key: Any, options: Options, task: Any = None) -> Any:
         _check_method(function, first)
     name = _qualified_name(function) if task is None else task.name
     takes_self = task is None and first == "self"
-    cover = Cover(function, name, key, options, signature, configured_by_app, takes_self=takes_self, task=task)
-    wrapper = _wrap_async(cover) if inspect.iscoroutinefunction(function) else _wrap_sync(cover)
+    decoration = Decoration(
+        function, name, key, options, signature, configured_by_app, takes_self=takes_self, task=task
+    )
+    wrapper = _wrap_async(decoration) if inspect.iscoroutinefunction(function) else _wrap_sync(decoration)
     # Celery checks the arguments of `.delay()` by the signature, and does not follow `__wrapped__` to find it.
     wrapper.__signature__ = signature
-    wrapper.__only_one__ = cover
+    wrapper.__only_one__ = decoration
     return wrapper
 
 
-def _wrap_sync(cover: Cover) -> Any:
-    @functools.wraps(cover.function)
+def _wrap_sync(decoration: Decoration) -> Any:
+    @functools.wraps(decoration.function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if _CELERY in sys.modules:
-            return _tasks().run_task(cover, wrapper, args, kwargs)
-        return run(cover, cover.plain, args, kwargs)
+            return _tasks().run_task(decoration, wrapper, args, kwargs)
+        return run(decoration, decoration.plain, args, kwargs)
 
     return wrapper
 
 
-def _wrap_async(cover: Cover) -> Any:
-    @functools.wraps(cover.function)
+def _wrap_async(decoration: Decoration) -> Any:
+    @functools.wraps(decoration.function)
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
         if _CELERY in sys.modules:
-            return await _tasks().run_task_async(cover, wrapper, args, kwargs)
-        return await run_async(cover, cover.plain, args, kwargs)
+            return await _tasks().run_task_async(decoration, wrapper, args, kwargs)
+        return await run_async(decoration, decoration.plain, args, kwargs)
 
     return wrapper
 
 
 def _tasks() -> Any:
-    from .celery import task_run  # noqa: PLC0415 - not before Celery is there
+    from only_one.celery import task_run  # noqa: PLC0415 - not before Celery is there
 
     return task_run
 
@@ -85,10 +88,10 @@ def configured_by_app(app: Any) -> tuple[Options, Callable[[], Source | None]]:
     """The options in a Celery app's configuration, and what gives its own server; None is the current app, if any."""
     if _CELERY not in sys.modules:
         return {}, lambda: None
-    from .celery import app_settings  # noqa: PLC0415 - not before Celery is there
-    from .celery import worker_signals as worker_signals  # noqa: PLC0415 - which listens from now on
+    from only_one.celery import app_settings  # noqa: PLC0415 - not before Celery is there
+    from only_one.celery import worker_signals as worker_signals  # noqa: PLC0415 - which listens from now on
 
-    return app_settings.said_by(app)
+    return app_settings.app_options(app)
 
 
 # What can be decorated

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from only_one import ConfigurationError, LockLost, lease
+from only_one import ConfigurationError, LockLost
 from only_one.connections.server import Server
-from only_one.lease import Lease
+from only_one.lock import lease
+from only_one.lock.lease import Lease
 from tests.renewal import MOMENT, Clock
 from tests.waiting import LIMIT
 

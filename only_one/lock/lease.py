@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable
 from math import inf
 
-from .clock import now
-from .connections.server import Server
-from .errors import LockLost
+from only_one.clock import now
+from only_one.connections.server import Server
+from only_one.errors import LockLost
+from only_one.validation import Seconds
+from only_one.validation import seconds as in_seconds
+
+from .commands import ReleaseResult, extend, mint_fence, parse_result
 from .holder import Holder
-from .lock.redis_lock import drive
-from .protocol import Outcome, extend, mint_fence, outcome
-from .validation import Seconds
-from .validation import seconds as in_seconds
+from .redis_lock import drive
 
 RENEWED_EVERY = 1 / 3
 """The part of a lease after which it is renewed."""
@@ -124,7 +125,7 @@ class Lease:
         asked = now()
         ttl = self.ttl if self.renews else ends_at - asked
         found = drive(self.server.client, extend(self.key, self.token, round(ttl * 1000)))
-        if found.fate != "held":
+        if found.status != "held":
             raise self._lost(found)
         self.ends_at = ends_at
         self.expires_at = asked + ttl
@@ -151,10 +152,10 @@ class Lease:
         found = drive(self.server.client, mint_fence(self.key, self.token))
         if isinstance(found, int):
             return found
-        raise self._lost(outcome(found))
+        raise self._lost(parse_result(found))
 
-    def _lost(self, found: Outcome) -> LockLost:
-        return self._error(self.lose("deleted" if found.fate == "gone" else "taken", found.value))
+    def _lost(self, found: ReleaseResult) -> LockLost:
+        return self._error(self.lose("deleted" if found.status == "gone" else "taken", found.value))
 
     def _error(self, reason: str) -> LockLost:
         lost = LockLost(self.key, reason, self.value.decode(errors="backslashreplace"))

@@ -26,16 +26,14 @@ from redis.retry import Retry
 from only_one import AlreadyRunning, LockUnavailable, carry_on, current_lock, fail, only_one, skip, subscribe
 from only_one.clock import now
 from only_one.events import Busy, Down, Event, Lost, Released
-from only_one.holder import Holder
-from only_one.lock.redis_lock import AsyncLock, Lock, drive, drive_async
-from only_one.protocol import (
+from only_one.lock.commands import (
     NEVER,
-    Dialect,
+    Commands,
     Expiry,
-    Note,
-    Outcome,
+    Features,
+    MarkerUpdate,
+    ReleaseResult,
     Script,
-    Steps,
     acquire,
     expiry_in,
     is_forbidden,
@@ -43,6 +41,8 @@ from only_one.protocol import (
     replace,
     take_over,
 )
+from only_one.lock.holder import Holder
+from only_one.lock.redis_lock import AsyncLock, Lock, drive, drive_async
 from tests.proxy import Proxy, Then
 from tests.servers import RedisServer, redis_server
 from tests.waiting import LIMIT, eventually
@@ -174,11 +174,11 @@ class Sync:
     def lock(self, client: Any, key: str, **options: Any) -> Any:
         return Lock(client, key, **options)
 
-    def take(self, client: Any, dialect: Dialect, key: str, token: bytes, ttl: int | None = TTL) -> bytes | None:
-        return drive(client, acquire(dialect, key, token, in_ms(ttl)))
+    def take(self, client: Any, features: Features, key: str, token: bytes, ttl: int | None = TTL) -> bytes | None:
+        return drive(client, acquire(features, key, token, in_ms(ttl)))
 
-    def give_back(self, client: Any, dialect: Dialect, key: str, token: bytes) -> Outcome:
-        return drive(client, release(dialect, key, token))
+    def give_back(self, client: Any, features: Features, key: str, token: bytes) -> ReleaseResult:
+        return drive(client, release(features, key, token))
 
     def close(self) -> None:
         for client in self.clients:
@@ -212,12 +212,12 @@ class Async(Sync):
     def lock(self, client: Any, key: str, **options: Any) -> Any:
         return AsyncLock(client, key, **options)
 
-    def take(self, client: Any, dialect: Dialect, key: str, token: bytes, ttl: int | None = TTL) -> bytes | None:
-        found: bytes | None = self.do(drive_async, client, acquire(dialect, key, token, in_ms(ttl)))
+    def take(self, client: Any, features: Features, key: str, token: bytes, ttl: int | None = TTL) -> bytes | None:
+        found: bytes | None = self.do(drive_async, client, acquire(features, key, token, in_ms(ttl)))
         return found
 
-    def give_back(self, client: Any, dialect: Dialect, key: str, token: bytes) -> Outcome:
-        outcome: Outcome = self.do(drive_async, client, release(dialect, key, token))
+    def give_back(self, client: Any, features: Features, key: str, token: bytes) -> ReleaseResult:
+        outcome: ReleaseResult = self.do(drive_async, client, release(features, key, token))
         return outcome
 
     def close(self) -> None:
@@ -259,36 +259,36 @@ def each_client(side: Sync, url: str, request: pytest.FixtureRequest) -> Any:
 
 
 def test_a_key_is_taken_and_given_back(side: Sync, each_client: Any, direct: Any, key: str) -> None:
-    dialect = Dialect()
+    features = Features()
     for token, other in ((b"first", BINARY), (BINARY, b""), (b"last", b"x" * 100_000)):
-        assert side.take(each_client, dialect, key, token, 50_000) is None
+        assert side.take(each_client, features, key, token, 50_000) is None
         assert direct.get(key) == token
         assert 0 < direct.pttl(key) <= 50_000
-        assert side.take(each_client, dialect, key, token, 50_000) is None  # our own token: it is ours
-        assert side.give_back(each_client, dialect, key, token) == Outcome("held")
+        assert side.take(each_client, features, key, token, 50_000) is None  # our own token: it is ours
+        assert side.give_back(each_client, features, key, token) == ReleaseResult("held")
         assert direct.exists(key) == 0
-        assert side.give_back(each_client, dialect, key, token) == ("gone", b"", False)
+        assert side.give_back(each_client, features, key, token) == ("gone", b"", False)
 
         direct.set(key, other)
-        assert side.take(each_client, dialect, key, token) == other
-        assert side.give_back(each_client, dialect, key, token) == Outcome("taken", other)
+        assert side.take(each_client, features, key, token) == other
+        assert side.give_back(each_client, features, key, token) == ReleaseResult("taken", other)
         assert direct.get(key) == other
         direct.delete(key)
 
 
 def test_a_key_without_expiry_stays(side: Sync, client: Any, direct: Any, key: str) -> None:
-    assert side.take(client, Dialect(), key, b"ours", None) is None
+    assert side.take(client, Features(), key, b"ours", None) is None
     assert direct.pttl(key) == -1
 
 
 def test_over_a_unix_socket(side: Sync, ours: RedisServer, key: str) -> None:
     for decoded in ("yes", "no"):
         client = side.connect(f"unix://{ours.unix_socket}?decode_responses={decoded}")
-        dialect = Dialect()
-        assert side.take(client, dialect, key, BINARY) is None
-        assert side.take(client, dialect, key, b"other") == BINARY
-        assert side.give_back(client, dialect, key, b"other") == Outcome("taken", BINARY)
-        assert side.give_back(client, dialect, key, BINARY) == Outcome("held")
+        features = Features()
+        assert side.take(client, features, key, BINARY) is None
+        assert side.take(client, features, key, b"other") == BINARY
+        assert side.give_back(client, features, key, b"other") == ReleaseResult("taken", BINARY)
+        assert side.give_back(client, features, key, BINARY) == ReleaseResult("held")
 
 
 def test_a_covered_run_over_a_unix_socket(side: Sync, ours: RedisServer) -> None:
@@ -333,7 +333,7 @@ def test_a_lock_that_is_somebody_elses_or_has_expired_is_not_released(
     assert side.do(lock.acquire)
     direct.delete(key)
     with monkeypatch.context() as patch:
-        patch.setattr("only_one.lock.now", lambda: lock.expires_at)
+        patch.setattr("only_one.lock.redis_lock.now", lambda: lock.expires_at)
         with pytest.raises(LockNotOwnedError):
             side.do(lock.release)
 
@@ -376,10 +376,10 @@ def test_what_is_replaced_is_ours_or_has_been_replaced_before(url: str, direct: 
     with Proxy(url) as proxy, redis.Redis.from_url(proxy.url) as watched:
         watched.ping()
         proxy.forget_commands()
-        assert drive(watched, take_over(Dialect(), key, b"new", b"taken", 600)) is None
+        assert drive(watched, take_over(Features(), key, b"new", b"taken", 600)) is None
         assert 300_000 < direct.pttl(key) <= 600_000
         assert drive(direct, replace(key, b"ours", b"new", 60_000)) == ("taken", b"taken", False)
-        assert drive(watched, take_over(Dialect(), key, b"new", b"again", 60)) == b"taken"
+        assert drive(watched, take_over(Features(), key, b"new", b"again", 60)) == b"taken"
         assert len(proxy.commands) == 2  # one round trip for each of the two calls
     assert direct.get(key) == b"taken"
 
@@ -388,8 +388,8 @@ def test_what_is_replaced_is_ours_or_has_been_replaced_before(url: str, direct: 
 @pytest.mark.parametrize("wait", [False, True])
 def test_copies_are_told_and_otherwise_nothing_is_left(direct: Any, key: str, *, wait: bool, lasts: int) -> None:
     """Those that wait, and those that may yet come."""
-    note = Note(f"{{{key}}}:copy", lasts)
-    for end in (replace(key, b"ours", b"kept", 60_000, note), release(Dialect(), key, b"ours", note)):
+    note = MarkerUpdate(f"{{{key}}}:copy", lasts)
+    for end in (replace(key, b"ours", b"kept", 60_000, note), release(Features(), key, b"ours", note)):
         direct.set(key, b"ours")
         direct.delete(note.name)
         if wait:
@@ -407,21 +407,21 @@ def test_copies_are_told_and_otherwise_nothing_is_left(direct: Any, key: str, *,
 
 
 def test_a_key_of_others_is_not_replaced_nor_deleted_for_the_copies(direct: Any, key: str) -> None:
-    note = Note(f"{{{key}}}:copy", 0)
+    note = MarkerUpdate(f"{{{key}}}:copy", 0)
     direct.set(key, b"kept")
     assert drive(direct, replace(key, b"ours", b"kept", 60_000, note)) == ("held", b"", False)  # sent again
     assert 30_000 < direct.pttl(key) <= 60_000
     for value in (b"other", b""):
         direct.set(key, value)
         assert drive(direct, replace(key, b"ours", b"kept", 60_000, note)) == ("taken", value, False)
-        assert drive(direct, release(Dialect(), key, b"ours", note)) == ("taken", value, False)
+        assert drive(direct, release(Features(), key, b"ours", note)) == ("taken", value, False)
         assert direct.get(key) == value
 
 
 # What a server refuses is asked once
 
 
-def commands(steps: Steps[Any], *replies: Any) -> tuple[list[Any], Any]:
+def commands(steps: Commands[Any], *replies: Any) -> tuple[list[Any], Any]:
     """The commands that are sent where these are the replies, and what comes of it after the last."""
     sent = [next(steps)]
     try:
@@ -432,10 +432,10 @@ def commands(steps: Steps[Any], *replies: Any) -> tuple[list[Any], Any]:
     raise AssertionError(sent)
 
 
-def before_redis_7() -> Dialect:
-    dialect = Dialect()
-    dialect.sets_and_gets = False
-    return dialect
+def before_redis_7() -> Features:
+    features = Features()
+    features.sets_and_gets = False
+    return features
 
 
 def test_a_key_that_vanishes_whenever_it_is_read_is_taken() -> None:
@@ -451,16 +451,16 @@ def test_two_commands_of_which_the_reply_to_the_first_was_lost() -> None:
 
 def test_what_another_thread_has_learnt_stays() -> None:
     """Several may have sent the same command before the first learns that it is refused."""
-    dialect, unknown = Dialect(), redis.ResponseError("unknown command")
+    features, unknown = Features(), redis.ResponseError("unknown command")
     for refused, then in [("DELIFEQ", "DELEX"), ("DELIFEQ", "DELEX"), ("DELEX", "EVALSHA"), ("DELIFEQ", "EVALSHA")]:
-        assert dialect.unlearn_release(refused, unknown)
-        assert dialect.release == then
-    assert not dialect.unlearn_release("EVALSHA", unknown)
+        assert features.fall_back_from(refused, unknown)
+        assert features.release == then
+    assert not features.fall_back_from("EVALSHA", unknown)
 
 
 def test_whose_a_key_is_that_the_second_command_has_left_alone() -> None:
     """As with Redis 8.4 at its first release; its `DELEX` does not say."""
-    steps = release(Dialect(), "k", b"ours")
+    steps = release(Features(), "k", b"ours")
     assert next(steps) == ("DELIFEQ", "k", b"ours")
     assert steps.throw(redis.ResponseError("unknown command")) == ("DELEX", "k", "IFEQ", b"ours")
     assert steps.send(0) == ("GET", "k")
@@ -470,11 +470,11 @@ def test_whose_a_key_is_that_the_second_command_has_left_alone() -> None:
 
 
 def test_another_refusal_teaches_nothing() -> None:
-    dialect = Dialect()
+    features = Features()
     for error in (redis.ResponseError("WRONGTYPE"), redis.ResponseError("OOM")):
         assert not is_forbidden(error)
-        assert not dialect.unlearn_release("DELIFEQ", error)
-        assert dialect.release == "DELIFEQ"
+        assert not features.fall_back_from("DELIFEQ", error)
+        assert features.release == "DELIFEQ"
     assert not is_forbidden(PermissionError("no permission to open a socket"))
 
 
@@ -501,13 +501,13 @@ LEARNT = {
 @pytest.mark.parametrize(("url", "kind"), [(kind, kind) for kind in KINDS], indirect=["url"])
 def test_a_server_is_asked_once_for_what_it_refuses(side: Sync, proxy: Proxy, key: str, kind: str) -> None:
     client = side.connect(proxy.url)
-    dialect = Dialect()
+    features = Features()
     sent = []
     for _ in range(3):
         proxy.forget_commands()
-        assert side.take(client, dialect, key, b"ours") is None
-        assert side.take(client, dialect, key, b"other") == b"ours"
-        assert side.give_back(client, dialect, key, b"ours") == Outcome("held")
+        assert side.take(client, features, key, b"ours") is None
+        assert side.take(client, features, key, b"other") == b"ours"
+        assert side.give_back(client, features, key, b"ours") == ReleaseResult("held")
         sent.append(proxy.commands)
 
     takes, gives_back = LEARNT[kind]
@@ -524,11 +524,11 @@ def test_a_server_is_asked_once_for_what_it_refuses(side: Sync, proxy: Proxy, ke
 
 def test_a_script_that_is_flushed_is_sent_again(side: Sync, limited_url: str, key: str) -> None:
     client = side.connect(limited_url)
-    dialect = Dialect()
+    features = Features()
     for _ in range(2):
-        assert side.take(client, dialect, key, b"ours") is None
+        assert side.take(client, features, key, b"ours") is None
         side.do(client.script_flush)
-        assert side.give_back(client, dialect, key, b"ours") == Outcome("held")
+        assert side.give_back(client, features, key, b"ours") == ReleaseResult("held")
 
 
 def test_a_user_who_may_not_release_keeps_the_results_of_its_runs(
@@ -571,15 +571,15 @@ def test_the_reply_to_acquire_is_lost_and_redis_py_asks_again(
 @over_new_and_old
 def test_the_reply_to_acquire_is_lost_for_good(side: Sync, proxy: Proxy, direct: Any, key: str) -> None:
     client = side.connect(proxy.url, retry=side.no_retry)
-    dialect = Dialect()
+    features = Features()
     for _ in range(2):  # finds out how the server is to be asked
-        side.take(client, dialect, key, b"first")
+        side.take(client, features, key, b"first")
     direct.delete(key)
     proxy.lose_reply("SET")
     with pytest.raises(LOST):
-        side.take(client, dialect, key, b"ours")
+        side.take(client, features, key, b"ours")
     assert direct.get(key) == b"ours"
-    assert side.take(client, dialect, key, b"ours") is None  # asked again with the same token, it is ours
+    assert side.take(client, features, key, b"ours") is None  # asked again with the same token, it is ours
 
 
 @over_new_and_old
@@ -601,7 +601,7 @@ def test_the_reply_to_release_is_lost_after_the_lock_was_extended(
     lock = side.lock(client, key, timeout=600)
     assert side.do(lock.acquire)
     assert side.do(lock.extend, 600)
-    monkeypatch.setattr("only_one.lock.now", lambda: now() + 900)  # later than it was taken for at first
+    monkeypatch.setattr("only_one.lock.redis_lock.now", lambda: now() + 900)  # later than it was taken for at first
 
     proxy.lose_reply(*RELEASES)
     side.do(lock.release)
@@ -612,10 +612,10 @@ def test_a_refused_release_whose_reply_is_lost_is_made_in_another_way(
     side: Sync, proxy: Proxy, direct: Any, key: str
 ) -> None:
     client = side.connect(proxy.url, **side.asking_again(1))
-    dialect = Dialect()
-    assert side.take(client, dialect, key, b"ours") is None
+    features = Features()
+    assert side.take(client, features, key, b"ours") is None
     proxy.lose_request(*RELEASES)
-    assert side.give_back(client, dialect, key, b"ours") == Outcome("held")
+    assert side.give_back(client, features, key, b"ours") == ReleaseResult("held")
     assert direct.exists(key) == 0
 
 

@@ -1,0 +1,1 @@
+"""One call: the options in force, acquiring and releasing the key around the run, sync and async."""
