@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 
-@pytest.mark.parametrize(("page", "at_least"), [("guarantees", 30), ("celery", 15)])
+@pytest.mark.parametrize(("page", "at_least"), [("guarantees", 30), ("celery", 15), ("how-it-works", 10)])
 def test_each_test_that_is_named_exists(page: str, at_least: int) -> None:
     named = NAMED.findall((ROOT / "docs" / f"{page}.md").read_text())
     assert len(named) > at_least

@@ -1,8 +1,9 @@
-"""The house: imports run downwards only, and Celery is imported in one place."""
+"""The house: imports run downwards only, one room imports Celery, and docs/how-it-works.md shows what is there."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import only_one
 
 ROOT = Path(only_one.__file__).parent
+PAGE = (ROOT.parent / "docs" / "how-it-works.md").read_text()
 
 # From the top downwards; a module imports only from those that stand after it.
 ORDER = [
@@ -106,3 +108,68 @@ def test_only_its_room_imports_celery(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("only_one.keys")])
 def test_keys_know_nothing_of_redis(name: str) -> None:
     assert not [each for each in imports(name, MODULES[name]) if each.split(".")[0] == "redis"]
+
+
+# docs/how-it-works.md
+
+
+def rows_of(heading: str) -> list[list[str]]:
+    """The cells of the table below a heading."""
+    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    return rows[2:]
+
+
+def named(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_the_map_shows_every_file() -> None:
+    shown, room = set(), ""
+    for cell, _ in rows_of("The map"):
+        if cell.startswith("**"):
+            (room,) = named(cell)
+        else:
+            shown |= {f"{room}{name}" for name in named(cell)}
+    files = {f"only_one/{path.relative_to(ROOT)}" for path in ROOT.rglob("*.py")}
+    assert shown == {each for each in files if each.count("/") == 1 or not each.endswith("__init__.py")}
+
+
+@pytest.mark.parametrize(("what", "where"), rows_of("Where do I change what?"))
+def test_what_is_to_be_changed_is_where_the_page_says(what: str, where: str) -> None:
+    """A file, a folder, or a name in the file before it."""
+    assert what
+    text = ""
+    for name in named(where):
+        path = next((each for each in (ROOT / name, ROOT.parent / name) if each.exists()), None)
+        module, _, attribute = name.rpartition(".")
+        if path is not None:
+            text = path.read_text() if path.is_file() else ""
+        elif module:  # of another file, that is named with it
+            assert re.search(rf"\b{attribute}\b", (ROOT / f"{module.lower()}.py").read_text()), name
+        else:
+            assert re.search(rf"\b{name}\b", text), name
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """Names of others that begin with an underscore."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+            if not isinstance(node.value, ast.Call):  # of `super()`
+                yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("getattr", "__getattribute__"):
+            yield from (
+                each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)
+            )
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("celery", "kombu", "redis"):
+            yield from (node.module or "").split(".")
+            yield from (alias.name for alias in node.names)
+
+
+def test_every_private_name_of_others_is_listed() -> None:
+    used = {name for path in ROOT.rglob("*.py") for name in private_names(ast.parse(path.read_text()))}
+    tuples = {"_replace", "_fields", "_asdict"}
+    listed = {
+        name for cells in rows_of("Private names of others") for each in named(cells[0]) for name in each.split(".")
+    }
+    assert {name for name in used - tuples if re.match(r"_[a-zA-Z]", name)} == {n for n in listed if n.startswith("_")}
