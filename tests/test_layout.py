@@ -50,7 +50,6 @@ ORDER = [
     "only_one.keys.template",
     "only_one.keys.fields",
     "only_one.keys.digest",
-    "only_one.keys.arguments",
     "only_one.policies",
     "only_one.events",
     "only_one.validation",

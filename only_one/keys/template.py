@@ -10,8 +10,7 @@ from typing import Any
 
 from only_one.errors import KeyTemplateError, UnkeyableArgument
 
-from .arguments import BY_NAME, BY_POSITION, Arguments
-from .fields import RESERVED, Field, MakeKey, escaper, field_problem, make_text
+from .fields import BY_NAME, BY_POSITION, RESERVED, Arguments, Field, MakeKey, escaper, field_problem, make_text
 
 
 def compile_key(key: object, call: Signature) -> MakeKey:

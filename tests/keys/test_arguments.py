@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from only_one import OnlyOneError
-from only_one.keys.arguments import Arguments
+from only_one.keys.fields import Arguments
 from tests.keys.calls import carried, importer, maker
 
 
