@@ -44,7 +44,6 @@ ORDER = [
     "only_one.connections.asyncio_client",
     "only_one.connections.cluster",
     "only_one.connections.pinned",
-    "only_one.connections.interruptions",
     "only_one.lock.commands",
     "only_one.keys",
     "only_one.keys.template",

@@ -23,7 +23,7 @@ from redis.sentinel import SentinelConnectionPool
 from only_one.clock import now
 from only_one.errors import ConfigurationError
 
-from .interruptions import call_trouble
+from .pinned import call_trouble
 
 _sentinel: Any = redis.asyncio.sentinel  # which has no types
 

@@ -1,16 +1,27 @@
-"""Pinned connections: kept between commands, which makes each cheaper, and dropped when a command is interrupted."""
+"""Pinned connections: kept between commands, which makes each cheaper, and dropped when a command is interrupted.
+
+redis-py closes a connection when something is raised while it sends or while it reads.
+It keeps the connection when something is raised in between, or between two commands with which a connection begins:
+a signal handler's exception, such as Celery's soft time limit.
+The next command on it would take the reply for its own, or go to another database.
+So `PinnedClient` drops such a connection, and the pools of all other clients are `guarded`.
+"""
 
 from __future__ import annotations
 
+import copy
 import os
+import signal
+import sys
+import traceback
 from contextlib import suppress
+from functools import cache
+from queue import Full, SimpleQueue
 from typing import Any
 from weakref import WeakSet, finalize
 
 import redis
-from redis.exceptions import ConnectionError, ResponseError  # noqa: A004 - redis-py's are meant
-
-from .interruptions import guarded_pool
+from redis.exceptions import ConnectionError, RedisError, ResponseError  # noqa: A004 - redis-py's are meant
 
 _MOST_KEPT = 16
 """Connections that are kept; the pool has the others, and gives them to the user's own commands, too."""
@@ -133,3 +144,126 @@ def _begin_anew_in_child() -> None:
 
 with suppress(AttributeError):  # where nothing forks
     os.register_at_fork(after_in_child=_begin_anew_in_child)
+
+
+# All other clients
+
+
+def guarded(client: Any) -> Any:
+    """A client that sends on the same connections as `client`, and closes the one on which a command is interrupted.
+
+    Args:
+        client: a sync client of redis-py; one that has no pool comes back as it is.
+    """
+    if isinstance(client, redis.RedisCluster):
+        changed = _by_node(client)
+    elif hasattr(client, "connection_pool"):
+        # A connection of the client's own is never given back, and so never looked at. To close is for the user.
+        pool = guarded_pool(client.connection_pool)
+        changed = {"connection_pool": pool, "connection": None, "auto_close_connection_pool": False}
+    else:
+        return client
+    found = copy.copy(client)
+    vars(found).update(changed)
+    return found
+
+
+def _by_node(cluster: Any) -> dict[str, Any]:
+    """The same for a cluster, where each node has a pool."""
+
+    def get_redis_connection(node: Any) -> Any:
+        return guarded(cluster.get_redis_connection(node))
+
+    def pipeline(*args: Any, **options: Any) -> Any:
+        made = cluster.pipeline(*args, **options)
+        made.get_redis_connection = get_redis_connection
+        return made
+
+    return {"get_redis_connection": get_redis_connection, "pipeline": pipeline, "close": lambda: None}
+
+
+def guarded_pool(pool: Any) -> Any:
+    """The same pool, to which a connection goes back as `guarded` says; for a pool that waits, another one like it."""
+    if isinstance(pool, redis.BlockingConnectionPool):
+        # Its queue is Python's, whose lock stays taken when a signal handler raises where it has just been acquired.
+        pool = copy.copy(pool)
+        del pool._connections  # noqa: SLF001 - they are the other's
+        pool.queue_class = _Idle
+        pool.reset()
+    kind: Any = type(pool)
+    alias: Any = object.__new__(_guarded_kind(kind))
+    alias.__dict__ = vars(pool)  # it is the same pool in all but its class
+    return alias
+
+
+@cache
+def _guarded_kind(kind: Any) -> Any:
+    return type(kind.__name__, (_GuardedPool, kind), {"__module__": kind.__module__})
+
+
+class _GuardedPool:
+    """What a guarded pool does in another way."""
+
+    def __del__(self) -> None:
+        """Close nothing: that is for the original to do."""
+
+    def get_connection(self, *args: Any, **options: Any) -> Any:
+        parent: Any = super()
+        try:
+            connection = parent.get_connection(*args, **options)
+        except Exception as error:
+            call_trouble(error)
+            raise
+        # What is being handled already. Not the exception itself, which would live for as long as the connection.
+        connection.lent_during = id(sys.exc_info()[1])
+        return connection
+
+    def release(self, connection: Any) -> None:
+        error = sys.exc_info()[1]
+        lent_during = vars(connection).pop("lent_during", None)
+        if error is not None and not isinstance(error, ResponseError) and id(error) != lent_during:
+            connection.disconnect()
+            # It may have been asking where the master is, by clients that are the user's own.
+            for sentinel in getattr(getattr(self, "sentinel_manager", None), "sentinels", ()):
+                sentinel.connection_pool.disconnect(inuse_connections=False)
+        parent: Any = super()
+        parent.release(connection)
+
+
+class _Idle:
+    """The queue of a pool that waits: the last that came is the first to go, and no lock is left taken.
+
+    Attributes:
+        queue: the connections that nobody uses.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.queue: list[Any] = []
+        self._most = most
+        self._turns: SimpleQueue[None] = SimpleQueue()
+
+    def put_nowait(self, connection: Any) -> None:
+        if len(self.queue) == self._most:
+            raise Full
+        self.queue.append(connection)
+        self._turns.put(None)
+
+    def get(self, block: bool, timeout: float | None) -> Any:  # noqa: FBT001 - as `queue.LifoQueue` has it
+        self._turns.get(block, timeout)
+        return self.queue.pop()
+
+
+def call_trouble(error: Exception) -> None:
+    """Raise an error of redis-py's in the place of what has come of connecting, whatever a client's own code raised.
+
+    What a signal's handler raises stays what it is, as it is about something else.
+
+    Raises:
+        ConnectionError: unless `error` may stay what it is.
+    """
+    if isinstance(error, (RedisError, OSError)):
+        return
+    handlers = {getattr(signal.getsignal(each), "__code__", None) for each in signal.valid_signals()}
+    if not any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__)):
+        msg = f"{type(error).__name__}: {error}"
+        raise ConnectionError(msg) from error
