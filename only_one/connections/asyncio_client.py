@@ -23,17 +23,17 @@ from redis.sentinel import SentinelConnectionPool
 from only_one.clock import now
 from only_one.errors import ConfigurationError
 
-from .pinned import call_trouble
+from .pinned import raise_as_connection_error
 
 _sentinel: Any = redis.asyncio.sentinel  # which has no types
 
 RETRIES = 1
-"""How often a client made here sends a command again, and after what."""
-RETRIED: list[type[Exception]] = [ConnectionError, TimeoutError]  # redis-py 5 wants them named
-
+"""How often our own client sends a command again."""
+RETRIED: list[type[Exception]] = [ConnectionError, TimeoutError]
+"""The errors after which it does; redis-py 5 wants them named."""
 
 NO_LIMIT = sys.maxsize
-"""As many connections as somebody asks for."""
+"""As many connections as commands ask for."""
 
 _OF_SYNC_CLIENTS = {"redis_connect_func", "parser_class"}
 """Options of a connection that mean something else to asyncio."""
@@ -42,16 +42,16 @@ _OF_SYNC_CLIENTS = {"redis_connect_func", "parser_class"}
 class AsyncClient:
     """An asyncio client whose commands wait for one another where there are more of them than connections.
 
-    Nobody waits for longer than it takes to know that a server is down: what one command finds out, all know that wait.
+    No command waits longer than it takes to know that a server is down: if one times out, those that wait give up, too.
     (redis-py's pools refuse them, or can lose a connection for good when a task is cancelled.)
 
-    What a signal's handler raises may leave a connection with a reply yet to come, and whatever is taken by an
-    `async with` taken for ever: a turn, or a lock of redis-py's. After it the client is made anew.
+    A signal handler's exception may leave a connection with a reply yet to come. What an `async with` has just acquired
+    then, a turn or a lock of redis-py's, may stay acquired for ever. So the client is made anew after it.
 
     Attributes:
         client: the asyncio client of redis-py.
-        to_be_closed: those before it, until their connections are: a command that was forgotten may be collected where
-            no event loop is running, and then the next one closes them.
+        to_be_closed: the clients before it, until their connections are closed. A command that was forgotten may be
+            collected where no event loop is running; then the next command closes them.
     """
 
     def __init__(self, make: Callable[[], Any], most: int) -> None:
@@ -74,7 +74,7 @@ class AsyncClient:
         return getattr(self.client, name)
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Send a command, and give its reply."""
+        """Send a command, and return its reply."""
         if self.to_be_closed:
             await self.close_what_is_left()
         asked, client, turns = now(), self.client, self._turns
@@ -91,14 +91,14 @@ class AsyncClient:
             self.to_be_closed.append(client)
             await self.close_what_is_left()
             if isinstance(error, Exception):
-                call_trouble(error)
+                raise_as_connection_error(error)
             raise
         finally:
             if client is not self.client:  # it may have connected once more since it was closed
                 self.to_be_closed.append(client)
 
     async def close_what_is_left(self) -> None:
-        """Close the connections of the clients before."""
+        """Close the connections of the earlier clients."""
         while self.to_be_closed:
             client = self.to_be_closed[-1]
             for connection in _connections(client):  # redis-py sends again what is under way on others
@@ -128,13 +128,13 @@ class AsyncClient:
 
 
 def _clients(client: Any) -> list[Any]:
-    """A client, and those by which it finds its master."""
+    """A client, and the clients of the Sentinels by which it finds its master."""
     pool = getattr(client, "connection_pool", None)
     return [client, *getattr(getattr(pool, "sentinel_manager", None), "sentinels", ())]
 
 
 def _connections(client: Any) -> list[Any]:
-    """All that there are; redis-py's own ways to close them let others have a turn before."""
+    """All connections of a client; redis-py's own ways to close them let other tasks have a turn before."""
     if isinstance(client, redis.asyncio.RedisCluster):
         nodes: list[Any] = client.get_nodes()
         return [each for node in nodes for each in node._connections]  # noqa: SLF001 - see above
@@ -143,13 +143,13 @@ def _connections(client: Any) -> list[Any]:
 
 
 def make_async_client(client: Any) -> AsyncClient:
-    """The asyncio client that does what a sync one does.
+    """Make the asyncio client of the server of a sync one.
 
     Args:
-        client: a client of redis-py, of one server, of what a Sentinel watches, or of a cluster.
+        client: a sync client of redis-py: of one server, of a master behind Sentinels, or of a cluster.
 
     Raises:
-        ConfigurationError: if it connects in a way for which asyncio has none.
+        ConfigurationError: if redis-py has no asyncio class for the way in which it connects.
     """
     if isinstance(client, redis.RedisCluster):
         given: dict[str, Any] = client.nodes_manager.connection_kwargs
@@ -178,7 +178,7 @@ def _client(client: Any) -> Any:
 def _sentinel_pool(pool: Any, options: dict[str, Any]) -> Any:
     sync = pool.sentinel_manager
     manager = _sentinel.Sentinel([])
-    # All that it was told, whatever this version of redis-py can be told.
+    # All attributes, whatever options this version of redis-py has.
     vars(manager).update(vars(sync), sentinels=[_client(each) for each in sync.sentinels])
     return _sentinel.SentinelConnectionPool(pool.service_name, manager, **options)
 

@@ -19,18 +19,25 @@ from only_one.clock import now
 from only_one.lock.commands import Command
 
 _TIMEOUTS = {"socket_timeout": 0.5, "socket_connect_timeout": 0.25}
-"""Seconds that the thread waits for a reply and a connection: it tries again, and has keys in other nodes to renew."""
+"""Seconds that the renewing thread waits for a reply and a connection: other nodes have keys to renew, too."""
 
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 1.0
 MOST_IN_A_TRIP = 500
-"""Commands, so that none takes long."""
+"""Commands in one trip, so that none takes long."""
 
 LONG = 0.1
-"""Seconds after which other keys may have come due, and are looked at before anything else that may take long."""
+"""Seconds after which other keys may be due, which go before anything else that may take long."""
 
 _NOTICES = "maint_notifications_config"
-"""Which tells of maintenance, if redis-py is told to: in the user's own client only."""
+"""The option by which redis-py listens to news of maintenance: in the user's own client only."""
+
+_LEFT_OUT = ("oss_cluster_", "orig_", "maint_notifications_pool_handler", "connection_pool")
+"""Options of a connection, by how their names begin, that are about the user's own client.
+
+The pool is a Sentinel's. The others tell of maintenance: this lengthens the time-outs, and has the user's own client
+look around in our thread.
+"""
 
 _Address = tuple[str, int]
 
@@ -43,8 +50,6 @@ class Node:
         backs_off_until: when it is asked again, by `clock.now()`, after it could not be reached.
     """
 
-    __slots__ = ("__weakref__", "_cluster", "_is_connected", "_pause", "backs_off_until", "client")
-
     def __init__(self, client: Any, cluster: ClusterNodes | None = None) -> None:
         self.client = client
         self.backs_off_until = 0.0
@@ -53,7 +58,7 @@ class Node:
         self._is_connected = False
 
     def of(self, _key: str) -> Node:
-        """The node that has a key, as of a cluster."""
+        """This node, which stores every key; see `ClusterNodes.of`."""
         return self
 
     def send(self, commands: Sequence[Command], options: dict[str, Any], pause: float | None = None) -> list[Any]:
@@ -86,7 +91,7 @@ class Node:
         return replies
 
     def connect(self, pause: float) -> None:
-        """Connect once: under load that takes long, and the first renewal is to take no longer than the others."""
+        """Connect once: under load that takes long, and the first renewal must take no longer than the others."""
         pool = getattr(self.client, "connection_pool", None)
         if pool is None or self._is_connected:
             return
@@ -103,11 +108,11 @@ class Node:
 
 
 def trips(due: Iterable[Any]) -> list[tuple[Node, list[Any]]]:
-    """What has a `server` and a `key`, in trips of one node each."""
+    """Group leases or cleanups, which have a `server` and a `key`, into trips to one node each."""
     nodes: defaultdict[Node, list[Any]] = defaultdict(list)
     for each in due:
         nodes[each.server.node_of(each.key)].append(each)
-    # Those that could not be reached come last: waiting for them is not to cost the others their leases.
+    # Nodes that could not be reached come last: waiting for them must not cost the others their leases.
     by_reach = sorted(nodes, key=lambda node: node.backs_off_until)
     return [
         (node, nodes[node][start : start + MOST_IN_A_TRIP])
@@ -119,7 +124,7 @@ def trips(due: Iterable[Any]) -> list[tuple[Node, list[Any]]]:
 class ClusterNodes:
     """The nodes of a cluster, and which one has which slot.
 
-    The user's client is not asked, which would wait for a node that is frozen for as long as the user lets it.
+    The user's client is not asked: it would wait for a frozen node as long as the user's time-outs say.
     """
 
     def __init__(self, client: Any) -> None:
@@ -136,7 +141,7 @@ class ClusterNodes:
             self._at(address)
 
     def of(self, key: str) -> Node:
-        """The node that has `key`, as far as is known."""
+        """The node that stores `key`, as far as is known."""
         address = self._owners.get(self._client.keyslot(key))
         return self._at(address) if address else next(iter(self._by_reach()))
 
@@ -152,9 +157,10 @@ class ClusterNodes:
         return sorted(self._nodes.values(), key=lambda node: node.backs_off_until)
 
     def follow(self, node: Node, commands: Sequence[Command], options: dict[str, Any], replies: list[Any]) -> None:
-        """Learn from the replies of a node who has a slot, and send what is about a slot that moves to where it says.
+        """Follow redirections: MOVED says which node has a slot from now on, ASK which one gets it.
 
-        Of a slot that has moved the error stands: its commands go to the right node when they are due again.
+        A command that was answered by ASK is sent on. One that was answered by MOVED keeps its error, and goes to the
+        right node when it is due again.
         """
         # A node that cannot be reached, or has become a replica, may have been replaced by another.
         if any(isinstance(reply, Exception) and _says_nothing_of_the_key(reply) for reply in replies):
@@ -183,10 +189,10 @@ class ClusterNodes:
         (reply,) = node.send_here([("CLUSTER SLOTS",)], {})
         if isinstance(reply, Exception):
             return
-        found: dict[Any, Any] = parse_cluster_slots(reply, current_host=_host(node))
-        for (begin, end), those in found.items():
-            address: _Address = self._manager.remap_host_port(*those["primary"])
-            self._owners.update(dict.fromkeys(range(begin, end + 1), address))
+        ranges: dict[Any, Any] = parse_cluster_slots(reply, current_host=_host(node))
+        for (first_slot, last_slot), owners in ranges.items():
+            address: _Address = self._manager.remap_host_port(*owners["primary"])
+            self._owners.update(dict.fromkeys(range(first_slot, last_slot + 1), address))
             self._at(address)
 
 
@@ -195,8 +201,7 @@ def _says_nothing_of_the_key(error: Exception) -> bool:
 
 
 def _host(node: Node) -> str:
-    host: str = node.client.connection_pool.connection_kwargs["host"]
-    return host
+    return str(node.client.connection_pool.connection_kwargs["host"])
 
 
 def with_short_timeouts(client: Any) -> Any:
@@ -216,17 +221,14 @@ def with_short_timeouts(client: Any) -> Any:
 
 
 def _closing(client: Any) -> Any:
-    """A client of ours that closes its connections when it is collected, and not the garbage collector them."""
+    """The same client, which closes its connections when it is collected: a socket that is collected open warns."""
     finalize(client, client.connection_pool.disconnect).atexit = False
     return client
 
 
 def _short_timeouts(given: dict[str, Any]) -> dict[str, Any]:
-    """Options of a connection, with which nobody waits for long."""
-    # What tells of maintenance lengthens the time-outs, and has the user's own client look around in our thread.
-    options = {name: value for name, value in given.items() if not name.startswith(("oss_cluster_", "orig_"))}
-    options.pop("maint_notifications_pool_handler", None)
-    options.pop("connection_pool", None)  # a Sentinel's, which is another one here
+    """The options of a connection, with short time-outs and without retries."""
+    options = {name: value for name, value in given.items() if not name.startswith(_LEFT_OUT)}
     if options.get(_NOTICES) is not None:
         options[_NOTICES] = type(options[_NOTICES])(enabled=False)
     for name, longest in _TIMEOUTS.items():

@@ -35,11 +35,11 @@ class _BrokenError(Exception):
 
 
 class _Pinned:
-    """One connection. It is dropped also where nobody has come to that, as when an exception comes between two lines.
+    """One connection. It is dropped, too, when it is forgotten, as by an exception between two lines.
 
     Attributes:
-        connection: the connection.
-        drop: closes it, and leaves it to the pool only then: a reply may be yet to come on it.
+        connection: redis-py's connection.
+        drop: closes it, and only then returns it to the pool: a reply may be yet to come on it.
     """
 
     def __init__(self, pool: Any) -> None:
@@ -53,7 +53,7 @@ class _Pinned:
         self.drop.atexit = False
 
     def send(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Send a command, after a time-out again as often as the user's client says."""
+        """Send a command, and after a time-out again, as often as the user's client says."""
         connection = self.connection
         return connection.retry.call_with_retry(lambda: self._try(args, options), lambda _: connection.disconnect())
 
@@ -64,8 +64,8 @@ class _Pinned:
         except ConnectionError as error:
             raise _BrokenError from error
 
-    def give_back(self) -> None:
-        """Leave the connection to the pool as it is."""
+    def release(self) -> None:
+        """Return the connection to the pool as it is."""
         self.drop.detach()
         self._pool.release(self.connection)
 
@@ -86,14 +86,14 @@ class PinnedClient(redis.Redis):
     """
 
     def __init__(self, client: Any) -> None:
-        """See `covers` for the clients for which it can stand."""
+        """See `fits` for the clients in whose place it can send."""
         super().__init__(connection_pool=guarded_pool(client.connection_pool))
         self._client = client  # whoever closes it, or drops it, closes its pool
         self._kept: list[_Pinned] = []
         _clients.add(self)
 
     @staticmethod
-    def covers(client: Any) -> bool:
+    def fits(client: Any) -> bool:
         """Whether `client` is a plain one: not another class, nor altered, nor short of connections, nor cached."""
         if type(client) is not redis.Redis or "execute_command" in vars(client) or client.connection is not None:
             return False
@@ -129,10 +129,10 @@ class PinnedClient(redis.Redis):
         if len(self._kept) < _MOST_KEPT:
             self._kept.append(pinned)
         else:
-            pinned.give_back()
+            pinned.release()
 
     def forget_connections(self) -> None:
-        """Use the connections no more: they are the parent's, and not even to be closed here."""
+        """Use the connections no more in a forked child: they are the parent's, and must not even be closed here."""
         _inherited.append(self._kept)
         self._kept = []
 
@@ -183,7 +183,7 @@ def _by_node(cluster: Any) -> dict[str, Any]:
 
 
 def guarded_pool(pool: Any) -> Any:
-    """The same pool, to which a connection goes back as `guarded` says; for a pool that waits, another one like it."""
+    """The same pool, which closes a connection that comes back interrupted; for a pool that waits, another like it."""
     if isinstance(pool, redis.BlockingConnectionPool):
         # Its queue is Python's, whose lock stays taken when a signal handler raises where it has just been acquired.
         pool = copy.copy(pool)
@@ -212,7 +212,7 @@ class _GuardedPool:
         try:
             connection = parent.get_connection(*args, **options)
         except Exception as error:
-            call_trouble(error)
+            raise_as_connection_error(error)
             raise
         # What is being handled already. Not the exception itself, which would live for as long as the connection.
         connection.lent_during = id(sys.exc_info()[1])
@@ -253,13 +253,13 @@ class _Idle:
         return self.queue.pop()
 
 
-def call_trouble(error: Exception) -> None:
-    """Raise an error of redis-py's in the place of what has come of connecting, whatever a client's own code raised.
+def raise_as_connection_error(error: Exception) -> None:
+    """Raise redis-py's `ConnectionError` in place of what a client's own code raised while it connected.
 
-    What a signal's handler raises stays what it is, as it is about something else.
+    What a signal's handler raises stays what it is, because it is about something else.
 
     Raises:
-        ConnectionError: unless `error` may stay what it is.
+        ConnectionError: unless `error` is redis-py's, the system's or a signal handler's.
     """
     if isinstance(error, (RedisError, OSError)):
         return

@@ -1,4 +1,4 @@
-"""The server that keeps the keys: its clients, and what it has been found to know."""
+"""The server that stores the keys: found by URL, client or callable; its clients, features and eviction policy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import logging
 import re
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from math import inf
 from typing import Any, Union
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -32,7 +32,7 @@ Source = Union[str, Any, Callable[[], Any]]
 """A URL, a client, or a callable that returns a client."""
 
 PATIENCE = {"socket_timeout": 0.9, "socket_connect_timeout": 0.5}
-"""Seconds that a client made here waits for a reply and a connection; with one retry, a dead server is known in 2 s."""
+"""Seconds that our own client waits for a reply and a connection; with one retry, a dead server is known in 2 s."""
 
 _URL = r"rediss?://[^/]*(/\d*)?(\?.*)?|unix://[^?]*/[^?]+(\?.*)?"
 
@@ -41,13 +41,13 @@ class Server:
     """One server as seen from this process.
 
     Attributes:
-        client: a sync client of redis-py, from which an interrupted command takes its connection.
-        dialect: which commands the server knows.
-        looked_at_from: when the thread that renews has a look at it, by `clock.now()`, once a key is taken there.
+        client: a sync client of redis-py that closes the connection on which a command is interrupted.
+        features: which commands the server knows.
+        looked_at_from: when the renewing thread asks for its eviction policy, by `clock.now()`, after the next acquire.
     """
 
     def __init__(self, client: Any) -> None:
-        self.client = PinnedClient(client) if PinnedClient.covers(client) else guarded(client)
+        self.client = PinnedClient(client) if PinnedClient.fits(client) else guarded(client)
         self.features = Features()
         if isinstance(client, redis.RedisCluster):
             self.features.release = "EVALSHA"  # an unknown command cannot be sent, as its slot is not known
@@ -57,10 +57,10 @@ class Server:
         self._async_clients: dict[asyncio.AbstractEventLoop, tuple[AsyncClient, AsyncGenerator[AsyncClient, None]]] = {}
 
     def node_of(self, key: str) -> Node:
-        """The node that has `key`, as the thread that renews asks it.
+        """The node that stores `key`, as the renewing thread asks it.
 
-        It has connections of its own, with short time-outs. A pool whose connections are all in use, or a server that
-        does not answer, must not keep the thread from the keys in other servers.
+        The thread has connections of its own, with short time-outs. A pool whose connections are all in use, or a
+        server that does not answer, must not keep the thread from the keys in other servers.
         """
         if self._nodes is None:
             is_cluster = isinstance(self._given, redis.RedisCluster)
@@ -80,11 +80,8 @@ class Server:
         return opened[0]
 
     async def _open_async_client(self) -> AsyncGenerator[AsyncClient, None]:
-        client = make_async_client(self._given)
-        try:
+        async with aclosing(make_async_client(self._given)) as client:
             yield client
-        finally:
-            await client.aclose()
 
 
 # Where the client comes from
@@ -95,7 +92,7 @@ _from_callables: WeakKeyDictionary[Callable[[], Any], Server] = WeakKeyDictionar
 
 
 def check_source(name: str, source: Source) -> Source:
-    """A server, as a user names it; nothing is sent to it.
+    """Check what a user gave as a server, and return it; nothing is sent to the server.
 
     Args:
         name: where it was given, to say in an error.
@@ -126,7 +123,7 @@ def check_source(name: str, source: Source) -> Source:
 
 
 def find_server(source: Source) -> Server:
-    """The server that `source` stands for; the same one for equal URLs, for one client, and for one callable.
+    """The server of a URL, a client or a callable; equal URLs, one client and one callable have the same server.
 
     Raises:
         ConfigurationError: if a callable returns something else than a client or a URL.
@@ -148,7 +145,7 @@ def find_server(source: Source) -> Server:
 
 
 def _server_of(source: Any) -> Server:
-    """That of a URL or a client."""
+    """The server of a URL or a client."""
     if not isinstance(source, str):
         return _from_clients.setdefault(id(source), Server(source))
     server = _from_urls.get(source)
@@ -183,15 +180,15 @@ _asked: set[str] = set()
 
 
 def may_evict(client: Any) -> str | None:
-    """Find out whether a server deletes keys to make room, with one round trip, and once in the life of the process.
+    """Ask a server whether it evicts keys when its memory is full: one round trip, once in the life of the process.
 
-    Keys that expire are what the `volatile-` policies evict, too.
+    The `volatile-` policies evict our keys, too, because these expire.
 
     Args:
         client: a client of redis-py, of one node.
 
     Returns:
-        What there is to be warned of, else None; also where the server does not tell.
+        The text of a warning; None if there is nothing to warn of, or the server does not tell.
 
     Raises:
         RedisError: if the server cannot be asked.
@@ -200,12 +197,12 @@ def may_evict(client: Any) -> str | None:
     if server in _asked:
         return None
     try:
-        found = client.info("memory")
+        memory = client.info("memory")
     except ResponseError:  # this user may not
-        found = {}
+        memory = {}
     _asked.add(server)
-    policy = str(found.get("maxmemory_policy"))
-    if not policy.startswith(("allkeys-", "volatile-")) or not found.get("maxmemory"):
+    policy = str(memory.get("maxmemory_policy"))
+    if not policy.startswith(("allkeys-", "volatile-")) or not memory.get("maxmemory"):
         return None
     return (
         f"{server} evicts keys when its memory is full (maxmemory-policy {policy}), and a run may lose its key so: "

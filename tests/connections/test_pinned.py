@@ -95,7 +95,7 @@ def client(redis_url: str, name: str) -> Iterator[Any]:
 
 @pytest.fixture
 def direct(client: Any) -> PinnedClient:
-    assert PinnedClient.covers(client)
+    assert PinnedClient.fits(client)
     return PinnedClient(client)
 
 
