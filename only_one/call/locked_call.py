@@ -132,8 +132,7 @@ class LockedCall:
 
     def busy(self, value: bytes) -> Any:
         """What `when_busy` gives, as `value` holds the key."""
-        self.caller.on_busy(self.server, self.key, value)
-        policy = self.options.when_busy or self.caller.default_policy()
+        policy = self.caller.on_busy(self.options, self.server, self.key, value)
         if wanted(Busy):
             emit(Busy(self.key, self.name, value))
         elif policy is skip:
@@ -178,15 +177,18 @@ class LockedCall:
         if not self._is_acquired or self.is_inherited:
             return
         self.lost = self._end()
-        retained = self._retained()
-        marker = self.caller.marker_update(self.key, self.ended_by)
+        at_end = self.caller.at_end(self.options, self.server, self.key, self.ended_by)
+        retained = self._retained() if self._has_succeeded else at_end.retained
         features, client = self.server.features, self.server.client
         lock = self.lock_of_redis_py.held(client, features, self.key, self.token, self.options.ttl)
         outcome = None
         try:
-            outcome = yield from lock.end(retained, marker)
+            outcome = yield from lock.end(retained, at_end.marker)
         except Exception as error:  # noqa: BLE001 - the run has its own result or exception
             logger.debug("%s could not be released, and will be in the background: %s", self.key, error)
+        else:
+            if at_end.marker and (outcome.has_redeliveries or outcome.status != "held"):
+                at_end.on_marked()
         self._released(outcome, is_kept=retained is not None)
 
     def abandon(self) -> None:
@@ -225,9 +227,7 @@ class LockedCall:
         return lost
 
     def _retained(self) -> tuple[bytes, int] | None:
-        """What is stored at the key after the run, and for how many milliseconds; None if it is released."""
-        if not self._has_succeeded:
-            return self.caller.retained_value(self.options, self.ended_by)
+        """What is stored at the key after a run that has succeeded, and for how many milliseconds; None if nothing."""
         if not self.options.at_least:
             return None
         milliseconds = round((self._asked_at + self.options.at_least - now()) * 1000)
@@ -235,7 +235,6 @@ class LockedCall:
 
     def _released(self, outcome: ReleaseResult | None, *, is_kept: bool) -> None:
         """The key has been released, or with None for an outcome nobody knows whether it has."""
-        self.caller.on_release(self.server, self.key, outcome)
         if outcome is None:
             self.adrift(settled=True)
         elif outcome.status == "taken" and self.lost is None:

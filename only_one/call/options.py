@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import cache, partial
 from inspect import Parameter, Signature
 from math import inf
-from typing import Any, Union
+from typing import Any, NamedTuple, Union
 
 from only_one import settings
 from only_one.connections.server import Server, Source, find_server
 from only_one.errors import KeyTemplateError
 from only_one.keys import MakeKey, compile_key
-from only_one.lock.commands import Expiry, MarkerUpdate, ReleaseResult, expiry_in
+from only_one.lock.commands import Expiry, MarkerUpdate, expiry_in
 from only_one.lock.holder import TokenFactory
 from only_one.policies import RequeueRequest, skip
 
@@ -24,8 +24,26 @@ AppOptions = Callable[[Any], tuple[settings.Options, Callable[[], Union[Source, 
 """What a Celery app's configuration says, and where its own server is; with None that of the app that is current."""
 
 
+class AtEnd(NamedTuple):
+    """What a run stores at its end.
+
+    Attributes:
+        retained: what is stored at the key after a run that has not succeeded, and for how many milliseconds; None if
+            the key is released.
+        marker: the completion marker of a task's message, if the message may be delivered again, and has been worked.
+        on_marked: is called if the marker is set, or may be.
+    """
+
+    retained: tuple[bytes, int] | None = None
+    marker: MarkerUpdate | None = None
+    on_marked: Callable[[], None] = lambda: None
+
+
+_NOTHING = AtEnd()
+
+
 class Caller:
-    """Who calls, and what a task's run has to say about it; these are the answers of a plain function.
+    """Who calls, and the answers to what a call asks a task; these are the answers of a plain function.
 
     Attributes:
         name: the task's name, or the function's.
@@ -45,18 +63,15 @@ class Caller:
         self.token_factory = token_factory
         self.bound = bound
 
-    def default_policy(self) -> Policy:
-        """What a busy key means where nobody has said so."""
-        return skip
-
     def check(self, options: EffectiveOptions) -> None:
-        """Refuse a plan that could not work in this app."""
+        """Refuse options that could not work in this app."""
 
-    def on_busy(self, server: Server, key: str, value: bytes) -> None:
-        """The key is taken by `value`: raise what is to be done if that is this very task."""
+    def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:  # noqa: ARG002
+        """The key is taken by `value`: the policy that says what now; or raise it, if that is this very task."""
+        return options.when_busy or skip
 
     def requeue(self, server: Server, key: str, how: RequeueRequest) -> Any:  # noqa: ARG002 - a task's needs them
-        """Put the task back into its queue; here there is none.
+        """Requeue the task; here there is none.
 
         Raises:
             OnlyOneError: the error that asked for it.
@@ -65,21 +80,16 @@ class Caller:
         raise how.error
 
     def is_current(self, options: EffectiveOptions, server: Server, key: str) -> bool:  # noqa: ARG002
-        """The key is ours: whether the work is still to be done."""
+        """The key is ours: whether the work is still to be done; or raise what ends the call without it."""
         return True
 
     def can_take_queued(self, value: bytes) -> bool:  # noqa: ARG002
         """Whether the key may be taken from `value`, which waits in a queue."""
         return True
 
-    def retained_value(self, options: EffectiveOptions, ended_by: BaseException | None) -> tuple[bytes, int] | None:
-        """What is stored after a run that has not succeeded, and for how many milliseconds; None if it is released."""
-
-    def marker_update(self, key: str, ended_by: BaseException | None) -> MarkerUpdate | None:
-        """Where redeliveries of its message are told that it has ended, if there may be any, and it has."""
-
-    def on_release(self, server: Server, key: str, outcome: ReleaseResult | None) -> None:
-        """They have been told, if `outcome` says so; with None nobody knows."""
+    def at_end(self, options: EffectiveOptions, server: Server, key: str, ended_by: BaseException | None) -> AtEnd:  # noqa: ARG002
+        """What is stored when the run has ended, by an exception or without one."""
+        return _NOTHING
 
 
 @dataclass(frozen=True, kw_only=True)

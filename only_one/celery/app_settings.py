@@ -17,7 +17,7 @@ from only_one.events import logger
 from only_one.lock.holder import TokenFactory
 from only_one.settings import CONFIGURABLE, Options, check
 
-from .broker import check_countdown
+from .requeue import check_countdown
 
 _NEARLY_OURS = re.compile(rf"(\w+_)?only_one_({'|'.join(CONFIGURABLE)})\w*", re.IGNORECASE)
 

@@ -15,7 +15,7 @@ from only_one.connections.server import Server
 from only_one.lock.commands import Script, evaluate
 from only_one.lock.redis_lock import drive
 
-from .broker import remembered_for
+from .requeue import remembered_for
 
 # The set forgets what is older than the time for which a message may still be delivered.
 _NUMBER = Script("""

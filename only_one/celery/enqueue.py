@@ -16,7 +16,7 @@ from kombu.utils.uuid import uuid
 from redis.exceptions import ResponseError
 
 from only_one.call.locked_call import CARRIED_ON, LockedCall
-from only_one.call.options import Decoration, Policy
+from only_one.call.options import Decoration, EffectiveOptions, Policy
 from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, OnlyOneError
 from only_one.events import Busy, emit, logger
@@ -27,8 +27,7 @@ from only_one.policies import BufferOne, RequeueRequest
 
 from . import coalescing
 from .app_settings import TaskCaller
-from .broker import waits_for
-from .requeue import HEADER, Header
+from .requeue import HEADER, Header, waits_for
 
 _UNTIL_PUBLISHED = 30.0
 """Seconds for which the key is taken at first, so that a producer that dies before it has published blocks nobody."""
@@ -110,9 +109,9 @@ class Publication(TaskCaller):
         self._holder = Holder.parse(found)
         return this.busy(found)
 
-    def default_policy(self) -> Policy:
-        """A duplicate gets the existing task."""
-        return self._existing
+    def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:  # noqa: ARG002
+        """A duplicate gets the existing task, where no policy is configured."""
+        return options.when_busy or self._existing
 
     def requeue(self, server: Server, key: str, how: RequeueRequest) -> Any:  # noqa: ARG002 - it is in no queue yet
         """There is nothing to requeue yet: a `retry()` that was configured for all is for those that run.

@@ -17,13 +17,12 @@ from celery.exceptions import Ignore, Reject, Retry
 from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.events import logger
-from only_one.lock.commands import TROUBLE, Commands, MarkerUpdate, ReleaseResult, Script, evaluate
+from only_one.lock.commands import TROUBLE, Commands, MarkerUpdate, Script, evaluate
 from only_one.lock.holder import TokenFactory, is_gone
 from only_one.lock.redis_lock import drive
 
 from .app_settings import TaskCaller
-from .broker import marks_redeliveries, redelivers_at_any_time, remembered_for, visibility_timeout
-from .requeue import header_of
+from .requeue import header_of, marks_redeliveries, redelivers_at_any_time, remembered_for, visibility_timeout
 
 _STORES_WITHIN = 30
 """Seconds within which a run that has ended has stored its result, or never does, if nobody can see its process."""
@@ -92,9 +91,11 @@ class Delivery(TaskCaller):
         id: the task's id.
         attempt: how many times the task has been retried.
         header: what the message carries for us.
-        covers_queue: whether the task is unique from queued to finished, through its waits for a retry, too.
+        is_unique_in_queue: whether the task is unique from queued to finished, through its waits for a retry, too.
         is_superseded: whether it has the key, but a newer one that `buffer_one` coalesces does the work.
     """
+
+    is_superseded = False
 
     def __init__(self, task: Any, request: Any, *, bound: bool, is_unique_in_queue: bool) -> None:
         super().__init__(task, TokenFactory(task.name, request.id, request.retries), bound=bound)
@@ -102,15 +103,19 @@ class Delivery(TaskCaller):
         self.attempt = request.retries
         self.header = header_of(request)
         self.is_unique_in_queue = is_unique_in_queue
-        self.is_superseded = False
         self._request = request
         self._began = now()
-        self._has_marker = False
 
     @property
     def is_redelivered(self) -> bool:
         """Whether the broker says that it has delivered the message before."""
         return bool((self._request.delivery_info or {}).get("redelivered"))
+
+    @property
+    def may_be_another(self) -> bool:
+        """Whether the message may have been delivered, or published, before."""
+        seen = self.header.times or self.is_redelivered
+        return bool(seen or (self._task.acks_late and not marks_redeliveries(self.app)))
 
     @contextmanager
     def unless_down(self, doing: str = "told apart") -> Iterator[None]:
@@ -120,37 +125,27 @@ class Delivery(TaskCaller):
         except TROUBLE as error:
             logger.debug("copies of %s cannot be %s: %s", self.id, doing, error)
 
-    def check_not_ended(self, server: Server, key: str) -> None:
-        """Ask the run that holds the key to tell of its end.
+    def check_marker(self, server: Server, key: str, *, waits: bool = False) -> CompletionMarker:
+        """Read what is known of the messages of this attempt.
+
+        Args:
+            server: where the key is.
+            key: the key as it is in Redis.
+            waits: whether the run that holds the key is asked to tell of its end.
 
         Raises:
-            Ignore: if it has ended: this delivery is dropped.
+            Ignore: if this delivery is dropped: its run has ended, or its message was requeued more often.
         """
-        with self.unless_down("asked for"):
-            commands = read_marker(key, self.marker(key), waits=remembered_for(self.app))
-            if drive(server.client, commands).is_stored:
-                raise self.drop(key, "its run has ended")
-
-    def check_latest(self, server: Server, key: str) -> CompletionMarker:
-        """Look for a message of this attempt that was requeued more often.
-
-        Raises:
-            Ignore: if there is one: this delivery is dropped.
-        """
-        found = drive(server.client, read_marker(key, self.marker(key)))
-        if self.header.times < found.number:
+        marker = drive(server.client, read_marker(key, self._marker(key), remembered_for(self.app) if waits else 0))
+        if marker.is_stored:
+            raise self.drop(key, "its run has ended")
+        if self.header.times < marker.number:
             raise self.drop(key, "a later copy of it waits")
-        return found
+        return marker
 
     def note_requeued(self, server: Server, key: str, times: int) -> None:
         """Note that the message was published again."""
-        drive(server.client, note_requeued(key, self.marker(key), times, remembered_for(self.app)))
-
-    @property
-    def may_be_another(self) -> bool:
-        """Whether the message may have been delivered, or published, before."""
-        seen = self.header.times or self.is_redelivered
-        return bool(seen or (self._task.acks_late and not marks_redeliveries(self.app)))
+        drive(server.client, note_requeued(key, self._marker(key), times, remembered_for(self.app)))
 
     def must_wait(self, server: Server, key: str) -> bool:
         """Whether a run of this attempt has ended, and may still store its result; the key is ours.
@@ -158,12 +153,10 @@ class Delivery(TaskCaller):
         Raises:
             Ignore: if the result is stored, or a later message waits: this delivery is dropped.
         """
-        found = self.check_latest(server, key)
-        if found.is_stored:
-            raise self.drop(key, "its run has ended")
-        if found.age < _STORES_WITHIN and not is_gone(found.ended):
+        marker = self.check_marker(server, key)
+        if marker.age < _STORES_WITHIN and not is_gone(marker.ended):
             return True
-        if found.ended:
+        if marker.ended:
             logger.info("%s[%s] is run again: its run has ended, but stored no result", self._task.name, self.id)
         return False
 
@@ -173,33 +166,30 @@ class Delivery(TaskCaller):
         A run that was rejected, ignored or interrupted by a signal has not ended: a redelivery does its work.
         Nor has one that failed, if its message is not acknowledged then: it may come back by a dead-letter queue.
         """
-        has_ended = ended_by is None or isinstance(ended_by, Retry)
-        if isinstance(ended_by, Exception) and not isinstance(ended_by, (Ignore, Reject)):
-            has_ended = has_ended or self._is_acknowledged_on_failure
         # Where nothing has run, a redelivery finds that out, too, and stores the result that this one may not store.
-        if not self._task.acks_late or not has_ended or self.is_superseded:
+        if not self._task.acks_late or self.is_superseded or not self._has_ended(ended_by):
             return None
-        self._has_marker = True
         # There may be a redelivery that could not ask, because it waits for a free place in a worker.
         may_be_unseen = redelivers_at_any_time(self.app) or now() - self._began > visibility_timeout(self.app) / 2
-        return MarkerUpdate(self.marker(key), round(1000 * remembered_for(self.app)) if may_be_unseen else 0)
+        return MarkerUpdate(self._marker(key), round(1000 * remembered_for(self.app)) if may_be_unseen else 0)
 
-    @property
-    def _is_acknowledged_on_failure(self) -> bool:
-        configured = getattr(self._task, "acks_on_failure", None)  # since Celery 5.7
-        return bool(self._task.acks_on_failure_or_timeout if configured is None else configured)
+    def _has_ended(self, ended_by: BaseException | None) -> bool:
+        if ended_by is None or isinstance(ended_by, Retry):
+            return True
+        if not isinstance(ended_by, Exception) or isinstance(ended_by, (Ignore, Reject)):
+            return False
+        is_acknowledged = getattr(self._task, "acks_on_failure", None)  # since Celery 5.7
+        return bool(self._task.acks_on_failure_or_timeout if is_acknowledged is None else is_acknowledged)
 
-    def on_release(self, server: Server, key: str, outcome: ReleaseResult | None) -> None:
-        """The marker is set if `outcome` says so; when the result is stored, `worker_signals` notes that, too."""
-        if self._has_marker and outcome is not None and (outcome.has_redeliveries or outcome.status != "held"):
-            self._request.only_one_stored = partial(self._mark_stored, server, key)
+    def mark_when_stored(self, server: Server, key: str) -> None:
+        """The marker is set; when the result is stored, `worker_signals` notes that, too."""
+        self._request.only_one_stored = partial(self._mark_stored, server, key)
 
     def _mark_stored(self, server: Server, key: str) -> None:
         with self.unless_down("told"):
-            drive(server.client, mark_stored(key, self.marker(key)))
+            drive(server.client, mark_stored(key, self._marker(key)))
 
-    def marker(self, key: str) -> str:
-        """The name of the completion marker."""
+    def _marker(self, key: str) -> str:
         return f"{{{key}}}:copy:{self.id}:{self.attempt}"
 
     def drop(self, key: str, reason: str) -> Ignore:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from celery import Task
@@ -14,7 +15,7 @@ from celery._state import get_current_task
 from celery.exceptions import Ignore, Retry
 
 from only_one.call.driver import current_lease, run, run_async
-from only_one.call.options import Args, Caller, Decoration, EffectiveOptions, Kwargs, Policy
+from only_one.call.options import Args, AtEnd, Caller, Decoration, EffectiveOptions, Kwargs, Policy
 from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, LockUnavailable
 from only_one.lock.holder import Holder, TokenFactory
@@ -23,9 +24,8 @@ from only_one.policies import BufferOne, RequeueRequest, fail, retry, skip
 
 from . import coalescing
 from .app_settings import TaskCaller
-from .broker import waits_for
 from .redelivery import Delivery
-from .requeue import publish
+from .requeue import publish, waits_for
 
 
 def run_task(decoration: Decoration, wrapper: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -111,27 +111,29 @@ def queue_decoration_of(task: Any) -> Decoration | None:
 class MessageRun(Delivery):
     """The run of a task's message in a worker."""
 
-    def default_policy(self) -> Policy:
-        """None would do harm where the work has begun, and where others would be given it for a result."""
-        request = self._request
-        if not request.is_eager and (self.attempt or self.is_redelivered):
-            return retry()
-        return fail if request.chord or request.chain else skip
-
-    def on_busy(self, server: Server, key: str, value: bytes) -> None:
+    def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:
         """The key is taken by `value`, which may be of this very task: then it waits for that in the queue.
+
+        Returns:
+            The policy. Where none is configured, None would do harm as a result if the work has begun, or if others
+            would be given it.
 
         Raises:
             Ignore: where it is this task; a message whose work is done was dropped, the others requeued.
         """
-        holder = Holder.parse(value)
-        if holder is None or holder.task_id != self.id or holder.attempt is None or self._request.is_eager:
-            return
-        if holder.state == "kept" or holder.attempt > self.attempt:
-            raise self.drop(key, "it is out of date")
-        if holder.attempt == self.attempt:
-            self.check_not_ended(server, key)
-        self._wait(server, key)
+        request, holder = self._request, Holder.parse(value)
+        if holder is not None and holder.task_id == self.id and holder.attempt is not None and not request.is_eager:
+            if holder.state == "kept" or holder.attempt > self.attempt:
+                raise self.drop(key, "it is out of date")
+            if holder.attempt == self.attempt:
+                with self.unless_down("asked for"):
+                    self.check_marker(server, key, waits=True)
+            self._wait(server, key)
+        if options.when_busy is not None:
+            return options.when_busy
+        if not request.is_eager and (self.attempt or self.is_redelivered):
+            return retry()
+        return fail if request.chord or request.chain else skip
 
     def _wait(self, server: Server, key: str) -> None:
         """Requeue the message until the key is free, or its run's result is stored."""
@@ -154,7 +156,7 @@ class MessageRun(Delivery):
             publish(self._task, self._request, header, how.countdown)
             raise Ignore
         with self.unless_down():
-            self.check_latest(server, key)
+            self.check_marker(server, key)
             if how.only_newest:
                 header = header._replace(trigger=coalescing.arrive(server, key, self.app, self.id, header.trigger))
                 if header.trigger is None:
@@ -187,6 +189,11 @@ class MessageRun(Delivery):
         """A retry of this very task is ahead of it; all else that waits in a queue has not begun."""
         holder = Holder.parse(value)
         return holder is None or holder.task_id != self.id or (holder.attempt or 0) <= self.attempt
+
+    def at_end(self, options: EffectiveOptions, server: Server, key: str, ended_by: BaseException | None) -> AtEnd:
+        """What is stored at the key for a retry, and the marker that tells redeliveries that the run has ended."""
+        noted = partial(self.mark_when_stored, server, key)
+        return AtEnd(self.retained_value(options, ended_by), self.marker_update(key, ended_by), noted)
 
     def retained_value(self, options: EffectiveOptions, ended_by: BaseException | None) -> tuple[bytes, int] | None:
         """A task that is unique from queued to finished keeps its key while it waits to be retried."""

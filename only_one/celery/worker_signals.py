@@ -29,8 +29,7 @@ from only_one.lock.renewal import hold
 from only_one.settings import DEFAULT_LEASE
 
 from . import coalescing
-from .broker import waits_for
-from .requeue import header_of
+from .requeue import header_of, waits_for
 from .task_run import caller_from_outside, decorations_of, key_from_outside, queue_decoration_of
 
 _DEAD_WITHIN = 10.0
