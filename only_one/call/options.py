@@ -67,7 +67,7 @@ class Caller:
         """Refuse options that could not work in this app."""
 
     def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:  # noqa: ARG002
-        """The key is taken by `value`: the policy that says what now; or raise it, if that is this very task."""
+        """The key holds `value`: the policy that decides; a task raises what ends the call, if it is its own holder."""
         return options.when_busy or skip
 
     def requeue(self, server: Server, key: str, how: RequeueRequest) -> Any:  # noqa: ARG002 - a task's needs them
@@ -80,15 +80,15 @@ class Caller:
         raise how.error
 
     def is_current(self, options: EffectiveOptions, server: Server, key: str) -> bool:  # noqa: ARG002
-        """The key is ours: whether the work is still to be done; or raise what ends the call without it."""
+        """The key is ours: whether the work is still to be done; a task raises what ends the call without it."""
         return True
 
     def can_take_queued(self, value: bytes) -> bool:  # noqa: ARG002
-        """Whether the key may be taken from `value`, which waits in a queue."""
+        """Whether the key may be taken over from `value`, which waits in a queue."""
         return True
 
     def at_end(self, options: EffectiveOptions, server: Server, key: str, ended_by: BaseException | None) -> AtEnd:  # noqa: ARG002
-        """What is stored when the run has ended, by an exception or without one."""
+        """What the release stores, now that the run has ended, with an exception or without."""
         return _NOTHING
 
 

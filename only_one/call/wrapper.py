@@ -61,9 +61,8 @@ def wrap(function: Any, key: Any, options: Options, task: Any = None) -> Any:
 def _wrap_sync(decoration: Decoration) -> Any:
     @functools.wraps(decoration.function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _CELERY in sys.modules:
-            return _tasks().run_task(decoration, wrapper, args, kwargs)
-        return run(decoration, decoration.plain, args, kwargs)
+        caller = _tasks().caller_of(decoration, wrapper, args) if _CELERY in sys.modules else decoration.plain
+        return run(decoration, caller, args, kwargs)
 
     return wrapper
 
@@ -71,9 +70,8 @@ def _wrap_sync(decoration: Decoration) -> Any:
 def _wrap_async(decoration: Decoration) -> Any:
     @functools.wraps(decoration.function)
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _CELERY in sys.modules:
-            return await _tasks().run_task_async(decoration, wrapper, args, kwargs)
-        return await run_async(decoration, decoration.plain, args, kwargs)
+        caller = _tasks().caller_of(decoration, wrapper, args) if _CELERY in sys.modules else decoration.plain
+        return await run_async(decoration, caller, args, kwargs)
 
     return wrapper
 

@@ -7,41 +7,19 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from celery import Celery, Task, _state
+from celery import Celery, _state
 from kombu.utils.imports import symbol_by_name
 
-from only_one.call.options import Caller, EffectiveOptions
 from only_one.connections.server import Source
 from only_one.errors import ConfigurationError
 from only_one.events import logger
-from only_one.lock.holder import TokenFactory
 from only_one.settings import CONFIGURABLE, Options, check
-
-from .requeue import check_countdown
 
 _NEARLY_OURS = re.compile(rf"(\w+_)?only_one_({'|'.join(CONFIGURABLE)})\w*", re.IGNORECASE)
 
 _warned: set[tuple[str | None, str]] = set()
 
 import_by_name: Callable[[str], Any] = symbol_by_name
-
-
-class TaskCaller(Caller):
-    """A call of a task's function: it has its app's settings, and is else like the call of a plain function."""
-
-    def __init__(self, task: Task, token_factory: TokenFactory | None = None, *, bound: bool = False) -> None:
-        self._task: Any = task  # whose name is None for type checkers
-        super().__init__(self._task.name, token_factory or TokenFactory(self._task.name), bound=bound)
-        self.app = task.app
-
-    def check(self, options: EffectiveOptions) -> None:
-        """Refuse countdowns after which the broker would redeliver the message.
-
-        Raises:
-            ConfigurationError: saying what to write instead.
-        """
-        for policy in (options.when_busy, options.when_down):
-            check_countdown(self.app, getattr(policy, "countdown", None))
 
 
 def current_app() -> Celery | None:

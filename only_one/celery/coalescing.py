@@ -89,8 +89,8 @@ def arrive_anew(server: Server, key: str, app: Celery, task_id: str, digest: str
     Returns:
         Its number; or the id of the pending task, if that is the newest and has the same digest.
     """
-    found: int | bytes = _number(server, key, app, "anew", task_id, 0, digest, round(seconds * 1000))
-    return found if isinstance(found, int) else found.decode()
+    reply: int | bytes = _number(server, key, app, "anew", task_id, 0, digest, round(seconds * 1000))
+    return reply if isinstance(reply, int) else reply.decode()
 
 
 def published(server: Server, key: str, app: Celery, number: int) -> None:

@@ -26,11 +26,11 @@ from only_one.lock.redis_lock import drive, give_back
 from only_one.policies import BufferOne, RequeueRequest
 
 from . import coalescing
-from .app_settings import TaskCaller
 from .requeue import HEADER, Header, waits_for
+from .task_run import TaskCaller
 
 _UNTIL_PUBLISHED = 30.0
-"""Seconds for which the key is taken at first, so that a producer that dies before it has published blocks nobody."""
+"""Seconds for which the key is acquired at first: a producer that dies before it has published blocks nobody."""
 
 _CARRIED = ("task_id", "link", "link_error", "chain", "chord", "group_id")
 """Somebody waits for a task that is called with one of these, so it is always published, and the worker decides."""
@@ -90,24 +90,21 @@ class Publication(TaskCaller):
             return self._publish()
         key = options.prefix + decoration.make_key(self, *self._as_sent())
         at_first = replace_fields(options, ttl=min(seconds, _UNTIL_PUBLISHED), limit=seconds, timeout=seconds)
-        this = LockedCall(at_first, options.server, self, key)
-        try:
-            found = self._number(this, decoration) if only_newest else self._take(this)
-        except TROUBLE as error:
-            instead = this.down(error)
-            return self._publish() if instead is CARRIED_ON else instead
-        except BaseException:
-            this.abandon()
-            raise
-        if isinstance(found, int):
-            return self._queue_newest(this, found)
-        if isinstance(found, str):
-            emit(Busy(key, this.name, b""))
-            return self._task.AsyncResult(found)
-        if found is None:
-            return self._queue_first(this)
-        self._holder = Holder.parse(found)
-        return this.busy(found)
+        with LockedCall(at_first, options.server, self, key) as call:
+            try:
+                existing = self._number(call, decoration) if only_newest else self._acquire(call)
+            except TROUBLE as error:
+                instead = call.down(error)
+                return self._publish() if instead is CARRIED_ON else instead
+        if isinstance(existing, int):
+            return self._queue_newest(call, existing)
+        if isinstance(existing, str):
+            emit(Busy(key, call.name, b""))
+            return self._task.AsyncResult(existing)
+        if existing is None:
+            return self._queue_first(call)
+        self._holder = Holder.parse(existing)
+        return call.busy(existing)
 
     def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:  # noqa: ARG002
         """A duplicate gets the existing task, where no policy is configured."""
@@ -152,57 +149,57 @@ class Publication(TaskCaller):
             args, kwargs = dump(args, kwargs)
         return tuple(args or ()), kwargs or {}
 
-    def _take(self, this: LockedCall) -> bytes | None:
-        """Take the key: None if it is ours, else what is stored there."""
-        client, features, ttl = this.server.client, this.server.features, this.options.ttl
-        found = drive(client, acquire(features, this.key, this.token, expiry_in(ttl)))
-        if found is not None and this.options.takeover and is_dead(found):
-            found = drive(client, take_over(features, this.key, found, this.token, ttl))
-        return found
+    def _acquire(self, call: LockedCall) -> bytes | None:
+        """Acquire the key: None if it is ours, else what is stored there."""
+        client, features, ttl = call.server.client, call.server.features, call.options.ttl
+        value = drive(client, acquire(features, call.key, call.token, expiry_in(ttl)))
+        if value is not None and call.options.takeover and is_dead(value):
+            value = drive(client, take_over(features, call.key, value, call.token, ttl))
+        return value
 
-    def _queue_first(self, this: LockedCall) -> Any:
+    def _queue_first(self, call: LockedCall) -> Any:
         try:
-            result = self._publish(Header(self.id, 0, key=this.key, token=this.token.decode()))
+            result = self._publish(Header(self.id, 0, key=call.key, token=call.token.decode()))
         except BaseException:
-            self._release(this)
+            self._release(call)
             raise
         # A task's own `apply_async` may have published nothing, or under an id of its own.
         if result is not None:
-            self._lengthen(this, result.id)
+            self._lengthen(call, result.id)
         return result
 
-    def _release(self, this: LockedCall) -> None:
+    def _release(self, call: LockedCall) -> None:
         try:
-            give_back(this.server.client, this.server.features, this.key, this.token)
+            give_back(call.server.client, call.server.features, call.key, call.token)
         except TROUBLE as error:
-            logger.debug("%s could not be released, and will be in the background: %s", this.key, error)
-            this.adrift(settled=True)
+            logger.debug("%s could not be released, and will be in the background: %s", call.key, error)
+            call.adrift(settled=True)
 
-    def _lengthen(self, this: LockedCall, task_id: str) -> None:
+    def _lengthen(self, call: LockedCall, task_id: str) -> None:
         # It compares with the token of a task that is queued: a worker may have begun it, and have its own lease.
-        limit, token = this.options.limit, this.token
+        limit, token = call.options.limit, call.token
         if task_id != self.id:
             token = TokenFactory(self._task.name, task_id, 0, "queued").token(limit)
         try:
-            drive(this.server.client, replace(this.key, this.token, token, round(limit * 1000)))
+            drive(call.server.client, replace(call.key, call.token, token, round(limit * 1000)))
         except TROUBLE as error:
             level = logging.WARNING if isinstance(error, ResponseError) else logging.DEBUG
-            logger.log(level, "%s is queued, and may be queued again in %g s: %s", this.key, _UNTIL_PUBLISHED, error)
+            logger.log(level, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
 
-    def _number(self, this: LockedCall, decoration: Decoration) -> int | str:
+    def _number(self, call: LockedCall, decoration: Decoration) -> int | str:
         """Number the task for `buffer_one`: its number, or the id of the pending task with the same arguments."""
         digest = ""  # one that is like no other
         if not self._is_waited_for:
             with suppress(OnlyOneError):  # its arguments cannot be compared
                 digest = decoration.digest(*self._as_sent())
-        return coalescing.arrive_anew(this.server, this.key, self.app, self.id, digest, this.options.limit)
+        return coalescing.arrive_anew(call.server, call.key, self.app, self.id, digest, call.options.limit)
 
-    def _queue_newest(self, this: LockedCall, trigger: int) -> Any:
-        result = self._publish(Header(self.id, 0, key=this.key, trigger=trigger))
+    def _queue_newest(self, call: LockedCall, trigger: int) -> Any:
+        result = self._publish(Header(self.id, 0, key=call.key, trigger=trigger))
         try:
-            coalescing.published(this.server, this.key, self.app, trigger)
+            coalescing.published(call.server, call.key, self.app, trigger)
         except TROUBLE as error:
-            logger.debug("%s is queued, and may be queued again: %s", this.key, error)
+            logger.debug("%s is queued, and may be queued again: %s", call.key, error)
         return result
 
 

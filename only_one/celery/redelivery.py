@@ -7,22 +7,14 @@ The result backend is not asked: there may be none, and it is written after the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 from celery.exceptions import Ignore, Reject, Retry
 
-from only_one.clock import now
-from only_one.connections.server import Server
-from only_one.events import logger
-from only_one.lock.commands import TROUBLE, Commands, MarkerUpdate, Script, evaluate
-from only_one.lock.holder import TokenFactory, is_gone
-from only_one.lock.redis_lock import drive
+from only_one.lock.commands import Commands, MarkerUpdate, Script, evaluate
+from only_one.lock.holder import is_gone
 
-from .app_settings import TaskCaller
-from .requeue import header_of, marks_redeliveries, redelivers_at_any_time, remembered_for, visibility_timeout
+from .requeue import Header, marks_redeliveries, redelivers_at_any_time, remembered_for, visibility_timeout
 
 _STORES_WITHIN = 30
 """Seconds within which a run that has ended has stored its result, or never does, if nobody can see its process."""
@@ -58,6 +50,11 @@ class CompletionMarker(NamedTuple):
     is_stored: bool
     age: int
 
+    @property
+    def may_be_stored_yet(self) -> bool:
+        """Whether the run that has ended may still store its result."""
+        return self.age < _STORES_WITHIN and not is_gone(self.ended)
+
 
 def read_marker(key: str, marker: str, waits: float = 0) -> Commands[CompletionMarker]:
     """What is known of the messages of one attempt.
@@ -84,115 +81,40 @@ def mark_stored(key: str, marker: str) -> Commands[None]:
     yield from evaluate(_STORED, key, beside=marker)
 
 
-class Delivery(TaskCaller):
-    """One delivery of a task's message, among the others with the same task id and attempt.
+def may_be_redelivery(task: Any, header: Header, *, is_redelivered: bool) -> bool:
+    """Whether a message may have been delivered, or published, before.
 
-    Attributes:
-        id: the task's id.
-        attempt: how many times the task has been retried.
+    Args:
+        task: the task.
         header: what the message carries for us.
-        is_unique_in_queue: whether the task is unique from queued to finished, through its waits for a retry, too.
-        is_superseded: whether it has the key, but a newer one that `buffer_one` coalesces does the work.
+        is_redelivered: whether the broker says that it has delivered the message before.
     """
+    return bool(header.times or is_redelivered or (task.acks_late and not marks_redeliveries(task.app)))
 
-    is_superseded = False
 
-    def __init__(self, task: Any, request: Any, *, bound: bool, is_unique_in_queue: bool) -> None:
-        super().__init__(task, TokenFactory(task.name, request.id, request.retries), bound=bound)
-        self.id = request.id
-        self.attempt = request.retries
-        self.header = header_of(request)
-        self.is_unique_in_queue = is_unique_in_queue
-        self._request = request
-        self._began = now()
+def marker_update(task: Any, marker: str, ended_by: BaseException | None, seconds: float) -> MarkerUpdate | None:
+    """The completion marker that the release sets, if the run has ended, and with acks_late.
 
-    @property
-    def is_redelivered(self) -> bool:
-        """Whether the broker says that it has delivered the message before."""
-        return bool((self._request.delivery_info or {}).get("redelivered"))
+    A run that was rejected, ignored or interrupted by a signal has not ended: a redelivery does its work.
+    Nor has one that failed, if its message is not acknowledged then: it may come back by a dead-letter queue.
 
-    @property
-    def may_be_another(self) -> bool:
-        """Whether the message may have been delivered, or published, before."""
-        seen = self.header.times or self.is_redelivered
-        return bool(seen or (self._task.acks_late and not marks_redeliveries(self.app)))
+    Args:
+        task: the task.
+        marker: the name of the marker.
+        ended_by: what the run has raised.
+        seconds: how long the run has taken.
+    """
+    if not task.acks_late or not _has_ended(task, ended_by):
+        return None
+    # There may be a redelivery that could not ask, because it waits for a free place in a worker.
+    may_be_unseen = redelivers_at_any_time(task.app) or seconds > visibility_timeout(task.app) / 2
+    return MarkerUpdate(marker, round(1000 * remembered_for(task.app)) if may_be_unseen else 0)
 
-    @contextmanager
-    def unless_down(self, doing: str = "told apart") -> Iterator[None]:
-        """Go on where the server cannot be asked: the message is requeued, or the work done, all the same."""
-        try:
-            yield
-        except TROUBLE as error:
-            logger.debug("copies of %s cannot be %s: %s", self.id, doing, error)
 
-    def check_marker(self, server: Server, key: str, *, waits: bool = False) -> CompletionMarker:
-        """Read what is known of the messages of this attempt.
-
-        Args:
-            server: where the key is.
-            key: the key as it is in Redis.
-            waits: whether the run that holds the key is asked to tell of its end.
-
-        Raises:
-            Ignore: if this delivery is dropped: its run has ended, or its message was requeued more often.
-        """
-        marker = drive(server.client, read_marker(key, self._marker(key), remembered_for(self.app) if waits else 0))
-        if marker.is_stored:
-            raise self.drop(key, "its run has ended")
-        if self.header.times < marker.number:
-            raise self.drop(key, "a later copy of it waits")
-        return marker
-
-    def note_requeued(self, server: Server, key: str, times: int) -> None:
-        """Note that the message was published again."""
-        drive(server.client, note_requeued(key, self._marker(key), times, remembered_for(self.app)))
-
-    def must_wait(self, server: Server, key: str) -> bool:
-        """Whether a run of this attempt has ended, and may still store its result; the key is ours.
-
-        Raises:
-            Ignore: if the result is stored, or a later message waits: this delivery is dropped.
-        """
-        marker = self.check_marker(server, key)
-        if marker.age < _STORES_WITHIN and not is_gone(marker.ended):
-            return True
-        if marker.ended:
-            logger.info("%s[%s] is run again: its run has ended, but stored no result", self._task.name, self.id)
+def _has_ended(task: Any, ended_by: BaseException | None) -> bool:
+    if ended_by is None or isinstance(ended_by, Retry):
+        return True
+    if not isinstance(ended_by, Exception) or isinstance(ended_by, (Ignore, Reject)):
         return False
-
-    def marker_update(self, key: str, ended_by: BaseException | None) -> MarkerUpdate | None:
-        """The completion marker that the release sets, if the run has ended, and with acks_late.
-
-        A run that was rejected, ignored or interrupted by a signal has not ended: a redelivery does its work.
-        Nor has one that failed, if its message is not acknowledged then: it may come back by a dead-letter queue.
-        """
-        # Where nothing has run, a redelivery finds that out, too, and stores the result that this one may not store.
-        if not self._task.acks_late or self.is_superseded or not self._has_ended(ended_by):
-            return None
-        # There may be a redelivery that could not ask, because it waits for a free place in a worker.
-        may_be_unseen = redelivers_at_any_time(self.app) or now() - self._began > visibility_timeout(self.app) / 2
-        return MarkerUpdate(self._marker(key), round(1000 * remembered_for(self.app)) if may_be_unseen else 0)
-
-    def _has_ended(self, ended_by: BaseException | None) -> bool:
-        if ended_by is None or isinstance(ended_by, Retry):
-            return True
-        if not isinstance(ended_by, Exception) or isinstance(ended_by, (Ignore, Reject)):
-            return False
-        is_acknowledged = getattr(self._task, "acks_on_failure", None)  # since Celery 5.7
-        return bool(self._task.acks_on_failure_or_timeout if is_acknowledged is None else is_acknowledged)
-
-    def mark_when_stored(self, server: Server, key: str) -> None:
-        """The marker is set; when the result is stored, `worker_signals` notes that, too."""
-        self._request.only_one_stored = partial(self._mark_stored, server, key)
-
-    def _mark_stored(self, server: Server, key: str) -> None:
-        with self.unless_down("told"):
-            drive(server.client, mark_stored(key, self._marker(key)))
-
-    def _marker(self, key: str) -> str:
-        return f"{{{key}}}:copy:{self.id}:{self.attempt}"
-
-    def drop(self, key: str, reason: str) -> Ignore:
-        """Log that this delivery ends without a run; returns what it ends with."""
-        logger.info("a copy of %s[%s] was dropped: %s", self._task.name, self.id, reason, extra={"only_one_key": key})
-        return Ignore(reason)
+    is_acknowledged = getattr(task, "acks_on_failure", None)  # since Celery 5.7
+    return bool(task.acks_on_failure_or_timeout if is_acknowledged is None else is_acknowledged)

@@ -162,12 +162,12 @@ def waits_for(app: Celery, queue_timeout: float, expires: Any, until: Any) -> fl
     return queue_timeout + max(0.0, _seconds_until(app, until or 0))
 
 
-def _seconds_until(app: Celery, moment: Any) -> float:
-    if isinstance(moment, date) and not isinstance(moment, datetime):
-        moment = datetime.combine(moment, datetime.min.time())
-    if not isinstance(moment, (str, datetime)):
-        return float(moment)
-    time: Any = maybe_iso8601(moment)
+def _seconds_until(app: Celery, when: Any) -> float:
+    if isinstance(when, date) and not isinstance(when, datetime):
+        when = datetime.combine(when, datetime.min.time())
+    if not isinstance(when, (str, datetime)):
+        return float(when)
+    time: Any = maybe_iso8601(when)
     return float((maybe_make_aware(time, app.timezone) - app.now()).total_seconds())
 
 

@@ -6,7 +6,8 @@ A task is never skipped because of its own lock.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,28 +15,20 @@ from celery import Task
 from celery._state import get_current_task
 from celery.exceptions import Ignore, Retry
 
-from only_one.call.driver import current_lease, run, run_async
-from only_one.call.options import Args, AtEnd, Caller, Decoration, EffectiveOptions, Kwargs, Policy
+from only_one.call.driver import current_lease
+from only_one.call.options import AtEnd, Caller, Decoration, EffectiveOptions, Policy
+from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, LockUnavailable
+from only_one.events import logger
+from only_one.lock.commands import TROUBLE
 from only_one.lock.holder import Holder, TokenFactory
 from only_one.lock.lease import Lease
+from only_one.lock.redis_lock import drive
 from only_one.policies import BufferOne, RequeueRequest, fail, retry, skip
 
-from . import coalescing
-from .app_settings import TaskCaller
-from .redelivery import Delivery
-from .requeue import publish, waits_for
-
-
-def run_task(decoration: Decoration, wrapper: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Run a function that may be that of the current task, if its key is free."""
-    return run(decoration, caller_of(decoration, wrapper, args), args, kwargs)
-
-
-async def run_task_async(decoration: Decoration, wrapper: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Run an `async def` function that may be that of the current task, if its key is free."""
-    return await run_async(decoration, caller_of(decoration, wrapper, args), args, kwargs)
+from . import coalescing, redelivery
+from .requeue import check_countdown, header_of, publish, remembered_for, waits_for
 
 
 def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Caller:
@@ -52,13 +45,13 @@ def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[A
     request = task.request
     if _is_within(current_lease(), request.id, request.retries):
         return TaskCaller(task, TokenFactory(task.name, request.id, request.retries), bound=bound)
-    this = MessageRun(task, request, bound=bound, is_unique_in_queue=decoration.task is not None)
+    caller = MessageRun(task, request, bound=bound, is_unique_in_queue=decoration.task is not None)
     if decoration.task is not None:
         request.only_one_has_begun = True
         # A retry may have other arguments than those of which the key was that has come with its message.
-        this.key = None if request.retries else this.header.key
-        this.queued = this.header.token.encode() if this.header.token else None
-    return this
+        caller.key = None if request.retries else caller.header.key
+        caller.queued = caller.header.token.encode() if caller.header.token else None
+    return caller
 
 
 def _is_within(lease: Lease | None, task_id: str, attempt: int) -> bool:
@@ -99,7 +92,7 @@ def is_bound(task: Any) -> bool:
 
 
 def decorations_of(task: Any) -> list[Decoration]:
-    """What covers a task's function, each once: wrappers copy the attributes of the function that they wrap."""
+    """The decorations of a task's function, each once: wrappers copy the attributes of the function that they wrap."""
     return list(dict.fromkeys(each.__only_one__ for each in functions_of(task) if hasattr(each, "__only_one__")))
 
 
@@ -108,26 +101,67 @@ def queue_decoration_of(task: Any) -> Decoration | None:
     return next((decoration for decoration in decorations_of(task) if decoration.task is not None), None)
 
 
-class MessageRun(Delivery):
-    """The run of a task's message in a worker."""
+class TaskCaller(Caller):
+    """A call of a task's function: it has its app's settings, and is otherwise like the call of a plain function."""
 
-    def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:
-        """The key is taken by `value`, which may be of this very task: then it waits for that in the queue.
+    def __init__(self, task: Task, token_factory: TokenFactory | None = None, *, bound: bool = False) -> None:
+        self._task: Any = task  # whose name is None for type checkers
+        super().__init__(self._task.name, token_factory or TokenFactory(self._task.name), bound=bound)
+        self.app = task.app
 
-        Returns:
-            The policy. Where none is configured, None would do harm as a result if the work has begun, or if others
-            would be given it.
+    def check(self, options: EffectiveOptions) -> None:
+        """Refuse countdowns after which the broker would redeliver the message.
 
         Raises:
-            Ignore: where it is this task; a message whose work is done was dropped, the others requeued.
+            ConfigurationError: saying what to write instead.
+        """
+        for policy in (options.when_busy, options.when_down):
+            check_countdown(self.app, getattr(policy, "countdown", None))
+
+
+class MessageRun(TaskCaller):
+    """The run of a task's message in a worker: one delivery, among others with the same task id and attempt.
+
+    Attributes:
+        id: the task's id.
+        attempt: how many times the task has been retried.
+        header: what the message carries for us.
+        is_unique_in_queue: whether the task is unique from queued to finished, through its waits for a retry, too.
+        is_superseded: whether it has the key, but a newer one that `buffer_one` coalesces does the work.
+    """
+
+    is_superseded = False
+
+    def __init__(self, task: Any, request: Any, *, bound: bool, is_unique_in_queue: bool) -> None:
+        super().__init__(task, TokenFactory(task.name, request.id, request.retries), bound=bound)
+        self.id = request.id
+        self.attempt = request.retries
+        self.header = header_of(request)
+        self.is_unique_in_queue = is_unique_in_queue
+        self._request = request
+        self._began = now()
+
+    @property
+    def is_redelivered(self) -> bool:
+        """Whether the broker says that it has delivered the message before."""
+        return bool((self._request.delivery_info or {}).get("redelivered"))
+
+    def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:
+        """The policy for a key that holds `value`; if the holder is this very task, the message waits in the queue.
+
+        By default that is `skip`, but where None would do harm: a retry or a redelivery is requeued, and a task whose
+        result others receive fails.
+
+        Raises:
+            Ignore: if the holder is this task: a message whose work is done is dropped, the others are requeued.
         """
         request, holder = self._request, Holder.parse(value)
         if holder is not None and holder.task_id == self.id and holder.attempt is not None and not request.is_eager:
             if holder.state == "kept" or holder.attempt > self.attempt:
-                raise self.drop(key, "it is out of date")
+                raise self._drop(key, "it is out of date")
             if holder.attempt == self.attempt:
-                with self.unless_down("asked for"):
-                    self.check_marker(server, key, waits=True)
+                with self._unless_down("asked for"):
+                    self._check_marker(server, key, waits=True)
             self._wait(server, key)
         if options.when_busy is not None:
             return options.when_busy
@@ -155,15 +189,16 @@ class MessageRun(Delivery):
         if isinstance(how.error, LockUnavailable):  # to ask it again would take as long again, and say nothing
             publish(self._task, self._request, header, how.countdown)
             raise Ignore
-        with self.unless_down():
-            self.check_marker(server, key)
+        with self._unless_down():
+            self._check_marker(server, key)
             if how.only_newest:
                 header = header._replace(trigger=coalescing.arrive(server, key, self.app, self.id, header.trigger))
                 if header.trigger is None:
                     return None
         times = publish(self._task, self._request, header, how.countdown)
-        with self.unless_down():
-            self.note_requeued(server, key, times)
+        with self._unless_down():
+            seconds = remembered_for(self.app)
+            drive(server.client, redelivery.note_requeued(key, self._marker(key), times, seconds))
             if header.trigger is not None:
                 coalescing.published(server, key, self.app, header.trigger)
         raise Ignore
@@ -175,12 +210,12 @@ class MessageRun(Delivery):
             Ignore: for a redelivery that is dropped, or requeued until the result of its run is stored.
         """
         only_newest = isinstance(options.when_busy, BufferOne) and not self._request.is_eager
-        may_be_another = self.may_be_another
-        if not only_newest and not may_be_another:
+        may_be_redelivery = redelivery.may_be_redelivery(self._task, self.header, is_redelivered=self.is_redelivered)
+        if not only_newest and not may_be_redelivery:
             return True
-        with self.unless_down():
-            if may_be_another and self.must_wait(server, key):
-                self._wait(server, key)
+        with self._unless_down():
+            if may_be_redelivery:
+                self._wait_for_result(server, key)
             if only_newest:
                 self.is_superseded = not coalescing.begin(server, key, self.app, self.id, self.header.trigger)
         return not self.is_superseded
@@ -192,8 +227,11 @@ class MessageRun(Delivery):
 
     def at_end(self, options: EffectiveOptions, server: Server, key: str, ended_by: BaseException | None) -> AtEnd:
         """What is stored at the key for a retry, and the marker that tells redeliveries that the run has ended."""
-        noted = partial(self.mark_when_stored, server, key)
-        return AtEnd(self.retained_value(options, ended_by), self.marker_update(key, ended_by), noted)
+        marker = None
+        # Where nothing has run, a redelivery finds that out, too, and stores the result that this one may not store.
+        if not self.is_superseded:
+            marker = redelivery.marker_update(self._task, self._marker(key), ended_by, now() - self._began)
+        return AtEnd(self.retained_value(options, ended_by), marker, partial(self._mark_when_stored, server, key))
 
     def retained_value(self, options: EffectiveOptions, ended_by: BaseException | None) -> tuple[bytes, int] | None:
         """A task that is unique from queued to finished keeps its key while it waits to be retried."""
@@ -209,3 +247,55 @@ class MessageRun(Delivery):
         if sig is None:
             return False
         return list(sig.args) == list(self._request.args or ()) and sig.kwargs == dict(self._request.kwargs or {})
+
+    def _wait_for_result(self, server: Server, key: str) -> None:
+        """Requeue the message if a run of this attempt has ended, and may still store its result; the key is ours."""
+        marker = self._check_marker(server, key)
+        if marker.may_be_stored_yet:
+            self._wait(server, key)
+        if marker.ended:
+            logger.info("%s[%s] is run again: its run has ended, but stored no result", self.name, self.id)
+
+    def _check_marker(self, server: Server, key: str, *, waits: bool = False) -> redelivery.CompletionMarker:
+        """Read what is known of the messages of this attempt.
+
+        Args:
+            server: where the key is.
+            key: the key as it is in Redis.
+            waits: whether the run that holds the key is asked to tell of its end.
+
+        Raises:
+            Ignore: if this delivery is dropped: its run has ended, or its message was requeued more often.
+        """
+        seconds = remembered_for(self.app) if waits else 0
+        marker = drive(server.client, redelivery.read_marker(key, self._marker(key), seconds))
+        if marker.is_stored:
+            raise self._drop(key, "its run has ended")
+        if self.header.times < marker.number:
+            raise self._drop(key, "a later copy of it waits")
+        return marker
+
+    def _mark_when_stored(self, server: Server, key: str) -> None:
+        """The marker is set; when the result is stored, `worker_signals` notes that, too."""
+        self._request.only_one_stored = partial(self._mark_stored, server, key)
+
+    def _mark_stored(self, server: Server, key: str) -> None:
+        with self._unless_down("told"):
+            drive(server.client, redelivery.mark_stored(key, self._marker(key)))
+
+    def _marker(self, key: str) -> str:
+        """The name of the completion marker."""
+        return f"{{{key}}}:copy:{self.id}:{self.attempt}"
+
+    @contextmanager
+    def _unless_down(self, doing: str = "told apart") -> Iterator[None]:
+        """Go on where the server cannot be asked: the message is requeued, or the work done, all the same."""
+        try:
+            yield
+        except TROUBLE as error:
+            logger.debug("copies of %s cannot be %s: %s", self.id, doing, error)
+
+    def _drop(self, key: str, reason: str) -> Ignore:
+        """Log that this delivery ends without a run; returns what it ends with."""
+        logger.info("a copy of %s[%s] was dropped: %s", self.name, self.id, reason, extra={"only_one_key": key})
+        return Ignore(reason)

@@ -136,20 +136,14 @@ def _forget(task: Any, decoration: Decoration, request: Any) -> None:
     if header.key is None or server is None:
         return
     try:
-        value = header.token.encode() if header.token else _queued_value(server, header.key, request)
-        if value is not None:
-            give_back(server.client, server.features, header.key, value)
+        if header.token:
+            give_back(server.client, server.features, header.key, header.token.encode())
+        else:  # a retry, whose message was published before the key was its own
+            _is_released(server, header.key, request.id, takeover=False)
         if header.trigger is not None:
             coalescing.withdraw(server, header.key, task.app, header.trigger)
     except Exception as error:  # noqa: BLE001 - there is nobody to raise it to, and it is forgotten by itself
         logger.debug("the key of %s could not be given back: %s", task.name, error)
-
-
-def _queued_value(server: Server, key: str, request: Any) -> bytes | None:
-    """What is stored at the key for a retry, which was put there when its message was published already."""
-    value: bytes | None = server.client.execute_command("GET", key, **RAW)
-    holder = Holder.parse(value) if value is not None and is_queued(value) else None
-    return value if holder is not None and holder.task_id == request.id else None
 
 
 # Tasks that a worker has received and has not begun: their keys name the worker's process, which is seen to die

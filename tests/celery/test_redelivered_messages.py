@@ -10,7 +10,7 @@ from celery import Celery, Task
 from redis import Redis
 
 from only_one import configure, current_lock, fail, retry
-from only_one.celery import redelivery
+from only_one.celery import task_run
 from only_one.celery.redelivery import CompletionMarker, mark_stored, note_requeued, read_marker
 from only_one.clock import now
 from only_one.connections.server import Server, find_server
@@ -132,9 +132,9 @@ def test_a_long_run_leaves_word_for_copies_that_could_not_ask(
     """Of more than half of the time after which the broker delivers again."""
 
     def work() -> None:
-        monkeypatch.setattr(redelivery, "now", lambda: 1000.0 + 60 * minutes)
+        monkeypatch.setattr(task_run, "now", lambda: 1000.0 + 60 * minutes)
 
-    monkeypatch.setattr(redelivery, "now", lambda: 1000.0)
+    monkeypatch.setattr(task_run, "now", lambda: 1000.0)
     answer = a_task(app, work).delay()
     message = queue.take()
     queue.deliver(message)
@@ -214,7 +214,7 @@ def test_word_of_copies_that_cannot_be_read_or_left(
             redis.set(note, "not ours")
 
     def work() -> str:
-        monkeypatch.setattr(redelivery, "now", lambda: now() + 3600)
+        monkeypatch.setattr(task_run, "now", lambda: now() + 3600)
         return "done"
 
     def send() -> tuple[Any, str]:
@@ -262,7 +262,7 @@ def test_a_server_that_is_down_is_not_asked_about_copies(
         asked.append(steps)
         return drive(client, steps)
 
-    monkeypatch.setattr(redelivery, "drive", ask)
+    monkeypatch.setattr(task_run, "drive", ask)
     a_task(app, done, when_down=retry(), redis=CLOSED).delay()
     queue.deliver(queue.take())
 
