@@ -50,6 +50,12 @@ class CompletionMarker(NamedTuple):
     is_stored: bool
     age: int
 
+    def reason_to_drop(self, times: int) -> str | None:
+        """Why a delivery ends without a run, if it does and its message was requeued so many times."""
+        if self.is_stored:
+            return "its run has ended"
+        return "a later copy of it waits" if times < self.number else None
+
     @property
     def may_be_stored_yet(self) -> bool:
         """Whether the run that has ended may still store its result."""

@@ -269,10 +269,9 @@ class MessageRun(TaskCaller):
         """
         seconds = remembered_for(self.app) if waits else 0
         marker = drive(server.client, redelivery.read_marker(key, self._marker(key), seconds))
-        if marker.is_stored:
-            raise self._drop(key, "its run has ended")
-        if self.header.times < marker.number:
-            raise self._drop(key, "a later copy of it waits")
+        reason = marker.reason_to_drop(self.header.times)
+        if reason:
+            raise self._drop(key, reason)
         return marker
 
     def _mark_when_stored(self, server: Server, key: str) -> None:
