@@ -137,7 +137,7 @@ class Decoration:
         # No `cached_property`: until Python 3.12 that has a lock, which a fork may leave locked for ever.
         self._bound_key = cache(partial(_compile_bound, template, signature))
         self._digest = cache(partial(compile_key, "{md5}", signature))
-        self._said_by = app_options
+        self._app_options = app_options
         try:
             self.key = compile_key(template, signature)
         except KeyTemplateError as error:
@@ -151,13 +151,17 @@ class Decoration:
             self.key = _refuse(error)
         self._options_by_app: dict[Any, EffectiveOptions] = {}
 
-    def bound_key(self, name: str, args: Args, kwargs: Kwargs) -> str:
-        """The key of a call whose first argument is the task itself, which is no part of the key."""
-        return self._bound_key()(name, args[1:], kwargs)
-
     def _find_options(self, caller: Caller) -> EffectiveOptions:
-        """What is in force now; to be made anew when `configure` has been called since."""
-        options = _effective(self._options, settings.current, *self._said_by(caller.app))
+        """The effective options as of now; another call of `configure` makes them stale."""
+        configured = settings.current
+        of_app, app_server = self._app_options(caller.app)
+        merged = settings.merge(self._options, configured, of_app)
+        limit = inf if merged.timeout is None else merged.timeout
+        ttl = limit if merged.lease is None else min(limit, merged.lease)
+        server = find_server(settings.source_of(merged, app_server)) if settings.is_active(merged) else None
+        options = EffectiveOptions(
+            **vars(merged), made_from=configured, server=server, ttl=ttl, expiry=expiry_in(ttl), limit=limit
+        )
         caller.check(options)
         self._options_by_app[caller.app] = options
         return options
@@ -176,8 +180,10 @@ class Decoration:
         return self._digest()(self.name, args, kwargs)
 
     def make_key(self, caller: Caller, args: Args, kwargs: Kwargs) -> str:
-        """The key of a call, without the prefix."""
-        return (self.bound_key if caller.bound else self.key)(caller.name, args, kwargs)
+        """The key of a call, without the prefix; the task itself, as first argument, is no part of it."""
+        if caller.bound:
+            return self._bound_key()(caller.name, args[1:], kwargs)
+        return self.key(caller.name, args, kwargs)
 
 
 def _compile_bound(key: Any, signature: Signature) -> MakeKey:
@@ -193,18 +199,3 @@ def _refuse(error: KeyTemplateError) -> MakeKey:
         raise error
 
     return make
-
-
-def _effective(
-    options: settings.Options,
-    configured: settings.Options,
-    of_app: settings.Options,
-    app_server: Callable[[], Source | None],
-) -> EffectiveOptions:
-    merged = settings.merge(options, configured, of_app)
-    limit = inf if merged.timeout is None else merged.timeout
-    ttl = limit if merged.lease is None else min(limit, merged.lease)
-    server = find_server(settings.source_of(merged, app_server)) if settings.is_active(merged) else None
-    return EffectiveOptions(
-        **vars(merged), made_from=configured, server=server, ttl=ttl, expiry=expiry_in(ttl), limit=limit
-    )

@@ -12,8 +12,7 @@ from typing import Any
 from celery import Celery
 
 from only_one.connections.server import Server
-from only_one.lock.commands import Script, evaluate
-from only_one.lock.redis_lock import drive
+from only_one.lock.commands import Script, drive, evaluate
 
 from .broker import remembered_for
 

@@ -20,9 +20,8 @@ from only_one.call.options import Decoration, Policy
 from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, OnlyOneError
 from only_one.events import Busy, emit, logger
-from only_one.lock.commands import TROUBLE, acquire, expiry_in, replace, take_over
+from only_one.lock.commands import TROUBLE, acquire, drive, expiry_in, give_back, replace, take_over
 from only_one.lock.holder import Holder, TokenFactory, is_dead
-from only_one.lock.redis_lock import drive, give_back
 from only_one.policies import BufferOne, RequeueRequest
 
 from . import coalescing
@@ -177,7 +176,7 @@ class Publication(TaskCaller):
             give_back(this.server.client, this.server.features, this.key, this.token)
         except TROUBLE as error:
             logger.debug("%s could not be released, and will be in the background: %s", this.key, error)
-            this.adrift(settled=True)
+            this.clean_up(no_write_in_flight=True)
 
     def _lengthen(self, this: LockedCall, task_id: str) -> None:
         # It compares with the token of a task that is queued: a worker may have begun it, and have its own lease.

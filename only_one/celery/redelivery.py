@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 
 from celery.exceptions import Ignore, Reject, Retry
 
-from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.events import logger
-from only_one.lock.commands import TROUBLE, Commands, MarkerUpdate, ReleaseResult, Script, evaluate
+from only_one.lock.commands import TROUBLE, Commands, MarkerUpdate, ReleaseResult, Script, drive, evaluate, now
 from only_one.lock.holder import TokenFactory, is_gone
-from only_one.lock.redis_lock import drive
 
 from .app_settings import TaskCaller
 from .broker import marks_redeliveries, redelivers_at_any_time, remembered_for, visibility_timeout

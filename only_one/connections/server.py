@@ -44,7 +44,7 @@ class Server:
     Attributes:
         client: a sync client of redis-py, from which an interrupted command takes its connection.
         dialect: which commands the server knows.
-        looked_at_from: when the thread that renews has a look at it, by `clock.now()`, once a key is taken there.
+        looked_at_from: when the thread that renews has a look at it, by `commands.now()`, once a key is taken there.
     """
 
     def __init__(self, client: Any) -> None:

@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from only_one.clock import now
 from only_one.lock import holder
+from only_one.lock.commands import now
 from only_one.lock.holder import Holder, TokenFactory, active_tokens, is_dead, is_gone, kept, printable, process_start
 from tests.waiting import LIMIT, eventually
 
