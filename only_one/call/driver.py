@@ -28,7 +28,7 @@ def current_lock() -> Lease:
     It has `.key`, `.holder`, `.expires_in`, `.is_held`, `.ensure_held()`, `.extend(seconds)` and `.fence`.
 
     Raises:
-        ConfigurationError: outside of a covered run.
+        ConfigurationError: outside of the run of a decorated function.
     """
     lease = current_lease()
     if lease is None:

@@ -1,4 +1,4 @@
-"""What the decorator and the settings come to, for the calls of one function."""
+"""The effective options of a decorated function, from the decorator and all settings; its key; who calls it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 Policy = Callable[[Any], Any]
 AppOptions = Callable[[Any], tuple[settings.Options, Callable[[], Union[Source, None]]]]
-"""What a Celery app's configuration says, and where its own server is; with None that of the app that is current."""
+"""Gives the options of a Celery app's configuration, and what gives its own server; None is the current app."""
 
 
 class Caller:
@@ -84,12 +84,12 @@ class Caller:
 
 @dataclass(frozen=True, kw_only=True)
 class EffectiveOptions(settings.Settings):
-    """The options that are in force for a function, and what follows from them.
+    """The effective options of a function, and what follows from them.
 
     Attributes:
-        made_from: what `configure` had set when it was made.
+        made_from: what `configure` had set when they were made.
         server: None where the locking is switched off.
-        ttl: seconds that the key is first acquired for.
+        ttl: seconds for which the key is acquired at first.
         expiry: the same as it is sent.
         limit: seconds that a run may hold it, or infinity.
     """
@@ -102,17 +102,16 @@ class EffectiveOptions(settings.Settings):
 
 
 class Decoration:
-    """A function, and how its runs are covered.
+    """A decorated function: its key and its effective options.
 
     Attributes:
-        function: what is covered.
+        function: what is decorated.
         name: the function's, with its module's.
         template: the key as it was given.
         key: makes the key of a call, without the prefix.
-        plain: the call of the function by itself.
+        plain: the caller of the function by itself.
         plain_bound: the same by hand, with a task as first argument.
-        task: the task that is covered from queued to finished; None for a function.
-        plans: what was in force when it was called last, by app, with None for the function by itself.
+        task: the task that is unique from queued to finished; None for a function.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class Decoration:
         return options
 
     def options_for(self, caller: Caller) -> EffectiveOptions:
-        """What is in force for a call."""
+        """The effective options of a call."""
         options = self._options_by_app.get(caller.app)
         return self._find_options(caller) if options is None or options.made_from is not settings.current else options
 

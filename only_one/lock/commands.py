@@ -269,8 +269,8 @@ def mint_fence(key: str, token: bytes) -> Commands[int | bytes | None]:
     So it goes on rising where the server has forgotten the last one, as long as its clock does not step back.
     The idea of fencing tokens is Martin Kleppmann's, in "How to do distributed locking".
     """
-    found: int | bytes | None = yield from evaluate(_FENCE, key, token, _FENCE_REMEMBERED, beside=f"{{{key}}}:fence")
-    return found
+    reply: int | bytes | None = yield from evaluate(_FENCE, key, token, _FENCE_REMEMBERED, beside=f"{{{key}}}:fence")
+    return reply
 
 
 def evaluate(script: Script, key: str | bytes, *args: bytes | str | int, beside: str | None = None) -> Commands[Any]:

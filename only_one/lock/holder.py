@@ -53,19 +53,19 @@ class Holder:
     def parse(cls, value: str | bytes) -> Holder | None:
         """The holder that `value` encodes, or None: anybody can store anything at our keys."""
         try:
-            found = json.loads(value)
+            fields = json.loads(value)
         except (ValueError, RecursionError):
             return None
-        if not isinstance(found, dict) or found.pop("only_one", None) != FORMAT:
+        if not isinstance(fields, dict) or fields.pop("only_one", None) != FORMAT:
             return None
-        if found.keys() != _TYPES.keys() or not all(isinstance(found[name], _TYPES[name]) for name in _TYPES):
+        if fields.keys() != _TYPES.keys() or not all(isinstance(fields[name], _TYPES[name]) for name in _TYPES):
             return None
-        since, limit = found["since"], found.pop("limit")
+        since, limit = fields["since"], fields.pop("limit")
         if any(abs(each) > _LATEST for each in (since, limit) if each is not None):
             return None
         deadline = None if limit is None else (since + limit) / 1000
-        found.update(id=f"{found.pop('process')}-{found.pop('number')}", since=since / 1000, deadline=deadline)
-        return cls(**found)
+        fields.update(id=f"{fields.pop('process')}-{fields.pop('number')}", since=since / 1000, deadline=deadline)
+        return cls(**fields)
 
     def __str__(self) -> str:
         task = f" (task {self.task_id})" if self.task_id else ""
@@ -308,6 +308,5 @@ def _exists(pid: int) -> bool:
 
 def kept(value: bytes, at_least: float) -> bytes:
     """The value of a run that has succeeded, and whose key is kept until `at_least` seconds after it was acquired."""
-    found = json.loads(value)
-    found.update(state="kept", limit=round(at_least * 1000))
-    return json.dumps(found, separators=(",", ":")).encode()
+    fields = {**json.loads(value), "state": "kept", "limit": round(at_least * 1000)}
+    return f"{{{_serialize(**fields)}}}".encode()

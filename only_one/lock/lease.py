@@ -90,10 +90,9 @@ class Lease:
 
     def loss(self) -> LockLost | None:
         """How the key was lost, or None while it is ours."""
-        moment = now()
-        if self.reason is None and moment < self.expires_at:
+        if self.is_held:
             return None
-        return self._error(self.reason or ("overrun" if moment >= self.ends_at else "expired"))
+        return self._error(self.reason or ("overrun" if now() >= self.ends_at else "expired"))
 
     def lose(self, reason: str, value: bytes = b"") -> str:
         """Note that the key is lost, and return why: what was noted first counts."""
@@ -127,9 +126,9 @@ class Lease:
         ends_at = self.ends_at + longer
         asked = now()
         ttl = self.ttl if self.renews else ends_at - asked
-        found = drive(self.server.client, extend(self.key, self.token, round(ttl * 1000)))
-        if found.status != "held":
-            raise self._lost(found)
+        result = drive(self.server.client, extend(self.key, self.token, round(ttl * 1000)))
+        if result.status != "held":
+            raise self._lost(result)
         self.ends_at = ends_at
         self.lives_on(asked, ttl)
 
@@ -151,13 +150,13 @@ class Lease:
         self.ensure_held()
         if self.server is None:
             return time.time_ns() // 1000
-        found = drive(self.server.client, mint_fence(self.key, self.token))
-        if isinstance(found, int):
-            return found
-        raise self._lost(parse_result(found))
+        reply = drive(self.server.client, mint_fence(self.key, self.token))
+        if isinstance(reply, int):
+            return reply
+        raise self._lost(parse_result(reply))
 
-    def _lost(self, found: ReleaseResult) -> LockLost:
-        return self._error(self.lose("deleted" if found.status == "gone" else "taken", found.value))
+    def _lost(self, result: ReleaseResult) -> LockLost:
+        return self._error(self.lose("deleted" if result.status == "gone" else "taken", result.value))
 
     def _error(self, reason: str) -> LockLost:
         lost = LockLost(self.key, reason, self.value.decode(errors="backslashreplace"))

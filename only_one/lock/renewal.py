@@ -111,14 +111,14 @@ class _Renewer:
 
     def held(self) -> list[Lease]:
         """The leases of the runs that are under way."""
-        found = []
+        held = []
         for token, reference in list(self.leases.items()):
             lease = reference()
             if lease is None:
                 self.leases.pop(token, None)
             elif lease.reason is None:
-                found.append(lease)
-        return found
+                held.append(lease)
+        return held
 
     def next_due(self) -> float:
         if self.unknown:
@@ -204,11 +204,11 @@ class _Renewer:
             lease.trouble = reply.with_traceback(None)
             return
         lease.trouble = None
-        found = parse_result(reply)
-        if found.status == "held":
+        result = parse_result(reply)
+        if result.status == "held":
             lease.lives_on(sent, ttl)
         else:
-            self.lost(lease, "deleted" if found.status == "gone" else "taken", found.value)
+            self.lost(lease, "deleted" if result.status == "gone" else "taken", result.value)
 
     def lost(self, lease: Lease, reason: str, value: bytes = b"") -> None:
         """Stop renewing, and have the run told: by another thread, since what it does about it is its own.
