@@ -1,4 +1,4 @@
-"""redis-py's `Lock`, sync and async, sending the commands of ours: a lost reply is no wrong answer."""
+"""redis-py's `Lock` and `AsyncLock`, which send our own commands, so that a lost reply gives no wrong answer."""
 
 from __future__ import annotations
 

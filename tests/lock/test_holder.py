@@ -139,7 +139,7 @@ def test_what_a_call_has_in_common_is_spelt_once(monkeypatch: pytest.MonkeyPatch
     identity = TokenFactory("work")
     first = identity.token(60)
     monkeypatch.setattr(holder, "_process", holder._process)
-    monkeypatch.setattr(TokenFactory, "_spell_head", None)
+    monkeypatch.setattr(TokenFactory, "_make_head", None)
     second = identity.token(60)
     monkeypatch.undo()
     limits = [json.loads(token)["limit"] for token in (first, second, identity.token(30), identity.token(None))]
