@@ -26,12 +26,10 @@ from typing import Any
 
 import redis
 
-from only_one.clock import now
 from only_one.connections.server import find_server
-from only_one.lock.commands import acquire, expiry_in
+from only_one.lock.commands import acquire, drive, expiry_in, now
 from only_one.lock.holder import TokenFactory
 from only_one.lock.lease import Lease
-from only_one.lock.redis_lock import drive
 from only_one.lock.renewal import hold
 from only_one.testing import redis_server
 

@@ -13,8 +13,8 @@ from .call.options import Decoration
 from .call.wrapper import configured_by_app, is_task
 from .connections.server import Server, Source, find_server
 from .errors import ConfigurationError
+from .lock.commands import RAW, give_back
 from .lock.holder import Holder, is_dead, machine
-from .lock.redis_lock import RAW, give_back
 
 _AT_ONCE = 500
 

@@ -17,13 +17,11 @@ from celery.signals import worker_shutdown
 
 from only_one import buffer_one, configure, current_lock, only_one
 from only_one.celery import coalescing, redelivery
-from only_one.clock import now
 from only_one.connections import server as servers
 from only_one.inspection import held, holder_of, key_of, release, release_key
 from only_one.lock import commands, renewal
-from only_one.lock.commands import MarkerUpdate, replace
+from only_one.lock.commands import MarkerUpdate, drive, now, replace
 from only_one.lock.holder import TokenFactory
-from only_one.lock.redis_lock import drive
 from tests.faults.programs import Running
 from tests.faults.test_cluster import OPTIONS
 from tests.renewal import is_renewed

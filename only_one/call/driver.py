@@ -9,16 +9,15 @@ from math import inf
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
-from only_one.clock import now
 from only_one.errors import ConfigurationError
+from only_one.lock.commands import drive, drive_async, now
 from only_one.lock.lease import Lease
-from only_one.lock.redis_lock import drive, drive_async
 from only_one.policies import fail
 
 from .locked_call import AsyncLockedCall, LockedCall
 from .options import Args, Caller, Decoration, Kwargs
 
-_current: ContextVar[Lease] = ContextVar(__name__)
+_current: ContextVar[Lease | None] = ContextVar(__name__, default=None)
 
 _UNFINISHED = frozenset({CoroutineType, GeneratorType, AsyncGeneratorType})
 
@@ -29,18 +28,17 @@ def current_lock() -> Lease:
     It has `.key`, `.holder`, `.expires_in`, `.is_held`, `.ensure_held()`, `.extend(seconds)` and `.fence`.
 
     Raises:
-        ConfigurationError: outside of a covered run.
+        ConfigurationError: outside of the run of a decorated function.
     """
-    try:
-        return _current.get()
-    except LookupError:
+    lease = current_lease()
+    if lease is None:
         msg = "current_lock() was called outside of a covered run: call it in a function that has @only_one above it"
-        raise ConfigurationError(msg) from None
+        raise ConfigurationError(msg)
+    return lease
 
 
-def current_lease() -> Lease | None:
-    """The lock of the run that calls this, or None outside of one."""
-    return _current.get(None)
+current_lease: Callable[[], Lease | None] = _current.get
+"""The lock of the run that calls this, or None outside of one."""
 
 
 def run(decoration: Decoration, caller: Caller, args: Args, kwargs: Kwargs) -> Any:

@@ -1,6 +1,6 @@
 """One call's attempt to run: what is decided about it, from acquiring the key to releasing it.
 
-Nothing here sends a command: `acquire` and `release` yield them, and `run` sends them, sync or async.
+Nothing here sends a command: `acquire` and `release` yield them, and `driver` sends them, sync or async.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import ResponseError
 
-from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable
 from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, logger, wanted
-from only_one.lock.commands import TROUBLE, Commands, ReleaseResult, acquire, take_over
+from only_one.lock.commands import TROUBLE, Commands, ReleaseResult, acquire, now, take_over
 from only_one.lock.holder import active_tokens, is_dead, is_queued, kept
 from only_one.lock.lease import Lease
 from only_one.lock.redis_lock import AsyncLock, Lock
-from only_one.lock.renewal import hold, let_go, process_identity, release_later
+from only_one.lock.renewal import hold, let_go, release_later
 from only_one.policies import CarryOn, RequeueRequest, fail, skip
 
 from .options import Caller, EffectiveOptions
@@ -29,19 +28,20 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 CARRIED_ON = object()
-"""What `Attempt.down` gives where the policy lets the run begin without its key."""
+"""What `LockedCall.down` gives where the policy lets the run begin without its key."""
 
 
 class LockedCall:
     """One call that asks for its key. As a context manager it leaves nothing behind, whatever is raised inside.
 
     Attributes:
-        plan: the options that are in force.
-        call: who calls.
+        options: the effective options.
+        server: where the key is.
+        caller: who calls.
+        name: the task's name, or the function's.
         key: the key as it is in Redis.
         token: the value that says whose it is.
-        server: where the key is.
-        lease: the key as the run sees it; there is none before `may_run`.
+        lease: the lock as the run sees it; there is none before `may_run`.
         result: what the call gives.
         ended_by: what the function has raised.
         lost: how the run has lost its key, if it has.
@@ -56,35 +56,30 @@ class LockedCall:
     _value: bytes | None = None
     _taken_over: bytes | None = None
     _problem: Exception | None = None
-    _is_acquired = _is_settled = _has_succeeded = False
+    _is_acquired = _leaves_nothing = _has_succeeded = False
 
     def __init__(self, options: EffectiveOptions, server: Server, caller: Caller, key: str) -> None:
         self.options = options
         self.server = server
         self.caller = caller
+        self.name = caller.name
         self.key = key
         self.token = caller.token_factory.token(options.timeout)
-        self._process = process_identity()
         self._asked_at = now()  # before the command is sent, so that the key never outlives what its holder believes
-
-    @property
-    def name(self) -> str:
-        """The task's name, or the function's."""
-        return self.caller.name
 
     def __enter__(self) -> Self:
         active_tokens.add(self.token)  # before it is sent: to others in this process it is a call that lives
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if error is not None:
+        if error is not None and self.token in active_tokens:  # else it is the parent's, and this a forked child
             self.abandon()
         active_tokens.discard(self.token)
 
     # Before the function
 
     def acquire(self) -> Commands[None]:
-        """Ask for the key; `may_run` says what comes of it."""
+        """Acquire the key; `may_run` says what comes of it."""
         options, features = self.options, self.server.features
         try:
             if self.caller.queued is None:
@@ -107,7 +102,7 @@ class LockedCall:
     def may_run(self) -> bool:
         """Whether the function is to run. If it is not, `result` is what the call gives."""
         if self._value is not None:
-            self._is_settled = True
+            self._leaves_nothing = True
             self.result = self.busy(self._value)
             return False
         self.lease = Lease(self.server, self.key, self.token, self._asked_at, self.options.ttl, self.options.limit)
@@ -147,23 +142,23 @@ class LockedCall:
 
     def down(self, problem: Exception) -> Any:
         """What `when_down` gives, or `CARRIED_ON`."""
-        # A server that refuses has done with what it was sent before, if redis-py has sent it twice.
-        self.adrift(settled=isinstance(problem, ResponseError))
+        # A server that refuses has carried out what it was sent before, if redis-py has sent it twice.
+        self.clean_up(no_write_in_flight=isinstance(problem, ResponseError))
         error = LockUnavailable(self.key, f"{type(problem).__name__}: {problem}")
         error.__cause__ = problem
         if wanted(Down):
             emit(Down(self.key, self.name, error))
-        is_put_back = False
+        is_requeued = False
         try:
             return self.options.when_down(error)
         except CarryOn:
             return CARRIED_ON
         except RequeueRequest as how:
-            is_put_back = True
+            is_requeued = True
             return self.caller.requeue(self.server, self.key, how)
         finally:
-            if not is_put_back:
-                self._no_longer_queued()
+            if not is_requeued:
+                self._clean_up_queued()
 
     # After the function
 
@@ -174,7 +169,7 @@ class LockedCall:
 
     def release(self) -> Commands[None]:
         """Release the key, or keep it for the rest of `at_least`; no error in it replaces the run's own."""
-        if not self._is_acquired or self.is_inherited:
+        if not self._is_acquired or self.token not in active_tokens:
             return
         self.lost = self._end()
         at_end = self.caller.at_end(self.options, self.server, self.key, self.ended_by)
@@ -193,30 +188,26 @@ class LockedCall:
 
     def abandon(self) -> None:
         """Leave nothing behind, if the key has not been released in the ordinary way."""
-        if self._is_settled or self.is_inherited:
+        if self._leaves_nothing:
             return
         if self._is_acquired:
-            self.lease.lose("released")  # and is renewed no more
+            self.lease.lose("released")  # so that it is not renewed any more
             self._released(None, is_kept=False)
         else:
-            self.adrift(settled=False)
-            self._no_longer_queued()
+            self.clean_up(no_write_in_flight=False)
+            self._clean_up_queued()
 
-    def adrift(self, *, settled: bool) -> None:
-        """Whether the token is stored on the server is not known: see to it in the background."""
-        release_later(self.server, self.key, self.token, now() + self.options.ttl, no_write_in_flight=settled)
-        self._is_settled = True
+    def clean_up(self, *, no_write_in_flight: bool) -> None:
+        """Release the key in the background: whether the token is stored there is not known."""
+        until = now() + self.options.ttl
+        release_later(self.server, self.key, self.token, until, no_write_in_flight=no_write_in_flight)
+        self._leaves_nothing = True
 
-    def _no_longer_queued(self) -> None:
-        """What is stored there for a task that was queued goes, too, as the task does not wait any more."""
+    def _clean_up_queued(self) -> None:
+        """Release in the background what was stored when the task was queued: it does not wait any more."""
         if self.caller.queued is not None:
             until = now() + self.options.queue_timeout
             release_later(self.server, self.key, self.caller.queued, until, no_write_in_flight=True)
-
-    @property
-    def is_inherited(self) -> bool:
-        """Whether this process was forked off in the middle of the run, which stays the parent's."""
-        return self._process is not process_identity()
 
     def _end(self) -> LockLost | None:
         """The function has returned or raised: a loss until now is told. From here on nothing is lost."""
@@ -234,13 +225,13 @@ class LockedCall:
         return (kept(self.token, self.options.at_least), milliseconds) if milliseconds > 0 else None
 
     def _released(self, outcome: ReleaseResult | None, *, is_kept: bool) -> None:
-        """The key has been released, or with None for an outcome nobody knows whether it has."""
+        """The key has been released; with None for an outcome, whether it has is not known."""
         if outcome is None:
-            self.adrift(settled=True)
+            self.clean_up(no_write_in_flight=True)
         elif outcome.status == "taken" and self.lost is None:
             self.lost = LockLost(self.key, "taken", outcome.value.decode(errors="backslashreplace"))
             self._tell(self.lost)
-        self._is_settled = True
+        self._leaves_nothing = True
         let_go(self.lease)
         if wanted(Released):
             status = (

@@ -1,4 +1,4 @@
-"""What the decorator and the settings come to, for the calls of one function."""
+"""The effective options of a decorated function, from the decorator and all settings; its key; who calls it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 Policy = Callable[[Any], Any]
 AppOptions = Callable[[Any], tuple[settings.Options, Callable[[], Union[Source, None]]]]
-"""What a Celery app's configuration says, and where its own server is; with None that of the app that is current."""
+"""Gives the options of a Celery app's configuration, and what gives its own server; None is the current app."""
 
 
 class AtEnd(NamedTuple):
@@ -94,12 +94,12 @@ class Caller:
 
 @dataclass(frozen=True, kw_only=True)
 class EffectiveOptions(settings.Settings):
-    """The options that are in force for a function, and what follows from them.
+    """The effective options of a function, and what follows from them.
 
     Attributes:
-        made_from: what `configure` had set when it was made.
+        made_from: what `configure` had set when they were made.
         server: None where the locking is switched off.
-        ttl: seconds that the key is first acquired for.
+        ttl: seconds for which the key is acquired at first.
         expiry: the same as it is sent.
         limit: seconds that a run may hold it, or infinity.
     """
@@ -112,17 +112,16 @@ class EffectiveOptions(settings.Settings):
 
 
 class Decoration:
-    """A function, and how its runs are covered.
+    """A decorated function: its key and its effective options.
 
     Attributes:
-        function: what is covered.
+        function: what is decorated.
         name: the function's, with its module's.
         template: the key as it was given.
         key: makes the key of a call, without the prefix.
-        plain: the call of the function by itself.
+        plain: the caller of the function by itself.
         plain_bound: the same by hand, with a task as first argument.
-        task: the task that is covered from queued to finished; None for a function.
-        plans: what was in force when it was called last, by app, with None for the function by itself.
+        task: the task that is unique from queued to finished; None for a function.
     """
 
     def __init__(
@@ -147,7 +146,7 @@ class Decoration:
         # No `cached_property`: until Python 3.12 that has a lock, which a fork may leave locked for ever.
         self._bound_key = cache(partial(_compile_bound, template, signature))
         self._digest = cache(partial(compile_key, "{md5}", signature))
-        self._said_by = app_options
+        self._app_options = app_options
         try:
             self.key = compile_key(template, signature)
         except KeyTemplateError as error:
@@ -161,19 +160,23 @@ class Decoration:
             self.key = _refuse(error)
         self._options_by_app: dict[Any, EffectiveOptions] = {}
 
-    def bound_key(self, name: str, args: Args, kwargs: Kwargs) -> str:
-        """The key of a call whose first argument is the task itself, which is no part of the key."""
-        return self._bound_key()(name, args[1:], kwargs)
-
     def _find_options(self, caller: Caller) -> EffectiveOptions:
-        """What is in force now; to be made anew when `configure` has been called since."""
-        options = _effective(self._options, settings.current, *self._said_by(caller.app))
+        """The effective options as of now; another call of `configure` makes them stale."""
+        configured = settings.current
+        of_app, app_server = self._app_options(caller.app)
+        merged = settings.merge(self._options, configured, of_app)
+        limit = inf if merged.timeout is None else merged.timeout
+        ttl = limit if merged.lease is None else min(limit, merged.lease)
+        server = find_server(settings.source_of(merged, app_server)) if settings.is_active(merged) else None
+        options = EffectiveOptions(
+            **vars(merged), made_from=configured, server=server, ttl=ttl, expiry=expiry_in(ttl), limit=limit
+        )
         caller.check(options)
         self._options_by_app[caller.app] = options
         return options
 
     def options_for(self, caller: Caller) -> EffectiveOptions:
-        """What is in force for a call."""
+        """The effective options of a call."""
         options = self._options_by_app.get(caller.app)
         return self._find_options(caller) if options is None or options.made_from is not settings.current else options
 
@@ -186,8 +189,10 @@ class Decoration:
         return self._digest()(self.name, args, kwargs)
 
     def make_key(self, caller: Caller, args: Args, kwargs: Kwargs) -> str:
-        """The key of a call, without the prefix."""
-        return (self.bound_key if caller.bound else self.key)(caller.name, args, kwargs)
+        """The key of a call, without the prefix; the task itself, as first argument, is no part of it."""
+        if caller.bound:
+            return self._bound_key()(caller.name, args[1:], kwargs)
+        return self.key(caller.name, args, kwargs)
 
 
 def _compile_bound(key: Any, signature: Signature) -> MakeKey:
@@ -203,18 +208,3 @@ def _refuse(error: KeyTemplateError) -> MakeKey:
         raise error
 
     return make
-
-
-def _effective(
-    options: settings.Options,
-    configured: settings.Options,
-    of_app: settings.Options,
-    app_server: Callable[[], Source | None],
-) -> EffectiveOptions:
-    merged = settings.merge(options, configured, of_app)
-    limit = inf if merged.timeout is None else merged.timeout
-    ttl = limit if merged.lease is None else min(limit, merged.lease)
-    server = find_server(settings.source_of(merged, app_server)) if settings.is_active(merged) else None
-    return EffectiveOptions(
-        **vars(merged), made_from=configured, server=server, ttl=ttl, expiry=expiry_in(ttl), limit=limit
-    )

@@ -41,15 +41,14 @@ def wrap(function: Any, key: Any, options: Options, task: Any = None) -> Any:
     check_function(function)
     _check_not_twice(function, key)
     signature = _signature(function)
-    first = next(iter(signature.parameters), None)
+    first = next(iter(signature.parameters), None) if task is None else None
     if task is None and has_field(key, "name"):
         _check_name(function)
-    if task is None and first in ("self", "cls") and has_field(key, "md5"):
+    if first in ("self", "cls") and has_field(key, "md5"):
         _check_method(function, first)
     name = _qualified_name(function) if task is None else task.name
-    takes_self = task is None and first == "self"
     decoration = Decoration(
-        function, name, key, options, signature, configured_by_app, takes_self=takes_self, task=task
+        function, name, key, options, signature, configured_by_app, takes_self=first == "self", task=task
     )
     wrapper = _wrap_async(decoration) if inspect.iscoroutinefunction(function) else _wrap_sync(decoration)
     # Celery checks the arguments of `.delay()` by the signature, and does not follow `__wrapped__` to find it.

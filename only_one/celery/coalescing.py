@@ -12,10 +12,9 @@ from typing import Any
 from celery import Celery
 
 from only_one.connections.server import Server
-from only_one.lock.commands import Script, evaluate
-from only_one.lock.redis_lock import drive
+from only_one.lock.commands import Script, drive, evaluate
 
-from .requeue import remembered_for
+from .broker import remembered_for
 
 # The set forgets what is older than the time for which a message may still be delivered.
 _NUMBER = Script("""

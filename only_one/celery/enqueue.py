@@ -20,13 +20,13 @@ from only_one.call.options import Decoration, EffectiveOptions, Policy
 from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, OnlyOneError
 from only_one.events import Busy, emit, logger
-from only_one.lock.commands import TROUBLE, acquire, expiry_in, replace, take_over
+from only_one.lock.commands import TROUBLE, acquire, drive, expiry_in, give_back, replace, take_over
 from only_one.lock.holder import Holder, TokenFactory, is_dead
-from only_one.lock.redis_lock import drive, give_back
 from only_one.policies import BufferOne, RequeueRequest
 
 from . import coalescing
-from .requeue import HEADER, Header, waits_for
+from .broker import waits_for
+from .requeue import HEADER, Header
 from .task_run import TaskCaller
 
 _UNTIL_PUBLISHED = 30.0
@@ -173,7 +173,7 @@ class Publication(TaskCaller):
             give_back(call.server.client, call.server.features, call.key, call.token)
         except TROUBLE as error:
             logger.debug("%s could not be released, and will be in the background: %s", call.key, error)
-            call.adrift(settled=True)
+            call.clean_up(no_write_in_flight=True)
 
     def _lengthen(self, call: LockedCall, task_id: str) -> None:
         # It compares with the token of a task that is queued: a worker may have begun it, and have its own lease.

@@ -14,7 +14,8 @@ from celery.exceptions import Ignore, Reject, Retry
 from only_one.lock.commands import Commands, MarkerUpdate, Script, evaluate
 from only_one.lock.holder import is_gone
 
-from .requeue import Header, marks_redeliveries, redelivers_at_any_time, remembered_for, visibility_timeout
+from .broker import marks_redeliveries, redelivers_at_any_time, remembered_for, visibility_timeout
+from .requeue import Header
 
 _STORES_WITHIN = 30
 """Seconds within which a run that has ended has stored its result, or never does, if nobody can see its process."""

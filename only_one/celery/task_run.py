@@ -17,18 +17,17 @@ from celery.exceptions import Ignore, Retry
 
 from only_one.call.driver import current_lease
 from only_one.call.options import AtEnd, Caller, Decoration, EffectiveOptions, Policy
-from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, LockUnavailable
 from only_one.events import logger
-from only_one.lock.commands import TROUBLE
+from only_one.lock.commands import TROUBLE, drive, now
 from only_one.lock.holder import Holder, TokenFactory
 from only_one.lock.lease import Lease
-from only_one.lock.redis_lock import drive
 from only_one.policies import BufferOne, RequeueRequest, fail, retry, skip
 
 from . import coalescing, redelivery
-from .requeue import check_countdown, header_of, publish, remembered_for, waits_for
+from .broker import check_countdown, remembered_for, waits_for
+from .requeue import header_of, publish
 
 
 def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Caller:

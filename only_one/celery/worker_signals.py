@@ -18,18 +18,17 @@ from celery.app.task import Context
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
 
 from only_one.call.options import Decoration
-from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.events import logger
-from only_one.lock.commands import replace
+from only_one.lock.commands import RAW, drive, give_back, now, replace
 from only_one.lock.holder import Holder, TokenFactory, is_dead, is_queued, machine
 from only_one.lock.lease import Lease
-from only_one.lock.redis_lock import RAW, drive, give_back
 from only_one.lock.renewal import hold
 from only_one.settings import DEFAULT_LEASE
 
 from . import coalescing
-from .requeue import header_of, waits_for
+from .broker import waits_for
+from .requeue import header_of
 from .task_run import caller_from_outside, decorations_of, key_from_outside, queue_decoration_of
 
 _DEAD_WITHIN = 10.0

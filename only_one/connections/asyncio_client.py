@@ -20,8 +20,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, RedisClusterException, RedisError, TimeoutError  # noqa: A004 - redis-py's
 from redis.sentinel import SentinelConnectionPool
 
-from only_one.clock import now
 from only_one.errors import ConfigurationError
+from only_one.lock.commands import now
 
 from .pinned import raise_as_connection_error
 

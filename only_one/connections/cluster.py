@@ -15,8 +15,7 @@ from redis.exceptions import AskError, MovedError, ReadOnlyError, ResponseError
 from redis.retry import Retry
 from redis.sentinel import SentinelConnectionPool
 
-from only_one.clock import now
-from only_one.lock.commands import Command
+from only_one.lock.commands import Command, now
 
 _TIMEOUTS = {"socket_timeout": 0.5, "socket_connect_timeout": 0.25}
 """Seconds that the renewing thread waits for a reply and a connection: other nodes have keys to renew, too."""
@@ -47,7 +46,7 @@ class Node:
 
     Attributes:
         client: a client of it with short time-outs.
-        backs_off_until: when it is asked again, by `clock.now()`, after it could not be reached.
+        backs_off_until: when it is asked again, by `commands.now()`, after it could not be reached.
     """
 
     def __init__(self, client: Any, cluster: ClusterNodes | None = None) -> None:

@@ -43,7 +43,7 @@ class Server:
     Attributes:
         client: a sync client of redis-py that closes the connection on which a command is interrupted.
         features: which commands the server knows.
-        looked_at_from: when the renewing thread asks for its eviction policy, by `clock.now()`, after the next acquire.
+        looked_at_from: when the renewing thread asks for its eviction policy, by `now()`, after the next acquire.
     """
 
     def __init__(self, client: Any) -> None:

@@ -8,12 +8,10 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from only_one.clock import now
 from only_one.connections.cluster import LONG, Node, trips
 from only_one.connections.server import Server
 
-from .commands import Command
-from .redis_lock import RAW
+from .commands import RAW, Command, now
 
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 1.0
@@ -46,8 +44,8 @@ class Cleanup:
         elif self.no_write_in_flight:
             return True
         else:
-            # "Missing" is not final: a delayed SET may still arrive. It is asked again after twice the time, so that
-            # a token that comes late stays no longer than it was late.
+            # "Missing" is not final: a delayed SET may still arrive. Check again after twice the time, so that a token
+            # that comes late stays no longer than it was late.
             self.pause *= 2
         self.try_at = now() + self.pause
         return self.try_at >= self.until
@@ -67,7 +65,7 @@ class Cleanups(dict[bytes, Cleanup]):
         """Try all that are due, in one trip to each node."""
         moment = now()
         due_now = [each for each in list(self.values()) if each.try_at <= moment]
-        # In order, or those that are asked for again and again would keep others from their first turn.
+        # In order, or those that are tried again and again would keep others from their first turn.
         for node, due in trips(sorted(due_now, key=lambda each: each.try_at)):
             # Of all that waits for a node that is down, one trip at a time finds out whether it still is.
             if node.backs_off_until > now():

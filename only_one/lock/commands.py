@@ -1,13 +1,15 @@
-"""The lock's commands, decided purely: `lock` sends them, sync and async alike.
+"""The lock's commands and Lua scripts, the drivers that send them, sync and async, and the clock of all deadlines.
 
-Each function is a generator that yields one command at a time and is sent its reply, or thrown its error.
-The idea is that of httpx's auth flows.
+Each command function is a generator: it yields one command at a time and is sent its reply, or thrown its error.
+So it decides without sending, and one piece of code serves both drivers. The idea is that of httpx's auth flows.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar, Union
 
 from redis.exceptions import NoScriptError, RedisClusterException, RedisError, ResponseError
@@ -19,16 +21,21 @@ Expiry = tuple[bytes, ...]
 
 NEVER: Expiry = ()
 
+now: Callable[[], float] = (
+    partial(time.clock_gettime, time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic
+)
+"""Seconds by the clock of all deadlines: nobody sets it, and where it can it runs on through a suspend."""
+
 TROUBLE = (RedisError, RedisClusterException, OSError)
 """What redis-py raises when the server could not be asked, or refused."""
 
 
 class MarkerUpdate(NamedTuple):
-    """Where copies of a task's message are told that its run has ended.
+    """The completion marker: it tells redeliveries of a task's message that the run has ended.
 
     Attributes:
         name: the key beside the run's.
-        lasts: milliseconds for which it is left there for copies that have not asked; 0 if all have who may ask.
+        lasts: milliseconds for which it is kept for redeliveries that have not asked yet; 0 if all have asked.
     """
 
     name: str
@@ -36,12 +43,12 @@ class MarkerUpdate(NamedTuple):
 
 
 class ReleaseResult(NamedTuple):
-    """What became of a key that was to be released or renewed.
+    """The result of a release or a renewal.
 
     Attributes:
-        fate: "held" (it was ours, and is released or renewed), "gone", or "taken" (somebody else's, and left alone).
-        value: what stands under the key if it is somebody else's.
-        has_copies: it was held by a task's run, and copies of its message wait to be told what has become of it.
+        status: "held" (it was ours, and is released or renewed), "gone" (missing), or "taken" (owned by another).
+        value: what is stored at the key if it is owned by another.
+        has_redeliveries: redeliveries of the task's message wait to be told what has become of its run.
     """
 
     status: Literal["held", "gone", "taken"]
@@ -49,9 +56,9 @@ class ReleaseResult(NamedTuple):
     has_redeliveries: bool = False
 
 
-HELD = ReleaseResult("held")
-GONE = ReleaseResult("gone")
-_HELD_WITH_COPIES = ReleaseResult("held", has_redeliveries=True)
+_GONE = ReleaseResult("gone")
+_RESULTS: dict[int | None, ReleaseResult] = {1: ReleaseResult("held"), 2: ReleaseResult("held", has_redeliveries=True)}
+"""The result by the number that a command or script replies; 2 is that of a key that redeliveries wait for."""
 
 
 class Script:
@@ -81,7 +88,7 @@ if value == ARGV[1] then
     return fence
 end""")
 
-# The copies of a task's message leave word in a hash beside the key; see `celery.redelivery`.
+# The redeliveries of a task's message say in a hash beside the key that they wait; see `celery.redelivery`.
 _NOTE_END = """
 local copies, lasts = redis.call('exists', KEYS[2]), tonumber(ARGV[#ARGV])
 if copies == 1 or lasts > 0 then
@@ -96,7 +103,7 @@ _FENCE_REMEMBERED = 24 * 3600 * 1000
 """Milliseconds for which the last fencing token is remembered. The server's clock goes on where it is forgotten."""
 
 _VANISHED = 3
-"""How often a key that is taken when set and gone when read is tried again, before it is called taken."""
+"""How often a key that is taken when set and missing when read is tried again, before it counts as taken."""
 
 
 class Features:
@@ -122,20 +129,10 @@ class Features:
         return ("EVALSHA", _RELEASE.sha, 1, key, token)
 
     def cleanup_command(self, key: str | bytes, token: bytes) -> Command:
-        """The same, with the script sent whole: of many in one trip, none is to need a second one."""
+        """The same with the script sent whole: many go in one trip, and none may need a second one."""
         if self.release == "EVALSHA":
             return ("EVAL", _RELEASE.text, 1, key, token)
         return self.release_command(key, token)
-
-    def fall_back_from_get(self, error: ResponseError) -> None:
-        """Note that the server refused to set and get at once.
-
-        Raises:
-            ResponseError: the `error`, if it says something else.
-        """
-        if "syntax error" not in str(error):
-            raise error
-        self.sets_and_gets = False
 
     def fall_back_from(self, refused: object, error: ResponseError) -> bool:
         """Whether there is another command to release with, after this one was refused."""
@@ -158,7 +155,7 @@ def is_forbidden(error: object) -> bool:
 
 
 def expiry_in(seconds: float) -> Expiry:
-    """How a key is told to expire; spelt as bytes, which costs redis-py less than a str and an int in every call."""
+    """The expiry of a key as SET takes it; as bytes, which cost redis-py less than a str and an int in every call."""
     return b"PX", b"%d" % round(seconds * 1000)
 
 
@@ -178,7 +175,9 @@ def acquire(features: Features, key: str | bytes, token: bytes, expiry: Expiry) 
         try:
             value: bytes | None = yield ("SET", key, token, b"NX", b"GET", *expiry)
         except ResponseError as error:
-            features.fall_back_from_get(error)
+            if "syntax error" not in str(error):
+                raise
+            features.sets_and_gets = False
         else:
             # Our own token: the reply was lost, and redis-py sent the command again.
             return None if value == token else value
@@ -225,7 +224,7 @@ def release(
 
 
 def renew_command(key: str | bytes, token: bytes, ttl: int) -> Command:
-    """The command that lets a key live for `ttl` more milliseconds if it holds `token`; `outcome` reads the reply.
+    """The command that lets a key live for `ttl` more milliseconds if it holds `token`; for `parse_result`.
 
     The script is sent whole, so that no restart and no SCRIPT FLUSH costs a second trip.
     """
@@ -233,12 +232,8 @@ def renew_command(key: str | bytes, token: bytes, ttl: int) -> Command:
 
 
 def parse_result(reply: int | bytes | None) -> ReleaseResult:
-    """What a reply says: 1 for done, 2 if copies wait besides, nothing for gone, else the value that stands there."""
-    if reply == 1:
-        return HELD
-    if reply == 2:  # noqa: PLR2004 - see above
-        return _HELD_WITH_COPIES
-    return ReleaseResult("taken", reply) if isinstance(reply, bytes) else GONE
+    """The result of a release or a renewal, by its reply: a number if the key was ours, else the value stored there."""
+    return ReleaseResult("taken", reply) if isinstance(reply, bytes) else _RESULTS.get(reply, _GONE)
 
 
 def extend(key: str, token: bytes, ttl: int) -> Commands[ReleaseResult]:
@@ -268,14 +263,14 @@ def take_over(features: Features, key: str, old: bytes, token: bytes, seconds: f
 
 
 def mint_fence(key: str, token: bytes) -> Commands[int | bytes | None]:
-    """A number higher than all before it, if the key is ours; else what stands there.
+    """A number higher than all before it, if the key is ours; else what is stored there.
 
     The number is the server's time in microseconds, and never below the last plus one.
     So it goes on rising where the server has forgotten the last one, as long as its clock does not step back.
     The idea of fencing tokens is Martin Kleppmann's, in "How to do distributed locking".
     """
-    found: int | bytes | None = yield from evaluate(_FENCE, key, token, _FENCE_REMEMBERED, beside=f"{{{key}}}:fence")
-    return found
+    reply: int | bytes | None = yield from evaluate(_FENCE, key, token, _FENCE_REMEMBERED, beside=f"{{{key}}}:fence")
+    return reply
 
 
 def evaluate(script: Script, key: str | bytes, *args: bytes | str | int, beside: str | None = None) -> Commands[Any]:
@@ -285,3 +280,63 @@ def evaluate(script: Script, key: str | bytes, *args: bytes | str | int, beside:
         return (yield ("EVALSHA", script.sha, len(keys), *keys, *args))
     except NoScriptError:
         return (yield ("EVAL", script.text, len(keys), *keys, *args))
+
+
+# Sending them
+
+RAW = {"NEVER_DECODE": True}
+"""Options of redis-py by which replies come as bytes, also from clients that decode."""
+
+_OPTIONS = {**RAW, "get": True}
+"""The same; and the reply to a SET is the value that was stored there."""
+
+
+def drive(client: Any, commands: Commands[T]) -> T:
+    """Send the commands of a generator, and return what it returns."""
+    try:
+        return _send(client, commands)
+    finally:
+        commands.close()  # now: what a signal's handler raises while a generator is collected would be lost
+
+
+def _send(client: Any, commands: Commands[T]) -> T:
+    try:
+        command = next(commands)
+        while True:
+            try:
+                reply = client.execute_command(*command, **_OPTIONS)
+            except Exception as error:  # noqa: BLE001 - it is for the generator to say which errors end it
+                command = commands.throw(error)
+            else:
+                command = commands.send(reply)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+
+
+async def drive_async(client: Any, commands: Commands[T]) -> T:
+    """Send the commands of a generator, and return what it returns."""
+    try:
+        return await _send_async(client, commands)
+    finally:
+        commands.close()
+
+
+async def _send_async(client: Any, commands: Commands[T]) -> T:
+    try:
+        command = next(commands)
+        while True:
+            try:
+                reply = await client.execute_command(*command, **_OPTIONS)
+            except Exception as error:  # noqa: BLE001 - it is for the generator to say which errors end it
+                command = commands.throw(error)
+            else:
+                command = commands.send(reply)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+
+
+def give_back(client: Any, features: Features, key: str | bytes, token: bytes) -> ReleaseResult:
+    """Delete a key if it holds `token`, and say what became of it."""
+    return drive(client, release(features, key, token))

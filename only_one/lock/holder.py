@@ -1,4 +1,4 @@
-"""Who holds a key: the value that stands in Redis, which is the lock's token and what people see."""
+"""The holder of a key: the token that is stored there, what it says, and whether its process is alive or dead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
 
-from only_one.clock import now
+from .commands import now
 
 FORMAT = 1
 """The version of the value's layout. A value of another version is nobody we know, and is left alone."""
@@ -19,13 +19,13 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Holder:
-    """The process and the call that hold a key. No argument of the call is in it.
+    """The process and the call that hold a key. It contains no argument of the call.
 
     Attributes:
-        id: random, one per attempt to take the key.
+        id: random, another for each acquire.
         state: "running" while the call runs, "kept" after it has succeeded, for the rest of `at_least`, "queued" while
-            a task waits in its queue; then host, pid and the like are those of who has put it there. "received" once a
-            worker has it and has not begun it; then they are those of the worker's main process.
+            a task waits in its queue; then host, pid and the like are the producer's. "received" once a worker has it
+            and has not begun it; then they are those of the worker's main process.
         name: the task's or function's name.
         task_id: the Celery task's id, or None for a plain function.
         attempt: how many times the Celery task has been retried, or None.
@@ -33,7 +33,7 @@ class Holder:
         host: the host name.
         pid: the process id.
         process_start: when that process began, in clock ticks since boot, or None where that cannot be read.
-        since: when the key was taken, in seconds since the epoch.
+        since: when the key was acquired, in seconds since the epoch.
         deadline: when the key is free at the latest, in seconds since the epoch; None while it is renewed.
     """
 
@@ -51,21 +51,21 @@ class Holder:
 
     @classmethod
     def parse(cls, value: str | bytes) -> Holder | None:
-        """The holder that `value` spells, or None: anybody can write anything under our keys."""
+        """The holder that `value` encodes, or None: anybody can store anything at our keys."""
         try:
-            found = json.loads(value)
+            fields = json.loads(value)
         except (ValueError, RecursionError):
             return None
-        if not isinstance(found, dict) or found.pop("only_one", None) != FORMAT:
+        if not isinstance(fields, dict) or fields.pop("only_one", None) != FORMAT:
             return None
-        if found.keys() != _TYPES.keys() or not all(isinstance(found[name], _TYPES[name]) for name in _TYPES):
+        if fields.keys() != _TYPES.keys() or not all(isinstance(fields[name], _TYPES[name]) for name in _TYPES):
             return None
-        since, limit = found["since"], found.pop("limit")
+        since, limit = fields["since"], fields.pop("limit")
         if any(abs(each) > _LATEST for each in (since, limit) if each is not None):
             return None
         deadline = None if limit is None else (since + limit) / 1000
-        found.update(id=f"{found.pop('process')}-{found.pop('number')}", since=since / 1000, deadline=deadline)
-        return cls(**found)
+        fields.update(id=f"{fields.pop('process')}-{fields.pop('number')}", since=since / 1000, deadline=deadline)
+        return cls(**fields)
 
     def __str__(self) -> str:
         task = f" (task {self.task_id})" if self.task_id else ""
@@ -77,7 +77,7 @@ _LATEST = 10**14
 
 
 def printable(text: str) -> str:
-    """`text` with line ends, terminal escapes and the like spelt out: anybody can write anything under our keys."""
+    """`text` with line ends, terminal escapes and the like escaped: anybody can store anything at our keys."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
@@ -95,30 +95,26 @@ _TYPES: dict[str, Any] = {
     "number": int,
     "since": int,
 }
-"""The JSON of a value, with milliseconds; what changes from call to call comes last, so that the rest is spelt once."""
+"""The JSON of a value, in milliseconds; what changes in each call comes last, so that the rest is serialized once."""
 
 
 class _Process:
-    """What the tokens of one process have in common; spelt once, as it is most of what a token costs."""
+    """What the tokens of one process have in common; serialized once, because that is most of a token's cost."""
 
     def __init__(self) -> None:
         pid = os.getpid()
-        self.machine = machine()
-        self.spelling = _spell(
+        own = machine()
+        self.serialized = _serialize(
             only_one=FORMAT,
-            machine=self.machine or socket.gethostname(),
+            machine=own or socket.gethostname(),
             host=socket.gethostname(),
             pid=pid,
             process_start=process_start(pid),
             process=os.urandom(8).hex(),
         )
-        # What the values of this process, and of all of this machine, begin with.
-        self.mark = f"{{{self.spelling},".encode()
-        self._machine_mark = f"{{{_spell(only_one=FORMAT, machine=self.machine)},".encode()
-
-    def is_on_its_machine(self, value: bytes) -> bool:
-        """Whether the process that `value` names is on the same machine, as far as that is known."""
-        return self.machine is not None and value.startswith(self._machine_mark)
+        # What the values of this process, and of all of this machine, begin with; where that is unknown, no holder's.
+        self.mark = f"{{{self.serialized},".encode()
+        self.machine_mark = f"{{{_serialize(only_one=FORMAT, machine=own)},".encode()
 
 
 _process: _Process | None = None
@@ -126,7 +122,10 @@ _process: _Process | None = None
 _numbers = itertools.count(1)
 
 active_tokens: set[bytes] = set()
-"""The tokens of this process whose calls have not ended; others that still stand in Redis are held by nobody."""
+"""The tokens of this process whose calls have not ended; others that are still stored are held by nobody.
+
+In a forked child it is empty: a call that the parent was in the middle of stays the parent's.
+"""
 
 
 def _forget_process() -> None:
@@ -147,7 +146,7 @@ def _this_process() -> _Process:
 
 
 class _Head(NamedTuple):
-    """What the tokens of one call have in common, for as long as it is this process that calls, and for so long."""
+    """What the tokens of one caller have in common, in one process and with one limit."""
 
     process: _Process
     limit: float | None
@@ -155,9 +154,9 @@ class _Head(NamedTuple):
 
 
 class TokenFactory:
-    """Who calls, as a token spells it: made once for a function, and anew for each run of a task."""
+    """Makes the tokens of one caller: once for a function, and anew for each run of a task."""
 
-    __slots__ = ("_head", "_spelling", "attempt", "task_id")
+    __slots__ = ("_head", "_serialized", "attempt", "task_id")
 
     def __init__(
         self, name: str, task_id: str | None = None, attempt: int | None = None, state: str = "running"
@@ -165,11 +164,11 @@ class TokenFactory:
         """See `Holder` for what the arguments are."""
         self.task_id = task_id
         self.attempt = attempt
-        self._spelling = _spell(state=state, name=name, task_id=task_id, attempt=attempt)
+        self._serialized = _serialize(state=state, name=name, task_id=task_id, attempt=attempt)
         self._head: _Head | None = None
 
     def token(self, deadline_in: float | None) -> bytes:
-        """The value with which this process takes a key.
+        """The value with which this process acquires a key.
 
         Args:
             deadline_in: seconds after which the key is free at the latest, or None if it will be renewed.
@@ -179,20 +178,20 @@ class TokenFactory:
         """
         head = self._head
         if head is None or head.process is not _process or head.limit != deadline_in:
-            head = self._head = self._spell_head(deadline_in)
-        # Whole milliseconds: a float takes longer to spell than the rest of the token. What is left of them tells it
-        # from that of a clone of this process, in a virtual machine that was cloned, which counts as we do.
+            head = self._head = self._make_head(deadline_in)
+        # Whole milliseconds: a float takes longer to serialize than the rest of the token. The nanoseconds that are
+        # left tell it from that of a clone of this process, in a virtual machine that was cloned: it counts as we do.
         milliseconds, left = divmod(time.time_ns(), 1_000_000)
         return head.text + b'%d%06d,"since":%d}' % (next(_numbers), left, milliseconds)
 
-    def _spell_head(self, deadline_in: float | None) -> _Head:
+    def _make_head(self, deadline_in: float | None) -> _Head:
         process = _this_process()
         limit = "null" if deadline_in is None else round(deadline_in * 1000)
-        text = f'{{{process.spelling},{self._spelling},"limit":{limit},"number":'.encode()
+        text = f'{{{process.serialized},{self._serialized},"limit":{limit},"number":'.encode()
         return _Head(process, deadline_in, text)
 
 
-def _spell(**values: object) -> str:
+def _serialize(**values: object) -> str:
     """JSON of an object, without its braces."""
     return json.dumps(values, separators=(",", ":"))[1:-1]
 
@@ -240,11 +239,11 @@ class _Seen(NamedTuple):
 
 
 _alive: dict[bytes, _Seen] = {}
-"""Holders that were found alive, with their process and when to look again; a skip is not to pay for it each time."""
+"""Holders that were alive when looked at, with their process and when to look again; a skip must not pay each time."""
 
 
 def is_dead(value: bytes) -> bool:
-    """Whether the run that `value` spells has certainly ended without giving its key back, or will never begin.
+    """Whether the run that `value` encodes has certainly ended without releasing its key, or will never begin.
 
     Either its process, of this machine, is gone; or it was one of this process, where no such call is under way.
     A holder of another machine, one that is kept, and one of which nothing can be known, is not dead.
@@ -252,7 +251,7 @@ def is_dead(value: bytes) -> bool:
     process = _this_process()
     if value.startswith(process.mark):
         return value not in active_tokens and _has_process(Holder.parse(value), "running")
-    if not process.is_on_its_machine(value):
+    if not value.startswith(process.machine_mark):
         return False
     seen = _alive.get(value)
     if seen is not None and seen.until > now():
@@ -270,7 +269,7 @@ def is_dead(value: bytes) -> bool:
 
 def is_gone(value: bytes) -> bool:
     """Whether the process of this machine that `value` names is certainly gone."""
-    if not _this_process().is_on_its_machine(value):
+    if not value.startswith(_this_process().machine_mark):
         return False
     holder = Holder.parse(value)
     return holder is not None and _has_gone(holder)
@@ -278,7 +277,7 @@ def is_gone(value: bytes) -> bool:
 
 def is_queued(value: bytes) -> bool:
     """Whether the task that `value` encodes waits, in its queue or in a worker, so that a run may take its key."""
-    if b'"state":"queued"' not in value and b'"state":"received"' not in value:  # a skip is not to pay for parsing
+    if b'"state":"queued"' not in value and b'"state":"received"' not in value:  # a skip must not pay for parsing
         return False
     return _has_process(Holder.parse(value), "queued", "received")
 
@@ -288,7 +287,11 @@ def _has_process(holder: Holder | None, *states: str) -> TypeGuard[Holder]:
 
 
 def _has_gone(holder: Holder) -> bool:
-    return not _exists(holder.pid) or _is_another(holder)
+    """Whether there is no process with its id, or another one."""
+    if not _exists(holder.pid):
+        return True
+    start = process_start(holder.pid)
+    return None not in (start, holder.process_start) and start != holder.process_start
 
 
 def _exists(pid: int) -> bool:
@@ -303,13 +306,7 @@ def _exists(pid: int) -> bool:
     return True
 
 
-def _is_another(holder: Holder) -> bool:
-    start = process_start(holder.pid)
-    return start is not None and holder.process_start is not None and start != holder.process_start
-
-
-def kept(value: bytes, since_it_was_taken: float) -> bytes:
-    """The value of a run that has succeeded, and whose key is kept until some seconds after it was taken."""
-    found = json.loads(value)
-    found.update(state="kept", limit=round(since_it_was_taken * 1000))
-    return json.dumps(found, separators=(",", ":")).encode()
+def kept(value: bytes, at_least: float) -> bytes:
+    """The value of a run that has succeeded, and whose key is kept until `at_least` seconds after it was acquired."""
+    fields = {**json.loads(value), "state": "kept", "limit": round(at_least * 1000)}
+    return f"{{{_serialize(**fields)}}}".encode()

@@ -1,4 +1,4 @@
-"""One taken key, as the run that holds it sees it."""
+"""The lock as its run sees it: how long it lasts, whether it is held, `extend` and `fence`; `current_lock` gives it."""
 
 from __future__ import annotations
 
@@ -6,30 +6,28 @@ import time
 from collections.abc import Callable
 from math import inf
 
-from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.errors import LockLost
 from only_one.validation import Seconds
 from only_one.validation import seconds as in_seconds
 
-from .commands import ReleaseResult, extend, mint_fence, parse_result
+from .commands import ReleaseResult, drive, extend, mint_fence, now, parse_result
 from .holder import Holder
-from .redis_lock import drive
 
 RENEWED_EVERY = 1 / 3
 """The part of a lease after which it is renewed."""
 
 
 class Lease:
-    """One taken key: what a run may know and ask of its lock.
+    """The lock of one run: what it may know and ask of it.
 
     What is known here costs no round trip; `extend` and `fence` cost one, and wait for it, in async runs too.
 
     Attributes:
         key: the key as it is in Redis.
-        token: the value that says that it is ours.
+        token: the value that is stored there while it is ours.
         reason: why it is lost, as in `LockLost`, or "released" after the run; None while it is held.
-        value: what stands under the key since it was lost.
+        value: what is stored at the key since it was lost.
         trouble: why the last renewal failed, or None if it did not.
     """
 
@@ -39,20 +37,19 @@ class Lease:
         Args:
             server: where the key is; None where the locking is switched off.
             key: the key as it is in Redis.
-            token: the value with which it was taken.
-            begun: the time before the command that took the key was sent, by `clock.now()`.
-            ttl: seconds that the key was taken for, and that each renewal gives.
-            limit: seconds after which it is renewed no more; infinity for never.
+            token: the value with which it was acquired.
+            begun: when the command that acquired the key was about to be sent, by `commands.now()`.
+            ttl: seconds for which the key was acquired, and which each renewal gives.
+            limit: seconds after which it is not renewed any more; infinity for never.
         """
         self.server = server
         self.key = key
         self.token = token
         self.begun = begun
         self.ttl = ttl
-        self.expires_at = begun + ttl
         self.ends_at = begun + limit
         self.renews = ttl < limit
-        self.renew_at = begun + ttl * RENEWED_EVERY if self.renews else self.ends_at
+        self.lives_on(begun, ttl)
         self.reason: str | None = None
         self.value = b""
         self.trouble: Exception | None = None
@@ -69,6 +66,12 @@ class Lease:
     def expires_in(self) -> float:
         """Seconds until the key expires, unless it is renewed; 0 once it is lost."""
         return max(0.0, self.expires_at - now()) if self.reason is None else 0.0
+
+    def lives_on(self, sent: float, ttl: float) -> None:
+        """Note that the server lets the key live for `ttl` seconds, by a command that was sent at `sent`."""
+        self.expires_at = sent + ttl
+        is_last = not self.renews or self.expires_at >= self.ends_at
+        self.renew_at = self.ends_at if is_last else sent + ttl * RENEWED_EVERY
 
     @property
     def is_held(self) -> bool:
@@ -87,10 +90,9 @@ class Lease:
 
     def loss(self) -> LockLost | None:
         """How the key was lost, or None while it is ours."""
-        moment = now()
-        if self.reason is None and moment < self.expires_at:
+        if self.is_held:
             return None
-        return self._error(self.reason or ("overrun" if moment >= self.ends_at else "expired"))
+        return self._error(self.reason or ("overrun" if now() >= self.ends_at else "expired"))
 
     def lose(self, reason: str, value: bytes = b"") -> str:
         """Note that the key is lost, and return why: what was noted first counts."""
@@ -124,12 +126,11 @@ class Lease:
         ends_at = self.ends_at + longer
         asked = now()
         ttl = self.ttl if self.renews else ends_at - asked
-        found = drive(self.server.client, extend(self.key, self.token, round(ttl * 1000)))
-        if found.status != "held":
-            raise self._lost(found)
+        result = drive(self.server.client, extend(self.key, self.token, round(ttl * 1000)))
+        if result.status != "held":
+            raise self._lost(result)
         self.ends_at = ends_at
-        self.expires_at = asked + ttl
-        self.renew_at = asked + ttl * RENEWED_EVERY if self.renews else ends_at
+        self.lives_on(asked, ttl)
 
     @property
     def fence(self) -> int:
@@ -149,13 +150,13 @@ class Lease:
         self.ensure_held()
         if self.server is None:
             return time.time_ns() // 1000
-        found = drive(self.server.client, mint_fence(self.key, self.token))
-        if isinstance(found, int):
-            return found
-        raise self._lost(parse_result(found))
+        reply = drive(self.server.client, mint_fence(self.key, self.token))
+        if isinstance(reply, int):
+            return reply
+        raise self._lost(parse_result(reply))
 
-    def _lost(self, found: ReleaseResult) -> LockLost:
-        return self._error(self.lose("deleted" if found.status == "gone" else "taken", found.value))
+    def _lost(self, result: ReleaseResult) -> LockLost:
+        return self._error(self.lose("deleted" if result.status == "gone" else "taken", result.value))
 
     def _error(self, reason: str) -> LockLost:
         lost = LockLost(self.key, reason, self.value.decode(errors="backslashreplace"))

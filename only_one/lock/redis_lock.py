@@ -1,4 +1,4 @@
-"""redis-py's locks, for which a lost reply is no wrong answer, and which say who holds a key that is taken."""
+"""redis-py's `Lock` and `AsyncLock`, which send our own commands, so that a lost reply gives no wrong answer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import redis.asyncio.lock
 import redis.lock
 from redis.exceptions import LockNotOwnedError
 
-from only_one.clock import now
-
 from .commands import (
     NEVER,
     Commands,
@@ -20,9 +18,11 @@ from .commands import (
     Features,
     MarkerUpdate,
     ReleaseResult,
-    T,
     acquire,
+    drive,
+    drive_async,
     expiry_in,
+    now,
     release,
     replace,
 )
@@ -30,70 +30,13 @@ from .commands import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-RAW = {"NEVER_DECODE": True}
-"""Options of redis-py by which replies come as bytes, also from clients that decode."""
-
-_OPTIONS = {**RAW, "get": True}
-"""The same; and the reply to a SET is the value that was stored there."""
-
-
-def drive(client: Any, commands: Commands[T]) -> T:
-    """Send the commands of a generator, and return what it returns."""
-    try:
-        return _send(client, commands)
-    finally:
-        commands.close()  # now: what a signal's handler raises while a generator is collected would be lost
-
-
-def _send(client: Any, commands: Commands[T]) -> T:
-    try:
-        command = next(commands)
-        while True:
-            try:
-                reply = client.execute_command(*command, **_OPTIONS)
-            except Exception as error:  # noqa: BLE001 - it is for the generator to say which errors end it
-                command = commands.throw(error)
-            else:
-                command = commands.send(reply)
-    except StopIteration as stop:
-        result: T = stop.value
-        return result
-
-
-async def drive_async(client: Any, commands: Commands[T]) -> T:
-    """Send the commands of a generator, and return what it returns."""
-    try:
-        return await _send_async(client, commands)
-    finally:
-        commands.close()
-
-
-async def _send_async(client: Any, commands: Commands[T]) -> T:
-    try:
-        command = next(commands)
-        while True:
-            try:
-                reply = await client.execute_command(*command, **_OPTIONS)
-            except Exception as error:  # noqa: BLE001 - it is for the generator to say which errors end it
-                command = commands.throw(error)
-            else:
-                command = commands.send(reply)
-    except StopIteration as stop:
-        result: T = stop.value
-        return result
-
-
-def give_back(client: Any, features: Features, key: str | bytes, token: bytes) -> ReleaseResult:
-    """Delete a key if it holds `token`, and say what became of it."""
-    return drive(client, release(features, key, token))
-
 
 class _Common:
     """What the two locks share: all but the sending.
 
     Attributes:
-        dialect: what is known of the server.
-        expires_at: when the key that was taken last expires, by `clock.now()`.
+        features: which commands the server knows.
+        expires_at: when the key that was acquired last expires, by `commands.now()`.
     """
 
     name: Any
@@ -108,7 +51,7 @@ class _Common:
 
     @classmethod
     def held(cls, client: Any, features: Features, name: str, token: bytes, ttl: float) -> Self:
-        """The lock of a key that has been taken with `token` for `ttl` seconds; a call that is skipped makes none."""
+        """The lock of a key that was acquired with `token` for `ttl` seconds; a call that is skipped makes none."""
         lock = cls(client, name, ttl, thread_local=False)
         lock.features = features  # which all locks in a server share
         lock.local.token = token
@@ -143,7 +86,7 @@ class Lock(_Common, redis.lock.Lock):
     """redis-py's `Lock`, to be used in its place."""
 
     def do_acquire(self, token: Any) -> bool:
-        """Take the key if it is free."""
+        """Acquire the key if it is free."""
         return drive(self.redis, acquire(self.features, self.name, token, self._expiry())) is None
 
     def do_release(self, expected_token: Any) -> None:
@@ -169,7 +112,7 @@ class AsyncLock(_Common, redis.asyncio.lock.Lock):
     """redis-py's asyncio `Lock`, to be used in its place."""
 
     async def do_acquire(self, token: Any) -> bool:
-        """Take the key if it is free."""
+        """Acquire the key if it is free."""
         return await drive_async(self.redis, acquire(self.features, self.name, token, self._expiry())) is None
 
     async def do_release(self, expected_token: Any) -> None:

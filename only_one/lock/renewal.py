@@ -20,15 +20,13 @@ from weakref import ref
 
 from redis.exceptions import ResponseError
 
-from only_one.clock import now
 from only_one.connections.cluster import LONG, Node, trips
 from only_one.connections.server import Server, may_evict
 from only_one.events import logger
 
 from .cleanup import Cleanup, Cleanups
-from .commands import is_forbidden, parse_result, renew_command
-from .lease import RENEWED_EVERY, Lease
-from .redis_lock import RAW
+from .commands import RAW, is_forbidden, now, parse_result, renew_command
+from .lease import Lease
 
 _RETRIED_EVERY = 0.1
 """The part of a lease, and seconds at the most below, after which a failed renewal is tried again."""
@@ -113,14 +111,14 @@ class _Renewer:
 
     def held(self) -> list[Lease]:
         """The leases of the runs that are under way."""
-        found = []
+        held = []
         for token, reference in list(self.leases.items()):
             lease = reference()
             if lease is None:
                 self.leases.pop(token, None)
             elif lease.reason is None:
-                found.append(lease)
-        return found
+                held.append(lease)
+        return held
 
     def next_due(self) -> float:
         if self.unknown:
@@ -139,10 +137,9 @@ class _Renewer:
 
     def look_at_a_new_server(self) -> None:
         """Have it warned of a server that may evict keys."""
-        try:
-            server, key = self.unknown.popitem()
-        except KeyError:
+        if not self.unknown:
             return
+        server, key = self.unknown.popitem()
         node = server.node_of(key)
         try:
             warning = may_evict(node.client)
@@ -207,12 +204,11 @@ class _Renewer:
             lease.trouble = reply.with_traceback(None)
             return
         lease.trouble = None
-        found = parse_result(reply)
-        if found.status == "held":
-            lease.expires_at = sent + ttl
-            lease.renew_at = sent + ttl * RENEWED_EVERY if lease.expires_at < lease.ends_at else lease.ends_at
+        result = parse_result(reply)
+        if result.status == "held":
+            lease.lives_on(sent, ttl)
         else:
-            self.lost(lease, "deleted" if found.status == "gone" else "taken", found.value)
+            self.lost(lease, "deleted" if result.status == "gone" else "taken", result.value)
 
     def lost(self, lease: Lease, reason: str, value: bytes = b"") -> None:
         """Stop renewing, and have the run told: by another thread, since what it does about it is its own.
@@ -299,11 +295,6 @@ def let_go(lease: Lease) -> None:
     _renewer.leases.pop(lease.token, None)
 
 
-def process_identity() -> object:
-    """An object that is another one in every process, forked ones included."""
-    return _renewer
-
-
 def release_later(server: Server, key: str, token: bytes, until: float, *, no_write_in_flight: bool) -> None:
     """Release a key in the background, again and again: its acquire is unconfirmed, or its release has failed.
 
@@ -311,7 +302,7 @@ def release_later(server: Server, key: str, token: bytes, until: float, *, no_wr
         server: where the key is.
         key: the key as it is in Redis.
         token: the value that may be stored there; another is left alone.
-        until: when to give up, because the key has expired by itself, by `clock.now()`.
+        until: when to give up, because the key has expired by itself, by `commands.now()`.
         no_write_in_flight: the server has done with every command that may set the token, so that "gone" is final.
     """
     cleanup = Cleanup(server, key, token, until, no_write_in_flight=no_write_in_flight)

@@ -10,7 +10,7 @@ from kombu.entity import Exchange, Queue, binding
 from kombu.transport import virtual
 
 from only_one import ConfigurationError
-from only_one.celery.requeue import (
+from only_one.celery.broker import (
     check_countdown,
     longest_countdown,
     marks_redeliveries,

@@ -45,7 +45,8 @@ from only_one import (
     subscribe,
 )
 from only_one.call.driver import run
-from only_one.celery.requeue import Header, header_of, waits_for
+from only_one.celery.broker import waits_for
+from only_one.celery.requeue import Header, header_of
 from only_one.celery.task_run import caller_from_outside
 from only_one.lock import cleanup, renewal
 from only_one.lock.holder import Holder

@@ -19,7 +19,7 @@ from redis import Redis
 from only_one import buffer_one, configure, only_one
 from only_one.celery import worker_signals
 from only_one.celery.requeue import Header
-from only_one.clock import now
+from only_one.lock.commands import now
 from only_one.lock.holder import Holder, TokenFactory
 from tests.proxy import Proxy
 from tests.renewal import is_renewed

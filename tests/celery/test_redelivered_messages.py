@@ -12,9 +12,8 @@ from redis import Redis
 from only_one import configure, current_lock, fail, retry
 from only_one.celery import task_run
 from only_one.celery.redelivery import CompletionMarker, mark_stored, note_requeued, read_marker
-from only_one.clock import now
 from only_one.connections.server import Server, find_server
-from only_one.lock.redis_lock import drive
+from only_one.lock.commands import drive, now
 from tests.celery.deliveries import CLOSED, REMEMBERED, Awaits, Queue, a_task, done, hash_of, token_of
 from tests.proxy import Proxy
 from tests.waiting import eventually

@@ -19,11 +19,11 @@ from redis.exceptions import AskError, MovedError, RedisClusterException, RedisE
 from redis.retry import Retry
 
 from only_one import LockLost, LockUnavailable, configure, only_one, skip
-from only_one.clock import now
 from only_one.connections import cluster as nodes
 from only_one.connections import server as servers
 from only_one.inspection import held, release_key
 from only_one.lock import renewal
+from only_one.lock.commands import now
 from tests.faults.programs import SLACK, Holder, Running, RunningAsync
 from tests.proxy import Proxy
 from tests.renewal import MOMENT, Clock, fails_to_renew, later, renew_now

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from only_one import clock
+from only_one.lock import commands
 from tests.faults.programs import Program
 from tests.proxy import Proxy
 from tests.waiting import LIMIT, eventually
@@ -50,15 +50,15 @@ import os, time
 import redis.cluster, redis.asyncio  # which may not do without
 del os.register_at_fork, time.CLOCK_BOOTTIME
 import only_one
-from only_one import clock
-assert clock.now is time.monotonic
+from only_one.lock import commands
+assert commands.now is time.monotonic
 """
 
 
 def test_where_nothing_forks_and_there_is_one_clock_less() -> None:
     """It can be imported there; and where there is a clock that runs on through suspend, it is that."""
     subprocess.run([sys.executable, "-c", NOT_LINUX], check=True)
-    assert not hasattr(time, "CLOCK_BOOTTIME") or clock.now.args == (time.CLOCK_BOOTTIME,)  # type: ignore[attr-defined]
+    assert not hasattr(time, "CLOCK_BOOTTIME") or commands.now.args == (time.CLOCK_BOOTTIME,)  # type: ignore[attr-defined]
 
 
 # Parent and child do what they are told by lists of their own, until they are told to end.

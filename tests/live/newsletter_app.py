@@ -18,7 +18,7 @@ from celery.signals import task_retry
 from examples.newsletter import making, places, sending
 from examples.newsletter.app import RETRIES, TRANSIENT, app
 from only_one import current_lock, only_one, retry, skip
-from only_one.clock import now
+from only_one.lock.commands import now
 from tests.live.workers import note, wait_at
 
 TROUBLE = "trouble"

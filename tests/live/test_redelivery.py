@@ -16,7 +16,7 @@ from uuid import uuid4
 import pytest
 from celery import chain
 
-from only_one.celery.requeue import visibility_timeout
+from only_one.celery.broker import visibility_timeout
 from tests.documented import BROKERS, documented
 from tests.live import redelivery_app as live
 from tests.live.brokers import KIND

@@ -12,9 +12,9 @@ import pytest
 import redis
 from redis.exceptions import ResponseError
 
-from only_one.clock import now
 from only_one.connections import server as servers
 from only_one.lock import cleanup, renewal
+from only_one.lock.commands import now
 from only_one.testing import RedisServer
 from tests.faults.programs import Program
 from tests.lock.test_leases import freed
@@ -182,7 +182,7 @@ import sys
 import redis
 from only_one.connections import server as servers
 from only_one.lock import renewal
-from only_one.clock import now
+from only_one.lock.commands import now
 server = servers.find_server(sys.argv[1])
 for number in range(10):
     key = f"{sys.argv[2]}{number}"

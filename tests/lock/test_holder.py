@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from only_one.clock import now
 from only_one.lock import holder
+from only_one.lock.commands import now
 from only_one.lock.holder import Holder, TokenFactory, active_tokens, is_dead, is_gone, kept, printable, process_start
 from tests.waiting import LIMIT, eventually
 
@@ -139,7 +139,7 @@ def test_what_a_call_has_in_common_is_spelt_once(monkeypatch: pytest.MonkeyPatch
     identity = TokenFactory("work")
     first = identity.token(60)
     monkeypatch.setattr(holder, "_process", holder._process)
-    monkeypatch.setattr(TokenFactory, "_spell_head", None)
+    monkeypatch.setattr(TokenFactory, "_make_head", None)
     second = identity.token(60)
     monkeypatch.undo()
     limits = [json.loads(token)["limit"] for token in (first, second, identity.token(30), identity.token(None))]

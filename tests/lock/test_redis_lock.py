@@ -24,7 +24,6 @@ from redis.exceptions import LockError, LockNotOwnedError
 from redis.retry import Retry
 
 from only_one import AlreadyRunning, LockUnavailable, carry_on, current_lock, fail, only_one, skip, subscribe
-from only_one.clock import now
 from only_one.events import Busy, Down, Event, Lost, Released
 from only_one.lock.commands import (
     NEVER,
@@ -35,14 +34,17 @@ from only_one.lock.commands import (
     ReleaseResult,
     Script,
     acquire,
+    drive,
+    drive_async,
     expiry_in,
     is_forbidden,
+    now,
     release,
     replace,
     take_over,
 )
 from only_one.lock.holder import Holder
-from only_one.lock.redis_lock import AsyncLock, Lock, drive, drive_async
+from only_one.lock.redis_lock import AsyncLock, Lock
 from tests.proxy import Proxy, Then
 from tests.servers import RedisServer, redis_server
 from tests.waiting import LIMIT, eventually

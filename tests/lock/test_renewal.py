@@ -16,10 +16,10 @@ import redis as redis_py
 from redis.exceptions import NoPermissionError, ResponseError
 
 from only_one import LockLost
-from only_one.clock import now
 from only_one.connections import cluster as nodes
 from only_one.connections.server import Server
 from only_one.lock import cleanup, renewal
+from only_one.lock.commands import now
 from only_one.lock.lease import Lease
 from tests.lock.test_leases import no_more_threads
 from tests.lock.watched import DOWN, LONG, SOON, TTL, Watch, keys, node
