@@ -28,8 +28,8 @@ import redis
 
 from only_one.connections.server import find_server
 from only_one.lock.commands import acquire, drive, expiry_in, now
+from only_one.lock.current_lock import Lease
 from only_one.lock.holder import TokenFactory
-from only_one.lock.lease import Lease
 from only_one.lock.renewal import hold
 from only_one.testing import redis_server
 

@@ -46,8 +46,16 @@ MAP = PLACE / "map.json"
 INTERRUPTED = {
     f"{PACKAGE}/{name}.py"
     for name in (
-        *("run", "attempt", "lock/redis_lock", "lock/renewal", "lease", "settings"),
-        *("connections/pinned", "connections/server"),
+        *(
+            "call/driver",
+            "call/locked_call",
+            "lock/commands",
+            "lock/redis_lock",
+            "lock/renewal",
+            "lock/current_lock",
+            "settings",
+        ),
+        *("connections/connection_pool", "connections/server"),
     )
 }
 """What the tests that interrupt are about, of which nobody can see what they run."""

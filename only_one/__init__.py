@@ -1,6 +1,5 @@
 """Only one of these runs at a time: one decorator above a function or a Celery task."""
 
-from .call.driver import current_lock
 from .decorator import only_one
 from .errors import (
     AlreadyRunning,
@@ -12,6 +11,7 @@ from .errors import (
     UnkeyableArgument,
 )
 from .events import Acquired, Busy, Down, Lost, Reclaimed, Released, subscribe
+from .lock.current_lock import current_lock
 from .policies import buffer_one, carry_on, fail, retry, skip
 from .settings import configure
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, overload
 
-from .call.wrapper import is_task, wrap
+from .call.decorated_function import is_task, wrap
 from .connections.server import Source
 from .errors import ConfigurationError
 from .policies import carry_on, fail

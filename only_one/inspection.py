@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from redis.exceptions import ResponseError
 
 from . import settings
-from .call.options import Decoration
-from .call.wrapper import configured_by_app, is_task
+from .call.decorated_function import configured_by_app, is_task
+from .call.effective_options import Decoration
 from .connections.server import Server, Source, find_server
 from .errors import ConfigurationError
 from .lock.commands import RAW, give_back

@@ -4,41 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextvars import ContextVar
 from math import inf
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 from only_one.errors import ConfigurationError
 from only_one.lock.commands import drive, drive_async, now
-from only_one.lock.lease import Lease
+from only_one.lock.current_lock import Lease, current
 from only_one.policies import fail
 
+from .effective_options import Args, Caller, Decoration, Kwargs
 from .locked_call import AsyncLockedCall, LockedCall
-from .options import Args, Caller, Decoration, Kwargs
-
-_current: ContextVar[Lease | None] = ContextVar(__name__, default=None)
 
 _UNFINISHED = frozenset({CoroutineType, GeneratorType, AsyncGeneratorType})
-
-
-def current_lock() -> Lease:
-    """The lock of the run that calls this.
-
-    It has `.key`, `.holder`, `.expires_in`, `.is_held`, `.ensure_held()`, `.extend(seconds)` and `.fence`.
-
-    Raises:
-        ConfigurationError: outside of the run of a decorated function.
-    """
-    lease = current_lease()
-    if lease is None:
-        msg = "current_lock() was called outside of a covered run: call it in a function that has @only_one above it"
-        raise ConfigurationError(msg)
-    return lease
-
-
-current_lease: Callable[[], Lease | None] = _current.get
-"""The lock of the run that calls this, or None outside of one."""
 
 
 def run(decoration: Decoration, caller: Caller, args: Args, kwargs: Kwargs) -> Any:
@@ -104,22 +82,22 @@ def _result(call: LockedCall) -> Any:
 
 
 def _run_as(lease: Lease, decoration: Decoration, args: Args, kwargs: Kwargs) -> Any:
-    reset = _current.set(lease)
+    reset = current.set(lease)
     try:
         result = decoration.function(*args, **kwargs)
         if type(result) in _UNFINISHED:
             _refuse_unfinished(decoration, result)
         return result
     finally:
-        _current.reset(reset)
+        current.reset(reset)
 
 
 async def _run_as_async(lease: Lease, decoration: Decoration, args: Args, kwargs: Kwargs) -> Any:
-    reset = _current.set(lease)
+    reset = current.set(lease)
     try:
         return await decoration.function(*args, **kwargs)
     finally:
-        _current.reset(reset)
+        current.reset(reset)
 
 
 def _refuse_unfinished(decoration: Decoration, result: Any) -> None:

@@ -16,13 +16,13 @@ from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable
 from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, logger, wanted
 from only_one.lock.commands import TROUBLE, Commands, ReleaseResult, acquire, now, take_over
+from only_one.lock.current_lock import Lease
 from only_one.lock.holder import active_tokens, is_dead, is_queued, kept
-from only_one.lock.lease import Lease
 from only_one.lock.redis_lock import AsyncLock, Lock
 from only_one.lock.renewal import hold, let_go, release_later
 from only_one.policies import CarryOn, RequeueRequest, fail, skip
 
-from .options import Caller, EffectiveOptions
+from .effective_options import Caller, EffectiveOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Self

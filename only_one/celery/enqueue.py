@@ -15,8 +15,8 @@ from celery.result import ResultBase
 from kombu.utils.uuid import uuid
 from redis.exceptions import ResponseError
 
+from only_one.call.effective_options import Decoration, EffectiveOptions, Policy
 from only_one.call.locked_call import CARRIED_ON, LockedCall
-from only_one.call.options import Decoration, EffectiveOptions, Policy
 from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, OnlyOneError
 from only_one.events import Busy, emit, logger

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from celery import Celery, Task, _state
 
-from only_one.call.options import Decoration
-from only_one.call.wrapper import check_function, wrap
+from only_one.call.decorated_function import check_function, wrap
+from only_one.call.effective_options import Decoration
 from only_one.errors import ConfigurationError, OnlyOneError
 from only_one.events import logger
 from only_one.keys import compile_key

@@ -15,14 +15,13 @@ from celery import Task
 from celery._state import get_current_task
 from celery.exceptions import Ignore, Retry
 
-from only_one.call.driver import current_lease
-from only_one.call.options import AtEnd, Caller, Decoration, EffectiveOptions, Policy
+from only_one.call.effective_options import AtEnd, Caller, Decoration, EffectiveOptions, Policy
 from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, LockUnavailable
 from only_one.events import logger
 from only_one.lock.commands import TROUBLE, drive, now
+from only_one.lock.current_lock import Lease, current_lease
 from only_one.lock.holder import Holder, TokenFactory
-from only_one.lock.lease import Lease
 from only_one.policies import BufferOne, RequeueRequest, fail, retry, skip
 
 from . import coalescing, redelivery

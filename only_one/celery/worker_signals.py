@@ -17,12 +17,12 @@ from celery import signals
 from celery.app.task import Context
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
 
-from only_one.call.options import Decoration
+from only_one.call.effective_options import Decoration
 from only_one.connections.server import Server
 from only_one.events import logger
 from only_one.lock.commands import RAW, drive, give_back, now, replace
+from only_one.lock.current_lock import Lease
 from only_one.lock.holder import Holder, TokenFactory, is_dead, is_queued, machine
-from only_one.lock.lease import Lease
 from only_one.lock.renewal import hold
 from only_one.settings import DEFAULT_LEASE
 

@@ -23,7 +23,7 @@ from redis.sentinel import SentinelConnectionPool
 from only_one.errors import ConfigurationError
 from only_one.lock.commands import now
 
-from .pinned import raise_as_connection_error
+from .connection_pool import raise_as_connection_error
 
 _sentinel: Any = redis.asyncio.sentinel  # which has no types
 

@@ -24,7 +24,7 @@ from only_one.validation import check_callable
 
 from .asyncio_client import NO_LIMIT, RETRIED, RETRIES, AsyncClient, make_async_client
 from .cluster import ClusterNodes, Node, with_short_timeouts
-from .pinned import PinnedClient, guarded
+from .connection_pool import PinnedClient, guarded
 
 logger = logging.getLogger("only_one")
 

@@ -26,7 +26,7 @@ from only_one.events import logger
 
 from .cleanup import Cleanup, Cleanups
 from .commands import RAW, is_forbidden, now, parse_result, renew_command
-from .lease import Lease
+from .current_lock import Lease
 
 _RETRIED_EVERY = 0.1
 """The part of a lease, and seconds at the most below, after which a failed renewal is tried again."""

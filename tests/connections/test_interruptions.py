@@ -27,7 +27,7 @@ import redis.connection
 from celery.exceptions import SoftTimeLimitExceeded
 
 from only_one import LockUnavailable, inspection, only_one
-from only_one.connections.pinned import guarded
+from only_one.connections.connection_pool import guarded
 from only_one.connections.server import Server
 from tests.clients import KINDS, Clients, clients
 from tests.waiting import LIMIT, eventually

@@ -20,7 +20,7 @@ from only_one.connections import cluster as nodes
 from only_one.connections.server import Server
 from only_one.lock import cleanup, renewal
 from only_one.lock.commands import now
-from only_one.lock.lease import Lease
+from only_one.lock.current_lock import Lease
 from tests.lock.test_leases import no_more_threads
 from tests.lock.watched import DOWN, LONG, SOON, TTL, Watch, keys, node
 from tests.proxy import Proxy

@@ -12,7 +12,7 @@ import redis as redis_py
 from only_one.connections import cluster as nodes
 from only_one.connections.server import Server
 from only_one.lock import cleanup, renewal
-from only_one.lock.lease import Lease
+from only_one.lock.current_lock import Lease
 from tests.renewal import MOMENT, Clock
 
 LONG = 4096.0

@@ -14,7 +14,7 @@ from only_one.keys import has_field
 from only_one.settings import Options
 
 from .driver import run, run_async
-from .options import Decoration
+from .effective_options import Decoration
 
 _CELERY = "celery.app.task"
 """Celery is not imported by us, but a task can only be running where others have imported it."""

@@ -10,8 +10,8 @@ import pytest
 
 from only_one import ConfigurationError, LockLost
 from only_one.connections.server import Server
-from only_one.lock import lease
-from only_one.lock.lease import Lease
+from only_one.lock import current_lock
+from only_one.lock.current_lock import Lease
 from tests.renewal import MOMENT, Clock
 from tests.waiting import LIMIT
 
@@ -22,7 +22,7 @@ Make = Callable[..., Lease]
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch, lease)
+    return Clock(monkeypatch, current_lock)
 
 
 @pytest.fixture

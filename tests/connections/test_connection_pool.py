@@ -29,7 +29,7 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from only_one import configure, only_one, subscribe
-from only_one.connections.pinned import _MOST_KEPT, PinnedClient, _Pinned
+from only_one.connections.connection_pool import _MOST_KEPT, PinnedClient, _Pinned
 from only_one.connections.server import Server
 from only_one.events import Down, Event
 from only_one.lock.redis_lock import Lock
@@ -652,8 +652,8 @@ def test_connections_neither_grow_nor_stay(redis: Any, redis_url: str, name: str
 HEAD = """
 import os, sys, threading, time
 import redis
-from only_one.connections.pinned import PinnedClient
-from tests.connections.test_pinned import echo, fill, kept
+from only_one.connections.connection_pool import PinnedClient
+from tests.connections.test_connection_pool import echo, fill, kept
 
 url = sys.argv[1]
 """

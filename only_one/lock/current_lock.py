@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from math import inf
 
 from only_one.connections.server import Server
-from only_one.errors import LockLost
+from only_one.errors import ConfigurationError, LockLost
 from only_one.validation import Seconds
 from only_one.validation import seconds as in_seconds
 
@@ -162,3 +163,26 @@ class Lease:
         lost = LockLost(self.key, reason, self.value.decode(errors="backslashreplace"))
         lost.__cause__ = self.trouble if reason == "expired" else None
         return lost
+
+
+current: ContextVar[Lease | None] = ContextVar(__name__, default=None)
+"""The lock of the run that is under way here."""
+
+
+def current_lock() -> Lease:
+    """The lock of the run that calls this.
+
+    It has `.key`, `.holder`, `.expires_in`, `.is_held`, `.ensure_held()`, `.extend(seconds)` and `.fence`.
+
+    Raises:
+        ConfigurationError: outside of the run of a decorated function.
+    """
+    lease = current_lease()
+    if lease is None:
+        msg = "current_lock() was called outside of a covered run: call it in a function that has @only_one above it"
+        raise ConfigurationError(msg)
+    return lease
+
+
+current_lease: Callable[[], Lease | None] = current.get
+"""The lock of the run that calls this, or None outside of one."""
