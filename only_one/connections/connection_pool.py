@@ -48,6 +48,8 @@ class _Pinned:
         client: Any = redis.Redis(connection_pool=pool, single_connection_client=True)
         self.connection, client.connection = client.connection, None
         self._client = client
+        # Whatever was handled then is over when it is dropped, and a later exception may have the same id.
+        vars(self.connection).pop("lent_during", None)
         # No `__del__`: what a signal's handler raises there, where nothing was connected to either, would be lost.
         self.drop = finalize(self, _drop, pool, self.connection)
         self.drop.atexit = False
@@ -67,6 +69,7 @@ class _Pinned:
     def release(self) -> None:
         """Return the connection to the pool as it is."""
         self.drop.detach()
+        self.connection.lent_during = id(sys.exc_info()[1])
         self._pool.release(self.connection)
 
 

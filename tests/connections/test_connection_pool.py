@@ -29,6 +29,7 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from only_one import configure, only_one, subscribe
+from only_one.connections import connection_pool
 from only_one.connections.connection_pool import _MOST_KEPT, PinnedClient, _Pinned
 from only_one.connections.server import Server
 from only_one.events import Down, Event
@@ -453,6 +454,37 @@ def test_a_reply_is_never_another_command_s(
     assert eventually(lambda: not connections(redis, name))
 
 
+def test_a_connection_whose_closing_is_interrupted_is_closed_before_it_is_lent_again(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the exception has the id of one that was being handled when the connection was lent, and is gone."""
+    monkeypatch.setattr(connection_pool, "id", lambda _: 1, raising=False)
+    closed: list[bool] = []
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise Interruption
+
+    with redis_py.Redis.from_url(redis_url) as client:
+        direct = PinnedClient(client)
+        echo(direct)
+        (pinned,) = direct._kept
+        disconnect = pinned.connection.disconnect
+
+        def close(*args: Any) -> None:
+            closed.append(bool(closed))
+            if len(closed) == 1:
+                raise Interruption
+            disconnect(*args)
+
+        monkeypatch.setattr(pinned.connection, "disconnect", close)
+        monkeypatch.setattr(pinned.connection, "send_command", interrupted)
+        with pytest.raises(Interruption):
+            direct.execute_command("ECHO", "nobody's")
+        assert closed == [False, True]
+        monkeypatch.undo()
+        echo(direct)
+
+
 class TwoInterruptions:
     """Raises when redis-py has sent a command and is about to read the reply, and at a line of ours after that."""
 
@@ -466,7 +498,7 @@ class TwoInterruptions:
         raise Interruption
 
     def __call__(self, frame: FrameType, event: str, _argument: Any) -> Any:
-        if Path(frame.f_code.co_filename).name != "pinned.py":
+        if Path(frame.f_code.co_filename).name != "connection_pool.py":
             return None
         if self.times and event == "line":
             self._left -= 1

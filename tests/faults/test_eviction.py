@@ -42,9 +42,10 @@ def evicting(their_server: RedisServer, prefix: str) -> Iterator[Any]:
 
 
 @pytest.fixture
-def proxy(their_server: RedisServer, evicting: Any) -> Iterator[Proxy]:
-    """The way to it, by an address that has not been looked at before."""
+def proxy(their_server: RedisServer, evicting: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """The way to it, by an address that has not been looked at before: its port may have been another test's."""
     assert evicting
+    monkeypatch.setattr(eviction, "_asked", set())
     with Proxy(their_server.url) as proxy:
         yield proxy
 
