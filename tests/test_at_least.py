@@ -172,7 +172,7 @@ def test_it_is_not_kept_for_no_time(key: str, monkeypatch: pytest.MonkeyPatch) -
     cover: Any = only_one(lambda: None, key=NAME, at_least=10).__only_one__  # type: ignore[attr-defined]
     plan = cover.options_for(cover.plain)
     monkeypatch.setattr(locked_call, "now", lambda: 1000)
-    run = LockedCall(plan, plan.server, cover.plain, key)
+    run = LockedCall(plan, plan.server, plan.server.client, cover.plain, key)
     run.succeed(None)
     stays = []
     for moment in (1009.999, 1010, 1011):

@@ -25,15 +25,14 @@ def run(decoration: Decoration, caller: Caller, args: Args, kwargs: Kwargs) -> A
     key = caller.key or options.prefix + decoration.make_key(caller, args, kwargs)
     if options.server is None:
         return _run_as(_unlocked(key), decoration, args, kwargs)
-    client = options.server.client
-    with LockedCall(options, options.server, caller, key) as call:
-        drive(client, call.acquire())
+    with LockedCall(options, options.server, options.server.client, caller, key) as call:
+        drive(call.client, call.acquire())
         if call.may_run():
-            _run_and_release(call, client, decoration, args, kwargs)
+            _run_and_release(call, decoration, args, kwargs)
     return _result(call)
 
 
-def _run_and_release(call: LockedCall, client: Any, decoration: Decoration, args: Args, kwargs: Kwargs) -> None:
+def _run_and_release(call: LockedCall, decoration: Decoration, args: Args, kwargs: Kwargs) -> None:
     try:
         if call.is_current():
             call.succeed(_run_as(call.lease, decoration, args, kwargs))
@@ -41,7 +40,7 @@ def _run_and_release(call: LockedCall, client: Any, decoration: Decoration, args
         call.ended_by = error
         raise
     finally:
-        drive(client, call.release())
+        drive(call.client, call.release())
 
 
 async def run_async(decoration: Decoration, caller: Caller, args: Args, kwargs: Kwargs) -> Any:
@@ -51,19 +50,17 @@ async def run_async(decoration: Decoration, caller: Caller, args: Args, kwargs: 
     if options.server is None:
         return await _run_as_async(_unlocked(key), decoration, args, kwargs)
     client = await options.server.async_client()
-    with AsyncLockedCall(options, options.server, caller, key) as call:
+    with AsyncLockedCall(options, options.server, client, caller, key) as call:
         cancellations = _cancellations()
         await drive_async(client, call.acquire())
         if _cancellations() > cancellations:  # redis-py loses one that comes when the reply has come, too
             raise asyncio.CancelledError
         if call.may_run():
-            await _run_and_release_async(call, client, decoration, args, kwargs)
+            await _run_and_release_async(call, decoration, args, kwargs)
     return _result(call)
 
 
-async def _run_and_release_async(
-    call: AsyncLockedCall, client: Any, decoration: Decoration, args: Args, kwargs: Kwargs
-) -> None:
+async def _run_and_release_async(call: AsyncLockedCall, decoration: Decoration, args: Args, kwargs: Kwargs) -> None:
     try:
         if call.is_current():
             call.succeed(await _run_as_async(call.lease, decoration, args, kwargs))
@@ -72,7 +69,7 @@ async def _run_and_release_async(
         if not isinstance(error, asyncio.CancelledError) or not call.is_withdrawn():
             raise
     finally:
-        await drive_async(client, call.release())
+        await drive_async(call.client, call.release())
 
 
 def _result(call: LockedCall) -> Any:

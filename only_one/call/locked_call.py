@@ -37,6 +37,7 @@ class LockedCall:
     Attributes:
         options: the effective options.
         server: where the key is.
+        client: redis-py's, by which the commands are sent.
         caller: who calls.
         name: the task's name, or the function's.
         key: the key as it is in Redis.
@@ -58,9 +59,10 @@ class LockedCall:
     _problem: Exception | None = None
     _is_acquired = _leaves_nothing = _has_succeeded = False
 
-    def __init__(self, options: EffectiveOptions, server: Server, caller: Caller, key: str) -> None:
+    def __init__(self, options: EffectiveOptions, server: Server, client: Any, caller: Caller, key: str) -> None:
         self.options = options
         self.server = server
+        self.client = client
         self.caller = caller
         self.name = caller.name
         self.key = key
@@ -174,8 +176,7 @@ class LockedCall:
         self.lost = self._end()
         at_end = self.caller.at_end(self.options, self.server, self.key, self.ended_by)
         retained = self._retained() if self._has_succeeded else at_end.retained
-        features, client = self.server.features, self.server.client
-        lock = self.lock_of_redis_py.held(client, features, self.key, self.token, self.options.ttl)
+        lock = self.lock_of_redis_py.held(self.client, self.server.features, self.key, self.token, self.options.ttl)
         outcome = None
         try:
             outcome = yield from lock.end(retained, at_end.marker)
@@ -274,8 +275,8 @@ class AsyncLockedCall(LockedCall):
     lock_of_redis_py = AsyncLock
     waits_until_told = False  # the loop has others to see to
 
-    def __init__(self, options: EffectiveOptions, server: Server, caller: Caller, key: str) -> None:
-        super().__init__(options, server, caller, key)
+    def __init__(self, options: EffectiveOptions, server: Server, client: Any, caller: Caller, key: str) -> None:
+        super().__init__(options, server, client, caller, key)
         self._loop = asyncio.get_running_loop()
         self._task: Any = asyncio.current_task()
         self._is_over = self._is_cancelled = False

@@ -90,7 +90,7 @@ class Publication(TaskCaller):
             return self._publish()
         key = options.prefix + decoration.make_key(self, *self._as_sent())
         at_first = replace_fields(options, ttl=min(seconds, _UNTIL_PUBLISHED), limit=seconds, timeout=seconds)
-        with LockedCall(at_first, options.server, self, key) as call:
+        with LockedCall(at_first, options.server, options.server.client, self, key) as call:
             try:
                 existing = self._number(call, decoration) if only_newest else self._acquire(call)
             except TROUBLE as error:
@@ -151,10 +151,10 @@ class Publication(TaskCaller):
 
     def _acquire(self, call: LockedCall) -> bytes | None:
         """Acquire the key: None if it is ours, else what is stored there."""
-        client, features, ttl = call.server.client, call.server.features, call.options.ttl
-        value = drive(client, acquire(features, call.key, call.token, expiry_in(ttl)))
+        features, ttl = call.server.features, call.options.ttl
+        value = drive(call.client, acquire(features, call.key, call.token, expiry_in(ttl)))
         if value is not None and call.options.takeover and is_dead(value):
-            value = drive(client, take_over(features, call.key, value, call.token, ttl))
+            value = drive(call.client, take_over(features, call.key, value, call.token, ttl))
         return value
 
     def _queue_first(self, call: LockedCall) -> Any:
@@ -170,7 +170,7 @@ class Publication(TaskCaller):
 
     def _release(self, call: LockedCall) -> None:
         try:
-            give_back(call.server.client, call.server.features, call.key, call.token)
+            give_back(call.client, call.server.features, call.key, call.token)
         except TROUBLE as error:
             logger.debug("%s could not be released, and will be in the background: %s", call.key, error)
             call.clean_up(no_write_in_flight=True)
@@ -181,7 +181,7 @@ class Publication(TaskCaller):
         if task_id != self.id:
             token = TokenFactory(self._task.name, task_id, 0, "queued").token(limit)
         try:
-            drive(call.server.client, replace(call.key, call.token, token, round(limit * 1000)))
+            drive(call.client, replace(call.key, call.token, token, round(limit * 1000)))
         except TROUBLE as error:
             level = logging.WARNING if isinstance(error, ResponseError) else logging.DEBUG
             logger.log(level, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
