@@ -13,7 +13,7 @@ from .call.decorated_function import configured_by_app, is_task
 from .call.effective_options import Decoration
 from .connections.server import Server, Source, find_server
 from .errors import ConfigurationError
-from .lock.commands import RAW, give_back
+from .lock.commands import RAW, release_now
 from .lock.holder import Holder, is_dead, machine
 
 _AT_ONCE = 500
@@ -142,7 +142,7 @@ def _configured(redis: Source | None, app: Any) -> tuple[Server, str]:
 
 
 def _release(server: Server, key: Any, value: bytes) -> bool:
-    return give_back(server.client, server.features, key, value).status == "held"
+    return release_now(server.client, server.features, key, value).status == "held"
 
 
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Server, str]:

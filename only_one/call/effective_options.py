@@ -30,7 +30,7 @@ class AtEnd(NamedTuple):
     Attributes:
         retained: what is stored at the key after a run that has not succeeded, and for how many milliseconds; None if
             the key is released.
-        marker: the completion marker of a task's message, if the message may be delivered again, and has been worked.
+        marker: the completion marker to be set for redeliveries of a task's message; None if none is set.
         on_marked: is called if the marker is set, or may be.
     """
 
@@ -47,7 +47,7 @@ class Caller:
 
     Attributes:
         name: the task's name, or the function's.
-        identity: the same in a token.
+        token_factory: makes the tokens with which the caller acquires a key.
         bound: the first argument is the task itself.
         app: the task's app; None for a plain function.
         key: the key as it is in Redis, where it has come with the task's message.

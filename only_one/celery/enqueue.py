@@ -20,7 +20,7 @@ from only_one.call.locked_call import CARRIED_ON, LockedCall
 from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, OnlyOneError
 from only_one.events import Busy, emit, logger
-from only_one.lock.commands import TROUBLE, acquire, drive, expiry_in, give_back, replace, take_over
+from only_one.lock.commands import TROUBLE, acquire, drive, expiry_in, release_now, replace, take_over
 from only_one.lock.holder import Holder, TokenFactory, is_dead
 from only_one.policies import BufferOne, RequeueRequest
 
@@ -170,7 +170,7 @@ class Publication(TaskCaller):
 
     def _release(self, call: LockedCall) -> None:
         try:
-            give_back(call.client, call.server.features, call.key, call.token)
+            release_now(call.client, call.server.features, call.key, call.token)
         except TROUBLE as error:
             logger.debug("%s could not be released, and will be in the background: %s", call.key, error)
             call.clean_up(no_write_in_flight=True)

@@ -20,7 +20,7 @@ from celery.exceptions import TimeLimitExceeded, WorkerLostError
 from only_one.call.effective_options import Decoration
 from only_one.connections.server import Server
 from only_one.events import logger
-from only_one.lock.commands import RAW, drive, give_back, now, replace
+from only_one.lock.commands import RAW, drive, now, release_now, replace
 from only_one.lock.current_lock import Lease
 from only_one.lock.holder import Holder, TokenFactory, is_dead, is_queued, machine
 from only_one.lock.renewal import hold
@@ -105,7 +105,7 @@ def _is_released(server: Server, key: str, task_id: str, *, takeover: bool) -> b
     if not (is_queued(value) or is_dead(value) or _has_ended(holder)):
         return False
     # A task that is queued may just have begun: then it is its process that is waited for.
-    return give_back(server.client, server.features, key, value).status == "held"
+    return release_now(server.client, server.features, key, value).status == "held"
 
 
 def _has_ended(holder: Holder) -> bool:
@@ -136,7 +136,7 @@ def _forget(task: Any, decoration: Decoration, request: Any) -> None:
         return
     try:
         if header.token:
-            give_back(server.client, server.features, header.key, header.token.encode())
+            release_now(server.client, server.features, header.key, header.token.encode())
         else:  # a retry, whose message was published before the key was its own
             _is_released(server, header.key, request.id, takeover=False)
         if header.trigger is not None:

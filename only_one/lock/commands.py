@@ -89,7 +89,7 @@ if value == ARGV[1] then
 end""")
 
 # The redeliveries of a task's message say in a hash beside the key that they wait; see `celery.redelivery`.
-_NOTE_END = """
+_SET_MARKER = """
 local copies, lasts = redis.call('exists', KEYS[2]), tonumber(ARGV[#ARGV])
 if copies == 1 or lasts > 0 then
     redis.call('hset', KEYS[2], 'ended', ARGV[1], 'ended_at', redis.call('time')[1], 'stored', 0)
@@ -97,8 +97,8 @@ if copies == 1 or lasts > 0 then
 end
 if lasts > 0 then redis.call('pexpire', KEYS[2], lasts) end
 """
-_RELEASE_NOTING = Script(f"{_NOTE_END}\nif value == ARGV[1] then return redis.call('del', KEYS[1]) + copies end")
-_REPLACE_NOTING = Script(f"{_NOTE_END}{_IF_OLD_REPLACE}")
+_RELEASE_AND_MARK = Script(f"{_SET_MARKER}\nif value == ARGV[1] then return redis.call('del', KEYS[1]) + copies end")
+_REPLACE_AND_MARK = Script(f"{_SET_MARKER}{_IF_OLD_REPLACE}")
 _FENCE_REMEMBERED = 24 * 3600 * 1000
 """Milliseconds for which the last fencing token is remembered. The server's clock goes on where it is forgotten."""
 
@@ -208,7 +208,7 @@ def release(
         ResponseError: if the server refuses each of our commands.
     """
     if marker:
-        return parse_result((yield from evaluate(_RELEASE_NOTING, key, token, marker.lasts, beside=marker.name)))
+        return parse_result((yield from evaluate(_RELEASE_AND_MARK, key, token, marker.lasts, beside=marker.name)))
     while True:
         command = features.release_command(key, token)
         try:
@@ -245,7 +245,7 @@ def replace(key: str, old: bytes, new: bytes, ttl: int, marker: MarkerUpdate | N
     """Store `new` in place of `old` for `ttl` milliseconds, if `old` is still there; `marker` is as for `release`."""
     if marker:
         return parse_result(
-            (yield from evaluate(_REPLACE_NOTING, key, old, new, ttl, marker.lasts, beside=marker.name))
+            (yield from evaluate(_REPLACE_AND_MARK, key, old, new, ttl, marker.lasts, beside=marker.name))
         )
     return parse_result((yield from evaluate(_REPLACE, key, old, new, ttl)))
 
@@ -337,6 +337,6 @@ async def _send_async(client: Any, commands: Commands[T]) -> T:
         return result
 
 
-def give_back(client: Any, features: Features, key: str | bytes, token: bytes) -> ReleaseResult:
+def release_now(client: Any, features: Features, key: str | bytes, token: bytes) -> ReleaseResult:
     """Delete a key if it holds `token`, and say what became of it."""
     return drive(client, release(features, key, token))

@@ -179,7 +179,7 @@ class Sync:
     def take(self, client: Any, features: Features, key: str, token: bytes, ttl: int | None = TTL) -> bytes | None:
         return drive(client, acquire(features, key, token, in_ms(ttl)))
 
-    def give_back(self, client: Any, features: Features, key: str, token: bytes) -> ReleaseResult:
+    def release_now(self, client: Any, features: Features, key: str, token: bytes) -> ReleaseResult:
         return drive(client, release(features, key, token))
 
     def close(self) -> None:
@@ -218,7 +218,7 @@ class Async(Sync):
         found: bytes | None = self.do(drive_async, client, acquire(features, key, token, in_ms(ttl)))
         return found
 
-    def give_back(self, client: Any, features: Features, key: str, token: bytes) -> ReleaseResult:
+    def release_now(self, client: Any, features: Features, key: str, token: bytes) -> ReleaseResult:
         outcome: ReleaseResult = self.do(drive_async, client, release(features, key, token))
         return outcome
 
@@ -267,13 +267,13 @@ def test_a_key_is_taken_and_given_back(side: Sync, each_client: Any, direct: Any
         assert direct.get(key) == token
         assert 0 < direct.pttl(key) <= 50_000
         assert side.take(each_client, features, key, token, 50_000) is None  # our own token: it is ours
-        assert side.give_back(each_client, features, key, token) == ReleaseResult("held")
+        assert side.release_now(each_client, features, key, token) == ReleaseResult("held")
         assert direct.exists(key) == 0
-        assert side.give_back(each_client, features, key, token) == ("gone", b"", False)
+        assert side.release_now(each_client, features, key, token) == ("gone", b"", False)
 
         direct.set(key, other)
         assert side.take(each_client, features, key, token) == other
-        assert side.give_back(each_client, features, key, token) == ReleaseResult("taken", other)
+        assert side.release_now(each_client, features, key, token) == ReleaseResult("taken", other)
         assert direct.get(key) == other
         direct.delete(key)
 
@@ -289,8 +289,8 @@ def test_over_a_unix_socket(side: Sync, ours: RedisServer, key: str) -> None:
         features = Features()
         assert side.take(client, features, key, BINARY) is None
         assert side.take(client, features, key, b"other") == BINARY
-        assert side.give_back(client, features, key, b"other") == ReleaseResult("taken", BINARY)
-        assert side.give_back(client, features, key, BINARY) == ReleaseResult("held")
+        assert side.release_now(client, features, key, b"other") == ReleaseResult("taken", BINARY)
+        assert side.release_now(client, features, key, BINARY) == ReleaseResult("held")
 
 
 def test_a_covered_run_over_a_unix_socket(side: Sync, ours: RedisServer) -> None:
@@ -509,7 +509,7 @@ def test_a_server_is_asked_once_for_what_it_refuses(side: Sync, proxy: Proxy, ke
         proxy.forget_commands()
         assert side.take(client, features, key, b"ours") is None
         assert side.take(client, features, key, b"other") == b"ours"
-        assert side.give_back(client, features, key, b"ours") == ReleaseResult("held")
+        assert side.release_now(client, features, key, b"ours") == ReleaseResult("held")
         sent.append(proxy.commands)
 
     takes, gives_back = LEARNT[kind]
@@ -530,7 +530,7 @@ def test_a_script_that_is_flushed_is_sent_again(side: Sync, limited_url: str, ke
     for _ in range(2):
         assert side.take(client, features, key, b"ours") is None
         side.do(client.script_flush)
-        assert side.give_back(client, features, key, b"ours") == ReleaseResult("held")
+        assert side.release_now(client, features, key, b"ours") == ReleaseResult("held")
 
 
 def test_a_user_who_may_not_release_keeps_the_results_of_its_runs(
@@ -617,7 +617,7 @@ def test_a_refused_release_whose_reply_is_lost_is_made_in_another_way(
     features = Features()
     assert side.take(client, features, key, b"ours") is None
     proxy.lose_request(*RELEASES)
-    assert side.give_back(client, features, key, b"ours") == ReleaseResult("held")
+    assert side.release_now(client, features, key, b"ours") == ReleaseResult("held")
     assert direct.exists(key) == 0
 
 
