@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -469,6 +471,26 @@ def test_whose_a_key_is_that_the_second_command_has_left_alone() -> None:
     with pytest.raises(StopIteration) as end:
         steps.send(b"another's")
     assert end.value.value == ("taken", b"another's", False)
+
+
+class Interruption(BaseException):
+    """What a signal handler raises."""
+
+
+def test_commands_that_are_interrupted_end_at_once(side: Sync) -> None:
+    """Collected later, they would swallow what the next signal's handler raises."""
+    steps = acquire(Features(), "k", b"ours", NEVER)
+
+    def sync(*_: Any, **__: Any) -> None:
+        raise Interruption
+
+    async def asynchronous(*_: Any, **__: Any) -> None:
+        raise Interruption
+
+    client = SimpleNamespace(execute_command=asynchronous if isinstance(side, Async) else sync)
+    with pytest.raises(Interruption):
+        side.do(drive_async if isinstance(side, Async) else drive, client, steps)
+    assert inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED
 
 
 def test_another_refusal_teaches_nothing() -> None:
