@@ -21,6 +21,8 @@ from only_one.lock import renewal
 from tests.servers import RedisServer, redis_server
 from tests.waiting import LIMIT
 
+os.environ.pop("PYTHONUNBUFFERED", None)  # with it, a program that forgets to flush is seen to hang by others only
+
 LONG_FIRST = ("live", "faults", "test_example", "test_redis_py", "test_wheel", "test_testing")
 """Files that take longest, which are begun first: else one of them would be alone at the end."""
 

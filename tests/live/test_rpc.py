@@ -27,7 +27,7 @@ from celery.exceptions import TimeoutError
 from tests.live.rpc_app import gated
 
 answer = gated.delay(sys.argv[1])
-print(answer.is_duplicate, answer.id)
+print(answer.is_duplicate, answer.id, flush=True)
 sys.stdin.readline()  # the task has ended
 try:
     answer.get(timeout=float(sys.argv[2]))
