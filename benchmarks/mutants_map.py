@@ -47,7 +47,7 @@ INTERRUPTED = {
     f"{PACKAGE}/{name}.py"
     for name in (
         *(
-            "call/driver",
+            "call/run",
             "call/locked_call",
             "lock/commands",
             "lock/redis_lock",

@@ -1,10 +1,208 @@
-"""`python -m only_one`: see `cli`."""
+"""The command line that lists, shows and releases keys: `python -m only_one`, or `celery -A proj only-one`."""
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime, timezone
+from typing import Any
 
-from .cli import main
+from redis.exceptions import RedisError
+
+from .errors import OnlyOneError
+from .inspection import Held, held, held_key, release_key
+from .lock.holder import printable
+from .settings import UNSET, configure
+
+_COLUMNS = ("key", "state", "task", "id", "host", "pid", "since", "age", "free_by", "process")
+
+
+def main(arguments: Sequence[str] | None = None, *, program: str = "python -m only_one", app: Any = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: what stands after the program's name; by default those of this process.
+        program: the program's name, as the help shows it.
+        app: the Celery app whose settings hold, too.
+
+    Returns:
+        The exit status: 0 if all was done, 1 if something was not freed or not found, 2 for wrong use and trouble.
+    """
+    given = _parser(program).parse_args(arguments)
+    out: Any = sys.stdout
+    if hasattr(out, "reconfigure"):
+        out.reconfigure(errors="backslashreplace")  # what a terminal cannot show
+    try:
+        with configure(redis=given.redis, prefix=given.prefix):
+            status = _COMMANDS[given.command](given, app)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (OnlyOneError, RedisError, OSError) as error:
+        print(f"{program}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(program, description="Look at the keys that only_one holds, and free them.")
+    add = parser.add_argument
+    add("--redis", default=UNSET, metavar="URL", help="the server, if it is another than the configured one")
+    add("--prefix", default=UNSET, help="what the keys begin with, if it is not what is configured")
+    commands = parser.add_subparsers(required=True, dest="command", metavar="|".join(_COMMANDS))
+
+    add = commands.add_parser("list", help="the keys that are held, and by whom").add_argument
+    add("--match", default="*", metavar="PATTERN", help="a pattern of keys without the prefix: *, ?, [abc]")
+    add("--json", action="store_true", help="one line of JSON for each key")
+
+    add = commands.add_parser("show", help="all that is known of a key").add_argument
+    add("key", help="the key, with or without the prefix")
+    add("--json", action="store_true", help="one line of JSON")
+
+    add = commands.add_parser("release", help="free keys; the runs that hold them go on, and learn it").add_argument
+    add("keys", nargs="*", metavar="key", help="a key, with or without the prefix")
+    add("--force", action="store_true", help="also where the holder is not known to be dead")
+    add("--dead", action="store_true", help="all keys whose holder is certainly dead, seen from here")
+    queued = "all keys whose task has been queued for longer than this and is in no worker: 600, 90m, 2h, 1d"
+    add("--queued", type=_seconds, metavar="OLDER_THAN", help=queued)
+    add("--match", default="*", metavar="PATTERN", help="with these two: only keys of this pattern")
+    return parser
+
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def _seconds(text: str) -> float:
+    """A time as it is given; without a unit it is seconds."""
+    return float(text[:-1]) * _UNITS[text[-1]] if text[-1:] in _UNITS else float(text)
+
+
+def _list(given: argparse.Namespace, app: Any) -> int:
+    facts = [_facts(each) for each in sorted(held(given.match, app=app))]
+    rows = [[_cell(each[name]) for name in _COLUMNS] for each in facts]
+    if given.json:
+        lines = [json.dumps(each) for each in facts]
+    elif sys.stdout.isatty():
+        rows.insert(0, [name.replace("_", " ") for name in _COLUMNS])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    else:
+        lines = ["\t".join(row) for row in rows]
+    for line in lines:
+        print(line)
+    return 0
+
+
+def _show(given: argparse.Namespace, app: Any) -> int:
+    found = held_key(given.key, app=app)
+    if found is None:
+        print(f"{printable(given.key)} is free", file=sys.stderr)
+        return 1
+    if given.json:
+        print(json.dumps(_facts(found)))
+    else:
+        for name, value in _facts(found).items():
+            print(f"{name.replace('_', ' ') + ':':<12} {_cell(value)}")
+    return 0
+
+
+def _release(given: argparse.Namespace, app: Any) -> int:
+    if given.dead + (given.queued is not None) + bool(given.keys) != 1:
+        wanted = "the keys that are to be freed, or --dead for all whose holder is dead"
+        print(f"write {wanted}, or --queued 2h for all that have been queued for longer", file=sys.stderr)
+        return 2
+    if given.keys:
+        return max([_free(key, held_key(key, app=app), app, force=given.force) for key in given.keys])
+    if given.dead:
+        meant = [each for each in held(given.match, app=app) if each.process == "dead"]
+    else:
+        before, keys = time.time() - given.queued, held(given.match, app=app)
+        meant = [each for each in keys if (by := each.holder) and by.state == "queued" and by.since < before]
+    return max([_free(each.key, each, app, force=given.force) for each in meant], default=0)
+
+
+def _free(key: str, found: Held | None, app: Any, *, force: bool) -> int:
+    """Free a key, unless something speaks against it, and print what became of it."""
+    if found is None:
+        reason = "it is free"
+    elif not found.value:
+        reason = "it holds a value of another type, which cannot be compared; redis-cli deletes it"
+    elif found.holder is None and not force:
+        reason = f"it is not a key of only_one, but holds {_cell(_value(found))}; --force frees it all the same"
+    elif found.process in _NOT_DEAD and not force:
+        reason = f"{found.holder} is {_NOT_DEAD[found.process]}; --force frees it all the same"
+    elif release_key(found.key, found.value, app=app):
+        print(f"{printable(found.key)} was freed, held by {found.holder or _cell(_value(found))}")
+        return 0
+    else:
+        key, reason = found.key, "it has another holder now, or none"
+    print(f"{printable(key)} was not freed: {reason}", file=sys.stderr)
+    return 1
+
+
+_COMMANDS = {"list": _list, "show": _show, "release": _release}
+_NOT_DEAD = {"alive": "alive", "unknown": "not known to be dead"}
+
+
+def _facts(found: Held) -> dict[str, Any]:
+    """What is known of a key, with None for what is not; a key that is renewed is free when its run ends."""
+    holder = found.holder
+    ends_with_run = holder is not None and holder.state == "running" and holder.deadline is None
+    return {
+        "key": found.key,
+        "state": holder.state if holder else "foreign",
+        "task": holder.name if holder else None,
+        "id": holder.task_id if holder else None,
+        "host": holder.host if holder else None,
+        "pid": holder.pid if holder else None,
+        "since": _time(holder.since) if holder else None,
+        "age": max(0, round(time.time() - holder.since)) if holder else None,
+        "free_by": None if ends_with_run or found.expires_in is None else _time(time.time() + found.expires_in),
+        "process": found.process,
+        "attempt": holder.attempt if holder else None,
+        "expires_in": found.expires_in,
+        "value": _value(found),
+    }
+
+
+def _value(found: Held) -> str:
+    return found.value.decode(errors="backslashreplace") if found.value else "a value of another type"
+
+
+def _time(moment: float) -> str | None:
+    """In this machine's time, with what it differs from UTC; None for a time that somebody has made up."""
+    try:
+        return datetime.fromtimestamp(moment, timezone.utc).astimezone().isoformat(timespec="seconds")
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+_LONGEST_CELL = 200
+
+
+def _cell(value: Any) -> str:
+    """As a terminal may be given it: anybody can write anything under our keys."""
+    text = "-" if value is None else printable(str(value))
+    return text if len(text) <= _LONGEST_CELL else text[: _LONGEST_CELL - 1] + "…"
+
+
+with suppress(ImportError):  # it comes with Celery
+    import click
+
+    # Help is answered with the rest.
+    @click.command("only-one", add_help_option=False, context_settings={"ignore_unknown_options": True})
+    @click.argument("arguments", nargs=-1)
+    @click.pass_context
+    def celery_command(context: Any, arguments: tuple[str, ...]) -> None:
+        """Look at the keys that are held, and free them."""
+        sys.exit(main(arguments, program="celery only-one", app=context.obj.app))
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,30 +1,31 @@
-"""The decorator `only_one`: its parameters, its types, and whether it stands above a function or a Celery task."""
+"""The decorator `only_one`: its parameters and types, what it can decorate, and the wrapper that runs in its place."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, overload
 
-from .call.decorated_function import is_task, wrap
+from .call.effective_options import Caller, Decoration
+from .call.run import run, run_async
 from .connections.server import Source
-from .errors import ConfigurationError
+from .errors import AlreadyRunning, ConfigurationError, KeyTemplateError, LockLost, LockUnavailable
+from .keys.template import has_field
+from .option_values import Seconds
 from .policies import carry_on, fail
 from .settings import CHECKS, UNSET, Options, Unset, check
-from .validation import Seconds
 
 if TYPE_CHECKING:
     from typing_extensions import Never, TypedDict, TypeVar, Unpack
 
-    from .errors import AlreadyRunning, LockLost, LockUnavailable
-
     P = ParamSpec("P")
     R = TypeVar("R")
-    Busy = TypeVar("Busy", default=None)
-    Down = TypeVar("Down", default=Never)
-    Busy_co = TypeVar("Busy_co", covariant=True)
-    Down_co = TypeVar("Down_co", covariant=True)
+    Busy = TypeVar("Busy", default=None, covariant=True)  # noqa: PLC0105 - in functions, variance says nothing
+    Down = TypeVar("Down", default=Never, covariant=True)  # noqa: PLC0105
+    Async = Callable[P, Coroutine[Any, Any, R]]
+    Key = str | Callable[..., str]
     Time = Seconds | Unset | None
 
     class Keywords(TypedDict, Generic[Busy, Down], total=False):
@@ -38,50 +39,42 @@ if TYPE_CHECKING:
         takeover: bool
         redis: Source | None
 
-    class KeywordsAndKey(Keywords[Busy, Down], total=False):
-        """The same, where the key is not given by position."""
-
-        key: str | Callable[..., str]
-
     class CeleryTask(Protocol):
         """A task, which stays what it is: what its policies return comes to its results."""
 
         def apply_async(self, *args: Any, **kwargs: Any) -> Any:
             """See Celery."""
 
-    AnyTask = TypeVar("AnyTask", bound=CeleryTask)
+    Task = TypeVar("Task", bound=CeleryTask)
 
-    class Decorator(Protocol[Busy_co, Down_co]):
+    class Decorator(Protocol[Busy, Down]):
         """What `only_one(...)` gives: the function's type, with what the policies return beside its result."""
 
         @overload
-        def __call__(self, task: AnyTask, /) -> AnyTask: ...
+        def __call__(self, task: Task, /) -> Task: ...
         @overload
-        def __call__(
-            self, function: Callable[P, Coroutine[Any, Any, R]], /
-        ) -> Callable[P, Coroutine[Any, Any, R | Busy_co | Down_co]]: ...
+        def __call__(self, function: Async[P, R], /) -> Async[P, R | Busy | Down]: ...
         @overload
-        def __call__(self, function: Callable[P, R], /) -> Callable[P, R | Busy_co | Down_co]: ...
+        def __call__(self, function: Callable[P, R], /) -> Callable[P, R | Busy | Down]: ...
 
 
-DEFAULT_KEY = "{name}:{md5}"
+_CELERY = "celery.app.task"
+"""Celery is not imported by us, but a task can only be running where others have imported it."""
 
 
 @overload
-def only_one(task: AnyTask, /, timeout: Time = ..., **options: Unpack[KeywordsAndKey[object, object]]) -> AnyTask: ...
+def only_one(task: Task, /, timeout: Time = ..., *, key: Key = ..., **options: Unpack[Keywords[Any, Any]]) -> Task: ...
 @overload
 def only_one(
-    function: Callable[P, Coroutine[Any, Any, R]], /, timeout: Time = ..., **options: Unpack[KeywordsAndKey[Busy, Down]]
-) -> Callable[P, Coroutine[Any, Any, R | Busy | Down]]: ...
+    function: Async[P, R], /, timeout: Time = ..., *, key: Key = ..., **options: Unpack[Keywords[Busy, Down]]
+) -> Async[P, R | Busy | Down]: ...
 @overload
 def only_one(
-    function: Callable[P, R], /, timeout: Time = ..., **options: Unpack[KeywordsAndKey[Busy, Down]]
+    function: Callable[P, R], /, timeout: Time = ..., *, key: Key = ..., **options: Unpack[Keywords[Busy, Down]]
 ) -> Callable[P, R | Busy | Down]: ...
 @overload
-def only_one(key: str, /, timeout: Time = ..., **options: Unpack[Keywords[Busy, Down]]) -> Decorator[Busy, Down]: ...
-@overload
-def only_one(*, timeout: Time = ..., **options: Unpack[KeywordsAndKey[Busy, Down]]) -> Decorator[Busy, Down]: ...
-def only_one(
+def only_one(key: Key = ..., timeout: Time = ..., **options: Unpack[Keywords[Busy, Down]]) -> Decorator[Busy, Down]: ...
+def only_one(  # pyright: ignore[reportInconsistentOverload] - a key by position is `function_or_key`
     function_or_key: Any = UNSET,
     /,
     timeout: Any = UNSET,
@@ -143,8 +136,8 @@ def only_one(
     if isinstance(timeout, str) and not timeout[:1].isdigit():  # which would be a time, and no key
         msg = f"timeout={timeout!r} is a str: write the key first and then the seconds, only_one({timeout!r}, 300)"
         raise ConfigurationError(msg)
-    template = function_or_key if as_key else key
-    decorate = functools.partial(_decorate, DEFAULT_KEY if template is UNSET else template, check(given, {}))
+    template = function_or_key if as_key else "{name}:{md5}" if key is UNSET else key
+    decorate = functools.partial(_decorate, template, check(given, {}))
     return decorate if as_key or function_or_key is UNSET else decorate(function_or_key)
 
 
@@ -157,8 +150,148 @@ def _decorate(key: Any, options: Options, target: Any) -> Any:
     if is_task(target):
         from only_one.celery import lazy_tasks  # noqa: PLC0415 - not before Celery is there
 
-        return lazy_tasks.decorate_task(target, key, options)
-    wrapper = wrap(target, key, options)
+        return lazy_tasks.decorate_task(target, key, options, signature_of, wrap)
+    return wrap(target, key, options)
+
+
+def is_task(target: Any) -> bool:
+    """Whether `target` is a Celery task, or a proxy of one, by its type alone: much else evaluates a lazy task."""
+    return any(base.__module__ in ("celery.local", _CELERY) for base in type(target).__mro__)
+
+
+def configured_by_app(app: Any) -> tuple[Options, Callable[[], Source | None]]:
+    """The options in a Celery app's configuration, and what gives its own server; None is the current app, if any."""
+    if _CELERY not in sys.modules:
+        return {}, lambda: None
+    from only_one.celery import app_settings  # noqa: PLC0415 - not before Celery is there
+    from only_one.celery import worker_signals as worker_signals  # noqa: PLC0415 - which listens from now on
+
+    return app_settings.app_options(app)
+
+
+# The wrapper
+
+
+def wrap(function: Any, key: Any, options: Options, task: Any = None) -> Any:
+    """The wrapper of a function, of which only one call at a time runs.
+
+    Args:
+        function: what is decorated.
+        key: a template, or a callable of the call's arguments.
+        options: the decorator's.
+        task: the Celery task whose `run` is wrapped, where it is unique from queued to finished.
+
+    Raises:
+        KeyTemplateError: for a key that could not work.
+        ConfigurationError: for something that cannot be decorated.
+    """
+    signature = signature_of(function)
+    decorated = getattr(function, "__only_one__", None)
+    if decorated is not None and decorated.template == key:  # a second one would find itself busy in every call
+        msg = f"{function.__qualname__} is covered with key={key!r} already: write one @only_one, or another key"
+        raise ConfigurationError(msg)
+    name = _name_of(function, key, signature) if task is None else task.name
+    decoration = Decoration(function, name, key, options, signature, configured_by_app, task)
+
+    def sync_wrapper(*args: Any, **kwargs: Any) -> Any:
+        return run(decoration, _caller_of(decoration, wrapper, args), args, kwargs)
+
+    async def async_wrapper(*args: Any, **kwargs: Any) -> Any:
+        return await run_async(decoration, _caller_of(decoration, wrapper, args), args, kwargs)
+
+    wrapper: Any = async_wrapper if inspect.iscoroutinefunction(function) else sync_wrapper
+    functools.update_wrapper(wrapper, function)
+    # Celery checks the arguments of `.delay()` by the signature, and does not follow `__wrapped__` to find it.
+    wrapper.__signature__ = signature
+    wrapper.__only_one__ = decoration
     if "celery" in sys.modules:
         from only_one.celery import worker_signals as worker_signals  # noqa: PLC0415 - for the worker's main process, which runs nothing
     return wrapper
+
+
+def _caller_of(decoration: Decoration, wrapper: Any, args: tuple[Any, ...]) -> Caller:
+    if _CELERY not in sys.modules:
+        return decoration.plain
+    from only_one.celery import task_run  # noqa: PLC0415 - not before Celery is there
+
+    return task_run.caller_of(decoration, wrapper, args)
+
+
+# What can be decorated
+
+
+def signature_of(function: Any) -> inspect.Signature:
+    """The signature of a function that can be decorated.
+
+    Raises:
+        ConfigurationError: for anything else, saying what to write instead.
+    """
+    kind = type(function)
+    if issubclass(kind, (staticmethod, classmethod, property)):
+        problem = f"a {kind.__name__}: write @only_one below @{kind.__name__}, directly above the function"
+    elif issubclass(kind, type):
+        problem = f"the class {function.__name__}: write @only_one above the method that does the work, such as run"
+    elif not callable(function) or not hasattr(function, "__qualname__"):
+        problem = (
+            f"{function!r}, which is no function: write @only_one above a def, or above the __call__ of its class, "
+            "and a key as key='a-name'"
+        )
+    elif inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        problem = (
+            f"the generator function {function.__name__}, whose call returns before its body has run: "
+            "write @only_one above the function that consumes it"
+        )
+    else:
+        try:
+            return inspect.signature(function)
+        except ValueError:
+            problem = f"{function!r}, whose parameters are unknown: write @only_one above a def around it"
+    msg = f"only_one cannot cover {problem}"
+    raise ConfigurationError(msg)
+
+
+def _name_of(function: Callable[..., Any], key: Any, signature: inspect.Signature) -> str:
+    """`module.qualname`, where a program that was started with `-m` has its module's name, and not `__main__`.
+
+    Raises:
+        KeyTemplateError: where `{name}` would be that of different functions, or `{md5}` has no stable value.
+    """
+    module: str | None = function.__module__
+    if module in ("__main__", "__mp_main__"):
+        spec = getattr(inspect.unwrap(function), "__globals__", {}).get("__spec__")
+        module = getattr(spec, "name", None)
+    if has_field(key, "name") and function.__name__ == "<lambda>":
+        msg = "a lambda has no {name}: write @only_one('a-key') above a def, or key=lambda … if it was meant as the key"
+        raise KeyTemplateError(msg)
+    if has_field(key, "name") and module is None:
+        msg = (
+            f"{{name}} of {function.__qualname__} in __main__ would be the same in every program: "
+            f"write a key, such as @only_one('{function.__name__}-of-my-program'), or start it with python -m"
+        )
+        raise KeyTemplateError(msg)
+    first = next(iter(signature.parameters), None)
+    if first in ("self", "cls") and has_field(key, "md5"):
+        _check_method(function, first)
+    return f"{module or function.__module__}.{function.__qualname__}"
+
+
+def _check_method(function: Callable[..., Any], first: str) -> None:
+    """Refuse `{md5}` above a method of a plain class: its object is an argument, too, and has no digest.
+
+    A class with annotations may become a dataclass, which has one, and `run` may be that of a task, which is left out.
+
+    Raises:
+        KeyTemplateError: saying what to write instead.
+    """
+    owner, _, name = function.__qualname__.rpartition(".")
+    body = inspect.currentframe()
+    while body is not None and body.f_locals.get("__qualname__") != owner:
+        body = body.f_back
+    if body is None or (first == "self" and (name == "run" or "__annotations__" in body.f_locals)):
+        return
+    instead = f"{name}:{{self.id}}" if first == "self" else name
+    msg = (
+        f"{{md5}} above the method {function.__qualname__} would be of its {first}, too, which has no stable digest: "
+        f"write a key that says which calls exclude each other, such as @only_one('{instead}')"
+    )
+    raise KeyTemplateError(msg)

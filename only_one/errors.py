@@ -13,16 +13,31 @@ OnlyOneError
 Each is built from plain strings, so it survives pickle and Celery's JSON, which rebuilds an error from its `args`.
 """
 
-from __future__ import annotations
+from typing import Any
 
 from .lock.holder import Holder, printable
+
+
+class HasHolder:
+    """An error or event that knows what is stored at the key.
+
+    Attributes:
+        value: what is stored there.
+    """
+
+    value: Any
+
+    @property
+    def holder(self) -> Holder | None:
+        """Who holds the key, or held it, as the value says; None where it is not one of ours, or not known."""
+        return Holder.parse(self.value)
 
 
 class OnlyOneError(Exception):
     """The root: whatever only_one raises on its own account is one of these."""
 
 
-class AlreadyRunning(OnlyOneError):
+class AlreadyRunning(HasHolder, OnlyOneError):
     """The key is taken, so the call did not run.
 
     Attributes:
@@ -33,12 +48,7 @@ class AlreadyRunning(OnlyOneError):
     def __init__(self, key: str, value: str = "") -> None:
         super().__init__(key, value)
         self.key = key
-        self.value = value
-
-    @property
-    def holder(self) -> Holder | None:
-        """Who holds the key, or None where the value is not one of ours."""
-        return Holder.parse(self.value)
+        self.value: str = value
 
     @property
     def task_id(self) -> str | None:
@@ -50,7 +60,7 @@ class AlreadyRunning(OnlyOneError):
         return f"{printable(self.key)} is taken by {self.holder or 'a value that is not a holder of only_one'}"
 
 
-class LockLost(OnlyOneError):
+class LockLost(HasHolder, OnlyOneError):
     """The run goes on, but its key is no longer ours.
 
     Attributes:
@@ -64,12 +74,7 @@ class LockLost(OnlyOneError):
         super().__init__(key, reason, value)
         self.key = key
         self.reason = reason
-        self.value = value
-
-    @property
-    def holder(self) -> Holder | None:
-        """Who holds the key now, where that is known."""
-        return Holder.parse(self.value)
+        self.value: str = value
 
     def __str__(self) -> str:
         now = f", now held by {self.holder}" if self.holder else ""

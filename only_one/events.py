@@ -1,19 +1,17 @@
 """What happened, and who listens. Logging is the hook that is always there."""
 
-from __future__ import annotations
-
-import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from logging import DEBUG, INFO, WARNING, getLogger
 from typing import Literal
 
-from .errors import LockUnavailable
+from .errors import HasHolder, LockUnavailable
 from .lock.holder import Holder, printable
-from .validation import check_callable
+from .option_values import check_callable
 
-logger = logging.getLogger("only_one")
+logger = getLogger("only_one")
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Acquired(Event):
 
 
 @dataclass(frozen=True)
-class Busy(Event):
+class Busy(HasHolder, Event):
     """A call found its key taken, and did not run.
 
     Attributes:
@@ -58,29 +56,18 @@ class Busy(Event):
 
     value: bytes
 
-    @property
-    def holder(self) -> Holder | None:
-        """Who runs instead, or None where the value is not one of ours."""
-        return Holder.parse(self.value)
-
     def __str__(self) -> str:
-        holder = self.holder
+        holder, now = self.holder, time.time()
+        taken = f"{self.name} did not run: {printable(self.key)} is taken by"
         if holder is None:
-            return (
-                f"{self.name} did not run: {printable(self.key)} is taken by a value that is not a holder of only_one"
-            )
-        now = time.time()
-        free = (
-            "free when it ends"
-            if holder.deadline is None
-            else f"free in {max(0.0, holder.deadline - now):.1f} s at the latest"
-        )
+            return f"{taken} a value that is not a holder of only_one"
         since = f"{printable(holder.state)} for {now - holder.since:.1f} s"
-        return f"{self.name} did not run: {printable(self.key)} is taken by {holder}, {since}, {free}"
+        end = "when it ends" if holder.deadline is None else f"in {max(0.0, holder.deadline - now):.1f} s at the latest"
+        return f"{taken} {holder}, {since}, free {end}"
 
 
 @dataclass(frozen=True)
-class Reclaimed(Event):
+class Reclaimed(HasHolder, Event):
     """A call took over a key whose holder is certainly dead, or forgotten by this very process.
 
     Attributes:
@@ -88,11 +75,6 @@ class Reclaimed(Event):
     """
 
     value: bytes
-
-    @property
-    def holder(self) -> Holder | None:
-        """Who held the key."""
-        return Holder.parse(self.value)
 
     def __str__(self) -> str:
         return f"{self.name} took over {printable(self.key)} from {self.holder}, which is dead"
@@ -117,7 +99,7 @@ class Released(Event):
 
 
 @dataclass(frozen=True)
-class Lost(Event):
+class Lost(HasHolder, Event):
     """A run lost its key while it ran; told as soon as that is known.
 
     Attributes:
@@ -127,11 +109,6 @@ class Lost(Event):
 
     reason: str
     value: str
-
-    @property
-    def holder(self) -> Holder | None:
-        """Who holds the key now, where that is known."""
-        return Holder.parse(self.value)
 
     def __str__(self) -> str:
         return f"{self.name} lost {printable(self.key)} while it ran ({self.reason}): another may have run beside it"
@@ -151,21 +128,12 @@ class Down(Event):
         return f"{self.name}: {self.error}"
 
 
-Hook = Callable[[Event], object]
+_LEVELS = {Acquired: DEBUG, Busy: INFO, Reclaimed: WARNING, Released: DEBUG, Lost: WARNING, Down: DEBUG}
 
-_LEVELS: dict[type, int] = {
-    Acquired: logging.DEBUG,
-    Busy: logging.INFO,
-    Reclaimed: logging.WARNING,
-    Released: logging.DEBUG,
-    Lost: logging.WARNING,
-    Down: logging.DEBUG,
-}
-
-_hooks: tuple[list[Hook], ...] = ()
+_hooks: dict[object, Callable[[Event], object]] = {}
 
 
-def subscribe(hook: Hook) -> Callable[[], None]:
+def subscribe(hook: Callable[[Event], object]) -> Callable[[], None]:
     """Have `hook` called with every event of this process, in the thread in which it happens.
 
     Args:
@@ -177,14 +145,12 @@ def subscribe(hook: Hook) -> Callable[[], None]:
     Raises:
         ConfigurationError: if `hook` cannot be called.
     """
-    global _hooks  # noqa: PLW0603 - replaced as a whole, so that emitting needs no lock
     check_callable("hook", hook, 1, "write subscribe(function), it is called with each event")
-    subscription = [hook]  # an object of its own, as one hook may be subscribed twice
-    _hooks = (*_hooks, subscription)
+    subscription = object()  # one hook may be subscribed twice
+    _hooks[subscription] = hook
 
     def unsubscribe() -> None:
-        global _hooks  # noqa: PLW0603
-        _hooks = tuple(each for each in _hooks if each is not subscription)
+        _hooks.pop(subscription, None)
 
     return unsubscribe
 
@@ -197,14 +163,10 @@ def wanted(kind: type[Event]) -> bool:
 def emit(event: Event) -> None:
     """Tell everybody who listens."""
     with suppress(Exception):  # a filter or handler that fails is not to fail the call
-        _log(event)
-    for (hook,) in _hooks:
+        extra = {"only_one_event": type(event).__name__, "only_one_key": event.key, "only_one_name": event.name}
+        logger.log(_LEVELS[type(event)], "%s", event, extra=extra)
+    for hook in _hooks.copy().values():  # others may subscribe meanwhile; copying needs no lock
         try:
             hook(event)
         except Exception:
             logger.exception("a hook failed on %s: %r", type(event).__name__, hook)
-
-
-def _log(event: Event) -> None:
-    extra = {"only_one_event": type(event).__name__, "only_one_key": event.key, "only_one_name": event.name}
-    logger.log(_LEVELS[type(event)], "%s", event, extra=extra)

@@ -1,17 +1,14 @@
 """Who holds which key, and releasing keys by hand: nothing is acquired to look, and nothing is released unseen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple
 
 from redis.exceptions import ResponseError
 
 from . import settings
-from .call.decorated_function import configured_by_app, is_task
-from .call.effective_options import Decoration
 from .connections.server import Server, Source, find_server
+from .decorator import configured_by_app, is_task
 from .errors import ConfigurationError
 from .lock.commands import RAW, release_now
 from .lock.holder import Holder, is_dead, machine
@@ -99,8 +96,7 @@ def holder_of(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Hol
     See `key_of` for the arguments.
     """
     server, key = _call(function, args, kwargs)
-    value = _value(server.client, key)
-    return None if value is None else Holder.parse(value)
+    return Holder.parse(server.client.execute_command("GET", key, **RAW) or b"")
 
 
 def release(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
@@ -113,8 +109,8 @@ def release(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
         Whether it was freed; False if it was free, or has gone to somebody else in this moment, who keeps it.
     """
     server, key = _call(function, args, kwargs)
-    value = _value(server.client, key)
-    return value is not None and _release(server, key, value)
+    value = server.client.execute_command("GET", key, **RAW)
+    return value is not None and release_now(server.client, server.features, key, value).status == "held"
 
 
 def release_key(key: str, token: str | bytes, *, redis: Source | None = None, app: Any = None) -> bool:
@@ -130,7 +126,8 @@ def release_key(key: str, token: str | bytes, *, redis: Source | None = None, ap
         Whether it was freed.
     """
     server, _ = _configured(redis, app)
-    return _release(server, key.encode(errors="surrogateescape"), token.encode() if isinstance(token, str) else token)
+    name, value = key.encode(errors="surrogateescape"), token.encode() if isinstance(token, str) else token
+    return release_now(server.client, server.features, name, value).status == "held"
 
 
 def _configured(redis: Source | None, app: Any) -> tuple[Server, str]:
@@ -141,37 +138,26 @@ def _configured(redis: Source | None, app: Any) -> tuple[Server, str]:
     return find_server(source), merged.prefix
 
 
-def _release(server: Server, key: Any, value: bytes) -> bool:
-    return release_now(server.client, server.features, key, value).status == "held"
-
-
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Server, str]:
     """The server and the key of a call by hand."""
-    server, key = (_call_of_task if is_task(function) else _call_of_function)(function, args, kwargs)
-    if server is None:
+    if is_task(function):
+        from only_one.celery import lazy_tasks, task_run  # noqa: PLC0415 - not before Celery is there
+
+        function = lazy_tasks.task_behind(function)
+        decoration = next(iter(task_run.decorations_of(function)), None)
+        caller = task_run.caller_from_outside(function, decoration) if decoration else None
+    else:
+        decoration = getattr(function, "__only_one__", None)
+        caller = decoration.plain if decoration else None
+    if decoration is None or caller is None:
+        msg = f"{function!r} is not covered: write @only_one above it, or give the covered function"
+        raise ConfigurationError(msg)
+    options = decoration.options_for(caller)
+    key = decoration.make_key(caller, (function, *args) if caller.bound else args, kwargs)
+    if options.server is None:
         msg = "the locking is switched off, and no key is held: write active=True, or take ONLY_ONE_ACTIVE=0 away"
         raise ConfigurationError(msg)
-    return server, key
-
-
-def _call_of_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Server | None, str]:
-    decoration: Decoration = getattr(function, "__only_one__", None) or _not_covered(function)
-    options = decoration.options_for(decoration.plain)
-    return options.server, options.prefix + decoration.make_key(decoration.plain, args, kwargs)
-
-
-def _call_of_task(lazy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Server | None, str]:
-    from only_one.celery import lazy_tasks, task_run  # noqa: PLC0415 - not before Celery is there
-
-    task = lazy_tasks.task_behind(lazy)
-    decoration = next(iter(task_run.decorations_of(task)), None) or _not_covered(task)
-    caller = task_run.caller_from_outside(task, decoration)
-    return decoration.options_for(caller).server, task_run.key_from_outside(task, decoration, caller, args, kwargs)
-
-
-def _not_covered(function: Any) -> NoReturn:
-    msg = f"{function!r} is not covered: write @only_one above it, or give the covered function"
-    raise ConfigurationError(msg)
+    return options.server, options.prefix + key
 
 
 def _scan(client: Any, pattern: str) -> Iterator[Held]:
@@ -206,7 +192,3 @@ def _process(value: bytes) -> Literal["alive", "dead", "unknown"] | None:
     if is_dead(value):
         return "dead"
     return "alive" if holder.machine == machine() else "unknown"
-
-
-def _value(client: Any, key: str) -> Any:
-    return client.execute_command("GET", key, **RAW)

@@ -1,12 +1,10 @@
 """The policies of `when_busy`, `when_lost` and `when_down`: plain callables from the error to the call's result."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from .errors import ConfigurationError, OnlyOneError
-from .validation import Seconds, check_callable, seconds_or_none
+from .option_values import Seconds, check_callable, seconds_or_none
 
 
 class CarryOn(Exception):

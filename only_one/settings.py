@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 from .connections.server import Source, check_source
 from .errors import ConfigurationError
+from .option_values import Seconds, check_bool, check_prefix, seconds, seconds_or_none
 from .policies import carry_on, check_policy, fail
-from .validation import Seconds, check_bool, check_prefix, seconds, seconds_or_none, seconds_or_zero
 
 Options = Mapping[str, Any]
 """What one decorator, `configure` or a Celery app's configuration gives, by name; times are in seconds."""
@@ -22,40 +21,30 @@ Options = Mapping[str, Any]
 DEFAULT_LEASE = 30.0
 """Seconds, where neither `timeout` nor `lease` is given."""
 
-DEFAULT_URL = "redis://localhost:6379/0"
-
 
 @dataclass(frozen=True)
 class Settings:
-    """The effective options of a function, with their defaults; `only_one` and `configure` say what each is for."""
+    """The effective options of a function, with their checks and defaults.
 
-    redis: Source | None = None
-    prefix: str = "only_one:"
-    timeout: float | None = None
-    lease: float | None = None
-    at_least: float = 0.0
-    queue_timeout: float = 3600.0
-    when_busy: Callable[[Any], Any] | None = None
-    when_lost: Callable[[Any], Any] = carry_on
-    when_down: Callable[[Any], Any] = fail
-    takeover: bool = True
-    active: bool | None = None
+    `only_one` and `configure` say what each is for.
+    A check takes the option's name and the value that a user gives, and returns the value as it is used.
+    """
+
+    redis: Annotated[Source | None, check_source] = None
+    prefix: Annotated[str, check_prefix] = "only_one:"
+    timeout: Annotated[float | None, partial(seconds_or_none, instead="for no limit leave it out")] = None
+    lease: Annotated[float | None, partial(seconds_or_none, instead="for the default of 30 s leave it out")] = None
+    at_least: Annotated[float, partial(seconds, instead="for none leave it out", or_zero=True)] = 0.0
+    queue_timeout: Annotated[float, partial(seconds, instead="for the default of 1 h leave it out")] = 3600.0
+    when_busy: Annotated[Callable[[Any], Any] | None, check_policy] = None
+    when_lost: Annotated[Callable[[Any], Any], check_policy] = carry_on
+    when_down: Annotated[Callable[[Any], Any], check_policy] = fail
+    takeover: Annotated[bool, check_bool] = True
+    active: Annotated[bool | None, check_bool] = None
 
 
-CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "redis": check_source,
-    "prefix": check_prefix,
-    "timeout": partial(seconds_or_none, instead="for no limit leave it out"),
-    "lease": partial(seconds_or_none, instead="for the default of 30 s leave it out"),
-    "at_least": partial(seconds_or_zero, instead="for none leave it out"),
-    "queue_timeout": partial(seconds, instead="for the default of 1 h leave it out"),
-    "when_busy": check_policy,
-    "when_lost": check_policy,
-    "when_down": check_policy,
-    "takeover": check_bool,
-    "active": check_bool,
-}
-"""The check of each option: takes its name and the value that a user gives, and returns the value as it is used."""
+CHECKS = {name: hint.__metadata__[0] for name, hint in get_type_hints(Settings, include_extras=True).items()}
+"""The check of each option."""
 
 
 def check(given: Options, others: Options) -> Options:
@@ -129,19 +118,15 @@ class _Override(AbstractContextManager[None]):
         self.is_entered = True
 
     def __exit__(self, *_: object) -> None:
+        global current  # noqa: PLW0603 - see its docstring
         with _lock:
             # Also what was configured for good inside of the block, but not what the blocks of other threads hold.
             start = _overrides.index(self)
             _overrides[start:] = [each for each in _overrides[start:] if each.is_entered and each is not self]
-            _combine()
+            current = {name: value for override in _overrides for name, value in override.options.items()}
 
 
 _overrides: list[_Override] = []
-
-
-def _combine() -> None:
-    global current  # noqa: PLW0603 - see its docstring
-    current = {name: value for override in _overrides for name, value in override.options.items()}
 
 
 def configure(
@@ -175,15 +160,16 @@ def configure(
     Raises:
         ConfigurationError: for a value that could not work; nothing is changed.
     """
+    global current  # noqa: PLW0603 - see its docstring
     given = {name: value for name, value in locals().items() if value is not UNSET}
     with _lock:
         override = _Override(check(given, current))
         _overrides.append(override)
-        _combine()
+        current = {**current, **override.options}
     return override
 
 
-CONFIGURABLE = tuple(inspect.signature(configure).parameters)
+CONFIGURABLE = tuple(configure.__kwdefaults__ or ())
 """The names of the options that `configure` and a Celery app's configuration take."""
 
 
@@ -218,7 +204,7 @@ def source_of(settings: Settings, app_server: Callable[[], Source | None]) -> So
     if settings.redis is not None:
         return settings.redis
     url = os.environ.get("ONLY_ONE_REDIS_URL")
-    return check_source("ONLY_ONE_REDIS_URL", url) if url else app_server() or DEFAULT_URL
+    return check_source("ONLY_ONE_REDIS_URL", url) if url else app_server() or "redis://localhost:6379/0"
 
 
 def _begin_anew_in_child() -> None:

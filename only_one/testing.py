@@ -10,8 +10,6 @@ with redis_server() as server:                    # a Redis or Valkey of your ow
 The locking is switched off by `configure(active=False)`.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -35,22 +33,17 @@ PORTS = range(20_000, 32_000)
 START_LIMIT = 60.0
 """Seconds that a server may take until it answers."""
 
-_ATTEMPTS = 5
 _TEMP_LIMIT = 70
 
-_START = """
-exec 3<&0 </dev/null
+_START = """exec 3<&0 </dev/null
 (trap '' HUP INT TERM; /bin/sh -c "$0" $$ "$1" <&3 >/dev/null 2>&1 &)
-shift; exec "$@" 3<&-
-"""
+shift; exec "$@" 3<&-"""
 """Starts the supervisor process, as nobody's child, and becomes the command, of whose group both are."""
 
-_SUPERVISE = """
-read -r _  # from the death pipe, into which nothing is written: until we close it, or are gone
+_SUPERVISE = """read -r _  # from the death pipe, into which nothing is written: until we close it, or are gone
 kill -TERM -$0; kill -CONT -$0  # a stopped process would see the SIGTERM only when it is continued
 tenths=$1; while [ $tenths -gt 0 ] && kill -0 $0; do /bin/sleep 0.1; tenths=$((tenths - 1)); done
-kill -KILL -$0
-"""
+kill -KILL -$0"""
 
 
 class Guarded(subprocess.Popen[Any]):
@@ -70,7 +63,9 @@ class Guarded(subprocess.Popen[Any]):
     """
 
     def __init__(self, command: Sequence[str | os.PathLike[str]], *, grace: float = 5.0, **popen: Any) -> None:
-        _check_program(command[0])
+        if shutil.which(command[0]) is None:
+            number = errno.EACCES if Path(command[0]).exists() else errno.ENOENT
+            raise OSError(number, os.strerror(number), command[0])
         supervised = ["/bin/sh", "-c", _START, _SUPERVISE, str(round(grace * 10)), *command]
         self._death_pipe, theirs = socket.socketpair()
         # A forked child would hold our end open, and the command would live as long as that child.
@@ -86,12 +81,6 @@ class Guarded(subprocess.Popen[Any]):
     def __exit__(self, *_: object) -> None:
         self.close()
         super().__exit__(None, None, None)  # which closes its pipes
-
-
-def _check_program(program: str | os.PathLike[str]) -> None:
-    if shutil.which(program) is None:
-        number = errno.EACCES if Path(program).exists() else errno.ENOENT
-        raise OSError(number, os.strerror(number), program)
 
 
 class RedisServer(NamedTuple):
@@ -132,13 +121,14 @@ def redis_server(*options: str, binary: str | None = None) -> Iterator[RedisServ
         OSError: `binary` is not a program.
     """
     program = binary or _find_binary()
-    with _directory() as directory:
+    # The path of a Unix socket may have some 100 bytes.
+    parent = None if len(os.fsencode(gettempdir())) <= _TEMP_LIMIT else "/tmp"  # noqa: S108
+    with TemporaryDirectory(prefix="only_one-", dir=parent, ignore_cleanup_errors=True) as directory:
         unix_socket, log = Path(directory, "socket"), Path(directory, "log")
-        listen = ["--bind", "127.0.0.1", "--unixsocket", str(unix_socket)]
-        store = ["--dir", directory, "--save", "", "--appendonly", "no"]
-        for _ in range(_ATTEMPTS):
+        ours = ["--bind", "127.0.0.1", "--unixsocket", str(unix_socket), "--save", "", "--appendonly", "no"]
+        for _ in range(5):  # the port may be taken
             port = SystemRandom().choice(PORTS)
-            command = [program, "--port", str(port), *listen, *store, *options]
+            command = [program, "--port", str(port), *ours, "--dir", directory, *options]
             with log.open("wb") as output, Guarded(command, stdout=output, stderr=output) as process:
                 if _is_up(program, process, unix_socket):
                     yield RedisServer(port, unix_socket, process)
@@ -165,12 +155,6 @@ def _is_up(program: str, process: Guarded, unix_socket: Path) -> bool:
             raise ConfigurationError(msg)
         time.sleep(0.01)
     return False
-
-
-def _directory() -> TemporaryDirectory[str]:
-    """A new directory on a path that leaves room for a Unix socket, whose path may have some 100 bytes."""
-    roomy = len(os.fsencode(gettempdir())) <= _TEMP_LIMIT
-    return TemporaryDirectory(prefix="only_one-", dir=None if roomy else "/tmp", ignore_cleanup_errors=True)  # noqa: S108
 
 
 def _find_binary() -> str:

@@ -20,7 +20,7 @@ from only_one.celery import coalescing, redelivery
 from only_one.connections import server as servers
 from only_one.inspection import held, holder_of, key_of, release, release_key
 from only_one.lock import commands, renewal
-from only_one.lock.commands import MarkerUpdate, drive, now, replace
+from only_one.lock.commands import MarkerUpdate, drive, evaluate, now, replace
 from only_one.lock.holder import TokenFactory
 from tests.faults.programs import Running
 from tests.faults.test_cluster import OPTIONS
@@ -120,16 +120,16 @@ def use_tasks(_client: Any, url: str) -> None:
     server, key, note = servers.find_server(url), "only_one:noted", "{only_one:noted}:copy:1"
     for steps in (
         redelivery.read_marker(key, note, 60),
-        redelivery.note_requeued(key, note, 1, 60),
+        evaluate(redelivery.REQUEUED, key, 1, 60_000, beside=note),
         commands.release(server.features, key, b"ours", MarkerUpdate(note, 60_000)),
         replace(key, b"ours", b"kept", 1000, MarkerUpdate(note, 60_000)),
-        redelivery.mark_stored(key, note),
+        evaluate(redelivery.STORED, key, beside=note),
         redelivery.read_marker(key, note),
     ):
         drive(server.client, steps)
-    number = None
+    number: Any = None
     for what in ("arrive", "pending", "withdraw", "begin"):
-        number = coalescing._number(server, key, app, what, "1", number)
+        number = coalescing.note(server, key, app, what, "1", number)
 
 
 def use_inspection(client: Any, url: str) -> None:

@@ -173,7 +173,6 @@ def test_it_is_not_kept_for_no_time(key: str, monkeypatch: pytest.MonkeyPatch) -
     plan = cover.options_for(cover.plain)
     monkeypatch.setattr(locked_call, "now", lambda: 1000)
     run = LockedCall(plan, plan.server, plan.server.client, cover.plain, key)
-    run.succeed(None)
     stays = []
     for moment in (1009.999, 1010, 1011):
         monkeypatch.setattr(locked_call, "now", lambda moment=moment: moment)

@@ -22,7 +22,7 @@ import pytest
 from redis import Redis
 
 from only_one import current_lock, only_one
-from only_one.cli import _cell, main
+from only_one.__main__ import _cell, main
 from only_one.lock.holder import TokenFactory
 from tests.proxy import Proxy
 from tests.waiting import LIMIT
@@ -296,7 +296,8 @@ def test_the_program_needs_no_celery_and_spells_out_what_the_terminal_cannot_sho
     redis: Redis, redis_url: str, prefix: str
 ) -> None:
     redis.set(f"{prefix}ü", "x")
-    program = "import sys; sys.modules['celery'] = None; from only_one.cli import main; sys.exit(main())"
+    alone = "import sys; sys.modules['celery'] = sys.modules['click'] = None"
+    program = f"{alone}; from only_one.__main__ import main; sys.exit(main())"
     environment = {**os.environ, "ONLY_ONE_REDIS_URL": redis_url, "PYTHONIOENCODING": "ascii"}
     command = [sys.executable, "-c", program, "--prefix", prefix, "list"]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

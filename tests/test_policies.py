@@ -73,6 +73,7 @@ def test_the_default_gives_none(redis: Redis, busy: KeyIsBusy, make: Make) -> No
     with busy("k"):
         assert make(key="k")() is None
         assert make(key="k", when_down=carry_on)() is None  # the server is not down
+        assert make(key="k", when_lost=fail)() is None  # nothing is lost by who never had it
 
 
 def test_fail_raises_with_the_holder(redis: Redis, prefix: str, busy: KeyIsBusy, make: Make) -> None:

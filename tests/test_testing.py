@@ -391,6 +391,7 @@ def test_the_command_reads_nothing_and_has_the_environment_and_directory_that_we
         ("no-such-program", FileNotFoundError, os.strerror(errno.ENOENT)),
         (os.fspath(Path(__file__)), PermissionError, os.strerror(errno.EACCES)),
     ],
+    ids=["missing", "no program"],  # no path of this machine in a test's name
 )
 def test_a_command_that_cannot_be_started_says_why(
     monkeypatch: pytest.MonkeyPatch, program: str, error: type[OSError], words: str

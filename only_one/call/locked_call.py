@@ -1,6 +1,6 @@
 """One call's attempt to run: what is decided about it, from acquiring the key to releasing it.
 
-Nothing here sends a command: `acquire` and `release` yield them, and `driver` sends them, sync or async.
+Nothing here sends a command: `acquire` and `release` yield them, and `run` has them sent, sync or async.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import suppress
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import ResponseError
@@ -39,11 +40,11 @@ class LockedCall:
         server: where the key is.
         client: redis-py's, by which the commands are sent.
         caller: who calls.
-        name: the task's name, or the function's.
         key: the key as it is in Redis.
         token: the value that says whose it is.
         lease: the lock as the run sees it; there is none before `may_run`.
         result: what the call gives.
+        has_succeeded: whether the function has returned.
         ended_by: what the function has raised.
         lost: how the run has lost its key, if it has.
     """
@@ -54,17 +55,14 @@ class LockedCall:
     result: Any = None
     ended_by: BaseException | None = None
     lost: LockLost | None = None
-    _value: bytes | None = None
     _taken_over: bytes | None = None
-    _problem: Exception | None = None
-    _is_acquired = _leaves_nothing = _has_succeeded = False
+    has_succeeded = _is_acquired = _leaves_nothing = False
 
     def __init__(self, options: EffectiveOptions, server: Server, client: Any, caller: Caller, key: str) -> None:
         self.options = options
         self.server = server
         self.client = client
         self.caller = caller
-        self.name = caller.name
         self.key = key
         self.token = caller.token_factory.token(options.timeout)
         self._asked_at = now()  # before the command is sent, so that the key never outlives what its holder believes
@@ -74,53 +72,59 @@ class LockedCall:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if error is not None and self.token in active_tokens:  # else it is the parent's, and this a forked child
-            self.abandon()
+        # A token that is not active is the parent's, and this a forked child.
+        if error is not None and not self._leaves_nothing and self.token in active_tokens:
+            if self._is_acquired:
+                self.lease.lose("released")  # so that it is not renewed any more
+                self._released(None, is_kept=False)
+            else:
+                self.clean_up(no_write_in_flight=False)
+                self._clean_up_queued()
         active_tokens.discard(self.token)
+        if error is None and self.lost is not None and self.options.when_lost is fail:
+            raise self.lost
 
     # Before the function
 
-    def acquire(self) -> Commands[None]:
-        """Acquire the key; `may_run` says what comes of it."""
+    def acquire(self) -> Commands[bytes | Exception | None]:
+        """Acquire the key: None if it is ours, else what is stored there, or why the server could not be asked."""
         options, features = self.options, self.server.features
         try:
             if self.caller.queued is None:
                 value = yield from acquire(features, self.key, self.token, options.expiry)
             else:
                 value = yield from take_over(features, self.key, self.caller.queued, self.token, options.ttl)
-            if value is not None and self._may_be_taken(value):
+            if value is not None and (
+                self.caller.can_take_queued(options, value) if is_queued(value) else options.takeover and is_dead(value)
+            ):
                 self._taken_over = value
                 value = yield from take_over(features, self.key, value, self.token, options.ttl)
-            self._value = value
         except TROUBLE as error:
-            self._problem = error
+            return error
+        return value
 
-    def _may_be_taken(self, value: bytes) -> bool:
-        """Whether who holds the key has not begun, or is dead."""
-        if is_queued(value):
-            return self.caller.can_take_queued(value)
-        return self.options.takeover and is_dead(value)
-
-    def may_run(self) -> bool:
-        """Whether the function is to run. If it is not, `result` is what the call gives."""
-        if self._value is not None:
+    def may_run(self, acquired: bytes | Exception | None) -> bool:
+        """Whether the function is to run, by what `acquire` returned. If it is not, `result` is what the call gives."""
+        if isinstance(acquired, bytes):
             self._leaves_nothing = True
-            self.result = self.busy(self._value)
+            self.result = self.busy(acquired)
             return False
-        self.lease = Lease(self.server, self.key, self.token, self._asked_at, self.options.ttl, self.options.limit)
-        if self._problem is None and not self.lease.is_held:
-            self._problem = TimeoutError("the answer came when the key had expired again")
-        if self._problem is not None:
-            self.result = self.down(self._problem)
+        self.lease = Lease(
+            self.server, self.key, self.token, self._asked_at, self.options.ttl, self.options.timeout or inf
+        )
+        if acquired is None and not self.lease.is_held:
+            acquired = TimeoutError("the answer came when the key had expired again")
+        if acquired is not None:
+            self.result = self.down(acquired)
             self.lease.lose("unavailable")
             return self.result is CARRIED_ON
         self._is_acquired = True
         self.lease.on_loss.append(self._lost)
         hold(self.lease)
         if self._taken_over is not None and wanted(Reclaimed) and not is_queued(self._taken_over):
-            emit(Reclaimed(self.key, self.name, self._taken_over))
+            emit(Reclaimed(self.key, self.caller.name, self._taken_over))
         if wanted(Acquired):
-            emit(Acquired(self.key, self.name, self.token))
+            emit(Acquired(self.key, self.caller.name, self.token))
         return True
 
     def is_current(self) -> bool:
@@ -131,7 +135,7 @@ class LockedCall:
         """What `when_busy` gives, as `value` holds the key."""
         policy = self.caller.on_busy(self.options, self.server, self.key, value)
         if wanted(Busy):
-            emit(Busy(self.key, self.name, value))
+            emit(Busy(self.key, self.caller.name, value))
         elif policy is skip:
             return None
         try:
@@ -149,54 +153,38 @@ class LockedCall:
         error = LockUnavailable(self.key, f"{type(problem).__name__}: {problem}")
         error.__cause__ = problem
         if wanted(Down):
-            emit(Down(self.key, self.name, error))
-        is_requeued = False
+            emit(Down(self.key, self.caller.name, error))
         try:
             return self.options.when_down(error)
         except CarryOn:
             return CARRIED_ON
         except RequeueRequest as how:
-            is_requeued = True
+            self.caller.queued = None  # which is not cleaned up: the message waits on
             return self.caller.requeue(self.server, self.key, how)
         finally:
-            if not is_requeued:
-                self._clean_up_queued()
+            self._clean_up_queued()
 
     # After the function
-
-    def succeed(self, result: Any) -> None:
-        """The function has returned."""
-        self.result = result
-        self._has_succeeded = True
 
     def release(self) -> Commands[None]:
         """Release the key, or keep it for the rest of `at_least`; no error in it replaces the run's own."""
         if not self._is_acquired or self.token not in active_tokens:
             return
-        self.lost = self._end()
-        at_end = self.caller.at_end(self.options, self.server, self.key, self.ended_by)
-        retained = self._retained() if self._has_succeeded else at_end.retained
+        self.lost = self.lease.loss()
+        if self.lost is not None:
+            self._tell(self.lost)
+        self.lease.lose("released")  # from here on nothing is lost
+        retained, marker = self.caller.at_end(self.options, self.key, self.ended_by)
+        retained = self._retained() if self.has_succeeded else retained
         lock = self.lock_of_redis_py.held(self.client, self.server.features, self.key, self.token, self.options.ttl)
-        outcome = None
+        became = None
         try:
-            outcome = yield from lock.end(retained, at_end.marker)
+            became = yield from lock.end(retained, marker)
+            if marker and (became.has_redeliveries or became.status != "held"):
+                self.caller.on_marked(self.server, self.key)
         except Exception as error:  # noqa: BLE001 - the run has its own result or exception
             logger.debug("%s could not be released, and will be in the background: %s", self.key, error)
-        else:
-            if at_end.marker and (outcome.has_redeliveries or outcome.status != "held"):
-                at_end.on_marked()
-        self._released(outcome, is_kept=retained is not None)
-
-    def abandon(self) -> None:
-        """Leave nothing behind, if the key has not been released in the ordinary way."""
-        if self._leaves_nothing:
-            return
-        if self._is_acquired:
-            self.lease.lose("released")  # so that it is not renewed any more
-            self._released(None, is_kept=False)
-        else:
-            self.clean_up(no_write_in_flight=False)
-            self._clean_up_queued()
+        self._released(became, is_kept=retained is not None)
 
     def clean_up(self, *, no_write_in_flight: bool) -> None:
         """Release the key in the background: whether the token is stored there is not known."""
@@ -210,14 +198,6 @@ class LockedCall:
             until = now() + self.options.queue_timeout
             release_later(self.server, self.key, self.caller.queued, until, no_write_in_flight=True)
 
-    def _end(self) -> LockLost | None:
-        """The function has returned or raised: a loss until now is told. From here on nothing is lost."""
-        lost = self.lease.loss()
-        if lost is not None:
-            self._tell(lost)
-        self.lease.lose("released")
-        return lost
-
     def _retained(self) -> tuple[bytes, int] | None:
         """What is stored at the key after a run that has succeeded, and for how many milliseconds; None if nothing."""
         if not self.options.at_least:
@@ -225,20 +205,18 @@ class LockedCall:
         milliseconds = round((self._asked_at + self.options.at_least - now()) * 1000)
         return (kept(self.token, self.options.at_least), milliseconds) if milliseconds > 0 else None
 
-    def _released(self, outcome: ReleaseResult | None, *, is_kept: bool) -> None:
-        """The key has been released; with None for an outcome, whether it has is not known."""
-        if outcome is None:
+    def _released(self, became: ReleaseResult | None, *, is_kept: bool) -> None:
+        """The key has been released; with None for a result, whether it has is not known."""
+        if became is None:
             self.clean_up(no_write_in_flight=True)
-        elif outcome.status == "taken" and self.lost is None:
-            self.lost = LockLost(self.key, "taken", outcome.value.decode(errors="backslashreplace"))
+        elif became.status == "taken" and self.lost is None:
+            self.lost = LockLost(self.key, "taken", became.value.decode(errors="backslashreplace"))
             self._tell(self.lost)
         self._leaves_nothing = True
         let_go(self.lease)
         if wanted(Released):
-            status = (
-                "unknown" if outcome is None else "kept" if is_kept and outcome.status == "held" else outcome.status
-            )
-            emit(Released(self.key, self.name, status, now() - self._asked_at))
+            status = "unknown" if became is None else "kept" if is_kept and became.status == "held" else became.status
+            emit(Released(self.key, self.caller.name, status, now() - self._asked_at))
 
     # A lost key
 
@@ -257,16 +235,14 @@ class LockedCall:
     def _lost(self, lost: LockLost) -> None:
         """Tell whoever listens, and the policy, unless that is to be heeded by the run itself."""
         if wanted(Lost):
-            emit(Lost(self.key, self.name, lost.reason, lost.value))
-        policy = self.options.when_lost
-        if policy is fail:
+            emit(Lost(self.key, self.caller.name, lost.reason, lost.value))
+        if self.options.when_lost is fail:
             return
         try:
-            policy(lost)
-        except CarryOn:
-            pass
+            with suppress(CarryOn):
+                self.options.when_lost(lost)
         except Exception:  # noqa: BLE001 - there is no call left that could raise it
-            logger.exception("when_lost of %s failed", self.name)
+            logger.exception("when_lost of %s failed", self.caller.name)
 
 
 class AsyncLockedCall(LockedCall):
@@ -277,7 +253,6 @@ class AsyncLockedCall(LockedCall):
 
     def __init__(self, options: EffectiveOptions, server: Server, client: Any, caller: Caller, key: str) -> None:
         super().__init__(options, server, client, caller, key)
-        self._loop = asyncio.get_running_loop()
         self._task: Any = asyncio.current_task()
         self._is_over = self._is_cancelled = False
 
@@ -286,20 +261,19 @@ class AsyncLockedCall(LockedCall):
         if not self._is_cancelled:
             return False
         self._is_cancelled = False
-        uncancel = getattr(self._task, "uncancel", None)  # from Python 3.11
-        return uncancel is None or uncancel() == 0
+        return not getattr(self._task, "uncancel", int)()  # from Python 3.11: how many are left
 
-    def _end(self) -> LockLost | None:
+    def release(self) -> Commands[None]:
         """The same, and from here on the run is not cancelled."""
         self._is_over = True
         self.is_withdrawn()  # where the run has kept it to itself
-        return super()._end()
+        return super().release()
 
     def _lost(self, lost: LockLost) -> None:
         super()._lost(lost)
         if self.options.when_lost is fail:
             with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._cancel)
+                self._task.get_loop().call_soon_threadsafe(self._cancel)
 
     def _cancel(self) -> None:
         # In the loop's own thread, so the run cannot end between the look and the leap.

@@ -1,7 +1,5 @@
 """Settings in a Celery app's configuration: `only_one_redis`, `only_one_prefix` and the others, in its namespace."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable
@@ -18,8 +16,7 @@ from only_one.settings import CONFIGURABLE, Options, check
 _NEARLY_OURS = re.compile(rf"(\w+_)?only_one_({'|'.join(CONFIGURABLE)})\w*", re.IGNORECASE)
 
 _warned: set[tuple[str | None, str]] = set()
-
-import_by_name: Callable[[str], Any] = symbol_by_name
+_import_by_name: Callable[[Any], Any] = symbol_by_name
 
 
 def current_app() -> Celery | None:
@@ -29,12 +26,10 @@ def current_app() -> Celery | None:
     The app is not made to load its configuration, because it may be given more before it does: until then, this is a
     copy.
     """
-    registered: Any = _state._get_active_apps()  # noqa: SLF001 - the only list of them
-    references = registered.data.copy()  # at once, as other threads may make apps meanwhile
-    apps = {app for app in (reference() for reference in references) if app is not None and app.set_as_current}
-    if len(apps) > 1:
-        apps &= {_state.default_app}
-    for app in apps:
+    # At once, as other threads may make apps meanwhile.
+    active: Any = _state._get_active_apps()  # noqa: SLF001 - the only list of them
+    apps = {app for app in (reference() for reference in active.data.copy()) if app is not None and app.set_as_current}
+    for app in apps if len(apps) == 1 else apps & {_state.default_app}:
         return app if app.configured else Celery(**{**app.__reduce_keys__(), "fixups": (), "set_as_current": False})
     return None
 
@@ -44,25 +39,26 @@ def app_options(app: Celery | None) -> tuple[Options, Callable[[], Source | None
 
     Args:
         app: a task's app; None for a plain function, which has the settings of the current app, if there is one.
-    """
-    app = app or current_app()
-    return ({}, lambda: None) if app is None else (settings_of(app), functools.partial(server_of, app))
-
-
-def settings_of(app: Celery) -> Options:
-    """The settings in an app's configuration, which is loaded by then.
 
     Raises:
-        ConfigurationError: for one that could not work.
+        ConfigurationError: for a setting that could not work.
     """
+    app = app or current_app()
+    if app is None:
+        return {}, lambda: None
     configured: dict[str, Any] = {name: app.conf.get(f"only_one_{name}") for name in CONFIGURABLE}
     _warn_of_others(app)
+    path = configured["when_busy"]
+    try:  # what is no str stays as it is
+        configured["when_busy"] = _import_by_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        instead = "write 'only_one.fail' or 'package.module.name'"
+        msg = f"only_one_when_busy={path!r} cannot be imported ({error}): {instead}"
+        raise ConfigurationError(msg) from None
     # A settings module that takes a value from the environment has None where the environment has no such value.
     given = {name: value for name, value in configured.items() if value is not None}
-    if isinstance(configured["when_busy"], str):
-        given["when_busy"] = _import_policy(configured["when_busy"])
     try:
-        return check(given, {})
+        return check(given, {}), functools.partial(server_of, app)
     except ConfigurationError as error:
         msg = f"the configuration of the app {app.main!r} has only_one_{error}"
         raise ConfigurationError(msg) from None
@@ -76,19 +72,8 @@ def _warn_of_others(app: Celery) -> None:
     for name in map(str, app.conf):
         if _NEARLY_OURS.fullmatch(name) and name not in {*ours, *read} and (app.main, name) not in _warned:
             _warned.add((app.main, name))
-            logger.warning(
-                "the configuration of the app %r has %s, which is not read: write %s", app.main, name, ", ".join(read)
-            )
-
-
-def _import_policy(path: str) -> Any:
-    try:
-        return import_by_name(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        msg = (
-            f"only_one_when_busy={path!r} cannot be imported ({error}): write 'only_one.fail' or 'package.module.name'"
-        )
-        raise ConfigurationError(msg) from None
+            text = "the configuration of the app %r has %s, which is not read: write %s"
+            logger.warning(text, app.main, name, ", ".join(read))
 
 
 def server_of(app: Celery) -> Source | None:
@@ -97,17 +82,18 @@ def server_of(app: Celery) -> Source | None:
     Raises:
         ConfigurationError: if that cannot be known.
     """
-    backend = app.conf.result_backend
-    if _speaks_redis(backend) and not app.conf.redis_backend_use_ssl:
-        return _url(backend)
+    url = _redis_url(app.conf.result_backend)
+    if url and not app.conf.redis_backend_use_ssl:
+        return url
     client = getattr(app.backend, "client", None)
     if hasattr(client, "register_script"):
         return client
-    brokers = app.conf.broker_read_url or app.conf.broker_url
+    brokers = app.conf.broker_read_url  # which is `broker_url` where nothing else is said
     broker: Any = next(iter(brokers.split(";") if isinstance(brokers, str) else brokers or ()), None)
-    if _speaks_redis(broker) and not app.conf.broker_use_ssl:
-        return _url(broker)
-    if _speaks_redis(broker) or str(broker).startswith("sentinel://"):
+    url = _redis_url(broker)
+    if url and not app.conf.broker_use_ssl:
+        return url
+    if url or str(broker).startswith("sentinel://"):
         # Not localhost: on each machine that would be another server.
         msg = (
             f"the broker of the app {app.main!r} is a Redis whose URL does not say all, because of sentinels or "
@@ -117,10 +103,7 @@ def server_of(app: Celery) -> Source | None:
     return None
 
 
-def _speaks_redis(url: Any) -> bool:
-    return isinstance(url, str) and url.startswith(("redis://", "rediss://", "redis+socket://")) and ";" not in url
-
-
-def _url(url: str) -> str:
-    """The URL as redis-py understands it."""
-    return url.replace("redis+socket://", "unix://").replace("virtual_host=", "db=")
+def _redis_url(url: Any) -> str | None:
+    """The URL as redis-py understands it; None where it is not that of one Redis server."""
+    is_one = isinstance(url, str) and re.fullmatch(r"(rediss?|redis\+socket)://[^;]*", url)
+    return url.replace("redis+socket://", "unix://").replace("virtual_host=", "db=") if is_one else None

@@ -1,10 +1,8 @@
 """The broker: its visibility timeout, the longest countdown, how long a message waits, quorum queues that delay."""
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
-from datetime import date, datetime
+from datetime import date
 from functools import cache
 from typing import Any
 
@@ -18,15 +16,6 @@ from only_one.errors import ConfigurationError
 
 _entity: Any = entity  # it has no types
 
-_VISIBILITY_TIMEOUT = 1800.0
-"""Seconds: how long RabbitMQ waits for an acknowledgement, and for brokers that do not say."""
-
-_DELAYED = "celery_delayed_"
-"""What the exchanges begin with by which a message comes that RabbitMQ has delayed."""
-
-_DELAY = re.compile(r"^(?:[01]\.){28}")
-"""What Celery puts before the routing key of a message that RabbitMQ delays: the seconds, in binary."""
-
 
 def visibility_timeout(app: Celery) -> float:
     """Seconds after which the broker delivers a message again that was not acknowledged."""
@@ -34,10 +23,10 @@ def visibility_timeout(app: Celery) -> float:
     if configured:
         return float(configured)
     channel: Any = getattr(_transport(app), "Channel", None)
-    for name in ("visibility_timeout", "default_visibility_timeout"):  # the second is that of SQS
-        if isinstance(default := getattr(channel, name, None), (int, float)):
-            return float(default)
-    return _VISIBILITY_TIMEOUT
+    # The second is that of SQS.
+    defaults = [getattr(channel, name, None) for name in ("visibility_timeout", "default_visibility_timeout")]
+    # RabbitMQ's, and for brokers that do not say.
+    return float(next((each for each in defaults if isinstance(each, (int, float))), 1800))
 
 
 def longest_countdown(app: Celery) -> float:
@@ -68,11 +57,9 @@ def waits_for(app: Celery, queue_timeout: float, expires: Any, until: Any) -> fl
 
 
 def _seconds_until(app: Celery, when: Any) -> float:
-    if isinstance(when, date) and not isinstance(when, datetime):
-        when = datetime.combine(when, datetime.min.time())
-    if not isinstance(when, (str, datetime)):
+    if not isinstance(when, (str, date)):  # to which a datetime belongs
         return float(when)
-    time: Any = maybe_iso8601(when)
+    time: Any = maybe_iso8601(when if isinstance(when, str) else when.isoformat())
     return float((maybe_make_aware(time, app.timezone) - app.now()).total_seconds())
 
 
@@ -101,25 +88,20 @@ def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
     """
     if not detect_quorum_queues(app, _transport(app).driver_type)[0]:
         return {}
-    exchange, key = came_by["exchange"], _DELAY.sub("", came_by["routing_key"])
+    # Before the routing key of a message that RabbitMQ delays, Celery puts the seconds, in binary.
+    exchange, key = came_by["exchange"], re.sub(r"^(?:[01]\.){28}", "", came_by["routing_key"])
     if not exchange:  # it was sent to the queue itself
         with suppress(KeyError):  # which Celery raises where it is not to create queues
             if (queue := app.amqp.queues[key]).exchange.type != "direct":
                 return {"queue": queue}
         return {}
-    kinds = {each.name: each.type for queue in app.amqp.queues.values() for each in _exchanges_of(queue)}
-    if exchange.startswith(_DELAYED) or kinds.get(exchange) == "topic":
-        return {"queue": _queue(exchange, "topic", key)}
+    exchanges = [each.exchange for queue in app.amqp.queues.values() for each in (queue, *(queue.bindings or ()))]
+    is_delayed = exchange.startswith("celery_delayed_")  # by RabbitMQ, on its way here
+    is_topic = is_delayed or any(each and (each.name, each.type) == (exchange, "topic") for each in exchanges)
     # Celery asks a queue whether the broker is to delay it, and sends through what is said beside it.
-    return {"queue": _queue(exchange, "direct", key), "exchange": exchange, "routing_key": key, "declare": []}
-
-
-def _exchanges_of(queue: Any) -> list[Any]:
-    return [each for each in (queue.exchange, *(binding.exchange for binding in queue.bindings or ())) if each]
-
-
-def _queue(exchange: str, kind: str, key: str) -> Any:
-    return _entity.Queue(exchange=_entity.Exchange(exchange, type=kind), routing_key=key)
+    beside = {} if is_topic else {"exchange": exchange, "routing_key": key, "declare": []}
+    source = _entity.Exchange(exchange, type="topic" if is_topic else "direct")
+    return {"queue": _entity.Queue(exchange=source, routing_key=key), **beside}
 
 
 def check_countdown(app: Celery, countdown: float | None) -> None:

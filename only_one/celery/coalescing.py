@@ -5,8 +5,6 @@ The number is the server's time in microseconds.
 A sorted set beside the key knows the latest number, the pending one (published), the begun one, and that of each id.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from celery import Celery
@@ -17,6 +15,7 @@ from only_one.lock.commands import Script, drive, evaluate
 from .broker import remembered_for
 
 # The set forgets what is older than the time for which a message may still be delivered.
+# Members with one number are sorted by the alphabet: an id stands before "last", "pending" and "same:".
 _NUMBER = Script("""
 local what, id, number, same = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[5]
 local function of(member) return tonumber(redis.call('zscore', KEYS[2], member) or 0) end
@@ -30,25 +29,19 @@ if what == 'pending' then
 elseif what == 'withdraw' then
     if of('pending') == number then redis.call('zrem', KEYS[2], 'pending') end
 else
-    if what == 'anew' then
-        local like = of('same:' .. same)
-        if like == of('pending') and like > of('begun') and now < of('until:' .. same) then
-            for _, member in ipairs(redis.call('zrangebyscore', KEYS[2], like, like)) do
-                if string.sub(member, 1, 3) == 'id:' then return string.sub(member, 4) end
-            end
-        end
-    elseif number == 0 then
-        number = of('id:' .. id)
+    local like = what == 'anew' and of('same:' .. same)
+    if like and like == of('pending') and like > of('begun') and now < of('until:' .. same) then
+        local first = redis.call('zrangebyscore', KEYS[2], like, like)[1]
+        if string.sub(first, 1, 3) == 'id:' then return string.sub(first, 4) end
     end
+    if number == 0 and what ~= 'anew' then number = of('id:' .. id) end
     if number == 0 then number = math.max(now, of('last') + 1) end
     raise('last')
     raise('id:' .. id)
-    if what == 'anew' then
-        if same ~= '' then
-            raise('same:' .. same)
-            set('until:' .. same, now + ARGV[6] * 1000)
-        end
-    elseif number < math.max(of('pending'), of('begun')) then
+    if what == 'anew' and same ~= '' then
+        raise('same:' .. same)
+        set('until:' .. same, now + ARGV[6] * 1000)
+    elseif what ~= 'anew' and number < math.max(of('pending'), of('begun')) then
         number = 0
     elseif what == 'begin' then
         raise('begun')
@@ -58,58 +51,24 @@ redis.call('pexpire', KEYS[2], ARGV[4])
 value = number""")
 
 
-def arrive(server: Server, key: str, app: Celery, task_id: str, number: int | None) -> int | None:
-    """Number a task that has to wait.
+def note(server: Server, key: str, app: Celery, what: str, task_id: str, number: int | None, *digest: Any) -> Any:
+    """Note what becomes of a task.
 
     Args:
         server: where the key is.
         key: the key as it is in Redis.
         app: the task's app.
-        task_id: the task's id.
+        what: "arrive": it has to wait. "anew": it is about to be queued. "pending": its message is in the queue, so
+            that it is the pending one from now on, unless a newer one is. "begin": it has the key, and supersedes
+            every one before it, unless it is itself superseded. "withdraw": it is pending no more, and will not run.
+        task_id: the task's id; "pending" and "withdraw" need none.
         number: its number, if its message carries one.
+        digest: for "anew": of its arguments, by which equal calls are known, empty where they cannot be compared; and
+            the milliseconds for which others with the same digest wait for it.
 
     Returns:
-        Its number, or None if a newer one waits or has run.
+        Its number; 0 if a newer one waits or has run; the id of the pending task if that is the newest and has the
+        same digest.
     """
-    return _number(server, key, app, "arrive", task_id, number) or None
-
-
-def arrive_anew(server: Server, key: str, app: Celery, task_id: str, digest: str, seconds: float) -> int | str:
-    """Number a task that is about to be queued.
-
-    Args:
-        server: where the key is.
-        key: the key as it is in Redis.
-        app: the task's app.
-        task_id: the task's id.
-        digest: of its arguments, by which equal calls are known; empty where they cannot be compared.
-        seconds: for how long others with the same digest wait for it.
-
-    Returns:
-        Its number; or the id of the pending task, if that is the newest and has the same digest.
-    """
-    reply: int | bytes = _number(server, key, app, "anew", task_id, 0, digest, round(seconds * 1000))
-    return reply if isinstance(reply, int) else reply.decode()
-
-
-def published(server: Server, key: str, app: Celery, number: int) -> None:
-    """The task's message is in the queue: from now on it is the pending one, unless a newer one is."""
-    _number(server, key, app, "pending", "", number)
-
-
-def withdraw(server: Server, key: str, app: Celery, number: int) -> None:
-    """The task is pending no more, and will not run."""
-    _number(server, key, app, "withdraw", "", number)
-
-
-def begin(server: Server, key: str, app: Celery, task_id: str, number: int | None) -> bool:
-    """The task has the key: whether it runs, and supersedes every one before it, or is itself superseded."""
-    return bool(_number(server, key, app, "begin", task_id, number))
-
-
-def _number(
-    server: Server, key: str, app: Celery, what: str, task_id: str, number: int | None, *digest: str | int
-) -> Any:
-    milliseconds, beside = round(remembered_for(app) * 1000), f"{{{key}}}:triggers"
-    commands = evaluate(_NUMBER, key, what, task_id, number or 0, milliseconds, *digest, beside=beside)
-    return drive(server.client, commands)
+    lasts, beside = round(remembered_for(app) * 1000), f"{{{key}}}:triggers"
+    return drive(server.client, evaluate(_NUMBER, key, what, task_id, number or 0, lasts, *digest, beside=beside))

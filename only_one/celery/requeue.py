@@ -1,7 +1,6 @@
 """Requeue: publish a task's message again, with the same id and all that it carries; the delay until it returns."""
 
-from __future__ import annotations
-
+from contextlib import suppress
 from random import SystemRandom
 from typing import Any, NamedTuple
 
@@ -47,19 +46,17 @@ class Header(NamedTuple):
 
 def header_of(request: Any) -> Header:
     """What the message carries; of another attempt only that counts which is the task's."""
-    none = Header(request.id, request.retries)
-    try:
+    header = none = Header(request.id, request.retries)
+    with suppress(TypeError, KeyError):  # none, or by somebody else
         # Others, such as Sentry's SDK, may put headers of their own in the place of those that Celery hands on.
         carried = vars(request).get(HEADER) or request.headers[HEADER]
         header = Header(**{name: carried[name] for name in Header._fields if name in carried})
-    except (TypeError, KeyError):  # none, or by somebody else
-        return none
     if header.id != request.id:
         return none
     return header if header.attempt == request.retries else none._replace(trigger=header.trigger, key=header.key)
 
 
-def publish(task: Task, request: Any, header: Header, countdown: float | None) -> int:
+def publish(task: Task, request: Any, header: Header, countdown: float | None) -> None:
     """Publish the message again.
 
     Args:
@@ -67,30 +64,19 @@ def publish(task: Task, request: Any, header: Header, countdown: float | None) -
         request: its current request.
         header: what the message has carried until now.
         countdown: seconds until it is delivered, or None for a second that doubles to ten.
-
-    Returns:
-        How often it has been requeued now.
     """
     longest = longest_countdown(task.app)
     delay = _delay(header.times, longest) if countdown is None else min(countdown, longest)
-    later = header._replace(times=header.times + 1, token=None)
-    kept = {name: value for name, value in (request.headers or {}).items() if not name.startswith(_OF_THE_BROKER)}
     way = way_back(task.app, request.delivery_info or {})
-    again: Any = task.signature_from_request(
-        request,
-        countdown=max(1, round(delay)) if way else delay,
-        headers={**kept, **later.as_headers()},
-        ignore_result=_ignores_result(task, request),  # which Celery itself carries on since 5.7 only
-        **way,
-    )
+    seconds = max(1, round(delay)) if way else delay
+    headers = {name: value for name, value in (request.headers or {}).items() if not name.startswith(_OF_THE_BROKER)}
+    headers |= header._replace(times=header.times + 1, token=None).as_headers()
+    # What the message says, else the task; the request's class says something, too, which nobody has meant.
+    # Celery itself carries it on since 5.7 only.
+    ignores = vars(request).get("ignore_result")
+    ignores = task.ignore_result if ignores is None else ignores
+    again: Any = task.signature_from_request(request, countdown=seconds, headers=headers, ignore_result=ignores, **way)
     again.apply_async()
-    return later.times
-
-
-def _ignores_result(task: Task, request: Any) -> Any:
-    """What the message says, else the task; the request's class says something, too, which nobody has meant."""
-    configured = vars(request).get("ignore_result")
-    return task.ignore_result if configured is None else configured
 
 
 def _delay(times: int, longest: float) -> float:

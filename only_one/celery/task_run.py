@@ -3,29 +3,25 @@
 A task is never skipped because of its own lock.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
-from celery import Task
-from celery._state import get_current_task
+from celery import Task, _state
 from celery.exceptions import Ignore, Retry
 
 from only_one.call.effective_options import AtEnd, Caller, Decoration, EffectiveOptions, Policy
 from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, LockUnavailable
 from only_one.events import logger
-from only_one.lock.commands import TROUBLE, drive, now
-from only_one.lock.current_lock import Lease, current_lease
-from only_one.lock.holder import Holder, TokenFactory
+from only_one.lock.commands import TROUBLE, drive, evaluate, now
+from only_one.lock.current_lock import current
+from only_one.lock.holder import Holder, TokenFactory, is_gone
 from only_one.policies import BufferOne, RequeueRequest, fail, retry, skip
 
 from . import coalescing, redelivery
-from .broker import check_countdown, remembered_for, waits_for
+from .broker import check_countdown, marks_redeliveries, remembered_for, waits_for
 from .requeue import header_of, publish
 
 
@@ -34,59 +30,31 @@ def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[A
 
     A function that is called directly, or from another task's run, is none of that task's.
     """
-    bound = bool(args) and isinstance(args[0], Task) and runs(args[0], wrapper)
-    task = get_current_task()
-    if task is None or task.request.called_directly or not runs(task, wrapper):
-        if decoration.task is not None:
-            return caller_from_outside(decoration.task, decoration)
+    bound = bool(args) and isinstance(args[0], Task) and wrapper in functions_of(args[0])
+    task = _state.get_current_task()
+    if task is None or task.request.called_directly or wrapper not in functions_of(task):
         return decoration.plain_bound if bound else decoration.plain
-    request = task.request
-    if _is_within(current_lease(), request.id, request.retries):
-        return TaskCaller(task, TokenFactory(task.name, request.id, request.retries), bound=bound)
-    caller = MessageRun(task, request, bound=bound, is_unique_in_queue=decoration.task is not None)
-    if decoration.task is not None:
-        request.only_one_has_begun = True
-        # A retry may have other arguments than those of which the key was that has come with its message.
-        caller.key = None if request.retries else caller.header.key
-        caller.queued = caller.header.token.encode() if caller.header.token else None
-    return caller
-
-
-def _is_within(lease: Lease | None, task_id: str, attempt: int) -> bool:
-    """Whether this is called from inside of the run itself."""
+    request, lease = task.request, current.get()
     holder = lease.holder if lease else None
-    return holder is not None and (holder.task_id, holder.attempt) == (task_id, attempt)
+    if holder and (holder.task_id, holder.attempt) == (request.id, request.retries):  # from inside of the run itself
+        return TaskCaller(task, TokenFactory(task.name, request.id, request.retries), bound=bound)
+    return MessageRun(task, request, bound=bound, is_unique_in_queue=decoration.task is not None)
 
 
 def caller_from_outside(task: Any, decoration: Decoration) -> Caller:
     """The call of a task's function by somebody else than its own run, who gives the arguments without `self`."""
-    return TaskCaller(task, bound=decoration.task is None and is_bound(task))
-
-
-def key_from_outside(task: Any, decoration: Decoration, caller: Caller, args: Any, kwargs: Any) -> str:
-    """The key of such a call, as it is in Redis."""
-    given = (task, *(args or ())) if caller.bound else tuple(args or ())
-    return decoration.options_for(caller).prefix + decoration.make_key(caller, given, kwargs or {})
-
-
-def runs(task: Task, wrapper: Callable[..., Any]) -> bool:
-    """Whether `wrapper` is the task's `run`, under whatever Celery has put around it."""
-    return any(each is wrapper for each in functions_of(task))
+    bound = decoration.task is None and not isinstance(inspect.getattr_static(type(task), "run"), staticmethod)
+    return TaskCaller(task, bound=bound)
 
 
 def functions_of(task: Any) -> list[Any]:
     """The task's `run`, and what it wraps: Celery puts functions of its own around it, for autoretry and pydantic."""
-    function, functions = getattr(task.run, "__func__", task.run), []
+    function, functions = task.run, []
     while function is not None:
+        function = getattr(function, "__func__", function)
         functions.append(function)
         function = getattr(function, "__wrapped__", None)
-        function = getattr(function, "__func__", function)
     return functions
-
-
-def is_bound(task: Any) -> bool:
-    """Whether the task itself is the first argument of its function."""
-    return not isinstance(inspect.getattr_static(type(task), "run"), staticmethod)
 
 
 def decorations_of(task: Any) -> list[Decoration]:
@@ -94,9 +62,10 @@ def decorations_of(task: Any) -> list[Decoration]:
     return list(dict.fromkeys(each.__only_one__ for each in functions_of(task) if hasattr(each, "__only_one__")))
 
 
-def queue_decoration_of(task: Any) -> Decoration | None:
-    """What makes a task unique from queued to finished, if anything does."""
-    return next((decoration for decoration in decorations_of(task) if decoration.task is not None), None)
+def queue_options_of(task: Any) -> EffectiveOptions | None:
+    """The options of a task that is unique from queued to finished; None for any other."""
+    decoration = next((decoration for decoration in decorations_of(task) if decoration.task is not None), None)
+    return decoration.options_for(decoration.plain) if decoration else None
 
 
 class TaskCaller(Caller):
@@ -121,9 +90,7 @@ class MessageRun(TaskCaller):
     """The run of a task's message in a worker: one delivery, among others with the same task id and attempt.
 
     Attributes:
-        id: the task's id.
-        attempt: how many times the task has been retried.
-        header: what the message carries for us.
+        header: what the message carries for us, with the task's id and its attempt.
         is_unique_in_queue: whether the task is unique from queued to finished, through its waits for a retry, too.
         is_superseded: whether it has the key, but a newer one that `buffer_one` coalesces does the work.
     """
@@ -132,10 +99,13 @@ class MessageRun(TaskCaller):
 
     def __init__(self, task: Any, request: Any, *, bound: bool, is_unique_in_queue: bool) -> None:
         super().__init__(task, TokenFactory(task.name, request.id, request.retries), bound=bound)
-        self.id = request.id
-        self.attempt = request.retries
         self.header = header_of(request)
         self.is_unique_in_queue = is_unique_in_queue
+        if is_unique_in_queue:
+            request.only_one_has_begun = True
+            # A retry may have other arguments than those of which the key was that has come with its message.
+            self.key = None if self.header.attempt else self.header.key
+            self.queued = self.header.token.encode() if self.header.token else None
         self._request = request
         self._began = now()
 
@@ -153,26 +123,17 @@ class MessageRun(TaskCaller):
         Raises:
             Ignore: if the holder is this task: a message whose work is done is dropped, the others are requeued.
         """
-        request, holder = self._request, Holder.parse(value)
-        if holder is not None and holder.task_id == self.id and holder.attempt is not None and not request.is_eager:
-            if holder.state == "kept" or holder.attempt > self.attempt:
+        request, header, holder = self._request, self.header, Holder.parse(value)
+        if holder is not None and holder.task_id == header.id and holder.attempt is not None and not request.is_eager:
+            if holder.state == "kept" or holder.attempt > header.attempt:
                 raise self._drop(key, "it is out of date")
-            if holder.attempt == self.attempt:
-                with self._unless_down("asked for"):
-                    self._check_marker(server, key, waits=True)
-            self._wait(server, key)
-        if options.when_busy is not None:
-            return options.when_busy
-        if not request.is_eager and (self.attempt or self.is_redelivered):
-            return retry()
-        return fail if request.chord or request.chain else skip
+            waits = remembered_for(self.app) if holder.attempt == header.attempt else 0
+            self.requeue(server, key, RequeueRequest(AlreadyRunning(key)), waits)
+        was_begun = not request.is_eager and (header.attempt or self.is_redelivered)
+        return options.when_busy or (retry() if was_begun else fail if request.chord or request.chain else skip)
 
-    def _wait(self, server: Server, key: str) -> None:
-        """Requeue the message until the key is free, or its run's result is stored."""
-        self.requeue(server, key, RequeueRequest(AlreadyRunning(key)))
-
-    def requeue(self, server: Server, key: str, how: RequeueRequest) -> Any:
-        """Requeue the message, under the same id and with all that it carries.
+    def requeue(self, server: Server, key: str, how: RequeueRequest, waits: float = 0) -> Any:
+        """Requeue the message, under the same id and with all that it carries; `waits` is as for `_check_marker`.
 
         Returns:
             None for a task that `buffer_one` drops for a newer one.
@@ -188,17 +149,18 @@ class MessageRun(TaskCaller):
             publish(self._task, self._request, header, how.countdown)
             raise Ignore
         with self._unless_down():
-            self._check_marker(server, key)
+            self._check_marker(server, key, waits)
             if how.only_newest:
-                header = header._replace(trigger=coalescing.arrive(server, key, self.app, self.id, header.trigger))
-                if header.trigger is None:
+                trigger = coalescing.note(server, key, self.app, "arrive", header.id, header.trigger)
+                header = header._replace(trigger=trigger)
+                if not trigger:
                     return None
-        times = publish(self._task, self._request, header, how.countdown)
+        publish(self._task, self._request, header, how.countdown)
         with self._unless_down():
-            seconds = remembered_for(self.app)
-            drive(server.client, redelivery.note_requeued(key, self._marker(key), times, seconds))
+            times, milliseconds, marker = header.times + 1, round(remembered_for(self.app) * 1000), self._marker(key)
+            drive(server.client, evaluate(redelivery.REQUEUED, key, times, milliseconds, beside=marker))
             if header.trigger is not None:
-                coalescing.published(server, key, self.app, header.trigger)
+                coalescing.note(server, key, self.app, "pending", "", header.trigger)
         raise Ignore
 
     def is_current(self, options: EffectiveOptions, server: Server, key: str) -> bool:
@@ -207,82 +169,73 @@ class MessageRun(TaskCaller):
         Raises:
             Ignore: for a redelivery that is dropped, or requeued until the result of its run is stored.
         """
+        header = self.header
         only_newest = isinstance(options.when_busy, BufferOne) and not self._request.is_eager
-        may_be_redelivery = redelivery.may_be_redelivery(self._task, self.header, is_redelivered=self.is_redelivered)
+        is_unmarked = self._task.acks_late and not marks_redeliveries(self.app)
+        may_be_redelivery = header.times or self.is_redelivered or is_unmarked
         if not only_newest and not may_be_redelivery:
             return True
         with self._unless_down():
             if may_be_redelivery:
-                self._wait_for_result(server, key)
+                marker = self._check_marker(server, key)
+                if marker.age < redelivery.STORES_WITHIN and not is_gone(marker.ended):
+                    self.requeue(server, key, RequeueRequest(AlreadyRunning(key)))
+                if marker.ended:
+                    logger.info("%s[%s] is run again: its run has ended, but stored no result", self.name, header.id)
             if only_newest:
-                self.is_superseded = not coalescing.begin(server, key, self.app, self.id, self.header.trigger)
+                self.is_superseded = not coalescing.note(server, key, self.app, "begin", header.id, header.trigger)
         return not self.is_superseded
 
-    def can_take_queued(self, value: bytes) -> bool:
+    def can_take_queued(self, options: EffectiveOptions, value: bytes) -> bool:  # noqa: ARG002
         """A retry of this very task is ahead of it; all else that waits in a queue has not begun."""
         holder = Holder.parse(value)
-        return holder is None or holder.task_id != self.id or (holder.attempt or 0) <= self.attempt
+        return holder is None or holder.task_id != self.header.id or (holder.attempt or 0) <= self.header.attempt
 
-    def at_end(self, options: EffectiveOptions, server: Server, key: str, ended_by: BaseException | None) -> AtEnd:
+    def at_end(self, options: EffectiveOptions, key: str, ended_by: BaseException | None) -> AtEnd:
         """What is stored at the key for a retry, and the marker that tells redeliveries that the run has ended."""
-        marker = None
+        marker = redelivery.marker_update(self._task, self._marker(key), ended_by, now() - self._began)
         # Where nothing has run, a redelivery finds that out, too, and stores the result that this one may not store.
-        if not self.is_superseded:
-            marker = redelivery.marker_update(self._task, self._marker(key), ended_by, now() - self._began)
-        return AtEnd(self.retained_value(options, ended_by), marker, partial(self._mark_when_stored, server, key))
+        return self.retained_value(options, ended_by), None if self.is_superseded else marker
 
     def retained_value(self, options: EffectiveOptions, ended_by: BaseException | None) -> tuple[bytes, int] | None:
         """A task that is unique from queued to finished keeps its key while it waits to be retried."""
-        if not self.is_unique_in_queue or self._request.is_eager or not self._is_retried_as_it_is(ended_by):
+        request, sig = self._request, ended_by.sig if isinstance(ended_by, Retry) else None
+        if sig is None or not self.is_unique_in_queue or request.is_eager:
             return None
-        seconds = waits_for(self.app, options.queue_timeout, self._request.expires, getattr(ended_by, "when", None))
-        token_factory = TokenFactory(self._task.name, self.id, self.attempt + 1, "queued")
+        if list(sig.args) != list(request.args or ()) or sig.kwargs != dict(request.kwargs or {}):
+            return None  # with other arguments it may have another key
+        seconds = waits_for(self.app, options.queue_timeout, request.expires, getattr(ended_by, "when", None))
+        token_factory = TokenFactory(self._task.name, self.header.id, self.header.attempt + 1, "queued")
         return (token_factory.token(seconds), round(seconds * 1000)) if seconds > 0 else None
 
-    def _is_retried_as_it_is(self, ended_by: BaseException | None) -> bool:
-        """Whether it was published again with the same arguments, which are another key's if they are others."""
-        sig = ended_by.sig if isinstance(ended_by, Retry) else None
-        if sig is None:
-            return False
-        return list(sig.args) == list(self._request.args or ()) and sig.kwargs == dict(self._request.kwargs or {})
-
-    def _wait_for_result(self, server: Server, key: str) -> None:
-        """Requeue the message if a run of this attempt has ended, and may still store its result; the key is ours."""
-        marker = self._check_marker(server, key)
-        if marker.may_be_stored_yet:
-            self._wait(server, key)
-        if marker.ended:
-            logger.info("%s[%s] is run again: its run has ended, but stored no result", self.name, self.id)
-
-    def _check_marker(self, server: Server, key: str, *, waits: bool = False) -> redelivery.CompletionMarker:
+    def _check_marker(self, server: Server, key: str, waits: float = 0) -> redelivery.CompletionMarker:
         """Read what is known of the messages of this attempt.
 
         Args:
             server: where the key is.
             key: the key as it is in Redis.
-            waits: whether the run that holds the key is asked to tell of its end.
+            waits: seconds for which the run that holds the key is asked to tell of its end; 0 if it is not.
 
         Raises:
             Ignore: if this delivery is dropped: its run has ended, or its message was requeued more often.
         """
-        seconds = remembered_for(self.app) if waits else 0
-        marker = drive(server.client, redelivery.read_marker(key, self._marker(key), seconds))
-        reason = marker.reason_to_drop(self.header.times)
-        if reason:
-            raise self._drop(key, reason)
+        marker = drive(server.client, redelivery.read_marker(key, self._marker(key), waits))
+        if marker.is_stored or self.header.times < marker.number:
+            raise self._drop(key, "its run has ended" if marker.is_stored else "a later copy of it waits")
         return marker
 
-    def _mark_when_stored(self, server: Server, key: str) -> None:
+    def on_marked(self, server: Server, key: str) -> None:
         """The marker is set; when the result is stored, `worker_signals` notes that, too."""
-        self._request.only_one_stored = partial(self._mark_stored, server, key)
 
-    def _mark_stored(self, server: Server, key: str) -> None:
-        with self._unless_down("told"):
-            drive(server.client, redelivery.mark_stored(key, self._marker(key)))
+        def mark_stored() -> None:
+            with self._unless_down("told"):
+                drive(server.client, evaluate(redelivery.STORED, key, beside=self._marker(key)))
+
+        self._request.only_one_stored = mark_stored
 
     def _marker(self, key: str) -> str:
         """The name of the completion marker."""
-        return f"{{{key}}}:copy:{self.id}:{self.attempt}"
+        return f"{{{key}}}:copy:{self.header.id}:{self.header.attempt}"
 
     @contextmanager
     def _unless_down(self, doing: str = "told apart") -> Iterator[None]:
@@ -290,9 +243,9 @@ class MessageRun(TaskCaller):
         try:
             yield
         except TROUBLE as error:
-            logger.debug("copies of %s cannot be %s: %s", self.id, doing, error)
+            logger.debug("copies of %s cannot be %s: %s", self.header.id, doing, error)
 
     def _drop(self, key: str, reason: str) -> Ignore:
         """Log that this delivery ends without a run; returns what it ends with."""
-        logger.info("a copy of %s[%s] was dropped: %s", self.name, self.id, reason, extra={"only_one_key": key})
+        logger.info("a copy of %s[%s] was dropped: %s", self.name, self.header.id, reason, extra={"only_one_key": key})
         return Ignore(reason)

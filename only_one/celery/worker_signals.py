@@ -4,13 +4,10 @@ A run that was killed cannot release its key: the worker's main process does, as
 On this machine a caller would take the key over by itself; on others it would wait for the lease, or for `timeout`.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time
 from contextlib import suppress
-from math import inf
 from typing import Any
 
 from celery import signals
@@ -29,18 +26,7 @@ from only_one.settings import DEFAULT_LEASE
 from . import coalescing
 from .broker import waits_for
 from .requeue import header_of
-from .task_run import caller_from_outside, decorations_of, key_from_outside, queue_decoration_of
-
-_DEAD_WITHIN = 10.0
-"""Seconds within which a process that is to be killed is dead; Celery tells it before it does it."""
-
-_LOOKS_EVERY = 0.02
-
-_LOOKS_AGAIN_AFTER = 1.0
-"""Seconds after which a received retry is looked at again whose previous attempt has not ended yet."""
-
-_BACKS_OFF = 10.0
-"""Seconds for which no received task is told of where the server did not answer: the worker has messages to receive."""
+from .task_run import caller_from_outside, decorations_of, queue_options_of
 
 _at_work = threading.Lock()
 """Held while a thread of ours does something: the pool does not fork then, because its new child would inherit whatever
@@ -60,47 +46,42 @@ def _on_failure(sender: Any, task_id: str, exception: Any, args: Any, kwargs: An
 
 def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None:  # noqa: FBT001 - Celery's
     """It was revoked, or has expired."""
-    decoration, header = queue_decoration_of(sender), header_of(request)
-    if terminated or decoration is not None:
+    header = header_of(request)
+    if terminated or queue_options_of(sender) is not None:
         _watch(sender, request.id, request.args, request.kwargs, header.key)
-    if decoration is not None and header.trigger is not None:
-        _forget(sender, decoration, request)
+    if header.trigger is not None:
+        _forget(sender, request)
 
 
 def _watch(task: Any, task_id: str, args: Any, kwargs: Any, key: str | None) -> None:
     """Release a task's keys as soon as its process is dead, in a thread: the worker has others to serve."""
     for decoration in decorations_of(task):
         given = (task, decoration, task_id, args, kwargs, key if decoration.task is not None else None)
-        threading.Thread(target=_release, args=given, name="only_one-endings", daemon=True).start()
+        threading.Thread(target=_release_when_dead, args=given, name="only_one-endings", daemon=True).start()
 
 
-def _release(task: Any, decoration: Decoration, task_id: str, args: Any, kwargs: Any, key: str | None) -> None:
+def _release_when_dead(task: Any, decoration: Decoration, task_id: str, args: Any, kwargs: Any, key: Any) -> None:
     try:
         with _at_work:
             caller = caller_from_outside(task, decoration)
             options = decoration.options_for(caller)
-            key = key or key_from_outside(task, decoration, caller, args, kwargs)
-        if options.server is not None:
-            _release_when_dead(options.server, key, task_id, takeover=options.takeover)
+            given = (task, *(args or ())) if caller.bound else tuple(args or ())
+            key = key or options.prefix + decoration.make_key(caller, given, kwargs or {})
+        until = now() + 10  # Celery tells that it kills a process before it does it
+        while options.server is not None and now() < until:
+            with _at_work:
+                if _is_released(options.server, key, task_id, takeover=options.takeover):
+                    return
+            time.sleep(0.02)
     except Exception as error:  # noqa: BLE001 - there is nobody to raise it to, and the key expires by itself
         logger.debug("the key of %s[%s] could not be given back: %s", task.name, task_id, error)
 
 
-def _release_when_dead(server: Server, key: str, task_id: str, *, takeover: bool) -> None:
-    until = now() + _DEAD_WITHIN
-    while now() < until:
-        with _at_work:
-            if _is_released(server, key, task_id, takeover=takeover):
-                return
-        time.sleep(_LOOKS_EVERY)
-
-
 def _is_released(server: Server, key: str, task_id: str, *, takeover: bool) -> bool:
     """Whether there is no more to do: the key was released because its process is dead, or it is not the task's."""
-    value: bytes | None = server.client.execute_command("GET", key, **RAW)
-    if value is None or (holder := Holder.parse(value)) is None or holder.task_id != task_id:
-        return True
-    if not is_queued(value) and not takeover:
+    value: bytes = server.client.execute_command("GET", key, **RAW) or b""
+    holder = Holder.parse(value)
+    if holder is None or holder.task_id != task_id or not (takeover or is_queued(value)):
         return True
     if not (is_queued(value) or is_dead(value) or _has_ended(holder)):
         return False
@@ -110,10 +91,9 @@ def _is_released(server: Server, key: str, task_id: str, *, takeover: bool) -> b
 
 def _has_ended(holder: Holder) -> bool:
     """Whether it is a child of ours that has ended; it seems alive until Celery waits for it, which may take 5 s."""
-    if holder.machine != machine():
-        return False
     with suppress(ChildProcessError, AttributeError):  # it is another's, or macOS before Python 3.13 cannot tell
-        return os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return holder.machine == machine() and os.waitid(os.P_PID, holder.pid, options) is not None
     return False
 
 
@@ -123,24 +103,22 @@ def _has_ended(holder: Holder) -> bool:
 def _on_end(sender: Any, task: Any, **_: Any) -> None:
     """Its result is stored; or a signal handler, `before_start` or a base class has kept it from running."""
     getattr(task.request, "only_one_stored", lambda: None)()
-    decoration = queue_decoration_of(sender)
-    if decoration is not None and not getattr(task.request, "only_one_has_begun", False):
-        _forget(sender, decoration, task.request)
+    if not getattr(task.request, "only_one_has_begun", False):
+        _forget(sender, task.request)
 
 
-def _forget(task: Any, decoration: Decoration, request: Any) -> None:
+def _forget(task: Any, request: Any) -> None:
     """Release the key of a task that was unique from when it was queued, and has ended without having begun."""
-    header = header_of(request)
-    server = decoration.options_for(caller_from_outside(task, decoration)).server
-    if header.key is None or server is None:
+    options = queue_options_of(task)
+    if options is None or options.server is None or (header := header_of(request)).key is None:
         return
     try:
         if header.token:
-            release_now(server.client, server.features, header.key, header.token.encode())
+            release_now(options.server.client, options.server.features, header.key, header.token.encode())
         else:  # a retry, whose message was published before the key was its own
-            _is_released(server, header.key, request.id, takeover=False)
+            _is_released(options.server, header.key, request.id, takeover=False)
         if header.trigger is not None:
-            coalescing.withdraw(server, header.key, task.app, header.trigger)
+            coalescing.note(options.server, header.key, task.app, "withdraw", "", header.trigger)
     except Exception as error:  # noqa: BLE001 - there is nobody to raise it to, and it is forgotten by itself
         logger.debug("the key of %s could not be given back: %s", task.name, error)
 
@@ -150,67 +128,50 @@ def _forget(task: Any, decoration: Decoration, request: Any) -> None:
 _waiting: dict[Lease, tuple[Server, bytes]] = {}
 """The keys that name this process, where they are, and what was stored before; one that others have by now is lost."""
 
-_swept_at = _backs_off_until = -inf
+_swept_at = _backs_off_until = 0.0
 
 
 def _on_received(sender: Any, request: Any, **_: Any) -> None:
-    global _backs_off_until  # noqa: PLW0603 - that of the process
+    global _waiting, _swept_at, _backs_off_until  # noqa: PLW0603 - those of the process
     if now() < _backs_off_until:
         return
+    if now() >= _swept_at + DEFAULT_LEASE:  # time to forget what has begun since
+        _swept_at = now()
+        _waiting = {lease: stored for lease, stored in _waiting.items() if lease.reason is None}
     try:
         _receive(sender, request)
     except Exception as error:  # noqa: BLE001 - the task runs all the same, and its key expires by itself
         logger.debug("%s[%s] is received, which its key does not say: %s", request.name, request.id, error)
-        _backs_off_until = now() + _BACKS_OFF
+        _backs_off_until = now() + 10  # where the server does not answer: the worker has messages to receive
 
 
 def _receive(consumer: Any, request: Any) -> None:
     """Store this process at the key of a task that was queued with it, for as long as it lives and the task waits."""
-    decoration = queue_decoration_of(request.task)
-    if decoration is None:
+    options = queue_options_of(request.task)
+    if options is None or options.server is None:
         return
     header = header_of(Context(request.request_dict))
-    if header.key is None or not (header.token or header.attempt):
-        return
-    options = decoration.options_for(caller_from_outside(request.task, decoration))
     begins_in = waits_for(request.app, 0, None, request.eta)
     limit = waits_for(request.app, options.queue_timeout, request.expires, request.eta)
-    if options.server is None or limit <= 0:
+    if header.key is None or not (header.token or header.attempt) or limit <= 0:
         return
-    token = _token_factory(request, header.attempt, "received").token(limit)
+    own = (request.task.name, request.id, header.attempt)
+    token = TokenFactory(*own, "received").token(limit)
     lease = Lease(options.server, header.key, token, now(), min(DEFAULT_LEASE, limit), limit)
-    # It is not renewed before it may begin: any number may wait for that.
-    lease.expires_at += begins_in
-    lease.renew_at += begins_in
+    lease.lives_on(lease.begun + begins_in, lease.ttl)  # not renewed before: any number may wait for their time
     milliseconds = round(min(DEFAULT_LEASE + begins_in, limit) * 1000)
     queued = header.token.encode() if header.token else b""
     became = drive(options.server.client, replace(header.key, queued, token, milliseconds))
-    if became.status == "taken":  # by a retry, or by the worker that had the message before this one
-        holder = Holder.parse(became.value)
-        if holder is None or holder.task_id != request.id or holder.attempt is None:
-            return
+    holder = Holder.parse(became.value)  # a retry, or the worker that had the message before this one
+    if holder is not None and holder.task_id == request.id and holder.attempt is not None:
         if is_queued(became.value) and holder.attempt == header.attempt:
             became = drive(options.server.client, replace(header.key, became.value, token, milliseconds))
-        elif holder.attempt < header.attempt:
-            consumer.timer.call_after(_LOOKS_AGAIN_AFTER, _on_received, (consumer, request))
+        elif holder.attempt < header.attempt:  # the previous attempt has not ended yet
+            consumer.timer.call_after(1, _on_received, (consumer, request))
     if became.status == "held":
         request.request_dict.update(header._replace(token=token.decode()).as_headers())
-        _sweep()
-        _waiting[lease] = options.server, queued or _token_factory(request, header.attempt, "queued").token(limit)
+        _waiting[lease] = options.server, queued or TokenFactory(*own, "queued").token(limit)
         hold(lease)
-
-
-def _token_factory(request: Any, attempt: int, state: str) -> TokenFactory:
-    return TokenFactory(request.task.name, request.id, attempt, state)
-
-
-def _sweep() -> None:
-    """Forget what has begun since."""
-    global _swept_at  # noqa: PLW0603 - that of the process
-    if now() >= _swept_at + DEFAULT_LEASE:
-        _swept_at = now()
-        for lease in [each for each in _waiting if each.reason is not None]:
-            del _waiting[lease]
 
 
 def _on_shutdown(**_: Any) -> None:
@@ -218,10 +179,9 @@ def _on_shutdown(**_: Any) -> None:
     while _waiting:
         lease, (server, queued) = _waiting.popitem()
         left = round((lease.ends_at - now()) * 1000)
-        if lease.reason is not None or left <= 0:
-            continue
         try:
-            drive(server.client, replace(lease.key, lease.token, queued, left))
+            if lease.reason is None and left > 0:
+                drive(server.client, replace(lease.key, lease.token, queued, left))
         except Exception as error:  # noqa: BLE001 - the next worker that receives it says so
             logger.debug("%s is queued again, which it does not say: %s", lease.key, error)
             return

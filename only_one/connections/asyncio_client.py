@@ -1,42 +1,26 @@
 """The asyncio client: made from a sync one, with the same server, credentials, encryption and time-outs."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
-import sys
 from collections.abc import Callable
-from functools import partial
-from math import inf
 from typing import Any
 
 import redis
-import redis.asyncio
-import redis.asyncio.cluster
-import redis.asyncio.connection
-import redis.asyncio.retry
-import redis.asyncio.sentinel
-from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError, RedisClusterException, RedisError, TimeoutError  # noqa: A004 - redis-py's
-from redis.sentinel import SentinelConnectionPool
+from redis import backoff, exceptions
+from redis.asyncio import ConnectionPool, Redis, RedisCluster, cluster, connection, retry, sentinel
 
 from only_one.errors import ConfigurationError
 from only_one.lock.commands import now
 
 from .connection_pool import raise_as_connection_error
 
-_sentinel: Any = redis.asyncio.sentinel  # which has no types
+_sentinel: Any = sentinel  # which has no types
 
-RETRIES = 1
-"""How often our own client sends a command again."""
-RETRIED: list[type[Exception]] = [ConnectionError, TimeoutError]
-"""The errors after which it does; redis-py 5 wants them named."""
+RETRIED: list[type[Exception]] = [redis.ConnectionError, redis.TimeoutError]
+"""The errors after which our own client sends a command again, once; redis-py 5 wants them named."""
 
-NO_LIMIT = sys.maxsize
+NO_LIMIT = 2**31
 """As many connections as commands ask for."""
-
-_OF_SYNC_CLIENTS = {"redis_connect_func", "parser_class"}
-"""Options of a connection that mean something else to asyncio."""
 
 
 class AsyncClient:
@@ -63,7 +47,7 @@ class AsyncClient:
         """
         self._make = make
         self._most = most
-        self._answered_at = self._timed_out_at = -inf
+        self._answered_at = self._timed_out_at = 0.0  # by `now()`: never
         self.to_be_closed: list[Any] = []
         self._begin()
 
@@ -77,12 +61,20 @@ class AsyncClient:
         """Send a command, and return its reply."""
         if self.to_be_closed:
             await self.close_what_is_left()
-        asked, client, turns = now(), self.client, self._turns
+        asked, sent, client, turns = now(), 0.0, self.client, self._turns
         try:
             async with turns:
                 client = self.client
-                return await self._send(client, asked, args, options)
-        except (RedisError, RedisClusterException, asyncio.CancelledError, GeneratorExit):
+                if self._timed_out_at > asked:
+                    msg = "Timeout waiting for a connection: the server did not answer on any"
+                    raise redis.TimeoutError(msg)  # noqa: TRY301 - a time-out like any other
+                sent = now()
+                reply = await client.execute_command(*args, **options)
+                self._answered_at = now()
+                return reply
+        except (redis.RedisError, exceptions.RedisClusterException, asyncio.CancelledError, GeneratorExit) as error:
+            if isinstance(error, redis.TimeoutError) and self._answered_at < sent:
+                self._timed_out_at = now()
             raise  # redis-py has closed the connection if need be
         except BaseException as error:
             if client is self.client:  # another has been begun already for one that was sent at the same time
@@ -101,8 +93,8 @@ class AsyncClient:
         """Close the connections of the earlier clients."""
         while self.to_be_closed:
             client = self.to_be_closed[-1]
-            for connection in _connections(client):  # redis-py sends again what is under way on others
-                await connection.disconnect(nowait=True)  # which lets nobody else have a turn
+            for each in _connections(client):  # redis-py sends again what is under way on others
+                await each.disconnect(nowait=True)  # which lets nobody else have a turn
             self.to_be_closed.pop()
             await client.aclose()  # a cluster's complains if it is not
 
@@ -111,20 +103,6 @@ class AsyncClient:
         await self.close_what_is_left()
         for client in _clients(self.client):
             await client.aclose()
-
-    async def _send(self, client: Any, asked: float, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        if self._timed_out_at > asked:
-            msg = "Timeout waiting for a connection: the server did not answer on any"
-            raise TimeoutError(msg)
-        sent = now()
-        try:
-            reply = await client.execute_command(*args, **options)
-        except TimeoutError:
-            if self._answered_at < sent:
-                self._timed_out_at = now()
-            raise
-        self._answered_at = now()
-        return reply
 
 
 def _clients(client: Any) -> list[Any]:
@@ -135,9 +113,8 @@ def _clients(client: Any) -> list[Any]:
 
 def _connections(client: Any) -> list[Any]:
     """All connections of a client; redis-py's own ways to close them let other tasks have a turn before."""
-    if isinstance(client, redis.asyncio.RedisCluster):
-        nodes: list[Any] = client.get_nodes()
-        return [each for node in nodes for each in node._connections]  # noqa: SLF001 - see above
+    if isinstance(client, RedisCluster):
+        return [each for node in client.get_nodes() for each in node._connections]  # noqa: SLF001 - see above
     pools = [each.connection_pool for each in _clients(client)]
     return [each for pool in pools for each in (*pool._available_connections, *pool._in_use_connections)]  # noqa: SLF001
 
@@ -152,44 +129,37 @@ def make_async_client(client: Any) -> AsyncClient:
         ConfigurationError: if redis-py has no asyncio class for the way in which it connects.
     """
     if isinstance(client, redis.RedisCluster):
-        given: dict[str, Any] = client.nodes_manager.connection_kwargs
-        most: int = given.get("max_connections") or redis.ConnectionPool().max_connections
-        return AsyncClient(partial(_cluster, client), most)
-    return AsyncClient(partial(_client, client), client.connection_pool.max_connections)  # as one is for one command
+        most = client.nodes_manager.connection_kwargs.get("max_connections") or redis.ConnectionPool().max_connections
+        return AsyncClient(lambda: _cluster(client), most)
+    return AsyncClient(lambda: _client(client), client.connection_pool.max_connections)  # as one is for one command
 
 
 def _client(client: Any) -> Any:
     pool = client.connection_pool
     name = pool.connection_class.__name__
-    kind = getattr(redis.asyncio.connection, name, None) or getattr(_sentinel, name, None)
+    kind = getattr(connection, name, None) or getattr(_sentinel, name, None)
     if kind is None:
         msg = f"no asyncio client can be made from one that connects by {pool.connection_class!r}: give redis= as a URL"
         raise ConfigurationError(msg)
-    known = {name for base in kind.__mro__ for name in inspect.signature(base).parameters} - _OF_SYNC_CLIENTS
+    known = {name for base in kind.__mro__ for name in inspect.signature(base).parameters}
+    known -= {"redis_connect_func", "parser_class"}  # which mean something else to asyncio
     options = {name: value for name, value in pool.connection_kwargs.items() if name in known}
-    options.update(retry=redis.asyncio.retry.Retry(NoBackoff(), RETRIES), retry_on_error=RETRIED)
+    options.update(retry=retry.Retry(backoff.NoBackoff(), 1), retry_on_error=RETRIED)
     options.update(connection_class=kind, max_connections=NO_LIMIT)
-    is_watched = isinstance(pool, SentinelConnectionPool)
-    return redis.asyncio.Redis.from_pool(
-        _sentinel_pool(pool, options) if is_watched else redis.asyncio.ConnectionPool(**options)
-    )
-
-
-def _sentinel_pool(pool: Any, options: dict[str, Any]) -> Any:
-    sync = pool.sentinel_manager
+    if not isinstance(pool, redis.SentinelConnectionPool):
+        return Redis.from_pool(ConnectionPool(**options))
     manager = _sentinel.Sentinel([])
+    sentinels = [_client(each) for each in pool.sentinel_manager.sentinels]
     # All attributes, whatever options this version of redis-py has.
-    vars(manager).update(vars(sync), sentinels=[_client(each) for each in sync.sentinels])
-    return _sentinel.SentinelConnectionPool(pool.service_name, manager, **options)
+    vars(manager).update(vars(pool.sentinel_manager), sentinels=sentinels)
+    return Redis.from_pool(_sentinel.SentinelConnectionPool(pool.service_name, manager, **options))
 
 
 def _cluster(client: Any) -> Any:
-    known = set(inspect.signature(redis.asyncio.RedisCluster.__init__).parameters) - {"retry"}
+    known = set(inspect.signature(RedisCluster.__init__).parameters) - {"retry"}
     given: dict[str, Any] = client.nodes_manager.connection_kwargs
     options = {name: value for name, value in given.items() if name in known and value is not None}
-    if issubclass(given.get("connection_class", redis.Connection), redis.SSLConnection):
-        options["ssl"] = True  # as a URL says it
-    options["address_remap"] = client.nodes_manager.address_remap
-    nodes = [redis.asyncio.cluster.ClusterNode(str(node.host), int(node.port)) for node in client.get_nodes()]
-    options["max_connections"] = NO_LIMIT
-    return redis.asyncio.RedisCluster(startup_nodes=nodes, **options)
+    is_tls = issubclass(given.get("connection_class", redis.Connection), redis.SSLConnection)
+    options.update(ssl=is_tls, address_remap=client.nodes_manager.address_remap, max_connections=NO_LIMIT)
+    nodes = [cluster.ClusterNode(str(node.host), int(node.port)) for node in client.get_nodes()]
+    return RedisCluster(startup_nodes=nodes, **options)

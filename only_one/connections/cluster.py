@@ -1,27 +1,18 @@
 """Cluster and Sentinel: the nodes that the renewing thread asks, on connections of its own, with short time-outs."""
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 from weakref import finalize
 
 import redis
-from redis.backoff import NoBackoff
-from redis.cluster import parse_cluster_slots
-from redis.exceptions import AskError, MovedError, ReadOnlyError, ResponseError
-from redis.retry import Retry
-from redis.sentinel import SentinelConnectionPool
+from redis import backoff, cluster, exceptions, retry
 
 from only_one.lock.commands import Command, now
 
-_TIMEOUTS = {"socket_timeout": 0.5, "socket_connect_timeout": 0.25}
-"""Seconds that the renewing thread waits for a reply and a connection: other nodes have keys to renew, too."""
-
 _FIRST_PAUSE = 0.05
-_LONGEST_PAUSE = 1.0
 MOST_IN_A_TRIP = 500
 """Commands in one trip, so that none takes long."""
 
@@ -38,7 +29,8 @@ The pool is a Sentinel's. The others tell of maintenance: this lengthens the tim
 look around in our thread.
 """
 
-_Address = tuple[str, int]
+_reach = attrgetter("backs_off_until")
+"""The order in which nodes are asked: waiting for one that could not be reached must not cost others their leases."""
 
 
 class Node:
@@ -46,19 +38,17 @@ class Node:
 
     Attributes:
         client: a client of it with short time-outs.
+        host: its host, if it is a cluster's.
         backs_off_until: when it is asked again, by `commands.now()`, after it could not be reached.
     """
 
-    def __init__(self, client: Any, cluster: ClusterNodes | None = None) -> None:
+    def __init__(self, client: Any, cluster: "ClusterNodes | None" = None, host: str = "") -> None:
         self.client = client
+        self.host = host
         self.backs_off_until = 0.0
         self._pause = _FIRST_PAUSE
         self._cluster = cluster
-        self._is_connected = False
-
-    def of(self, _key: str) -> Node:
-        """This node, which stores every key; see `ClusterNodes.of`."""
-        return self
+        self._is_connected = not hasattr(client, "connection_pool")  # where there is nothing to connect
 
     def send(self, commands: Sequence[Command], options: dict[str, Any], pause: float | None = None) -> list[Any]:
         """Send commands in one trip; in a cluster, those whose slot has moved are sent on.
@@ -91,19 +81,18 @@ class Node:
 
     def connect(self, pause: float) -> None:
         """Connect once: under load that takes long, and the first renewal must take no longer than the others."""
-        pool = getattr(self.client, "connection_pool", None)
-        if pool is None or self._is_connected:
+        if self._is_connected:
             return
         self._is_connected = True
         try:
-            redis.Redis(connection_pool=pool, single_connection_client=True).close()
+            redis.Redis(connection_pool=self.client.connection_pool, single_connection_client=True).close()
         except Exception:  # noqa: BLE001 - whatever a client raises, the thread has other keys to see to
             self.fail(pause)
 
     def fail(self, pause: float | None = None) -> None:
         """Note that it could not be reached."""
         self.backs_off_until = now() + (self._pause if pause is None else pause)
-        self._pause = min(self._pause * 2, _LONGEST_PAUSE)
+        self._pause = min(self._pause * 2, 1.0)
 
 
 def trips(due: Iterable[Any]) -> list[tuple[Node, list[Any]]]:
@@ -111,11 +100,9 @@ def trips(due: Iterable[Any]) -> list[tuple[Node, list[Any]]]:
     nodes: defaultdict[Node, list[Any]] = defaultdict(list)
     for each in due:
         nodes[each.server.node_of(each.key)].append(each)
-    # Nodes that could not be reached come last: waiting for them must not cost the others their leases.
-    by_reach = sorted(nodes, key=lambda node: node.backs_off_until)
     return [
         (node, nodes[node][start : start + MOST_IN_A_TRIP])
-        for node in by_reach
+        for node in sorted(nodes, key=_reach)
         for start in range(0, len(nodes[node]), MOST_IN_A_TRIP)
     ]
 
@@ -133,27 +120,23 @@ class ClusterNodes:
         notices = getattr(self._manager, _NOTICES, None)
         given = self._manager.connection_kwargs
         self._options = _short_timeouts(given if notices is None else {**given, _NOTICES: notices})
-        self._nodes: dict[_Address, Node] = {}
-        slots: dict[Any, Any] = self._manager.slots_cache
-        self._owners: dict[int, _Address] = {slot: (nodes[0].host, nodes[0].port) for slot, nodes in slots.items()}
+        self._nodes: dict[tuple[str, int], Node] = {}
+        self._owners: dict[Any, Any] = {
+            slot: (owner.host, owner.port) for slot, (owner, *_) in self._manager.slots_cache.items()
+        }
         for address in set(self._owners.values()):
             self._at(address)
 
     def of(self, key: str) -> Node:
         """The node that stores `key`, as far as is known."""
         address = self._owners.get(self._client.keyslot(key))
-        return self._at(address) if address else next(iter(self._by_reach()))
+        return self._at(address) if address else min(self._nodes.values(), key=_reach)
 
-    def _at(self, address: _Address) -> Node:
-        node = self._nodes.get(address)
-        if node is None:
+    def _at(self, address: tuple[str, int]) -> Node:
+        if address not in self._nodes:
             client = _closing(self._manager.create_redis_node(*address, **self._options))
-            node = self._nodes[address] = Node(client, self)
-        return node
-
-    def _by_reach(self) -> Iterable[Node]:
-        """All nodes; those that could not be reached come last."""
-        return sorted(self._nodes.values(), key=lambda node: node.backs_off_until)
+            self._nodes[address] = Node(client, self, address[0])
+        return self._nodes[address]
 
     def follow(self, node: Node, commands: Sequence[Command], options: dict[str, Any], replies: list[Any]) -> None:
         """Follow redirections: MOVED says which node has a slot from now on, ASK which one gets it.
@@ -161,14 +144,15 @@ class ClusterNodes:
         A command that was answered by ASK is sent on. One that was answered by MOVED keeps its error, and goes to the
         right node when it is due again.
         """
+        errors = [reply for reply in replies if isinstance(reply, Exception)]
         # A node that cannot be reached, or has become a replica, may have been replaced by another.
-        if any(isinstance(reply, Exception) and _says_nothing_of_the_key(reply) for reply in replies):
+        if any(isinstance(each, redis.ReadOnlyError) or not isinstance(each, redis.ResponseError) for each in errors):
             self._refresh(node)
         for number, reply in enumerate(replies):
-            if isinstance(reply, AskError):  # of which MovedError is one
-                address = self._manager.remap_host_port(reply.host or _host(node), reply.port)
+            if isinstance(reply, exceptions.AskError):  # of which MovedError is one
+                address = self._manager.remap_host_port(reply.host or node.host, reply.port)
                 target = self._at(address)
-                if not isinstance(reply, MovedError):
+                if not isinstance(reply, exceptions.MovedError):
                     if target.backs_off_until <= now():
                         replies[number] = target.send_here([("ASKING",), commands[number]], options)[1]
                 elif self._owners.get(reply.slot_id) != address:
@@ -182,40 +166,31 @@ class ClusterNodes:
             but: the node that is not to be asked.
             first: the one to be asked, else the one that could be reached for the longest time.
         """
-        node = first or next((each for each in self._by_reach() if each is not but), None)
+        node = first or min((each for each in self._nodes.values() if each is not but), key=_reach, default=None)
         if node is None or node.backs_off_until > now():
             return
         (reply,) = node.send_here([("CLUSTER SLOTS",)], {})
         if isinstance(reply, Exception):
             return
-        ranges: dict[Any, Any] = parse_cluster_slots(reply, current_host=_host(node))
+        ranges: dict[Any, Any] = cluster.parse_cluster_slots(reply, current_host=node.host)
         for (first_slot, last_slot), owners in ranges.items():
-            address: _Address = self._manager.remap_host_port(*owners["primary"])
+            address: Any = self._manager.remap_host_port(*owners["primary"])
             self._owners.update(dict.fromkeys(range(first_slot, last_slot + 1), address))
             self._at(address)
-
-
-def _says_nothing_of_the_key(error: Exception) -> bool:
-    return isinstance(error, ReadOnlyError) or not isinstance(error, ResponseError)
-
-
-def _host(node: Node) -> str:
-    return str(node.client.connection_pool.connection_kwargs["host"])
 
 
 def with_short_timeouts(client: Any) -> Any:
     """A client of the same server with short time-outs; the same one where none can be made."""
     pool: Any = getattr(client, "connection_pool", None)
-    if type(pool) not in (redis.ConnectionPool, redis.BlockingConnectionPool, SentinelConnectionPool):
+    if type(pool) not in (redis.ConnectionPool, redis.BlockingConnectionPool, redis.SentinelConnectionPool):
         return client
-    options = _short_timeouts(pool.connection_kwargs)
-    options.update(retry=Retry(NoBackoff(), 0), connection_class=pool.connection_class)
-    if type(pool) is not SentinelConnectionPool:
+    options = _short_timeouts({"retry": None, **pool.connection_kwargs, "connection_class": pool.connection_class})
+    if type(pool) is not redis.SentinelConnectionPool:
         return _closing(redis.Redis(connection_pool=redis.ConnectionPool(**options)))
     manager = copy.copy(pool.sentinel_manager)
     manager.sentinels = [with_short_timeouts(each) for each in manager.sentinels]
     options.update(is_master=pool.is_master, check_connection=pool.check_connection)
-    kind: Any = SentinelConnectionPool
+    kind: Any = redis.SentinelConnectionPool
     return _closing(redis.Redis(connection_pool=kind(pool.service_name, manager, **options)))
 
 
@@ -230,8 +205,9 @@ def _short_timeouts(given: dict[str, Any]) -> dict[str, Any]:
     options = {name: value for name, value in given.items() if not name.startswith(_LEFT_OUT)}
     if options.get(_NOTICES) is not None:
         options[_NOTICES] = type(options[_NOTICES])(enabled=False)
-    for name, longest in _TIMEOUTS.items():
+    # The seconds that the renewing thread waits for a reply and a connection: other nodes have keys to renew, too.
+    for name, longest in {"socket_timeout": 0.5, "socket_connect_timeout": 0.25}.items():
         options[name] = min(options.get(name) or longest, longest)
     if "retry" in options:
-        options["retry"] = Retry(NoBackoff(), 0)
+        options["retry"] = retry.Retry(backoff.NoBackoff(), 0)
     return options

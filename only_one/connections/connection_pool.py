@@ -7,8 +7,6 @@ The next command on it would take the reply for its own, or go to another databa
 So `PinnedClient` drops such a connection, and the pools of all other clients are `guarded`.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import signal
@@ -21,12 +19,11 @@ from typing import Any
 from weakref import WeakSet, finalize
 
 import redis
-from redis.exceptions import ConnectionError, RedisError, ResponseError  # noqa: A004 - redis-py's are meant
 
 _MOST_KEPT = 16
 """Connections that are kept; the pool has the others, and gives them to the user's own commands, too."""
 
-_clients: WeakSet[PinnedClient] = WeakSet()
+_clients: WeakSet["PinnedClient"] = WeakSet()
 _inherited: list[Any] = []
 
 
@@ -44,33 +41,13 @@ class _Pinned:
 
     def __init__(self, pool: Any) -> None:
         """Take a connection from the pool."""
-        self._pool = pool
         client: Any = redis.Redis(connection_pool=pool, single_connection_client=True)
         self.connection, client.connection = client.connection, None
-        self._client = client
         # Whatever was handled then is over when it is dropped, and a later exception may have the same id.
         vars(self.connection).pop("lent_during", None)
         # No `__del__`: what a signal's handler raises there, where nothing was connected to either, would be lost.
         self.drop = finalize(self, _drop, pool, self.connection)
         self.drop.atexit = False
-
-    def send(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Send a command, and after a time-out again, as often as the user's client says."""
-        connection = self.connection
-        return connection.retry.call_with_retry(lambda: self._try(args, options), lambda _: connection.disconnect())
-
-    def _try(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        try:
-            self.connection.send_command(*args, **options)
-            return self._client.parse_response(self.connection, args[0], **options)
-        except ConnectionError as error:
-            raise _BrokenError from error
-
-    def release(self) -> None:
-        """Return the connection to the pool as it is."""
-        self.drop.detach()
-        self.connection.lent_during = id(sys.exc_info()[1])
-        self._pool.release(self.connection)
 
 
 def _drop(pool: Any, connection: Any) -> None:
@@ -86,13 +63,16 @@ class PinnedClient(redis.Redis):
     redis-py's pool looks at every connection before it lends it, in case the server has closed it meanwhile. That
     costs three system calls. Here it is done when a command has failed: the second attempt is the pool's. So a command
     may be sent twice, as with redis-py's own retries. All commands of a lock must bear that anyhow.
+
+    Attributes:
+        kept: the connections that no command uses.
     """
 
     def __init__(self, client: Any) -> None:
         """See `fits` for the clients in whose place it can send."""
         super().__init__(connection_pool=guarded_pool(client.connection_pool))
         self._client = client  # whoever closes it, or drops it, closes its pool
-        self._kept: list[_Pinned] = []
+        self.kept: list[_Pinned] = []
         _clients.add(self)
 
     @staticmethod
@@ -101,48 +81,55 @@ class PinnedClient(redis.Redis):
         if type(client) is not redis.Redis or "execute_command" in vars(client) or client.connection is not None:
             return False
         pool = client.connection_pool
-        is_plain = type(pool) is redis.ConnectionPool and getattr(pool, "cache", None) is None
+        if type(pool) is not redis.ConnectionPool or getattr(pool, "cache", None) is not None:
+            return False
         # Tokens that are renewed get to a connection when it goes back to the pool.
-        is_plain = is_plain and not hasattr(pool.connection_kwargs.get("credential_provider"), "on_next")
-        return is_plain and pool.max_connections >= redis.ConnectionPool().max_connections
+        renews = hasattr(pool.connection_kwargs.get("credential_provider"), "on_next")
+        return not renews and pool.max_connections >= redis.ConnectionPool().max_connections
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         """See redis-py."""
         try:
-            pinned = self._kept.pop()
+            pinned = self.kept.pop()
         except IndexError:
             pinned = _Pinned(self.connection_pool)
+        connection = pinned.connection
+        untyped: Any = super()
+
+        def attempt() -> Any:
+            try:
+                connection.send_command(*args, **options)
+                return untyped.parse_response(connection, args[0], **options)
+            except redis.ConnectionError as error:
+                raise _BrokenError from error
+
         try:
-            reply = pinned.send(args, options)
-        except ResponseError:
+            # After a time-out it is sent again, as often as the user's client says.
+            reply = connection.retry.call_with_retry(attempt, lambda _: connection.disconnect())
+        except redis.ResponseError:
             self._keep(pinned)
             raise
-        except _BrokenError:
-            pinned.drop()
-            parent: Any = super()
-            return parent.execute_command(*args, **options)
-        except BaseException:
+        except BaseException as error:
             # A reply may be on its way still, which the next command there would take for its own.
             pinned.drop()
-            raise
+            if not isinstance(error, _BrokenError):
+                raise
+            return untyped.execute_command(*args, **options)
         self._keep(pinned)
         return reply
 
     def _keep(self, pinned: _Pinned) -> None:
-        if len(self._kept) < _MOST_KEPT:
-            self._kept.append(pinned)
-        else:
-            pinned.release()
-
-    def forget_connections(self) -> None:
-        """Use the connections no more in a forked child: they are the parent's, and must not even be closed here."""
-        _inherited.append(self._kept)
-        self._kept = []
+        if len(self.kept) < _MOST_KEPT:
+            self.kept.append(pinned)
+        elif pinned.drop.detach():
+            redis.ConnectionPool.release(self.connection_pool, pinned.connection)  # past the guard: as it is
 
 
 def _begin_anew_in_child() -> None:
+    """Use the connections no more: they are the parent's, and must not even be closed here."""
     for client in list(_clients):
-        client.forget_connections()
+        _inherited.append(client.kept)
+        client.kept = []
 
 
 with suppress(AttributeError):  # where nothing forks
@@ -158,31 +145,27 @@ def guarded(client: Any) -> Any:
     Args:
         client: a sync client of redis-py; one that has no pool comes back as it is.
     """
-    if isinstance(client, redis.RedisCluster):
-        changed = _by_node(client)
+    if isinstance(client, redis.RedisCluster):  # where each node has a pool
+        cluster: Any = client
+
+        def of_node(node: Any) -> Any:
+            return guarded(cluster.get_redis_connection(node))
+
+        def pipeline(*args: Any, **options: Any) -> Any:
+            made = cluster.pipeline(*args, **options)
+            made.get_redis_connection = of_node
+            return made
+
+        changed: dict[str, Any] = {"get_redis_connection": of_node, "pipeline": pipeline, "close": lambda: None}
     elif hasattr(client, "connection_pool"):
         # A connection of the client's own is never given back, and so never looked at. To close is for the user.
-        pool = guarded_pool(client.connection_pool)
-        changed = {"connection_pool": pool, "connection": None, "auto_close_connection_pool": False}
+        changed = {"connection": None, "auto_close_connection_pool": False}
+        changed["connection_pool"] = guarded_pool(client.connection_pool)
     else:
         return client
     found = copy.copy(client)
     vars(found).update(changed)
     return found
-
-
-def _by_node(cluster: Any) -> dict[str, Any]:
-    """The same for a cluster, where each node has a pool."""
-
-    def get_redis_connection(node: Any) -> Any:
-        return guarded(cluster.get_redis_connection(node))
-
-    def pipeline(*args: Any, **options: Any) -> Any:
-        made = cluster.pipeline(*args, **options)
-        made.get_redis_connection = get_redis_connection
-        return made
-
-    return {"get_redis_connection": get_redis_connection, "pipeline": pipeline, "close": lambda: None}
 
 
 def guarded_pool(pool: Any) -> Any:
@@ -193,8 +176,7 @@ def guarded_pool(pool: Any) -> Any:
         del pool._connections  # noqa: SLF001 - they are the other's
         pool.queue_class = _Idle
         pool.reset()
-    kind: Any = type(pool)
-    alias: Any = object.__new__(_guarded_kind(kind))
+    alias: Any = object.__new__(_guarded_kind(pool.__class__))
     alias.__dict__ = vars(pool)  # it is the same pool in all but its class
     return alias
 
@@ -211,9 +193,8 @@ class _GuardedPool:
         """Close nothing: that is for the original to do."""
 
     def get_connection(self, *args: Any, **options: Any) -> Any:
-        parent: Any = super()
         try:
-            connection = parent.get_connection(*args, **options)
+            connection = super().get_connection(*args, **options)  # type: ignore[misc]
         except Exception as error:
             raise_as_connection_error(error)
             raise
@@ -224,13 +205,12 @@ class _GuardedPool:
     def release(self, connection: Any) -> None:
         error = sys.exc_info()[1]
         lent_during = vars(connection).pop("lent_during", None)
-        if error is not None and not isinstance(error, ResponseError) and id(error) != lent_during:
+        if error is not None and not isinstance(error, redis.ResponseError) and id(error) != lent_during:
             connection.disconnect()
             # It may have been asking where the master is, by clients that are the user's own.
             for sentinel in getattr(getattr(self, "sentinel_manager", None), "sentinels", ()):
                 sentinel.connection_pool.disconnect(inuse_connections=False)
-        parent: Any = super()
-        parent.release(connection)
+        super().release(connection)  # type: ignore[misc]
 
 
 class _Idle:
@@ -264,9 +244,9 @@ def raise_as_connection_error(error: Exception) -> None:
     Raises:
         ConnectionError: unless `error` is redis-py's, the system's or a signal handler's.
     """
-    if isinstance(error, (RedisError, OSError)):
+    if isinstance(error, (redis.RedisError, OSError)):
         return
     handlers = {getattr(signal.getsignal(each), "__code__", None) for each in signal.valid_signals()}
     if not any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__)):
         msg = f"{type(error).__name__}: {error}"
-        raise ConnectionError(msg) from error
+        raise redis.ConnectionError(msg) from error

@@ -1,40 +1,31 @@
 """The server that stores the keys: found by URL, client or callable; its clients, features and eviction policy."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
-import logging
 import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from math import inf
 from typing import Any, Union
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import redis
-from redis.backoff import NoBackoff
+from redis import backoff, retry
 from redis.client import Pipeline
-from redis.exceptions import RedisError, ResponseError
-from redis.retry import Retry
 
 from only_one.errors import ConfigurationError
+from only_one.events import logger
 from only_one.lock.commands import Features
-from only_one.validation import check_callable
+from only_one.option_values import check_callable
 
-from .asyncio_client import NO_LIMIT, RETRIED, RETRIES, AsyncClient, make_async_client
+from .asyncio_client import NO_LIMIT, RETRIED, AsyncClient, make_async_client
 from .cluster import ClusterNodes, Node, with_short_timeouts
 from .connection_pool import PinnedClient, guarded
-
-logger = logging.getLogger("only_one")
 
 Source = Union[str, Any, Callable[[], Any]]
 """A URL, a client, or a callable that returns a client."""
 
-PATIENCE = {"socket_timeout": 0.9, "socket_connect_timeout": 0.5}
+PATIENCE: dict[str, Any] = {"socket_timeout": 0.9, "socket_connect_timeout": 0.5, "retry_on_error": RETRIED}
 """Seconds that our own client waits for a reply and a connection; with one retry, a dead server is known in 2 s."""
-
-_URL = r"rediss?://[^/]*(/\d*)?(\?.*)?|unix://[^?]*/[^?]+(\?.*)?"
 
 
 class Server:
@@ -51,7 +42,7 @@ class Server:
         self.features = Features()
         if isinstance(client, redis.RedisCluster):
             self.features.release = "EVALSHA"  # an unknown command cannot be sent, as its slot is not known
-        self.looked_at_from = -inf
+        self.looked_at_from = 0.0
         self._given = client
         self._nodes: ClusterNodes | Node | None = None
         self._async_clients: dict[asyncio.AbstractEventLoop, tuple[AsyncClient, AsyncGenerator[AsyncClient, None]]] = {}
@@ -65,7 +56,7 @@ class Server:
         if self._nodes is None:
             is_cluster = isinstance(self._given, redis.RedisCluster)
             self._nodes = ClusterNodes(self._given) if is_cluster else Node(with_short_timeouts(self._given))
-        return self._nodes.of(key)
+        return self._nodes.of(key) if isinstance(self._nodes, ClusterNodes) else self._nodes
 
     async def async_client(self) -> AsyncClient:
         """The asyncio client of the same server for the running event loop."""
@@ -102,12 +93,12 @@ def check_source(name: str, source: Source) -> Source:
         ConfigurationError: saying what to write instead.
     """
     if isinstance(source, str):
-        if not re.fullmatch(_URL, source):
+        if not re.fullmatch(r"rediss?://[^/]*(/\d*)?(\?.*)?|unix://[^?]*/[^?]+(\?.*)?", source):
             msg = f"{name}={masked(source)!r} is not a URL of Redis: write redis://host:6379/0, rediss://… or unix:///path"
             raise ConfigurationError(msg)
         try:
             redis.Redis.from_url(source).connection_pool.make_connection()  # which does not connect yet
-        except (TypeError, ValueError, RedisError):  # whose text may hold the password
+        except (TypeError, ValueError, redis.RedisError):  # whose text may hold the password
             msg = f"{name}={masked(source)!r} cannot be read: write redis://[user:password@]host:6379/0[?option=value]"
             raise ConfigurationError(msg) from None
     elif inspect.iscoroutinefunction(getattr(source, "execute_command", None)):
@@ -129,49 +120,35 @@ def find_server(source: Source) -> Server:
         ConfigurationError: if a callable returns something else than a client or a URL.
     """
     check_source("redis", source)
-    if isinstance(source, str) or _is_client(source):
-        return _server_of(source)
+    if isinstance(source, str):
+        if source not in _from_urls:
+            once = retry.Retry(backoff.NoBackoff(), 1)
+            made = Server(redis.Redis.from_url(source, retry=once, max_connections=NO_LIMIT, **PATIENCE))
+            if _from_urls.setdefault(source, made) is made:
+                logger.info("locks are kept in %s", masked(source), extra={"only_one_server": masked(source)})
+        return _from_urls[source]
+    if _is_client(source):
+        return _from_clients.setdefault(id(source), Server(source))
     with suppress(TypeError, KeyError):
         return _from_callables[source]
     made = source()
     if not isinstance(made, str) and not _is_client(made):
         msg = f"the callable given as redis= returned a {type(made).__name__}: return a client of redis-py"
         raise ConfigurationError(msg)
-    check_source("redis", made)
-    server = _server_of(made)
+    server = find_server(made)
     with suppress(TypeError):  # for what cannot be looked up, as it has no hash or no weak references
         return _from_callables.setdefault(source, server)
     return server
 
 
-def _server_of(source: Any) -> Server:
-    """The server of a URL or a client."""
-    if not isinstance(source, str):
-        return _from_clients.setdefault(id(source), Server(source))
-    server = _from_urls.get(source)
-    if server is None:
-        made = Server(_open(source))
-        server = _from_urls.setdefault(source, made)
-        if server is made:
-            logger.info("locks are kept in %s", masked(source), extra={"only_one_server": masked(source)})
-    return server
-
-
-def _open(url: str) -> Any:
-    options: dict[str, Any] = {"max_connections": NO_LIMIT, **PATIENCE}
-    return redis.Redis.from_url(url, retry=Retry(NoBackoff(), RETRIES), retry_on_error=RETRIED, **options)
-
-
 def _is_client(source: object) -> bool:
-    if isinstance(source, (type, Pipeline)):
-        return False
-    return hasattr(source, "execute_command") and hasattr(source, "register_script")  # which a PubSub has not
+    sends = hasattr(source, "execute_command") and hasattr(source, "register_script")  # which a PubSub has not
+    return sends and not isinstance(source, (type, Pipeline))
 
 
 def masked(url: str) -> str:
     """A URL without user and password, in the address or in the query."""
-    shown = re.sub(r"(?s)^(\w+://)?.*@", r"\1***@", url)
-    return re.sub(r"(?<=password=)[^&]*", "***", shown)
+    return re.sub(r"(?<=password=)[^&]*", "***", re.sub(r"(?s)^(\w+://)?.*@", r"\1***@", url))
 
 
 # Servers that may evict the keys of runs that are under way
@@ -193,25 +170,17 @@ def may_evict(client: Any) -> str | None:
     Raises:
         RedisError: if the server cannot be asked.
     """
-    server = _name(client.connection_pool)
+    pool, options = client.connection_pool, client.connection_pool.connection_kwargs
+    address = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
+    server = str(getattr(pool, "service_name", address))  # without credentials
     if server in _asked:
         return None
-    try:
+    memory: dict[str, Any] = {}
+    with suppress(redis.ResponseError):  # this user may not
         memory = client.info("memory")
-    except ResponseError:  # this user may not
-        memory = {}
     _asked.add(server)
     policy = str(memory.get("maxmemory_policy"))
     if not policy.startswith(("allkeys-", "volatile-")) or not memory.get("maxmemory"):
         return None
-    return (
-        f"{server} evicts keys when its memory is full (maxmemory-policy {policy}), and a run may lose its key so: "
-        "write maxmemory-policy noeviction in its configuration, or give redis= a server that has it"
-    )
-
-
-def _name(pool: Any) -> str:
-    """The server, without credentials."""
-    options = pool.connection_kwargs
-    address = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
-    return str(getattr(pool, "service_name", address))
+    problem = f"{server} evicts keys when its memory is full (maxmemory-policy {policy}), and a run may lose its key so"
+    return f"{problem}: write maxmemory-policy noeviction in its configuration, or give redis= a server that has it"

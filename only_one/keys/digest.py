@@ -1,7 +1,5 @@
 """The MD5 of any value: the same in every process, on every Python, before and after a trip through the broker."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterable
@@ -10,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import PurePath
 from typing import Any
@@ -76,17 +74,8 @@ def plain(value: Any) -> Any:
 
 def _encode(value: object) -> bytes:
     """The canonical encoding of one value: a letter for the type, a length, and the content."""
-    encoder = _ENCODERS.get(type(value)) or _encoder_of_subclass(value)
+    encoder = _ENCODERS.get(type(value)) or _ENCODERS[next(filter(partial(isinstance, value), _ENCODERS))]
     return encoder(value)
-
-
-def _encoder_of_subclass(value: object) -> Callable[[Any], bytes]:
-    for kind, encoder in _ENCODERS.items():
-        if isinstance(value, kind):
-            return encoder
-    if is_dataclass(value) and not isinstance(value, type):
-        return _dataclass
-    raise UnknownType(type_name(value))
 
 
 def _sized(letter: bytes, content: bytes) -> bytes:
@@ -112,20 +101,22 @@ def _dict(value: dict[Any, Any]) -> bytes:
 def _dict_key(key: object) -> bytes:
     """Scalars become the str that JSON makes of them."""
     key = plain(key)
-    if key is not None and not isinstance(key, (int, float)):
-        return _encode(key)
-    try:
-        return _ENCODERS[str](repr(key) if type(key) is int else json.dumps(key))
-    except ValueError:  # more digits than Python writes
-        raise UnknownType(type_name(key)) from None
+    if key is None or isinstance(key, (int, float)):
+        try:
+            key = repr(key) if type(key) is int else json.dumps(key)
+        except ValueError:  # more digits than Python writes
+            raise UnknownType(type_name(key)) from None
+    return _encode(key)
 
 
 def _dataclass(value: Any) -> bytes:
+    if not is_dataclass(value) or isinstance(value, type):
+        raise UnknownType(type_name(value))
     compared = {field.name: getattr(value, field.name) for field in fields(value) if field.compare}
     return _sized(b"C", _encode(type_name(value)) + _dict(compared))
 
 
-# The order counts for subclasses: an Enum may be a str, a datetime is a date, a bool is an int.
+# The order counts for subclasses: an Enum may be a str, a datetime is a date, a bool is an int, all are objects.
 _ENCODERS: dict[type, Callable[[Any], bytes]] = {
     Enum: lambda member: _encode(plain(member)),
     str: lambda value: _sized(b"s", str.encode(value, "utf-8", "surrogatepass")),
@@ -146,4 +137,5 @@ _ENCODERS: dict[type, Callable[[Any], bytes]] = {
     time: _text(b"c", time.isoformat),
     timedelta: _text(b"e", lambda value: f"{value.days},{value.seconds},{value.microseconds}"),
     PurePath: _text(b"p", lambda value: value.as_posix()),
+    object: _dataclass,
 }

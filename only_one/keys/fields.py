@@ -3,8 +3,6 @@
 The arguments of a call are read by parameter, defaults applied: `f(1)`, `f(a=1)` and `f(1, b=<default>)` are one call.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -26,194 +24,34 @@ RESERVED = frozenset("{}%")
 """What is escaped in every value: braces would move a cluster's keys to other slots than those beside them."""
 
 _LONGEST = 200
-"""Characters of an escaped text. A longer one is cut to its first `_HEAD` characters and its MD5."""
+"""Characters of an escaped text. A longer one is cut to its first 40 characters and its MD5."""
 
-_HEAD = 40
 _STEP = r"\.([^.\[\]]+)|\[([^\[\]]+)\]"
-_PATH = rf"[^.\[\]]+({_STEP})*"
 _OWN = ("name", "md5")
 _TEXTUAL = (str, bytes, int, float, type(None))
-_CONVERSIONS: dict[str | None, Callable[[Any], Any]] = {None: lambda value: value, "r": repr, "s": str, "a": ascii}
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {"": lambda value: value, "!r": repr, "!s": str, "!a": ascii}
 
 
 class Field(NamedTuple):
-    """A field as it is written in a template."""
+    """A field as it is written in a template.
+
+    Attributes:
+        path: a parameter, with attributes and items.
+        conversion: "!r", "!s", "!a" or none.
+        spec: how the value is formatted, with the colon before it; or none.
+    """
 
     path: str
-    conversion: str | None
+    conversion: str
     spec: str
 
     def __str__(self) -> str:
-        conversion = f"!{self.conversion}" if self.conversion else ""
-        spec = f":{self.spec}" if self.spec else ""
-        return f"{{{self.path}{conversion}{spec}}}"
+        return f"{{{self.path}{self.conversion}{self.spec}}}"
 
     @property
     def parameter(self) -> str:
         """The name with which the path begins."""
         return re.split(r"[.\[]", self.path)[0]
-
-
-# Checked once, when a function is decorated
-
-
-def field_problem(field: Field, arguments: Arguments) -> str | None:
-    """What is wrong with a field, and what to write instead, or None for a field that could work."""
-    path, parameter = field.path, field.parameter
-    if path in _OWN:
-        return None if field == (path, None, "") else f"{field} takes no conversion and no format, write {{{path}}}"
-    if not re.fullmatch(_PATH, path):
-        return f"{field} names no parameter, write one of {_choices(arguments)}"
-    if any(word.startswith("_") for step in [(parameter, ""), *re.findall(_STEP, path)] for word in step):
-        return f"{field} has a name that begins with an underscore, write a public one or key=callable"
-    if parameter in _OWN:
-        return f"{{{parameter}}} is no parameter but only_one's own: rename the parameter, or write key=callable"
-    if parameter not in arguments.call.parameters:
-        return f"{parameter!r} is not a parameter, write one of {_choices(arguments, parameter)}"
-    if "{" in field.spec:
-        return f"{field} has a field inside its format, write the format out"
-    if field.conversion not in _CONVERSIONS:
-        return f"{field} has an unknown conversion, write !r, !s or !a"
-    return None
-
-
-def _choices(arguments: Arguments, missing: str = "name") -> str:
-    """The fields that could be meant, for an error message."""
-    parameters = arguments.call.parameters.values()
-    names = [f"{each.name}[{missing}]" if each.kind is Parameter.VAR_KEYWORD else each.name for each in parameters]
-    return ", ".join(f"{{{name}}}" for name in (*_OWN, *names))
-
-
-# Read at every call
-
-
-def make_text(field: Field, arguments: Arguments, escape: Callable[[str], str]) -> MakeKey:
-    """The function that gives the text of a field in which there is no problem."""
-    if field.path == "name":
-        return lambda name, _args, _kwargs: escape(name)
-    if field.path == "md5":
-        return _text_of_all(arguments)
-    serialize, steps = _serializer(field, escape), re.findall(_STEP, field.path)
-    if not steps:
-        return _text_of_parameter(field.parameter, arguments, serialize)
-    return _text_of_parameter(field.parameter, arguments, lambda value: serialize(_follow(field, steps, value)))
-
-
-def _text_of_all(arguments: Arguments) -> MakeKey:
-    def text(_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        values = arguments.values(args, kwargs)
-        try:
-            return digest(values)
-        except UnknownType as error:
-            culprit = ""
-            # Each in a list of its own: a value that is too deep among all must be too deep here as well.
-            with suppress(UnknownType):
-                for name, value in zip(arguments.call.parameters, values, strict=True):
-                    culprit = name
-                    digest([value])
-            raise _no_digest(culprit, error) from None
-
-    return text
-
-
-def _text_of_parameter(name: str, arguments: Arguments, serialize: Callable[[Any], str]) -> MakeKey:
-    kind, default = arguments.call.parameters[name].kind, arguments.call.parameters[name].default
-    position = list(arguments.call.parameters).index(name) if kind in BY_POSITION else sys.maxsize
-
-    def text(_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        if position < len(args):
-            value = args[position]
-        else:
-            value = kwargs.get(name, default) if kind in BY_NAME else default
-            if value is Parameter.empty:
-                value = arguments.bind(args, kwargs).arguments[name]
-        try:
-            return serialize(value)
-        except UnknownType as error:
-            raise _no_digest(name, error) from None
-
-    return text
-
-
-def _no_digest(name: str, unknown: UnknownType) -> UnkeyableArgument:
-    problem = f"no stable key can be made from the parameter {name!r}, which is or holds a {unknown}"
-    instead = f"write what identifies it, such as {{{name}.id}}, or key=callable, or leave it out of the key"
-    return _unkeyable(problem, instead)
-
-
-def _unkeyable(problem: str, instead: str) -> UnkeyableArgument:
-    return UnkeyableArgument(f"{problem}: {instead}")
-
-
-def _serializer(field: Field, escape: Callable[[str], str]) -> Callable[[Any], str]:
-    """The function that makes text of the value to which the field's path leads."""
-    if field.spec == "md5":
-        return digest if field.conversion is None else lambda value: digest(_formatted(field, "", value))
-    as_it_is = not field.spec and not field.conversion
-    return lambda value: escape(value if as_it_is and type(value) is str else _formatted(field, field.spec, value))
-
-
-def _follow(field: Field, steps: list[tuple[str, str]], value: Any) -> Any:
-    try:
-        for attribute, item in steps:
-            value = getattr(value, attribute) if attribute else _item(value, item)
-    except (AttributeError, LookupError, TypeError) as error:
-        problem = f"{field} cannot be read from the parameter {field.parameter!r} ({type(error).__name__}: {error})"
-        raise _unkeyable(problem, "pass a value that has it, or write key=callable") from error
-    return value
-
-
-def _item(value: Any, item: str) -> Any:
-    """`value[item]`; a number may have become a str on its way through the broker, as a dict's key."""
-    if not item.isdecimal() or (isinstance(value, Mapping) and item in value):
-        return value[item]
-    return value[int(item)]
-
-
-def _formatted(field: Field, spec: str, value: object) -> str:
-    value = plain(value)
-    if not isinstance(value, _TEXTUAL) and (isinstance(value, Iterable) or type(value).__str__ is object.__str__):
-        # The text of a container differs for equal ones: a set's order by process, a tuple's brackets by the broker.
-        problem = f"the parameter {field.parameter!r} is a {type_name(value)}, which has no stable text"
-        instead = f"write {{{field.path}:md5}}, or what identifies it, such as {{{field.path}.id}}, or key=callable"
-        raise _unkeyable(problem, instead)
-    if isinstance(value, bytes) and not field.conversion:
-        value = repr(value)
-    converted = _CONVERSIONS[field.conversion](value)
-    try:
-        text = format(converted, spec)
-    except (TypeError, ValueError) as error:
-        problem = f"{field} cannot format the parameter {field.parameter!r}, a {type(converted).__qualname__} ({error})"
-        raise _unkeyable(problem, "write another format, or key=callable") from error
-    # The address of an object is another in every process.
-    if not isinstance(value, str) and re.search(r"0x[0-9a-fA-F]{6,}", converted if field.conversion else text):
-        raise UnknownType(type_name(value))
-    return text
-
-
-# Escaped
-
-
-def escaper(separators: Iterable[str] = ()) -> Callable[[str], str]:
-    """A function that percent-encodes what may not stand in a value, as in a URL, and shortens an overlong text.
-
-    Surrogates are encoded too, because no client could send them. `%~` stands in no escaped text, so a shortened text
-    is equal to no other.
-
-    Args:
-        separators: the characters that end a value.
-    """
-    special = re.compile(f"[{re.escape(''.join(RESERVED.union(separators)))}\ud800-\udfff]")
-
-    def escape(text: str) -> str:
-        text = special.sub(_percent_encoded, text) if special.search(text) else text
-        return text if len(text) <= _LONGEST else f"{text[:_HEAD]}%~{digest(text)}"
-
-    return escape
-
-
-def _percent_encoded(match: re.Match[str]) -> str:
-    return "".join(f"%{byte:02X}" for byte in match[0].encode("utf-8", "surrogatepass"))
 
 
 # The arguments of a call
@@ -263,3 +101,156 @@ def _others(parameters: list[Parameter]) -> tuple[list[str], list[Any], frozense
     required = frozenset(each.name for each in parameters if each.default is Parameter.empty)
     allowed = frozenset(each.name for each in parameters if each.kind in BY_NAME)
     return [each.name for each in parameters], [each.default for each in parameters], required, allowed
+
+
+# Checked once, when a function is decorated
+
+
+def field_problem(field: Field, arguments: Arguments) -> str | None:
+    """What is wrong with a field, and what to write instead, or None for a field that could work."""
+    path, parameter = field.path, field.parameter
+    if path in _OWN:
+        return None if field == (path, "", "") else f"{field} takes no conversion and no format, write {{{path}}}"
+    if not re.fullmatch(rf"[^.\[\]]+({_STEP})*", path):
+        return f"{field} names no parameter, write one of {_choices(arguments)}"
+    if any(word.startswith("_") for step in [(parameter, ""), *re.findall(_STEP, path)] for word in step):
+        return f"{field} has a name that begins with an underscore, write a public one or key=callable"
+    if parameter in _OWN:
+        return f"{{{parameter}}} is no parameter but only_one's own: rename the parameter, or write key=callable"
+    if parameter not in arguments.call.parameters:
+        return f"{parameter!r} is not a parameter, write one of {_choices(arguments, parameter)}"
+    if "{" in field.spec:
+        return f"{field} has a field inside its format, write the format out"
+    if field.conversion not in _CONVERSIONS:
+        return f"{field} has an unknown conversion, write !r, !s or !a"
+    return None
+
+
+def _choices(arguments: Arguments, missing: str = "name") -> str:
+    """The fields that could be meant, for an error message."""
+    parameters = arguments.call.parameters.values()
+    names = [f"{each.name}[{missing}]" if each.kind is Parameter.VAR_KEYWORD else each.name for each in parameters]
+    return ", ".join(f"{{{name}}}" for name in (*_OWN, *names))
+
+
+# Read at every call
+
+
+def make_text(field: Field, arguments: Arguments, escape: Callable[[str], str]) -> MakeKey:
+    """The function that gives the text of a field in which there is no problem."""
+    if field.path == "name":
+        return lambda name, _args, _kwargs: escape(name)
+    if field.path == "md5":
+        return _text_of_all(arguments)
+    serialize, steps = _serializer(field, escape), re.findall(_STEP, field.path)
+    read: Callable[[Any], str] = (lambda value: serialize(_follow(field, steps, value))) if steps else serialize
+    name, parameters, missing = field.parameter, arguments.call.parameters, Parameter.empty
+    kind, default = parameters[name].kind, parameters[name].default
+    position = list(parameters).index(name) if kind in BY_POSITION else sys.maxsize
+    keyword: Any = name if kind in BY_NAME else None  # which is the name of no argument
+
+    def text(_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        value = args[position] if position < len(args) else kwargs.get(keyword, default)
+        if value is missing:
+            value = arguments.bind(args, kwargs).arguments[name]
+        try:
+            return read(value)
+        except UnknownType as error:
+            raise _no_digest(name, error) from None
+
+    return text
+
+
+def _text_of_all(arguments: Arguments) -> MakeKey:
+    def text(_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        values = arguments.values(args, kwargs)
+        try:
+            return digest(values)
+        except UnknownType as error:
+            culprit = ""
+            # Each in a list with its name: a value that is too deep among all must be too deep here as well.
+            with suppress(UnknownType):
+                for culprit, value in zip(arguments.call.parameters, values, strict=True):
+                    digest([culprit, value])
+            raise _no_digest(culprit, error) from None
+
+    return text
+
+
+def _no_digest(name: str, unknown: UnknownType) -> UnkeyableArgument:
+    problem = f"no stable key can be made from the parameter {name!r}, which is or holds a {unknown}"
+    instead = f"write what identifies it, such as {{{name}.id}}, or key=callable, or leave it out of the key"
+    return _unkeyable(problem, instead)
+
+
+def _unkeyable(problem: str, instead: str) -> UnkeyableArgument:
+    return UnkeyableArgument(f"{problem}: {instead}")
+
+
+def _serializer(field: Field, escape: Callable[[str], str]) -> Callable[[Any], str]:
+    """The function that makes text of the value to which the field's path leads."""
+    if field.spec == ":md5":
+        return (lambda value: digest(_formatted(field, "", value))) if field.conversion else digest
+    as_it_is, spec = not field.spec and not field.conversion, field.spec[1:]
+    return lambda value: escape(value if as_it_is and type(value) is str else _formatted(field, spec, value))
+
+
+def _follow(field: Field, steps: list[tuple[str, str]], value: Any) -> Any:
+    try:
+        for attribute, item in steps:
+            if attribute:
+                value = getattr(value, attribute)
+            elif item.isdecimal() and not (isinstance(value, Mapping) and item in value):
+                value = value[int(item)]  # or a dict's key that has become a str on its way through the broker
+            else:
+                value = value[item]
+    except (AttributeError, LookupError, TypeError) as error:
+        problem = f"{field} cannot be read from the parameter {field.parameter!r} ({type(error).__name__}: {error})"
+        raise _unkeyable(problem, "pass a value that has it, or write key=callable") from error
+    return value
+
+
+def _formatted(field: Field, spec: str, value: object) -> str:
+    value = plain(value)
+    if not isinstance(value, _TEXTUAL) and (isinstance(value, Iterable) or type(value).__str__ is object.__str__):
+        # The text of a container differs for equal ones: a set's order by process, a tuple's brackets by the broker.
+        problem = f"the parameter {field.parameter!r} is a {type_name(value)}, which has no stable text"
+        instead = f"write {{{field.path}:md5}}, or what identifies it, such as {{{field.path}.id}}, or key=callable"
+        raise _unkeyable(problem, instead)
+    if isinstance(value, bytes) and not field.conversion:
+        value = repr(value)
+    converted = _CONVERSIONS[field.conversion](value)
+    try:
+        text = format(converted, spec)
+    except (TypeError, ValueError) as error:
+        problem = f"{field} cannot format the parameter {field.parameter!r}, a {type(converted).__qualname__} ({error})"
+        raise _unkeyable(problem, "write another format, or key=callable") from error
+    # The address of an object is another in every process.
+    if not isinstance(value, str) and re.search(r"0x[0-9a-fA-F]{6,}", converted if field.conversion else text):
+        raise UnknownType(type_name(value))
+    return text
+
+
+# Escaped
+
+
+def escaper(separators: Iterable[str] = ()) -> Callable[[str], str]:
+    """A function that percent-encodes what may not stand in a value, as in a URL, and shortens an overlong text.
+
+    Surrogates are encoded too, because no client could send them. `%~` stands in no escaped text, so a shortened text
+    is equal to no other.
+
+    Args:
+        separators: the characters that end a value.
+    """
+    special = re.compile(f"[{re.escape(''.join(RESERVED.union(separators)))}\ud800-\udfff]")
+
+    def escape(text: str) -> str:
+        text = special.sub(_percent_encoded, text) if special.search(text) else text
+        return text if len(text) <= _LONGEST else f"{text[:40]}%~{digest(text)}"
+
+    return escape
+
+
+def _percent_encoded(match: re.Match[str]) -> str:
+    return "".join(f"%{byte:02X}" for byte in match[0].encode("utf-8", "surrogatepass"))

@@ -1,7 +1,5 @@
 """Key templates such as `{name}:{md5}`, and `key=callable`: compiled once into a function that makes a call's key."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from inspect import Signature, iscoroutinefunction, signature
@@ -98,7 +96,7 @@ def _split(template: str) -> tuple[list[str], list[Field]]:
         for literal, path, spec, conversion in Formatter().parse(template):
             literals[-1] += literal
             if path is not None:
-                fields.append(Field(path, conversion, spec or ""))
+                fields.append(Field(path, f"!{conversion}" if conversion else "", f":{spec}" if spec else ""))
                 literals.append("")
     except ValueError as error:
         msg = f"key template {template!r}: {error}; a literal brace is written {{{{ or }}}}"
@@ -115,19 +113,14 @@ def _template(template: str, arguments: Arguments) -> MakeKey:
         msg = f"key template {template!r}: {problem}"
         raise KeyTemplateError(msg)
     escape = escaper(separator[0] for separator in between)
-    literals = [literal.replace("{", "%7B").replace("}", "%7D") for literal in literals]
+    start, *tails = [literal.replace("{", "%7B").replace("}", "%7D") for literal in literals]
     if not fields:
-        return lambda _name, _args, _kwargs: literals[0]
+        return lambda _name, _args, _kwargs: start
     texts = [make_text(field, arguments, escape) for field in fields]
-    parts = list(zip(texts, literals[1:], strict=True))
+    parts = list(zip(texts, tails, strict=True))
     named = [parts.pop(0)] if fields[0].path == "name" else []
     # With the literals around it the name is most of a key, so that is made once per name.
-    head = functools.cache(lambda name: literals[0] + "".join([text(name, (), {}) + after for text, after in named]))
-    return _joined(head, parts)
-
-
-def _joined(head: Callable[[str], str], parts: list[tuple[MakeKey, str]]) -> MakeKey:
-    """The head, and then each field's text with the literal after it."""
+    head = functools.cache(lambda name: start + "".join([text(name, (), {}) + after for text, after in named]))
     if not parts:
         return lambda name, _args, _kwargs: head(name)
     if len(parts) == 1:

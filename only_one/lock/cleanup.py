@@ -1,10 +1,6 @@
 """Cleanup: keys that a call may have left behind are released in the background, again and again, until they expire."""
 
-from __future__ import annotations
-
 import time
-from contextlib import suppress
-from typing import Any
 
 from redis.exceptions import ResponseError
 
@@ -14,16 +10,11 @@ from only_one.connections.server import Server
 from .commands import RAW, Command, now
 
 _FIRST_PAUSE = 0.05
-_LONGEST_PAUSE = 1.0
 _MOST = 10_000
-_FINISHED_IN = 2.0
-"""Seconds that the end of the process waits at the most for keys that could not be released."""
 
 
 class Cleanup:
     """A key to be released if it holds a token, which an unconfirmed acquire may have stored, or may yet store."""
-
-    __slots__ = ("key", "no_write_in_flight", "pause", "server", "token", "try_at", "until")
 
     def __init__(self, server: Server, key: str, token: bytes, until: float, *, no_write_in_flight: bool) -> None:
         """See `renewal.release_later`."""
@@ -35,18 +26,17 @@ class Cleanup:
         self.pause = _FIRST_PAUSE
         self.try_at = now()
 
-    def is_over(self, command: Command, reply: Any) -> bool:
+    def is_over(self, command: Command, reply: object) -> bool:
         """Whether no more is to be done, by the reply to a command that releases the key."""
         if isinstance(reply, ResponseError) and self.server.features.fall_back_from(command[0], reply):
             return False  # due at once, by another command
-        if isinstance(reply, Exception):
-            self.pause = min(self.pause * 2, _LONGEST_PAUSE)
-        elif self.no_write_in_flight:
+        if self.no_write_in_flight and not isinstance(reply, Exception):
             return True
-        else:
-            # "Missing" is not final: a delayed SET may still arrive. Check again after twice the time, so that a token
-            # that comes late stays no longer than it was late.
-            self.pause *= 2
+        # "Missing" is not final: a delayed SET may still arrive. Check again after twice the time, so that a token
+        # that comes late stays no longer than it was late.
+        self.pause *= 2
+        if isinstance(reply, Exception):
+            self.pause = min(self.pause, 1.0)
         self.try_at = now() + self.pause
         return self.try_at >= self.until
 
@@ -57,8 +47,7 @@ class Cleanups(dict[bytes, Cleanup]):
     def add(self, cleanup: Cleanup) -> None:
         """Begin one; where there are too many, the oldest is forgotten: it has the least time left to do harm."""
         if len(self) >= _MOST:
-            with suppress(StopIteration, KeyError, RuntimeError):
-                del self[next(iter(self))]
+            self.pop(next(iter([*self]), b""), None)  # of a copy: other threads add and remove at the same time
         self[cleanup.token] = cleanup
 
     def release_due(self) -> None:
@@ -78,14 +67,14 @@ class Cleanups(dict[bytes, Cleanup]):
 
     def release(self, node: Node, due: list[Cleanup]) -> None:
         """Try once to release keys of one node, in one trip."""
-        commands = [each.server.features.cleanup_command(each.key, each.token) for each in due]
+        commands = [each.server.features.release_command(each.key, each.token) for each in due]
         for cleanup, command, reply in zip(due, commands, node.send(commands, RAW), strict=True):
             if cleanup.is_over(command, reply):
                 self.pop(cleanup.token, None)
 
     def finish(self) -> None:
         """Release what could not be released at the end of a run, as nobody will after this process."""
-        limit = now() + _FINISHED_IN
+        limit = now() + 2  # seconds that the process waits for it at the most
         left = list(self.values())
         while left and now() < limit:
             for node, due in trips(left):

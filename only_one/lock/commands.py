@@ -4,26 +4,21 @@ Each command function is a generator: it yields one command at a time and is sen
 So it decides without sending, and one piece of code serves both drivers. The idea is that of httpx's auth flows.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar, Union
 
 from redis.exceptions import NoScriptError, RedisClusterException, RedisError, ResponseError
 
 T = TypeVar("T")
+Key = Union[str, bytes]
 Command = tuple[Union[str, bytes, int], ...]
 Commands = Generator[Command, Any, T]
 Expiry = tuple[bytes, ...]
 
-NEVER: Expiry = ()
-
-now: Callable[[], float] = (
-    partial(time.clock_gettime, time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic
-)
+now = partial(time.clock_gettime, time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic
 """Seconds by the clock of all deadlines: nobody sets it, and where it can it runs on through a suspend."""
 
 TROUBLE = (RedisError, RedisClusterException, OSError)
@@ -43,10 +38,10 @@ class MarkerUpdate(NamedTuple):
 
 
 class ReleaseResult(NamedTuple):
-    """The result of a release or a renewal.
+    """The result of a release, or of a replacement.
 
     Attributes:
-        status: "held" (it was ours, and is released or renewed), "gone" (missing), or "taken" (owned by another).
+        status: "held" (it was ours, and is released or replaced), "gone" (missing), or "taken" (owned by another).
         value: what is stored at the key if it is owned by another.
         has_redeliveries: redeliveries of the task's message wait to be told what has become of its run.
     """
@@ -56,7 +51,6 @@ class ReleaseResult(NamedTuple):
     has_redeliveries: bool = False
 
 
-_GONE = ReleaseResult("gone")
 _RESULTS: dict[int | None, ReleaseResult] = {1: ReleaseResult("held"), 2: ReleaseResult("held", has_redeliveries=True)}
 """The result by the number that a command or script replies; 2 is that of a key that redeliveries wait for."""
 
@@ -69,41 +63,33 @@ class Script:
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
-_RELEASE = Script("if value == ARGV[1] then return redis.call('del', KEYS[1]) end")
-_RENEW = Script("if value == ARGV[1] then return redis.call('pexpire', KEYS[1], ARGV[2]) end")
-# The new value may be there already, if the reply was lost and redis-py has sent the command again.
-_IF_OLD_REPLACE = """
-if value == ARGV[1] or value == ARGV[2] then
-    redis.call('set', KEYS[1], ARGV[2], 'PX', ARGV[3])
-    return 1 + copies
-end"""
-_REPLACE = Script(f"local copies = 0{_IF_OLD_REPLACE}")
-_FENCE = Script("""
+RENEW = Script("if value == ARGV[1] then return redis.call('pexpire', KEYS[1], ARGV[2]) end")
+# The server's time in microseconds, and never below the last number plus one. So it goes on rising where the server
+# has forgotten the last one, as long as its clock does not step back. It is remembered for a day.
+# The idea of fencing tokens is Martin Kleppmann's, in "How to do distributed locking".
+FENCE = Script("""
 if value == ARGV[1] then
-    local time = redis.call('time')
-    local fence = time[1] * 1000000 + time[2]
-    local last = redis.call('get', KEYS[2])
-    if last then fence = math.max(fence, last + 1) end
-    redis.call('set', KEYS[2], string.format('%.0f', fence), 'PX', ARGV[2])
+    local time, last = redis.call('time'), redis.call('get', KEYS[2])
+    local fence = math.max(time[1] * 1000000 + time[2], (last or 0) + 1)
+    redis.call('set', KEYS[2], string.format('%.0f', fence), 'PX', 24 * 3600 * 1000)
     return fence
 end""")
-
 # The redeliveries of a task's message say in a hash beside the key that they wait; see `celery.redelivery`.
+# Without a completion marker there is no such key, and `lasts` is 0.
 _SET_MARKER = """
-local copies, lasts = redis.call('exists', KEYS[2]), tonumber(ARGV[#ARGV])
-if copies == 1 or lasts > 0 then
+local copies, lasts = 0, tonumber(ARGV[#ARGV])
+if lasts > 0 or (KEYS[2] and redis.call('exists', KEYS[2]) == 1) then
     redis.call('hset', KEYS[2], 'ended', ARGV[1], 'ended_at', redis.call('time')[1], 'stored', 0)
     copies = 1
 end
-if lasts > 0 then redis.call('pexpire', KEYS[2], lasts) end
-"""
-_RELEASE_AND_MARK = Script(f"{_SET_MARKER}\nif value == ARGV[1] then return redis.call('del', KEYS[1]) + copies end")
-_REPLACE_AND_MARK = Script(f"{_SET_MARKER}{_IF_OLD_REPLACE}")
-_FENCE_REMEMBERED = 24 * 3600 * 1000
-"""Milliseconds for which the last fencing token is remembered. The server's clock goes on where it is forgotten."""
-
-_VANISHED = 3
-"""How often a key that is taken when set and missing when read is tried again, before it counts as taken."""
+if lasts > 0 then redis.call('pexpire', KEYS[2], lasts) end"""
+_RELEASE = Script(f"{_SET_MARKER}\nif value == ARGV[1] then return redis.call('del', KEYS[1]) + copies end")
+# The new value may be there already, if the reply was lost and redis-py has sent the command again.
+_REPLACE = Script(f"""{_SET_MARKER}
+if value == ARGV[1] or value == ARGV[2] then
+    redis.call('set', KEYS[1], ARGV[2], 'PX', ARGV[3])
+    return 1 + copies
+end""")
 
 
 class Features:
@@ -114,38 +100,27 @@ class Features:
         release: how it compares and deletes: `DELIFEQ` (Valkey 9), `DELEX` (Redis 8.4), or a script (all).
     """
 
-    __slots__ = ("release", "sets_and_gets")
+    sets_and_gets = True
+    release: Literal["DELIFEQ", "DELEX", "EVALSHA"] = "DELIFEQ"
 
-    def __init__(self) -> None:
-        self.sets_and_gets = True
-        self.release: Literal["DELIFEQ", "DELEX", "EVALSHA"] = "DELIFEQ"
+    def release_command(self, key: Key, token: bytes) -> Command:
+        """The command that deletes `key` if it holds `token`.
 
-    def release_command(self, key: str | bytes, token: bytes) -> Command:
-        """The command that deletes `key` if it holds `token`."""
+        A script is sent whole: many go in one trip, and none may need a second one.
+        """
         if self.release == "DELIFEQ":
             return ("DELIFEQ", key, token)
         if self.release == "DELEX":
             return ("DELEX", key, "IFEQ", token)
-        return ("EVALSHA", _RELEASE.sha, 1, key, token)
-
-    def cleanup_command(self, key: str | bytes, token: bytes) -> Command:
-        """The same with the script sent whole: many go in one trip, and none may need a second one."""
-        if self.release == "EVALSHA":
-            return ("EVAL", _RELEASE.text, 1, key, token)
-        return self.release_command(key, token)
+        return ("EVAL", _RELEASE.text, 1, key, token, 0)
 
     def fall_back_from(self, refused: object, error: ResponseError) -> bool:
         """Whether there is another command to release with, after this one was refused."""
-        if refused not in ("DELIFEQ", "DELEX") or not _is_unknown(error):
-            return False
-        if refused == self.release:
+        # The server does not know the command, or does not let this user call it.
+        has_other = refused in ("DELIFEQ", "DELEX") and ("unknown command" in str(error).lower() or is_forbidden(error))
+        if has_other and refused == self.release:
             self.release = "DELEX" if refused == "DELIFEQ" else "EVALSHA"
-        return True
-
-
-def _is_unknown(error: ResponseError) -> bool:
-    """Whether the server does not know a command, or does not let this user call it."""
-    return "unknown command" in str(error).lower() or is_forbidden(error)
+        return has_other
 
 
 def is_forbidden(error: object) -> bool:
@@ -154,12 +129,12 @@ def is_forbidden(error: object) -> bool:
     return isinstance(error, ResponseError) and ("permission" in text or "can't run this command" in text)
 
 
-def expiry_in(seconds: float) -> Expiry:
-    """The expiry of a key as SET takes it; as bytes, which cost redis-py less than a str and an int in every call."""
-    return b"PX", b"%d" % round(seconds * 1000)
+def expiry_in(seconds: float | None) -> Expiry:
+    """The expiry of a key as SET takes it, None for never; as bytes, which cost redis-py less than a str and an int."""
+    return () if seconds is None else (b"PX", b"%d" % round(seconds * 1000))
 
 
-def acquire(features: Features, key: str | bytes, token: bytes, expiry: Expiry) -> Commands[bytes | None]:
+def acquire(features: Features, key: Key, token: bytes, expiry: Expiry) -> Commands[bytes | None]:
     """Set a key if it is free.
 
     Args:
@@ -181,18 +156,15 @@ def acquire(features: Features, key: str | bytes, token: bytes, expiry: Expiry) 
         else:
             # Our own token: the reply was lost, and redis-py sent the command again.
             return None if value == token else value
-    for _ in range(_VANISHED):
+    for _ in range(3):  # a key that is taken when set and missing when read counts as taken after that
         if (yield ("SET", key, token, b"NX", *expiry)):
             return None
-        value = yield ("GET", key)
-        if value is not None:
+        if (value := (yield ("GET", key))) is not None:
             return None if value == token else value
     return b""
 
 
-def release(
-    features: Features, key: str | bytes, token: bytes, marker: MarkerUpdate | None = None
-) -> Commands[ReleaseResult]:
+def release(features: Features, key: Key, token: bytes, marker: MarkerUpdate | None = None) -> Commands[ReleaseResult]:
     """Delete a key if it is ours.
 
     Args:
@@ -207,47 +179,29 @@ def release(
     Raises:
         ResponseError: if the server refuses each of our commands.
     """
-    if marker:
-        return parse_result((yield from evaluate(_RELEASE_AND_MARK, key, token, marker.lasts, beside=marker.name)))
-    while True:
+    while marker is None and features.release != "EVALSHA":
         command = features.release_command(key, token)
         try:
             reply = yield command
-        except NoScriptError:
-            reply = yield ("EVAL", _RELEASE.text, 1, key, token)
         except ResponseError as error:
             if not features.fall_back_from(command[0], error):
                 raise
-            continue
-        # The native commands do not say whose a key is that is not ours.
-        return parse_result((yield ("GET", key)) if reply == 0 else reply)
-
-
-def renew_command(key: str | bytes, token: bytes, ttl: int) -> Command:
-    """The command that lets a key live for `ttl` more milliseconds if it holds `token`; for `parse_result`.
-
-    The script is sent whole, so that no restart and no SCRIPT FLUSH costs a second trip.
-    """
-    return ("EVAL", _RENEW.text, 1, key, token, ttl)
+        else:
+            # The native commands do not say whose a key is that is not ours.
+            return parse_result((yield ("GET", key)) if reply == 0 else reply)
+    beside, lasts = marker or (None, 0)
+    return parse_result((yield from evaluate(_RELEASE, key, token, lasts, beside=beside)))
 
 
 def parse_result(reply: int | bytes | None) -> ReleaseResult:
-    """The result of a release or a renewal, by its reply: a number if the key was ours, else the value stored there."""
-    return ReleaseResult("taken", reply) if isinstance(reply, bytes) else _RESULTS.get(reply, _GONE)
-
-
-def extend(key: str, token: bytes, ttl: int) -> Commands[ReleaseResult]:
-    """Let a key live for `ttl` more milliseconds from now if it is ours."""
-    return parse_result((yield from evaluate(_RENEW, key, token, ttl)))
+    """The result, by the reply of a command or script: a number if the key was ours, else the value stored there."""
+    return ReleaseResult("taken", reply) if isinstance(reply, bytes) else _RESULTS.get(reply) or ReleaseResult("gone")
 
 
 def replace(key: str, old: bytes, new: bytes, ttl: int, marker: MarkerUpdate | None = None) -> Commands[ReleaseResult]:
     """Store `new` in place of `old` for `ttl` milliseconds, if `old` is still there; `marker` is as for `release`."""
-    if marker:
-        return parse_result(
-            (yield from evaluate(_REPLACE_AND_MARK, key, old, new, ttl, marker.lasts, beside=marker.name))
-        )
-    return parse_result((yield from evaluate(_REPLACE, key, old, new, ttl)))
+    beside, lasts = marker or (None, 0)
+    return parse_result((yield from evaluate(_REPLACE, key, old, new, ttl, lasts, beside=beside)))
 
 
 def take_over(features: Features, key: str, old: bytes, token: bytes, seconds: float) -> Commands[bytes | None]:
@@ -262,18 +216,7 @@ def take_over(features: Features, key: str, old: bytes, token: bytes, seconds: f
     return None if became.status == "held" else became.value
 
 
-def mint_fence(key: str, token: bytes) -> Commands[int | bytes | None]:
-    """A number higher than all before it, if the key is ours; else what is stored there.
-
-    The number is the server's time in microseconds, and never below the last plus one.
-    So it goes on rising where the server has forgotten the last one, as long as its clock does not step back.
-    The idea of fencing tokens is Martin Kleppmann's, in "How to do distributed locking".
-    """
-    reply: int | bytes | None = yield from evaluate(_FENCE, key, token, _FENCE_REMEMBERED, beside=f"{{{key}}}:fence")
-    return reply
-
-
-def evaluate(script: Script, key: str | bytes, *args: bytes | str | int, beside: str | None = None) -> Commands[Any]:
+def evaluate(script: Script, key: Key, *args: bytes | str | int, beside: str | None = None) -> Commands[Any]:
     """Run a script for a key, and perhaps one beside it in its slot; sent whole where the server does not know it."""
     keys = (key,) if beside is None else (key, beside)
     try:
@@ -284,27 +227,17 @@ def evaluate(script: Script, key: str | bytes, *args: bytes | str | int, beside:
 
 # Sending them
 
-RAW = {"NEVER_DECODE": True}
-"""Options of redis-py by which replies come as bytes, also from clients that decode."""
-
-_OPTIONS = {**RAW, "get": True}
-"""The same; and the reply to a SET is the value that was stored there."""
+RAW = {"NEVER_DECODE": True, "get": True}
+"""Options of redis-py: replies come as bytes, also from clients that decode, and SET with GET gives the old value."""
 
 
 def drive(client: Any, commands: Commands[T]) -> T:
     """Send the commands of a generator, and return what it returns."""
     try:
-        return _send(client, commands)
-    finally:
-        commands.close()  # now: what a signal's handler raises while a generator is collected would be lost
-
-
-def _send(client: Any, commands: Commands[T]) -> T:
-    try:
         command = next(commands)
         while True:
             try:
-                reply = client.execute_command(*command, **_OPTIONS)
+                reply = client.execute_command(*command, **RAW)
             except Exception as error:  # noqa: BLE001 - it is for the generator to say which errors end it
                 command = commands.throw(error)
             else:
@@ -312,22 +245,17 @@ def _send(client: Any, commands: Commands[T]) -> T:
     except StopIteration as stop:
         result: T = stop.value
         return result
+    finally:
+        commands.close()  # now: what a signal's handler raises while a generator is collected would be lost
 
 
 async def drive_async(client: Any, commands: Commands[T]) -> T:
     """Send the commands of a generator, and return what it returns."""
     try:
-        return await _send_async(client, commands)
-    finally:
-        commands.close()
-
-
-async def _send_async(client: Any, commands: Commands[T]) -> T:
-    try:
         command = next(commands)
         while True:
             try:
-                reply = await client.execute_command(*command, **_OPTIONS)
+                reply = await client.execute_command(*command, **RAW)
             except Exception as error:  # noqa: BLE001 - it is for the generator to say which errors end it
                 command = commands.throw(error)
             else:
@@ -335,8 +263,10 @@ async def _send_async(client: Any, commands: Commands[T]) -> T:
     except StopIteration as stop:
         result: T = stop.value
         return result
+    finally:
+        commands.close()  # now: what a signal's handler raises while a generator is collected would be lost
 
 
-def release_now(client: Any, features: Features, key: str | bytes, token: bytes) -> ReleaseResult:
+def release_now(client: Any, features: Features, key: Key, token: bytes) -> ReleaseResult:
     """Delete a key if it holds `token`, and say what became of it."""
     return drive(client, release(features, key, token))

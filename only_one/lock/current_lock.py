@@ -1,22 +1,17 @@
 """The lock as its run sees it: how long it lasts, whether it is held, `extend` and `fence`; `current_lock` gives it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from math import inf
+from typing import Any
 
+from only_one import option_values
 from only_one.connections.server import Server
 from only_one.errors import ConfigurationError, LockLost
-from only_one.validation import Seconds
-from only_one.validation import seconds as in_seconds
 
-from .commands import ReleaseResult, drive, extend, mint_fence, now, parse_result
+from .commands import FENCE, RENEW, Script, drive, evaluate, now
 from .holder import Holder
-
-RENEWED_EVERY = 1 / 3
-"""The part of a lease after which it is renewed."""
 
 
 class Lease:
@@ -31,6 +26,11 @@ class Lease:
         value: what is stored at the key since it was lost.
         trouble: why the last renewal failed, or None if it did not.
     """
+
+    reason: str | None = None
+    value = b""
+    trouble: Exception | None = None
+    _fence: int | None = None
 
     def __init__(self, server: Server | None, key: str, token: bytes, begun: float, ttl: float, limit: float) -> None:
         """A lease that ends at `begun + ttl` unless it is renewed.
@@ -51,12 +51,8 @@ class Lease:
         self.ends_at = begun + limit
         self.renews = ttl < limit
         self.lives_on(begun, ttl)
-        self.reason: str | None = None
-        self.value = b""
-        self.trouble: Exception | None = None
         # A list of at most one, as taking from it happens once, whoever tries.
         self.on_loss: list[Callable[[LockLost], None]] = []
-        self._fence: int | None = None
 
     @property
     def holder(self) -> Holder | None:
@@ -71,8 +67,8 @@ class Lease:
     def lives_on(self, sent: float, ttl: float) -> None:
         """Note that the server lets the key live for `ttl` seconds, by a command that was sent at `sent`."""
         self.expires_at = sent + ttl
-        is_last = not self.renews or self.expires_at >= self.ends_at
-        self.renew_at = self.ends_at if is_last else sent + ttl * RENEWED_EVERY
+        # After a third of it; the last one is not renewed any more.
+        self.renew_at = sent + ttl / 3 if self.renews and self.expires_at < self.ends_at else self.ends_at
 
     @property
     def is_held(self) -> bool:
@@ -85,15 +81,17 @@ class Lease:
         Raises:
             LockLost: if the key is not ours any more.
         """
-        lost = self.loss()
-        if lost:
+        if lost := self.loss():
             raise lost
 
     def loss(self) -> LockLost | None:
         """How the key was lost, or None while it is ours."""
         if self.is_held:
             return None
-        return self._error(self.reason or ("overrun" if now() >= self.ends_at else "expired"))
+        reason = self.reason or ("overrun" if now() >= self.ends_at else "expired")
+        lost = LockLost(self.key, reason, self.value.decode(errors="backslashreplace"))
+        lost.__cause__ = self.trouble if reason == "expired" else None
+        return lost
 
     def lose(self, reason: str, value: bytes = b"") -> str:
         """Note that the key is lost, and return why: what was noted first counts."""
@@ -109,7 +107,7 @@ class Lease:
             return
         tell(lost)
 
-    def extend(self, seconds: Seconds) -> None:
+    def extend(self, seconds: option_values.Seconds) -> None:
         """Let the run hold its key for longer than it might have: at the cost of one round trip.
 
         Args:
@@ -120,16 +118,13 @@ class Lease:
             ConfigurationError: for a time that could not work.
             LockLost: if the key is not ours any more.
         """
-        longer = in_seconds("extend", seconds, "to give the key back, return")
+        ends_at = self.ends_at + option_values.seconds("extend", seconds, "to give the key back, return")
         self.ensure_held()
-        if self.server is None or self.ends_at == inf:
+        if ends_at == inf:
             return
-        ends_at = self.ends_at + longer
         asked = now()
         ttl = self.ttl if self.renews else ends_at - asked
-        result = drive(self.server.client, extend(self.key, self.token, round(ttl * 1000)))
-        if result.status != "held":
-            raise self._lost(result)
+        self._ask(RENEW, round(ttl * 1000))
         self.ends_at = ends_at
         self.lives_on(asked, ttl)
 
@@ -144,25 +139,23 @@ class Lease:
             LockLost: if the key is not ours any more.
         """
         if self._fence is None:
-            self._fence = self._mint()
+            fence: int = self._ask(FENCE, beside=f"{{{self.key}}}:fence")
+            self._fence = fence
         return self._fence
 
-    def _mint(self) -> int:
+    def _ask(self, script: Script, *args: int, beside: str | None = None) -> Any:
+        """The number that a script replies while the key is ours; where the locking is off, the time in microseconds.
+
+        Raises:
+            LockLost: if the key is not ours any more, and the reply is the value that is stored there.
+        """
         self.ensure_held()
-        if self.server is None:
-            return time.time_ns() // 1000
-        reply = drive(self.server.client, mint_fence(self.key, self.token))
-        if isinstance(reply, int):
-            return reply
-        raise self._lost(parse_result(reply))
-
-    def _lost(self, result: ReleaseResult) -> LockLost:
-        return self._error(self.lose("deleted" if result.status == "gone" else "taken", result.value))
-
-    def _error(self, reason: str) -> LockLost:
-        lost = LockLost(self.key, reason, self.value.decode(errors="backslashreplace"))
-        lost.__cause__ = self.trouble if reason == "expired" else None
-        return lost
+        commands = evaluate(script, self.key, self.token, *args, beside=beside)
+        reply = drive(self.server.client, commands) if self.server else time.time_ns() // 1000
+        if not isinstance(reply, int):
+            self.lose("deleted" if reply is None else "taken", reply or b"")
+            self.ensure_held()
+        return reply
 
 
 current: ContextVar[Lease | None] = ContextVar(__name__, default=None)
@@ -177,12 +170,8 @@ def current_lock() -> Lease:
     Raises:
         ConfigurationError: outside of the run of a decorated function.
     """
-    lease = current_lease()
+    lease = current.get()
     if lease is None:
         msg = "current_lock() was called outside of a covered run: call it in a function that has @only_one above it"
         raise ConfigurationError(msg)
     return lease
-
-
-current_lease: Callable[[], Lease | None] = current.get
-"""The lock of the run that calls this, or None outside of one."""

@@ -1,15 +1,14 @@
 """The holder of a key: the token that is stored there, what it says, and whether its process is alive or dead."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
 import socket
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal
 
 from .commands import now
 
@@ -50,7 +49,7 @@ class Holder:
     deadline: float | None
 
     @classmethod
-    def parse(cls, value: str | bytes) -> Holder | None:
+    def parse(cls, value: str | bytes) -> "Holder | None":
         """The holder that `value` encodes, or None: anybody can store anything at our keys."""
         try:
             fields = json.loads(value)
@@ -61,7 +60,8 @@ class Holder:
         if fields.keys() != _TYPES.keys() or not all(isinstance(fields[name], _TYPES[name]) for name in _TYPES):
             return None
         since, limit = fields["since"], fields.pop("limit")
-        if any(abs(each) > _LATEST for each in (since, limit) if each is not None):
+        # Milliseconds since the epoch; what is later is a number that somebody has made up.
+        if max(abs(since), abs(limit or 0)) > 10**14:
             return None
         deadline = None if limit is None else (since + limit) / 1000
         fields.update(id=f"{fields.pop('process')}-{fields.pop('number')}", since=since / 1000, deadline=deadline)
@@ -72,54 +72,37 @@ class Holder:
         return printable(f"{self.name}{task}, pid {self.pid} on {self.host}")
 
 
-_LATEST = 10**14
-"""Milliseconds since the epoch; what is later is a number that somebody has made up."""
-
-
 def printable(text: str) -> str:
     """`text` with line ends, terminal escapes and the like escaped: anybody can store anything at our keys."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 _TYPES: dict[str, Any] = {
-    "machine": str,
-    "host": str,
-    "pid": int,
-    "process_start": (int, type(None)),
-    "process": str,
-    "state": str,
-    "name": str,
+    **dict.fromkeys(("machine", "host", "process", "state", "name"), str),
+    **dict.fromkeys(("pid", "number", "since"), int),
+    **dict.fromkeys(("process_start", "attempt", "limit"), (int, type(None))),
     "task_id": (str, type(None)),
-    "attempt": (int, type(None)),
-    "limit": (int, type(None)),
-    "number": int,
-    "since": int,
 }
-"""The JSON of a value, in milliseconds; what changes in each call comes last, so that the rest is serialized once."""
+"""What the JSON of a value holds, in milliseconds."""
 
 
 class _Process:
     """What the tokens of one process have in common; serialized once, because that is most of a token's cost."""
 
     def __init__(self) -> None:
-        pid = os.getpid()
-        own = machine()
-        self.serialized = _serialize(
-            only_one=FORMAT,
-            machine=own or socket.gethostname(),
-            host=socket.gethostname(),
-            pid=pid,
-            process_start=process_start(pid),
-            process=os.urandom(8).hex(),
-        )
+        own, host, pid = machine(), socket.gethostname(), os.getpid()
+        fields = {"only_one": FORMAT, "machine": own or host, "host": host, "pid": pid}
+        self.serialized = _serialize(**fields, process_start=process_start(pid), process=os.urandom(8).hex())
         # What the values of this process, and of all of this machine, begin with; where that is unknown, no holder's.
         self.mark = f"{{{self.serialized},".encode()
         self.machine_mark = f"{{{_serialize(only_one=FORMAT, machine=own)},".encode()
 
 
-_process: _Process | None = None
+_this_process = cache(_Process)
+"""The one `_Process` of this process, made on first use."""
 
 _numbers = itertools.count(1)
+"""The numbers of this process's tokens; a forked child counts anew, by which it knows what its parent has made."""
 
 active_tokens: set[bytes] = set()
 """The tokens of this process whose calls have not ended; others that are still stored are held by nobody.
@@ -129,8 +112,9 @@ In a forked child it is empty: a call that the parent was in the middle of stays
 
 
 def _forget_process() -> None:
-    global _process  # noqa: PLW0603 - a forked child is another process, and finds out about itself
-    _process = None
+    global _numbers  # noqa: PLW0603 - a forked child is another process, and finds out about itself
+    _numbers = itertools.count(1)
+    _this_process.cache_clear()
     active_tokens.clear()
 
 
@@ -138,34 +122,18 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_process)
 
 
-def _this_process() -> _Process:
-    global _process  # noqa: PLW0603 - made on first use
-    if _process is None:
-        _process = _Process()
-    return _process
-
-
-class _Head(NamedTuple):
-    """What the tokens of one caller have in common, in one process and with one limit."""
-
-    process: _Process
-    limit: float | None
-    text: bytes
-
-
 class TokenFactory:
     """Makes the tokens of one caller: once for a function, and anew for each run of a task."""
 
-    __slots__ = ("_head", "_serialized", "attempt", "task_id")
+    __slots__ = ("_head", "_serialized")
 
     def __init__(
         self, name: str, task_id: str | None = None, attempt: int | None = None, state: str = "running"
     ) -> None:
         """See `Holder` for what the arguments are."""
-        self.task_id = task_id
-        self.attempt = attempt
         self._serialized = _serialize(state=state, name=name, task_id=task_id, attempt=attempt)
-        self._head: _Head | None = None
+        # What the tokens have in common, in one process and with one limit, and which these are: at first none.
+        self._head: tuple[object, float | None, bytes] = ("no numbers", None, b"")
 
     def token(self, deadline_in: float | None) -> bytes:
         """The value with which this process acquires a key.
@@ -176,19 +144,17 @@ class TokenFactory:
         Returns:
             Compact ASCII JSON that `Holder.parse` reads; no two are alike.
         """
-        head = self._head
-        if head is None or head.process is not _process or head.limit != deadline_in:
-            head = self._head = self._make_head(deadline_in)
+        numbers, limit, head = self._head
+        if numbers is not _numbers or limit != deadline_in:
+            numbers = _numbers  # before the rest: a fork may come in between
+            milliseconds = "null" if deadline_in is None else round(deadline_in * 1000)
+            # What changes in each call comes last, so that the rest is serialized once.
+            head = f'{{{_this_process().serialized},{self._serialized},"limit":{milliseconds},"number":'.encode()
+            self._head = numbers, deadline_in, head
         # Whole milliseconds: a float takes longer to serialize than the rest of the token. The nanoseconds that are
         # left tell it from that of a clone of this process, in a virtual machine that was cloned: it counts as we do.
-        milliseconds, left = divmod(time.time_ns(), 1_000_000)
-        return head.text + b'%d%06d,"since":%d}' % (next(_numbers), left, milliseconds)
-
-    def _make_head(self, deadline_in: float | None) -> _Head:
-        process = _this_process()
-        limit = "null" if deadline_in is None else round(deadline_in * 1000)
-        text = f'{{{process.serialized},{self._serialized},"limit":{limit},"number":'.encode()
-        return _Head(process, deadline_in, text)
+        since, left = divmod(time.time_ns(), 1_000_000)
+        return head + b'%d%06d,"since":%d}' % (next(_numbers), left, since)
 
 
 def _serialize(**values: object) -> str:
@@ -205,15 +171,12 @@ def machine() -> str | None:
         if Path("/proc/self").readlink() != Path(str(os.getpid())):
             return None
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().decode().strip()
-        namespaces = [_namespace("pid"), _namespace("time")]  # the latter shifts when a process seems to have begun
+        # The namespace of time shifts when a process seems to have begun; older kernels have none.
+        links = [Path(f"/proc/self/ns/{kind}") for kind in ("pid", "time")]
+        namespaces = [str(link.readlink()) if link.is_symlink() else "" for link in links]
         return "/".join([socket.gethostname(), boot, *namespaces])
     except OSError:
         return None
-
-
-def _namespace(kind: str) -> str:
-    path = Path(f"/proc/self/ns/{kind}")
-    return str(path.readlink()) if path.is_symlink() else ""
 
 
 def process_start(pid: int) -> int | None:
@@ -225,21 +188,10 @@ def process_start(pid: int) -> int | None:
         return None
 
 
-_LOOKED_AT_AGAIN_AFTER = 1.0
-"""Seconds after which it is read anew whether a living process is still the holder's, and not another with its id."""
-
 _MOST_REMEMBERED = 1000
 
-
-class _Seen(NamedTuple):
-    """A process that was alive when it was looked at."""
-
-    pid: int
-    until: float
-
-
-_alive: dict[bytes, _Seen] = {}
-"""Holders that were alive when looked at, with their process and when to look again; a skip must not pay each time."""
+_alive: dict[bytes, tuple[int, float]] = {}
+"""Holders that were alive when looked at, with their pid and when to look again; a skip must not pay each time."""
 
 
 def is_dead(value: bytes) -> bool:
@@ -250,60 +202,47 @@ def is_dead(value: bytes) -> bool:
     """
     process = _this_process()
     if value.startswith(process.mark):
-        return value not in active_tokens and _has_process(Holder.parse(value), "running")
+        return value not in active_tokens and (holder := Holder.parse(value)) is not None and holder.state == "running"
     if not value.startswith(process.machine_mark):
         return False
-    seen = _alive.get(value)
-    if seen is not None and seen.until > now():
-        return not _exists(seen.pid)
+    pid, until = _alive.get(value, (0, 0.0))
+    if until > now():
+        return _has_gone(pid, None)
     holder = Holder.parse(value)
-    if not _has_process(holder, "running", "received"):
+    if holder is None or holder.state not in {"running", "received"}:
         return False
-    if _has_gone(holder):
+    if _has_gone(holder.pid, holder.process_start):
         return True
     if len(_alive) >= _MOST_REMEMBERED:
         _alive.clear()
-    _alive[value] = _Seen(holder.pid, now() + _LOOKED_AT_AGAIN_AFTER)
+    # In a second it is read anew whether that process is still the holder's, and not another with its id.
+    _alive[value] = holder.pid, now() + 1.0
     return False
 
 
 def is_gone(value: bytes) -> bool:
     """Whether the process of this machine that `value` names is certainly gone."""
-    if not value.startswith(_this_process().machine_mark):
-        return False
-    holder = Holder.parse(value)
-    return holder is not None and _has_gone(holder)
+    holder = Holder.parse(value) if value.startswith(_this_process().machine_mark) else None
+    return holder is not None and _has_gone(holder.pid, holder.process_start)
 
 
 def is_queued(value: bytes) -> bool:
     """Whether the task that `value` encodes waits, in its queue or in a worker, so that a run may take its key."""
-    if b'"state":"queued"' not in value and b'"state":"received"' not in value:  # a skip must not pay for parsing
-        return False
-    return _has_process(Holder.parse(value), "queued", "received")
+    # A skip must not pay for parsing.
+    holder = Holder.parse(value) if b'"state":"queued"' in value or b'"state":"received"' in value else None
+    return holder is not None and holder.state in {"queued", "received"}
 
 
-def _has_process(holder: Holder | None, *states: str) -> TypeGuard[Holder]:
-    return holder is not None and holder.state in states
-
-
-def _has_gone(holder: Holder) -> bool:
-    """Whether there is no process with its id, or another one."""
-    if not _exists(holder.pid):
-        return True
-    start = process_start(holder.pid)
-    return None not in (start, holder.process_start) and start != holder.process_start
-
-
-def _exists(pid: int) -> bool:
-    if pid <= 0:  # would be a process group, and no holder has such an id
-        return True
+def _has_gone(pid: int, start: int | None) -> bool:
+    """Whether there is no process with this id, or only one that began at another time than `start`."""
     try:
-        os.kill(pid, 0)
+        if pid > 0:  # else it would be a process group, and no holder has such an id
+            os.kill(pid, 0)
     except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):  # not ours to ask
         return True
-    return True
+    except (OSError, OverflowError):  # not ours to ask
+        pass
+    return start is not None and process_start(pid) not in {None, start}
 
 
 def kept(value: bytes, at_least: float) -> bytes:

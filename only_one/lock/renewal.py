@@ -1,9 +1,6 @@
 """Renewal: the one thread of a process that renews its leases, tells runs of what they lost, and does the cleanup."""
 
-from __future__ import annotations
-
 import atexit
-import codecs
 import logging
 import math
 import os
@@ -12,7 +9,6 @@ import threading
 import time
 import traceback
 from _queue import Empty, SimpleQueue  # the one in C: a signal handler may put into it
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -25,16 +21,9 @@ from only_one.connections.server import Server, may_evict
 from only_one.events import logger
 
 from .cleanup import Cleanup, Cleanups
-from .commands import RAW, is_forbidden, now, parse_result, renew_command
+from .commands import RAW, RENEW, is_forbidden, now
 from .current_lock import Lease
 
-_RETRIED_EVERY = 0.1
-"""The part of a lease, and seconds at the most below, after which a failed renewal is tried again."""
-_RETRIED_AFTER_AT_MOST = 1.0
-_SOON = 0.02
-"""The part of a lease by which a renewal may come early, to go with others in one trip."""
-_CONNECTED_BEFORE = 2.0
-"""Seconds before the first renewal in a server in which the connection for it is made."""
 _LOOKED_AT_AGAIN_AFTER = 60.0
 
 
@@ -48,25 +37,22 @@ class _Renewer:
         self.unknown: dict[Server, str] = {}
         self.woken: SimpleQueue[float] = SimpleQueue()
         self.wakes_at = -math.inf
-        self.is_running = False
-        self._claim = [None]
+        # Until a thread has taken it; by `pop`, which is atomic, whatever gevent and the like do to locks.
+        self.vacancy = {"for": "a thread"}
 
     def see_to_it_by(self, due: float) -> None:
         """Wake the thread in time for something that is new in its care."""
-        if not self.is_running:
+        if self.vacancy:
             # What a connection imports at its first host name: forked while the thread does, a child waits for ever.
-            codecs.lookup("idna")
+            "".encode("idna")
             if not _start_native_thread("only_one-leases", self.run):
                 logger.warning("no thread can be started: until one can, no key is renewed, nor released later")
         elif due < self.wakes_at:
             self.woken.put(due)
 
     def run(self) -> None:
-        try:
-            self._claim.pop()
-        except IndexError:
+        if not self.vacancy.pop("for", None):
             return  # another was started at the same time
-        self.is_running = True
         while True:
             self.take_turn()
 
@@ -96,41 +82,28 @@ class _Renewer:
         self.wakes_at = due = min(due, self.next_due())
         while (pause := due - now()) > 0:
             with suppress(Empty):
-                self.wakes_at = due = min(due, self._woken_within(pause))
-
-    def _woken_within(self, seconds: float) -> float:
-        """When something new is due.
-
-        Raises:
-            Empty: if nothing new comes in so many seconds.
-        """
-        with suppress(Empty):
-            return self.woken.get_nowait()
-        # Its lock is taken now. Were it not, CPython would wait without limit if the time were over before it is.
-        return self.woken.get(timeout=min(seconds, threading.TIMEOUT_MAX))
+                self.wakes_at = due = min(due, self.woken.get_nowait())
+                continue
+            # Its lock is taken now. Were it not, CPython would wait without limit if the time were over before it is.
+            with suppress(Empty):
+                self.wakes_at = due = min(due, self.woken.get(timeout=min(pause, threading.TIMEOUT_MAX)))
 
     def held(self) -> list[Lease]:
         """The leases of the runs that are under way."""
-        held = []
-        for token, reference in list(self.leases.items()):
-            lease = reference()
-            if lease is None:
-                self.leases.pop(token, None)
-            elif lease.reason is None:
-                held.append(lease)
-        return held
+        leases = {token: reference() for token, reference in list(self.leases.items())}
+        for token in [token for token, lease in leases.items() if lease is None]:
+            self.leases.pop(token, None)
+        return [lease for lease in leases.values() if lease is not None and lease.reason is None]
 
     def next_due(self) -> float:
-        if self.unknown:
-            return -math.inf
-        dues = [lease.renew_at for lease in self.held()]
-        dues += [cleanup.try_at for cleanup in list(self.cleanups.values())]
-        return min(dues, default=math.inf)
+        dues = [lease.renew_at for lease in self.held()] + [each.try_at for each in list(self.cleanups.values())]
+        return -math.inf if self.unknown else min(dues, default=math.inf)
 
     def connect_for_what_is_due_soon(self) -> None:
+        """Make the connection for the first renewal in a server some seconds before it."""
         moment = now()
         for lease in self.held():
-            if lease.server and lease.renews and lease.renew_at - moment < _CONNECTED_BEFORE:
+            if lease.server and lease.renews and lease.renew_at < moment + 2:
                 lease.server.node_of(lease.key).connect(_pause([lease]))
             if now() > moment + LONG:
                 return
@@ -142,13 +115,11 @@ class _Renewer:
         server, key = self.unknown.popitem()
         node = server.node_of(key)
         try:
-            warning = may_evict(node.client)
+            if warning := may_evict(node.client):
+                _log(logging.WARNING, "%s", warning)
         except Exception:  # noqa: BLE001 - whatever a client raises, the thread has other keys to see to
             node.fail()
             server.looked_at_from = now() + _LOOKED_AT_AGAIN_AFTER
-            return
-        if warning:
-            _log(logging.WARNING, "%s", warning)
 
     def renew_all_that_is_due(self) -> None:
         while self.renew_what_is_due():
@@ -165,14 +136,13 @@ class _Renewer:
         for lease in self.held():
             if moment >= min(lease.expires_at, lease.ends_at):
                 self.lost(lease, "overrun" if moment >= lease.ends_at else "expired")
-            elif lease.server and lease.renews and lease.renew_at <= moment + lease.ttl * _SOON:
+            # It may come early by a fiftieth of the lease, to go with others in one trip.
+            elif lease.server and lease.renews and lease.renew_at <= moment + lease.ttl / 50:
                 due.append(lease)
-        left = trips(due)
-        while left:
+        left, until = trips(due), now() + LONG
+        while left and now() <= until:
             self.renew(*left.pop(0))
-            if left and now() > moment + LONG:
-                return True
-        return False
+        return bool(left)
 
     def renew(self, node: Node, leases: list[Lease]) -> None:
         """Renew leases of one node in one trip, and note what became of each."""
@@ -181,34 +151,30 @@ class _Renewer:
             for lease in leases:
                 lease.renew_at = min(node.backs_off_until, lease.expires_at)
             return
-        ttls = [max(0.001, min(lease.ttl, lease.ends_at - sent)) for lease in leases]
-        commands = [
-            renew_command(each.key, each.token, round(ttl * 1000)) for each, ttl in zip(leases, ttls, strict=True)
-        ]
+        ttls = {lease: max(0.001, min(lease.ttl, lease.ends_at - sent)) for lease in leases}
+        # The script is sent whole, so that no restart and no SCRIPT FLUSH costs a second trip.
+        commands = [("EVAL", RENEW.text, 1, each.key, each.token, round(ttl * 1000)) for each, ttl in ttls.items()]
         replies = node.send(commands, RAW, _pause(leases))
-        news: defaultdict[str, list[Lease]] = defaultdict(list)
-        for lease, ttl, reply in zip(leases, ttls, replies, strict=True):
+        news: dict[str, list[Lease]] = {}
+        for (lease, ttl), reply in zip(ttls.items(), replies, strict=True):
             before = repr(lease.trouble)
             self.note(lease, sent, ttl, reply)
             if lease.trouble is not None and repr(lease.trouble) != before:
-                news[repr(lease.trouble)].append(lease)
+                news.setdefault(repr(lease.trouble), []).append(lease)
         for those in news.values():
             _explain(those)
 
     def note(self, lease: Lease, sent: float, ttl: float, reply: Any) -> None:
         """What the reply to a renewal, or its error, means for a lease."""
-        if isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply):
-            reply = b""  # a list or hash that somebody has put there
-        if isinstance(reply, Exception):
+        # A list or hash that somebody has put there.
+        is_other = isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply)
+        lease.trouble = reply.with_traceback(None) if isinstance(reply, Exception) and not is_other else None
+        if lease.trouble:
             lease.renew_at = min(now() + _pause([lease]), lease.expires_at)
-            lease.trouble = reply.with_traceback(None)
-            return
-        lease.trouble = None
-        result = parse_result(reply)
-        if result.status == "held":
+        elif isinstance(reply, int):
             lease.lives_on(sent, ttl)
         else:
-            self.lost(lease, "deleted" if result.status == "gone" else "taken", result.value)
+            self.lost(lease, "deleted" if reply is None else "taken", reply if isinstance(reply, bytes) else b"")
 
     def lost(self, lease: Lease, reason: str, value: bytes = b"") -> None:
         """Stop renewing, and have the run told: by another thread, since what it does about it is its own.
@@ -232,8 +198,8 @@ def _explain(leases: list[Lease]) -> None:
 
 
 def _pause(leases: list[Lease]) -> float:
-    """Seconds after which a renewal that has failed is tried again."""
-    return min(min(lease.ttl for lease in leases) * _RETRIED_EVERY, _RETRIED_AFTER_AT_MOST)
+    """Seconds after which a renewal that has failed is tried again: a tenth of the lease, and no more than one."""
+    return min(1.0, 0.1 * min(lease.ttl for lease in leases))
 
 
 def _start_native_thread(name: str, run: Callable[..., None], *args: object) -> bool:
@@ -242,11 +208,10 @@ def _start_native_thread(name: str, run: Callable[..., None], *args: object) -> 
     Returns:
         Whether it could be started; not at a limit of threads, nor while the interpreter shuts down.
     """
-    gevent, eventlet = sys.modules.get("gevent.monkey"), sys.modules.get("eventlet.patcher")
     try:
-        if gevent is not None and gevent.is_module_patched("threading"):
+        if (gevent := sys.modules.get("gevent.monkey")) and gevent.is_module_patched("threading"):
             gevent.get_original("_thread", "start_new_thread")(run, args)
-        elif eventlet is not None and eventlet.is_monkey_patched("thread"):
+        elif (eventlet := sys.modules.get("eventlet.patcher")) and eventlet.is_monkey_patched("thread"):
             eventlet.original("_thread").start_new_thread(run, args)
         else:
             threading.Thread(target=run, args=args, name=name, daemon=True).start()
@@ -263,19 +228,11 @@ def _log(level: int, message: str, *args: object) -> None:
 
 _renewer = _Renewer()
 
-
-def _begin_anew_in_child() -> None:
-    global _renewer  # noqa: PLW0603 - the parent's keys are not the child's to renew, and threads do not survive a fork
-    _renewer = _Renewer()
-
-
 with suppress(AttributeError):  # where nothing forks
-    os.register_at_fork(after_in_child=_begin_anew_in_child)
+    # It begins anew: the parent's keys are not the child's to renew, and threads do not survive a fork.
+    os.register_at_fork(after_in_child=lambda: _Renewer.__init__(_renewer))
 
-
-@atexit.register
-def _finish() -> None:
-    _renewer.cleanups.finish()
+atexit.register(lambda: _renewer.cleanups.finish())  # noqa: PLW0108 - those of a forked child are others
 
 
 def hold(lease: Lease) -> None:
@@ -285,9 +242,7 @@ def hold(lease: Lease) -> None:
     if server is not None and server.looked_at_from <= lease.begun:
         server.looked_at_from = math.inf
         _renewer.unknown[server] = lease.key
-        _renewer.see_to_it_by(lease.begun)
-    else:
-        _renewer.see_to_it_by(lease.renew_at)
+    _renewer.see_to_it_by(lease.begun if _renewer.unknown else lease.renew_at)
 
 
 def let_go(lease: Lease) -> None:

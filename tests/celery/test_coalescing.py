@@ -13,7 +13,28 @@ from only_one.celery import coalescing
 from only_one.connections.server import Server, find_server
 from tests.celery.deliveries import REMEMBERED, Awaits, Queue, a_task
 
-buffered: Any = coalescing
+
+class Noted:
+    """What is noted of a task, by what becomes of it."""
+
+    def arrive(self, server: Server, key: str, app: Celery, task_id: str, number: int | None) -> Any:
+        return coalescing.note(server, key, app, "arrive", task_id, number) or None
+
+    def arrive_anew(self, server: Server, key: str, app: Celery, task_id: str, digest: str, seconds: int) -> Any:
+        reply = coalescing.note(server, key, app, "anew", task_id, 0, digest, seconds * 1000)
+        return reply if isinstance(reply, int) else reply.decode()
+
+    def begin(self, server: Server, key: str, app: Celery, task_id: str, number: int | None) -> bool:
+        return bool(coalescing.note(server, key, app, "begin", task_id, number))
+
+    def published(self, server: Server, key: str, app: Celery, number: int) -> None:
+        coalescing.note(server, key, app, "pending", "", number)
+
+    def withdraw(self, server: Server, key: str, app: Celery, number: int) -> None:
+        coalescing.note(server, key, app, "withdraw", "", number)
+
+
+buffered: Any = Noted()
 
 
 @pytest.fixture

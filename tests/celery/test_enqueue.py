@@ -44,7 +44,7 @@ from only_one import (
     skip,
     subscribe,
 )
-from only_one.call.driver import run
+from only_one.call.run import run
 from only_one.celery.broker import waits_for
 from only_one.celery.requeue import Header, header_of
 from only_one.celery.task_run import caller_from_outside
@@ -219,11 +219,15 @@ def test_of_many_threads_one_publishes(app: Celery, queued: Any) -> None:
 def test_a_producer_that_is_gone_and_a_run_that_is_dead(
     app: Celery, redis_url: str, prefix: str, queued: Any, held: Any
 ) -> None:
-    """Both have named a process of this machine that is no more: what is queued stays so, what has run is over."""
+    """They have named a process of this machine that is no more: what is queued stays so, what has run is over.
+
+    So is what a worker has received and has not begun.
+    """
     program = f"""
-import os, signal
+import os, redis, signal
 from celery import Celery
 from only_one import configure, only_one
+from only_one.lock.holder import TokenFactory
 configure(redis={redis_url!r}, prefix={prefix!r})
 app = Celery("producer", broker={redis_url!r}, backend={redis_url!r})
 app.conf.task_default_queue = {prefix!r} + "queue"
@@ -231,6 +235,8 @@ app.conf.task_default_queue = {prefix!r} + "queue"
 @app.task(name="produced")
 def produced(): ...
 print(produced.delay().id, flush=True)
+received = TokenFactory("produced", "another", 0, "received").token(600)
+redis.Redis.from_url({redis_url!r}).set({prefix!r} + "received", received, ex=600)
 only_one(lambda: os.kill(os.getpid(), signal.SIGKILL), key="dead", timeout=600)()
 """
     printed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -240,9 +246,12 @@ only_one(lambda: os.kill(os.getpid(), signal.SIGKILL), key="dead", timeout=600)(
     assert queued() == 1
     a_task(app, "dead", takeover=False).delay()
     assert held("dead").state == "running"
-    answer = a_task(app, "dead").delay()
-    assert queued() == 3
-    assert (held("dead").state, held("dead").task_id) == ("queued", answer.id)
+    assert a_task(app, "received", takeover=False).delay().id == held("received").task_id == "another"
+    assert queued() == 2
+    for key in ("dead", "received"):
+        answer = a_task(app, key).delay()
+        assert (held(key).state, held(key).task_id) == ("queued", answer.id)
+    assert queued() == 4
 
 
 # --- policies ----------------------------------------------------------------------------------------------------

@@ -50,11 +50,11 @@ def test_decorating_evaluates_nothing(kind: str) -> None:
 
 
 def test_a_task_that_was_made_already_is_covered_at_once(app: Celery, queued: Any) -> None:
-    proxy = app.task(work, name="made", shared=False)
-    assert proxy.name == "made"  # which evaluates it
+    proxy = app.task(work, name="made.already", shared=False)
+    assert proxy.name == "made.already"  # which evaluates it
     with pytest.raises(KeyTemplateError, match="nothing"):
         cover("k-{nothing}")(proxy)
-    assert cover("k")(proxy).delay() == app.tasks["made"].delay()
+    assert cover("k")(proxy).delay() == app.tasks["made.already"].delay()
     assert queued() == 1
 
 

@@ -11,9 +11,9 @@ from redis import Redis
 
 from only_one import configure, current_lock, fail, retry
 from only_one.celery import task_run
-from only_one.celery.redelivery import CompletionMarker, mark_stored, note_requeued, read_marker
+from only_one.celery.redelivery import REQUEUED, STORED, CompletionMarker, read_marker
 from only_one.connections.server import Server, find_server
-from only_one.lock.commands import drive, now
+from only_one.lock.commands import drive, evaluate, now
 from tests.celery.deliveries import CLOSED, REMEMBERED, Awaits, Queue, a_task, done, hash_of, token_of
 from tests.proxy import Proxy
 from tests.waiting import eventually
@@ -278,10 +278,10 @@ def test_what_is_remembered_of_copies(server: Server, redis: Redis, prefix: str)
     found = ask(read_marker(key, note))
     assert found == CompletionMarker(0, b"", is_stored=False, age=found.age)
     assert found.age > 1e9
-    ask(mark_stored(key, note))
+    ask(evaluate(STORED, key, beside=note))
     assert not redis.exists(note)
     for number, latest in ((9, 9), (10, 10), (9, 10)):
-        ask(note_requeued(key, note, number, 600))
+        ask(evaluate(REQUEUED, key, number, 600_000, beside=note))
         assert ask(read_marker(key, note)).number == latest
     assert 540 < redis.ttl(note) <= 600
     redis.hset(note, mapping={"ended": "token", "stored": 1, "ended_at": redis.time()[0] - 1000})
@@ -291,6 +291,6 @@ def test_what_is_remembered_of_copies(server: Server, redis: Redis, prefix: str)
     assert 1140 < redis.ttl(note) <= 1200
     assert redis.hget(note, "asked") == b"1"
     redis.hset(note, "stored", 0)
-    ask(mark_stored(key, note))
+    ask(evaluate(STORED, key, beside=note))
     found = ask(read_marker(key, note))
     assert found == CompletionMarker(10, b"", is_stored=True, age=found.age)

@@ -163,15 +163,16 @@ def test_a_key_is_released_when_its_process_is_dead(
 
 
 def test_its_death_is_waited_for(
-    redis: Redis, redis_url: str, prefix: str, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+    app: Celery, redis: Redis, prefix: str, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For ten seconds, and not all the time."""
+    task = a_task(app)
     redis.set(f"{prefix}k", held_by(child.pid))
     moments = [0.0, 0.0, PATIENCE - 1, PATIENCE]
     pauses: list[float] = []
     monkeypatch.setattr(worker_signals, "now", lambda: moments.pop(0))
     monkeypatch.setattr(worker_signals, "time", SimpleNamespace(sleep=pauses.append))
-    worker_signals._release_when_dead(find_server(redis_url), f"{prefix}k", "mine", takeover=True)
+    worker_signals._release_when_dead(task, task.run.__only_one__, "mine", ("k",), {}, None)
     assert not moments
     assert len(pauses) == 2
     assert redis.exists(f"{prefix}k")
@@ -235,7 +236,7 @@ def test_a_key_that_cannot_be_given_back_is_no_error_of_the_worker(
     caplog.set_level(logging.DEBUG, "only_one")
     task = a_task(app)
     with Proxy(redis_url) as proxy, configure(redis=proxy.url), proxy.refused():
-        worker_signals._release(task, task.run.__only_one__, "mine", ("k",), {}, None)
+        worker_signals._release_when_dead(task, task.run.__only_one__, "mine", ("k",), {}, None)
     (said,) = [each for each in caplog.messages if "could not" in each]
     assert said.startswith(f"the key of {task.name}[mine] could not be given back: ")
 
@@ -244,7 +245,7 @@ def test_nothing_is_done_where_nothing_is_covered(app: Celery, caplog: pytest.Lo
     caplog.set_level(logging.DEBUG)
     task = a_task(app)
     with configure(active=False):
-        worker_signals._release(task, task.run.__only_one__, "mine", ("k",), {}, None)
+        worker_signals._release_when_dead(task, task.run.__only_one__, "mine", ("k",), {}, None)
     assert not [record for record in caplog.records if record.name == "only_one"]
 
 

@@ -78,7 +78,13 @@ def fill(direct: PinnedClient, number: int) -> set[int]:
 
 def kept(direct: PinnedClient) -> set[int]:
     """The server's ids of the connections that are kept."""
-    return {pinned.send(("CLIENT ID",), {}) for pinned in list(direct._kept)}
+
+    def id_of(connection: Any) -> int:
+        connection.send_command("CLIENT ID")
+        number: int = connection.read_response()
+        return number
+
+    return {id_of(pinned.connection) for pinned in list(direct.kept)}
 
 
 @pytest.fixture
@@ -351,10 +357,10 @@ def test_a_time_out_drops_the_connection(redis: Any, redis_url: str, name: str, 
     options: dict[str, Any] = {"socket_timeout": HANGS_FOR, "retry": Retry(NoBackoff(), 0), "client_name": name}
     with redis_py.Redis.from_url(redis_url, **options) as client:
         direct = PinnedClient(client)
-        (before,) = fill(direct, 1) if not direct._kept else kept(direct)
+        (before,) = fill(direct, 1) if not direct.kept else kept(direct)
         with pytest.raises(redis_py.TimeoutError) as caught:
             direct.execute_command("BLPOP", f"{prefix}list", 0)
-        assert direct._kept == []
+        assert direct.kept == []
         # Not only when what was raised, and with it the call, is forgotten.
         assert eventually(lambda: before not in connections(redis, name))
         assert lent(client) == 0
@@ -448,7 +454,7 @@ def test_a_reply_is_never_another_command_s(
             alarm.interrupt(lambda: [echo(direct) for _ in range(3)], first, *more)
             echo(direct)
         print(f"{alarm.hits} of {rounds} interrupted, {len(connections(redis, name))} connections")
-        assert len(direct._kept) <= 2
+        assert len(direct.kept) <= 2
     assert alarm.hits > rounds / 10
     gc.collect()
     assert eventually(lambda: not connections(redis, name))
@@ -467,7 +473,7 @@ def test_a_connection_whose_closing_is_interrupted_is_closed_before_it_is_lent_a
     with redis_py.Redis.from_url(redis_url) as client:
         direct = PinnedClient(client)
         echo(direct)
-        (pinned,) = direct._kept
+        (pinned,) = direct.kept
         disconnect = pinned.connection.disconnect
 
         def close(*args: Any) -> None:
@@ -559,7 +565,7 @@ def test_a_handler_that_sends_a_command_of_its_own(direct: PinnedClient) -> None
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert len(inner) == 500
-    assert 2 <= len(direct._kept) <= 3
+    assert 2 <= len(direct.kept) <= 3
 
 
 # Threads
@@ -569,10 +575,10 @@ def test_no_more_than_16_connections_are_kept(client: Any, direct: PinnedClient)
     pinned = [_Pinned(direct.connection_pool) for _ in range(17)]
     for each in pinned:
         direct._keep(each)
-    assert direct._kept == pinned[:16]
+    assert direct.kept == pinned[:16]
     assert lent(client) == 16  # and the user has the other, as it is
     assert client.connection_pool._available_connections[0]._sock is not None
-    direct._kept.clear()
+    direct.kept.clear()
 
 
 def test_more_threads_than_connections_are_kept(redis: Any, redis_url: str, name: str) -> None:
@@ -589,7 +595,7 @@ def test_more_threads_than_connections_are_kept(redis: Any, redis_url: str, name
         assert len(connections(redis, name)) <= threads + 1
         # The user has the others.
         pool_of_all = client.connection_pool
-        rest = most - len(direct._kept)
+        rest = most - len(direct.kept)
         singles = [redis_py.Redis(connection_pool=pool_of_all, single_connection_client=True) for _ in range(rest)]
         for single in singles:
             echo(single)
@@ -694,7 +700,7 @@ FORK = """
 client = redis.Redis.from_url(url)
 direct = PinnedClient(client)
 ours = fill(direct, 3)
-sockets = [pinned.connection._sock.fileno() for pinned in direct._kept]
+sockets = [pinned.connection._sock.fileno() for pinned in direct.kept]
 inodes = [os.fstat(each).st_ino for each in sockets]
 alone = sys.argv[2] == "alone"
 enough, counts = threading.Event(), []
@@ -789,7 +795,7 @@ echo(direct)
 configure(redis=client, prefix=sys.argv[3])
 runs = [gevent.spawn(only_one(lambda: "done", key=str(number), timeout=600)) for number in range(30)]
 gevent.joinall(runs, raise_error=True)
-print(len(direct._kept) <= 18, stopped > 50, {run.value for run in runs})
+print(len(direct.kept) <= 18, stopped > 50, {run.value for run in runs})
 """
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from only_one.keys import compile_key
+from only_one.keys.template import compile_key
 
 NAME = "shop.tasks.import_feed"
 LONG = 10_000

@@ -7,7 +7,7 @@ import inspect
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from only_one.keys import compile_key
+from only_one.keys.template import compile_key
 from tests.keys.calls import NAME, as_it_is, importer, maker
 
 NASTY = "%:{}-_/ab AFf01235789"

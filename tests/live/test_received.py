@@ -13,7 +13,7 @@ from uuid import uuid4
 import pytest
 
 from only_one import configure
-from only_one.cli import main
+from only_one.__main__ import main
 from only_one.inspection import held
 from only_one.lock.holder import Holder
 from tests.live import queue_app as live

@@ -21,7 +21,7 @@ def clock() -> Iterator[Clock]:
     """The process's own thread may look at it, too, and is woken afterwards: by this clock it would sleep for a day."""
     with pytest.MonkeyPatch.context() as patch:
         yield Clock(patch, renewal, cleanup, current_lock, nodes)
-    if renewal._renewer.is_running:
+    if not renewal._renewer.vacancy:
         renewal._renewer.see_to_it_by(-math.inf)
 
 

@@ -108,7 +108,7 @@ def test_the_end_of_the_process(
     server = watch.server(url or redis_url)
     watch.pending(server, "settled")
     watch.pending(server, "other", settled=False)
-    renewal._finish()
+    renewal._renewer.cleanups.finish()
     assert len(paused) == pytest.approx(len(slept), abs=1)
     assert paused == slept[: len(paused)]
     trips = keys(node(server).trips)

@@ -138,8 +138,7 @@ def test_what_a_call_has_in_common_is_spelt_once(monkeypatch: pytest.MonkeyPatch
     """And anew for another limit."""
     identity = TokenFactory("work")
     first = identity.token(60)
-    monkeypatch.setattr(holder, "_process", holder._process)
-    monkeypatch.setattr(TokenFactory, "_make_head", None)
+    monkeypatch.setattr(holder, "_this_process", None)
     second = identity.token(60)
     monkeypatch.undo()
     limits = [json.loads(token)["limit"] for token in (first, second, identity.token(30), identity.token(None))]
@@ -503,7 +502,7 @@ def test_on_a_platform_without_a_proc_nobody_is_dead(
     dead: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(holder, "Path", lambda path: tmp_path / str(path).lstrip("/"))
-    monkeypatch.setattr(holder, "_process", None)
+    monkeypatch.setattr(holder, "_this_process", holder._Process)
     assert holder.machine() is None
     assert process_start(os.getpid()) is None
     mine = Holder.parse(TokenFactory("work").token(600))

@@ -28,7 +28,6 @@ from redis.retry import Retry
 from only_one import AlreadyRunning, LockUnavailable, carry_on, current_lock, fail, only_one, skip, subscribe
 from only_one.events import Busy, Down, Event, Lost, Released
 from only_one.lock.commands import (
-    NEVER,
     Commands,
     Expiry,
     Features,
@@ -130,7 +129,7 @@ def key(prefix: str) -> str:
 
 
 def in_ms(ttl: int | None) -> Expiry:
-    return NEVER if ttl is None else expiry_in(ttl / 1000)
+    return expiry_in(None if ttl is None else ttl / 1000)
 
 
 @pytest.fixture
@@ -444,13 +443,13 @@ def before_redis_7() -> Features:
 
 def test_a_key_that_vanishes_whenever_it_is_read_is_taken() -> None:
     """By nobody knows whom; it is not asked for for ever."""
-    assert commands(acquire(before_redis_7(), "k", b"ours", NEVER), *[None] * 6) == (["SET", "GET"] * 3, b"")
+    assert commands(acquire(before_redis_7(), "k", b"ours", ()), *[None] * 6) == (["SET", "GET"] * 3, b"")
 
 
 def test_two_commands_of_which_the_reply_to_the_first_was_lost() -> None:
     """redis-py has sent it again, and was told that the key is taken: by us."""
-    assert commands(acquire(before_redis_7(), "k", b"ours", NEVER), None, b"ours") == (["SET", "GET"], None)
-    assert commands(acquire(before_redis_7(), "k", b"ours", NEVER), None, b"other") == (["SET", "GET"], b"other")
+    assert commands(acquire(before_redis_7(), "k", b"ours", ()), None, b"ours") == (["SET", "GET"], None)
+    assert commands(acquire(before_redis_7(), "k", b"ours", ()), None, b"other") == (["SET", "GET"], b"other")
 
 
 def test_what_another_thread_has_learnt_stays() -> None:
@@ -479,7 +478,7 @@ class Interruption(BaseException):
 
 def test_commands_that_are_interrupted_end_at_once(side: Sync) -> None:
     """Collected later, they would swallow what the next signal's handler raises."""
-    steps = acquire(Features(), "k", b"ours", NEVER)
+    steps = acquire(Features(), "k", b"ours", ())
 
     def sync(*_: Any, **__: Any) -> None:
         raise Interruption

@@ -311,7 +311,7 @@ class Idle:
 
     def __init__(self, client: Any) -> None:
         self.renewer: Any = renewal._Renewer()
-        self.renewer.is_running = True
+        self.renewer.vacancy.clear()
         self._server = Server(client)
 
     def sleep(self) -> Future[None]:

@@ -55,7 +55,7 @@ class Watch:
 
     def __init__(self, clock: Clock, prefix: str, redis: Any) -> None:
         self.renewer = renewal._Renewer()
-        self.renewer.is_running = True
+        self.renewer.vacancy.clear()
         self.clock = clock
         self.redis = redis
         self._prefix = prefix

@@ -1,9 +1,6 @@
-"""Checks of one value: seconds, callable, bool, prefix. Which option has which check is in `settings.CHECKS`."""
-
-from __future__ import annotations
+"""Checks of an option's value: seconds, callable, bool, prefix. Which option has which check is in `settings`."""
 
 import inspect
-import math
 from datetime import timedelta
 from typing import Any, Union
 
@@ -11,16 +8,15 @@ from .errors import ConfigurationError
 
 Seconds = Union[float, timedelta]
 
-_LONGEST = 10 * 365 * 24 * 3600
 
-
-def seconds(name: str, value: object, instead: str) -> float:
+def seconds(name: str, value: object, instead: str, *, or_zero: bool = False) -> float:
     """A time in seconds.
 
     Args:
         name: what the option is called, to say in an error.
         value: seconds, or a timedelta.
         instead: what to write for "no limit", to say in an error.
+        or_zero: whether 0 is a time, too.
 
     Returns:
         Seconds, at least a thousandth and at most ten years.
@@ -32,25 +28,18 @@ def seconds(name: str, value: object, instead: str) -> float:
         value = value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         msg = f"{name}={value!r}: write seconds, such as {name}=300, or a timedelta, such as timedelta(minutes=5)"
-        raise ConfigurationError(msg)
-    if value > _LONGEST:
+    elif value > 10 * 365 * 24 * 3600:
         msg = f"{name} is longer than ten years: write at most ten years, in seconds; {instead}"
-        raise ConfigurationError(msg)
-    if math.isnan(value) or value < 0.001:  # noqa: PLR2004 - Redis counts in milliseconds
+    elif value >= 0.001 or (or_zero and value == 0):  # noqa: PLR2004 - Redis counts in milliseconds
+        return float(value)
+    else:  # NaN, too
         msg = f"{name}={value!r}: write at least 0.001 seconds; {instead}"
-        raise ConfigurationError(msg)
-    return float(value)
+    raise ConfigurationError(msg)
 
 
 def seconds_or_none(name: str, value: object, instead: str) -> float | None:
     """The same, where None is a value that says that there is no such time."""
     return None if value is None else seconds(name, value, instead)
-
-
-def seconds_or_zero(name: str, value: object, instead: str) -> float:
-    """The same, where 0 is a time, too."""
-    is_zero = value in (0, timedelta(0)) and not isinstance(value, bool)
-    return 0.0 if is_zero else seconds(name, value, instead)
 
 
 def check_bool(name: str, value: object) -> bool:
