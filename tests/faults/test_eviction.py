@@ -135,6 +135,7 @@ def test_no_run_waits_for_it(
     assert warnings() == []
     assert "cmdstat_info" not in evicting.info("commandstats")  # not carried out so far
     held.let_go()
+    assert_all_is_said(proxy.url)  # which else another test would hear
 
 
 def test_a_user_who_may_not_ask(evicting: Any, proxy: Proxy, warnings: Callable[[], list[str]]) -> None:
