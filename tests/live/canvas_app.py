@@ -6,10 +6,11 @@ import os
 from typing import Any
 
 from celery import Celery
-from celery.signals import task_postrun
+from celery.signals import task_postrun, task_prerun
 
 from only_one import AlreadyRunning, buffer_one, fail, only_one, retry, skip
 from tests.live.workers import note, use_broker
+from tests.waiting import eventually
 
 PAUSE = 2
 """Seconds between two deliveries of what waits, of which there are dozens, and the worker has others to see to."""
@@ -21,6 +22,15 @@ if "LIVE_URL" in os.environ:  # in a worker, which is told nothing more: the key
     app.conf.result_backend = os.environ["LIVE_URL"]
     use_broker(app)
     app.conf.only_one_prefix = os.environ["LIVE_PREFIX"]
+
+    @task_prerun.connect(weak=False)  # type: ignore[untyped-decorator]
+    def begin(task: Any, task_id: str, **_: Any) -> None:
+        """Begin a retry when the state of the attempt before it is stored.
+
+        Celery looks for a success, and then stores that state, in two commands: a quick success would be lost.
+        """
+        if task.request.retries:
+            eventually(lambda: app.AsyncResult(task_id).state != "PENDING")
 
     @task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
     def end(kwargs: dict[str, Any], **_: Any) -> None:
