@@ -122,8 +122,9 @@ def _release(given: argparse.Namespace, app: Any) -> int:
     if given.dead:
         meant = [each for each in held(given.match, app=app) if each.process == "dead"]
     else:
-        before, keys = time.time() - given.queued, held(given.match, app=app)
-        meant = [each for each in keys if (by := each.holder) and by.state == "queued" and by.since < before]
+        before = time.time() - given.queued
+        queued = [each for each in held(given.match, app=app) if each.holder and each.holder.state == "queued"]
+        meant = [each for each in queued if each.holder and each.holder.since < before]
     return max([_free(each.key, each, app, force=given.force) for each in meant], default=0)
 
 

@@ -126,8 +126,8 @@ def release_key(key: str, token: str | bytes, *, redis: Source | None = None, ap
         Whether it was freed.
     """
     server, _ = _configured(redis, app)
-    name, value = key.encode(errors="surrogateescape"), token.encode() if isinstance(token, str) else token
-    return release_now(server.client, server.features, name, value).status == "held"
+    value = token.encode() if isinstance(token, str) else token
+    return release_now(server.client, server.features, key.encode(errors="surrogateescape"), value).status == "held"
 
 
 def _configured(redis: Source | None, app: Any) -> tuple[Server, str]:

@@ -215,7 +215,8 @@ class LockedCall:
         self._leaves_nothing = True
         let_go(self.lease)
         if wanted(Released):
-            status = "unknown" if became is None else "kept" if is_kept and became.status == "held" else became.status
+            status: Any = "unknown" if became is None else became.status
+            status = "kept" if is_kept and status == "held" else status
             emit(Released(self.key, self.caller.name, status, now() - self._asked_at))
 
     # A lost key

@@ -97,7 +97,8 @@ def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
         return {}
     exchanges = [each.exchange for queue in app.amqp.queues.values() for each in (queue, *(queue.bindings or ()))]
     is_delayed = exchange.startswith("celery_delayed_")  # by RabbitMQ, on its way here
-    is_topic = is_delayed or any(each and (each.name, each.type) == (exchange, "topic") for each in exchanges)
+    topics = {each.name for each in exchanges if each and each.type == "topic"}
+    is_topic = is_delayed or exchange in topics
     # Celery asks a queue whether the broker is to delay it, and sends through what is said beside it.
     beside = {} if is_topic else {"exchange": exchange, "routing_key": key, "declare": []}
     source = _entity.Exchange(exchange, type="topic" if is_topic else "direct")

@@ -129,8 +129,11 @@ class MessageRun(TaskCaller):
                 raise self._drop(key, "it is out of date")
             waits = remembered_for(self.app) if holder.attempt == header.attempt else 0
             self.requeue(server, key, RequeueRequest(AlreadyRunning(key)), waits)
-        was_begun = not request.is_eager and (header.attempt or self.is_redelivered)
-        return options.when_busy or (retry() if was_begun else fail if request.chord or request.chain else skip)
+        if options.when_busy is not None:
+            return options.when_busy
+        if not request.is_eager and (header.attempt or self.is_redelivered):
+            return retry()
+        return fail if request.chord or request.chain else skip
 
     def requeue(self, server: Server, key: str, how: RequeueRequest, waits: float = 0) -> Any:
         """Requeue the message, under the same id and with all that it carries; `waits` is as for `_check_marker`.
@@ -157,8 +160,8 @@ class MessageRun(TaskCaller):
                     return None
         publish(self._task, self._request, header, how.countdown)
         with self._unless_down():
-            times, milliseconds, marker = header.times + 1, round(remembered_for(self.app) * 1000), self._marker(key)
-            drive(server.client, evaluate(redelivery.REQUEUED, key, times, milliseconds, beside=marker))
+            milliseconds, marker = round(remembered_for(self.app) * 1000), self._marker(key)
+            drive(server.client, evaluate(redelivery.REQUEUED, key, header.times + 1, milliseconds, beside=marker))
             if header.trigger is not None:
                 coalescing.note(server, key, self.app, "pending", "", header.trigger)
         raise Ignore

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib import import_module
 from pathlib import PurePath
 from typing import Any
@@ -74,8 +74,10 @@ def plain(value: Any) -> Any:
 
 def _encode(value: object) -> bytes:
     """The canonical encoding of one value: a letter for the type, a length, and the content."""
-    encoder = _ENCODERS.get(type(value)) or _ENCODERS[next(filter(partial(isinstance, value), _ENCODERS))]
-    return encoder(value)
+    kind = type(value)
+    if kind not in _ENCODERS:
+        kind = next(each for each in _ENCODERS if isinstance(value, each))
+    return _ENCODERS[kind](value)
 
 
 def _sized(letter: bytes, content: bytes) -> bytes:

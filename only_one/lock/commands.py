@@ -117,7 +117,8 @@ class Features:
     def fall_back_from(self, refused: object, error: ResponseError) -> bool:
         """Whether there is another command to release with, after this one was refused."""
         # The server does not know the command, or does not let this user call it.
-        has_other = refused in ("DELIFEQ", "DELEX") and ("unknown command" in str(error).lower() or is_forbidden(error))
+        is_unknown = "unknown command" in str(error).lower() or is_forbidden(error)
+        has_other = refused in ("DELIFEQ", "DELEX") and is_unknown
         if has_other and refused == self.release:
             self.release = "DELEX" if refused == "DELIFEQ" else "EVALSHA"
         return has_other
@@ -195,7 +196,9 @@ def release(features: Features, key: Key, token: bytes, marker: MarkerUpdate | N
 
 def parse_result(reply: int | bytes | None) -> ReleaseResult:
     """The result, by the reply of a command or script: a number if the key was ours, else the value stored there."""
-    return ReleaseResult("taken", reply) if isinstance(reply, bytes) else _RESULTS.get(reply) or ReleaseResult("gone")
+    if isinstance(reply, bytes):
+        return ReleaseResult("taken", reply)
+    return _RESULTS.get(reply) or ReleaseResult("gone")
 
 
 def replace(key: str, old: bytes, new: bytes, ttl: int, marker: MarkerUpdate | None = None) -> Commands[ReleaseResult]:

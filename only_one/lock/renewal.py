@@ -96,7 +96,8 @@ class _Renewer:
         return [lease for lease in leases.values() if lease is not None and lease.reason is None]
 
     def next_due(self) -> float:
-        dues = [lease.renew_at for lease in self.held()] + [each.try_at for each in list(self.cleanups.values())]
+        dues = [lease.renew_at for lease in self.held()]
+        dues += [cleanup.try_at for cleanup in list(self.cleanups.values())]
         return -math.inf if self.unknown else min(dues, default=math.inf)
 
     def connect_for_what_is_due_soon(self) -> None:
@@ -174,7 +175,8 @@ class _Renewer:
         elif isinstance(reply, int):
             lease.lives_on(sent, ttl)
         else:
-            self.lost(lease, "deleted" if reply is None else "taken", reply if isinstance(reply, bytes) else b"")
+            value = reply if isinstance(reply, bytes) else b""
+            self.lost(lease, "deleted" if reply is None else "taken", value)
 
     def lost(self, lease: Lease, reason: str, value: bytes = b"") -> None:
         """Stop renewing, and have the run told: by another thread, since what it does about it is its own.
