@@ -6,7 +6,6 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from random import SystemRandom
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -14,8 +13,8 @@ import redis as redis_py
 from redis.exceptions import RedisError
 from redis.sentinel import Sentinel
 
-from only_one.testing import PORTS, Guarded, _find_binary
-from tests.servers import RedisServer, redis_server
+from only_one.testing import Guarded, _find_binary
+from tests.servers import RedisServer, free_ports, redis_server
 from tests.waiting import LIMIT, eventually
 
 WATCHED = "sentinel monitor watched 127.0.0.1 {port} 1\n"
@@ -102,7 +101,7 @@ def _is_a_sentinels(connection: dict[str, str]) -> bool:
 
 def _start_sentinel(server: RedisServer, stack: ExitStack) -> int:
     directory = stack.enter_context(TemporaryDirectory())
-    port: int = SystemRandom().choice(PORTS)
+    (port,) = free_ports(1)
     file = Path(directory, "sentinel.conf")
     file.write_text(f"bind 127.0.0.1\nport {port}\ndir {directory}\n{WATCHED.format(port=server.port)}")
     stack.enter_context(Guarded([_find_binary(), str(file), "--sentinel"], stdout=subprocess.DEVNULL))

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from random import SystemRandom
 from tempfile import TemporaryDirectory
 from uuid import uuid4
 
@@ -17,7 +16,8 @@ import amqp
 from amqp.exceptions import AMQPError
 from typing_extensions import Self
 
-from only_one.testing import PORTS, Guarded
+from only_one.testing import Guarded
+from tests.servers import free_ports
 from tests.waiting import eventually
 
 PROGRAMS = Path("/usr/lib/rabbitmq/bin")
@@ -39,7 +39,7 @@ class RabbitMQ:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.port, distribution, names = SystemRandom().sample(PORTS, 3)
+        self.port, distribution, names = free_ports(3)
         self._names = names
         self._node = f"only_one_{uuid4().hex}@localhost"
         self._env = {

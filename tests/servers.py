@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import signal
+import socket
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from random import SystemRandom
 from tempfile import TemporaryDirectory
 
 from only_one import testing
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports on which nobody listens, below those that systems give to outgoing connections."""
+    with ExitStack() as stack:
+        free: list[int] = []
+        while len(free) < number:
+            port, probe = SystemRandom().choice(testing.PORTS), stack.enter_context(socket.socket())
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                free.append(port)
+        return free
 
 
 @contextmanager

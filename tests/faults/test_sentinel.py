@@ -6,7 +6,6 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from random import SystemRandom
 from typing import Any
 
 import pytest
@@ -15,10 +14,10 @@ import redis.sentinel
 from redis.exceptions import RedisError
 
 from only_one import LockLost, LockUnavailable, configure, fail, only_one
-from only_one.testing import PORTS, Guarded, _find_binary
+from only_one.testing import Guarded, _find_binary
 from tests.faults.programs import Running, RunningAsync
 from tests.renewal import renew_now
-from tests.servers import RedisServer, redis_server
+from tests.servers import RedisServer, free_ports, redis_server
 from tests.waiting import LIMIT, eventually
 
 SERVICE = "mymaster"
@@ -50,7 +49,7 @@ class Watched:
         self.has_failed_over = False
         self.master = stack.enter_context(redis_server("--repl-diskless-sync-delay", "0"))
         self.replica = self._start_replica()
-        ports = SystemRandom().sample(PORTS, 3)
+        ports = free_ports(3)
         self._sentinels = [direct(self._start_sentinel(directory / str(port), port)) for port in ports]
         assert eventually(self._are_hastened)
         assert eventually(self.is_well)
