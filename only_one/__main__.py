@@ -196,7 +196,6 @@ def _cell(value: Any) -> str:
 with suppress(ImportError):  # it comes with Celery
     import click
 
-    # Help is answered with the rest.
     @click.command("only-one", add_help_option=False, context_settings={"ignore_unknown_options": True})
     @click.argument("arguments", nargs=-1)
     @click.pass_context

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     P = ParamSpec("P")
     R = TypeVar("R")
-    Busy = TypeVar("Busy", default=None, covariant=True)  # noqa: PLC0105 - in functions, variance says nothing
+    Busy = TypeVar("Busy", default=None, covariant=True)  # noqa: PLC0105
     Down = TypeVar("Down", default=Never, covariant=True)  # noqa: PLC0105
     Async = Callable[P, Coroutine[Any, Any, R]]
     Key = str | Callable[..., str]
@@ -164,12 +164,9 @@ def configured_by_app(app: Any) -> tuple[Options, Callable[[], Source | None]]:
     if _CELERY not in sys.modules:
         return {}, lambda: None
     from only_one.celery import app_settings  # noqa: PLC0415 - not before Celery is there
-    from only_one.celery import worker_signals as worker_signals  # noqa: PLC0415 - which listens from now on
+    from only_one.celery import worker_signals as worker_signals  # noqa: PLC0415 - it listens
 
     return app_settings.app_options(app)
-
-
-# The wrapper
 
 
 def wrap(function: Any, key: Any, options: Options, task: Any = None) -> Any:
@@ -187,7 +184,7 @@ def wrap(function: Any, key: Any, options: Options, task: Any = None) -> Any:
     """
     signature = signature_of(function)
     decorated = getattr(function, "__only_one__", None)
-    if decorated is not None and decorated.template == key:  # a second one would find itself busy in every call
+    if decorated is not None and decorated.template == key:  # it would find itself busy in every call
         msg = f"{function.__qualname__} is covered with key={key!r} already: write one @only_one, or another key"
         raise ConfigurationError(msg)
     name = _name_of(function, key, signature) if task is None else task.name
@@ -205,7 +202,7 @@ def wrap(function: Any, key: Any, options: Options, task: Any = None) -> Any:
     wrapper.__signature__ = signature
     wrapper.__only_one__ = decoration
     if "celery" in sys.modules:
-        from only_one.celery import worker_signals as worker_signals  # noqa: PLC0415 - for the worker's main process, which runs nothing
+        from only_one.celery import worker_signals as worker_signals  # noqa: PLC0415 - the main process, too
     return wrapper
 
 
@@ -215,9 +212,6 @@ def _caller_of(decoration: Decoration, wrapper: Any, args: tuple[Any, ...]) -> C
     from only_one.celery import task_run  # noqa: PLC0415 - not before Celery is there
 
     return task_run.caller_of(decoration, wrapper, args)
-
-
-# What can be decorated
 
 
 def signature_of(function: Any) -> inspect.Signature:

@@ -54,7 +54,7 @@ def held(match: str = "*", *, redis: Source | None = None, app: Any = None) -> I
         ConfigurationError: for settings that could not work.
     """
     server, prefix = _configured(redis, app)
-    pattern = "".join(f"\\{each}" for each in prefix) + match  # no character of the prefix means more than itself
+    pattern = "".join(f"\\{each}" for each in prefix) + match  # the prefix has no wildcards
     return _scan(server.client, pattern)
 
 

@@ -40,7 +40,7 @@ _START = """exec 3<&0 </dev/null
 shift; exec "$@" 3<&-"""
 """Starts the supervisor process, as nobody's child, and becomes the command, of whose group both are."""
 
-_SUPERVISE = """read -r _  # from the death pipe, into which nothing is written: until we close it, or are gone
+_SUPERVISE = """read -r _  # from the death pipe: until we close it, or are gone
 kill -TERM -$0; kill -CONT -$0  # a stopped process would see the SIGTERM only when it is continued
 tenths=$1; while [ $tenths -gt 0 ] && kill -0 $0; do /bin/sleep 0.1; tenths=$((tenths - 1)); done
 kill -KILL -$0"""

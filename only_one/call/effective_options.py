@@ -68,7 +68,7 @@ class Caller:
         """The key holds `value`: the policy that decides; a task raises what ends the call, if it is its own holder."""
         return options.when_busy or skip
 
-    def requeue(self, server: Server, key: str, how: RequeueRequest) -> Any:  # noqa: ARG002 - a task's needs them
+    def requeue(self, server: Server, key: str, how: RequeueRequest) -> Any:  # noqa: ARG002
         """Requeue the task; here there is none.
 
         Raises:

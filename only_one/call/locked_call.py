@@ -65,10 +65,10 @@ class LockedCall:
         self.caller = caller
         self.key = key
         self.token = caller.token_factory.token(options.timeout)
-        self._asked_at = now()  # before the command is sent, so that the key never outlives what its holder believes
+        self._asked_at = now()  # before SET: the key never outlives what its holder believes
 
     def __enter__(self) -> Self:
-        active_tokens.add(self.token)  # before it is sent: to others in this process it is a call that lives
+        active_tokens.add(self.token)  # before SET, too: others in this process see that it lives
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
@@ -83,8 +83,6 @@ class LockedCall:
         active_tokens.discard(self.token)
         if error is None and self.lost is not None and self.options.when_lost is fail:
             raise self.lost
-
-    # Before the function
 
     def acquire(self) -> Commands[bytes | Exception | None]:
         """Acquire the key: None if it is ours, else what is stored there, or why the server could not be asked."""
@@ -164,8 +162,6 @@ class LockedCall:
         finally:
             self._clean_up_queued()
 
-    # After the function
-
     def release(self) -> Commands[None]:
         """Release the key, or keep it for the rest of `at_least`; no error in it replaces the run's own."""
         if not self._is_acquired or self.token not in active_tokens:
@@ -218,8 +214,6 @@ class LockedCall:
             status: Any = "unknown" if became is None else became.status
             status = "kept" if is_kept and status == "held" else status
             emit(Released(self.key, self.caller.name, status, now() - self._asked_at))
-
-    # A lost key
 
     def _tell(self, lost: LockLost) -> None:
         """Tell of a loss that is seen at the end of the run: in a thread of its own, like any other."""

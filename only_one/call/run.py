@@ -53,7 +53,7 @@ async def run_async(decoration: Decoration, caller: Caller, args: Args, kwargs: 
         cancelling: Callable[[], int] = getattr(asyncio.current_task(), "cancelling", int)
         cancellations = cancelling()
         acquired = await drive_async(client, call.acquire())
-        if cancelling() > cancellations:  # redis-py loses one that comes when the reply has come, too
+        if cancelling() > cancellations:  # redis-py loses one that comes with the reply
             raise asyncio.CancelledError
         if call.may_run(acquired):
             await _run_and_release_async(call, decoration, args, kwargs)

@@ -46,7 +46,7 @@ def decorate_task(task_or_proxy: Any, key: Any, options: Options, signature_of: 
     values: tuple[Any, ...] = (key, *options, *options.values())
     words = [f"{each.__module__}.{each.__qualname__}" if hasattr(each, "__qualname__") else each for each in values]
     install = functools.partial(_install_late, wrap, key, options, repr(words))
-    kind = type(task_or_proxy)  # to ask in another way whether it is a task, or has made its own, would evaluate it
+    kind = type(task_or_proxy)  # any other question evaluates it
     if issubclass(kind, Task) or (hasattr(kind, "__then__") and task_or_proxy.__evaluated__()):
         task = task_behind(task_or_proxy)
         _install(wrap, key, options, repr(words), task)
@@ -64,9 +64,6 @@ def task_behind(task_or_proxy: Any) -> Any:
     """The task, which is evaluated if it was not yet."""
     # Celery documents the method.
     return task_or_proxy if issubclass(type(task_or_proxy), Task) else task_or_proxy._get_current_object()  # noqa: SLF001
-
-
-# Lazy tasks
 
 
 def _check_lazy(proxy: Any, key: Any, signature_of: Callable[..., Any]) -> tuple[Any, str | None]:
@@ -111,15 +108,13 @@ def _install_in_apps(function: Any, name: str | None, install: Callable[[Task], 
             install_in(app)
 
 
-# Tasks that are there
-
 _POSITIONS = ("args", "kwargs", "task_id", "producer", "link", "link_error", "shadow")
 
 
 def _install(wrap: Callable[..., Any], key: Any, options: Options, configured: str, task: Task) -> None:
     installed = vars(task).get("only_one_configured")
     if installed == configured:
-        return  # it is installed; or its module was loaded a second time, and Celery keeps the first task, too
+        return  # installed; or its module is loaded again, and Celery keeps the first task
     if installed is not None:
         msg = f"{task.name} is covered from queued to finished already: write one @only_one above @app.task"
         raise ConfigurationError(msg)

@@ -41,7 +41,7 @@ class Header(NamedTuple):
     def as_headers(self) -> dict[str, Any]:
         """As the message carries it."""
         fields = {name: value for name, value in self._asdict().items() if value is not None}
-        return {HEADER: {**fields, "number": self.times}}  # which workers of earlier versions compare
+        return {HEADER: {**fields, "number": self.times}}  # for workers of earlier versions
 
 
 def header_of(request: Any) -> Header:

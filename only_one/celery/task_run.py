@@ -36,7 +36,7 @@ def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[A
         return decoration.plain_bound if bound else decoration.plain
     request, lease = task.request, current.get()
     holder = lease.holder if lease else None
-    if holder and (holder.task_id, holder.attempt) == (request.id, request.retries):  # from inside of the run itself
+    if holder and (holder.task_id, holder.attempt) == (request.id, request.retries):  # its own run
         return TaskCaller(task, TokenFactory(task.name, request.id, request.retries), bound=bound)
     return MessageRun(task, request, bound=bound, is_unique_in_queue=decoration.task is not None)
 
@@ -148,7 +148,7 @@ class MessageRun(TaskCaller):
         header = self.header
         if self._request.is_eager or (how.max_retries is not None and header.times >= how.max_retries):
             raise how.error
-        if isinstance(how.error, LockUnavailable):  # to ask it again would take as long again, and say nothing
+        if isinstance(how.error, LockUnavailable):  # asking again would take as long again
             publish(self._task, self._request, header, how.countdown)
             raise Ignore
         with self._unless_down():

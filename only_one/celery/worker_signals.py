@@ -36,15 +36,12 @@ with suppress(AttributeError):  # where nothing forks
     os.register_at_fork(before=_at_work.acquire, after_in_parent=_at_work.release, after_in_child=_at_work.release)
 
 
-# Tasks that were killed or revoked
-
-
 def _on_failure(sender: Any, task_id: str, exception: Any, args: Any, kwargs: Any, **_: Any) -> None:
     if isinstance(exception, (TimeLimitExceeded, WorkerLostError)):
         _watch(sender, task_id, args, kwargs, None)
 
 
-def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None:  # noqa: FBT001 - Celery's
+def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None:  # noqa: FBT001
     """It was revoked, or has expired."""
     header = header_of(request)
     if terminated or queue_options_of(sender) is not None:
@@ -73,7 +70,7 @@ def _release_when_dead(task: Any, decoration: Decoration, task_id: str, args: An
                 if _is_released(options.server, key, task_id, takeover=options.takeover):
                     return
             time.sleep(0.02)
-    except Exception as error:  # noqa: BLE001 - there is nobody to raise it to, and the key expires by itself
+    except Exception as error:  # noqa: BLE001 - nobody to raise it to; the key expires by itself
         logger.debug("the key of %s[%s] could not be given back: %s", task.name, task_id, error)
 
 
@@ -91,13 +88,10 @@ def _is_released(server: Server, key: str, task_id: str, *, takeover: bool) -> b
 
 def _has_ended(holder: Holder) -> bool:
     """Whether it is a child of ours that has ended; it seems alive until Celery waits for it, which may take 5 s."""
-    with suppress(ChildProcessError, AttributeError):  # it is another's, or macOS before Python 3.13 cannot tell
+    with suppress(ChildProcessError, AttributeError):  # another's; or macOS, Python < 3.13
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return holder.machine == machine() and os.waitid(os.P_PID, holder.pid, options) is not None
     return False
-
-
-# Tasks that have ended
 
 
 def _on_end(sender: Any, task: Any, **_: Any) -> None:
@@ -119,7 +113,7 @@ def _forget(task: Any, request: Any) -> None:
             _is_released(options.server, header.key, request.id, takeover=False)
         if header.trigger is not None:
             coalescing.note(options.server, header.key, task.app, "withdraw", "", header.trigger)
-    except Exception as error:  # noqa: BLE001 - there is nobody to raise it to, and it is forgotten by itself
+    except Exception as error:  # noqa: BLE001 - nobody to raise it to; the marker expires
         logger.debug("the key of %s could not be given back: %s", task.name, error)
 
 
@@ -140,9 +134,9 @@ def _on_received(sender: Any, request: Any, **_: Any) -> None:
         _waiting = {lease: stored for lease, stored in _waiting.items() if lease.reason is None}
     try:
         _receive(sender, request)
-    except Exception as error:  # noqa: BLE001 - the task runs all the same, and its key expires by itself
+    except Exception as error:  # noqa: BLE001 - the task runs all the same; its key expires
         logger.debug("%s[%s] is received, which its key does not say: %s", request.name, request.id, error)
-        _backs_off_until = now() + 10  # where the server does not answer: the worker has messages to receive
+        _backs_off_until = now() + 10  # the worker has other messages to receive
 
 
 def _receive(consumer: Any, request: Any) -> None:
@@ -158,11 +152,11 @@ def _receive(consumer: Any, request: Any) -> None:
     own = (request.task.name, request.id, header.attempt)
     token = TokenFactory(*own, "received").token(limit)
     lease = Lease(options.server, header.key, token, now(), min(DEFAULT_LEASE, limit), limit)
-    lease.lives_on(lease.begun + begins_in, lease.ttl)  # not renewed before: any number may wait for their time
+    lease.lives_on(lease.begun + begins_in, lease.ttl)  # not renewed before: many may wait
     milliseconds = round(min(DEFAULT_LEASE + begins_in, limit) * 1000)
     queued = header.token.encode() if header.token else b""
     became = drive(options.server.client, replace(header.key, queued, token, milliseconds))
-    holder = Holder.parse(became.value)  # a retry, or the worker that had the message before this one
+    holder = Holder.parse(became.value)  # a retry, or an earlier worker's
     if holder is not None and holder.task_id == request.id and holder.attempt is not None:
         if is_queued(became.value) and holder.attempt == header.attempt:
             became = drive(options.server.client, replace(header.key, became.value, token, milliseconds))

@@ -77,7 +77,7 @@ class AsyncClient:
                 self._timed_out_at = now()
             raise  # redis-py has closed the connection if need be
         except BaseException as error:
-            if client is self.client:  # another has been begun already for one that was sent at the same time
+            if client is self.client:  # else another has been begun already
                 self._begin()
             turns.release()  # for who waits for one that may be lost
             self.to_be_closed.append(client)
@@ -114,7 +114,7 @@ def _clients(client: Any) -> list[Any]:
 def _connections(client: Any) -> list[Any]:
     """All connections of a client; redis-py's own ways to close them let other tasks have a turn before."""
     if isinstance(client, RedisCluster):
-        return [each for node in client.get_nodes() for each in node._connections]  # noqa: SLF001 - see above
+        return [each for node in client.get_nodes() for each in node._connections]  # noqa: SLF001
     pools = [each.connection_pool for each in _clients(client)]
     return [each for pool in pools for each in (*pool._available_connections, *pool._in_use_connections)]  # noqa: SLF001
 
@@ -131,7 +131,7 @@ def make_async_client(client: Any) -> AsyncClient:
     if isinstance(client, redis.RedisCluster):
         most = client.nodes_manager.connection_kwargs.get("max_connections") or redis.ConnectionPool().max_connections
         return AsyncClient(lambda: _cluster(client), most)
-    return AsyncClient(lambda: _client(client), client.connection_pool.max_connections)  # as one is for one command
+    return AsyncClient(lambda: _client(client), client.connection_pool.max_connections)  # one for each command
 
 
 def _client(client: Any) -> Any:

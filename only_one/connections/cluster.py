@@ -48,7 +48,7 @@ class Node:
         self.backs_off_until = 0.0
         self._pause = _FIRST_PAUSE
         self._cluster = cluster
-        self._is_connected = not hasattr(client, "connection_pool")  # where there is nothing to connect
+        self._is_connected = not hasattr(client, "connection_pool")  # nothing to connect
 
     def send(self, commands: Sequence[Command], options: dict[str, Any], pause: float | None = None) -> list[Any]:
         """Send commands in one trip; in a cluster, those whose slot has moved are sent on.
@@ -73,7 +73,7 @@ class Node:
             for command in commands:
                 pipeline.execute_command(*command, **options)
             replies: list[Any] = pipeline.execute(raise_on_error=False)
-        except Exception as error:  # noqa: BLE001 - whatever a client raises, the thread has other keys to see to
+        except Exception as error:  # noqa: BLE001 - the thread has other keys to see to
             self.fail(pause)
             return [error] * len(commands)
         self._pause = _FIRST_PAUSE
@@ -86,7 +86,7 @@ class Node:
         self._is_connected = True
         try:
             redis.Redis(connection_pool=self.client.connection_pool, single_connection_client=True).close()
-        except Exception:  # noqa: BLE001 - whatever a client raises, the thread has other keys to see to
+        except Exception:  # noqa: BLE001 - the thread has other keys to see to
             self.fail(pause)
 
     def fail(self, pause: float | None = None) -> None:

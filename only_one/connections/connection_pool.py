@@ -122,7 +122,7 @@ class PinnedClient(redis.Redis):
         if len(self.kept) < _MOST_KEPT:
             self.kept.append(pinned)
         elif pinned.drop.detach():
-            redis.ConnectionPool.release(self.connection_pool, pinned.connection)  # past the guard: as it is
+            redis.ConnectionPool.release(self.connection_pool, pinned.connection)  # past the guard
 
 
 def _begin_anew_in_child() -> None:
@@ -134,9 +134,6 @@ def _begin_anew_in_child() -> None:
 
 with suppress(AttributeError):  # where nothing forks
     os.register_at_fork(after_in_child=_begin_anew_in_child)
-
-
-# All other clients
 
 
 def guarded(client: Any) -> Any:
@@ -231,7 +228,7 @@ class _Idle:
         self.queue.append(connection)
         self._turns.put(None)
 
-    def get(self, block: bool, timeout: float | None) -> Any:  # noqa: FBT001 - as `queue.LifoQueue` has it
+    def get(self, block: bool, timeout: float | None) -> Any:  # noqa: FBT001 - as in `LifoQueue`
         self._turns.get(block, timeout)
         return self.queue.pop()
 

@@ -41,7 +41,7 @@ class Server:
         self.client = PinnedClient(client) if PinnedClient.fits(client) else guarded(client)
         self.features = Features()
         if isinstance(client, redis.RedisCluster):
-            self.features.release = "EVALSHA"  # an unknown command cannot be sent, as its slot is not known
+            self.features.release = "EVALSHA"  # the slot of an unknown command is not known
         self.looked_at_from = 0.0
         self._given = client
         self._nodes: ClusterNodes | Node | None = None
@@ -75,8 +75,6 @@ class Server:
             yield client
 
 
-# Where the client comes from
-
 _from_urls: dict[str, Server] = {}
 _from_clients: WeakValueDictionary[int, Server] = WeakValueDictionary()
 _from_callables: WeakKeyDictionary[Callable[[], Any], Server] = WeakKeyDictionary()
@@ -97,7 +95,7 @@ def check_source(name: str, source: Source) -> Source:
             msg = f"{name}={masked(source)!r} is not a URL of Redis: write redis://host:6379/0, rediss://… or unix:///path"
             raise ConfigurationError(msg)
         try:
-            redis.Redis.from_url(source).connection_pool.make_connection()  # which does not connect yet
+            redis.Redis.from_url(source).connection_pool.make_connection()  # does not connect
         except (TypeError, ValueError, redis.RedisError):  # whose text may hold the password
             msg = f"{name}={masked(source)!r} cannot be read: write redis://[user:password@]host:6379/0[?option=value]"
             raise ConfigurationError(msg) from None
@@ -136,13 +134,13 @@ def find_server(source: Source) -> Server:
         msg = f"the callable given as redis= returned a {type(made).__name__}: return a client of redis-py"
         raise ConfigurationError(msg)
     server = find_server(made)
-    with suppress(TypeError):  # for what cannot be looked up, as it has no hash or no weak references
+    with suppress(TypeError):  # no hash, or no weak references
         return _from_callables.setdefault(source, server)
     return server
 
 
 def _is_client(source: object) -> bool:
-    sends = hasattr(source, "execute_command") and hasattr(source, "register_script")  # which a PubSub has not
+    sends = hasattr(source, "execute_command") and hasattr(source, "register_script")  # unlike a PubSub
     return sends and not isinstance(source, (type, Pipeline))
 
 

@@ -24,7 +24,7 @@ _SHORT = 200
 """Characters of a str whose digest is remembered; longer ones would take the memory."""
 
 md5 = hashlib.md5
-with suppress(ImportError):  # CPython's own takes a third of OpenSSL's time for a text as short as an argument
+with suppress(ImportError):  # a third of OpenSSL's time for short texts
     md5 = import_module("_md5").md5
 
 

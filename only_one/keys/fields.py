@@ -54,9 +54,6 @@ class Field(NamedTuple):
         return re.split(r"[.\[]", self.path)[0]
 
 
-# The arguments of a call
-
-
 class Arguments:
     """Reads the calls of one signature. `Signature.bind` is slow, so it is used only where nothing else is right.
 
@@ -103,9 +100,6 @@ def _others(parameters: list[Parameter]) -> tuple[list[str], list[Any], frozense
     return [each.name for each in parameters], [each.default for each in parameters], required, allowed
 
 
-# Checked once, when a function is decorated
-
-
 def field_problem(field: Field, arguments: Arguments) -> str | None:
     """What is wrong with a field, and what to write instead, or None for a field that could work."""
     path, parameter = field.path, field.parameter
@@ -131,9 +125,6 @@ def _choices(arguments: Arguments, missing: str = "name") -> str:
     parameters = arguments.call.parameters.values()
     names = [f"{each.name}[{missing}]" if each.kind is Parameter.VAR_KEYWORD else each.name for each in parameters]
     return ", ".join(f"{{{name}}}" for name in (*_OWN, *names))
-
-
-# Read at every call
 
 
 def make_text(field: Field, arguments: Arguments, escape: Callable[[str], str]) -> MakeKey:
@@ -201,7 +192,7 @@ def _follow(field: Field, steps: list[tuple[str, str]], value: Any) -> Any:
             if attribute:
                 value = getattr(value, attribute)
             elif item.isdecimal() and not (isinstance(value, Mapping) and item in value):
-                value = value[int(item)]  # or a dict's key that has become a str on its way through the broker
+                value = value[int(item)]  # or a dict's key that the broker made a str
             else:
                 value = value[item]
     except (AttributeError, LookupError, TypeError) as error:
@@ -229,9 +220,6 @@ def _formatted(field: Field, spec: str, value: object) -> str:
     if not isinstance(value, str) and re.search(r"0x[0-9a-fA-F]{6,}", converted if field.conversion else text):
         raise UnknownType(type_name(value))
     return text
-
-
-# Escaped
 
 
 def escaper(separators: Iterable[str] = ()) -> Callable[[str], str]:

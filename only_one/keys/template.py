@@ -37,9 +37,6 @@ def has_field(key: object, name: str) -> bool:
     return isinstance(key, str) and any(field.path == name for field in _split(key)[1])
 
 
-# Callables
-
-
 def _computed(key: Callable[..., Any], arguments: Arguments) -> MakeKey:
     if iscoroutinefunction(key):
         msg = "key= is an async function: write a plain one, the key is made before anything is awaited"
@@ -81,9 +78,6 @@ def _check_parameters(key: Callable[..., Any], label: str, arguments: Arguments)
         msg = f"key={label} takes {accepted} ({error}): {instead}"
         raise KeyTemplateError(msg) from None
     return by_name
-
-
-# Templates
 
 
 def _split(template: str) -> tuple[list[str], list[Field]]:

@@ -47,7 +47,7 @@ class Cleanups(dict[bytes, Cleanup]):
     def add(self, cleanup: Cleanup) -> None:
         """Begin one; where there are too many, the oldest is forgotten: it has the least time left to do harm."""
         if len(self) >= _MOST:
-            self.pop(next(iter([*self]), b""), None)  # of a copy: other threads add and remove at the same time
+            self.pop(next(iter([*self]), b""), None)  # of a copy: other threads change it
         self[cleanup.token] = cleanup
 
     def release_due(self) -> None:

@@ -157,7 +157,7 @@ def acquire(features: Features, key: Key, token: bytes, expiry: Expiry) -> Comma
         else:
             # Our own token: the reply was lost, and redis-py sent the command again.
             return None if value == token else value
-    for _ in range(3):  # a key that is taken when set and missing when read counts as taken after that
+    for _ in range(3):  # taken when set, missing when read: taken after the third time
         if (yield ("SET", key, token, b"NX", *expiry)):
             return None
         if (value := (yield ("GET", key))) is not None:
@@ -228,8 +228,6 @@ def evaluate(script: Script, key: Key, *args: bytes | str | int, beside: str | N
         return (yield ("EVAL", script.text, len(keys), *keys, *args))
 
 
-# Sending them
-
 RAW = {"NEVER_DECODE": True, "get": True}
 """Options of redis-py: replies come as bytes, also from clients that decode, and SET with GET gives the old value."""
 
@@ -241,7 +239,7 @@ def drive(client: Any, commands: Commands[T]) -> T:
         while True:
             try:
                 reply = client.execute_command(*command, **RAW)
-            except Exception as error:  # noqa: BLE001 - it is for the generator to say which errors end it
+            except Exception as error:  # noqa: BLE001 - the generator says which errors end it
                 command = commands.throw(error)
             else:
                 command = commands.send(reply)
@@ -249,7 +247,7 @@ def drive(client: Any, commands: Commands[T]) -> T:
         result: T = stop.value
         return result
     finally:
-        commands.close()  # now: what a signal's handler raises while a generator is collected would be lost
+        commands.close()  # now: what a signal handler raises while it is collected is lost
 
 
 async def drive_async(client: Any, commands: Commands[T]) -> T:
@@ -259,7 +257,7 @@ async def drive_async(client: Any, commands: Commands[T]) -> T:
         while True:
             try:
                 reply = await client.execute_command(*command, **RAW)
-            except Exception as error:  # noqa: BLE001 - it is for the generator to say which errors end it
+            except Exception as error:  # noqa: BLE001 - the generator says which errors end it
                 command = commands.throw(error)
             else:
                 command = commands.send(reply)
@@ -267,7 +265,7 @@ async def drive_async(client: Any, commands: Commands[T]) -> T:
         result: T = stop.value
         return result
     finally:
-        commands.close()  # now: what a signal's handler raises while a generator is collected would be lost
+        commands.close()  # now: what a signal handler raises while it is collected is lost
 
 
 def release_now(client: Any, features: Features, key: Key, token: bytes) -> ReleaseResult:

@@ -67,7 +67,7 @@ class _Renewer:
         ):
             try:
                 step()
-            except BaseException:  # noqa: BLE001 - whatever it is, all later leases need this thread
+            except BaseException:  # noqa: BLE001 - all later leases need this thread
                 with suppress(Exception):  # no memory for that either
                     _log(logging.ERROR, "the thread that renews goes on after:\n%s", traceback.format_exc())
                 time.sleep(LONG)
@@ -118,7 +118,7 @@ class _Renewer:
         try:
             if warning := may_evict(node.client):
                 _log(logging.WARNING, "%s", warning)
-        except Exception:  # noqa: BLE001 - whatever a client raises, the thread has other keys to see to
+        except Exception:  # noqa: BLE001 - the thread has other keys to see to
             node.fail()
             server.looked_at_from = now() + _LOOKED_AT_AGAIN_AFTER
 
@@ -234,7 +234,7 @@ with suppress(AttributeError):  # where nothing forks
     # It begins anew: the parent's keys are not the child's to renew, and threads do not survive a fork.
     os.register_at_fork(after_in_child=lambda: _Renewer.__init__(_renewer))
 
-atexit.register(lambda: _renewer.cleanups.finish())  # noqa: PLW0108 - those of a forked child are others
+atexit.register(lambda: _renewer.cleanups.finish())  # noqa: PLW0108 - a child has others
 
 
 def hold(lease: Lease) -> None:
