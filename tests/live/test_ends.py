@@ -45,14 +45,14 @@ class State(Enum):
 
     FREE = "released at once"
     KEPT = "kept for the rest of `at_least`"
-    RETRIED = "released at once; the next attempt takes it anew"
+    RETRIED = "released at once; the next attempt acquires it again"
     REDELIVERED = "released at once, or taken over by the run of the redelivered message"
     LIMITED = "released as soon as its process is killed, which is just after the result is stored"
     TOLD = "released by the worker's main process as soon as it notices, within 5 s"
     LEFT = (
         "taken over at once by the next call on this machine; elsewhere free within `lease`, or `timeout` without one"
     )
-    NEVER = "never taken"
+    NEVER = "never acquired"
 
 
 AT_ONCE = 2.0

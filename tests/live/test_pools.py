@@ -31,7 +31,7 @@ PROMISED: dict[str, Callable[[str], str]] = {
     "a duplicate of a task that runs": lambda pool: "runs after it" if pool == "solo" else "is skipped",
     "a lease is renewed while its run goes on": lambda _: "yes",
     "`self.retry()`, `autoretry_for`": lambda _: "run again",
-    "a task that is put back": lambda _: "does not occupy the worker",
+    "a requeued task": lambda _: "does not occupy the worker",
     "the key after the hard time limit": lambda pool: "is free" if pool in LIMITED else "Celery has no limit",
     "the key after `revoke(terminate=True)`": lambda pool: "is free" if pool in TERMINATED else "Celery cannot",
 }
