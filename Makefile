@@ -1,110 +1,132 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
+PORT ?= 8000
+SITE := .venv/site
 # Four files at a time on two cores, those first that take longest.
 TOGETHER := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,buffer_one canvas ends put_back queue redelivery rpc tasks)
 
-.PHONY: demo newsletter test test-rabbitmq lint types interrupts suite coverage soak mutants matrix benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-leftovers benchmark-kills benchmark-queue benchmark-queue-kills benchmark-newsletter benchmark-interruptions benchmark-async newsletter-kills clean
+.DEFAULT_GOAL := help
+.PHONY: help demo newsletter docs dev test test-rabbitmq lint types interrupts suite site words coverage soak mutants matrix \
+	benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-leftovers benchmark-async \
+	benchmark-interruptions benchmark-kills benchmark-queue benchmark-queue-kills benchmark-newsletter newsletter-kills clean
 
-demo: .venv/demo.stamp
+help: ## list these commands
+	@awk 'BEGIN { FS = ":.*## " } /^##@/ { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-24s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+##@ For users of a clone
+
+demo: .venv/demo.stamp ## a feed importer at work, with a worker that is killed
 	@$(BIN)/python -m examples.feeds $(ARGS)
 
-newsletter: .venv/newsletter.stamp
+newsletter: .venv/newsletter.stamp ## a newsletter that is made in parallel, and sent once when all of it is made
 	@$(BIN)/python -m examples.newsletter $(ARGS)
 
-# Its workers killed at random points, and the newsletter started again each time.
-newsletter-kills: .venv/newsletter.stamp
-	$(BIN)/python -m benchmarks.newsletter_kills $(ARGS)
+docs: site ## build the documentation and serve it on port 8000, or PORT=...
+	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory $(SITE) $(PORT)
 
-# Side by side, as most of the suite's time is spent waiting for workers.
-test: .venv/dev.stamp
-	@$(MAKE) --no-print-directory -j 4 lint types interrupts suite
+clean: ## remove .venv and everything that was built
+	rm -rf .venv .nox build dist *.egg-info
 
-# The live tests with another broker, a RabbitMQ of their own, with both of its kinds of queues.
-test-rabbitmq: .venv/dev.stamp
+##@ For changes (pytest's arguments in ARGS="...")
+
+dev: .venv/dev.stamp ## make .venv, with all that the commands below need
+
+# Side by side, because most of the suite's time is spent waiting for workers.
+test: .venv/dev.stamp ## all that must pass before a commit: lint, types, interrupts, suite and site
+	@$(MAKE) --no-print-directory -j 5 lint types interrupts suite site
+
+lint: .venv/dev.stamp ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/dev.stamp ## mypy and pyright
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+suite: .venv/dev.stamp ## the tests, with those of the code in README.md and docs
+	$(BIN)/python -m pytest $(TOGETHER) -m "not interrupts and not soak" $(ARGS)
+
+# Exceptions at random points leave Python's own state behind, so these tests have a process of their own.
+interrupts: .venv/dev.stamp ## the tests that interrupt calls at random points, or fork
+	$(BIN)/python -m pytest -q -m interrupts
+
+# A page that was built is not read again and does not warn again, so a failed build is removed.
+site: .venv/dev.stamp ## build the documentation in .venv/site; a warning is an error
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs $(SITE) || { rm -rf $(SITE); exit 1; }
+
+words: .venv/dev.stamp ## words and longest sentence of each page
+	@$(BIN)/python -m benchmarks.words $(ARGS)
+
+# With both kinds of RabbitMQ's queues; the tests start a RabbitMQ of their own.
+test-rabbitmq: .venv/dev.stamp ## the live tests again, with RabbitMQ as broker
 	@kinds=$$($(BIN)/python -m tests.rabbitmq) || exit; for kind in $$kinds; do \
 		echo "$$kind queues:"; ONLY_ONE_TEST_BROKER=$$kind $(BIN)/python -m pytest \
 			--numprocesses 2 --dist loadfile -m "not soak" $(WITH_RABBITMQ) $(ARGS) || exit; \
 	done
 
-lint: .venv/dev.stamp
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-
-types: .venv/dev.stamp
-	$(BIN)/mypy
-	$(BIN)/pyright
-
-suite: .venv/dev.stamp
-	$(BIN)/python -m pytest $(TOGETHER) -m "not interrupts and not soak" $(ARGS)
-
-# What raises out of nowhere leaves Python's own state behind, so it has a process for itself.
-interrupts: .venv/dev.stamp
-	$(BIN)/python -m pytest -q -m interrupts
-
-# Which lines and branches the suite runs. It costs half as much time again, so it is not a part of `make test`.
-coverage: .venv/dev.stamp
+# It costs half as much time again, so it is not a part of `make test`.
+coverage: .venv/dev.stamp ## the suite, and the lines and branches that it does not run
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest $(TOGETHER) -m "not interrupts and not soak" $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
-# The tests that measure times or run long, one at a time; nothing else should run on the machine meanwhile.
-soak: .venv/dev.stamp
-	$(BIN)/python -m benchmarks.soak $(ARGS)
-
-# Small changes of the product, of which the tests are to notice nine in ten.
-mutants: .venv/dev.stamp
-	$(BIN)/python -m benchmarks.mutants $(ARGS)
-
-# Every kind of task in every pool under every combination of settings, of which the suite runs a slice.
-matrix: .venv/dev.stamp
+# The suite runs a slice of these combinations.
+matrix: .venv/dev.stamp ## each kind of task in each pool, with each combination of settings
 	POOLS_MATRIX=1 $(BIN)/python -m pytest tests/live/test_pools.py $(ARGS)
 
-benchmark: .venv/dev.stamp
+##@ Measurements (with nothing else running; options in ARGS="...", such as ARGS=--help)
+
+# One at a time.
+soak: .venv/dev.stamp ## the tests that measure times or run long
+	$(BIN)/python -m benchmarks.soak $(ARGS)
+
+mutants: .venv/dev.stamp ## 200 small changes of the code, and those that no test fails for
+	$(BIN)/python -m benchmarks.mutants $(ARGS)
+
+benchmark: .venv/dev.stamp ## a decorated call beside bare commands and redis-py's Lock
 	$(BIN)/python -m benchmarks.round_trips $(ARGS)
 
-benchmark-takeover: .venv/dev.stamp
-	$(BIN)/python -m benchmarks.takeover $(ARGS)
+benchmark-async: .venv/dev.stamp ## 1,000 async calls at a time through 10 connections
+	$(BIN)/python -m benchmarks.async_calls $(ARGS)
 
-benchmark-throughput: .venv/dev.stamp
+benchmark-throughput: .venv/dev.stamp ## empty tasks per second in a worker, decorated and bare
 	$(BIN)/python -m benchmarks.throughput $(ARGS)
 
-benchmark-leases: .venv/dev.stamp
+benchmark-takeover: .venv/dev.stamp ## seconds from kill -9 of a holder to the next run
+	$(BIN)/python -m benchmarks.takeover $(ARGS)
+
+benchmark-leases: .venv/dev.stamp ## 10,000 leases in one process, beside python-redis-lock
 	$(BIN)/pip install --quiet python-redis-lock
 	$(BIN)/python -m benchmarks.leases $(ARGS)
 
-# Seconds until the keys of 2,000 cancelled calls are gone on a slow link, which takes some three minutes.
-benchmark-leftovers: .venv/dev.stamp
+# Some three minutes.
+benchmark-leftovers: .venv/dev.stamp ## seconds until the keys of 2,000 cancelled calls are gone on a slow link
 	$(BIN)/python -m benchmarks.leftovers $(ARGS)
 
-# 1,000 async calls at a time through 10 connections, beside bare commands.
-benchmark-async: .venv/dev.stamp
-	$(BIN)/python -m benchmarks.async_calls $(ARGS)
-
-# What runs beside another holder after 5,000 interruptions of each kind of client.
-benchmark-interruptions: .venv/dev.stamp
+benchmark-interruptions: .venv/dev.stamp ## double runs after 5,000 interruptions of each kind of client
 	$(BIN)/python -m benchmarks.interruptions $(ARGS)
 
-benchmark-kills: .venv/dev.stamp
+benchmark-kills: .venv/dev.stamp ## what is lost in 200 random kills of workers
 	$(BIN)/python -m benchmarks.kills $(ARGS)
 
-benchmark-queue: .venv/dev.stamp
+benchmark-queue: .venv/dev.stamp ## 10,000 tasks queued by 8 processes, beside three other libraries
 	$(BIN)/pip install --quiet celery-singleton==0.3.1 celery-once==3.0.1 celery-heimdall==1.0.1
 	$(BIN)/python -m benchmarks.queueing $(ARGS)
 
-benchmark-queue-kills: .venv/dev.stamp
+benchmark-queue-kills: .venv/dev.stamp ## what is lost in 100 random kills of workers and producers
 	$(BIN)/python -m benchmarks.queue_kills $(ARGS)
 
-# Half a million of it, which takes some twenty minutes.
-benchmark-newsletter: .venv/newsletter.stamp
+# Some twenty minutes.
+benchmark-newsletter: .venv/newsletter.stamp ## a newsletter to 500,000 recipients
 	$(BIN)/python -m benchmarks.newsletter $(ARGS)
+
+newsletter-kills: .venv/newsletter.stamp ## the newsletter, killed at random points and started again each time
+	$(BIN)/python -m benchmarks.newsletter_kills $(ARGS)
 
 .venv/%.stamp: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[$*]'
 	touch $@
-
-clean:
-	rm -rf .venv .nox build dist *.egg-info

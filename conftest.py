@@ -30,5 +30,8 @@ def _end(_namespace: dict[str, Any]) -> None:
 
 
 pytest_collect_file = Sybil(
-    parsers=[PythonCodeBlockParser()], patterns=["README.md", "docs/*.md"], setup=_begin, teardown=_end
+    parsers=[PythonCodeBlockParser()],
+    patterns=["README.md", "docs/*.md", "docs/recipes/*.md"],  # a `*` does not match a slash
+    setup=_begin,
+    teardown=_end,
 ).pytest()

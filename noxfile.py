@@ -19,6 +19,7 @@ BESIDE_THE_PACKAGE = [
     "benchmarks",
     "docs",
     "README.md",
+    "CONTRIBUTING.md",
     "Makefile",
     "conftest.py",
     "pyproject.toml",

@@ -1,0 +1,172 @@
+"""The pages: the API page names all that is public, other pages name what exists, and sentences are short."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import only_one
+from benchmarks.words import longest_sentence, pages
+from only_one import inspection, testing
+
+ROOT = Path(__file__).parents[1]
+API = (ROOT / "docs" / "api.md").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+LONGEST_README = 900
+LONGEST_SENTENCE = 40
+
+
+# --- docs/api.md: the site is built from what is declared there, and `make site` refuses what cannot be built ---------
+
+
+class Entry(NamedTuple):
+    """What the page declares of a name: the signature that is written there, if any, and the members to show."""
+
+    signature: str
+    members: set[str]
+
+
+def entries() -> Iterator[tuple[str, Entry]]:
+    """By name, as it is written there."""
+    declared = r"^\.\. auto\w+:: ([\w.]+)(?:\((.*)\))?((?:\n {3}:.*)*)$"
+    for name, signature, options in re.findall(declared, API, re.MULTILINE):
+        members = re.search(":members: (.*)", options)
+        yield name, Entry(signature, set(members[1].split(", ") if members else ()))
+
+
+ENTRIES = dict(entries())
+CURRENT_LOCK = {"key", "holder", "expires_in", "is_held", "ensure_held", "extend", "fence"}
+
+
+def thing_of(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(import_module(module), attribute)
+
+
+def public_names() -> Iterator[str]:
+    yield from (f"only_one.{name}" for name in only_one.__all__)
+    for module in (inspection, testing):
+        for node in ast.parse(inspect.getsource(module)).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names = [node.name]
+            else:
+                names = [ast.unparse(target) for target in node.targets] if isinstance(node, ast.Assign) else []
+            yield from (f"{module.__name__}.{name}" for name in names if not name.startswith("_"))
+
+
+def described(thing: Any) -> set[str]:
+    """The names in the sections for arguments and attributes of a docstring."""
+    sections = re.findall(r"^(?:Args|Attributes):\n((?:(?: .*)?\n?)*)", inspect.getdoc(thing) or "", re.MULTILINE)
+    return {name for section in sections for name in re.findall(r"^ {4}\*{0,2}(\w+): ", section, re.MULTILINE)}
+
+
+def bases(kind: type) -> list[type]:
+    """A class and those of ours that it is made from."""
+    return [each for each in kind.__mro__ if each.__module__.startswith("only_one")]
+
+
+def what_it_has(kind: type) -> set[str]:
+    """The fields of a class, or the parameters of one that users call; its public properties and methods."""
+    made_by: Any = kind.__init__  # type: ignore[misc]
+    parameters = list(inspect.signature(made_by).parameters)[1:] if inspect.isfunction(made_by) else []
+    fields = getattr(kind, "_fields", parameters)
+    shown = (property, classmethod, staticmethod)
+    return set(fields) | {
+        name
+        for base in bases(kind)
+        for name, value in vars(base).items()
+        if name[0] != "_" and (isinstance(value, shown) or inspect.isfunction(value))
+    }
+
+
+@pytest.mark.parametrize("name", [*public_names()])
+def test_each_public_name_is_on_the_page(name: str) -> None:
+    assert name in ENTRIES
+    assert inspect.getdoc(thing_of(name))
+
+
+@pytest.mark.parametrize("name", [name for name in ENTRIES if inspect.isclass(thing_of(name))])
+def test_each_field_is_on_the_page(name: str) -> None:
+    kind = thing_of(name)
+    on_page = [thing_of(each) for each in ENTRIES]
+    found = ENTRIES[name].members.union(*(described(base) for base in bases(kind) if base in on_page))
+    assert (CURRENT_LOCK if name.endswith(".Lease") else what_it_has(kind)) <= found
+
+
+@pytest.mark.parametrize("name", [name for name in ENTRIES if inspect.isfunction(thing_of(name))])
+def test_each_parameter_is_on_the_page(name: str) -> None:
+    """Where a docstring describes parameters, it describes all of them; those of these two it must describe."""
+    parameters = set(inspect.signature(thing_of(name)).parameters)
+    found = described(thing_of(name))
+    assert found == parameters or (not found and name not in {"only_one.only_one", "only_one.configure"})
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if entry.signature])
+def test_a_signature_that_the_page_writes_itself_has_each_parameter(name: str) -> None:
+    declared: Any = ast.parse(f"def function({ENTRIES[name].signature}): ...").body[0]
+    written = {each.arg for each in declared.args.args + declared.args.kwonlyargs}
+    assert written == set(inspect.signature(thing_of(name)).parameters) - {"function_or_key"}
+
+
+# --- what other pages name --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/SECURITY.md"])
+def test_each_file_that_is_named_exists(page: str) -> None:
+    package = Path(only_one.__file__).parents[1]
+    named = re.findall(r"`((?:only_one|tests|docs|examples|benchmarks)/[\w/.-]*)`", (ROOT / page).read_text())
+    assert [each for each in named if not (ROOT / each).exists() and not (package / each).exists()] == []
+
+
+def test_each_command_of_make_is_listed_and_each_that_is_named_exists() -> None:
+    phony = re.search(r"^\.PHONY:((?:.*\\\n)*.*)$", MAKEFILE, re.MULTILINE)
+    assert phony
+    listed = set(re.findall(r"^([\w-]+):.* ## \S", MAKEFILE, re.MULTILINE))
+    assert listed == set(phony[1].replace("\\\n", " ").split())
+    named = {
+        name for page in pages() for name in re.findall(r"(?:`|^)make ([a-z][\w-]*)", page.read_text(), re.MULTILINE)
+    }
+    assert named <= listed
+
+
+# --- how long it all is -----------------------------------------------------------------------------------------------
+
+
+def test_the_readme_is_short() -> None:
+    words = len((ROOT / "README.md").read_text().split())  # as `wc -w` counts
+    assert words <= LONGEST_README
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_sentences_are_short(page: Path) -> None:
+    words, sentence = longest_sentence(page.read_text())
+    assert words <= LONGEST_SENTENCE, sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "sentence"),
+    [
+        ("", 0, ""),
+        ("# A heading of five words\n\nThree short words.\n", 3, "Three short words."),
+        ("One two.\nThree four five.", 3, "Three four five."),
+        ("It goes on\nin the next line. No.", 7, "It goes on in the next line."),
+        ("**Bold.** Then this. `code` begins a sentence", 4, "`code` begins a sentence"),
+        ("Runs `only_one('a key', timeout=3)` once.", 3, "Runs `only_one('a key', timeout=3)` once."),
+        ('See [the page](a-page.md "with a title").', 3, "See the page."),
+        ("Steps:\n\n1. one\n2. two three\n- four", 2, "two three"),
+        ("A 3.10 of only_one. only_one is a name.", 4, "only_one is a name."),
+        ("| a | row | of | a table |\n\nText", 1, "Text"),
+        ("One.\n\n   ```console\n   make all of it\n   ```\n\nTwo three.", 2, "Two three."),
+        ("````text\n```\na b c d\n```\n````\nOne", 1, "One"),
+    ],
+)
+def test_what_a_sentence_is(text: str, words: int, sentence: str) -> None:
+    assert longest_sentence(text) == (words, sentence)
