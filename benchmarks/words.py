@@ -3,7 +3,7 @@
     python -m benchmarks.words [PAGE ...]
 
 Words are counted as `wc -w` counts them.
-Code blocks, table rows and headings are no sentences. A piece of code in a sentence is one word.
+Code blocks, comments, table rows, headings and the addresses of links are no sentences. A piece of code in a sentence is one word.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 _FENCE = re.compile(r"^ *(`{3,})[^`\n]*\n.*?^ *\1 *$", re.MULTILINE | re.DOTALL)
+_UNSEEN = re.compile(r"<!--.*?-->|^\[[\w-]+\]: \S+$", re.MULTILINE | re.DOTALL)
 _ROW_OR_HEADING = re.compile(r"^ *[|#].*$", re.MULTILINE)
 _CODE = re.compile(r"(`+).*?\1", re.DOTALL)
 _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
@@ -32,7 +33,7 @@ def pages() -> list[Path]:
 
 def longest_sentence(text: str) -> tuple[int, str]:
     """The words of the longest sentence in a Markdown text, and the sentence; "" where there is none."""
-    prose = _ROW_OR_HEADING.sub("\n", _FENCE.sub("\n", text))
+    prose = _ROW_OR_HEADING.sub("\n", _UNSEEN.sub("", _FENCE.sub("\n", text)))
     prose = _LINK.sub(r"\1", _CODE.sub(lambda code: _BLANK.join(code[0].split()), prose))
     found = [
         (len(sentence.split()), " ".join(sentence.split()).replace(_BLANK, " "))
