@@ -3,7 +3,8 @@
     python -m benchmarks.words [PAGE ...]
 
 Words are counted as `wc -w` counts them.
-Code blocks, comments, table rows, headings and the addresses of links are no sentences. A piece of code in a sentence is one word.
+Code blocks, comments, table rows, headings and the addresses of links are no sentences.
+A piece of code in a sentence is one word.
 """
 
 from __future__ import annotations
