@@ -1,0 +1,1 @@
+"""An app of the project: feeds, and their import."""
