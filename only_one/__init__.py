@@ -1,4 +1,4 @@
-"""Only one of these runs at a time: one decorator above a function or a Celery task."""
+"""The decorator ``only_one``, a lock in Redis around a function or a Celery task, and all other public names."""
 
 from .decorator import only_one
 from .errors import (

@@ -1,4 +1,4 @@
-"""The command line that lists, shows and releases keys: `python -m only_one`, or `celery -A proj only-one`."""
+"""The command line that lists, shows and releases keys: ``python -m only_one``, or ``celery -A proj only-one``."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m on
     """Run one command.
 
     Args:
-        arguments: what stands after the program's name; by default those of this process.
-        program: the program's name, as the help shows it.
-        app: the Celery app whose settings hold, too.
+        arguments: the arguments after the program's name; by default those of this process.
+        program: the program's name in the help.
+        app: the Celery app whose settings apply, too.
 
     Returns:
-        The exit status: 0 if all was done, 1 if something was not freed or not found, 2 for wrong use and trouble.
+        The exit status: 0 if all was done, 1 if a key was not freed or not found, 2 for wrong use and trouble.
     """
     given = _parser(program).parse_args(arguments)
     out: Any = sys.stdout
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m on
         with configure(redis=given.redis, prefix=given.prefix):
             status = _COMMANDS[given.command](given, app)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads has seen enough, as `head` has
+    except BrokenPipeError:  # the reader has seen enough, as `head` has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (OnlyOneError, RedisError, OSError) as error:
@@ -79,7 +79,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def _seconds(text: str) -> float:
-    """A time as it is given; without a unit it is seconds."""
+    """Seconds of a text such as ``90m``; without a unit it is seconds."""
     return float(text[:-1]) * _UNITS[text[-1]] if text[-1:] in _UNITS else float(text)
 
 
@@ -129,7 +129,7 @@ def _release(given: argparse.Namespace, app: Any) -> int:
 
 
 def _free(key: str, found: Held | None, app: Any, *, force: bool) -> int:
-    """Free a key, unless something speaks against it, and print what became of it."""
+    """Free a key, unless something speaks against it, and print the outcome."""
     if found is None:
         reason = "it is free"
     elif not found.value:
@@ -152,7 +152,7 @@ _NOT_DEAD = {"alive": "alive", "unknown": "not known to be dead"}
 
 
 def _facts(found: Held) -> dict[str, Any]:
-    """What is known of a key, with None for what is not; a key that is renewed is free when its run ends."""
+    """The facts about a key, None if unknown. A key that is renewed is free when its run ends."""
     holder = found.holder
     ends_with_run = holder is not None and holder.state == "running" and holder.deadline is None
     return {
@@ -177,7 +177,7 @@ def _value(found: Held) -> str:
 
 
 def _time(moment: float) -> str | None:
-    """In this machine's time, with what it differs from UTC; None for a time that somebody has made up."""
+    """A time in this machine's zone, with the offset from UTC; None for a number that cannot be a time."""
     try:
         return datetime.fromtimestamp(moment, timezone.utc).astimezone().isoformat(timespec="seconds")
     except (ValueError, OverflowError, OSError):
@@ -188,7 +188,7 @@ _LONGEST_CELL = 200
 
 
 def _cell(value: Any) -> str:
-    """As a terminal may be given it: anybody can write anything under our keys."""
+    """A text that is safe in a terminal: anybody can store anything at our keys."""
     text = "-" if value is None else printable(str(value))
     return text if len(text) <= _LONGEST_CELL else text[: _LONGEST_CELL - 1] + "…"
 

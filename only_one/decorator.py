@@ -1,4 +1,4 @@
-"""The decorator `only_one`: its parameters and types, what it can decorate, and the wrapper that runs in its place."""
+"""The decorator ``only_one``: its parameters and types, the functions it accepts, and the wrapper that it returns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Time = Seconds | Unset | None
 
     class Keywords(TypedDict, Generic[Busy, Down], total=False):
-        """What `only_one` takes by keyword alone; `Busy` and `Down` are what its policies return."""
+        """The parameters that ``only_one`` takes by keyword only; its policies return ``Busy`` and ``Down``."""
 
         lease: Time
         at_least: Seconds
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         redis: Source | None
 
     class CeleryTask(Protocol):
-        """A task, which stays what it is: what its policies return comes to its results."""
+        """A Celery task, which keeps its type: the values of its policies come as results of the task."""
 
         def apply_async(self, *args: Any, **kwargs: Any) -> Any:
             """See Celery."""
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     Task = TypeVar("Task", bound=CeleryTask)
 
     class Decorator(Protocol[Busy, Down]):
-        """What `only_one(...)` gives: the function's type, with what the policies return beside its result."""
+        """The type of ``only_one(...)``: it adds the types that the policies return to the function's own."""
 
         @overload
         def __call__(self, task: Task, /) -> Task: ...
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 
 _CELERY = "celery.app.task"
-"""Celery is not imported by us, but a task can only be running where others have imported it."""
+"""The module of Celery's tasks. We do not import Celery: a task can only run where others have imported it."""
 
 
 @overload
@@ -88,43 +88,54 @@ def only_one(  # pyright: ignore[reportInconsistentOverload] - a key by position
     takeover: Any = UNSET,
     redis: Any = None,
 ) -> Any:
-    """Let only one run of a function with the same key be under way at a time, in all processes that share a Redis.
+    """Let only one run with the same key be under way at a time, in all processes that share a Redis server.
 
-    A call whose key is taken does not run.
-    Works on functions and `async def` functions, also on those below `@app.task`: one run at a time.
-    Works on Celery tasks, above `@app.task`: one task at a time, from queued to finished.
+    A call whose key is busy does not run: ``when_busy`` says what the call returns or raises
+    instead.
+    Above a function or an ``async def`` function, also below ``@app.task``: one run at a time.
+    Above ``@app.task``: one task at a time, unique from queued to finished.
 
     Args:
-        function_or_key: the function, where the decorator is used without parentheses or as a function; else `key`.
-        timeout: seconds or timedelta: the longest that a run may hold its key.
-            Alone, it is also how long the key outlives a holder that has died.
-        key: a template of `{name}`, `{md5}` (of all arguments) and the function's parameters, such as
-            `"{name}:{feed_url:md5}"`; or, by keyword, a callable that takes the call's arguments and returns a str.
-        lease: seconds or timedelta: how long the key outlives a holder that has died.
-            It is renewed while the run lives. Without `timeout` and `lease` it is 30 s.
-        at_least: seconds or timedelta: after a run that has succeeded, the key is kept until this long after it was
-            taken.
-        when_busy: called with `AlreadyRunning` when the key is taken; what it returns or raises is what the call gives.
-            `skip` (gives None), `fail`, `retry()`, `buffer_one()`, or any callable.
-            The default is `skip`, except for tasks to which None would do harm: see the README.
-        when_lost: called once with `LockLost` when the run has lost its key, soon after that is known, in a thread of
-            its own. `carry_on` (the default), `fail` (an async run is cancelled, and the call raises `LockLost` in
-            place of its result), or any callable.
-        when_down: called with `LockUnavailable` when the server cannot be asked.
-            `fail` (the default), `skip`, `carry_on` (run without the key), `retry()`, or any callable.
-        takeover: a holder on this machine whose process is dead does not block.
-            False is for runs that leave children behind that go on working.
-        redis: the server: a client of redis-py, a URL, or a callable that returns a client, called once for all
-            functions that it is given to.
-            Default: as configured, else the environment's `ONLY_ONE_REDIS_URL`, else the Celery app's, else
-            `redis://localhost:6379/0`.
+        function_or_key: the function, if the decorator is used without parentheses or as a
+            function; else ``key``.
+        timeout: seconds or a timedelta, the longest that a run may hold its key.
+            Alone, it is also how long the key outlives a dead holder.
+        key: a template of ``{name}``, ``{md5}`` (of all arguments) and the function's parameters,
+            such as ``"{name}:{feed_url:md5}"``; or, by keyword, a callable that takes the call's
+            arguments and returns a str.
+            The MD5 of arguments in a lock's name is the idea of Celery's cookbook.
+        lease: seconds or a timedelta, how long the key outlives a dead holder.
+            The key is renewed while the run lives. Without ``timeout`` and ``lease`` the lease is
+            30 s.
+        at_least: seconds or a timedelta: after a successful run, the key is kept until this long
+            after it was acquired.
+        when_busy: the policy for a busy key, called with ``AlreadyRunning``; its result, or the
+            error that it raises, is the call's. ``skip`` (returns None), ``fail``, ``retry()``,
+            ``buffer_one()``, or any callable.
+            The default is ``skip``, except for tasks to which None would do harm: a retry or a
+            redelivered message is requeued, and a task whose result a chord or chain needs raises
+            ``AlreadyRunning``.
+        when_lost: the policy for a run that has lost its key, called once with ``LockLost``, in a
+            thread of its own, soon after the loss is known. ``carry_on`` (the default), ``fail``
+            (an async run is cancelled, and the call raises ``LockLost`` in place of its result), or
+            any callable.
+        when_down: the policy for a server that cannot be asked, called with ``LockUnavailable``.
+            ``fail`` (the default), ``skip``, ``carry_on`` (run without the key), ``retry()``, or
+            any callable.
+        takeover: whether a call takes over the key of a holder on this machine whose process is
+            dead.
+            Write False for runs that leave children behind that go on working.
+        redis: the server: a client of redis-py, a URL, or a callable that returns a client, called
+            once for all functions that it is given to.
+            The default is the configured server, else ``ONLY_ONE_REDIS_URL`` of the environment,
+            else the Celery app's, else ``redis://localhost:6379/0``.
 
     Returns:
-        The decorated function, or the decorator for one.
+        The decorated function or task; or a decorator, if no function is given.
 
     Raises:
-        KeyTemplateError: for a key that could not work.
-        ConfigurationError: for an option that could not work, or something that cannot be decorated.
+        KeyTemplateError: for a key that cannot work.
+        ConfigurationError: for an option that cannot work, or an object that cannot be decorated.
     """
     given = {name: value for name, value in locals().items() if name in CHECKS and value is not UNSET}
     if redis is None:
@@ -142,10 +153,7 @@ def only_one(  # pyright: ignore[reportInconsistentOverload] - a key by position
 
 
 def _decorate(key: Any, options: Options, target: Any) -> Any:
-    """The function or the task, decorated.
-
-    A decorator may stand above several functions: they share no state.
-    """
+    """Decorate a function or a task. One decorator may stand above several functions: they share no state."""
     # Only the type of `target` is looked at, because almost anything else evaluates a lazy Celery task.
     if is_task(target):
         from only_one.celery import lazy_tasks  # noqa: PLC0415 - not before Celery is there
@@ -155,12 +163,12 @@ def _decorate(key: Any, options: Options, target: Any) -> Any:
 
 
 def is_task(target: Any) -> bool:
-    """Whether `target` is a Celery task, or a proxy of one, by its type alone: much else evaluates a lazy task."""
+    """Whether ``target`` is a Celery task, or a proxy of one, by its type alone: much else evaluates a lazy task."""
     return any(base.__module__ in ("celery.local", _CELERY) for base in type(target).__mro__)
 
 
 def configured_by_app(app: Any) -> tuple[Options, Callable[[], Source | None]]:
-    """The options in a Celery app's configuration, and what gives its own server; None is the current app, if any."""
+    """The options in a Celery app's configuration, and a function that gives its server; None is the current app."""
     if _CELERY not in sys.modules:
         return {}, lambda: None
     from only_one.celery import app_settings  # noqa: PLC0415 - not before Celery is there
@@ -170,22 +178,22 @@ def configured_by_app(app: Any) -> tuple[Options, Callable[[], Source | None]]:
 
 
 def wrap(function: Any, key: Any, options: Options, task: Any = None) -> Any:
-    """The wrapper of a function, of which only one call at a time runs.
+    """The wrapper that runs in place of a function, one call per key at a time.
 
     Args:
-        function: what is decorated.
+        function: the function.
         key: a template, or a callable of the call's arguments.
         options: the decorator's.
-        task: the Celery task whose `run` is wrapped, where it is unique from queued to finished.
+        task: the Celery task whose ``run`` is wrapped, if it is unique from queued to finished.
 
     Raises:
-        KeyTemplateError: for a key that could not work.
-        ConfigurationError: for something that cannot be decorated.
+        KeyTemplateError: for a key that cannot work.
+        ConfigurationError: for an object that cannot be decorated.
     """
     signature = signature_of(function)
     decorated = getattr(function, "__only_one__", None)
     if decorated is not None and decorated.template == key:  # it would find itself busy in every call
-        msg = f"{function.__qualname__} is covered with key={key!r} already: write one @only_one, or another key"
+        msg = f"{function.__qualname__} is decorated with key={key!r} twice: write one @only_one, or another key"
         raise ConfigurationError(msg)
     name = _name_of(function, key, signature) if task is None else task.name
     decoration = Decoration(function, name, key, options, signature, configured_by_app, task)
@@ -218,7 +226,7 @@ def signature_of(function: Any) -> inspect.Signature:
     """The signature of a function that can be decorated.
 
     Raises:
-        ConfigurationError: for anything else, saying what to write instead.
+        ConfigurationError: for any other object; the message says what to write instead.
     """
     kind = type(function)
     if issubclass(kind, (staticmethod, classmethod, property)):
@@ -240,15 +248,16 @@ def signature_of(function: Any) -> inspect.Signature:
             return inspect.signature(function)
         except ValueError:
             problem = f"{function!r}, whose parameters are unknown: write @only_one above a def around it"
-    msg = f"only_one cannot cover {problem}"
+    msg = f"only_one cannot decorate {problem}"
     raise ConfigurationError(msg)
 
 
 def _name_of(function: Callable[..., Any], key: Any, signature: inspect.Signature) -> str:
-    """`module.qualname`, where a program that was started with `-m` has its module's name, and not `__main__`.
+    """The function's ``module.qualname``. A program started with ``-m`` has its module's name, and not ``__main__``.
 
     Raises:
-        KeyTemplateError: where `{name}` would be that of different functions, or `{md5}` has no stable value.
+        KeyTemplateError: if ``{name}`` would be that of different functions, or ``{md5}`` has no
+            stable value.
     """
     module: str | None = function.__module__
     if module in ("__main__", "__mp_main__"):
@@ -270,12 +279,13 @@ def _name_of(function: Callable[..., Any], key: Any, signature: inspect.Signatur
 
 
 def _check_method(function: Callable[..., Any], first: str) -> None:
-    """Refuse `{md5}` above a method of a plain class: its object is an argument, too, and has no digest.
+    """Refuse ``{md5}`` above a method of a plain class: its object is an argument too, and has no digest.
 
-    A class with annotations may become a dataclass, which has one, and `run` may be that of a task, which is left out.
+    Exceptions: a class with annotations may become a dataclass, which has a digest. And ``run`` may
+    be the method of a task, which is no part of the key.
 
     Raises:
-        KeyTemplateError: saying what to write instead.
+        KeyTemplateError: for such a method; the message says what to write instead.
     """
     owner, _, name = function.__qualname__.rpartition(".")
     body = inspect.currentframe()

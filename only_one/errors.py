@@ -1,16 +1,16 @@
-"""The errors of only_one, all with one root.
+"""The errors of only_one and their attributes; all have the root ``OnlyOneError``.
 
-```
-OnlyOneError
-├── AlreadyRunning       the key is taken               .key .holder .task_id
-├── LockLost             the key was ours, and is not   .key .reason .holder
-├── LockUnavailable      the server could not be asked  .key
-├── KeyTemplateError     when decorating                also a ValueError
-├── UnkeyableArgument    when calling                   also a TypeError
-└── ConfigurationError   wrong options or wrong use
-```
+::
 
-Each is built from plain strings, so it survives pickle and Celery's JSON, which rebuilds an error from its `args`.
+    OnlyOneError
+    ├── AlreadyRunning       the key is busy                .key .value .holder .task_id
+    ├── LockLost             the key was ours, and is not   .key .reason .value .holder
+    ├── LockUnavailable      the server could not be asked  .key .problem
+    ├── KeyTemplateError     when decorating                also a ValueError
+    ├── UnkeyableArgument    when calling                   also a TypeError
+    └── ConfigurationError   wrong options or wrong use
+
+An error is built from plain strings. So it survives pickle and Celery's JSON, which rebuilds it from its ``args``.
 """
 
 from typing import Any
@@ -19,30 +19,32 @@ from .lock.holder import Holder, printable
 
 
 class HasHolder:
-    """An error or event that knows what is stored at the key.
+    """An error or event that carries the value stored at the key.
 
     Attributes:
-        value: what is stored there.
+        value: the value that is stored at the key.
     """
 
     value: Any
 
     @property
     def holder(self) -> Holder | None:
-        """Who holds the key, or held it, as the value says; None where it is not one of ours, or not known."""
+        """The holder that ``value`` names; None if the value is not known, or is not a holder of only_one."""
         return Holder.parse(self.value)
 
 
 class OnlyOneError(Exception):
-    """The root: whatever only_one raises on its own account is one of these."""
+    """The root of all errors that only_one raises itself."""
 
 
 class AlreadyRunning(HasHolder, OnlyOneError):
-    """The key is taken, so the call did not run.
+    """The key is busy, so the call did not run.
 
     Attributes:
-        key: the key as it is in Redis.
-        value: what stands in Redis under the key.
+        key: the key as it is in Redis, with its prefix.
+        value: the value that is stored at the key; empty if it is not known.
+        holder: the ``Holder`` that the value names: the call and its process; None if it names
+            none.
     """
 
     def __init__(self, key: str, value: str = "") -> None:
@@ -52,7 +54,7 @@ class AlreadyRunning(HasHolder, OnlyOneError):
 
     @property
     def task_id(self) -> str | None:
-        """The id of the Celery task that holds the key, or None where it is not a task."""
+        """The id of the Celery task that holds the key; None if the holder is not a task, or not known."""
         holder = self.holder
         return holder.task_id if holder else None
 
@@ -61,13 +63,16 @@ class AlreadyRunning(HasHolder, OnlyOneError):
 
 
 class LockLost(HasHolder, OnlyOneError):
-    """The run goes on, but its key is no longer ours.
+    """The run has lost its key, so another run with the same key may be under way.
 
     Attributes:
-        key: the key as it is in Redis.
-        reason: "overrun" (longer than `timeout`), "expired" (not renewed in time), "taken" (another holds it),
-            "deleted" (removed by hand, or by a restart), "unavailable" (never taken, because the server was down).
-        value: what stands in Redis under the key instead, where that is known.
+        key: the key as it is in Redis, with its prefix.
+        reason: ``"overrun"`` (the run took longer than ``timeout``), ``"expired"`` (the key was not
+            renewed in time), ``"taken"`` (another holder has the key), ``"deleted"`` (the key was
+            removed by hand, or by a restart), ``"unavailable"`` (the key was never acquired,
+            because the server was down), or ``"released"`` (the run has ended).
+        value: the value that is stored at the key now; empty if there is none, or it is not known.
+        holder: the ``Holder`` that the value names; None if it names none.
     """
 
     def __init__(self, key: str, reason: str, value: str = "") -> None:
@@ -84,11 +89,11 @@ class LockLost(HasHolder, OnlyOneError):
 class LockUnavailable(OnlyOneError):
     """The server could not be asked, or refused: whether the key is free is not known.
 
-    The error of redis-py is the `__cause__`.
+    The error of redis-py, or of the system, is the ``__cause__``.
 
     Attributes:
-        key: the key as it is in Redis.
-        problem: what went wrong, in words.
+        key: the key as it is in Redis, with its prefix.
+        problem: the type and the text of that error.
     """
 
     def __init__(self, key: str, problem: str = "") -> None:
@@ -97,16 +102,16 @@ class LockUnavailable(OnlyOneError):
         self.problem = problem
 
     def __str__(self) -> str:
-        return f"{printable(self.key)} could not be taken: {self.problem}"
+        return f"{printable(self.key)} could not be acquired: {self.problem}"
 
 
 class KeyTemplateError(OnlyOneError, ValueError):
-    """A key template that could not work; raised when decorating."""
+    """A key template, or a ``key`` callable, that cannot work; raised when decorating. Also a ValueError."""
 
 
 class UnkeyableArgument(OnlyOneError, TypeError):
-    """An argument from which no stable key can be made; raised when calling, before anything is sent."""
+    """A call whose arguments give no stable key; raised when calling, before any command is sent. Also a TypeError."""
 
 
 class ConfigurationError(OnlyOneError):
-    """An option, a setting or a use that could not work."""
+    """An option, a setting or a use that cannot work."""

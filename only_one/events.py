@@ -1,4 +1,4 @@
-"""What happened, and who listens. Logging is the hook that is always there."""
+"""Events (acquired, busy, taken over, released, lost, down), the level at which each is logged, and ``subscribe``."""
 
 import time
 from collections.abc import Callable
@@ -16,11 +16,11 @@ logger = getLogger("only_one")
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a call; the kinds below add what else is known of it.
+    """Something that happened to a call; each subclass adds fields of its own.
 
     Attributes:
-        key: the key as it is in Redis.
-        name: the task's or function's name.
+        key: the key as it is in Redis, with its prefix.
+        name: the name of the task or function.
     """
 
     key: str
@@ -29,17 +29,19 @@ class Event:
 
 @dataclass(frozen=True)
 class Acquired(Event):
-    """A call acquired its key and runs.
+    """A call acquired its key and runs; logged at DEBUG.
 
     Attributes:
-        token: the value that it stored at the key.
+        key: the key as it is in Redis, with its prefix.
+        name: the name of the task or function.
+        token: the value that the call stored at the key.
     """
 
     token: bytes
 
     @property
     def holder(self) -> Holder | None:
-        """The call, as others see it."""
+        """The call, as other calls see it."""
         return Holder.parse(self.token)
 
     def __str__(self) -> str:
@@ -48,10 +50,13 @@ class Acquired(Event):
 
 @dataclass(frozen=True)
 class Busy(HasHolder, Event):
-    """A call found its key taken, and did not run.
+    """A call found its key busy, and did not run; logged at INFO.
 
     Attributes:
-        value: what is stored at the key.
+        key: the key as it is in Redis, with its prefix.
+        name: the name of the task or function.
+        value: the value that is stored at the key; empty if it is not known.
+        holder: the ``Holder`` that the value names; None if it names none.
     """
 
     value: bytes
@@ -68,10 +73,13 @@ class Busy(HasHolder, Event):
 
 @dataclass(frozen=True)
 class Reclaimed(HasHolder, Event):
-    """A call took over a key whose holder is certainly dead, or forgotten by this very process.
+    """A call took over the key of a dead holder, or of a run that this very process has forgotten; logged at WARNING.
 
     Attributes:
-        value: what was stored at the key.
+        key: the key as it is in Redis, with its prefix.
+        name: the name of the task or function that took the key over.
+        value: the value that was stored at the key.
+        holder: the ``Holder`` that the value names: the dead one.
     """
 
     value: bytes
@@ -82,13 +90,16 @@ class Reclaimed(HasHolder, Event):
 
 @dataclass(frozen=True)
 class Released(Event):
-    """A run ended and released its key.
+    """A run ended and released its key; logged at DEBUG.
 
     Attributes:
-        outcome: "held" (it was ours until now), "gone" (it was not there any more, which is also how a release looks
-            whose first reply was lost), "taken" (it was somebody else's, and left alone), "unknown" (the server could
-            not be asked; it is released in the background), "kept" (it stays for the rest of `at_least`).
-        seconds: how long the key was held.
+        key: the key as it is in Redis, with its prefix.
+        name: the name of the task or function.
+        outcome: ``"held"`` (the key was ours until now), ``"gone"`` (the key was missing, as it is
+            after a release whose first reply was lost, too), ``"taken"`` (the key had another
+            holder, and was left alone), ``"unknown"`` (the server could not be asked; the key is
+            released in the background), or ``"kept"`` (the key stays for the rest of ``at_least``).
+        seconds: the seconds for which the key was held.
     """
 
     outcome: Literal["held", "gone", "taken", "unknown", "kept"]
@@ -100,11 +111,14 @@ class Released(Event):
 
 @dataclass(frozen=True)
 class Lost(HasHolder, Event):
-    """A run lost its key while it ran; told as soon as that is known.
+    """A run lost its key; emitted as soon as the loss is known, and logged at WARNING.
 
     Attributes:
-        reason: as in `LockLost`.
-        value: what is stored at the key instead, where that is known.
+        key: the key as it is in Redis, with its prefix.
+        name: the name of the task or function.
+        reason: as in ``LockLost``.
+        value: the value that is stored at the key now; empty if there is none, or it is not known.
+        holder: the ``Holder`` that the value names; None if it names none.
     """
 
     reason: str
@@ -116,10 +130,12 @@ class Lost(HasHolder, Event):
 
 @dataclass(frozen=True)
 class Down(Event):
-    """A call could not ask the server for its key.
+    """A call could not ask the server for its key; logged at DEBUG.
 
     Attributes:
-        error: what `when_down` is told.
+        key: the key as it is in Redis, with its prefix.
+        name: the name of the task or function.
+        error: the error that ``when_down`` is called with.
     """
 
     error: LockUnavailable
@@ -134,16 +150,16 @@ _hooks: dict[object, Callable[[Event], object]] = {}
 
 
 def subscribe(hook: Callable[[Event], object]) -> Callable[[], None]:
-    """Have `hook` called with every event of this process, in the thread in which it happens.
+    """Have ``hook`` called with every event of this process, in the thread in which the event happens.
 
     Args:
-        hook: takes one event; an error in it is logged and goes no further.
+        hook: a function of one event; an error in it is logged and goes no further.
 
     Returns:
         A function that ends the subscription.
 
     Raises:
-        ConfigurationError: if `hook` cannot be called.
+        ConfigurationError: if ``hook`` cannot be called with one argument.
     """
     check_callable("hook", hook, 1, "write subscribe(function), it is called with each event")
     subscription = object()  # one hook may be subscribed twice
@@ -156,13 +172,13 @@ def subscribe(hook: Callable[[Event], object]) -> Callable[[], None]:
 
 
 def wanted(kind: type[Event]) -> bool:
-    """Whether anybody would see an event of this kind; building one is not free."""
+    """Whether a hook or the log would get an event of this kind: building one costs time."""
     return bool(_hooks) or logger.isEnabledFor(_LEVELS[kind])
 
 
 def emit(event: Event) -> None:
-    """Tell everybody who listens."""
-    with suppress(Exception):  # a filter or handler that fails is not to fail the call
+    """Log an event, and call the hooks with it."""
+    with suppress(Exception):  # a filter or handler that fails must not fail the call
         extra = {"only_one_event": type(event).__name__, "only_one_key": event.key, "only_one_name": event.name}
         logger.log(_LEVELS[type(event)], "%s", event, extra=extra)
     for hook in _hooks.copy().values():  # others may subscribe meanwhile; copying needs no lock

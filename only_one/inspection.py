@@ -1,4 +1,7 @@
-"""Who holds which key, and releasing keys by hand: nothing is acquired to look, and nothing is released unseen."""
+"""Inspection: list the keys that are held, find the holder of a call's key, and release keys by hand.
+
+Looking acquires no key, and a release compares: a holder that was not seen keeps its key.
+"""
 
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -17,14 +20,15 @@ _AT_ONCE = 500
 
 
 class Held(NamedTuple):
-    """A key that is held.
+    """A key that is held, as it was when it was read.
 
     Attributes:
-        key: the key as it is in Redis; bytes that are no text are escaped in it.
-        value: what is stored there, which `release_key` compares; empty for a list, a hash and the like.
-        expires_in: seconds until it expires, unless it is renewed; None for never.
-        process: whether the process that holds it lived when this was read: "unknown" from another machine; None where
-            no process holds it.
+        key: the key as it is in Redis, with its prefix; bytes that are not UTF-8 are escaped in it.
+        value: the value that is stored there, which ``release_key`` compares; empty for a list, a
+            hash and the like.
+        expires_in: seconds until the key expires, unless it is renewed; None for never.
+        process: whether the holder's process was alive: ``"alive"``, ``"dead"``, or ``"unknown"``
+            from another machine; None if no process holds the key.
     """
 
     key: str
@@ -34,24 +38,27 @@ class Held(NamedTuple):
 
     @property
     def holder(self) -> Holder | None:
-        """Who holds it, or None where the value is not one of ours."""
+        """The ``Holder`` that the value names; None if the value is not a holder of only_one."""
         return Holder.parse(self.value)
 
 
 def held(match: str = "*", *, redis: Source | None = None, app: Any = None) -> Iterator[Held]:
-    """The keys that are held, in no order; what is taken or freed meanwhile may be there or not.
+    """List the keys that are held, in no order. Keys that change meanwhile may be listed or not.
 
     Args:
-        match: a pattern of keys, without the prefix, as Redis understands it: `*`, `?`, `[abc]`.
-        redis: a client, a URL or a callable that returns a client, for another server than the configured one.
-        app: the Celery app whose settings hold, too; without one that of the process, as for plain functions.
+        match: a pattern of keys without the prefix, as Redis understands it: ``*``, ``?``,
+            ``[abc]``.
+        redis: another server than the configured one: a client, a URL, or a callable that returns a
+            client.
+        app: the Celery app whose settings apply; by default that of the process, as for plain
+            functions.
 
     Yields:
         Each key, as it was when it was read.
 
     Raises:
         redis.exceptions.RedisError: if the server cannot be asked.
-        ConfigurationError: for settings that could not work.
+        ConfigurationError: for settings that cannot work.
     """
     server, prefix = _configured(redis, app)
     pattern = "".join(f"\\{each}" for each in prefix) + match  # the prefix has no wildcards
@@ -59,16 +66,21 @@ def held(match: str = "*", *, redis: Source | None = None, app: Any = None) -> I
 
 
 def held_key(key: str, *, redis: Source | None = None, app: Any = None) -> Held | None:
-    """One key as `held` shows it; None if it is free.
+    """Look at one key, as ``held`` shows it.
 
     Args:
         key: the key without its prefix, or as it is in Redis.
-        redis: a client, a URL or a callable that returns a client, for another server than the configured one.
-        app: the Celery app whose settings hold, too; without one that of the process, as for plain functions.
+        redis: another server than the configured one: a client, a URL, or a callable that returns a
+            client.
+        app: the Celery app whose settings apply; by default that of the process, as for plain
+            functions.
+
+    Returns:
+        The key, or None if it is free.
 
     Raises:
         redis.exceptions.RedisError: if the server cannot be asked.
-        ConfigurationError: for settings that could not work.
+        ConfigurationError: for settings that cannot work.
     """
     server, prefix = _configured(redis, app)
     names = [prefix + key, key] if key.startswith(prefix) else [prefix + key]
@@ -76,37 +88,49 @@ def held_key(key: str, *, redis: Source | None = None, app: Any = None) -> Held 
 
 
 def key_of(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
-    """The key of a call, as it is in Redis.
+    """Make the key of a call, without running it.
 
     Args:
         function: a decorated function, or a Celery task that is decorated or whose function is.
         *args: the call's arguments, without the task itself.
-        **kwargs: the same by keyword.
+        **kwargs: the call's keyword arguments.
+
+    Returns:
+        The key as it is in Redis, with its prefix.
 
     Raises:
-        ConfigurationError: if it is not decorated.
+        ConfigurationError: if the function is not decorated, or the locking is switched off.
         UnkeyableArgument: as in the call itself.
     """
     return _call(function, args, kwargs)[1]
 
 
 def holder_of(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Holder | None:
-    """Who holds the key of a call; None if it is free, or is held by something that is not ours.
+    """Find the holder of a call's key. See ``key_of`` for the arguments, and for further errors.
 
-    See `key_of` for the arguments.
+    Returns:
+        The holder; None if the key is free, or its value is not a holder of only_one.
+
+    Raises:
+        redis.exceptions.RedisError: if the server cannot be asked, or stores a list or the like at
+            the key.
     """
     server, key = _call(function, args, kwargs)
     return Holder.parse(server.client.execute_command("GET", key, **RAW) or b"")
 
 
 def release(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
-    """Free the key of a call, whoever holds it.
+    """Release the key of a call, whoever holds it. See ``key_of`` for the arguments, and for further errors.
 
-    A run that holds it goes on, and learns that it has lost its key.
-    See `key_of` for the arguments.
+    A run that holds the key goes on, and learns that it has lost its key.
 
     Returns:
-        Whether it was freed; False if it was free, or has gone to somebody else in this moment, who keeps it.
+        Whether the key was released; False if it was free, or just now got another holder, who
+        keeps it.
+
+    Raises:
+        redis.exceptions.RedisError: if the server cannot be asked, or stores a list or the like at
+            the key.
     """
     server, key = _call(function, args, kwargs)
     value = server.client.execute_command("GET", key, **RAW)
@@ -114,16 +138,22 @@ def release(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
 
 
 def release_key(key: str, token: str | bytes, *, redis: Source | None = None, app: Any = None) -> bool:
-    """Free a key if it still holds what was seen there.
+    """Release a key if the value that was seen is still stored there.
 
     Args:
-        key: the key as it is in Redis, as `Held.key` shows it.
-        token: what was seen there, as `Held.value` shows it.
-        redis: a client, a URL or a callable that returns a client, for another server than the configured one.
-        app: the Celery app whose settings hold, too; without one that of the process, as for plain functions.
+        key: the key as it is in Redis, as ``Held.key`` shows it.
+        token: the value that was seen there, as ``Held.value`` shows it.
+        redis: another server than the configured one: a client, a URL, or a callable that returns a
+            client.
+        app: the Celery app whose settings apply; by default that of the process, as for plain
+            functions.
 
     Returns:
-        Whether it was freed.
+        Whether the key was released.
+
+    Raises:
+        redis.exceptions.RedisError: if the server cannot be asked.
+        ConfigurationError: for settings that cannot work.
     """
     server, _ = _configured(redis, app)
     value = token.encode() if isinstance(token, str) else token
@@ -139,7 +169,7 @@ def _configured(redis: Source | None, app: Any) -> tuple[Server, str]:
 
 
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Server, str]:
-    """The server and the key of a call by hand."""
+    """The server and the key of a call."""
     if is_task(function):
         from only_one.celery import lazy_tasks, task_run  # noqa: PLC0415 - not before Celery is there
 
@@ -150,12 +180,12 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         decoration = getattr(function, "__only_one__", None)
         caller = decoration.plain if decoration else None
     if decoration is None or caller is None:
-        msg = f"{function!r} is not covered: write @only_one above it, or give the covered function"
+        msg = f"{function!r} is not decorated: write @only_one above it, or give the decorated one"
         raise ConfigurationError(msg)
     options = decoration.options_for(caller)
     key = decoration.make_key(caller, (function, *args) if caller.bound else args, kwargs)
     if options.server is None:
-        msg = "the locking is switched off, and no key is held: write active=True, or take ONLY_ONE_ACTIVE=0 away"
+        msg = "the locking is switched off, and no key is held: write active=True, or unset ONLY_ONE_ACTIVE"
         raise ConfigurationError(msg)
     return options.server, options.prefix + key
 
@@ -169,7 +199,7 @@ def _scan(client: Any, pattern: str) -> Iterator[Held]:
 
 
 def _read(client: Any, keys: list[bytes]) -> Iterator[Held]:
-    """What is stored at keys, in one trip for all of them."""
+    """The values that are stored at keys, in one trip for all of them."""
     pipeline = client.pipeline(transaction=False)
     for key in keys:
         pipeline.execute_command("GET", key, **RAW)

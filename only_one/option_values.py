@@ -1,4 +1,4 @@
-"""Checks of an option's value: seconds, callable, bool, prefix. Which option has which check is in `settings`."""
+"""Checks of an option's value: seconds, bool, prefix, callable. ``settings`` says which option has which check."""
 
 import inspect
 from datetime import timedelta
@@ -10,19 +10,19 @@ Seconds = Union[float, timedelta]
 
 
 def seconds(name: str, value: object, instead: str, *, or_zero: bool = False) -> float:
-    """A time in seconds.
+    """The value of a time option, in seconds.
 
     Args:
-        name: what the option is called, to say in an error.
+        name: the option's name, for the error message.
         value: seconds, or a timedelta.
-        instead: what to write for "no limit", to say in an error.
-        or_zero: whether 0 is a time, too.
+        instead: the advice for "no limit", for the error message.
+        or_zero: whether 0 is allowed.
 
     Returns:
-        Seconds, at least a thousandth and at most ten years.
+        Seconds, at least 0.001 (or 0, with ``or_zero``) and at most ten years.
 
     Raises:
-        ConfigurationError: for anything else.
+        ConfigurationError: for any other value.
     """
     if isinstance(value, timedelta):
         value = value.total_seconds()
@@ -38,15 +38,15 @@ def seconds(name: str, value: object, instead: str, *, or_zero: bool = False) ->
 
 
 def seconds_or_none(name: str, value: object, instead: str) -> float | None:
-    """The same, where None is a value that says that there is no such time."""
+    """Like ``seconds``, but None is allowed, and says that there is no such time."""
     return None if value is None else seconds(name, value, instead)
 
 
 def check_bool(name: str, value: object) -> bool:
-    """A bool.
+    """Return the value if it is a bool.
 
     Raises:
-        ConfigurationError: for anything else.
+        ConfigurationError: for any other value.
     """
     if not isinstance(value, bool):
         msg = f"{name}={value!r}: write {name}=True or {name}=False"
@@ -55,10 +55,10 @@ def check_bool(name: str, value: object) -> bool:
 
 
 def check_prefix(name: str, value: object) -> str:
-    """A str without braces, which would move some keys of a cluster to other slots than those beside them.
+    """Return the value if it is a str without braces: braces would move some keys to another slot of a cluster.
 
     Raises:
-        ConfigurationError: for anything else.
+        ConfigurationError: for any other value.
     """
     if not isinstance(value, str) or "{" in value or "}" in value:
         msg = f"{name}={value!r}: write a str without braces, such as {name}='myapp:only_one:'"
@@ -67,16 +67,16 @@ def check_prefix(name: str, value: object) -> str:
 
 
 def check_callable(name: str, function: Any, arguments: int, instead: str) -> None:
-    """Refuse an async function, and one that does not take so many arguments.
+    """Refuse an async function, and a callable that does not accept that many arguments.
 
     Args:
-        name: what the option is called, to say in an error.
+        name: the option's name, for the error message.
         function: the callable.
-        arguments: how many arguments it will be called with.
-        instead: what to write instead, to say in an error.
+        arguments: the number of arguments in each call.
+        instead: the advice, for the error message.
 
     Raises:
-        ConfigurationError: saying what to write instead.
+        ConfigurationError: for such a function; the message says what to write instead.
     """
     if inspect.iscoroutinefunction(function):
         msg = f"{name}={function!r} is an async function, which nobody would await: {instead}"

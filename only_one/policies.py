@@ -1,4 +1,4 @@
-"""The policies of `when_busy`, `when_lost` and `when_down`: plain callables from the error to the call's result."""
+"""Policies: the values of ``when_busy``, ``when_lost`` and ``when_down``, callables that get the error as argument."""
 
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -8,18 +8,18 @@ from .option_values import Seconds, check_callable, seconds_or_none
 
 
 class CarryOn(Exception):
-    """Raised by `carry_on`, for the run that called it."""
+    """Raised by ``carry_on``; the call that asked the policy catches it."""
 
 
 @dataclass(eq=False)
 class RequeueRequest(Exception):
-    """Raised by `retry` and `buffer_one`, for the run of a task that called them.
+    """Raised by ``retry`` and ``buffer_one``; the call that asked the policy catches it and requeues its task.
 
     Attributes:
-        error: what is raised where there is no task that could be put back.
-        countdown: seconds until it is delivered again, or None for a delay that grows.
-        max_retries: how often at the most, or None for no limit.
-        only_newest: of all that wait for the key, only the newest must stay.
+        error: raised if there is no task that can be requeued.
+        countdown: seconds until the message is delivered again; None for a delay that grows.
+        max_retries: the most requeues of the task; None for no limit.
+        only_newest: whether only the newest of all tasks that wait for the key stays.
     """
 
     error: OnlyOneError
@@ -30,7 +30,7 @@ class RequeueRequest(Exception):
 
 @dataclass(frozen=True)
 class Retry:
-    """The policy that `retry` makes."""
+    """The policy that ``retry`` returns."""
 
     countdown: float | None
     max_retries: int | None
@@ -39,13 +39,13 @@ class Retry:
         return f"retry(countdown={self.countdown!r}, max_retries={self.max_retries!r})"
 
     def __call__(self, error: OnlyOneError) -> NoReturn:
-        """Have the task put back."""
+        """Ask for a requeue of the task."""
         raise RequeueRequest(error, self.countdown, self.max_retries)
 
 
 @dataclass(frozen=True)
 class BufferOne:
-    """The policy that `buffer_one` makes."""
+    """The policy that ``buffer_one`` returns."""
 
     countdown: float | None
 
@@ -53,44 +53,52 @@ class BufferOne:
         return f"buffer_one(countdown={self.countdown!r})"
 
     def __call__(self, error: OnlyOneError) -> NoReturn:
-        """Have the task put back, in the place of older ones that wait."""
+        """Ask for a requeue of the task, in the place of older ones that wait."""
         raise RequeueRequest(error, self.countdown, only_newest=True)
 
 
 def skip(_error: OnlyOneError) -> None:
-    """Give None in place of a result."""
+    """Return None in place of the function's result: a policy for ``when_busy`` and ``when_down``."""
 
 
 def fail(error: OnlyOneError) -> NoReturn:
-    """Raise the error.
+    """Raise the error: a policy for ``when_busy``, ``when_down`` and ``when_lost``.
+
+    With ``when_lost=fail`` an async run is cancelled, and the call raises ``LockLost`` in place of
+    its result.
+
+    Args:
+        error: the error that describes the situation.
 
     Raises:
-        OnlyOneError: the one that is given.
+        OnlyOneError: that error.
     """
     raise error
 
 
 def carry_on(_error: OnlyOneError) -> NoReturn:
-    """Let the run begin without the key.
+    """Let the run begin, or go on, without the key: a policy for ``when_down`` and ``when_lost``.
 
     Raises:
-        CarryOn: to the run, which catches it.
+        CarryOn: always; the call catches it.
     """
     raise CarryOn
 
 
 def retry(countdown: Seconds | None = None, max_retries: int | None = None) -> Retry:
-    """A policy that puts the Celery task back into its queue, under the same id, until it can run.
+    """Requeue the Celery task, under the same id, until it can run: a policy for ``when_busy`` and ``when_down``.
 
     Args:
-        countdown: seconds or timedelta until it is delivered again. By default a second, doubling to ten, with jitter.
-        max_retries: how often it is put back at the most; then the call raises. By default there is no limit.
+        countdown: seconds or a timedelta until the message is delivered again.
+            By default it is one second that doubles to ten, with jitter.
+        max_retries: the most requeues; after them the call raises the error. By default there is no
+            limit.
 
     Returns:
         The policy. Outside of a worker, and in eager mode, it raises the error.
 
     Raises:
-        ConfigurationError: for a time or a number that could not work.
+        ConfigurationError: for a time or a number that cannot work.
     """
     if max_retries is not None and (type(max_retries) is not int or max_retries < 0):
         msg = f"retry(max_retries={max_retries!r}): write a number such as 10, or leave it out for no limit"
@@ -99,18 +107,20 @@ def retry(countdown: Seconds | None = None, max_retries: int | None = None) -> R
 
 
 def buffer_one(countdown: Seconds | None = None) -> BufferOne:
-    """A policy by which of all that wait for a key only the newest task stays: one running, one pending.
+    """One task runs, and only the newest of those that wait stays: a policy for ``when_busy``.
 
-    The newest trigger always runs, and no older one after it; one that is dropped gives None.
+    The newest task always runs, and no older task runs after it. A task that is dropped returns
+    None.
 
     Args:
-        countdown: seconds or timedelta until the pending one is delivered again, as for `retry`.
+        countdown: seconds or a timedelta until the waiting task is delivered again, as for
+            ``retry``.
 
     Returns:
         The policy. Outside of a worker, and in eager mode, it raises the error.
 
     Raises:
-        ConfigurationError: for a time that could not work.
+        ConfigurationError: for a time that cannot work.
     """
     return BufferOne(_countdown("buffer_one", countdown))
 
@@ -129,14 +139,14 @@ _UNFIT: list[tuple[str, object, str]] = [
     ("when_lost", BufferOne, "is too late to wait: write when_lost=fail, and the task may retry by itself"),
     ("when_down", BufferOne, "needs the server to say which task is the newest: write when_down=retry()"),
 ]
-"""By option the policies that make no sense there, a function or a whole class, with what to write instead."""
+"""The policies that make no sense for an option: its name, a function or a whole class, and the advice."""
 
 
 def check_policy(name: str, policy: Any) -> Any:
-    """A policy that makes sense for the option `name`.
+    """Return the policy if it makes sense for the option ``name``.
 
     Raises:
-        ConfigurationError: for one that does not, or that cannot be called with one error.
+        ConfigurationError: for another policy, or for a value that cannot be called with one error.
     """
     instead = "write skip, fail, or any callable that takes the error and returns the result"
     if not callable(policy):

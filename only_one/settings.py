@@ -1,4 +1,4 @@
-"""All options: their defaults, their checks, `configure`, the environment's variables, and which of them wins."""
+"""Settings: defaults and checks of all options, ``configure``, the environment's variables, and which of them wins."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from .option_values import Seconds, check_bool, check_prefix, seconds, seconds_o
 from .policies import carry_on, check_policy, fail
 
 Options = Mapping[str, Any]
-"""What one decorator, `configure` or a Celery app's configuration gives, by name; times are in seconds."""
+"""Options by name, of one decorator, of ``configure`` or of a Celery app's configuration; times are in seconds."""
 
 DEFAULT_LEASE = 30.0
-"""Seconds, where neither `timeout` nor `lease` is given."""
+"""Seconds, if neither ``timeout`` nor ``lease`` is given."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The effective options of a function, with their checks and defaults.
+    """The options of a function with their checks and defaults.
 
-    `only_one` and `configure` say what each is for.
-    A check takes the option's name and the value that a user gives, and returns the value as it is used.
+    ``only_one`` and ``configure`` say what each option is for.
+    A check takes the option's name and the user's value, and returns the value in the form in which
+    it is used.
     """
 
     redis: Annotated[Source | None, check_source] = None
@@ -48,17 +49,18 @@ CHECKS = {name: hint.__metadata__[0] for name, hint in get_type_hints(Settings, 
 
 
 def check(given: Options, others: Options) -> Options:
-    """Check the options of a decorator, of `configure` or of a Celery app's configuration.
+    """Check the options of a decorator, of ``configure`` or of a Celery app's configuration.
 
     Args:
-        given: the values by name.
-        others: options that hold beside them: `lease` may not be longer than `timeout`, wherever each is set.
+        given: the options by name.
+        others: options that apply beside them: no ``lease`` may be longer than a ``timeout``,
+            wherever each is set.
 
     Returns:
         The same options, with times in seconds.
 
     Raises:
-        ConfigurationError: for a value that could not work, saying what to write instead.
+        ConfigurationError: for a value that cannot work; the message says what to write instead.
     """
     checked = {name: CHECKS[name](name, value) for name, value in given.items()}
     times = {**others, **checked}
@@ -75,12 +77,12 @@ def check(given: Options, others: Options) -> Options:
 
 
 def merge(*levels: Options) -> Settings:
-    """The effective options: each from the first level that gives it, else its default.
+    """Merge options: each has the value of the first level that gives it, else its default.
 
-    `timeout` and `lease` are taken together from one level.
+    ``timeout`` and ``lease`` come from one level: the first that gives either of them.
 
     Args:
-        levels: the most specific first: the decorator's, those of `configure`, the Celery app's.
+        levels: the most specific first: the decorator's, those of ``configure``, the Celery app's.
     """
     merged: dict[str, Any] = {}
     for level in reversed(levels):
@@ -93,7 +95,7 @@ def merge(*levels: Options) -> Settings:
 
 
 class Unset:
-    """Not given; None is a value that can be given."""
+    """The type of ``UNSET``, which stands for "not given", because None is a value that can be given."""
 
     def __repr__(self) -> str:
         return "…"
@@ -102,13 +104,13 @@ class Unset:
 UNSET = Unset()
 
 current: Options = {}
-"""What `configure` has set; replaced as a whole, so that whoever has derived something sees that it is another."""
+"""The options set by ``configure``. Each change makes a new mapping, so code that derives from it sees the change."""
 
 _lock = threading.RLock()
 
 
 class _Override(AbstractContextManager[None]):
-    """The options of one call of `configure`; as a context manager it withdraws them at the end of the block."""
+    """The options of one call of ``configure``; as a context manager it withdraws them at the end of the block."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -120,7 +122,7 @@ class _Override(AbstractContextManager[None]):
     def __exit__(self, *_: object) -> None:
         global current  # noqa: PLW0603 - see its docstring
         with _lock:
-            # Also what was configured for good inside of the block, but not what the blocks of other threads hold.
+            # Also options set for good inside of the block, but not those of other threads' blocks.
             start = _overrides.index(self)
             _overrides[start:] = [each for each in _overrides[start:] if each.is_entered and each is not self]
             current = {name: value for override in _overrides for name, value in override.options.items()}
@@ -142,23 +144,30 @@ def configure(
 ) -> AbstractContextManager[None]:
     """Set options for every decorator of this process that does not give them itself.
 
-    What is not given stays as it is.
-    As a context manager it restores at the end what was in force before.
+    Options that are not given keep their values.
+    As a context manager, ``configure`` restores the previous options at the end of the block.
 
     Args:
-        redis: the server: a client, a URL, or a callable that returns a client.
-        prefix: what every key begins with in Redis (`only_one:`).
-        timeout: seconds or timedelta, the longest that a run may hold its key.
-        lease: seconds or timedelta, how long a key outlives a dead holder.
-            `timeout` and `lease` go together: a decorator that gives one of them takes neither from here.
-        queue_timeout: seconds or timedelta for which a task that is unique from queued to finished, and has no
-            `expires`, may wait in its queue before another is queued beside it (1 h).
-        when_busy: what a call gives when its key is taken.
-        takeover: whether a holder on this machine whose process is dead does not block.
-        active: False switches the locking off, so that every call runs; so does the environment's `ONLY_ONE_ACTIVE=0`.
+        redis: the server: a client of redis-py, a URL, or a callable that returns a client.
+        prefix: the beginning of every key in Redis; by default ``"only_one:"``.
+        timeout: seconds or a timedelta, the longest that a run may hold its key.
+        lease: seconds or a timedelta, how long a key outlives a dead holder.
+            ``timeout`` and ``lease`` go together: a decorator that gives one of them uses neither
+            from here.
+        queue_timeout: seconds or a timedelta, how long a task that is unique from queued to
+            finished, and has no ``expires``, may wait in its queue before another is queued beside
+            it; by default one hour.
+        when_busy: the policy for a call whose key is busy.
+        takeover: whether a call takes over the key of a holder on this machine whose process is
+            dead.
+        active: False switches the locking off, so every call runs. So does ``ONLY_ONE_ACTIVE=0`` in
+            the environment.
+
+    Returns:
+        A context manager; without ``with`` the options stay set.
 
     Raises:
-        ConfigurationError: for a value that could not work; nothing is changed.
+        ConfigurationError: for a value that cannot work; then nothing is changed.
     """
     global current  # noqa: PLW0603 - see its docstring
     given = {name: value for name, value in locals().items() if value is not UNSET}
@@ -170,17 +179,17 @@ def configure(
 
 
 CONFIGURABLE = tuple(configure.__kwdefaults__ or ())
-"""The names of the options that `configure` and a Celery app's configuration take."""
+"""The names of the options that ``configure`` and a Celery app's configuration accept."""
 
 
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
 def is_active(settings: Settings) -> bool:
-    """Whether keys are taken at all: as configured, else as `ONLY_ONE_ACTIVE` says, else yes.
+    """Whether keys are acquired at all: as configured, else as ``ONLY_ONE_ACTIVE`` says, else yes.
 
     Raises:
-        ConfigurationError: if the environment's value cannot be understood.
+        ConfigurationError: if the variable's value cannot be understood.
     """
     if settings.active is not None:
         return settings.active
@@ -192,14 +201,14 @@ def is_active(settings: Settings) -> bool:
 
 
 def source_of(settings: Settings, app_server: Callable[[], Source | None]) -> Source:
-    """The server that keeps the keys.
+    """The server that stores the keys: as configured, of ``ONLY_ONE_REDIS_URL``, of the Celery app, or on localhost.
 
     Args:
-        settings: what is in force.
-        app_server: gives the Celery app's own server, where neither the settings nor `ONLY_ONE_REDIS_URL` name one.
+        settings: the effective options.
+        app_server: gives the Celery app's own server; it is the third choice.
 
     Raises:
-        ConfigurationError: if the environment's URL is none.
+        ConfigurationError: if the variable is not a URL of Redis.
     """
     if settings.redis is not None:
         return settings.redis

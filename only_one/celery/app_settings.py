@@ -1,4 +1,4 @@
-"""Settings in a Celery app's configuration: `only_one_redis`, `only_one_prefix` and the others, in its namespace."""
+"""Settings in a Celery app's configuration: ``only_one_redis``, ``only_one_prefix`` and others, in its namespace."""
 
 import functools
 import re
@@ -22,11 +22,10 @@ _import_by_name: Callable[[Any], Any] = symbol_by_name
 def current_app() -> Celery | None:
     """The app whose settings a plain function has, too: the only one of this process, or else Celery's default.
 
-    Not the thread's current app: one function would have other keys in other threads.
-    The app is not made to load its configuration, because it may be given more before it does: until then, this is a
-    copy.
+    It is not the thread's current app, because a function would have other keys in other threads.
+    The app is not made to load its configuration, because it may be given more first: until then, this is a copy.
     """
-    # At once, as other threads may make apps meanwhile.
+    # At once: other threads may make apps meanwhile.
     active: Any = _state._get_active_apps()  # noqa: SLF001 - the only list of them
     apps = {app for app in (reference() for reference in active.data.copy()) if app is not None and app.set_as_current}
     for app in apps if len(apps) == 1 else apps & {_state.default_app}:
@@ -35,13 +34,13 @@ def current_app() -> Celery | None:
 
 
 def app_options(app: Celery | None) -> tuple[Options, Callable[[], Source | None]]:
-    """The settings of an app, and where its own server is.
+    """The settings of an app, and a function that gives its own server.
 
     Args:
         app: a task's app; None for a plain function, which has the settings of the current app, if there is one.
 
     Raises:
-        ConfigurationError: for a setting that could not work.
+        ConfigurationError: for a setting that cannot work.
     """
     app = app or current_app()
     if app is None:
@@ -65,7 +64,7 @@ def app_options(app: Celery | None) -> tuple[Options, Callable[[], Source | None
 
 
 def _warn_of_others(app: Celery) -> None:
-    """Warn once of each setting that is not read: in another namespace, or without one, or of nearly the same name."""
+    """Warn once of each setting that is not read: in another namespace or in none, or with a misspelt name."""
     namespace = f"{app.namespace.rstrip('_')}_" if app.namespace else ""
     ours = [f"only_one_{name}" for name in CONFIGURABLE]
     read = [(namespace + each).upper() if namespace.isupper() else (namespace + each).lower() for each in ours]
@@ -77,7 +76,7 @@ def _warn_of_others(app: Celery) -> None:
 
 
 def server_of(app: Celery) -> Source | None:
-    """The server that the app has anyhow: its result backend if that is Redis, else its broker if that is.
+    """The app's own server: its result backend if that is Redis, else its broker if that is Redis.
 
     Raises:
         ConfigurationError: if that cannot be known.
@@ -88,7 +87,7 @@ def server_of(app: Celery) -> Source | None:
     client = getattr(app.backend, "client", None)
     if hasattr(client, "register_script"):
         return client
-    brokers = app.conf.broker_read_url  # which is `broker_url` where nothing else is said
+    brokers = app.conf.broker_read_url  # `broker_url`, if not configured
     broker: Any = next(iter(brokers.split(";") if isinstance(brokers, str) else brokers or ()), None)
     url = _redis_url(broker)
     if url and not app.conf.broker_use_ssl:
@@ -104,6 +103,6 @@ def server_of(app: Celery) -> Source | None:
 
 
 def _redis_url(url: Any) -> str | None:
-    """The URL as redis-py understands it; None where it is not that of one Redis server."""
+    """The URL as redis-py understands it; None if it is not the URL of one Redis server."""
     is_one = isinstance(url, str) and re.fullmatch(r"(rediss?|redis\+socket)://[^;]*", url)
     return url.replace("redis+socket://", "unix://").replace("virtual_host=", "db=") if is_one else None

@@ -45,11 +45,11 @@ def waits_for(app: Celery, queue_timeout: float, expires: Any, until: Any) -> fl
     Args:
         app: the task's app.
         queue_timeout: seconds for a task that does not expire, from when it may begin.
-        expires: when the worker no longer begins it, as Celery takes it; or None.
+        expires: when the worker no longer begins it, in one of Celery's forms; or None.
         until: when it may begin, in seconds or as a time; None for at once.
 
     Returns:
-        The seconds; none are left, or less, for a task that has expired.
+        The seconds; 0 or fewer for a task that has expired.
     """
     if expires is not None:
         return _seconds_until(app, expires)
@@ -64,34 +64,34 @@ def _seconds_until(app: Celery, when: Any) -> float:
 
 
 def redelivers_at_any_time(app: Celery) -> bool:
-    """Whether the broker delivers a message again as soon as the connection is lost on which it came, as AMQP says."""
+    """Whether the broker redelivers a message as soon as the connection on which it came is lost, as AMQP says."""
     return bool(_transport(app).driver_type == "amqp")
 
 
 def marks_redeliveries(app: Celery) -> bool:
-    """Whether a message says that it was delivered before; that of SQS does not."""
+    """Whether a message says that it is redelivered; a message of SQS does not."""
     return _transport(app).driver_type in {"amqp", "redis"}
 
 
 def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
-    """The options with which a message goes back to where it came from, if the broker may delay it: with quorum queues.
+    """Options that send a message back to where it came from, if the broker may delay it: with quorum queues.
 
-    RabbitMQ delays what is sent through a topic exchange. It would lose what comes by another one, or give it to the
-    default queue: such a message goes back without its help, and a worker keeps the delay.
+    RabbitMQ delays a message that is sent through a topic exchange. A message that came by another exchange would be
+    lost, or go to the default queue: it goes back without RabbitMQ's help, and a worker keeps the delay.
 
     Args:
         app: the application.
-        came_by: what Celery says of the message's delivery.
+        came_by: Celery's ``delivery_info`` of the message.
 
     Returns:
-        Options of `apply_async`; none where Celery's own are right.
+        Options of ``apply_async``; none if Celery's own are right.
     """
     if not detect_quorum_queues(app, _transport(app).driver_type)[0]:
         return {}
     # Before the routing key of a message that RabbitMQ delays, Celery puts the seconds, in binary.
     exchange, key = came_by["exchange"], re.sub(r"^(?:[01]\.){28}", "", came_by["routing_key"])
     if not exchange:  # it was sent to the queue itself
-        with suppress(KeyError):  # which Celery raises where it is not to create queues
+        with suppress(KeyError):  # raised if Celery must not create queues
             if (queue := app.amqp.queues[key]).exchange.type != "direct":
                 return {"queue": queue}
         return {}
@@ -99,7 +99,7 @@ def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
     is_delayed = exchange.startswith("celery_delayed_")  # by RabbitMQ, on its way here
     topics = {each.name for each in exchanges if each and each.type == "topic"}
     is_topic = is_delayed or exchange in topics
-    # Celery asks a queue whether the broker is to delay it, and sends through what is said beside it.
+    # Celery asks the queue whether the broker delays the message, but sends by the options beside it.
     beside = {} if is_topic else {"exchange": exchange, "routing_key": key, "declare": []}
     source = _entity.Exchange(exchange, type="topic" if is_topic else "direct")
     return {"queue": _entity.Queue(exchange=source, routing_key=key), **beside}
@@ -109,19 +109,20 @@ def check_countdown(app: Celery, countdown: float | None) -> None:
     """Refuse a countdown after which the broker would redeliver the message.
 
     Raises:
-        ConfigurationError: saying what to write instead.
+        ConfigurationError: for such a countdown; the message says what to write instead.
     """
     # Not before there is one: a task that is only called needs no transport.
     if countdown is not None and countdown > (longest := longest_countdown(app)):
         msg = (
-            f"countdown={countdown:g} is more than a third of the broker's visibility timeout, and it would deliver "
-            f"copies: write at most {longest:g} seconds, or raise broker_transport_options['visibility_timeout']"
+            f"countdown={countdown:g} is more than a third of the broker's visibility timeout, "
+            f"and the broker would redeliver the message: write at most {longest:g} seconds, "
+            "or raise broker_transport_options['visibility_timeout']"
         )
         raise ConfigurationError(msg)
 
 
 def _transport(app: Celery) -> Any:
-    url = app.conf.broker_read_url  # which is `broker_url` where nothing else is said
+    url = app.conf.broker_read_url  # `broker_url`, if not configured
     return _transport_of(tuple(url) if isinstance(url, list) else url, app.conf.broker_transport)
 
 

@@ -1,8 +1,8 @@
-"""Coalescing, the latest wins: what `buffer_one` keeps in Redis, so that only the newest of the waiting tasks runs.
+"""Coalescing, the latest wins: ``buffer_one`` numbers tasks in Redis, so only the newest of those that wait runs.
 
 Each task with the key is numbered when it first arrives; its message carries the number.
 The number is the server's time in microseconds.
-A sorted set beside the key knows the latest number, the pending one (published), the begun one, and that of each id.
+A sorted set beside the key has the latest number, the pending (published) one, the begun one, and that of each id.
 """
 
 from typing import Any
@@ -52,22 +52,22 @@ value = number""")
 
 
 def note(server: Server, key: str, app: Celery, what: str, task_id: str, number: int | None, *digest: Any) -> Any:
-    """Note what becomes of a task.
+    """Note what happens to a task.
 
     Args:
-        server: where the key is.
+        server: the server that stores the key.
         key: the key as it is in Redis.
         app: the task's app.
         what: "arrive": it has to wait. "anew": it is about to be queued. "pending": its message is in the queue, so
-            that it is the pending one from now on, unless a newer one is. "begin": it has the key, and supersedes
-            every one before it, unless it is itself superseded. "withdraw": it is pending no more, and will not run.
+            it is the pending task from now on, unless a newer one is. "begin": it has the key, and supersedes every
+            earlier task, unless it is itself superseded. "withdraw": it is pending no more, and will not run.
         task_id: the task's id; "pending" and "withdraw" need none.
         number: its number, if its message carries one.
-        digest: for "anew": of its arguments, by which equal calls are known, empty where they cannot be compared; and
-            the milliseconds for which others with the same digest wait for it.
+        digest: for "anew": the MD5 of its arguments, by which equal calls are known, empty if they cannot be compared;
+            and the milliseconds for which other tasks with the same digest wait for it.
 
     Returns:
-        Its number; 0 if a newer one waits or has run; the id of the pending task if that is the newest and has the
+        Its number; 0 if a newer task waits or has run; the id of the pending task if that is the newest and has the
         same digest.
     """
     lasts, beside = round(remembered_for(app) * 1000), f"{{{key}}}:triggers"

@@ -1,4 +1,4 @@
-"""Enqueue: `delay` and `apply_async` of a task that is unique from queued to finished, and what a duplicate gets."""
+"""Enqueue deduplication: ``delay`` and ``apply_async`` of a unique task, and the result that a duplicate gets."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -28,20 +28,20 @@ from .requeue import HEADER, Header
 from .task_run import TaskCaller
 
 _UNTIL_PUBLISHED = 30.0
-"""Seconds for which the key is acquired at first: a producer that dies before it has published blocks nobody."""
+"""Seconds for which the key is acquired at first, so a producer that dies before it has published blocks nobody."""
 
 _warned: WeakSet[Any] = WeakSet()
 
 
 class Publication(TaskCaller):
-    """One call of a task's `apply_async`.
+    """One call of a task's ``apply_async``.
 
     Attributes:
         id: the id of the task, if it is published as the first with its key.
     """
 
     def __init__(self, task: Task, publish: Callable[..., Any], args: Any, kwargs: Any, options: Any) -> None:
-        """See `apply_async`, which `publish` is as the task has it, for the others."""
+        """See ``apply_async`` for the arguments; ``publish`` is the task's own ``apply_async``."""
         self.id = options.get("task_id") or uuid()
         super().__init__(task, TokenFactory(task.name or "", self.id, 0, "queued"))
         self._apply_async = publish
@@ -52,11 +52,11 @@ class Publication(TaskCaller):
         self._holder: Holder | None = None
 
     def queue(self, decoration: Decoration) -> Any:
-        """Publish the task's message, unless its key is taken.
+        """Publish the task's message, unless its key is busy.
 
         Returns:
-            The `AsyncResult` of the task that is published, or of the existing one, or what the policies give.
-            A result says which it is: `is_duplicate`, and with that `holder`, who has the key.
+            The ``AsyncResult`` of the published task, or of the existing task, or the result of a policy.
+            An ``AsyncResult`` has ``is_duplicate``, and ``holder``: the holder of the key.
 
         Raises:
             OnlyOneError: as the policies say.
@@ -78,7 +78,7 @@ class Publication(TaskCaller):
     def _queue(self, decoration: Decoration) -> Any:
         given = self._options
         is_sent_again = given.get("retries") or HEADER in dict(given.get("headers") or {})
-        # What is no list Celery refuses.
+        # Celery refuses other types.
         if is_sent_again or self.app.conf.task_always_eager or not isinstance(self._args or (), (list, tuple)):
             return self._publish()
         options = decoration.options_for(self)
@@ -87,7 +87,7 @@ class Publication(TaskCaller):
         only_newest = isinstance(options.when_busy, BufferOne)
         # Somebody waits for a task that is called with one of these: it is always published, and the worker decides.
         is_waited_for = any(given.get(each) for each in ("task_id", "link", "link_error", "chain", "chord", "group_id"))
-        # Where no time is left, the worker says that the task has expired.
+        # If no time is left, the worker says that the task has expired.
         if options.server is None or seconds * 1000 < 1 or (is_waited_for and not only_newest):
             return self._publish()
         args, kwargs = self._as_sent()
@@ -113,7 +113,7 @@ class Publication(TaskCaller):
         return self._queue_newest(call, number) if only_newest else self._queue_first(call)
 
     def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:  # noqa: ARG002
-        """A duplicate gets the existing task, where no policy is configured."""
+        """The policy for a duplicate, or the existing task's result if none is configured."""
         self._holder = Holder.parse(value)
         return options.when_busy or self._existing
 
@@ -123,15 +123,15 @@ class Publication(TaskCaller):
         return options.takeover and b'"received"' in value and is_dead(value)
 
     def requeue(self, server: Server, key: str, how: RequeueRequest) -> Any:
-        """There is nothing to requeue yet: a `retry()` that was configured for all is for those that run.
+        """Nothing can be requeued yet: a ``retry()`` that is configured for all tasks is for those that run.
 
         Raises:
-            OnlyOneError: where it is not about a key that is taken.
+            OnlyOneError: if it is not about a busy key.
         """
         return self._existing(how.error) if isinstance(how.error, AlreadyRunning) else super().requeue(server, key, how)
 
     def _existing(self, error: Any) -> Any:
-        """The result of the existing task; a holder that is no task has none to give, and the worker will meet it."""
+        """The result of the existing task; for a holder that is no task, publish, and the worker decides."""
         return self._publish() if error.task_id is None else self._task.AsyncResult(error.task_id)
 
     def _publish(self, header: Header | None = None) -> Any:
@@ -175,7 +175,7 @@ class Publication(TaskCaller):
         return result
 
     def _queue_newest(self, call: LockedCall, reply: int | bytes) -> Any:
-        """Publish the task with its number, unless one with the same arguments is the newest, whose id is given."""
+        """Publish the task with its number; or, if ``reply`` is the id of an equal newest task, give its result."""
         if isinstance(reply, bytes):
             emit(Busy(call.key, self.name, b""))
             return self._task.AsyncResult(reply.decode())
@@ -188,7 +188,7 @@ class Publication(TaskCaller):
 
 
 def _in_one_line(record: logging.LogRecord) -> bool:
-    """What beat logs of a duplicate that it does not send, without traceback and stack: nothing is wrong with it."""
+    """Log beat's message about a duplicate that it does not send without traceback and stack: nothing is wrong."""
     error = record.exc_info[1] if record.exc_info else None
     if error is not None and isinstance(error.__cause__ or error.__context__, AlreadyRunning):
         record.msg, record.args, record.exc_info = str(error), (), None

@@ -1,4 +1,4 @@
-"""Make a task unique from queued to finished, also a lazy one: Celery's proxy of a task that it makes later."""
+"""Make a Celery task unique from queued to finished, also a lazy task: a proxy of a task that Celery makes later."""
 
 import functools
 import inspect
@@ -20,25 +20,25 @@ from .task_run import TaskCaller, functions_of
 
 
 def decorate_task(task_or_proxy: Any, key: Any, options: Options, signature_of: Any, wrap: Any) -> Any:
-    """Make a task unique from queued to finished, without evaluating it where it is lazy.
+    """Make a task unique from queued to finished, without evaluating it if it is lazy.
 
     Args:
         task_or_proxy: a task, or Celery's proxy of one.
         key: a key template, or a callable.
-        options: what the decorator says.
-        signature_of: gives the signature of a function, and refuses what cannot be decorated.
-        wrap: decorates the function that is a task's `run`.
+        options: the decorator's.
+        signature_of: gives the signature of a function, and refuses a function that cannot be decorated.
+        wrap: decorates the function that is a task's ``run``.
 
     Returns:
-        What was given; its `apply_async` and `run` are decorated.
+        ``task_or_proxy``; its ``apply_async`` and ``run`` are decorated.
 
     Raises:
-        KeyTemplateError: for a key that could not work.
-        ConfigurationError: for an option that could not work, or something that cannot be decorated.
+        KeyTemplateError: for a key that cannot work.
+        ConfigurationError: for an option that cannot work, or an object that cannot be decorated.
     """
     if isinstance(policy := options.get("when_busy"), Retry):
         msg = (
-            f"when_busy={policy!r} above @app.task: there is nothing to put back yet when a task is queued; "
+            f"when_busy={policy!r} above @app.task: there is nothing to requeue yet when a task is queued; "
             "write @only_one below @app.task, or buffer_one()"
         )
         raise ConfigurationError(msg)
@@ -70,8 +70,7 @@ def _check_lazy(proxy: Any, key: Any, signature_of: Callable[..., Any]) -> tuple
     """Refuse now what will be refused when the task is evaluated.
 
     Returns:
-        The function of which Celery will make the task, and the name if it was given one; None where that cannot be
-        seen.
+        The function of which Celery will make the task, and the task's name if it has one; None if they are hidden.
     """
     try:
         given = object.__getattribute__(proxy, "_Proxy__args")
@@ -92,9 +91,9 @@ def _check_lazy(proxy: Any, key: Any, signature_of: Callable[..., Any]) -> tuple
 
 
 def _install_in_apps(function: Any, name: str | None, install: Callable[[Task], None]) -> None:
-    """Call `install` with the task in each app, as soon as it is there, perhaps more than once.
+    """Call ``install`` with the task in each app, as soon as it is there, perhaps more than once.
 
-    Celery makes copies of the tasks of one app in all others, unless they have `shared=False`.
+    Celery copies the tasks of one app into all others, unless they have ``shared=False``.
     """
 
     def install_in(sender: Celery, **_: Any) -> None:
@@ -116,7 +115,7 @@ def _install(wrap: Callable[..., Any], key: Any, options: Options, configured: s
     if installed == configured:
         return  # installed; or its module is loaded again, and Celery keeps the first task
     if installed is not None:
-        msg = f"{task.name} is covered from queued to finished already: write one @only_one above @app.task"
+        msg = f"{task.name} is unique from queued to finished already: write one @only_one above @app.task"
         raise ConfigurationError(msg)
     if task.name is None:
         registers = f"only_one(app.register_task({type(task).__name__}()))"
@@ -128,11 +127,11 @@ def _install(wrap: Callable[..., Any], key: Any, options: Options, configured: s
 
     @functools.wraps(task.apply_async)
     def apply_async(*args: Any, **options: Any) -> Any:
-        """By which a duplicate is not published."""
+        """Publish the task, unless it is a duplicate."""
         given = {**dict(zip(_POSITIONS, args, strict=False)), **options}
         if len(given) < len(args) + len(options):
             return task.__class__.apply_async(task, *args, **options)  # which refuses them
-        # What has been put in the place of its class's since, as by instrumentation, is called, too.
+        # A method that has replaced its class's since, as by instrumentation, is called, too.
         original = set_on_the_task or functools.partial(type(task).apply_async, task)
         publication = Publication(task, original, given.pop("args", None), given.pop("kwargs", None), given)
         return publication.queue(wrapper.__only_one__)
@@ -142,11 +141,11 @@ def _install(wrap: Callable[..., Any], key: Any, options: Options, configured: s
 
 
 def _install_late(wrap: Callable[..., Any], key: Any, options: Options, configured: str, task: Task) -> None:
-    """The same where nobody could be told of an error, so that every call of the task raises it."""
+    """The same after the decorator has returned: an error is logged, and every call of the task raises it."""
     try:
         _install(wrap, key, options, configured, task)
     except OnlyOneError as error:
         # Where the module is loaded a second time, it is the first error that is told.
         vars(task)["only_one_configured"] = configured
-        logger.error("%s cannot be covered: %s", task.name, error)
+        logger.error("%s cannot be decorated: %s", task.name, error)
         task.run = task.apply_async = functools.partial(refuse, error)

@@ -14,7 +14,7 @@ from only_one.lock.commands import Commands, MarkerUpdate, Script, evaluate
 from .broker import redelivers_at_any_time, remembered_for, visibility_timeout
 
 STORES_WITHIN = 30
-"""Seconds within which a run that has ended has stored its result, or never does, if nobody can see its process."""
+"""Seconds within which an ended run has stored its result, or never does, if nobody can see its process."""
 
 _READ = Script("""
 if tonumber(ARGV[1]) > 0 then
@@ -23,7 +23,7 @@ if tonumber(ARGV[1]) > 0 then
 end
 local found = redis.call('hmget', KEYS[2], 'number', 'ended', 'stored', 'ended_at')
 value = {found[1] or 0, found[2] or '', found[3] or 0, redis.call('time')[1] - (found[4] or 0)}""")
-# Who was to store the result is of no interest by then, and takes most of the memory.
+# The token of the run is not needed by then, and takes most of the memory.
 STORED = Script("value = redis.call('exists', KEYS[2]) == 1 and redis.call('hset', KEYS[2], 'stored', 1, 'ended', '')")
 """Notes that the result of the run that has ended is stored."""
 REQUEUED = Script("""
@@ -40,7 +40,7 @@ class CompletionMarker(NamedTuple):
     Attributes:
         number: how often the latest of them was requeued; the others do not count.
         ended: the token of the run that has ended, if redeliveries waited for it; else empty.
-        is_stored: its result is stored, and what comes after it is published.
+        is_stored: whether its result is stored, and the tasks after it are published.
         age: seconds since it ended.
     """
 
@@ -51,7 +51,7 @@ class CompletionMarker(NamedTuple):
 
 
 def read_marker(key: str, marker: str, waits: float = 0) -> Commands[CompletionMarker]:
-    """What is known of the messages of one attempt.
+    """Read the completion marker of one attempt.
 
     Args:
         key: the key as it is in Redis.
@@ -59,7 +59,7 @@ def read_marker(key: str, marker: str, waits: float = 0) -> Commands[CompletionM
         waits: seconds for which the run that holds the key is told that a redelivery waits for its end; 0 if none does.
 
     Returns:
-        What the marker says.
+        The fields of the marker.
     """
     number, ended, stored, age = yield from evaluate(_READ, key, round(waits * 1000), beside=marker)
     return CompletionMarker(int(number), ended, bool(int(stored)), int(age))
@@ -69,12 +69,12 @@ def marker_update(task: Any, marker: str, ended_by: BaseException | None, second
     """The completion marker that the release sets, if the run has ended, and with acks_late.
 
     A run that was rejected, ignored or interrupted by a signal has not ended: a redelivery does its work.
-    Nor has one that failed, if its message is not acknowledged then: it may come back by a dead-letter queue.
+    Nor has a run that failed, if its message is not acknowledged then: it may come back by a dead-letter queue.
 
     Args:
         task: the task.
         marker: the name of the marker.
-        ended_by: what the run has raised.
+        ended_by: the exception that the run has raised, or None.
         seconds: how long the run has taken.
     """
     has_ended: Any = ended_by is None or isinstance(ended_by, Retry)

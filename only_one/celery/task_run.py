@@ -1,4 +1,4 @@
-"""A task's run: whether a call is one, and what it does when its key is busy, before it begins and when it ends.
+"""A task's run: whether a call is one, and its behaviour when its key is busy, before it begins and when it ends.
 
 A task is never skipped because of its own lock.
 """
@@ -26,7 +26,7 @@ from .requeue import header_of, publish
 
 
 def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Caller:
-    """Who calls `wrapper`: the current task where that is its run, else a plain function.
+    """The caller of ``wrapper``: the current task if this is its run, else a plain function.
 
     A function that is called directly, or from another task's run, is none of that task's.
     """
@@ -42,13 +42,13 @@ def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[A
 
 
 def caller_from_outside(task: Any, decoration: Decoration) -> Caller:
-    """The call of a task's function by somebody else than its own run, who gives the arguments without `self`."""
+    """The caller for a task's function outside of its run, with arguments without ``self``."""
     bound = decoration.task is None and not isinstance(inspect.getattr_static(type(task), "run"), staticmethod)
     return TaskCaller(task, bound=bound)
 
 
 def functions_of(task: Any) -> list[Any]:
-    """The task's `run`, and what it wraps: Celery puts functions of its own around it, for autoretry and pydantic."""
+    """The task's ``run``, and the functions that it wraps: Celery wraps it for autoretry and pydantic."""
     function, functions = task.run, []
     while function is not None:
         function = getattr(function, "__func__", function)
@@ -58,7 +58,7 @@ def functions_of(task: Any) -> list[Any]:
 
 
 def decorations_of(task: Any) -> list[Decoration]:
-    """The decorations of a task's function, each once: wrappers copy the attributes of the function that they wrap."""
+    """The decorations of a task's function, each once: a wrapper copies the attributes of its function."""
     return list(dict.fromkeys(each.__only_one__ for each in functions_of(task) if hasattr(each, "__only_one__")))
 
 
@@ -80,7 +80,7 @@ class TaskCaller(Caller):
         """Refuse countdowns after which the broker would redeliver the message.
 
         Raises:
-            ConfigurationError: saying what to write instead.
+            ConfigurationError: for such a countdown; the message says what to write instead.
         """
         for policy in (options.when_busy, options.when_down):
             check_countdown(self.app, getattr(policy, "countdown", None))
@@ -90,9 +90,9 @@ class MessageRun(TaskCaller):
     """The run of a task's message in a worker: one delivery, among others with the same task id and attempt.
 
     Attributes:
-        header: what the message carries for us, with the task's id and its attempt.
-        is_unique_in_queue: whether the task is unique from queued to finished, through its waits for a retry, too.
-        is_superseded: whether it has the key, but a newer one that `buffer_one` coalesces does the work.
+        header: our header in the message, with the task's id and its attempt.
+        is_unique_in_queue: whether the task is unique from queued to finished, also while it waits for a retry.
+        is_superseded: whether it has the key, but a newer task that ``buffer_one`` coalesces does the work.
     """
 
     is_superseded = False
@@ -103,7 +103,7 @@ class MessageRun(TaskCaller):
         self.is_unique_in_queue = is_unique_in_queue
         if is_unique_in_queue:
             request.only_one_has_begun = True
-            # A retry may have other arguments than those of which the key was that has come with its message.
+            # A retry may have other arguments than those of the key that came with its message.
             self.key = None if self.header.attempt else self.header.key
             self.queued = self.header.token.encode() if self.header.token else None
         self._request = request
@@ -115,10 +115,10 @@ class MessageRun(TaskCaller):
         return bool((self._request.delivery_info or {}).get("redelivered"))
 
     def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:
-        """The policy for a key that holds `value`; if the holder is this very task, the message waits in the queue.
+        """The policy for a key that holds ``value``; if the holder is this very task, the message waits in the queue.
 
-        By default that is `skip`, but where None would do harm: a retry or a redelivery is requeued, and a task whose
-        result others receive fails.
+        By default that is ``skip``. Exceptions: a retry or a redelivery is requeued, and a task whose result others
+        receive fails.
 
         Raises:
             Ignore: if the holder is this task: a message whose work is done is dropped, the others are requeued.
@@ -136,14 +136,14 @@ class MessageRun(TaskCaller):
         return fail if request.chord or request.chain else skip
 
     def requeue(self, server: Server, key: str, how: RequeueRequest, waits: float = 0) -> Any:
-        """Requeue the message, under the same id and with all that it carries; `waits` is as for `_check_marker`.
+        """Requeue the message, under the same id and with all that it carries; ``waits`` is as for ``_check_marker``.
 
         Returns:
-            None for a task that `buffer_one` drops for a newer one.
+            None for a task that ``buffer_one`` drops for a newer one.
 
         Raises:
             Ignore: so that this delivery ends without a result.
-            AlreadyRunning: at the limit, and where there is no queue.
+            AlreadyRunning: at the limit, and if there is no queue.
         """
         header = self.header
         if self._request.is_eager or (how.max_retries is not None and header.times >= how.max_retries):
@@ -167,7 +167,7 @@ class MessageRun(TaskCaller):
         raise Ignore
 
     def is_current(self, options: EffectiveOptions, server: Server, key: str) -> bool:
-        """The key is ours: whether the work is still to be done.
+        """Whether the work is still to be done, now that the key is ours.
 
         Raises:
             Ignore: for a redelivery that is dropped, or requeued until the result of its run is stored.
@@ -190,18 +190,18 @@ class MessageRun(TaskCaller):
         return not self.is_superseded
 
     def can_take_queued(self, options: EffectiveOptions, value: bytes) -> bool:  # noqa: ARG002
-        """A retry of this very task is ahead of it; all else that waits in a queue has not begun."""
+        """A retry of this very task goes first; no other task that waits in a queue has begun."""
         holder = Holder.parse(value)
         return holder is None or holder.task_id != self.header.id or (holder.attempt or 0) <= self.header.attempt
 
     def at_end(self, options: EffectiveOptions, key: str, ended_by: BaseException | None) -> AtEnd:
-        """What is stored at the key for a retry, and the marker that tells redeliveries that the run has ended."""
+        """The retained value for a retry, and the marker that tells redeliveries that the run has ended."""
         marker = redelivery.marker_update(self._task, self._marker(key), ended_by, now() - self._began)
         # Where nothing has run, a redelivery finds that out, too, and stores the result that this one may not store.
         return self.retained_value(options, ended_by), None if self.is_superseded else marker
 
     def retained_value(self, options: EffectiveOptions, ended_by: BaseException | None) -> tuple[bytes, int] | None:
-        """A task that is unique from queued to finished keeps its key while it waits to be retried."""
+        """The value that keeps the key of a task, unique from queued to finished, while it waits to be retried."""
         request, sig = self._request, ended_by.sig if isinstance(ended_by, Retry) else None
         if sig is None or not self.is_unique_in_queue or request.is_eager:
             return None
@@ -212,10 +212,10 @@ class MessageRun(TaskCaller):
         return (token_factory.token(seconds), round(seconds * 1000)) if seconds > 0 else None
 
     def _check_marker(self, server: Server, key: str, waits: float = 0) -> redelivery.CompletionMarker:
-        """Read what is known of the messages of this attempt.
+        """Read the completion marker of this attempt, and drop this delivery if it has no work to do.
 
         Args:
-            server: where the key is.
+            server: the server that stores the key.
             key: the key as it is in Redis.
             waits: seconds for which the run that holds the key is asked to tell of its end; 0 if it is not.
 
@@ -224,11 +224,11 @@ class MessageRun(TaskCaller):
         """
         marker = drive(server.client, redelivery.read_marker(key, self._marker(key), waits))
         if marker.is_stored or self.header.times < marker.number:
-            raise self._drop(key, "its run has ended" if marker.is_stored else "a later copy of it waits")
+            raise self._drop(key, "its run has ended" if marker.is_stored else "a later message waits")
         return marker
 
     def on_marked(self, server: Server, key: str) -> None:
-        """The marker is set; when the result is stored, `worker_signals` notes that, too."""
+        """Have ``worker_signals`` note in the marker when the result is stored, too."""
 
         def mark_stored() -> None:
             with self._unless_down("told"):
@@ -242,13 +242,13 @@ class MessageRun(TaskCaller):
 
     @contextmanager
     def _unless_down(self, doing: str = "told apart") -> Iterator[None]:
-        """Go on where the server cannot be asked: the message is requeued, or the work done, all the same."""
+        """Go on if the server cannot be asked: the message is requeued, or the work done, all the same."""
         try:
             yield
         except TROUBLE as error:
-            logger.debug("copies of %s cannot be %s: %s", self.header.id, doing, error)
+            logger.debug("redeliveries of %s cannot be %s: %s", self.header.id, doing, error)
 
     def _drop(self, key: str, reason: str) -> Ignore:
-        """Log that this delivery ends without a run; returns what it ends with."""
-        logger.info("a copy of %s[%s] was dropped: %s", self.name, self.header.id, reason, extra={"only_one_key": key})
+        """Log that this delivery ends without a run, and return the exception that ends it."""
+        logger.info("redelivery of %s[%s] dropped: %s", self.name, self.header.id, reason, extra={"only_one_key": key})
         return Ignore(reason)

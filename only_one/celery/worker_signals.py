@@ -1,7 +1,7 @@
 """Celery's signals: keys of tasks that were killed, revoked or never begun, of tasks that a worker has received.
 
 A run that was killed cannot release its key: the worker's main process does, as soon as Celery tells it.
-On this machine a caller would take the key over by itself; on others it would wait for the lease, or for `timeout`.
+A caller on this machine would take the key over anyhow; on others it would wait for the lease, or for ``timeout``.
 """
 
 import os
@@ -29,8 +29,9 @@ from .requeue import header_of
 from .task_run import caller_from_outside, decorations_of, queue_options_of
 
 _at_work = threading.Lock()
-"""Held while a thread of ours does something: the pool does not fork then, because its new child would inherit whatever
-lock of Python, Celery or redis-py the thread has, and nobody to release it."""
+"""Held while a thread of ours does something: the pool does not fork then, because its new child would inherit every
+lock of Python, Celery or redis-py that the thread has acquired, and have nobody to release it.
+"""
 
 with suppress(AttributeError):  # where nothing forks
     os.register_at_fork(before=_at_work.acquire, after_in_parent=_at_work.release, after_in_child=_at_work.release)
@@ -42,7 +43,7 @@ def _on_failure(sender: Any, task_id: str, exception: Any, args: Any, kwargs: An
 
 
 def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None:  # noqa: FBT001
-    """It was revoked, or has expired."""
+    """The task was revoked, or has expired."""
     header = header_of(request)
     if terminated or queue_options_of(sender) is not None:
         _watch(sender, request.id, request.args, request.kwargs, header.key)
@@ -51,7 +52,7 @@ def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None: 
 
 
 def _watch(task: Any, task_id: str, args: Any, kwargs: Any, key: str | None) -> None:
-    """Release a task's keys as soon as its process is dead, in a thread: the worker has others to serve."""
+    """Release a task's keys as soon as its process is dead, in a thread: the worker has other tasks to serve."""
     for decoration in decorations_of(task):
         given = (task, decoration, task_id, args, kwargs, key if decoration.task is not None else None)
         threading.Thread(target=_release_when_dead, args=given, name="only_one-endings", daemon=True).start()
@@ -71,7 +72,7 @@ def _release_when_dead(task: Any, decoration: Decoration, task_id: str, args: An
                     return
             time.sleep(0.02)
     except Exception as error:  # noqa: BLE001 - nobody to raise it to; the key expires by itself
-        logger.debug("the key of %s[%s] could not be given back: %s", task.name, task_id, error)
+        logger.debug("the key of %s[%s] could not be released: %s", task.name, task_id, error)
 
 
 def _is_released(server: Server, key: str, task_id: str, *, takeover: bool) -> bool:
@@ -82,7 +83,7 @@ def _is_released(server: Server, key: str, task_id: str, *, takeover: bool) -> b
         return True
     if not (is_queued(value) or is_dead(value) or _has_ended(holder)):
         return False
-    # A task that is queued may just have begun: then it is its process that is waited for.
+    # A task that is queued may just have begun: then its process is waited for.
     return release_now(server.client, server.features, key, value).status == "held"
 
 
@@ -95,14 +96,14 @@ def _has_ended(holder: Holder) -> bool:
 
 
 def _on_end(sender: Any, task: Any, **_: Any) -> None:
-    """Its result is stored; or a signal handler, `before_start` or a base class has kept it from running."""
+    """The result is stored; or a signal handler, ``before_start`` or a base class has kept the task from running."""
     getattr(task.request, "only_one_stored", lambda: None)()
     if not getattr(task.request, "only_one_has_begun", False):
         _forget(sender, task.request)
 
 
 def _forget(task: Any, request: Any) -> None:
-    """Release the key of a task that was unique from when it was queued, and has ended without having begun."""
+    """Release the key of a task that is unique from queued to finished, and has ended without having begun."""
     options = queue_options_of(task)
     if options is None or options.server is None or (header := header_of(request)).key is None:
         return
@@ -114,13 +115,13 @@ def _forget(task: Any, request: Any) -> None:
         if header.trigger is not None:
             coalescing.note(options.server, header.key, task.app, "withdraw", "", header.trigger)
     except Exception as error:  # noqa: BLE001 - nobody to raise it to; the marker expires
-        logger.debug("the key of %s could not be given back: %s", task.name, error)
+        logger.debug("the key of %s could not be released: %s", task.name, error)
 
 
 # Tasks that a worker has received and has not begun: their keys name the worker's process, which is seen to die
 
 _waiting: dict[Lease, tuple[Server, bytes]] = {}
-"""The keys that name this process, where they are, and what was stored before; one that others have by now is lost."""
+"""The leases of keys that name this process: their server, and the value before. A lease that another has is lost."""
 
 _swept_at = _backs_off_until = 0.0
 
@@ -140,7 +141,7 @@ def _on_received(sender: Any, request: Any, **_: Any) -> None:
 
 
 def _receive(consumer: Any, request: Any) -> None:
-    """Store this process at the key of a task that was queued with it, for as long as it lives and the task waits."""
+    """Store this process at the key of a task that was queued with it, while the process lives and the task waits."""
     options = queue_options_of(request.task)
     if options is None or options.server is None:
         return
@@ -169,7 +170,7 @@ def _receive(consumer: Any, request: Any) -> None:
 
 
 def _on_shutdown(**_: Any) -> None:
-    """What has not begun is in its queue again, and no worker's."""
+    """Note that the tasks that have not begun are in their queue again, and no worker's."""
     while _waiting:
         lease, (server, queued) = _waiting.popitem()
         left = round((lease.ends_at - now()) * 1000)

@@ -1,1 +1,1 @@
-"""The connections to the server: pinned between commands, safe when interrupted, for asyncio, Sentinel and Cluster."""
+"""Connections to the server: pinned between commands, safe when interrupted, for asyncio, Sentinel and Cluster."""

@@ -24,26 +24,26 @@ NO_LIMIT = 2**31
 
 
 class AsyncClient:
-    """An asyncio client whose commands wait for one another where there are more of them than connections.
+    """An asyncio client whose commands wait for one another if they are more than its connections.
 
-    No command waits longer than it takes to know that a server is down: if one times out, those that wait give up, too.
-    (redis-py's pools refuse them, or can lose a connection for good when a task is cancelled.)
+    No command waits longer than it takes to know that a server is down: if one times out, those that wait give up.
+    (redis-py's pools refuse such commands, or can lose a connection for good when a task is cancelled.)
 
-    A signal handler's exception may leave a connection with a reply yet to come. What an `async with` has just acquired
-    then, a turn or a lock of redis-py's, may stay acquired for ever. So the client is made anew after it.
+    A signal handler's exception may leave a connection with a reply yet to come. What an ``async with`` has just
+    acquired then, a turn or a lock of redis-py's, may stay acquired for ever. So a new client is made after it.
 
     Attributes:
         client: the asyncio client of redis-py.
-        to_be_closed: the clients before it, until their connections are closed. A command that was forgotten may be
-            collected where no event loop is running; then the next command closes them.
+        to_be_closed: the earlier clients, until their connections are closed. A command that was forgotten may be
+            collected while no event loop is running; then the next command closes them.
     """
 
     def __init__(self, make: Callable[[], Any], most: int) -> None:
         """Make the client.
 
         Args:
-            make: makes one of redis-py's.
-            most: how many commands are sent at a time.
+            make: makes a client of redis-py.
+            most: the most commands that are sent at a time.
         """
         self._make = make
         self._most = most
@@ -99,7 +99,7 @@ class AsyncClient:
             await client.aclose()  # a cluster's complains if it is not
 
     async def aclose(self) -> None:
-        """Close all connections, those to Sentinels among them."""
+        """Close all connections, also those to Sentinels."""
         await self.close_what_is_left()
         for client in _clients(self.client):
             await client.aclose()
@@ -112,7 +112,7 @@ def _clients(client: Any) -> list[Any]:
 
 
 def _connections(client: Any) -> list[Any]:
-    """All connections of a client; redis-py's own ways to close them let other tasks have a turn before."""
+    """All connections of a client. redis-py's own ways to close them let other tasks have a turn first."""
     if isinstance(client, RedisCluster):
         return [each for node in client.get_nodes() for each in node._connections]  # noqa: SLF001
     pools = [each.connection_pool for each in _clients(client)]
@@ -126,7 +126,7 @@ def make_async_client(client: Any) -> AsyncClient:
         client: a sync client of redis-py: of one server, of a master behind Sentinels, or of a cluster.
 
     Raises:
-        ConfigurationError: if redis-py has no asyncio class for the way in which it connects.
+        ConfigurationError: if redis-py has no asyncio class for the way in which the client connects.
     """
     if isinstance(client, redis.RedisCluster):
         most = client.nodes_manager.connection_kwargs.get("max_connections") or redis.ConnectionPool().max_connections

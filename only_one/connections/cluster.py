@@ -1,4 +1,4 @@
-"""Cluster and Sentinel: the nodes that the renewing thread asks, on connections of its own, with short time-outs."""
+"""Cluster and Sentinel: the nodes of a server, with short time-outs and own connections for the renewing thread."""
 
 import copy
 from collections import defaultdict
@@ -14,23 +14,23 @@ from only_one.lock.commands import Command, now
 
 _FIRST_PAUSE = 0.05
 MOST_IN_A_TRIP = 500
-"""Commands in one trip, so that none takes long."""
+"""Commands in one trip, so that no trip takes long."""
 
 LONG = 0.1
-"""Seconds after which other keys may be due, which go before anything else that may take long."""
+"""Seconds after which other keys may be due: they go before anything else that may take long."""
 
 _NOTICES = "maint_notifications_config"
-"""The option by which redis-py listens to news of maintenance: in the user's own client only."""
+"""redis-py's option to listen to news of maintenance: it is for the user's own client only."""
 
 _LEFT_OUT = ("oss_cluster_", "orig_", "maint_notifications_pool_handler", "connection_pool")
-"""Options of a connection, by how their names begin, that are about the user's own client.
+"""The beginnings of the names of connection options that concern the user's own client only.
 
-The pool is a Sentinel's. The others tell of maintenance: this lengthens the time-outs, and has the user's own client
-look around in our thread.
+The pool is a Sentinel's. The others listen to news of maintenance: that lengthens the time-outs, and makes the
+user's own client look around in our thread.
 """
 
 _reach = attrgetter("backs_off_until")
-"""The order in which nodes are asked: waiting for one that could not be reached must not cost others their leases."""
+"""The order in which nodes are asked: waiting for an unreachable node must not cost others their leases."""
 
 
 class Node:
@@ -39,7 +39,7 @@ class Node:
     Attributes:
         client: a client of it with short time-outs.
         host: its host, if it is a cluster's.
-        backs_off_until: when it is asked again, by `commands.now()`, after it could not be reached.
+        backs_off_until: when it is asked again after it could not be reached, by ``commands.now()``.
     """
 
     def __init__(self, client: Any, cluster: "ClusterNodes | None" = None, host: str = "") -> None:
@@ -51,10 +51,10 @@ class Node:
         self._is_connected = not hasattr(client, "connection_pool")  # nothing to connect
 
     def send(self, commands: Sequence[Command], options: dict[str, Any], pause: float | None = None) -> list[Any]:
-        """Send commands in one trip; in a cluster, those whose slot has moved are sent on.
+        """Send commands in one trip; in a cluster, a command whose slot has moved is sent on.
 
         Args:
-            commands: what to send.
+            commands: the commands.
             options: redis-py's, for each of them.
             pause: seconds for which the node is left alone if it cannot be reached; None for longer each time.
 
@@ -67,7 +67,7 @@ class Node:
         return replies
 
     def send_here(self, commands: Sequence[Command], options: dict[str, Any], pause: float | None = None) -> list[Any]:
-        """Send commands in one trip to this node, and nowhere else."""
+        """Send commands in one trip to this node, and to no other."""
         try:
             pipeline = self.client.pipeline(transaction=False)
             for command in commands:
@@ -90,13 +90,13 @@ class Node:
             self.fail(pause)
 
     def fail(self, pause: float | None = None) -> None:
-        """Note that it could not be reached."""
+        """Note that the node could not be reached."""
         self.backs_off_until = now() + (self._pause if pause is None else pause)
         self._pause = min(self._pause * 2, 1.0)
 
 
 def trips(due: Iterable[Any]) -> list[tuple[Node, list[Any]]]:
-    """Group leases or cleanups, which have a `server` and a `key`, into trips to one node each."""
+    """Group leases or cleanups, which have a ``server`` and a ``key``, into trips to one node each."""
     nodes: defaultdict[Node, list[Any]] = defaultdict(list)
     for each in due:
         nodes[each.server.node_of(each.key)].append(each)
@@ -108,13 +108,13 @@ def trips(due: Iterable[Any]) -> list[tuple[Node, list[Any]]]:
 
 
 class ClusterNodes:
-    """The nodes of a cluster, and which one has which slot.
+    """The nodes of a cluster, and the slots of each.
 
     The user's client is not asked: it would wait for a frozen node as long as the user's time-outs say.
     """
 
     def __init__(self, client: Any) -> None:
-        """Begin with what a `RedisCluster` knows of its cluster."""
+        """Begin with the nodes and slots that a ``RedisCluster`` knows."""
         self._client = client
         self._manager: Any = client.nodes_manager
         notices = getattr(self._manager, _NOTICES, None)
@@ -128,7 +128,7 @@ class ClusterNodes:
             self._at(address)
 
     def of(self, key: str) -> Node:
-        """The node that stores `key`, as far as is known."""
+        """The node that stores ``key``, as far as is known."""
         address = self._owners.get(self._client.keyslot(key))
         return self._at(address) if address else min(self._nodes.values(), key=_reach)
 
@@ -139,10 +139,10 @@ class ClusterNodes:
         return self._nodes[address]
 
     def follow(self, node: Node, commands: Sequence[Command], options: dict[str, Any], replies: list[Any]) -> None:
-        """Follow redirections: MOVED says which node has a slot from now on, ASK which one gets it.
+        """Follow redirections: MOVED names the node that has a slot from now on, ASK the node that is getting it.
 
-        A command that was answered by ASK is sent on. One that was answered by MOVED keeps its error, and goes to the
-        right node when it is due again.
+        A command that was answered by ASK is sent on.
+        A command that was answered by MOVED keeps its error, and goes to the right node when it is due again.
         """
         errors = [reply for reply in replies if isinstance(reply, Exception)]
         # A node that cannot be reached, or has become a replica, may have been replaced by another.
@@ -160,11 +160,11 @@ class ClusterNodes:
                     self._refresh(node, target)
 
     def _refresh(self, but: Node, first: Node | None = None) -> None:
-        """Ask one node which has which slot; if that one cannot be reached either, the next time is soon enough.
+        """Ask one node for the slots of all. If it cannot be reached either, the next time is soon enough.
 
         Args:
-            but: the node that is not to be asked.
-            first: the one to be asked, else the one that could be reached for the longest time.
+            but: the node that is not asked.
+            first: the node that is asked; None for the node that has been reachable for the longest time.
         """
         node = first or min((each for each in self._nodes.values() if each is not but), key=_reach, default=None)
         if node is None or node.backs_off_until > now():
@@ -180,7 +180,7 @@ class ClusterNodes:
 
 
 def with_short_timeouts(client: Any) -> Any:
-    """A client of the same server with short time-outs; the same one where none can be made."""
+    """A client of the same server with short time-outs; ``client`` itself if none can be made."""
     pool: Any = getattr(client, "connection_pool", None)
     if type(pool) not in (redis.ConnectionPool, redis.BlockingConnectionPool, redis.SentinelConnectionPool):
         return client
@@ -195,7 +195,7 @@ def with_short_timeouts(client: Any) -> Any:
 
 
 def _closing(client: Any) -> Any:
-    """The same client, which closes its connections when it is collected: a socket that is collected open warns."""
+    """Have the client close its connections when it is collected, because a socket that is collected open warns."""
     finalize(client, client.connection_pool.disconnect).atexit = False
     return client
 

@@ -1,10 +1,10 @@
 """Pinned connections: kept between commands, which makes each cheaper, and dropped when a command is interrupted.
 
-redis-py closes a connection when something is raised while it sends or while it reads.
-It keeps the connection when something is raised in between, or between two commands with which a connection begins:
-a signal handler's exception, such as Celery's soft time limit.
+redis-py closes a connection when an exception is raised while it sends or while it reads.
+It keeps the connection when a signal handler's exception, such as Celery's soft time limit, is raised in between,
+or between two of the commands with which a connection begins.
 The next command on it would take the reply for its own, or go to another database.
-So `PinnedClient` drops such a connection, and the pools of all other clients are `guarded`.
+So ``PinnedClient`` drops such a connection, and the pools of all other clients are ``guarded``.
 """
 
 import copy
@@ -21,31 +21,31 @@ from weakref import WeakSet, finalize
 import redis
 
 _MOST_KEPT = 16
-"""Connections that are kept; the pool has the others, and gives them to the user's own commands, too."""
+"""The most connections that are kept. The pool has the others, and lends them to the user's own commands, too."""
 
 _clients: WeakSet["PinnedClient"] = WeakSet()
 _inherited: list[Any] = []
 
 
 class _BrokenError(Exception):
-    """The connection is broken; no error of redis-py's, which would wait for a while and try again by itself."""
+    """The connection is broken. This is no error of redis-py's: redis-py would wait for a while and try again."""
 
 
 class _Pinned:
-    """One connection. It is dropped, too, when it is forgotten, as by an exception between two lines.
+    """One connection. It is also dropped when it is forgotten, as by an exception between two lines.
 
     Attributes:
         connection: redis-py's connection.
-        drop: closes it, and only then returns it to the pool: a reply may be yet to come on it.
+        drop: closes it, and only then returns it to the pool, because a reply may be yet to come on it.
     """
 
     def __init__(self, pool: Any) -> None:
-        """Take a connection from the pool."""
+        """Borrow a connection from the pool."""
         client: Any = redis.Redis(connection_pool=pool, single_connection_client=True)
         self.connection, client.connection = client.connection, None
         # Whatever was handled then is over when it is dropped, and a later exception may have the same id.
         vars(self.connection).pop("lent_during", None)
-        # No `__del__`: what a signal's handler raises there, where nothing was connected to either, would be lost.
+        # No `__del__`: a signal handler's exception in it would be lost, even where nothing was connected.
         self.drop = finalize(self, _drop, pool, self.connection)
         self.drop.atexit = False
 
@@ -60,8 +60,8 @@ def _drop(pool: Any, connection: Any) -> None:
 class PinnedClient(redis.Redis):
     """Sends each command on a connection that it keeps, past the pool.
 
-    redis-py's pool looks at every connection before it lends it, in case the server has closed it meanwhile. That
-    costs three system calls. Here it is done when a command has failed: the second attempt is the pool's. So a command
+    redis-py's pool checks every connection before it lends it, in case the server has closed it. That check costs
+    three system calls. Here it is done after a command has failed: the second attempt is the pool's. So a command
     may be sent twice, as with redis-py's own retries. All commands of a lock must bear that anyhow.
 
     Attributes:
@@ -69,7 +69,7 @@ class PinnedClient(redis.Redis):
     """
 
     def __init__(self, client: Any) -> None:
-        """See `fits` for the clients in whose place it can send."""
+        """See ``fits`` for the clients that it can replace."""
         super().__init__(connection_pool=guarded_pool(client.connection_pool))
         self._client = client  # whoever closes it, or drops it, closes its pool
         self.kept: list[_Pinned] = []
@@ -77,7 +77,7 @@ class PinnedClient(redis.Redis):
 
     @staticmethod
     def fits(client: Any) -> bool:
-        """Whether `client` is a plain one: not another class, nor altered, nor short of connections, nor cached."""
+        """Whether ``client`` is a plain one: not of another class, altered, short of connections, or cached."""
         if type(client) is not redis.Redis or "execute_command" in vars(client) or client.connection is not None:
             return False
         pool = client.connection_pool
@@ -137,10 +137,10 @@ with suppress(AttributeError):  # where nothing forks
 
 
 def guarded(client: Any) -> Any:
-    """A client that sends on the same connections as `client`, and closes the one on which a command is interrupted.
+    """A client on the connections of ``client`` that closes the connection on which a command is interrupted.
 
     Args:
-        client: a sync client of redis-py; one that has no pool comes back as it is.
+        client: a sync client of redis-py; a client without a pool is returned as it is.
     """
     if isinstance(client, redis.RedisCluster):  # where each node has a pool
         cluster: Any = client
@@ -155,7 +155,7 @@ def guarded(client: Any) -> Any:
 
         changed: dict[str, Any] = {"get_redis_connection": of_node, "pipeline": pipeline, "close": lambda: None}
     elif hasattr(client, "connection_pool"):
-        # A connection of the client's own is never given back, and so never looked at. To close is for the user.
+        # The client's own connection never returns to the pool, and so is never checked. The user closes it.
         changed = {"connection": None, "auto_close_connection_pool": False}
         changed["connection_pool"] = guarded_pool(client.connection_pool)
     else:
@@ -166,9 +166,9 @@ def guarded(client: Any) -> Any:
 
 
 def guarded_pool(pool: Any) -> Any:
-    """The same pool, which closes a connection that comes back interrupted; for a pool that waits, another like it."""
+    """The same pool, but it closes a connection that returns interrupted; for a pool that waits, another like it."""
     if isinstance(pool, redis.BlockingConnectionPool):
-        # Its queue is Python's, whose lock stays taken when a signal handler raises where it has just been acquired.
+        # Its queue is Python's, whose lock stays acquired if a signal handler raises just after acquiring it.
         pool = copy.copy(pool)
         del pool._connections  # noqa: SLF001 - they are the other's
         pool.queue_class = _Idle
@@ -184,10 +184,10 @@ def _guarded_kind(kind: Any) -> Any:
 
 
 class _GuardedPool:
-    """What a guarded pool does in another way."""
+    """The methods in which a guarded pool differs from its class."""
 
     def __del__(self) -> None:
-        """Close nothing: that is for the original to do."""
+        """Close nothing: the original does."""
 
     def get_connection(self, *args: Any, **options: Any) -> Any:
         try:
@@ -195,7 +195,7 @@ class _GuardedPool:
         except Exception as error:
             raise_as_connection_error(error)
             raise
-        # What is being handled already. Not the exception itself, which would live for as long as the connection.
+        # The exception that is handled already; by its id, or it would live for as long as the connection.
         connection.lent_during = id(sys.exc_info()[1])
         return connection
 
@@ -211,7 +211,7 @@ class _GuardedPool:
 
 
 class _Idle:
-    """The queue of a pool that waits: the last that came is the first to go, and no lock is left taken.
+    """The queue of a pool that waits: last in, first out, and it leaves no lock acquired.
 
     Attributes:
         queue: the connections that nobody uses.
@@ -234,12 +234,12 @@ class _Idle:
 
 
 def raise_as_connection_error(error: Exception) -> None:
-    """Raise redis-py's `ConnectionError` in place of what a client's own code raised while it connected.
+    """Raise redis-py's ``ConnectionError`` in place of an exception of a client's own code while it connected.
 
-    What a signal's handler raises stays what it is, because it is about something else.
+    The exception of a signal handler stays as it is, because it has another cause.
 
     Raises:
-        ConnectionError: unless `error` is redis-py's, the system's or a signal handler's.
+        ConnectionError: unless ``error`` is redis-py's, the system's or a signal handler's.
     """
     if isinstance(error, (redis.RedisError, OSError)):
         return

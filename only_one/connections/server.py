@@ -34,7 +34,7 @@ class Server:
     Attributes:
         client: a sync client of redis-py that closes the connection on which a command is interrupted.
         features: which commands the server knows.
-        looked_at_from: when the renewing thread asks for its eviction policy, by `now()`, after the next acquire.
+        looked_at_from: from when on the renewing thread asks for the eviction policy after an acquire, by ``now()``.
     """
 
     def __init__(self, client: Any) -> None:
@@ -48,10 +48,9 @@ class Server:
         self._async_clients: dict[asyncio.AbstractEventLoop, tuple[AsyncClient, AsyncGenerator[AsyncClient, None]]] = {}
 
     def node_of(self, key: str) -> Node:
-        """The node that stores `key`, as the renewing thread asks it.
+        """The node that stores ``key``, with the renewing thread's own connections and short time-outs.
 
-        The thread has connections of its own, with short time-outs. A pool whose connections are all in use, or a
-        server that does not answer, must not keep the thread from the keys in other servers.
+        A pool without free connections, or a server that does not answer, must not keep the thread from other servers.
         """
         if self._nodes is None:
             is_cluster = isinstance(self._given, redis.RedisCluster)
@@ -84,11 +83,11 @@ def check_source(name: str, source: Source) -> Source:
     """Check what a user gave as a server, and return it; nothing is sent to the server.
 
     Args:
-        name: where it was given, to say in an error.
-        source: what was given.
+        name: the option or variable, for the error message.
+        source: the value.
 
     Raises:
-        ConfigurationError: saying what to write instead.
+        ConfigurationError: for another value; the message says what to write instead.
     """
     if isinstance(source, str):
         if not re.fullmatch(r"rediss?://[^/]*(/\d*)?(\?.*)?|unix://[^?]*/[^?]+(\?.*)?", source):
@@ -157,7 +156,7 @@ _asked: set[str] = set()
 def may_evict(client: Any) -> str | None:
     """Ask a server whether it evicts keys when its memory is full: one round trip, once in the life of the process.
 
-    The `volatile-` policies evict our keys, too, because these expire.
+    The ``volatile-`` policies evict our keys, too, because these expire.
 
     Args:
         client: a client of redis-py, of one node.

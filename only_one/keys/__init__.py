@@ -1,1 +1,1 @@
-"""A call to its key: key templates and callables, their fields, and the MD5 of arguments. Nothing of Redis."""
+"""Keys: from a call to its key by templates and callables, their fields, and the MD5 of arguments. Nothing of Redis."""

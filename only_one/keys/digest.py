@@ -15,13 +15,13 @@ from typing import Any
 from uuid import UUID
 
 VERSION = b"\xff1"
-"""Begins every encoding but that of a lone str. A change of the encoding changes it, and a golden file pins both.
+"""The beginning of every encoding but a lone str's. It changes with the encoding, and a golden file pins both.
 
 No UTF-8 text begins with this byte, so no str is encoded like anything else.
 """
 
 _SHORT = 200
-"""Characters of a str whose digest is remembered; longer ones would take the memory."""
+"""The most characters of a str whose digest is remembered; longer ones would take the memory."""
 
 md5 = hashlib.md5
 with suppress(ImportError):  # a third of OpenSSL's time for short texts
@@ -60,7 +60,7 @@ def digest(value: object) -> str:
 
 @lru_cache(maxsize=4096)
 def _digest_of_short(text: str) -> str:
-    """Calls come back with the same arguments, or there would be no need of us."""
+    """Remember the digests of short texts, because calls come again with the same arguments."""
     # Half of a surrogate pair stands in the name of a file that is not UTF-8.
     return md5(text.encode("utf-8", "surrogatepass"), usedforsecurity=False).hexdigest()
 
@@ -101,7 +101,7 @@ def _dict(value: dict[Any, Any]) -> bytes:
 
 
 def _dict_key(key: object) -> bytes:
-    """Scalars become the str that JSON makes of them."""
+    """Encode a dict's key: a scalar as the str that JSON makes of it."""
     key = plain(key)
     if key is None or isinstance(key, (int, float)):
         try:

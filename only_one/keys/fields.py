@@ -1,6 +1,7 @@
-"""The fields of a key template (`{name}`, `{md5}`, `{user.id}`, `{day:%F}`, `{url:md5}`): checked, read and escaped.
+"""The fields of a key template, such as ``{name}``, ``{md5}`` and ``{user.id}``: checked, read and escaped.
 
-The arguments of a call are read by parameter, defaults applied: `f(1)`, `f(a=1)` and `f(1, b=<default>)` are one call.
+The arguments of a call are read by parameter, with defaults: ``f(1)``, ``f(a=1)`` and ``f(1, b=2)`` are one call if
+the default of ``b`` is 2.
 """
 
 import re
@@ -15,16 +16,16 @@ from only_one.errors import UnkeyableArgument
 from .digest import UnknownType, digest, plain, type_name
 
 MakeKey = Callable[[str, tuple[Any, ...], Mapping[str, Any]], str]
-"""The name of the task or function, and the call's positional and keyword arguments, to its key or a part of it."""
+"""A function from the name of the task or function, and the call's arguments, to the call's key or a part of it."""
 
 BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 RESERVED = frozenset("{}%")
-"""What is escaped in every value: braces would move a cluster's keys to other slots than those beside them."""
+"""The characters that are escaped in every value: braces would move keys to another slot of a cluster."""
 
 _LONGEST = 200
-"""Characters of an escaped text. A longer one is cut to its first 40 characters and its MD5."""
+"""The most characters of an escaped text. A longer one is cut to its first 40 characters and its MD5."""
 
 _STEP = r"\.([^.\[\]]+)|\[([^\[\]]+)\]"
 _OWN = ("name", "md5")
@@ -38,7 +39,7 @@ class Field(NamedTuple):
     Attributes:
         path: a parameter, with attributes and items.
         conversion: "!r", "!s", "!a" or none.
-        spec: how the value is formatted, with the colon before it; or none.
+        spec: the format of the value, with the colon before it; or none.
     """
 
     path: str
@@ -55,7 +56,7 @@ class Field(NamedTuple):
 
 
 class Arguments:
-    """Reads the calls of one signature. `Signature.bind` is slow, so it is used only where nothing else is right.
+    """Reads the calls of one signature. ``Signature.bind`` is slow, so it is used only if nothing else is right.
 
     Attributes:
         call: the signature.
@@ -91,9 +92,9 @@ class Arguments:
 
 
 def _others(parameters: list[Parameter]) -> tuple[list[str], list[Any], frozenset[str], frozenset[str]]:
-    """The names and defaults of parameters that are not given by position, and which must, and may, be given by name.
+    """The parameters that are not given by position: their names, defaults, and those that must and may be keywords.
 
-    `*args` and `**kwargs` must be, but may not: calls of a function that has them are bound.
+    ``*args`` and ``**kwargs`` must be, but may not: calls of a function that has them are bound.
     """
     required = frozenset(each.name for each in parameters if each.default is Parameter.empty)
     allowed = frozenset(each.name for each in parameters if each.kind in BY_NAME)
@@ -101,7 +102,7 @@ def _others(parameters: list[Parameter]) -> tuple[list[str], list[Any], frozense
 
 
 def field_problem(field: Field, arguments: Arguments) -> str | None:
-    """What is wrong with a field, and what to write instead, or None for a field that could work."""
+    """What is wrong with a field, and what to write instead; None for a field that can work."""
     path, parameter = field.path, field.parameter
     if path in _OWN:
         return None if field == (path, "", "") else f"{field} takes no conversion and no format, write {{{path}}}"
@@ -128,7 +129,7 @@ def _choices(arguments: Arguments, missing: str = "name") -> str:
 
 
 def make_text(field: Field, arguments: Arguments, escape: Callable[[str], str]) -> MakeKey:
-    """The function that gives the text of a field in which there is no problem."""
+    """The function that gives the text of a field without a problem."""
     if field.path == "name":
         return lambda name, _args, _kwargs: escape(name)
     if field.path == "md5":
@@ -179,7 +180,7 @@ def _unkeyable(problem: str, instead: str) -> UnkeyableArgument:
 
 
 def _serializer(field: Field, escape: Callable[[str], str]) -> Callable[[Any], str]:
-    """The function that makes text of the value to which the field's path leads."""
+    """The function that makes text of the value at the field's path."""
     if field.spec == ":md5":
         return (lambda value: digest(_formatted(field, "", value))) if field.conversion else digest
     as_it_is, spec = not field.spec and not field.conversion, field.spec[1:]
@@ -223,10 +224,10 @@ def _formatted(field: Field, spec: str, value: object) -> str:
 
 
 def escaper(separators: Iterable[str] = ()) -> Callable[[str], str]:
-    """A function that percent-encodes what may not stand in a value, as in a URL, and shortens an overlong text.
+    """A function that percent-encodes reserved characters in a value, as in a URL, and shortens an overlong text.
 
-    Surrogates are encoded too, because no client could send them. `%~` stands in no escaped text, so a shortened text
-    is equal to no other.
+    Surrogates are encoded too, because no client could send them.
+    No escaped text contains ``%~``, so a shortened text is equal to no other.
 
     Args:
         separators: the characters that end a value.

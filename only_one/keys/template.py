@@ -1,4 +1,4 @@
-"""Key templates such as `{name}:{md5}`, and `key=callable`: compiled once into a function that makes a call's key."""
+"""Key templates such as ``{name}:{md5}``, and ``key=callable``: compiled once into a function that makes the key."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -12,17 +12,17 @@ from .fields import BY_NAME, BY_POSITION, RESERVED, Arguments, Field, MakeKey, e
 
 
 def compile_key(key: object, call: Signature) -> MakeKey:
-    """Prepare the key of a function's calls, once, when it is decorated.
+    """Prepare the key of a function's calls, once, when the function is decorated.
 
     Args:
-        key: a template, such as `"{name}:{feed_url:md5}"`, or a callable that takes the arguments of the call.
+        key: a template, such as ``"{name}:{feed_url:md5}"``, or a callable that takes the arguments of the call.
         call: the function's signature, without the bound task.
 
     Returns:
         A function that makes the key of one call.
 
     Raises:
-        KeyTemplateError: for a template, or a callable, that could not work.
+        KeyTemplateError: for a template, or a callable, that cannot work.
     """
     if isinstance(key, str):
         return _template(key, Arguments(call))
@@ -33,7 +33,7 @@ def compile_key(key: object, call: Signature) -> MakeKey:
 
 
 def has_field(key: object, name: str) -> bool:
-    """Whether a key template uses `{name}`, or another field."""
+    """Whether a key template has the field ``name``, such as ``{name}`` or ``{md5}``."""
     return isinstance(key, str) and any(field.path == name for field in _split(key)[1])
 
 
@@ -57,7 +57,7 @@ def _computed(key: Callable[..., Any], arguments: Arguments) -> MakeKey:
 
 
 def _check_parameters(key: Callable[..., Any], label: str, arguments: Arguments) -> bool:
-    """Whether the callable has the function's own parameters and is called by name. If not, it is called by position.
+    """Whether the callable has the function's own parameters and is called by name; else it is called by position.
 
     Raises:
         KeyTemplateError: if the callable does not accept all arguments of a call.
@@ -81,7 +81,7 @@ def _check_parameters(key: Callable[..., Any], label: str, arguments: Arguments)
 
 
 def _split(template: str) -> tuple[list[str], list[Field]]:
-    """The literals, one more than there are fields, and the fields between them."""
+    """The fields of a template, and the literals around them: one more than there are fields."""
     if not template:
         msg = "the key template is empty: write a name for the lock, such as 'nightly-report', or '{name}:{md5}'"
         raise KeyTemplateError(msg)

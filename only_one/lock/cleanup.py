@@ -1,4 +1,4 @@
-"""Cleanup: keys that a call may have left behind are released in the background, again and again, until they expire."""
+"""Cleanup: keys that a call may have left behind are released in the background, repeatedly, until they expire."""
 
 import time
 
@@ -14,10 +14,10 @@ _MOST = 10_000
 
 
 class Cleanup:
-    """A key to be released if it holds a token, which an unconfirmed acquire may have stored, or may yet store."""
+    """A key to release if it holds a token: an unconfirmed acquire may have stored the token, or may yet store it."""
 
     def __init__(self, server: Server, key: str, token: bytes, until: float, *, no_write_in_flight: bool) -> None:
-        """See `renewal.release_later`."""
+        """See ``renewal.release_later``."""
         self.server = server
         self.key = key
         self.token = token
@@ -27,7 +27,7 @@ class Cleanup:
         self.try_at = now()
 
     def is_over(self, command: Command, reply: object) -> bool:
-        """Whether no more is to be done, by the reply to a command that releases the key."""
+        """Whether the cleanup has ended, by the reply to a command that releases the key."""
         if isinstance(reply, ResponseError) and self.server.features.fall_back_from(command[0], reply):
             return False  # due at once, by another command
         if self.no_write_in_flight and not isinstance(reply, Exception):
@@ -42,21 +42,21 @@ class Cleanup:
 
 
 class Cleanups(dict[bytes, Cleanup]):
-    """Those of one process, by token."""
+    """The cleanups of one process, by token."""
 
     def add(self, cleanup: Cleanup) -> None:
-        """Begin one; where there are too many, the oldest is forgotten: it has the least time left to do harm."""
+        """Begin a cleanup. At the limit the oldest is forgotten, because its key has the least time left to do harm."""
         if len(self) >= _MOST:
             self.pop(next(iter([*self]), b""), None)  # of a copy: other threads change it
         self[cleanup.token] = cleanup
 
     def release_due(self) -> None:
-        """Try all that are due, in one trip to each node."""
+        """Try all cleanups that are due, in one trip to each node."""
         moment = now()
         due_now = [each for each in list(self.values()) if each.try_at <= moment]
         # In order, or those that are tried again and again would keep others from their first turn.
         for node, due in trips(sorted(due_now, key=lambda each: each.try_at)):
-            # Of all that waits for a node that is down, one trip at a time finds out whether it still is.
+            # While a node is down, one trip at a time finds out whether it still is.
             if node.backs_off_until > now():
                 for cleanup in due:
                     cleanup.try_at = node.backs_off_until
@@ -73,7 +73,7 @@ class Cleanups(dict[bytes, Cleanup]):
                 self.pop(cleanup.token, None)
 
     def finish(self) -> None:
-        """Release what could not be released at the end of a run, as nobody will after this process."""
+        """At the end of the process, release the keys that could not be released at the end of a run."""
         limit = now() + 2  # seconds that the process waits for it at the most
         left = list(self.values())
         while left and now() < limit:

@@ -19,17 +19,17 @@ Commands = Generator[Command, Any, T]
 Expiry = tuple[bytes, ...]
 
 now = partial(time.clock_gettime, time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic
-"""Seconds by the clock of all deadlines: nobody sets it, and where it can it runs on through a suspend."""
+"""Seconds by the clock of all deadlines: nobody sets it, and if the system can, it runs on through a suspend."""
 
 TROUBLE = (RedisError, RedisClusterException, OSError)
-"""What redis-py raises when the server could not be asked, or refused."""
+"""The errors that redis-py raises when the server could not be asked, or refused."""
 
 
 class MarkerUpdate(NamedTuple):
-    """The completion marker: it tells redeliveries of a task's message that the run has ended.
+    """The completion marker to set: it tells redeliveries of a task's message that the run has ended.
 
     Attributes:
-        name: the key beside the run's.
+        name: the name of the marker, a key beside the run's.
         lasts: milliseconds for which it is kept for redeliveries that have not asked yet; 0 if all have asked.
     """
 
@@ -41,9 +41,9 @@ class ReleaseResult(NamedTuple):
     """The result of a release, or of a replacement.
 
     Attributes:
-        status: "held" (it was ours, and is released or replaced), "gone" (missing), or "taken" (owned by another).
-        value: what is stored at the key if it is owned by another.
-        has_redeliveries: redeliveries of the task's message wait to be told what has become of its run.
+        status: "held" (the key was ours, and is released or replaced), "gone" (missing), or "taken" (owned by another).
+        value: the value that is stored at the key if it is owned by another.
+        has_redeliveries: whether redeliveries of the task's message wait for the end of the run.
     """
 
     status: Literal["held", "gone", "taken"]
@@ -52,11 +52,11 @@ class ReleaseResult(NamedTuple):
 
 
 _RESULTS: dict[int | None, ReleaseResult] = {1: ReleaseResult("held"), 2: ReleaseResult("held", has_redeliveries=True)}
-"""The result by the number that a command or script replies; 2 is that of a key that redeliveries wait for."""
+"""The result by the number that a command or script replies; 2 says that redeliveries wait."""
 
 
 class Script:
-    """A Lua script that begins with the value of the key, and ends with it where that is not ours."""
+    """A Lua script that begins by reading the key, and returns the stored value if that is not ours."""
 
     def __init__(self, then: str) -> None:
         self.text = f"local value = redis.call('get', KEYS[1])\n{then}\nreturn value"
@@ -93,20 +93,20 @@ end""")
 
 
 class Features:
-    """Which commands one server knows, learnt from what it refuses.
+    """The server features: which commands one server knows, learnt from its refusals.
 
     Attributes:
-        sets_and_gets: it knows `SET NX GET` (from Redis 7.0, and Valkey).
-        release: how it compares and deletes: `DELIFEQ` (Valkey 9), `DELEX` (Redis 8.4), or a script (all).
+        sets_and_gets: whether it knows ``SET NX GET`` (from Redis 7.0, and Valkey).
+        release: how it compares and deletes: ``DELIFEQ`` (Valkey 9), ``DELEX`` (Redis 8.4), or a script (all).
     """
 
     sets_and_gets = True
     release: Literal["DELIFEQ", "DELEX", "EVALSHA"] = "DELIFEQ"
 
     def release_command(self, key: Key, token: bytes) -> Command:
-        """The command that deletes `key` if it holds `token`.
+        """The command that deletes ``key`` if it holds ``token``.
 
-        A script is sent whole: many go in one trip, and none may need a second one.
+        A script is sent whole, because many commands go in one trip, and none may need a second trip.
         """
         if self.release == "DELIFEQ":
             return ("DELIFEQ", key, token)
@@ -125,13 +125,13 @@ class Features:
 
 
 def is_forbidden(error: object) -> bool:
-    """Whether the server does not let this user do something, by itself or in a script."""
+    """Whether the error says that this user lacks a right, for a command or in a script."""
     text = str(error).lower()
     return isinstance(error, ResponseError) and ("permission" in text or "can't run this command" in text)
 
 
 def expiry_in(seconds: float | None) -> Expiry:
-    """The expiry of a key as SET takes it, None for never; as bytes, which cost redis-py less than a str and an int."""
+    """The expiry of a key as SET takes it, None for never. Bytes cost redis-py less than a str and an int."""
     return () if seconds is None else (b"PX", b"%d" % round(seconds * 1000))
 
 
@@ -141,8 +141,8 @@ def acquire(features: Features, key: Key, token: bytes, expiry: Expiry) -> Comma
     Args:
         features: the commands that the server knows.
         key: the key as it is in Redis.
-        token: the value that says whose it is.
-        expiry: when the key expires, as `expiry_in` encodes it.
+        token: the value that says who owns the key.
+        expiry: when the key expires, as ``expiry_in`` encodes it.
 
     Returns:
         None if the key is ours, else the value that is stored there.
@@ -157,7 +157,7 @@ def acquire(features: Features, key: Key, token: bytes, expiry: Expiry) -> Comma
         else:
             # Our own token: the reply was lost, and redis-py sent the command again.
             return None if value == token else value
-    for _ in range(3):  # taken when set, missing when read: taken after the third time
+    for _ in range(3):  # busy when set, missing when read: busy after the third time
         if (yield ("SET", key, token, b"NX", *expiry)):
             return None
         if (value := (yield ("GET", key))) is not None:
@@ -172,10 +172,10 @@ def release(features: Features, key: Key, token: bytes, marker: MarkerUpdate | N
         features: the commands that the server knows.
         key: the key as it is in Redis.
         token: the value with which it was acquired.
-        marker: the completion marker that tells redeliveries of a task's message that its run has ended.
+        marker: the completion marker, which tells redeliveries of a task's message that its run has ended.
 
     Returns:
-        What became of the key.
+        The result: released, missing, or owned by another.
 
     Raises:
         ResponseError: if the server refuses each of our commands.
@@ -188,27 +188,27 @@ def release(features: Features, key: Key, token: bytes, marker: MarkerUpdate | N
             if not features.fall_back_from(command[0], error):
                 raise
         else:
-            # The native commands do not say whose a key is that is not ours.
+            # The native commands do not say who owns a key that is not ours.
             return parse_result((yield ("GET", key)) if reply == 0 else reply)
     beside, lasts = marker or (None, 0)
     return parse_result((yield from evaluate(_RELEASE, key, token, lasts, beside=beside)))
 
 
 def parse_result(reply: int | bytes | None) -> ReleaseResult:
-    """The result, by the reply of a command or script: a number if the key was ours, else the value stored there."""
+    """The result of a release, by the reply: a number if the key was ours, else the value that is stored there."""
     if isinstance(reply, bytes):
         return ReleaseResult("taken", reply)
     return _RESULTS.get(reply) or ReleaseResult("gone")
 
 
 def replace(key: str, old: bytes, new: bytes, ttl: int, marker: MarkerUpdate | None = None) -> Commands[ReleaseResult]:
-    """Store `new` in place of `old` for `ttl` milliseconds, if `old` is still there; `marker` is as for `release`."""
+    """If ``old`` is stored at the key, store ``new`` for ``ttl`` milliseconds; ``marker`` is as for ``release``."""
     beside, lasts = marker or (None, 0)
     return parse_result((yield from evaluate(_REPLACE, key, old, new, ttl, lasts, beside=beside)))
 
 
 def take_over(features: Features, key: str, old: bytes, token: bytes, seconds: float) -> Commands[bytes | None]:
-    """Acquire a key for `seconds` from a holder that is dead or queued, if its value `old` is still there.
+    """Acquire a key for ``seconds`` from a holder that is dead or queued, if its value ``old`` is still there.
 
     Returns:
         None if the key is ours, else the value that is stored there.
@@ -220,7 +220,7 @@ def take_over(features: Features, key: str, old: bytes, token: bytes, seconds: f
 
 
 def evaluate(script: Script, key: Key, *args: bytes | str | int, beside: str | None = None) -> Commands[Any]:
-    """Run a script for a key, and perhaps one beside it in its slot; sent whole where the server does not know it."""
+    """Run a script for a key, and perhaps one beside it in its slot; sent whole if the server does not know it."""
     keys = (key,) if beside is None else (key, beside)
     try:
         return (yield ("EVALSHA", script.sha, len(keys), *keys, *args))
@@ -233,7 +233,7 @@ RAW = {"NEVER_DECODE": True, "get": True}
 
 
 def drive(client: Any, commands: Commands[T]) -> T:
-    """Send the commands of a generator, and return what it returns."""
+    """Send the commands of a generator, and return the generator's result."""
     try:
         command = next(commands)
         while True:
@@ -251,7 +251,7 @@ def drive(client: Any, commands: Commands[T]) -> T:
 
 
 async def drive_async(client: Any, commands: Commands[T]) -> T:
-    """Send the commands of a generator, and return what it returns."""
+    """Send the commands of a generator, and return the generator's result."""
     try:
         command = next(commands)
         while True:
@@ -269,5 +269,5 @@ async def drive_async(client: Any, commands: Commands[T]) -> T:
 
 
 def release_now(client: Any, features: Features, key: Key, token: bytes) -> ReleaseResult:
-    """Delete a key if it holds `token`, and say what became of it."""
+    """Delete a key if it holds ``token``, and return the result."""
     return drive(client, release(features, key, token))

@@ -1,4 +1,4 @@
-"""The lock as its run sees it: how long it lasts, whether it is held, `extend` and `fence`; `current_lock` gives it."""
+"""``current_lock``: how a run sees its own lock: ``expires_in``, ``is_held``, ``extend`` and the fencing token."""
 
 import time
 from collections.abc import Callable
@@ -15,16 +15,19 @@ from .holder import Holder
 
 
 class Lease:
-    """The lock of one run: what it may know and ask of it.
+    """The lock of one run; ``current_lock`` returns it.
 
-    What is known here costs no round trip; `extend` and `fence` cost one, and wait for it, in async runs too.
+    All attributes are known without a round trip, except ``fence``.
+    ``extend`` and ``fence`` cost one round trip, and wait for it, in async runs too.
 
     Attributes:
-        key: the key as it is in Redis.
-        token: the value that is stored there while it is ours.
-        reason: why it is lost, as in `LockLost`, or "released" after the run; None while it is held.
-        value: what is stored at the key since it was lost.
-        trouble: why the last renewal failed, or None if it did not.
+        key: the key as it is in Redis, with its prefix.
+        token: the value that is stored at the key while it is ours.
+        reason: why the key is lost, as in ``LockLost``, or ``"released"`` after the run; None while
+            it is held.
+        value: the value that is stored at the key since it was lost; empty if there is none, or it
+            is not known.
+        trouble: the error of the last renewal, or None if that succeeded.
     """
 
     reason: str | None = None
@@ -33,15 +36,16 @@ class Lease:
     _fence: int | None = None
 
     def __init__(self, server: Server | None, key: str, token: bytes, begun: float, ttl: float, limit: float) -> None:
-        """A lease that ends at `begun + ttl` unless it is renewed.
+        """A lease that ends at ``begun + ttl`` unless it is renewed.
 
         Args:
-            server: where the key is; None where the locking is switched off.
+            server: the server that stores the key; None if the locking is switched off.
             key: the key as it is in Redis.
-            token: the value with which it was acquired.
-            begun: when the command that acquired the key was about to be sent, by `commands.now()`.
+            token: the value with which the key was acquired.
+            begun: when the command that acquired the key was about to be sent, by
+                ``commands.now()``.
             ttl: seconds for which the key was acquired, and which each renewal gives.
-            limit: seconds after which it is not renewed any more; infinity for never.
+            limit: seconds after which the key is not renewed any more; infinity for never.
         """
         self.server = server
         self.key = key
@@ -51,12 +55,12 @@ class Lease:
         self.ends_at = begun + limit
         self.renews = ttl < limit
         self.lives_on(begun, ttl)
-        # A list of at most one, as taking from it happens once, whoever tries.
+        # A list of at most one, because `pop` gives it to one thread only.
         self.on_loss: list[Callable[[LockLost], None]] = []
 
     @property
     def holder(self) -> Holder | None:
-        """This run, as the others see it."""
+        """The ``Holder`` of this run, as other calls see it."""
         return Holder.parse(self.token)
 
     @property
@@ -65,7 +69,7 @@ class Lease:
         return max(0.0, self.expires_at - now()) if self.reason is None else 0.0
 
     def lives_on(self, sent: float, ttl: float) -> None:
-        """Note that the server lets the key live for `ttl` seconds, by a command that was sent at `sent`."""
+        """Note that the server lets the key live for ``ttl`` seconds, by a command that was sent at ``sent``."""
         self.expires_at = sent + ttl
         # After a third of it; the last one is not renewed any more.
         self.renew_at = sent + ttl / 3 if self.renews and self.expires_at < self.ends_at else self.ends_at
@@ -85,7 +89,7 @@ class Lease:
             raise lost
 
     def loss(self) -> LockLost | None:
-        """How the key was lost, or None while it is ours."""
+        """The error that says how the key was lost; None while it is ours."""
         if self.is_held:
             return None
         reason = self.reason or ("overrun" if now() >= self.ends_at else "expired")
@@ -94,7 +98,7 @@ class Lease:
         return lost
 
     def lose(self, reason: str, value: bytes = b"") -> str:
-        """Note that the key is lost, and return why: what was noted first counts."""
+        """Note that the key is lost, and return the reason; the reason that was noted first counts."""
         if self.reason is None:
             self.reason, self.value = reason, value
         return self.reason
@@ -108,17 +112,17 @@ class Lease:
         tell(lost)
 
     def extend(self, seconds: option_values.Seconds) -> None:
-        """Let the run hold its key for longer than it might have: at the cost of one round trip.
+        """Let the run hold its key for longer, at the cost of one round trip.
 
         Args:
-            seconds: by how much its `timeout` is lengthened, or a timedelta; where it has none, the key is renewed all
-                the same.
+            seconds: seconds or a timedelta by which the ``timeout`` is lengthened.
+                A key without a ``timeout`` is renewed anyhow.
 
         Raises:
-            ConfigurationError: for a time that could not work.
+            ConfigurationError: for a time that cannot work.
             LockLost: if the key is not ours any more.
         """
-        ends_at = self.ends_at + option_values.seconds("extend", seconds, "to give the key back, return")
+        ends_at = self.ends_at + option_values.seconds("extend", seconds, "to release the key, return")
         self.ensure_held()
         if ends_at == inf:
             return
@@ -130,10 +134,13 @@ class Lease:
 
     @property
     def fence(self) -> int:
-        """The fencing token of this run: higher than that of every run with this key before it.
+        """The fencing token of this run: an int, higher than that of every earlier run with this key.
 
-        A store that is given it with each write, and refuses what is lower than the highest it has seen, is safe from
-        a run that goes on after it has lost its key. It is minted on first use, at the cost of one round trip.
+        A run may go on after it has lost its key, and write late. A store is safe from that if each
+        write carries the fencing token, and the store refuses a token that is lower than the
+        highest it has seen.
+        The token is made on first use, at the cost of one round trip.
+        Fencing tokens are the idea of Martin Kleppmann, in "How to do distributed locking".
 
         Raises:
             LockLost: if the key is not ours any more.
@@ -144,10 +151,11 @@ class Lease:
         return self._fence
 
     def _ask(self, script: Script, *args: int, beside: str | None = None) -> Any:
-        """The number that a script replies while the key is ours; where the locking is off, the time in microseconds.
+        """The number that a script replies while the key is ours; the time in microseconds if the locking is off.
 
         Raises:
-            LockLost: if the key is not ours any more, and the reply is the value that is stored there.
+            LockLost: if the key is not ours any more: then the reply is the value that is stored
+                there.
         """
         self.ensure_held()
         commands = evaluate(script, self.key, self.token, *args, beside=beside)
@@ -159,19 +167,21 @@ class Lease:
 
 
 current: ContextVar[Lease | None] = ContextVar(__name__, default=None)
-"""The lock of the run that is under way here."""
+"""The lock of the run that is under way in this context."""
 
 
 def current_lock() -> Lease:
-    """The lock of the run that calls this.
+    """The lock of the run that calls this, to look at it, lengthen it, or get its fencing token.
 
-    It has `.key`, `.holder`, `.expires_in`, `.is_held`, `.ensure_held()`, `.extend(seconds)` and `.fence`.
+    Returns:
+        The lock, with ``.key``, ``.holder``, ``.expires_in``, ``.is_held``, ``.ensure_held()``,
+        ``.extend(seconds)`` and ``.fence``.
 
     Raises:
         ConfigurationError: outside of the run of a decorated function.
     """
     lease = current.get()
     if lease is None:
-        msg = "current_lock() was called outside of a covered run: call it in a function that has @only_one above it"
+        msg = "current_lock() was called outside of a decorated function: call it in one with @only_one above it"
         raise ConfigurationError(msg)
     return lease

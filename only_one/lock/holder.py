@@ -1,4 +1,4 @@
-"""The holder of a key: the token that is stored there, what it says, and whether its process is alive or dead."""
+"""The holder of a key: the token that is stored there, its fields, and whether its process is alive or dead."""
 
 import itertools
 import json
@@ -13,27 +13,30 @@ from typing import Any, Literal
 from .commands import now
 
 FORMAT = 1
-"""The version of the value's layout. A value of another version is nobody we know, and is left alone."""
+"""The version of the value's layout. A value of another version is no known holder, and is left alone."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The process and the call that hold a key. It contains no argument of the call.
+    """The process and the call that hold a key, without the arguments of the call.
 
     Attributes:
-        id: random, another for each acquire.
-        state: "running" while the call runs, "kept" after it has succeeded, for the rest of `at_least`, "queued" while
-            a task waits in its queue; then host, pid and the like are the producer's. "received" once a worker has it
-            and has not begun it; then they are those of the worker's main process.
-        name: the task's or function's name.
-        task_id: the Celery task's id, or None for a plain function.
-        attempt: how many times the Celery task has been retried, or None.
+        id: a random id, another for each acquire.
+        state: ``"running"`` while the call runs; ``"kept"`` after it has succeeded, for the rest of
+            ``at_least``; ``"queued"`` while a task waits in its queue: then host, pid and the like
+            are the producer's; ``"received"`` once a worker has received the task and has not begun
+            it: then they are the main process's.
+        name: the name of the task or function.
+        task_id: the id of the Celery task; None for a plain function.
+        attempt: the number of retries of the Celery task so far; None for a plain function.
         machine: the host name, boot id, pid and time namespace in one.
         host: the host name.
         pid: the process id.
-        process_start: when that process began, in clock ticks since boot, or None where that cannot be read.
+        process_start: when that process began, in clock ticks since boot; None if that cannot be
+            read.
         since: when the key was acquired, in seconds since the epoch.
-        deadline: when the key is free at the latest, in seconds since the epoch; None while it is renewed.
+        deadline: when the key is free at the latest, in seconds since the epoch; None while it is
+            renewed.
     """
 
     id: str
@@ -50,7 +53,7 @@ class Holder:
 
     @classmethod
     def parse(cls, value: str | bytes) -> "Holder | None":
-        """The holder that `value` encodes, or None: anybody can store anything at our keys."""
+        """The holder that ``value`` encodes, or None: anybody can store anything at our keys."""
         try:
             fields = json.loads(value)
         except (ValueError, RecursionError):
@@ -73,7 +76,7 @@ class Holder:
 
 
 def printable(text: str) -> str:
-    """`text` with line ends, terminal escapes and the like escaped: anybody can store anything at our keys."""
+    """``text`` with line ends, terminal escapes and the like escaped: anybody can store anything at our keys."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
@@ -83,31 +86,31 @@ _TYPES: dict[str, Any] = {
     **dict.fromkeys(("process_start", "attempt", "limit"), (int, type(None))),
     "task_id": (str, type(None)),
 }
-"""What the JSON of a value holds, in milliseconds."""
+"""The types in the JSON of a value; times are in milliseconds."""
 
 
 class _Process:
-    """What the tokens of one process have in common; serialized once, because that is most of a token's cost."""
+    """The part of the tokens that one process has in common: serialized once, because it is most of a token's cost."""
 
     def __init__(self) -> None:
         own, host, pid = machine(), socket.gethostname(), os.getpid()
         fields = {"only_one": FORMAT, "machine": own or host, "host": host, "pid": pid}
         self.serialized = _serialize(**fields, process_start=process_start(pid), process=os.urandom(8).hex())
-        # What the values of this process, and of all of this machine, begin with; where that is unknown, no holder's.
+        # The beginnings of this process's values and of this machine's; of no value if the machine is unknown.
         self.mark = f"{{{self.serialized},".encode()
         self.machine_mark = f"{{{_serialize(only_one=FORMAT, machine=own)},".encode()
 
 
 _this_process = cache(_Process)
-"""The one `_Process` of this process, made on first use."""
+"""The one ``_Process`` of this process, made on first use."""
 
 _numbers = itertools.count(1)
-"""The numbers of this process's tokens; a forked child counts anew, by which it knows what its parent has made."""
+"""The numbers of this process's tokens; a forked child counts anew, so it sees what its parent has made."""
 
 active_tokens: set[bytes] = set()
-"""The tokens of this process whose calls have not ended; others that are still stored are held by nobody.
+"""The tokens of this process whose calls have not ended; its other tokens that are still stored are held by nobody.
 
-In a forked child it is empty: a call that the parent was in the middle of stays the parent's.
+A forked child begins without any: a call that was under way at the fork stays the parent's.
 """
 
 
@@ -123,32 +126,33 @@ if hasattr(os, "register_at_fork"):
 
 
 class TokenFactory:
-    """Makes the tokens of one caller: once for a function, and anew for each run of a task."""
+    """Makes the tokens of one caller: one factory for a function, and a new one for each run of a task."""
 
     __slots__ = ("_head", "_serialized")
 
     def __init__(
         self, name: str, task_id: str | None = None, attempt: int | None = None, state: str = "running"
     ) -> None:
-        """See `Holder` for what the arguments are."""
+        """See ``Holder`` for the arguments."""
         self._serialized = _serialize(state=state, name=name, task_id=task_id, attempt=attempt)
-        # What the tokens have in common, in one process and with one limit, and which these are: at first none.
+        # The common beginning of tokens, and the process and limit for which it was made: at first none.
         self._head: tuple[object, float | None, bytes] = ("no numbers", None, b"")
 
     def token(self, deadline_in: float | None) -> bytes:
         """The value with which this process acquires a key.
 
         Args:
-            deadline_in: seconds after which the key is free at the latest, or None if it will be renewed.
+            deadline_in: seconds after which the key is free at the latest, or None if it will be
+                renewed.
 
         Returns:
-            Compact ASCII JSON that `Holder.parse` reads; no two are alike.
+            Compact ASCII JSON that ``Holder.parse`` reads; no two are alike.
         """
         numbers, limit, head = self._head
         if numbers is not _numbers or limit != deadline_in:
             numbers = _numbers  # before the rest: a fork may come in between
             milliseconds = "null" if deadline_in is None else round(deadline_in * 1000)
-            # What changes in each call comes last, so that the rest is serialized once.
+            # Parts that change in each call come last, so the rest is serialized once.
             head = f'{{{_this_process().serialized},{self._serialized},"limit":{milliseconds},"number":'.encode()
             self._head = numbers, deadline_in, head
         # Whole milliseconds: a float takes longer to serialize than the rest of the token. The nanoseconds that are
@@ -163,9 +167,9 @@ def _serialize(**values: object) -> str:
 
 
 def machine() -> str | None:
-    """This machine as far as process ids mean something in it: host, boot, pid and time namespace.
+    """This machine, as far as process ids mean the same in it: host, boot, pid and time namespace.
 
-    None where that cannot be read, or is that of others, as in a container that sees its host's /proc.
+    None if that cannot be read, or belongs to others, as in a container that sees its host's /proc.
     """
     try:
         if Path("/proc/self").readlink() != Path(str(os.getpid())):
@@ -180,7 +184,7 @@ def machine() -> str | None:
 
 
 def process_start(pid: int) -> int | None:
-    """When process `pid` began, in clock ticks since boot, or None where that cannot be read."""
+    """When process ``pid`` began, in clock ticks since boot; None if that cannot be read."""
     try:
         # The command's name, second in the line, is in parentheses and may hold anything, blanks included.
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
@@ -191,14 +195,15 @@ def process_start(pid: int) -> int | None:
 _MOST_REMEMBERED = 1000
 
 _alive: dict[bytes, tuple[int, float]] = {}
-"""Holders that were alive when looked at, with their pid and when to look again; a skip must not pay each time."""
+"""Holders that were seen alive, with their pid and when to look again: a skipped call must not pay each time."""
 
 
 def is_dead(value: bytes) -> bool:
-    """Whether the run that `value` encodes has certainly ended without releasing its key, or will never begin.
+    """Whether the run that ``value`` encodes has certainly ended without releasing its key, or will never begin.
 
-    Either its process, of this machine, is gone; or it was one of this process, where no such call is under way.
-    A holder of another machine, one that is kept, and one of which nothing can be known, is not dead.
+    Either its process, of this machine, is gone; or its process is this one, and no such call is
+    under way here.
+    A holder of another machine, a kept key and an unknown value are not dead.
     """
     process = _this_process()
     if value.startswith(process.mark):
@@ -222,13 +227,13 @@ def is_dead(value: bytes) -> bool:
 
 
 def is_gone(value: bytes) -> bool:
-    """Whether the process of this machine that `value` names is certainly gone."""
+    """Whether the process of this machine that ``value`` names is certainly gone."""
     holder = Holder.parse(value) if value.startswith(_this_process().machine_mark) else None
     return holder is not None and _has_gone(holder.pid, holder.process_start)
 
 
 def is_queued(value: bytes) -> bool:
-    """Whether the task that `value` encodes waits, in its queue or in a worker, so that a run may take its key."""
+    """Whether the task that ``value`` encodes waits, in its queue or in a worker: then a run may take over its key."""
     if b'"state":"queued"' not in value and b'"state":"received"' not in value:  # cheaper than parsing
         return False
     holder = Holder.parse(value)
@@ -236,7 +241,7 @@ def is_queued(value: bytes) -> bool:
 
 
 def _has_gone(pid: int, start: int | None) -> bool:
-    """Whether there is no process with this id, or only one that began at another time than `start`."""
+    """Whether there is no process with this id, or only a process that began at another time than ``start``."""
     try:
         if pid > 0:  # else it would be a process group, and no holder has such an id
             os.kill(pid, 0)
@@ -248,6 +253,6 @@ def _has_gone(pid: int, start: int | None) -> bool:
 
 
 def kept(value: bytes, at_least: float) -> bytes:
-    """The value of a run that has succeeded, and whose key is kept until `at_least` seconds after it was acquired."""
+    """The value for a key that is kept after a successful run, until ``at_least`` seconds after it was acquired."""
     fields = {**json.loads(value), "state": "kept", "limit": round(at_least * 1000)}
     return f"{{{_serialize(**fields)}}}".encode()

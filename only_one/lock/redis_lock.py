@@ -1,4 +1,4 @@
-"""redis-py's `Lock` and `AsyncLock`, which send our own commands, so that a lost reply gives no wrong answer."""
+"""The lock classes: redis-py's ``Lock`` and ``AsyncLock`` with our commands, so a lost reply gives no wrong answer."""
 
 import math
 from typing import Any
@@ -12,30 +12,30 @@ from .commands import Commands, Features, MarkerUpdate, ReleaseResult, now
 
 
 class _Common:
-    """What the two locks share: all but the sending, which is awaited in one of them.
+    """The code that both locks share: all but the sending, which one of them awaits.
 
     Attributes:
         features: which commands the server knows.
-        expires_at: when the key that was acquired last expires, by `commands.now()`.
+        expires_at: when the key that was acquired last expires, by ``commands.now()``.
     """
 
     local: Any
 
     def __init__(self, *args: Any, features: Features | None = None, **kwargs: Any) -> None:
-        """See redis-py; `features` is shared by all locks in a server."""
+        """See redis-py; ``features`` is shared by all locks in a server."""
         super().__init__(*args, **kwargs)
         self.features = features or Features()
         self.expires_at = math.inf
 
     @classmethod
     def held(cls, client: Any, features: Features, name: str, token: bytes, ttl: float) -> "_Common":
-        """The lock of a key that was acquired with `token` for `ttl` seconds; a call that is skipped makes none."""
+        """The lock of a key that was acquired with ``token`` for ``ttl`` seconds. A skipped call needs none."""
         lock = cls(client, name, ttl, thread_local=False, features=features)
         lock.local.token = token
         return lock
 
     def end(self: Any, retained: tuple[bytes, int] | None, marker: MarkerUpdate | None) -> Commands[ReleaseResult]:
-        """Delete the key, or store a value in place of the token for some milliseconds, if the key is ours."""
+        """If the key is ours, delete it, or store a retained value in place of the token for some milliseconds."""
         token = self.local.token
         if retained:
             return commands.replace(self.name, token, *retained, marker)
@@ -49,17 +49,17 @@ class _Common:
         """Delete the key if it is ours.
 
         Raises:
-            LockNotOwnedError: if it is somebody else's, or has expired.
+            LockNotOwnedError: if the key has another owner, or has expired.
         """
         return self._drive(self.redis, self._release(expected_token))
 
     def do_extend(self: Any, additional_time: float, replace_ttl: bool) -> Any:  # noqa: FBT001 - redis-py's
-        """Let the key live for `additional_time` more seconds, counted from now if `replace_ttl`, if it is ours."""
+        """If the key is ours, add ``additional_time`` seconds to its life, or to now if ``replace_ttl``."""
         begin = now() if replace_ttl else self.expires_at
         return self._living_until(begin + additional_time, super().do_extend(additional_time, replace_ttl))  # type: ignore[misc]
 
     def do_reacquire(self: Any) -> Any:
-        """Let the key live for its whole time again, if it is ours."""
+        """If the key is ours, let it live for its whole time again."""
         return self._living_until(now() + (self.timeout or math.inf), super().do_reacquire())  # type: ignore[misc]
 
     def _acquire(self: Any, token: bytes) -> Commands[bool]:
@@ -77,7 +77,7 @@ class _Common:
 
 
 class Lock(_Common, redis.lock.Lock):
-    """redis-py's `Lock`, to be used in its place."""
+    """A drop-in replacement for redis-py's ``Lock``."""
 
     _drive = staticmethod(commands.drive)
 
@@ -87,7 +87,7 @@ class Lock(_Common, redis.lock.Lock):
 
 
 class AsyncLock(_Common, redis.asyncio.lock.Lock):
-    """redis-py's asyncio `Lock`, to be used in its place."""
+    """A drop-in replacement for redis-py's asyncio ``Lock``."""
 
     _drive = staticmethod(commands.drive_async)
 

@@ -1,4 +1,4 @@
-"""Renewal: the one thread of a process that renews its leases, tells runs of what they lost, and does the cleanup."""
+"""Renewal: the thread of a process that renews its leases, tells runs of lost keys, and does the cleanup."""
 
 import atexit
 import logging
@@ -28,10 +28,10 @@ _LOOKED_AT_AGAIN_AFTER = 60.0
 
 
 class _Renewer:
-    """The thread of one process, and what is in its care."""
+    """The thread of one process, and the leases and cleanups in its care."""
 
     def __init__(self) -> None:
-        # By reference only: a lease lives as long as its run, and whatever may interrupt that ends its renewal too.
+        # Weak references: a lease lives as long as its run, and an interrupted run ends its renewal too.
         self.leases: dict[bytes, ref[Lease]] = {}
         self.cleanups = Cleanups()
         self.unknown: dict[Server, str] = {}
@@ -41,9 +41,9 @@ class _Renewer:
         self.vacancy = {"for": "a thread"}
 
     def see_to_it_by(self, due: float) -> None:
-        """Wake the thread in time for something that is new in its care."""
+        """Wake the thread in time for a new lease or cleanup."""
         if self.vacancy:
-            # What a connection imports at its first host name: forked while the thread does, a child waits for ever.
+            # Imported here, not at the first host name: a child forked during that import would wait for ever.
             "".encode("idna")
             if not _start_native_thread("only_one-leases", self.run):
                 logger.warning("no thread can be started: until one can, no key is renewed, nor released later")
@@ -57,7 +57,7 @@ class _Renewer:
             self.take_turn()
 
     def take_turn(self) -> None:
-        """See to all that is due, and sleep; nothing that goes wrong in one step keeps the others from their turn."""
+        """Do all that is due, then sleep. An error in one step does not keep the other steps from their turn."""
         for step in (
             self.connect_for_what_is_due_soon,
             self.renew_all_that_is_due,
@@ -73,12 +73,12 @@ class _Renewer:
                 time.sleep(LONG)
 
     def sleep(self) -> None:
-        """Sleep until something is due, of what comes meanwhile, too.
+        """Sleep until something is due, including leases and cleanups that are added meanwhile.
 
-        What comes and goes again does not wake the thread a second time: a wake costs the run more than all else here.
+        A lease that comes and goes again does not wake the thread twice: a wake costs a run more than all else here.
         """
         self.wakes_at = due = self.next_due()
-        # Whoever adds something looks at `wakes_at` after adding it, and we look at what there is after setting it.
+        # A run adds a lease and then reads `wakes_at`; here it is set and then the leases are read. So one sees it.
         self.wakes_at = due = min(due, self.next_due())
         while (pause := due - now()) > 0:
             with suppress(Empty):
@@ -101,7 +101,7 @@ class _Renewer:
         return -math.inf if self.unknown else min(dues, default=math.inf)
 
     def connect_for_what_is_due_soon(self) -> None:
-        """Make the connection for the first renewal in a server some seconds before it."""
+        """Connect to a server some seconds before the first renewal in it."""
         moment = now()
         for lease in self.held():
             if lease.server and lease.renews and lease.renew_at < moment + 2:
@@ -110,7 +110,7 @@ class _Renewer:
                 return
 
     def look_at_a_new_server(self) -> None:
-        """Have it warned of a server that may evict keys."""
+        """Log a warning if a new server may evict keys."""
         if not self.unknown:
             return
         server, key = self.unknown.popitem()
@@ -130,7 +130,7 @@ class _Renewer:
         """Renew the leases that are due, in one trip to each node.
 
         Returns:
-            Whether some are left, as it has taken long: others have the first turn then.
+            Whether some are left because it has taken long: leases that have become due go first.
         """
         moment = now()
         due: list[Lease] = []
@@ -146,7 +146,7 @@ class _Renewer:
         return bool(left)
 
     def renew(self, node: Node, leases: list[Lease]) -> None:
-        """Renew leases of one node in one trip, and note what became of each."""
+        """Renew leases of one node in one trip, and note the result of each."""
         sent = now()
         if node.backs_off_until > sent:
             for lease in leases:
@@ -166,7 +166,7 @@ class _Renewer:
             _explain(those)
 
     def note(self, lease: Lease, sent: float, ttl: float, reply: Any) -> None:
-        """What the reply to a renewal, or its error, means for a lease."""
+        """Note the result of a renewal, by its reply or error."""
         # A list or hash that somebody has put there.
         is_other = isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply)
         lease.trouble = reply.with_traceback(None) if isinstance(reply, Exception) and not is_other else None
@@ -179,11 +179,11 @@ class _Renewer:
             self.lost(lease, "deleted" if reply is None else "taken", value)
 
     def lost(self, lease: Lease, reason: str, value: bytes = b"") -> None:
-        """Stop renewing, and have the run told: by another thread, since what it does about it is its own.
+        """Stop renewing, and tell the run of its loss: in another thread, because the policy is the user's code.
 
-        Where none can be started, the run tells of it at its end.
+        If no thread can be started, the run is told at its end.
         """
-        # Not where its run has ended meanwhile; nor a thread for each task that has begun since a worker received it.
+        # No thread if the run has ended meanwhile, or for each task that has begun since a worker received it.
         if lease.lose(reason, value) == reason and lease.on_loss:
             _start_native_thread("only_one-lost", lease.tell_loss, lease.loss())
 
@@ -200,7 +200,7 @@ def _explain(leases: list[Lease]) -> None:
 
 
 def _pause(leases: list[Lease]) -> float:
-    """Seconds after which a renewal that has failed is tried again: a tenth of the lease, and no more than one."""
+    """Seconds until a failed renewal is tried again: a tenth of the lease, but at most one second."""
     return min(1.0, 0.1 * min(lease.ttl for lease in leases))
 
 
@@ -208,7 +208,7 @@ def _start_native_thread(name: str, run: Callable[..., None], *args: object) -> 
     """Start a daemon thread of the system, under gevent and eventlet too: work that does not wait starves a greenlet.
 
     Returns:
-        Whether it could be started; not at a limit of threads, nor while the interpreter shuts down.
+        Whether it could be started: not at a limit of threads, nor while the interpreter shuts down.
     """
     try:
         if (gevent := sys.modules.get("gevent.monkey")) and gevent.is_module_patched("threading"):
@@ -223,7 +223,7 @@ def _start_native_thread(name: str, run: Callable[..., None], *args: object) -> 
 
 
 def _log(level: int, message: str, *args: object) -> None:
-    """Log by another thread, as a handler may take long, and is the user's."""
+    """Log in another thread, because a handler is the user's code, and may take long."""
     if logger.isEnabledFor(level):
         _start_native_thread("only_one-log", logger.log, level, message, *args)
 
@@ -238,7 +238,7 @@ atexit.register(lambda: _renewer.cleanups.finish())  # noqa: PLW0108 - a child h
 
 
 def hold(lease: Lease) -> None:
-    """Renew `lease` from now on, until `let_go`, and tell its run when it is lost."""
+    """Renew ``lease`` from now on, until ``let_go``, and tell its run when it is lost."""
     _renewer.leases[lease.token] = ref(lease)
     server = lease.server
     if server is not None and server.looked_at_from <= lease.begun:
@@ -248,19 +248,20 @@ def hold(lease: Lease) -> None:
 
 
 def let_go(lease: Lease) -> None:
-    """Renew `lease` no more: its run is over."""
+    """Renew ``lease`` no more: its run is over."""
     _renewer.leases.pop(lease.token, None)
 
 
 def release_later(server: Server, key: str, token: bytes, until: float, *, no_write_in_flight: bool) -> None:
-    """Release a key in the background, again and again: its acquire is unconfirmed, or its release has failed.
+    """Release a key in the background, repeatedly: its acquire is unconfirmed, or its release has failed.
 
     Args:
-        server: where the key is.
+        server: the server that stores the key.
         key: the key as it is in Redis.
-        token: the value that may be stored there; another is left alone.
-        until: when to give up, because the key has expired by itself, by `commands.now()`.
-        no_write_in_flight: the server has done with every command that may set the token, so that "gone" is final.
+        token: the value that may be stored there; another value is left alone.
+        until: when to give up, because the key has expired by itself, by ``commands.now()``.
+        no_write_in_flight: whether the server has finished every command that may store the token: "gone" is final
+            then.
     """
     cleanup = Cleanup(server, key, token, until, no_write_in_flight=no_write_in_flight)
     _renewer.cleanups.add(cleanup)

@@ -329,7 +329,7 @@ def test_current_lock_is_that_of_the_context() -> None:
         mine = current_lock()
         assert await asyncio.to_thread(current_lock) is mine
         assert contextvars.copy_context().run(current_lock) is mine
-        with pytest.raises(ConfigurationError, match="outside of a covered run"):
+        with pytest.raises(ConfigurationError, match="outside of a decorated function"):
             contextvars.Context().run(current_lock)
         assert list(await asyncio.gather(inner("a"), inner("b"))) == ["a", "b"]
         assert current_lock() is mine

@@ -164,7 +164,7 @@ def test_what_is_found_wrong_later_is_raised_by_every_call(
             call()
     assert queued() == 0
     (told,) = caplog.messages
-    assert told.startswith("promised cannot be covered: ")
+    assert told.startswith("promised cannot be decorated: ")
 
 
 def test_what_is_found_wrong_later_is_said_of_a_module_that_is_loaded_twice(app: Celery) -> None:

@@ -68,10 +68,10 @@ def test_a_limit_of_times(app: Celery, queue: Queue, redis: Redis, prefix: str) 
         assert answer.state == "PENDING"
         assert "trigger" not in message["headers"]["only_one"]  # none takes the place of another
     queue.deliver(first, redelivered=True)
-    assert len(queue) == 0, "a later copy of it waits"
+    assert len(queue) == 0, "a later message waits"
     redis.delete(f"{prefix}k")
     queue.deliver(first, redelivered=True)
-    assert answer.state == "PENDING", "a later copy of it waits"
+    assert answer.state == "PENDING", "a later message waits"
     redis.set(f"{prefix}k", "somebody else", ex=600)
     queue.deliver(message)
     assert len(queue) == 0

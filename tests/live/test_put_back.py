@@ -263,7 +263,7 @@ def test_copies_of_what_waits_make_no_messages(broker: World, held: Held, task: 
 
 def dropped(broker: World, task_id: str) -> int:
     """How many copies of a message were dropped, as another one waits."""
-    return broker.log().count(f"[{task_id}] was dropped: a later copy of it waits")
+    return broker.log().count(f"[{task_id}] dropped: a later message waits")
 
 
 def put_back_times(broker: World, queue: str, since: float, until: float) -> int:

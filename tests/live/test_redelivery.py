@@ -135,7 +135,7 @@ def everything(place: World) -> Everything:
 
 
 def why_dropped(place: World, sent: Sent) -> set[str]:
-    return set(re.findall(rf"a copy of [\w.]+\[{sent.answer.id}\] was dropped: (.*)", place.log()))
+    return set(re.findall(rf"redelivery of [\w.]+\[{sent.answer.id}\] dropped: (.*)", place.log()))
 
 
 def runs(place: World, gate: str) -> list[str]:

@@ -123,7 +123,7 @@ def test_a_key_that_is_not_ours_any_more(
 
 
 def test_a_time_that_could_not_work(make: Make) -> None:
-    with pytest.raises(ConfigurationError, match=r"^extend=.*to give the key back, return"):
+    with pytest.raises(ConfigurationError, match=r"^extend=.*to release the key, return"):
         make(LONG, LONG).extend(0)
 
 
