@@ -3,8 +3,8 @@
 import re
 from contextlib import suppress
 from datetime import date
-from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from celery import Celery
 from celery.utils.quorum_queues import detect_quorum_queues
@@ -16,17 +16,13 @@ from only_one.errors import ConfigurationError
 
 _entity: Any = entity  # it has no types
 
+_read: WeakKeyDictionary[Celery, tuple[float, str]] = WeakKeyDictionary()
+"""The visibility timeout and the kind of transport of each app: reading a setting of Celery's takes long."""
+
 
 def visibility_timeout(app: Celery) -> float:
     """Seconds after which the broker delivers a message again that was not acknowledged."""
-    configured = (app.conf.broker_transport_options or {}).get("visibility_timeout")
-    if configured:
-        return float(configured)
-    channel: Any = getattr(_transport(app), "Channel", None)
-    # The second is that of SQS.
-    defaults = [getattr(channel, name, None) for name in ("visibility_timeout", "default_visibility_timeout")]
-    # RabbitMQ's, and for brokers that do not say.
-    return float(next((each for each in defaults if isinstance(each, (int, float))), 1800))
+    return _facts(app)[0]
 
 
 def longest_countdown(app: Celery) -> float:
@@ -65,12 +61,12 @@ def _seconds_until(app: Celery, when: Any) -> float:
 
 def redelivers_at_any_time(app: Celery) -> bool:
     """Whether the broker delivers a message again as soon as the connection is lost on which it came, as AMQP says."""
-    return bool(_transport(app).driver_type == "amqp")
+    return _facts(app)[1] == "amqp"
 
 
 def marks_redeliveries(app: Celery) -> bool:
     """Whether a message says that it was delivered before; that of SQS does not."""
-    return _transport(app).driver_type in {"amqp", "redis"}
+    return _facts(app)[1] in {"amqp", "redis"}
 
 
 def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +82,7 @@ def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
     Returns:
         Options of `apply_async`; none where Celery's own are right.
     """
-    if not detect_quorum_queues(app, _transport(app).driver_type)[0]:
+    if not detect_quorum_queues(app, _facts(app)[1])[0]:
         return {}
     # Before the routing key of a message that RabbitMQ delays, Celery puts the seconds, in binary.
     exchange, key = came_by["exchange"], re.sub(r"^(?:[01]\.){28}", "", came_by["routing_key"])
@@ -120,11 +116,15 @@ def check_countdown(app: Celery, countdown: float | None) -> None:
         raise ConfigurationError(msg)
 
 
-def _transport(app: Celery) -> Any:
-    url = app.conf.broker_read_url  # which is `broker_url` where nothing else is said
-    return _transport_of(tuple(url) if isinstance(url, list) else url, app.conf.broker_transport)
-
-
-@cache
-def _transport_of(url: str | tuple[str, ...] | None, name: str | None) -> Any:
-    return Connection(url, transport=name).get_transport_cls()  # type: ignore[no-untyped-call]
+def _facts(app: Celery) -> tuple[float, str]:
+    if app not in _read:
+        url = app.conf.broker_read_url  # which is `broker_url` where nothing else is said
+        transport: Any = Connection(url, transport=app.conf.broker_transport).get_transport_cls()  # type: ignore[no-untyped-call]
+        channel = getattr(transport, "Channel", None)
+        # The second is that of SQS.
+        defaults = [getattr(channel, name, None) for name in ("visibility_timeout", "default_visibility_timeout")]
+        # RabbitMQ's, and for brokers that do not say.
+        default = next((each for each in defaults if isinstance(each, (int, float))), 1800)
+        configured = (app.conf.broker_transport_options or {}).get("visibility_timeout")
+        _read[app] = float(configured or default), transport.driver_type
+    return _read[app]

@@ -96,8 +96,10 @@ def _has_ended(holder: Holder) -> bool:
 
 def _on_end(sender: Any, task: Any, **_: Any) -> None:
     """Its result is stored; or a signal handler, `before_start` or a base class has kept it from running."""
-    getattr(task.request, "only_one_stored", lambda: None)()
-    if not getattr(task.request, "only_one_has_begun", False):
+    noted = vars(task.request)
+    if "only_one_stored" in noted:
+        noted["only_one_stored"]()
+    if "only_one_has_begun" not in noted:
         _forget(sender, task.request)
 
 
