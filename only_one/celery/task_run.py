@@ -31,7 +31,7 @@ def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[A
     A function that is called directly, or from another task's run, is none of that task's.
     """
     bound = bool(args) and isinstance(args[0], Task) and wrapper in functions_of(args[0])
-    task = _state.get_current_task()
+    task: Any = _state.get_current_task()
     request: Any = task.request if task is not None else None
     if request is None or request.called_directly or wrapper not in functions_of(task):
         return decoration.plain_bound if bound else decoration.plain

@@ -53,6 +53,9 @@ class AsyncClient:
 
     def _begin(self) -> None:
         self.client, self._turns = self._make(), asyncio.Semaphore(self._most)
+        self._kept: list[Any] = []
+        pool = getattr(self.client, "connection_pool", None)
+        self._keeps = type(pool) is ConnectionPool and not hasattr(pool.connection_kwargs.get("credential_provider"), "on_next")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.client, name)
@@ -69,7 +72,7 @@ class AsyncClient:
                     msg = "Timeout waiting for a connection: the server did not answer on any"
                     raise redis.TimeoutError(msg)  # noqa: TRY301 - a time-out like any other
                 sent = now()
-                reply = await client.execute_command(*args, **options)
+                reply = await (self._send if self._keeps else client.execute_command)(*args, **options)
                 self._answered_at = now()
                 return reply
         except (redis.RedisError, exceptions.RedisClusterException, asyncio.CancelledError, GeneratorExit) as error:
@@ -88,6 +91,27 @@ class AsyncClient:
         finally:
             if client is not self.client:  # it may have connected once more since it was closed
                 self.to_be_closed.append(client)
+
+    async def _send(self, *args: Any, **options: Any) -> Any:
+        """Send a command on a connection that is kept, past the pool."""
+        client, kept = self.client, self._kept
+        connection = kept.pop() if kept else await client.connection_pool.get_connection()
+
+        async def attempt() -> Any:
+            await connection.send_command(*args)
+            return await client.parse_response(connection, args[0], **options)
+
+        try:
+            reply = await connection.retry.call_with_retry(attempt, lambda _: connection.disconnect())
+        except redis.ResponseError:
+            kept.append(connection)
+            raise
+        except BaseException:
+            await connection.disconnect(nowait=True)
+            await client.connection_pool.release(connection)
+            raise
+        kept.append(connection)
+        return reply
 
     async def close_what_is_left(self) -> None:
         """Close the connections of the earlier clients."""

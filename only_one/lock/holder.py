@@ -49,6 +49,7 @@ class Holder:
     deadline: float | None
 
     @classmethod
+    @lru_cache(maxsize=16)
     def parse(cls, value: str | bytes) -> "Holder | None":
         """The holder that `value` encodes, or None: anybody can store anything at our keys."""
         try:
