@@ -107,6 +107,7 @@ def check_countdown(app: Celery, countdown: float | None) -> None:
     Raises:
         ConfigurationError: saying what to write instead.
     """
+    _read.pop(app, None)  # it may have been configured since
     # Not before there is one: a task that is only called needs no transport.
     if countdown is not None and countdown > (longest := longest_countdown(app)):
         msg = (
