@@ -23,7 +23,7 @@ AtEnd = tuple[tuple[bytes, int] | None, MarkerUpdate | None]
 And the completion marker to be set for redeliveries of a task's message; None if none is set."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class EffectiveOptions(settings.Settings):
     """The effective options of a function, and what follows from them.
 

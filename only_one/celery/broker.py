@@ -6,16 +6,14 @@ from datetime import date
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import kombu
 from celery import Celery
 from celery.utils.quorum_queues import detect_quorum_queues
 from celery.utils.time import maybe_iso8601, maybe_make_aware
-from kombu import entity
-from kombu.connection import Connection
 
 from only_one.errors import ConfigurationError
 
-_entity: Any = entity  # it has no types
-
+_kombu: Any = kombu  # it has no types
 _read: WeakKeyDictionary[Celery, tuple[float, str]] = WeakKeyDictionary()
 """The visibility timeout and the kind of transport of each app: reading a setting of Celery's takes long."""
 
@@ -92,13 +90,12 @@ def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
                 return {"queue": queue}
         return {}
     exchanges = [each.exchange for queue in app.amqp.queues.values() for each in (queue, *(queue.bindings or ()))]
-    is_delayed = exchange.startswith("celery_delayed_")  # by RabbitMQ, on its way here
     topics = {each.name for each in exchanges if each and each.type == "topic"}
-    is_topic = is_delayed or exchange in topics
+    is_topic = exchange in topics or exchange.startswith("celery_delayed_")  # on its way here, by RabbitMQ
     # Celery asks a queue whether the broker is to delay it, and sends through what is said beside it.
     beside = {} if is_topic else {"exchange": exchange, "routing_key": key, "declare": []}
-    source = _entity.Exchange(exchange, type="topic" if is_topic else "direct")
-    return {"queue": _entity.Queue(exchange=source, routing_key=key), **beside}
+    source = _kombu.Exchange(exchange, type="topic" if is_topic else "direct")
+    return {"queue": _kombu.Queue(exchange=source, routing_key=key), **beside}
 
 
 def check_countdown(app: Celery, countdown: float | None) -> None:
@@ -120,7 +117,7 @@ def check_countdown(app: Celery, countdown: float | None) -> None:
 def _facts(app: Celery) -> tuple[float, str]:
     if app not in _read:
         url = app.conf.broker_read_url  # which is `broker_url` where nothing else is said
-        transport: Any = Connection(url, transport=app.conf.broker_transport).get_transport_cls()  # type: ignore[no-untyped-call]
+        transport = _kombu.Connection(url, transport=app.conf.broker_transport).get_transport_cls()
         channel = getattr(transport, "Channel", None)
         # The second is that of SQS.
         defaults = [getattr(channel, name, None) for name in ("visibility_timeout", "default_visibility_timeout")]

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace as replace_fields
-from functools import lru_cache
 from typing import Any
 from weakref import WeakSet
 
@@ -32,13 +31,6 @@ _UNTIL_PUBLISHED = 30.0
 """Seconds for which the key is acquired at first: a producer that dies before it has published blocks nobody."""
 
 _warned: WeakSet[Any] = WeakSet()
-
-
-@lru_cache(maxsize=256)
-def _at_first(options: EffectiveOptions, seconds: float) -> EffectiveOptions:
-    """The options until the message is published, for a task that waits in its queue for `seconds` at the most."""
-    ttl = min(seconds, _UNTIL_PUBLISHED)
-    return replace_fields(options, ttl=ttl, expiry=expiry_in(ttl), timeout=seconds)
 
 
 class Publication(TaskCaller):
@@ -105,7 +97,9 @@ class Publication(TaskCaller):
             with suppress(OnlyOneError):  # its arguments cannot be compared
                 digest = decoration.digest(args, kwargs)
         anew = ("anew", self.id, 0, digest, round(seconds * 1000))
-        with LockedCall(_at_first(options, seconds), options.server, options.server.client, self, key) as call:
+        ttl = min(seconds, _UNTIL_PUBLISHED)
+        at_first = replace_fields(options, ttl=ttl, expiry=expiry_in(ttl), timeout=seconds)
+        with LockedCall(at_first, options.server, options.server.client, self, key) as call:
             number, problem = 0, None
             try:
                 if only_newest:

@@ -31,9 +31,8 @@ def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[A
     A function that is called directly, or from another task's run, is none of that task's.
     """
     bound = bool(args) and isinstance(args[0], Task) and wrapper in functions_of(args[0])
-    task: Any = _state.get_current_task()
-    request: Any = task.request if task is not None else None
-    if request is None or request.called_directly or wrapper not in functions_of(task):
+    task = _state.get_current_task()
+    if task is None or (request := task.request).called_directly or wrapper not in functions_of(task):
         return decoration.plain_bound if bound else decoration.plain
     lease = current.get()
     holder = lease.holder if lease else None

@@ -97,8 +97,7 @@ def _has_ended(holder: Holder) -> bool:
 def _on_end(sender: Any, task: Any, **_: Any) -> None:
     """Its result is stored; or a signal handler, `before_start` or a base class has kept it from running."""
     noted = vars(task.request)
-    if "only_one_stored" in noted:
-        noted["only_one_stored"]()
+    noted.get("only_one_stored", int)()
     if "only_one_has_begun" not in noted:
         _forget(sender, task.request)
 

@@ -12,7 +12,7 @@ from redis.asyncio import ConnectionPool, Redis, RedisCluster, cluster, connecti
 from only_one.errors import ConfigurationError
 from only_one.lock.commands import now
 
-from .connection_pool import raise_as_connection_error
+from .connection_pool import PinnedClient, raise_as_connection_error
 
 _sentinel: Any = sentinel  # which has no types
 
@@ -38,15 +38,17 @@ class AsyncClient:
             collected where no event loop is running; then the next command closes them.
     """
 
-    def __init__(self, make: Callable[[], Any], most: int) -> None:
+    def __init__(self, make: Callable[[], Any], most: int, *, keeps: bool = False) -> None:
         """Make the client.
 
         Args:
             make: makes one of redis-py's.
             most: how many commands are sent at a time.
+            keeps: it keeps its connections between commands, past the pool.
         """
         self._make = make
         self._most = most
+        self._keeps = keeps
         self._answered_at = self._timed_out_at = 0.0  # by `now()`: never
         self.to_be_closed: list[Any] = []
         self._begin()
@@ -54,8 +56,6 @@ class AsyncClient:
     def _begin(self) -> None:
         self.client, self._turns = self._make(), asyncio.Semaphore(self._most)
         self._kept: list[Any] = []
-        pool = getattr(self.client, "connection_pool", None)
-        self._keeps = type(pool) is ConnectionPool and not hasattr(pool.connection_kwargs.get("credential_provider"), "on_next")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.client, name)
@@ -102,16 +102,13 @@ class AsyncClient:
             return await client.parse_response(connection, args[0], **options)
 
         try:
-            reply = await connection.retry.call_with_retry(attempt, lambda _: connection.disconnect())
-        except redis.ResponseError:
-            kept.append(connection)
+            return await connection.retry.call_with_retry(attempt, lambda _: connection.disconnect())
+        except BaseException as error:
+            if not isinstance(error, redis.ResponseError):
+                await connection.disconnect(nowait=True)  # a reply may be on its way still
             raise
-        except BaseException:
-            await connection.disconnect(nowait=True)
-            await client.connection_pool.release(connection)
-            raise
-        kept.append(connection)
-        return reply
+        finally:
+            kept.append(connection)  # which connects again if need be
 
     async def close_what_is_left(self) -> None:
         """Close the connections of the earlier clients."""
@@ -155,7 +152,8 @@ def make_async_client(client: Any) -> AsyncClient:
     if isinstance(client, redis.RedisCluster):
         most = client.nodes_manager.connection_kwargs.get("max_connections") or redis.ConnectionPool().max_connections
         return AsyncClient(lambda: _cluster(client), most)
-    return AsyncClient(lambda: _client(client), client.connection_pool.max_connections)  # one for each command
+    most = client.connection_pool.max_connections  # one for each command
+    return AsyncClient(lambda: _client(client), most, keeps=PinnedClient.fits(client))
 
 
 def _client(client: Any) -> Any:
