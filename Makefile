@@ -63,7 +63,8 @@ matrix: .venv/dev.stamp
 	POOLS_MATRIX=1 $(BIN)/python -m pytest tests/live/test_pools.py $(ARGS)
 
 benchmark: .venv/dev.stamp
-	$(BIN)/python -m benchmarks.round_trips $(ARGS)
+	@test -d .venv/peers || $(BIN)/pip install --quiet --no-deps --target .venv/peers celery-singleton==0.3.1 celery-once==3.0.1 python-redis-lock==4.0.1 sherlock==0.4.1 filelock huey==3.5.4 hiredis
+	$(BIN)/python -m benchmarks.costs $(ARGS)
 
 benchmark-takeover: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.takeover $(ARGS)
