@@ -5,6 +5,7 @@ PORT ?= 8000
 SITE := .venv/site
 # Four files at a time on two cores, those first that take longest.
 TOGETHER := --numprocesses 4 --dist loadfile --no-loadscope-reorder
+PEERS := celery-singleton==0.3.1 celery-once==3.0.1 python-redis-lock==4.0.1 sherlock==0.4.1 filelock huey==3.5.4 hiredis
 WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,buffer_one canvas ends put_back queue redelivery rpc tasks)
 
 .DEFAULT_GOAL := help
@@ -86,8 +87,9 @@ soak: .venv/dev.stamp ## the tests that measure times or run long
 mutants: .venv/dev.stamp ## 200 small changes of the code, and those that no test fails for
 	$(BIN)/python -m benchmarks.mutants $(ARGS)
 
-benchmark: .venv/dev.stamp ## a decorated call beside bare commands and redis-py's Lock
-	$(BIN)/python -m benchmarks.round_trips $(ARGS)
+benchmark: .venv/dev.stamp ## a decorated call beside bare commands and the peers, with and without hiredis
+	@test -d .venv/peers || $(BIN)/pip install --quiet --no-deps --target .venv/peers $(PEERS)
+	$(BIN)/python -m benchmarks.costs $(ARGS)
 
 benchmark-async: .venv/dev.stamp ## 1,000 async calls at a time through 10 connections
 	$(BIN)/python -m benchmarks.async_calls $(ARGS)

@@ -37,7 +37,7 @@ from only_one import (
     skip,
 )
 from only_one.celery import app_settings
-from only_one.celery.app_settings import current_app
+from only_one.celery.app_settings import current_app, server_of
 from only_one.connections import server as servers_of_product
 from only_one.errors import OnlyOneError
 from only_one.inspection import held
@@ -244,6 +244,15 @@ def test_the_apps_own_server_as_celery_spells_it(servers: list[RedisServer], whe
     server = servers[2]
     assert place_of_task(servers, an_app(**{where: f"redis://127.0.0.1:{server.port}/3"})) == "2/3"
     assert place_of_task(servers, an_app(**{where: f"redis+socket://{server.unix_socket}?virtual_host=3"})) == "2/3"
+
+
+@pytest.mark.parametrize("where", ["result_backend", "broker_url"])
+@pytest.mark.parametrize("verify", ["required", "optional", "none"])
+def test_a_url_with_tls_as_celery_documents_it(where: str, verify: str) -> None:
+    written = f"rediss://:CERT_SECRET@127.0.0.1:6379/0?ssl_cert_reqs=CERT_{verify.upper()}"
+    url = server_of(an_app(**{where: written}))
+    assert url == f"rediss://:CERT_SECRET@127.0.0.1:6379/0?ssl_cert_reqs={verify}"
+    assert servers_of_product.find_server(url) is not None  # redis-py reads it
 
 
 @of_app

@@ -3,8 +3,6 @@
 Nothing here sends a command: ``acquire`` and ``release`` yield commands, and ``run`` sends them, sync or async.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from contextlib import suppress
@@ -67,7 +65,7 @@ class LockedCall:
         self.token = caller.token_factory.token(options.timeout)
         self._asked_at = now()  # before SET: the key never outlives what its holder believes
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Self":
         active_tokens.add(self.token)  # before SET, too: others in this process see that it lives
         return self
 

@@ -105,4 +105,5 @@ def server_of(app: Celery) -> Source | None:
 def _redis_url(url: Any) -> str | None:
     """The URL as redis-py understands it; None if it is not the URL of one Redis server."""
     is_one = isinstance(url, str) and re.fullmatch(r"(rediss?|redis\+socket)://[^;]*", url)
-    return url.replace("redis+socket://", "unix://").replace("virtual_host=", "db=") if is_one else None
+    ours = re.sub(r"(?<=ssl_cert_reqs=)CERT_\w+", lambda name: name[0][5:].lower(), url) if is_one else ""
+    return ours.replace("redis+socket://", "unix://").replace("virtual_host=", "db=") or None

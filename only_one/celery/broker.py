@@ -3,30 +3,24 @@
 import re
 from contextlib import suppress
 from datetime import date
-from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import kombu
 from celery import Celery
 from celery.utils.quorum_queues import detect_quorum_queues
 from celery.utils.time import maybe_iso8601, maybe_make_aware
-from kombu import entity
-from kombu.connection import Connection
 
 from only_one.errors import ConfigurationError
 
-_entity: Any = entity  # it has no types
+_kombu: Any = kombu  # it has no types
+_read: WeakKeyDictionary[Celery, tuple[float, str]] = WeakKeyDictionary()
+"""The visibility timeout and the kind of transport of each app: reading a setting of Celery's takes long."""
 
 
 def visibility_timeout(app: Celery) -> float:
     """Seconds after which the broker delivers a message again that was not acknowledged."""
-    configured = (app.conf.broker_transport_options or {}).get("visibility_timeout")
-    if configured:
-        return float(configured)
-    channel: Any = getattr(_transport(app), "Channel", None)
-    # The second is that of SQS.
-    defaults = [getattr(channel, name, None) for name in ("visibility_timeout", "default_visibility_timeout")]
-    # RabbitMQ's, and for brokers that do not say.
-    return float(next((each for each in defaults if isinstance(each, (int, float))), 1800))
+    return _facts(app)[0]
 
 
 def longest_countdown(app: Celery) -> float:
@@ -65,12 +59,12 @@ def _seconds_until(app: Celery, when: Any) -> float:
 
 def redelivers_at_any_time(app: Celery) -> bool:
     """Whether the broker redelivers a message as soon as the connection on which it came is lost, as AMQP says."""
-    return bool(_transport(app).driver_type == "amqp")
+    return _facts(app)[1] == "amqp"
 
 
 def marks_redeliveries(app: Celery) -> bool:
     """Whether a message says that it is redelivered; a message of SQS does not."""
-    return _transport(app).driver_type in {"amqp", "redis"}
+    return _facts(app)[1] in {"amqp", "redis"}
 
 
 def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +80,7 @@ def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
     Returns:
         Options of ``apply_async``; none if Celery's own are right.
     """
-    if not detect_quorum_queues(app, _transport(app).driver_type)[0]:
+    if not detect_quorum_queues(app, _facts(app)[1])[0]:
         return {}
     # Before the routing key of a message that RabbitMQ delays, Celery puts the seconds, in binary.
     exchange, key = came_by["exchange"], re.sub(r"^(?:[01]\.){28}", "", came_by["routing_key"])
@@ -96,13 +90,12 @@ def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
                 return {"queue": queue}
         return {}
     exchanges = [each.exchange for queue in app.amqp.queues.values() for each in (queue, *(queue.bindings or ()))]
-    is_delayed = exchange.startswith("celery_delayed_")  # by RabbitMQ, on its way here
     topics = {each.name for each in exchanges if each and each.type == "topic"}
-    is_topic = is_delayed or exchange in topics
+    is_topic = exchange in topics or exchange.startswith("celery_delayed_")  # on its way here, by RabbitMQ
     # Celery asks the queue whether the broker delays the message, but sends by the options beside it.
     beside = {} if is_topic else {"exchange": exchange, "routing_key": key, "declare": []}
-    source = _entity.Exchange(exchange, type="topic" if is_topic else "direct")
-    return {"queue": _entity.Queue(exchange=source, routing_key=key), **beside}
+    source = _kombu.Exchange(exchange, type="topic" if is_topic else "direct")
+    return {"queue": _kombu.Queue(exchange=source, routing_key=key), **beside}
 
 
 def check_countdown(app: Celery, countdown: float | None) -> None:
@@ -111,6 +104,7 @@ def check_countdown(app: Celery, countdown: float | None) -> None:
     Raises:
         ConfigurationError: for such a countdown; the message says what to write instead.
     """
+    _read.pop(app, None)  # it may have been configured since
     # Not before there is one: a task that is only called needs no transport.
     if countdown is not None and countdown > (longest := longest_countdown(app)):
         msg = (
@@ -121,11 +115,15 @@ def check_countdown(app: Celery, countdown: float | None) -> None:
         raise ConfigurationError(msg)
 
 
-def _transport(app: Celery) -> Any:
-    url = app.conf.broker_read_url  # `broker_url`, if not configured
-    return _transport_of(tuple(url) if isinstance(url, list) else url, app.conf.broker_transport)
-
-
-@cache
-def _transport_of(url: str | tuple[str, ...] | None, name: str | None) -> Any:
-    return Connection(url, transport=name).get_transport_cls()  # type: ignore[no-untyped-call]
+def _facts(app: Celery) -> tuple[float, str]:
+    if app not in _read:
+        url = app.conf.broker_read_url  # `broker_url`, if not configured
+        transport = _kombu.Connection(url, transport=app.conf.broker_transport).get_transport_cls()
+        channel = getattr(transport, "Channel", None)
+        # The second is that of SQS.
+        defaults = [getattr(channel, name, None) for name in ("visibility_timeout", "default_visibility_timeout")]
+        # RabbitMQ's, and for brokers that do not say.
+        default = next((each for each in defaults if isinstance(each, (int, float))), 1800)
+        configured = (app.conf.broker_transport_options or {}).get("visibility_timeout")
+        _read[app] = float(configured or default), transport.driver_type
+    return _read[app]

@@ -50,7 +50,7 @@ def decorate_task(task_or_proxy: Any, key: Any, options: Options, signature_of: 
     if issubclass(kind, Task) or (hasattr(kind, "__then__") and task_or_proxy.__evaluated__()):
         task = task_behind(task_or_proxy)
         _install(wrap, key, options, repr(words), task)
-        function, name = functions_of(task)[-1], task.name
+        function, name = [*functions_of(task)][-1], task.name
     else:
         function, name = _check_lazy(task_or_proxy, key, signature_of)
     if hasattr(kind, "__then__"):

@@ -47,9 +47,11 @@ class Header(NamedTuple):
 def header_of(request: Any) -> Header:
     """The header in a message; of another attempt's header only the fields that are the task's."""
     header = none = Header(request.id, request.retries)
-    with suppress(TypeError, KeyError):  # none, or by somebody else
-        # Others, such as Sentry's SDK, may put headers of their own in the place of those that Celery hands on.
-        carried = vars(request).get(HEADER) or request.headers[HEADER]
+    # Others, such as Sentry's SDK, may put headers of their own in the place of those that Celery hands on.
+    carried = vars(request).get(HEADER) or (request.headers or {}).get(HEADER)
+    if carried is None:
+        return none
+    with suppress(TypeError):  # by somebody else
         header = Header(**{name: carried[name] for name in Header._fields if name in carried})
     if header.id != request.id:
         return none

@@ -32,9 +32,9 @@ def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[A
     """
     bound = bool(args) and isinstance(args[0], Task) and wrapper in functions_of(args[0])
     task = _state.get_current_task()
-    if task is None or task.request.called_directly or wrapper not in functions_of(task):
+    if task is None or (request := task.request).called_directly or wrapper not in functions_of(task):
         return decoration.plain_bound if bound else decoration.plain
-    request, lease = task.request, current.get()
+    lease = current.get()
     holder = lease.holder if lease else None
     if holder and (holder.task_id, holder.attempt) == (request.id, request.retries):  # its own run
         return TaskCaller(task, TokenFactory(task.name, request.id, request.retries), bound=bound)
@@ -47,14 +47,13 @@ def caller_from_outside(task: Any, decoration: Decoration) -> Caller:
     return TaskCaller(task, bound=bound)
 
 
-def functions_of(task: Any) -> list[Any]:
+def functions_of(task: Any) -> Iterator[Any]:
     """The task's ``run``, and the functions that it wraps: Celery wraps it for autoretry and pydantic."""
-    function, functions = task.run, []
+    function = task.run
     while function is not None:
         function = getattr(function, "__func__", function)
-        functions.append(function)
+        yield function
         function = getattr(function, "__wrapped__", None)
-    return functions
 
 
 def decorations_of(task: Any) -> list[Decoration]:

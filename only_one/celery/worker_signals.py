@@ -97,8 +97,8 @@ def _has_ended(holder: Holder) -> bool:
 
 def _on_end(sender: Any, task: Any, **_: Any) -> None:
     """The result is stored; or a signal handler, ``before_start`` or a base class has kept the task from running."""
-    getattr(task.request, "only_one_stored", lambda: None)()
-    if not getattr(task.request, "only_one_has_begun", False):
+    vars(task.request).get("only_one_stored", int)()
+    if "only_one_has_begun" not in vars(task.request):
         _forget(sender, task.request)
 
 

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,6 +52,7 @@ class Holder:
     deadline: float | None
 
     @classmethod
+    @lru_cache(maxsize=16)
     def parse(cls, value: str | bytes) -> "Holder | None":
         """The holder that ``value`` encodes, or None: anybody can store anything at our keys."""
         try:
@@ -134,7 +135,8 @@ class TokenFactory:
         self, name: str, task_id: str | None = None, attempt: int | None = None, state: str = "running"
     ) -> None:
         """See ``Holder`` for the arguments."""
-        self._serialized = _serialize(state=state, name=name, task_id=task_id, attempt=attempt)
+        which = f'"task_id":{json.dumps(task_id)},"attempt":{"null" if attempt is None else attempt}'
+        self._serialized = f"{_serialize(state=state, name=name)},{which}"
         # The common beginning of tokens, and the process and limit for which it was made: at first none.
         self._head: tuple[object, float | None, bytes] = ("no numbers", None, b"")
 
@@ -161,8 +163,9 @@ class TokenFactory:
         return head + b'%d%06d,"since":%d}' % (next(_numbers), left, since)
 
 
+@lru_cache(maxsize=1024)
 def _serialize(**values: object) -> str:
-    """JSON of an object, without its braces."""
+    """JSON of an object, without its braces; remembered, because the names of functions are few and tokens many."""
     return json.dumps(values, separators=(",", ":"))[1:-1]
 
 
@@ -255,4 +258,4 @@ def _has_gone(pid: int, start: int | None) -> bool:
 def kept(value: bytes, at_least: float) -> bytes:
     """The value for a key that is kept after a successful run, until ``at_least`` seconds after it was acquired."""
     fields = {**json.loads(value), "state": "kept", "limit": round(at_least * 1000)}
-    return f"{{{_serialize(**fields)}}}".encode()
+    return json.dumps(fields, separators=(",", ":")).encode()

@@ -1,0 +1,142 @@
+"""What a decorated call costs beside the bare commands that it cannot do without, and beside the peers.
+
+    python -m benchmarks.costs [--rounds N] [--calls N] [--seed N] [--write]
+
+Measures everything twice, with redis-py's parser in C (hiredis) and without.
+Each figure is a median of ratios within one run, so a busy machine blurs it, and a slow one does not change it.
+With --write, the table and the chart of the documentation are replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks.costs_measured import (
+    ALL,
+    ASYNC_RUN,
+    ASYNC_SKIP,
+    DUPLICATE,
+    KEY,
+    LATE,
+    ONE,
+    OURS,
+    QUEUED,
+    RUN,
+    SKIP,
+    TASK,
+    Medians,
+)
+
+ROOT = Path(__file__).parents[1]
+PEERS = ROOT / ".venv" / "peers"
+PAGE = ROOT / "docs" / "costs.md"
+CHART = ROOT / "docs" / "costs.svg"
+BEGIN, END = "<!-- begin: make benchmark -->\n", "<!-- end -->\n"
+WITH, WITHOUT = "with hiredis", "without"
+
+Found = dict[str, dict[str, Medians]]
+"""By group, and with or without hiredis: the medians by call."""
+
+REACH: dict[tuple[str, str], tuple[float, float]] = {
+    (RUN, ONE): (0.85, 0.80),
+    (SKIP, OURS): (0.90, 0.88),
+    (ASYNC_RUN, OURS): (0.95, 0.95),
+    (ASYNC_SKIP, OURS): (0.95, 0.95),
+    (TASK, ONE): (0.95, 0.95),
+    (TASK, ALL): (1.00, 1.00),
+    (TASK, LATE): (1.10, 1.10),
+    (DUPLICATE, OURS): (1.3, 1.3),
+    (QUEUED, OURS): (1.15, 1.15),
+    (KEY, OURS): (0.5, 0.5),
+}
+"""The figures that are to be reached, with hiredis and without."""
+
+
+def measure(options: argparse.Namespace) -> Found:
+    """Run both measurements, each in a process of its own."""
+    found: Found = {}
+    for parser, flags in ((WITH, []), (WITHOUT, ["--without-hiredis"])):
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.costs_measured", *flags]
+        command += [f"--{name}={getattr(options, name)}" for name in ("rounds", "calls", "seed")]
+        path = os.pathsep.join([str(ROOT), str(PEERS), os.environ.get("PYTHONPATH", "")])
+        print(f"measuring {parser} ...", file=sys.stderr, flush=True)
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True, stdout=subprocess.PIPE)
+        for group, medians in json.loads(done.stdout).items():
+            found.setdefault(group, {})[parser] = medians
+    return found
+
+
+def table(found: Found) -> str:
+    """The figures as a Markdown table."""
+    lines = ["| | | with hiredis | reach | without | reach |", "|---|---|---|---|---|---|"]
+    for group, by_parser in found.items():
+        for name, ratio in by_parser[WITH].items():
+            reach = REACH.get((group, name))
+            cells = [f"{each:.2f}" for each in reach] if reach else ["", ""]
+            other = by_parser[WITHOUT].get(name)
+            without = "" if other is None else f"{other:.2f}"
+            lines.append(f"| {group} | {name} | {ratio:.2f} | {cells[0]} | {without} | {cells[1]} |")
+    return "\n".join(lines) + "\n"
+
+
+def chart(found: Found) -> str:
+    """The figures without hiredis as bars, on a background of their own: pages are light or dark."""
+    bars: list[str] = []
+    y = 30
+    for group, by_parser in found.items():
+        bars.append(f'<text x="12" y="{y + 4}" class="group">{group}</text>')
+        y += 14
+        for name, ratio in by_parser[WITHOUT].items():
+            kind = "ours" if name.startswith("only_one") else "theirs"
+            length = min(ratio, 4.5) * 90
+            bars.append(f'<text x="252" y="{y + 11}" class="name">{name}</text>')
+            bars.append(f'<rect x="260" y="{y}" width="{length:.0f}" height="13" class="{kind}"/>')
+            bars.append(f'<text x="{264 + length:.0f}" y="{y + 11}">{ratio:.2f}</text>')
+            y += 18
+        y += 14
+    style = (
+        "text{font:11px sans-serif;fill:#222}.group{font-weight:bold}.name{text-anchor:end}"
+        ".ours{fill:#2a7f62}.theirs{fill:#b8bec6}.one{stroke:#222;stroke-dasharray:3 3}"
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="720" height="{y}" viewBox="0 0 720 {y}">'
+        f"<title>What a call costs, over the bare commands</title><style>{style}</style>"
+        f'<rect width="720" height="{y}" fill="#fff"/><text x="342" y="14">1.00: the bare commands</text>'
+        f'<line x1="350" x2="350" y1="18" y2="{y - 10}" class="one"/>{"".join(bars)}</svg>\n'
+    )
+
+
+def write(text: str, picture: str) -> None:
+    """Replace what the page says was measured, and its chart."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}{text}{END}{rest.partition(END)[2]}")
+    CHART.write_text(picture)
+
+
+def main() -> None:
+    """Measure, print and perhaps write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=200, help="blocks of calls of each kind (200)")
+    parser.add_argument("--calls", type=int, default=20, help="calls in a block (20)")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000, help="of the order of the blocks")
+    parser.add_argument("--write", action="store_true", help="replace the table and the chart in docs/")
+    options = parser.parse_args()
+    found = measure(options)
+    python = ".".join(map(str, sys.version_info[:3]))
+    versions = f"Python {python}, redis-py {version('redis')}, Celery {version('celery')}"
+    said = f"{versions}, {os.cpu_count()} processors, {options.rounds} rounds of {options.calls}, seed {options.seed}:"
+    text = f"{said}\n\n{table(found)}"
+    print(text)
+    if options.write:
+        write(text, chart(found))
+
+
+if __name__ == "__main__":
+    main()

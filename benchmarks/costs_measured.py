@@ -1,0 +1,306 @@
+"""The calls that `benchmarks.costs` measures, ours and the peers', each beside the bare commands it cannot do without.
+
+    python -m benchmarks.costs_measured [--rounds N] [--calls N] [--seed N] [--without-hiredis]
+
+Prints one line of JSON: for each group of calls the median of the ratios to its first call.
+The calls of a group take turns, in blocks, in an order that is drawn for each round; each round gives one ratio.
+A peer that is not installed is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import json
+import logging
+import random
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from itertools import count
+from typing import Any
+
+if "--without-hiredis" in sys.argv:
+    sys.modules["hiredis"] = None  # type: ignore[assignment]  # redis-py looks for it when it is imported
+
+import redis
+import redis.asyncio
+from celery import Celery
+from celery.app.trace import build_tracer
+
+from only_one import configure, only_one
+from only_one.testing import redis_server
+
+Calls = dict[str, Callable[[], Any]]
+Medians = dict[str, float]
+
+SECONDS = 30
+LONG = 3600
+URL = "https://example.org/feed.xml"
+COMPARE_AND_DELETE = """
+if redis.call('get', KEYS[1]) == ARGV[1] then
+    return redis.call('del', KEYS[1])
+end
+return 0
+"""
+
+RUN, SKIP, ASYNC_RUN, ASYNC_SKIP = "a run", "a skip", "an async run", "an async skip"
+TASK, DUPLICATE, QUEUED, KEY = "added to a task's run", "delay() of a duplicate", "delay() of a new task", "a key"
+ONE, ALL, LATE, OURS = "only_one, key of one argument", "only_one, MD5 of all", "only_one, acks_late", "only_one"
+SINGLETON, ONCE = "celery-singleton", "celery-once"
+
+
+def peer(name: str) -> Any:
+    """A peer's module, or None if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+class Measure:
+    """Rounds of blocks of calls."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._rounds, self._calls = options.rounds, options.calls
+        self._random = random.Random(options.seed)
+
+    def _orders(self, names: list[str]) -> Iterator[str]:
+        for _ in range(self._rounds):
+            yield from self._random.sample(names, len(names))
+
+    def __call__(self, calls: Calls, clock: Callable[[], float] = time.perf_counter) -> dict[str, list[float]]:
+        """The seconds of each block of each call."""
+        seconds: dict[str, list[float]] = {name: [] for name in calls}
+        for call in calls.values():
+            call()  # what is learnt once is learnt here
+        for name in self._orders(list(calls)):
+            call, begun = calls[name], clock()
+            for _ in range(self._calls):
+                call()
+            seconds[name].append(clock() - begun)
+        return seconds
+
+    async def of_async(self, calls: dict[str, Callable[[], Awaitable[Any]]]) -> dict[str, list[float]]:
+        """The same for coroutine functions."""
+        seconds: dict[str, list[float]] = {name: [] for name in calls}
+        for call in calls.values():
+            await call()
+        for name in self._orders(list(calls)):
+            call, begun = calls[name], time.perf_counter()
+            for _ in range(self._calls):
+                await call()
+            seconds[name].append(time.perf_counter() - begun)
+        return seconds
+
+
+def ratios(seconds: dict[str, list[float]]) -> Medians:
+    """The medians of the ratios to the first call."""
+    bare = next(iter(seconds.values()))
+    return {name: statistics.median(a / b for a, b in zip(each, bare, strict=True)) for name, each in seconds.items()}
+
+
+def two_commands(client: Any) -> Callable[[], None]:
+    """What no lock that knows its owner can do without: SET NX PX, and compare and delete."""
+    sha, tokens = client.script_load(COMPARE_AND_DELETE), count()
+
+    def bare() -> None:
+        token = b"token-%d" % next(tokens)
+        client.set("bare", token, nx=True, px=SECONDS * 1000)
+        client.evalsha(sha, 1, "bare", token)
+
+    return bare
+
+
+def locks(client: Any, url: str) -> dict[str, Callable[[str, int], Any]]:
+    """How each peer makes a lock that has `acquire` and `release`, by its name and its seconds."""
+    made: dict[str, Callable[[str, int], Any]] = {"redis-py's Lock": lambda key, ttl: client.lock(key, timeout=ttl)}
+    if redis_lock := peer("redis_lock"):
+        made["python-redis-lock"] = lambda key, ttl: redis_lock.Lock(client, key, expire=ttl)
+    if sherlock := peer("sherlock"):
+        made["sherlock"] = lambda key, ttl: sherlock.RedisLock(key, client=client, expire=ttl)
+    if huey := peer("huey"):
+        queue = huey.RedisHuey("costs", url=url)
+
+        class TaskLock:
+            """Its lock is a context manager that raises where it is taken; it does not ask who its owner is."""
+
+            def __init__(self, key: str, _ttl: int) -> None:
+                self._lock = queue.lock_task(key)
+                self.release = self._lock.clear
+
+            def acquire(self, *, blocking: bool) -> bool:  # noqa: ARG002
+                try:
+                    self._lock.__enter__()
+                except huey.exceptions.TaskLockedException:
+                    return False
+                return True
+
+        made["huey (no owner)"] = TaskLock
+    return made
+
+
+def recipe(make: Callable[[str, int], Any], key: str) -> Callable[[], None]:
+    """A run of a function with a lock pasted around it."""
+
+    def call() -> None:
+        lock = make(key, SECONDS)
+        if not lock.acquire(blocking=False):
+            return
+        try:
+            pass  # the function
+        finally:
+            lock.release()
+
+    return call
+
+
+def plain_functions(measure: Measure, client: Any, url: str) -> dict[str, Medians]:
+    """A run and a skip of a plain function."""
+
+    def work(feed_url: str, then: Callable[[], Any] = int) -> Any:  # noqa: ARG001 - it is in the key
+        return then()
+
+    one_argument: Any = only_one("one:{feed_url:md5}")(work)
+    all_arguments: Any = only_one(lambda feed_url: feed_url, key="all:{md5}")
+    run: Calls = {"two bare commands": two_commands(client), ONE: lambda: one_argument(URL)}
+    run[ALL] = lambda: all_arguments(URL)
+    skip: Calls = {"a bare SET": lambda: client.set("taken", b"token", nx=True, px=SECONDS * 1000)}
+    skip[OURS] = lambda: one_argument(URL)
+    for name, make in locks(client, url).items():
+        run[name], skip[name] = recipe(make, f"run-{name}"), recipe(make, f"skip-{name}")
+        make(f"skip-{name}", LONG).acquire(blocking=False)
+    client.set("taken", "by somebody")
+    return {RUN: ratios(measure(run)), SKIP: one_argument(URL, lambda: ratios(measure(skip)))}
+
+
+def async_functions(measure: Measure, client: Any, url: str) -> dict[str, Medians]:
+    """The same for async functions, over the two commands of redis-py's asyncio client."""
+    sha, tokens = client.script_load(COMPARE_AND_DELETE), count()
+
+    async def work(feed_url: str, then: Callable[[], Awaitable[Any]] | None = None) -> Any:  # noqa: ARG001
+        return await then() if then else None
+
+    decorated: Any = only_one("async:{feed_url:md5}")(work)
+
+    async def measured() -> dict[str, Medians]:
+        async with redis.asyncio.Redis.from_url(url) as bare_client:
+
+            async def run() -> None:
+                token = b"token-%d" % next(tokens)
+                await bare_client.set("bare", token, nx=True, px=SECONDS * 1000)
+                await bare_client.evalsha(sha, 1, "bare", token)
+
+            async def skip() -> None:
+                await bare_client.set("taken", b"token", nx=True, px=SECONDS * 1000)
+
+            async def skips() -> Medians:
+                return ratios(await measure.of_async({"a bare SET": skip, OURS: lambda: decorated(URL)}))
+
+            runs = await measure.of_async({"two bare commands": run, OURS: lambda: decorated(URL)})
+            return {ASYNC_RUN: ratios(runs), ASYNC_SKIP: await decorated(URL, skips)}
+
+    return asyncio.run(measured())
+
+
+def app_of(url: str) -> Celery:
+    """An app whose broker and whose peers' locks are in the server."""
+    app = Celery("costs", broker=url, set_as_current=False)
+    app.conf.update(task_ignore_result=True, singleton_backend_url=url)
+    app.conf.ONCE = {"backend": "celery_once.backends.Redis", "settings": {"url": url, "default_timeout": LONG}}
+    return app
+
+
+def runs_of_tasks(measure: Measure, client: Any, url: str) -> dict[str, Medians]:
+    """Processor time that is added to a task's run, in Celery's own tracer, over what two bare commands add there."""
+    app, ids, two = app_of(url), count(), two_commands(client)
+
+    def nothing(feed_url: str) -> None:
+        """Do nothing."""
+
+    def bare(feed_url: str) -> None:  # noqa: ARG001
+        two()
+
+    def traced(name: str, function: Callable[..., Any], **options: Any) -> Callable[[], None]:
+        task = app.task(name=name, **options)(function)
+        trace = build_tracer(name, task, app=app, propagate=True)
+
+        def run() -> None:
+            request = {"id": f"65aa68c2-01ca-4c04-8be0-{next(ids):012d}", "task": name, "is_eager": False}
+            request |= {"args": (URL,), "kwargs": {}, "delivery_info": {"redelivered": False}}
+            trace(request["id"], (URL,), {}, request)
+
+        return run
+
+    calls = {
+        "nothing": traced("nothing", nothing),
+        "two bare commands": traced("bare", bare),
+        ONE: traced("one", only_one("{name}:{feed_url:md5}")(nothing)),
+        ALL: traced("all", only_one("{name}:{md5}")(nothing)),
+        LATE: traced("late", only_one("late:{feed_url:md5}")(nothing), acks_late=True),
+    }
+    seconds = measure(calls, time.process_time)
+    empty = seconds.pop("nothing")
+    return {TASK: ratios({name: [a - b for a, b in zip(each, empty, strict=True)] for name, each in seconds.items()})}
+
+
+def queueing(measure: Measure, client: Any, url: str) -> dict[str, Medians]:
+    """`delay()` of a duplicate and of a new task, and a key of five arguments."""
+    app, numbers, two = app_of(url), count(), two_commands(client)
+    celery_once, celery_singleton = peer("celery_once"), peer("celery_singleton")
+
+    def task(number: int, two: int = 2, three: str = "three", four: bool = True, five: None = None) -> None:  # noqa: FBT001, FBT002
+        """Do nothing."""
+
+    bare = app.task(name="bare")(task)
+    made: dict[str, Any] = {OURS: only_one(app.task(name="ours")(task))}
+    if celery_singleton:
+        made[SINGLETON] = app.task(name="singleton", base=celery_singleton.Singleton)(task)
+    if celery_once:
+        made[ONCE] = app.task(name="once", base=celery_once.QueueOnce, once={"graceful": True})(task)
+
+    def bare_delay() -> None:
+        two()
+        bare.delay(next(numbers))
+
+    client.set("taken", "by somebody")
+    duplicates: Calls = {"a bare SET": lambda: client.set("taken", b"token", nx=True, px=SECONDS * 1000)}
+    new: Calls = {"delay() and two bare commands": bare_delay}
+    for name, each in made.items():
+        each.delay(-1)
+        duplicates[name] = partial(each.delay, -1)
+        new[name] = partial(_delay_next, each, numbers)
+    found = {DUPLICATE: ratios(measure(duplicates)), QUEUED: ratios(measure(new))}
+    if celery_singleton:
+        singleton, key, args = made[SINGLETON], made[OURS].run.__only_one__.make_key, (1, 2, "three", True, None)
+        caller = made[OURS].run.__only_one__.plain
+        keys = {SINGLETON: lambda: singleton.generate_lock("ours", args, {}), OURS: lambda: key(caller, args, {})}
+        found[KEY] = ratios(measure(keys))
+    return found
+
+
+def _delay_next(task: Any, numbers: Iterator[int]) -> None:
+    task.delay(next(numbers))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--calls", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--without-hiredis", action="store_true")
+    measure = Measure(parser.parse_args())
+    logging.disable(logging.ERROR)
+    found: dict[str, Medians] = {}
+    with redis_server() as server, redis.Redis.from_url(server.url) as client, configure(redis=client):
+        for group in (plain_functions, async_functions, runs_of_tasks, queueing):
+            found |= group(measure, client, server.url)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
