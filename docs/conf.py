@@ -17,6 +17,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc"]
 html_theme = "furo"
 html_title = "only_one"
 html_copy_source = False
+html_extra_path = ["timeline.svg"]  # at the address at which README shows it, on PyPI as well
 
 myst_heading_anchors = 3  # `page.md#a-heading` works for headings of three levels, as on GitHub
 

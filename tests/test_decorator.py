@@ -506,20 +506,6 @@ def test_the_name_of_a_function_of_c(prefix: str) -> None:
     assert key_of(covered, 3) == f"{prefix}math.factorial"
 
 
-@pytest.mark.parametrize("is_busy", [False, True])
-def test_the_script_of_the_readme_logs_a_skip_and_ends_with_its_own_code(
-    redis: Redis, redis_url: str, busy: KeyIsBusy, tmp_path: Path, *, is_busy: bool
-) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    script = tmp_path / "nightly.py"
-    script.write_text("".join(block for block in blocks if "sys.exit" in block))
-    with configure(prefix="only_one:"), busy("nightly-backup") if is_busy else nullcontext():
-        environment = {**os.environ, "ONLY_ONE_REDIS_URL": redis_url}
-        ended = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == (75 if is_busy else 0)
-    assert ("did not run: only_one:nightly-backup is taken by" in ended.stderr) is is_busy
-
-
 def test_random_timing(redis: Redis, prefix: str) -> None:
     seed = int(os.environ.get("ONLY_ONE_TEST_SEED") or random.randrange(2**32))
     print(f"ONLY_ONE_TEST_SEED={seed}")

@@ -137,6 +137,17 @@ def test_each_command_of_make_is_listed_and_each_that_is_named_exists() -> None:
     assert named <= listed
 
 
+def test_each_link_of_the_readme_leads_to_a_page_of_the_site() -> None:
+    """They are whole addresses, because PyPI shows the README, too."""
+    site = re.escape("https://only-one.readthedocs.io/en/latest/")
+    links = re.findall(r"\]\(([^)]*)\)", (ROOT / "README.md").read_text())
+    pages_named = [re.fullmatch(rf"{site}([\w/-]+)\.(html|svg)", link) for link in links]
+    assert len(links) > 10
+    assert [link for link, page in zip(links, pages_named, strict=True) if page is None] == []
+    files = [page[1] + {"html": ".md", "svg": ".svg"}[page[2]] for page in pages_named if page]
+    assert [name for name in files if not (ROOT / "docs" / name).exists()] == []
+
+
 # --- how long it all is -----------------------------------------------------------------------------------------------
 
 
