@@ -5,10 +5,14 @@ ARGS ?=
 TOGETHER := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,buffer_one canvas ends put_back queue redelivery rpc tasks)
 
-.PHONY: demo newsletter test test-rabbitmq lint types interrupts suite coverage soak mutants matrix benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-leftovers benchmark-kills benchmark-queue benchmark-queue-kills benchmark-newsletter benchmark-interruptions benchmark-async newsletter-kills clean
+.PHONY: demo demo-picture newsletter test test-rabbitmq lint types interrupts suite coverage soak mutants matrix benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-leftovers benchmark-kills benchmark-queue benchmark-queue-kills benchmark-peers benchmark-newsletter benchmark-interruptions benchmark-async newsletter-kills clean
 
 demo: .venv/demo.stamp
 	@$(BIN)/python -m examples.feeds $(ARGS)
+
+# A demo whose timeline becomes the picture of the documentation.
+demo-picture: .venv/demo.stamp
+	@$(BIN)/python -m examples.feeds --picture docs/timeline.svg $(ARGS)
 
 newsletter: .venv/newsletter.stamp
 	@$(BIN)/python -m examples.newsletter $(ARGS)
@@ -96,6 +100,11 @@ benchmark-queue: .venv/dev.stamp
 
 benchmark-queue-kills: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.queue_kills $(ARGS)
+
+# What becomes of a lock, beside other libraries; ARGS=--write writes docs/comparison.md anew.
+benchmark-peers: .venv/dev.stamp
+	$(BIN)/pip install --quiet celery-singleton==0.3.1 celery-once==3.0.1 celery-heimdall==1.0.1 python-redis-lock==4.0.1
+	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 # Half a million of it, which takes some twenty minutes.
 benchmark-newsletter: .venv/newsletter.stamp
