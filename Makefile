@@ -9,9 +9,10 @@ PEERS := celery-singleton==0.3.1 celery-once==3.0.1 python-redis-lock==4.0.1 she
 WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,buffer_one canvas ends put_back queue redelivery rpc tasks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo newsletter docs dev test test-rabbitmq lint types interrupts suite site words coverage soak mutants matrix \
-	benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-leftovers benchmark-async \
-	benchmark-interruptions benchmark-kills benchmark-queue benchmark-queue-kills benchmark-newsletter newsletter-kills clean
+.PHONY: help demo demo-picture newsletter docs dev test test-rabbitmq lint types interrupts suite site words coverage soak \
+	mutants matrix benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-leftovers benchmark-async \
+	benchmark-interruptions benchmark-kills benchmark-queue benchmark-queue-kills benchmark-peers benchmark-newsletter \
+	newsletter-kills clean
 
 help: ## list these commands
 	@awk 'BEGIN { FS = ":.*## " } /^##@/ { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-24s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,6 +21,9 @@ help: ## list these commands
 
 demo: .venv/demo.stamp ## a feed importer at work, with a worker that is killed
 	@$(BIN)/python -m examples.feeds $(ARGS)
+
+demo-picture: .venv/demo.stamp ## the same, whose timeline becomes the picture of the documentation
+	@$(BIN)/python -m examples.feeds --picture docs/timeline.svg $(ARGS)
 
 newsletter: .venv/newsletter.stamp ## a newsletter that is made in parallel, and sent once when all of it is made
 	@$(BIN)/python -m examples.newsletter $(ARGS)
@@ -120,6 +124,11 @@ benchmark-queue: .venv/dev.stamp ## 10,000 tasks queued by 8 processes, beside t
 
 benchmark-queue-kills: .venv/dev.stamp ## what is lost in 100 random kills of workers and producers
 	$(BIN)/python -m benchmarks.queue_kills $(ARGS)
+
+# Some six minutes; ARGS=--write replaces the tables in docs/comparison.md.
+benchmark-peers: .venv/dev.stamp ## what becomes of a lock, beside other libraries
+	$(BIN)/pip install --quiet celery-singleton==0.3.1 celery-once==3.0.1 celery-heimdall==1.0.1 python-redis-lock==4.0.1
+	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 # Some twenty minutes.
 benchmark-newsletter: .venv/newsletter.stamp ## a newsletter to 500,000 recipients

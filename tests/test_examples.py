@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
+from xml.etree import ElementTree as ET
 
 import feedparser
 import pytest
@@ -32,6 +33,7 @@ from examples.feeds.history import History
 from examples.feeds.journal import Line, Reader, note, witnessed
 from examples.feeds.summary import problem, report
 from examples.feeds.timeline import LABEL_WIDTH, Picture
+from examples.feeds.timeline_svg import SECOND, draw
 from examples.newsletter import __main__ as newsletter
 from tests.waiting import LIMIT, eventually
 
@@ -279,6 +281,8 @@ def test_a_worker_that_dies_is_a_failure_that_shows_its_log(tmp_path: Path) -> N
         (["--workers", "9"], "9 is not between 4 and 8"),
         (["--workers", "4.5"], "invalid number value: '4.5'"),
         (["--colour"], "unrecognized arguments: --colour"),
+        (["--picture", "nowhere/at/all.svg"], "nowhere/at/all.svg is not a file in a directory that is there"),
+        (["--picture", "."], ". is not a file in a directory that is there"),
     ],
 )
 def test_wrong_arguments_are_told_before_anything_starts(
@@ -413,6 +417,65 @@ def test_the_picture_fits_and_shows_each_state(width: int, *, ascii_only: bool) 
         assert glyph in row
     assert row.split()[-2:] == ["3", "1"]
     assert text.isascii() == ascii_only
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def shapes(picture: ET.Element, style: str) -> list[ET.Element]:
+    """The shapes of a class in the rows; the last one is the legend's, if the legend has it."""
+    return [each for each in picture.iter() if each.get("class") == style]
+
+
+def words(picture: ET.Element) -> list[str]:
+    """All that can be read in a picture."""
+    return [each.text or "" for each in picture.iter(f"{SVG}text")]
+
+
+def test_the_picture_for_a_page_shows_runs_skips_and_the_kill() -> None:
+    lines = [*GOOD, (4.5, "skip", 2), (6.0, "start", 1), (7.0, "fail", 1)]
+    picture = ET.fromstring(draw(history(*lines)))  # noqa: S314 - our own file
+    (killed, _), (again, _), (failed,) = (shapes(picture, style) for style in ("killed", "again", "failed"))
+    left, right = (float(killed.get("x", "")), float(again.get("x", "")))
+    assert right - left == pytest.approx(3.9 * SECOND)
+    assert float(killed.get("width", "")) == pytest.approx(1.4 * SECOND)
+    assert float(failed.get("x", "")) > right + float(again.get("width", ""))
+    assert len(shapes(picture, "run")) == 1  # the legend's
+    (skips, _) = shapes(picture, "skip")
+    assert skips.get("d", "").count("M") == 2
+    assert len(shapes(picture, "overlap")) == 1
+    assert shapes(picture, "number")[0].text == "1"
+    said = words(picture)
+    assert "3 calls of 1 keys: 3 runs, 2 skips, 0 overlaps" in said
+    assert "kill -9 of process 1: the next run of feed begins 2.5 s later" in said
+    assert {"feed", "0 s", "6 s", "8 s"} <= set(said)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([], "0 calls of 1 keys: 0 runs, 0 skips, 0 overlaps"),
+        ([(0, "tick", 1), (0, "start", 1), (1, "start", 2)], "1 calls of 1 keys: 2 runs, 0 skips, 1 overlaps"),
+        ([(0, "tick", 1), (0, "start", 1), (1, "kill", 1)], "kill -9 of process 1"),
+    ],
+)
+def test_the_picture_for_a_page_of_what_was_broken_off(lines: list[tuple[float, str, int]], said: str) -> None:
+    picture = ET.fromstring(draw(history(*lines)))  # noqa: S314 - our own file
+    assert said in words(picture)
+    overlaps = sum(kind == "start" for _, kind, _ in lines[2:])
+    assert len(shapes(picture, "overlap")) == overlaps + 1
+
+
+def test_the_picture_of_the_documentation_is_of_a_demo_that_went_well() -> None:
+    file = ROOT / "docs" / "timeline.svg"
+    assert file.stat().st_size < 60_000
+    picture = ET.parse(file).getroot()  # noqa: S314 - our own file
+    title = picture.findtext(f"{SVG}title", "")
+    found = re.fullmatch(r"(\d+) calls of 6 keys: (\d+) runs, (\d+) skips, 0 overlaps", title)
+    assert found, title
+    calls, runs, skips = map(int, found.groups())
+    assert calls == runs + skips
+    assert any(re.match(r"kill -9 of process \d+: the next run of \S+ begins", line) for line in words(picture))
 
 
 # The feeds

@@ -11,5 +11,6 @@
 | `journal.py`, `recording.py` | the witness: what ran when, written without the lock |
 | `history.py` | the journal as ticks, runs, skips and overlaps |
 | `timeline.py`, `summary.py` | the same for people |
+| `timeline_svg.py` | the same as a picture for a page |
 | `demo.py` | starts all of it, kills one worker child, and ends |
 """

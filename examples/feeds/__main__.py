@@ -6,6 +6,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from .demo import MAX_DURATION, MAX_WORKERS, MIN_DURATION, MIN_WORKERS, main
 
@@ -21,6 +22,14 @@ def _between(kind: Callable[[str], float], low: float, high: float) -> Callable[
         return value
 
     return number
+
+
+def _picture(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        msg = f"{text} is not a file in a directory that is there"
+        raise argparse.ArgumentTypeError(msg)
+    return path
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -42,6 +51,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"worker processes, one per feed and two more; {MIN_WORKERS} to {MAX_WORKERS} (default: %(default)s)",
     )
+    parser.add_argument(
+        "--picture",
+        type=_picture,
+        metavar="PATH",
+        help="write what happened to this file, as SVG",
+    )
     return parser
 
 
@@ -50,7 +65,7 @@ def _run() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts us with `&` has it ignored
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        return main(options.duration, options.workers)
+        return main(options.duration, options.workers, options.picture)
     except KeyboardInterrupt:
         print("interrupted: everything that was started has been ended.", file=sys.stderr)
         return INTERRUPTED

@@ -26,6 +26,7 @@ from .journal import Reader, note
 from .patience import PATIENCE
 from .summary import problem, report
 from .timeline import View, view
+from .timeline_svg import draw
 
 SPARE = 2
 """Worker processes beyond one per feed: one for SingleTask, and one that is free to skip what comes meanwhile."""
@@ -69,12 +70,13 @@ class Job:
     cron: Guarded
 
 
-def main(duration: float, workers: int) -> int:
+def main(duration: float, workers: int, picture: Path | None) -> int:
     """Run the demo.
 
     Args:
         duration: seconds from the first tick to the end, about.
         workers: how many worker processes.
+        picture: where to write what happened as SVG, if anywhere.
 
     Returns:
         The exit status: 0 if nothing overlapped, something was skipped, and the killed feed was imported again.
@@ -83,6 +85,8 @@ def main(duration: float, workers: int) -> int:
     with _directory() as directory:
         try:
             history = _run(console, duration, workers)
+            if picture:
+                picture.write_text(draw(history), encoding="utf-8")
             reason = problem(history)
             print("", report(history, sum(count for _, count in store.count())), sep="\n")
         except (DemoError, ConfigurationError) as error:
