@@ -165,6 +165,7 @@ def plain_functions(measure: Measure, client: Any, url: str) -> dict[str, Median
         return then()
 
     one_argument: Any = only_one("one:{feed_url:md5}")(work)
+
     def nothing(feed_url: str) -> None:
         """Do nothing."""
 

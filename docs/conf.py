@@ -47,7 +47,7 @@ def read_docstring(app: Sphinx, what: str, name: str, documented: Any, options: 
     So a property is read like a function.
     """
     like = "function" if what in {"property", "attribute", "data"} else what
-    lines[:] = GoogleDocstring(lines, Config(), app, like, name, documented, options).lines()
+    lines[:] = GoogleDocstring(lines, Config(napoleon_use_ivar=True), app, like, name, documented, options).lines()
 
 
 def hide_constructor(

@@ -10,7 +10,6 @@ import math
 import os
 import pickle
 import random
-import re
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
