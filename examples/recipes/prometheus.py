@@ -1,0 +1,44 @@
+"""Events of all processes of a worker, counted for Prometheus."""
+
+# mypy: disable-error-code="untyped-decorator,no-untyped-call"
+
+import os
+from pathlib import Path
+
+from celery import Celery
+from celery.signals import worker_ready
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from only_one import Released, only_one, subscribe
+from only_one.events import Event
+
+app = Celery("shop", broker="redis://localhost:6379/0")
+
+EVENTS = Counter("only_one_events", "What happened to calls.", ["task", "event"])
+SECONDS = Histogram("only_one_run_seconds", "How long runs held their keys.", ["task"])
+
+
+def count(event: Event) -> None:
+    """Count it: Acquired, Busy, Reclaimed, Released, Lost, Down."""
+    EVENTS.labels(event.name, type(event).__name__).inc()
+    if isinstance(event, Released):
+        SECONDS.labels(event.name).observe(event.seconds)
+
+
+subscribe(count)  # at import, which each process of the worker has behind it
+
+
+@worker_ready.connect
+def serve(**_: object) -> None:
+    """Serve the sums of all processes, from the worker's main process."""
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)
+    start_http_server(int(os.environ.get("METRICS_PORT", "9808")), registry=registry)
+
+
+@app.task(name="import_prices")
+@only_one("{name}:{path}")
+def import_prices(path: str) -> int:
+    """Import a file; returns how many prices there are."""
+    return len(Path(path).read_text().splitlines())
