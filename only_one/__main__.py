@@ -178,10 +178,9 @@ def _value(found: Held) -> str:
 
 def _time(moment: float) -> str | None:
     """A time in this machine's zone, with the offset from UTC; None for a number that cannot be a time."""
-    try:
+    with suppress(ValueError, OverflowError, OSError):
         return datetime.fromtimestamp(moment, timezone.utc).astimezone().isoformat(timespec="seconds")
-    except (ValueError, OverflowError, OSError):
-        return None
+    return None
 
 
 _LONGEST_CELL = 200

@@ -34,8 +34,7 @@ def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[A
     task = _state.get_current_task()
     if task is None or (request := task.request).called_directly or wrapper not in functions_of(task):
         return decoration.plain_bound if bound else decoration.plain
-    lease = current.get()
-    holder = lease.holder if lease else None
+    holder = (lease := current.get()) and lease.holder
     if holder and (holder.task_id, holder.attempt) == (request.id, request.retries):  # its own run
         return TaskCaller(task, TokenFactory(task.name, request.id, request.retries), bound=bound)
     return MessageRun(task, request, bound=bound, is_unique_in_queue=decoration.task is not None)

@@ -54,8 +54,7 @@ class AsyncClient:
         self._begin()
 
     def _begin(self) -> None:
-        self.client, self._turns = self._make(), asyncio.Semaphore(self._most)
-        self._kept: list[Any] = []
+        self.client, self._turns, self._kept = self._make(), asyncio.Semaphore(self._most), list[Any]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.client, name)
@@ -95,7 +94,11 @@ class AsyncClient:
     async def _send(self, *args: Any, **options: Any) -> Any:
         """Send a command on a connection that is kept, past the pool."""
         client, kept = self.client, self._kept
-        connection = kept.pop() if kept else await client.connection_pool.get_connection()
+        if not kept:
+            made = await client.client()
+            kept.append(made.connection)
+            made.connection = None
+        connection = kept.pop()
 
         async def attempt() -> Any:
             await connection.send_command(*args)
