@@ -17,10 +17,10 @@ import pytest
 import redis as redis_py
 
 from only_one import LockLost, LockUnavailable, current_lock, fail, only_one
-from only_one.connections.asyncio_client import AsyncClient
+from only_one.connections.asyncio_client import AsyncClient, make_async_client
 from only_one.connections.server import Server
 from only_one.lock import renewal
-from tests.clients import KINDS, clients
+from tests.clients import KINDS, OF_ONE_SERVER, clients
 from tests.proxy import Proxy
 from tests.renewal import renew_now
 from tests.waiting import LIMIT, eventually
@@ -380,6 +380,23 @@ def test_calls_that_wait_for_a_connection_to_a_server_that_is_down(redis_url: st
             results = asyncio.run(all_at_once())
         assert {type(each) for each in results} == {LockUnavailable}
         assert proxy.commands.count("SET") <= 4
+
+
+@pytest.mark.parametrize("kind", OF_ONE_SERVER)
+def test_a_command_whose_connection_is_closed_is_sent_once_more(redis_url: str, key: str, kind: str) -> None:
+    """By every redis-py: version 5 wants to be told after which errors."""
+
+    async def main(client: Any) -> Any:
+        asyncio_client = make_async_client(client)
+        try:
+            return await asyncio_client.execute_command("GET", key)
+        finally:
+            await asyncio_client.aclose()
+
+    with Proxy(redis_url) as proxy, OF_ONE_SERVER[kind](proxy.url) as client:
+        proxy.lose_request("GET")
+        assert asyncio.run(main(client)) is None
+        assert proxy.commands.count("GET") == 2
 
 
 def test_a_command_without_a_reply_while_others_have_theirs() -> None:

@@ -121,6 +121,7 @@ def test_a_key_that_is_no_text_is_seen_and_freed(redis: Redis, prefix: str) -> N
 
     (found,) = held()
 
+    assert held_key(found.key) == found
     assert release_key(found.key, found.value)
     assert not list(held())
 

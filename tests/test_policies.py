@@ -449,6 +449,17 @@ def test_what_a_policy_wishes(policy: Any, shown: str, wish: Any) -> None:
     assert (bare.countdown, bare.max_retries, bare.only_newest) == (None, None, False)
 
 
+@pytest.mark.parametrize("make_policy", [retry, buffer_one])
+def test_a_policy_can_be_shared(make_policy: Callable[..., Any]) -> None:
+    """Nobody can change it for the others that were given it, and it can be looked up by its value."""
+    policy = make_policy(2)
+    with pytest.raises(AttributeError):
+        policy.countdown = 3
+    assert policy.countdown == 2
+    assert {policy: "found"}[make_policy(2)] == "found"
+    assert policy != make_policy(3)
+
+
 @pytest.mark.parametrize("policy", [retry(1.1), buffer_one(1.1)], ids=repr)
 def test_a_countdown_that_would_make_the_broker_deliver_copies(app: Celery, redis_url: str, policy: Any) -> None:
     app.conf.update(broker_url=redis_url, broker_transport_options={"visibility_timeout": 3})

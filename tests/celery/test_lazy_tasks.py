@@ -6,6 +6,7 @@ import importlib
 import pickle
 import sys
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 from uuid import uuid4
 
@@ -14,7 +15,7 @@ from celery import Celery, Task, shared_task
 from celery.local import PromiseProxy
 from redis import Redis
 
-from only_one import KeyTemplateError, fail
+from only_one import KeyTemplateError, current_lock, fail
 from only_one.lock.holder import Holder
 from tests.celery.enqueueing import (
     CLOSED,
@@ -67,6 +68,18 @@ def test_the_task_is_what_it_was(app: Celery) -> None:
     assert task.__name__ == "work"
     assert task.apply_async.__doc__ == Task.apply_async.__doc__
     assert task.s(1).task == "kept"
+
+
+def test_a_task_of_a_program_has_the_name_that_celery_knows(app: Celery, prefix: str, held: Any) -> None:
+    """Its function is one of ``__main__``, whose name would be the same in every program."""
+
+    def report() -> str:
+        return current_lock().key
+
+    main = {"__name__": "__main__", "current_lock": current_lock}
+    task = a_task(app, "{name}", function=FunctionType(report.__code__, main), celery={"name": "reports.nightly"})
+    assert task() == f"{prefix}reports.nightly"
+    assert task.delay().id == held("reports.nightly").task_id
 
 
 def test_a_shared_task_in_three_apps(new_app: Any, queued: Any, held: Any, left: Any) -> None:

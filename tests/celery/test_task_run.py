@@ -54,6 +54,19 @@ def test_a_call_from_inside_of_its_own_run_is_no_copy_of_it(app: Celery, queue: 
     assert len(queue) == 0
 
 
+def test_a_call_from_inside_of_the_run_of_a_bound_task_has_a_key_without_the_task(
+    app: Celery, queue: Queue, prefix: str
+) -> None:
+    def work(self: Any, value: str) -> list[str]:  # noqa: ARG001 - the task
+        return [current_lock().key, *(task.run("inner") if value == "outer" else ())]
+
+    covered = cover(work, key=lambda value: f"k-{value}", timeout=600)
+    task = app.task(covered, name=f"task-{uuid4()}", shared=False, bind=True)
+    answer = task.delay("outer")
+    queue.deliver(queue.take())
+    assert answer.get() == [f"{prefix}k-outer", f"{prefix}k-inner"]
+
+
 @pytest.mark.parametrize(
     ("state", "attempt", "retries", "outcome"),
     [

@@ -344,6 +344,28 @@ def test_a_forked_child_is_another_process_than_its_parent() -> None:
     assert done.stdout.split() == ["False", "False", "False", "True", "False"]
 
 
+FORKED_BETWEEN_CALLS = """
+import os
+from only_one.lock.holder import Holder, TokenFactory
+
+factory = TokenFactory("work")
+before = Holder.parse(factory.token(600))
+pid = os.fork()
+after = Holder.parse(factory.token(600))
+print(after.pid == os.getpid(), after.id.split("-")[0] == before.id.split("-")[0], flush=True)
+if not pid:
+    os._exit(0)
+os.waitpid(pid, 0)
+"""
+
+
+def test_a_function_that_has_run_before_a_fork_runs_as_the_child_after_it() -> None:
+    """The beginning of its tokens is remembered, and is the parent's."""
+    command = [sys.executable, "-W", "ignore", "-c", FORKED_BETWEEN_CALLS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.splitlines()) == ["True False", "True True"]  # the child, and the parent
+
+
 OTHERS = """
 import json, os, sys, time
 from only_one.lock.holder import TokenFactory, is_dead, process_start

@@ -353,6 +353,18 @@ def test_it_sleeps_for_ever_and_is_woken_for_what_comes_sooner(idle: Idle) -> No
     assert sleeps.result(LIMIT) is None
 
 
+def test_a_new_lease_wakes_the_thread_only_if_something_is_due_sooner(watch: Watch, redis_url: str) -> None:
+    """As for a server that it has not looked at yet, and no more often: to be woken costs a run more than all else."""
+    server = watch.server(redis_url)
+    lease = watch.lease(server)
+    watch.renewer.wakes_at = lease.renew_at
+    renewal.hold(lease)
+    assert watch.renewer.woken.get_nowait() == lease.begun
+    watch.renewer.unknown.clear()
+    renewal.hold(lease)
+    assert watch.renewer.woken.empty()
+
+
 def test_it_sleeps_for_some_microseconds(idle: Idle) -> None:
     """After something has come while it was awake, CPython's queue may wait for ever where a time-out is so short."""
     done: Future[int] = Future()
