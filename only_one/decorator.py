@@ -96,8 +96,8 @@ def only_one(  # pyright: ignore[reportInconsistentOverload] - a key by position
     Above ``@app.task``: one task at a time, unique from queued to finished.
 
     Args:
-        function_or_key: the function, if the decorator is used without parentheses or as a
-            function; else ``key``.
+        function_or_key: the first positional argument: the function, if the decorator is used
+            without parentheses or as a function; else the key, a str, as ``key`` is by keyword.
         timeout: seconds or a timedelta, the longest that a run may hold its key.
             Alone, it is also how long the key outlives a dead holder.
         key: a template of ``{name}``, ``{md5}`` (of all arguments) and the function's parameters,

@@ -22,7 +22,8 @@ class HasHolder:
     """An error or event that carries the value stored at the key.
 
     Attributes:
-        value: the value that is stored at the key.
+        value: the value that is stored at the key; a str in ``AlreadyRunning``, ``LockLost`` and
+            ``Lost``, bytes in ``Busy`` and ``Reclaimed``.
     """
 
     value: Any
@@ -42,7 +43,7 @@ class AlreadyRunning(HasHolder, OnlyOneError):
 
     Attributes:
         key: the key as it is in Redis, with its prefix.
-        value: the value that is stored at the key; empty if it is not known.
+        value: the value that is stored at the key, a str; empty if it is not known.
         holder: the ``Holder`` that the value names: the call and its process; None if it names
             none.
     """
@@ -71,7 +72,8 @@ class LockLost(HasHolder, OnlyOneError):
             renewed in time), ``"taken"`` (another holder has the key), ``"deleted"`` (the key was
             removed by hand, or by a restart), ``"unavailable"`` (the key was never acquired,
             because the server was down), or ``"released"`` (the run has ended).
-        value: the value that is stored at the key now; empty if there is none, or it is not known.
+        value: the value that is stored at the key now, a str; empty if there is none, or it is not
+            known.
         holder: the ``Holder`` that the value names; None if it names none.
     """
 

@@ -34,7 +34,7 @@ class Acquired(Event):
     Attributes:
         key: the key as it is in Redis, with its prefix.
         name: the name of the task or function.
-        token: the value that the call stored at the key.
+        token: the value that the call stored at the key, as bytes.
     """
 
     token: bytes
@@ -55,7 +55,7 @@ class Busy(HasHolder, Event):
     Attributes:
         key: the key as it is in Redis, with its prefix.
         name: the name of the task or function.
-        value: the value that is stored at the key; empty if it is not known.
+        value: the value that is stored at the key, as bytes; empty if it is not known.
         holder: the ``Holder`` that the value names; None if it names none.
     """
 
@@ -78,7 +78,7 @@ class Reclaimed(HasHolder, Event):
     Attributes:
         key: the key as it is in Redis, with its prefix.
         name: the name of the task or function that took the key over.
-        value: the value that was stored at the key.
+        value: the value that was stored at the key, as bytes.
         holder: the ``Holder`` that the value names: the dead one.
     """
 
@@ -116,8 +116,11 @@ class Lost(HasHolder, Event):
     Attributes:
         key: the key as it is in Redis, with its prefix.
         name: the name of the task or function.
-        reason: as in ``LockLost``.
-        value: the value that is stored at the key now; empty if there is none, or it is not known.
+        reason: as in ``LockLost``: ``"overrun"`` (the run took longer than ``timeout``), ``"expired"``
+            (the key was not renewed in time), ``"taken"`` (another holder has the key), or
+            ``"deleted"`` (the key was removed by hand, or by a restart).
+        value: the value that is stored at the key now, a str; empty if there is none, or it is not
+            known.
         holder: the ``Holder`` that the value names; None if it names none.
     """
 

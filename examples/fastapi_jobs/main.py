@@ -1,6 +1,7 @@
 """A double click starts one job: the second request gets 409, and says which job runs, and since when."""
 
 import asyncio
+import logging
 from datetime import datetime, timezone
 from typing import Any
 
@@ -9,6 +10,7 @@ from fastapi.responses import JSONResponse
 
 from only_one import AlreadyRunning, current_lock, fail, only_one
 
+logging.basicConfig(level=logging.INFO)  # uvicorn shows its own loggers only
 app = FastAPI()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -245,6 +246,23 @@ def test_an_async_view_and_where_its_keys_are(
     assert held[1].startswith("only_one:preview-")
     assert keys(databases[number]) == [queued]
     assert sum(len(keys(each)) for each in databases) == 1
+
+
+def test_a_post_with_the_csrf_cookie_of_the_page(
+    folder: Path, server_url: str, databases: list[Redis], feed: FeedServer
+) -> None:
+    """Both are what the client says; without them the view is not reached."""
+    ours = Project(folder, server_url, PATIENT)
+    task_id = ours.manage("import_feeds", feed.url).split()[-1]
+    page = (ROOT / "docs" / "recipes" / "django.md").read_text()
+    (token,) = re.findall("^token=(.*)$", page, re.MULTILINE)
+    with serving("config.asgi:application", ours.folder, ours.env) as (url, _):
+        path = f"{url}/feeds/1/import/"
+        assert httpx.post(path, timeout=LIMIT).status_code == 403
+        headers = {"Cookie": f"csrftoken={token}", "X-CSRFToken": token}
+        answer = httpx.post(path, headers=headers, timeout=LIMIT)
+    assert (answer.status_code, answer.json()) == (202, {"task_id": task_id, "is_duplicate": True})
+    assert len(keys(databases[LOCKS])) == 1
 
 
 @pytest.mark.parametrize("settings", [PATIENT, IN_THE_CACHE], ids=["a database of their own", "that of the cache"])

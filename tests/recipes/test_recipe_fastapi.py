@@ -82,13 +82,17 @@ def jobs(client: Redis) -> list[str]:
     return [line.decode() for line in lines]
 
 
-def test_a_double_click_starts_one_job(client: Redis, hosts: list[str]) -> None:
+def test_a_double_click_starts_one_job(client: Redis, hosts: list[str], folder: Path) -> None:
     answers = post(*(f"{hosts[number % 2]}/reports/tea" for number in range(CLICKS)))
     first, *others = sorted(answers, key=lambda answer: answer.status_code)
     assert [first.status_code, *(other.status_code for other in others)] == [202] + [409] * (CLICKS - 1)
     job = first.json()
     assert {*job} == {"job", "since"}
     assert [other.json() for other in others] == [{"detail": "is running already", **job}] * (CLICKS - 1)
+
+    logs = "".join((folder / f"uvicorn-{httpx.URL(host).port}.log").read_text() for host in hosts)
+    refused = "INFO:only_one:main.report did not run: only_one:report:tea is taken by main.report, pid "
+    assert logs.count(refused) == CLICKS - 1
 
     # The response has been sent, and the job goes on: it has the key.
     holder = Holder.parse(client.get("only_one:report:tea") or b"")

@@ -6,6 +6,7 @@ from pathlib import Path
 SECRET_KEY = os.environ.get("SECRET_KEY", "only for development")
 ALLOWED_HOSTS = ["localhost", "127.0.0.1"]
 INSTALLED_APPS = ["feeds"]
+MIDDLEWARE = ["django.middleware.csrf.CsrfViewMiddleware"]
 ROOT_URLCONF = "feeds.urls"
 USE_TZ = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
