@@ -4,7 +4,6 @@ import re
 from contextlib import suppress
 from datetime import date
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import kombu
 from celery import Celery
@@ -14,8 +13,6 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from only_one.errors import ConfigurationError
 
 _kombu: Any = kombu  # it has no types
-_read: WeakKeyDictionary[Celery, tuple[float, str]] = WeakKeyDictionary()
-"""The visibility timeout and the kind of transport of each app: reading a setting of Celery's takes long."""
 
 
 def visibility_timeout(app: Celery) -> float:
@@ -104,7 +101,7 @@ def check_countdown(app: Celery, countdown: float | None) -> None:
     Raises:
         ConfigurationError: for such a countdown; the message says what to write instead.
     """
-    _read.pop(app, None)  # it may have been configured since
+    vars(app).pop("only_one_broker", None)  # it may have been configured since
     # Not before there is one: a task that is only called needs no transport.
     if countdown is not None and countdown > (longest := longest_countdown(app)):
         msg = (
@@ -116,7 +113,9 @@ def check_countdown(app: Celery, countdown: float | None) -> None:
 
 
 def _facts(app: Celery) -> tuple[float, str]:
-    if app not in _read:
+    """The visibility timeout and the kind of transport, read once: reading a setting of Celery's takes long."""
+    facts: tuple[float, str] | None = vars(app).get("only_one_broker")
+    if facts is None:
         url = app.conf.broker_read_url  # `broker_url`, if not configured
         transport = _kombu.Connection(url, transport=app.conf.broker_transport).get_transport_cls()
         channel = getattr(transport, "Channel", None)
@@ -125,5 +124,5 @@ def _facts(app: Celery) -> tuple[float, str]:
         # RabbitMQ's, and for brokers that do not say.
         default = next((each for each in defaults if isinstance(each, (int, float))), 1800)
         configured = (app.conf.broker_transport_options or {}).get("visibility_timeout")
-        _read[app] = float(configured or default), transport.driver_type
-    return _read[app]
+        facts = vars(app)["only_one_broker"] = float(configured or default), transport.driver_type
+    return facts

@@ -12,7 +12,7 @@ from redis.asyncio import ConnectionPool, Redis, RedisCluster, cluster, connecti
 from only_one.errors import ConfigurationError
 from only_one.lock.commands import now
 
-from .connection_pool import PinnedClient, raise_as_connection_error
+from .connection_pool import raise_as_connection_error
 
 _sentinel: Any = sentinel  # which has no types
 
@@ -38,23 +38,21 @@ class AsyncClient:
             collected while no event loop is running; then the next command closes them.
     """
 
-    def __init__(self, make: Callable[[], Any], most: int, *, keeps: bool = False) -> None:
+    def __init__(self, make: Callable[[], Any], most: int) -> None:
         """Make the client.
 
         Args:
             make: makes a client of redis-py.
             most: the most commands that are sent at a time.
-            keeps: it keeps its connections between commands, past the pool.
         """
         self._make = make
         self._most = most
-        self._keeps = keeps
         self._answered_at = self._timed_out_at = 0.0  # by `now()`: never
         self.to_be_closed: list[Any] = []
         self._begin()
 
     def _begin(self) -> None:
-        self.client, self._turns, self._kept = self._make(), asyncio.Semaphore(self._most), list[Any]()
+        self.client, self._turns = self._make(), asyncio.Semaphore(self._most)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.client, name)
@@ -71,7 +69,7 @@ class AsyncClient:
                     msg = "Timeout waiting for a connection: the server did not answer on any"
                     raise redis.TimeoutError(msg)  # noqa: TRY301 - a time-out like any other
                 sent = now()
-                reply = await (self._send if self._keeps else client.execute_command)(*args, **options)
+                reply = await client.execute_command(*args, **options)
                 self._answered_at = now()
                 return reply
         except (redis.RedisError, exceptions.RedisClusterException, asyncio.CancelledError, GeneratorExit) as error:
@@ -90,28 +88,6 @@ class AsyncClient:
         finally:
             if client is not self.client:  # it may have connected once more since it was closed
                 self.to_be_closed.append(client)
-
-    async def _send(self, *args: Any, **options: Any) -> Any:
-        """Send a command on a connection that is kept, past the pool."""
-        client, kept = self.client, self._kept
-        if not kept:
-            made = await client.client()
-            kept.append(made.connection)
-            made.connection = None
-        connection = kept.pop()
-
-        async def attempt() -> Any:
-            await connection.send_command(*args)
-            return await client.parse_response(connection, args[0], **options)
-
-        try:
-            return await connection.retry.call_with_retry(attempt, lambda _: connection.disconnect())
-        except BaseException as error:
-            if not isinstance(error, redis.ResponseError):
-                await connection.disconnect(nowait=True)  # a reply may be on its way still
-            raise
-        finally:
-            kept.append(connection)  # which connects again if need be
 
     async def close_what_is_left(self) -> None:
         """Close the connections of the earlier clients."""
@@ -155,8 +131,7 @@ def make_async_client(client: Any) -> AsyncClient:
     if isinstance(client, redis.RedisCluster):
         most = client.nodes_manager.connection_kwargs.get("max_connections") or redis.ConnectionPool().max_connections
         return AsyncClient(lambda: _cluster(client), most)
-    most = client.connection_pool.max_connections  # one for each command
-    return AsyncClient(lambda: _client(client), most, keeps=PinnedClient.fits(client))
+    return AsyncClient(lambda: _client(client), client.connection_pool.max_connections)  # one for each command
 
 
 def _client(client: Any) -> Any:

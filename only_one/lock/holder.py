@@ -52,24 +52,9 @@ class Holder:
     deadline: float | None
 
     @classmethod
-    @lru_cache(maxsize=16)
     def parse(cls, value: str | bytes) -> "Holder | None":
         """The holder that ``value`` encodes, or None: anybody can store anything at our keys."""
-        try:
-            fields = json.loads(value)
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(fields, dict) or fields.pop("only_one", None) != FORMAT:
-            return None
-        if fields.keys() != _TYPES.keys() or not all(isinstance(fields[name], _TYPES[name]) for name in _TYPES):
-            return None
-        since, limit = fields["since"], fields.pop("limit")
-        # Milliseconds since the epoch; what is later is a number that somebody has made up.
-        if max(abs(since), abs(limit or 0)) > 10**14:
-            return None
-        deadline = None if limit is None else (since + limit) / 1000
-        fields.update(id=f"{fields.pop('process')}-{fields.pop('number')}", since=since / 1000, deadline=deadline)
-        return cls(**fields)
+        return (_parse if len(value) <= _LONGEST_REMEMBERED else _parse.__wrapped__)(value)
 
     def __str__(self) -> str:
         task = f" (task {self.task_id})" if self.task_id else ""
@@ -88,6 +73,28 @@ _TYPES: dict[str, Any] = {
     "task_id": (str, type(None)),
 }
 """The types in the JSON of a value; times are in milliseconds."""
+
+
+_LONGEST_REMEMBERED = 2000
+
+
+@lru_cache(maxsize=16, typed=True)
+def _parse(value: str | bytes) -> Holder | None:
+    try:
+        fields = json.loads(value)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict) or fields.pop("only_one", None) != FORMAT:
+        return None
+    if fields.keys() != _TYPES.keys() or not all(isinstance(fields[name], _TYPES[name]) for name in _TYPES):
+        return None
+    since, limit = fields["since"], fields.pop("limit")
+    # Milliseconds since the epoch; what is later is a number that somebody has made up.
+    if max(abs(since), abs(limit or 0)) > 10**14:
+        return None
+    deadline = None if limit is None else (since + limit) / 1000
+    fields.update(id=f"{fields.pop('process')}-{fields.pop('number')}", since=since / 1000, deadline=deadline)
+    return Holder(**fields)
 
 
 class _Process:
@@ -163,7 +170,7 @@ class TokenFactory:
         return head + b'%d%06d,"since":%d}' % (next(_numbers), left, since)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024, typed=True)
 def _serialize(**values: object) -> str:
     """JSON of an object, without its braces; remembered, because the names of functions are few and tokens many."""
     return json.dumps(values, separators=(",", ":"))[1:-1]

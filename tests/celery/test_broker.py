@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from celery.local import Proxy
 from kombu.entity import Exchange, Queue, binding
 from kombu.transport import virtual
 
@@ -53,6 +54,21 @@ def test_after_how_long_it_delivers_again() -> None:
         assert visibility_timeout(app_with(**settings)) == 1800
     options = {"visibility_timeout": 60}
     assert visibility_timeout(app_with(broker_url="redis://host", broker_transport_options=options)) == 60
+
+
+def test_the_settings_are_read_once_and_again_when_a_function_gets_its_options() -> None:
+    app = app_with(broker_url="redis://host", broker_transport_options={"visibility_timeout": 60})
+    assert visibility_timeout(app) == 60
+    app.conf.broker_transport_options = {"visibility_timeout": 90}
+    assert visibility_timeout(app) == 60
+    check_countdown(app, None)
+    assert visibility_timeout(app) == 90
+
+
+def test_the_app_of_a_task_that_is_not_registered_is_a_proxy() -> None:
+    app = app_with(broker_url="redis://host")
+    proxy: Any = Proxy(lambda: app)
+    assert (visibility_timeout(proxy), marks_redeliveries(proxy)) == (3600, True)
 
 
 def test_what_follows_from_it() -> None:

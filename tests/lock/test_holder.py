@@ -648,3 +648,14 @@ def test_who_was_just_seen_alive_is_not_read_of_again(living: Process, monkeypat
     moment = until
     assert not is_dead(living.value)
     assert looked == [living.pid] * 2
+
+
+def test_a_holder_is_parsed_once_and_what_is_too_long_for_one_is_not_remembered() -> None:
+    value = TokenFactory("parsed once").token(None)
+    assert Holder.parse(value) is Holder.parse(value) is not None
+    assert Holder.parse(value.decode()) == Holder.parse(value)
+    foreign = b'{"only_one":1,"text":"%s"}' % (b"x" * 3000)
+    assert Holder.parse(foreign) is None
+    remembered = holder._parse.cache_info().misses
+    assert Holder.parse(foreign) is None
+    assert holder._parse.cache_info().misses == remembered
