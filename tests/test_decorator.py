@@ -96,7 +96,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def active_tokens(job: Job, call: Callable[[], Any]) -> Iterator[Future[Any]]:
+def while_runs(job: Job, call: Callable[[], Any]) -> Iterator[Future[Any]]:
     """Have a call run in another thread; it is told to end when the block ends."""
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(call)
@@ -153,7 +153,7 @@ def test_every_form_covers(
     function: Function = work if kind == "def" else work_async
     covered = form(function)
     name = f"{function.__module__}.{function.__qualname__}"
-    with active_tokens(job, lambda: run_of(covered, 1)) as run:
+    with while_runs(job, lambda: run_of(covered, 1)) as run:
         (taken,) = keys_of(redis, prefix)
         assert taken == prefix + key.format(name=name, md5=digest([1]))
         assert seconds / 2 < redis.pttl(taken) / 1000 <= seconds
@@ -344,17 +344,23 @@ def test_event_loops_and_threads_exclude_each_other() -> None:
     sync, async_ = only_one("both")(job.work), only_one("both")(job.work_async)
     other = only_one("other")(lambda: "at once")
 
-    async def eight() -> list[str | None]:
-        return await asyncio.gather(*(async_() for _ in range(8)))
+    ended: list[str | None] = []
 
-    with active_tokens(job, lambda: asyncio.run(eight())) as run:
+    async def one() -> None:
+        ended.append(await async_())
+
+    async def eight() -> None:
+        await asyncio.gather(*(one() for _ in range(8)))
+
+    with while_runs(job, lambda: asyncio.run(eight())):
+        assert eventually(lambda: len(ended) == 7)  # all others have asked while the one runs
         assert sync() is None
         assert asyncio.run(async_()) is None
         assert other() == "at once"
-    assert Counter(run.result()) == {None: 7, "done": 1}
+    assert Counter(ended) == {None: 7, "done": 1}
     job.begun.clear()
     job.end.clear()
-    with active_tokens(job, sync):
+    with while_runs(job, sync):
         assert sync() is None
         assert asyncio.run(async_()) is None
     assert job.runs == 2
