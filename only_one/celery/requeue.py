@@ -75,7 +75,8 @@ def publish(task: Task, request: Any, header: Header, countdown: float | None) -
     headers |= header._replace(times=header.times + 1, token=None).as_headers()
     # The message's setting, else the task's; the default of the request's class is nobody's choice.
     # Celery itself carries it on since 5.7 only.
-    ignores = vars(request).get("ignore_result", task.ignore_result)
+    ignores = vars(request).get("ignore_result")
+    ignores = task.ignore_result if ignores is None else ignores
     again: Any = task.signature_from_request(request, countdown=seconds, headers=headers, ignore_result=ignores, **way)
     again.apply_async()
 
