@@ -18,3 +18,12 @@ def eventually(condition: Callable[[], object], limit: float = LIMIT, pause: flo
             return False
         time.sleep(pause)
     return True
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended and was waited for: a zombie is not gone."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False

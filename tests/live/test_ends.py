@@ -28,7 +28,7 @@ from tests.live import ends_app as ends
 from tests.live.brokers import consumed
 from tests.live.workers import PREFIX, ROOT, World, answered, kill_tree, world
 from tests.lock.test_holder import CONTAINER
-from tests.waiting import LIMIT, eventually
+from tests.waiting import LIMIT, eventually, is_gone
 
 PAGE = ROOT / "docs/celery.md"
 HEAD = "| end of a run | state of the key |\n|---|---|\n"
@@ -323,14 +323,6 @@ def check_left(scene: Scene) -> None:
     assert scene.events() == ["set"]
     with configure(redis=scene.broker.server.url, prefix=PREFIX):
         assert only_one(lambda: "done", key=scene.gate, timeout=600)() == "done"
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
 
 
 CALL = f"""

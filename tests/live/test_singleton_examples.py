@@ -20,7 +20,7 @@ from examples.singleton import configured, tasks
 from only_one import AlreadyRunning, KeyTemplateError, only_one
 from only_one.lock.holder import Holder
 from tests.live.workers import RESULTS, URL, World, kill_tree, sender, world
-from tests.waiting import LIMIT, eventually
+from tests.waiting import LIMIT, eventually, is_gone
 
 PREFIX = "only_one:"
 MISSPELT = "'user_id' is not a parameter, write one of {name}, {md5}, {username}"
@@ -68,15 +68,6 @@ def holder(place: World, key: str) -> Holder | None:
 
 def is_running(place: World, answer: Any) -> bool:
     return len(place.notes("begin", answer.id)) > len(place.notes("end", answer.id))
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process that was killed is no zombie any more."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
 
 
 def let_go(place: World, answer: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +17,7 @@ from only_one.lock.holder import Holder
 from only_one.testing import Guarded
 from tests.live.workers import kill_tree
 from tests.recipes.helpers import SlowFile, caller, shop
-from tests.waiting import LIMIT, eventually
+from tests.waiting import LIMIT, eventually, is_gone
 
 EXAMPLE = "examples.recipes.sentry"
 TASK = "import_prices"
@@ -78,14 +77,6 @@ def end(worker: Guarded) -> None:
     """Shut a worker down by its main process alone: a signal to its children would be an event, too."""
     worker.terminate()
     worker.wait(LIMIT)
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
 
 
 def test_losses_and_dead_holders_are_reported_and_skips_are_not(tmp_path: Path) -> None:
