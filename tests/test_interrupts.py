@@ -427,7 +427,8 @@ class BeforeReply(AtLine):
         self._then = then
 
     def __call__(self, frame: FrameType, event: str, _argument: Any) -> Trace | None:
-        if event == "call" and frame.f_code.co_name == "parse_response":
+        caller = frame.f_back.f_code.co_name if frame.f_back else ""
+        if event == "call" and frame.f_code.co_name == "read_response" and caller in ("attempt", "parse_response"):
             self._left -= 1
             if not self._left:
                 self._then()

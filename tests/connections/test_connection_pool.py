@@ -19,20 +19,22 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import uuid4
 
 import pytest
 import redis as redis_py
 from redis.backoff import ConstantBackoff, NoBackoff
+from redis.connection import PythonRespSerializer
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from only_one import configure, only_one, subscribe
 from only_one.connections import connection_pool
-from only_one.connections.connection_pool import _MOST_KEPT, PinnedClient, _Pinned
+from only_one.connections.connection_pool import _MOST_KEPT, PinnedClient, _Pinned, packed
 from only_one.connections.server import Server
 from only_one.events import Down, Event
+from only_one.lock.commands import RAW
 from only_one.lock.redis_lock import Lock
 from tests.proxy import Proxy
 from tests.renewal import is_idle
@@ -55,7 +57,7 @@ _texts = count()
 def echo(client: Any) -> bool:
     """Send a command whose reply can be no other command's."""
     text = f"text {os.getpid()} {next(_texts)}"
-    reply = client.execute_command("ECHO", text)
+    reply = client.execute_command("ECHO", text, **RAW)
     assert reply == text.encode()
     return True
 
@@ -64,7 +66,7 @@ def fill(direct: PinnedClient, number: int) -> set[int]:
     """Have `direct` keep so many connections, and return the server's ids of them."""
     key = f"fill:{uuid4().hex}"
     with redis_py.Redis(connection_pool=direct.connection_pool) as client, ThreadPoolExecutor(number) as pool:
-        waiting = [pool.submit(direct.execute_command, "BLPOP", key, 10 * LIMIT) for _ in range(number)]
+        waiting = [pool.submit(direct.execute_command, "BLPOP", key, 10 * LIMIT, **RAW) for _ in range(number)]
 
         def blocked() -> bool:
             found = [each for each in client.client_list() if each["cmd"] == "blpop" and "b" in each["flags"]]
@@ -123,6 +125,19 @@ class Subclass(redis_py.Redis):
     pass
 
 
+class Connection(redis_py.Connection):
+    """A connection of the user's own class, which sees what is sent, but for redis-py's `CLIENT SETINFO`."""
+
+    seen: ClassVar[list[Any]] = []
+
+    def send_command(self, *args: Any, **options: Any) -> None:
+        """See redis-py."""
+        if args[0] in ("SET", "GET"):
+            self.seen.append(args[0])
+        untyped: Any = super()
+        untyped.send_command(*args, **options)
+
+
 class Tokens:
     """A provider of credentials that are renewed, as for Entra ID."""
 
@@ -139,6 +154,12 @@ def altered(url: str) -> Any:
     plain = client.execute_command
     client.seen = []
     client.execute_command = lambda *args, **options: (client.seen.append(args[0]), plain(*args, **options))[1]
+    return client
+
+
+def with_own_connections(url: str) -> Any:
+    client: Any = redis_py.Redis(connection_pool=redis_py.ConnectionPool.from_url(url, connection_class=Connection))
+    client.seen = Connection.seen
     return client
 
 
@@ -161,6 +182,9 @@ OTHERS: dict[str, Callable[[str], Any]] = {
     "few connections": lambda url: redis_py.Redis.from_url(url, max_connections=ALL - 1),
     "one connection": lambda url: redis_py.Redis.from_url(url, single_connection_client=True),
     "altered": altered,
+    "own connections": with_own_connections,
+    "another encoding": lambda url: redis_py.Redis.from_url(url, encoding="latin-1"),
+    "other errors": lambda url: redis_py.Redis.from_url(url, encoding_errors="replace"),
     "no pool": Without,
 }
 PLAIN: dict[str, Callable[[RedisServer], Any]] = {
@@ -193,6 +217,55 @@ def test_clients_that_are_used_as_they_are(redis_url: str, prefix: str, make: Ca
         assert only_one(lambda: "done", key="k", timeout=600, redis=client)() == "done"
         if hasattr(client, "seen"):
             assert client.seen[0] == "SET"
+
+
+def renamed(patch: pytest.MonkeyPatch) -> None:
+    """A release of redis-py in which the method that sends has another name."""
+    kind: Any = redis_py.connection.AbstractConnection
+    patch.setattr(kind, "send_now", kind.send_packed_command, raising=False)
+    patch.setattr(kind, "send_command", lambda self, *args, **_: self.send_now(self.pack_command(*args)))
+    for each in kind.__mro__:
+        if "send_packed_command" in vars(each):
+            patch.delattr(each, "send_packed_command")
+
+
+def without_the_argument(patch: pytest.MonkeyPatch) -> None:
+    """A release in which the method that reads says by another argument that a reply is not decoded."""
+    kind: Any = redis_py.connection.AbstractConnection
+    read = kind.read_response
+    patch.setattr(kind, "read_response", lambda self, *, raw=False: read(self, disable_decoding=raw))
+    client: Any = redis_py.Redis
+    patch.setattr(client, "parse_response", lambda _, connection, *__, **___: connection.read_response(raw=True))
+
+
+@pytest.mark.parametrize("changed", [renamed, without_the_argument])
+def test_a_release_of_redis_py_that_has_changed_costs_time_and_no_call(
+    redis_url: str, prefix: str, monkeypatch: pytest.MonkeyPatch, changed: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    """By redis-py's own ways, all is as before. That this release has not changed, those who follow show."""
+    assert prefix
+    with redis_py.Redis.from_url(redis_url) as client:
+        assert isinstance(Server(client).client, PinnedClient)
+        with monkeypatch.context() as patch:
+            changed(patch)
+            client.connection_pool.disconnect()
+            assert is_used_as_it_is(client)
+            assert only_one(lambda: "done", key="k", timeout=600, redis=client)() == "done"
+
+
+def test_a_command_is_packed_as_by_redis_py() -> None:
+    """With hiredis, and without."""
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    draw = random.Random(seed)
+    with redis_py.Redis() as client:
+        connection: Any = client.connection_pool.make_connection()
+        encode = client.get_encoder().encode
+        packers = [connection.pack_command, PythonRespSerializer(6000, encode).pack]
+        for _ in range(500):
+            values = [b"\x00\r\n", "\xfcber", 0, -7, 2.5, "", b"", draw.randbytes(draw.randrange(9000)), "x" * 7000]
+            command = ("SET", *draw.choices(values, k=draw.randrange(1, 8)))
+            assert {b"".join(pack(*command)) for pack in packers} == {packed(command, encode)}
 
 
 def test_a_pool_that_waits_has_its_like(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,9 +326,9 @@ def test_clients_for_which_it_stands(server: RedisServer, make: Callable[[RedisS
         assert isinstance(direct, PinnedClient)
         assert kept(direct) == set()
         assert only_one(lambda: "done", key="k", timeout=600, redis=direct._client)() == "done"
-        assert direct.execute_command("ECHO", "text", NEVER_DECODE=True) == b"text"
+        assert direct.execute_command("ECHO", "text", **RAW) == b"text"
         before = kept(direct)
-        assert direct.execute_command("ECHO", "more", NEVER_DECODE=True) == b"more"
+        assert direct.execute_command("ECHO", "more", **RAW) == b"more"
         assert kept(direct) == before
         assert len(before) == 1
 
@@ -336,7 +409,7 @@ def test_an_error_of_the_server_keeps_the_connection(redis: Any, direct: PinnedC
     before = fill(direct, 1)
     for _ in range(5):
         with pytest.raises(redis_py.ResponseError, match="not an integer"):
-            direct.execute_command("INCR", f"{prefix}text")
+            direct.execute_command("INCR", f"{prefix}text", **RAW)
         echo(direct)
         assert kept(direct) == before
 
@@ -359,7 +432,7 @@ def test_a_time_out_drops_the_connection(redis: Any, redis_url: str, name: str, 
         direct = PinnedClient(client)
         (before,) = fill(direct, 1) if not direct.kept else kept(direct)
         with pytest.raises(redis_py.TimeoutError) as caught:
-            direct.execute_command("BLPOP", f"{prefix}list", 0)
+            direct.execute_command("BLPOP", f"{prefix}list", 0, **RAW)
         assert direct.kept == []
         # Not only when what was raised, and with it the call, is forgotten.
         assert eventually(lambda: before not in connections(redis, name))
@@ -382,7 +455,7 @@ def test_a_time_out_is_tried_again_as_often_as_the_client_says(redis_url: str, r
             proxy.forget_commands()
             proxy.lose_reply("INCR", times=10, then="hang")
             with pytest.raises(redis_py.TimeoutError):
-                direct.execute_command("INCR", f"timeout:{uuid4().hex}")
+                direct.execute_command("INCR", f"timeout:{uuid4().hex}", **RAW)
             assert proxy.commands == ["INCR"] * (1 + retries)
             echo(direct)
 
@@ -483,9 +556,9 @@ def test_a_connection_whose_closing_is_interrupted_is_closed_before_it_is_lent_a
             disconnect(*args)
 
         monkeypatch.setattr(pinned.connection, "disconnect", close)
-        monkeypatch.setattr(pinned.connection, "send_command", interrupted)
+        monkeypatch.setattr(pinned.connection, "send_packed_command", interrupted)
         with pytest.raises(Interruption):
-            direct.execute_command("ECHO", "nobody's")
+            direct.execute_command("ECHO", "nobody's", **RAW)
         assert closed == [False, True]
         monkeypatch.undo()
         echo(direct)
@@ -498,7 +571,7 @@ class TwoInterruptions:
         self.times = 0
         self._left = number
 
-    def parse_response(self, *_: Any, **__: Any) -> Any:
+    def read_response(self, *_: Any, **__: Any) -> Any:
         """The first, which is none of the trace's, as Python ends a trace that raises."""
         self.times = 1
         raise Interruption
@@ -527,10 +600,10 @@ def test_a_reply_is_never_another_command_s_after_two_interruptions(
             held_up = proxy.hold_up("ECHO")
             trace, before = TwoInterruptions(number), sys.gettrace()
             with monkeypatch.context() as patch, suppress(Interruption):
-                patch.setattr(redis_py.Redis, "parse_response", trace.parse_response)
+                patch.setattr(redis_py.Connection, "read_response", trace.read_response)
                 try:
                     sys.settrace(trace)
-                    direct.execute_command("ECHO", "nobody's")
+                    direct.execute_command("ECHO", "nobody's", **RAW)
                 finally:
                     sys.settrace(before)
             assert held_up.met.wait(LIMIT)
@@ -635,7 +708,7 @@ def test_a_user_who_closes_their_client_at_any_moment(redis_url: str) -> None:
         while not enough.is_set():
             text = f"text {next(_texts)}"
             try:
-                assert direct.execute_command("ECHO", text) == text.encode()
+                assert direct.execute_command("ECHO", text, **RAW) == text.encode()
             except AssertionError:
                 raise
             except Exception:  # noqa: BLE001 - redis-py raises all kinds, when what it reads from is taken away
@@ -691,6 +764,7 @@ HEAD = """
 import os, sys, threading, time
 import redis
 from only_one.connections.connection_pool import PinnedClient
+from only_one.lock.commands import RAW
 from tests.connections.test_connection_pool import echo, fill, kept
 
 url = sys.argv[1]
@@ -788,7 +862,7 @@ def work():
 gevent.joinall([gevent.spawn(work) for _ in range(50)], raise_error=True)
 echo(direct)
 echo(client)
-killed = [gevent.spawn(direct.execute_command, "BLPOP", "nothing", 0) for _ in range(10)]
+killed = [gevent.spawn(direct.execute_command, "BLPOP", "nothing", 0, **RAW) for _ in range(10)]
 gevent.sleep(0.05)
 gevent.killall(killed)
 echo(direct)
