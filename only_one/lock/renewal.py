@@ -248,8 +248,9 @@ def hold(lease: Lease) -> None:
 
 
 def let_go(lease: Lease) -> None:
-    """Renew ``lease`` no more: its run is over."""
+    """Renew ``lease`` no more: its run is over, and its result must not live until garbage is collected."""
     _renewer.leases.pop(lease.token, None)
+    lease.on_loss.clear()
 
 
 def release_later(server: Server, key: str, token: bytes, until: float, *, no_write_in_flight: bool) -> None:

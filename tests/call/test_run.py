@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import finalize
 
 import pytest
 import redis
@@ -231,6 +233,37 @@ def test_what_has_ended_is_not_seen_to_any_more(proxy: Proxy, client: Any, direc
     assert eventually(lambda: tokens[-1] not in renewal._renewer.cleanups)
     assert not {*tokens} & {*renewal._renewer.leases}
     assert active_tokens == before
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_result_is_freed_at_once_when_the_caller_drops_it(kind: str) -> None:
+    """It may be large: it is in no cycle that only the garbage collector finds."""
+
+    class Result:
+        pass
+
+    def work() -> Result:
+        return Result()
+
+    async def work_async() -> Result:
+        return Result()
+
+    freed: list[bool] = []
+    call: Any = only_one(work, key=NAME, lease=LONG)
+    call_async: Any = only_one(work_async, key=NAME, lease=LONG)
+
+    async def use() -> None:
+        result = await call_async() if kind == "async def" else call()
+        finalize(result, lambda: freed.append(True))
+        del result
+        assert freed == [True]
+
+    gc.disable()
+    try:
+        asyncio.run(use())
+    finally:
+        gc.enable()
 
 
 @pytest.mark.usefixtures("direct")
