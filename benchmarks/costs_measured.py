@@ -174,11 +174,12 @@ def plain_functions(measure: Measure, client: Any, url: str) -> dict[str, Median
     run[ALL] = lambda: all_arguments(URL)
     skip: Calls = {"a bare SET": lambda: client.set("taken", b"token", nx=True, px=SECONDS * 1000)}
     skip[OURS] = lambda: one_argument(URL)
-    for name, make in locks(client, url).items():
-        run[name], skip[name] = recipe(make, f"run-{name}"), recipe(make, f"skip-{name}")
-        make(f"skip-{name}", LONG).acquire(blocking=False)
-    client.set("taken", "by somebody")
-    return {RUN: ratios(measure(run)), SKIP: one_argument(URL, lambda: ratios(measure(skip)))}
+    with redis.Redis.from_url(url) as of_peers:  # the bare commands share their connection with nobody, nor do ours
+        for name, make in locks(of_peers, url).items():
+            run[name], skip[name] = recipe(make, f"run-{name}"), recipe(make, f"skip-{name}")
+            make(f"skip-{name}", LONG).acquire(blocking=False)
+        client.set("taken", "by somebody")
+        return {RUN: ratios(measure(run)), SKIP: one_argument(URL, lambda: ratios(measure(skip)))}
 
 
 def async_functions(measure: Measure, client: Any, url: str) -> dict[str, Medians]:
