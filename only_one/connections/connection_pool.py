@@ -22,6 +22,8 @@ from weakref import WeakSet, finalize
 
 import redis
 
+from only_one.lock.commands import RAW
+
 _MOST_KEPT = 16
 """The most connections that are kept. The pool has the others, and lends them to the user's own commands, too."""
 
@@ -96,9 +98,9 @@ class PinnedClient(redis.Redis):
         return is_plain and not renews and pool.max_connections >= redis.ConnectionPool().max_connections
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
-        """See redis-py. Only commands with ``RAW`` are sent on a connection that is kept."""
+        """See redis-py. Only commands with ``RAW``, whose replies need no parsing, are sent on a kept connection."""
         untyped: Any = super()
-        if "NEVER_DECODE" not in options:
+        if options != RAW:
             return untyped.execute_command(*args, **options)
         try:
             pinned = self.kept.pop()
