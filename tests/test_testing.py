@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -46,14 +46,15 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def group_of(pid: int) -> list[int]:
-    """The processes of a command's group: its own, and that of its supervisor."""
-    command = ["ps", "-axo", "pid=,pgid="]
+def group_of(pid: int) -> dict[int, str]:
+    """The processes of a command's group, its own and that of its supervisor, and the program of each."""
+    command = ["ps", "-axo", "pid=,pgid=,comm="]
     listing = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return [int(each) for each, group in map(str.split, listing.stdout.splitlines()) if int(group) == pid]
+    rows = [line.split(maxsplit=2) for line in listing.stdout.splitlines()]
+    return {int(each): Path(program).name for each, group, program in rows if int(group) == pid}
 
 
-def all_gone(pids: list[int]) -> bool:
+def all_gone(pids: Iterable[int]) -> bool:
     """Whether all of these processes end within the limit."""
     return eventually(lambda: not any(is_running(pid) for pid in pids))
 
@@ -300,9 +301,9 @@ print(command.pid, flush=True)
 
 
 def supervised(command: Guarded) -> list[int]:
-    """A command's process and its supervisor's, for which this waits."""
-    assert eventually(lambda: len(group_of(command.pid)) == 2)
-    return group_of(command.pid)
+    """A command's process and its supervisor's, for which this waits: the shell that starts them has others first."""
+    assert eventually(lambda: group_of(command.pid)[command.pid] != "sh")
+    return list(group_of(command.pid))
 
 
 @pytest.mark.parametrize(("script", "status"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", -9), ("kill $$", -15)])
