@@ -88,14 +88,13 @@ class PinnedClient(redis.Redis):
         """
         if type(client) is not redis.Redis or "execute_command" in vars(client) or client.connection is not None:
             return False
-        pool, encoder = client.connection_pool, client.get_encoder()
+        pool, codec = client.connection_pool, client.get_encoder()
         is_plain = type(pool) is redis.ConnectionPool and getattr(pool, "cache", None) is None
-        is_plain = is_plain and _is_known(pool.connection_class)
         # hiredis packs as UTF-8, whatever the client says.
-        is_plain = is_plain and (encoder.encoding, encoder.encoding_errors) == ("utf-8", "strict")
+        as_here = _is_known(pool.connection_class) and (codec.encoding, codec.encoding_errors) == ("utf-8", "strict")
         # Tokens that are renewed get to a connection when it goes back to the pool.
         renews = hasattr(pool.connection_kwargs.get("credential_provider"), "on_next")
-        return is_plain and not renews and pool.max_connections >= redis.ConnectionPool().max_connections
+        return is_plain and as_here and not renews and pool.max_connections >= redis.ConnectionPool().max_connections
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         """See redis-py. Only commands with ``RAW``, whose replies need no parsing, are sent on a kept connection."""
