@@ -20,6 +20,7 @@ from only_one import LockLost, LockUnavailable, current_lock, fail, only_one
 from only_one.connections.asyncio_client import AsyncClient, make_async_client
 from only_one.connections.server import Server
 from only_one.lock import renewal
+from only_one.lock.commands import Commands, drive_async
 from tests.clients import KINDS, OF_ONE_SERVER, clients
 from tests.proxy import Proxy
 from tests.renewal import renew_now
@@ -384,12 +385,13 @@ def test_calls_that_wait_for_a_connection_to_a_server_that_is_down(redis_url: st
 
 @pytest.mark.parametrize("kind", OF_ONE_SERVER)
 def test_a_command_whose_connection_is_closed_is_sent_once_more(redis_url: str, key: str, kind: str) -> None:
-    """By every redis-py: version 5 wants to be told after which errors."""
+    def get() -> Commands[Any]:
+        return (yield ("GET", key))
 
     async def main(client: Any) -> Any:
         asyncio_client = make_async_client(client)
         try:
-            return await asyncio_client.execute_command("GET", key)
+            return await drive_async(asyncio_client, get())
         finally:
             await asyncio_client.aclose()
 

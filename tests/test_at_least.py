@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import redis as redis_py
 
 from only_one import ConfigurationError, current_lock, only_one, subscribe
 from only_one.call import locked_call
@@ -16,6 +18,7 @@ from only_one.events import Event, Released
 from only_one.lock.holder import Holder as Value
 from only_one.lock.holder import kept
 from tests.faults.programs import Holder, Running, RunningAsync
+from tests.proxy import Proxy
 from tests.renewal import later
 from tests.waiting import LIMIT, eventually
 
@@ -153,6 +156,35 @@ def test_it_is_kept_beyond_its_process(redis: Any, redis_url: str, prefix: str, 
     kept = Value.parse(value)
     assert kept is not None
     assert kept.state == "kept"
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("meanwhile", ["it stays", "it expires", "its time is over"])
+def test_it_is_kept_as_soon_as_a_server_that_was_away_at_the_end_of_the_run_is_back(
+    redis: Any, redis_url: str, key: str, meanwhile: str, *, is_async: bool
+) -> None:
+    with Proxy(redis_url) as proxy, ExitStack() as away, redis_py.Redis.from_url(proxy.url) as client:
+
+        def work() -> str:
+            away.enter_context(proxy.refused())
+            return "done"
+
+        async def work_async() -> str:
+            return work()
+
+        decorate: Any = only_one(NAME, at_least=6000, lease=60_000, redis=client)
+        assert (asyncio.run(decorate(work_async)()) if is_async else decorate(work)()) == "done"
+        assert call_again() is None  # though no run of this process has the key any more
+        if meanwhile == "it expires":
+            redis.delete(key)
+        with later(6000 if meanwhile == "its time is over" else 1000):
+            away.close()
+            if meanwhile == "its time is over":
+                assert eventually(lambda: not redis.exists(key))
+                return
+            assert eventually(lambda: b'"state":"kept"' in (redis.get(key) or b""))
+        assert 4_000_000 < redis.pttl(key) <= 5_000_000
+    assert [call_again(), call_again_async()] == [None, None]
 
 
 def test_a_run_that_is_killed_is_not_kept(redis: Any, redis_url: str, prefix: str, key: str) -> None:

@@ -9,6 +9,7 @@ import inspect
 import os
 import socket
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
@@ -19,8 +20,9 @@ import pytest
 from celery import Celery, Task, chain, chord, group
 from pydantic import BaseModel
 from redis import Redis
-from redis.exceptions import ConnectionError, RedisError  # noqa: A004 - redis-py's
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
 
 from only_one import (
     AlreadyRunning,
@@ -168,6 +170,17 @@ def test_a_server_that_is_down_is_told(prefix: str, make: Make, fault: Any) -> N
     assert isinstance(raised.value.__cause__, RedisError)
 
 
+def test_a_server_that_is_down_is_one_error_with_one_cause_as_short_as_redis_py_s_own(make: Make) -> None:
+    with pytest.raises(RedisError) as of_redis_py:
+        Redis.from_url(CLOSED, retry=Retry(NoBackoff(), 0)).ping()
+    with pytest.raises(LockUnavailable) as raised:
+        make(key="k", redis=CLOSED)()
+    shown = [traceback.format_exception(each.value) for each in (raised, of_redis_py)]
+    assert "".join(shown[0]).count("\nTraceback") <= 1  # that of the call itself
+    assert shown[0][0].startswith("redis.exceptions.ConnectionError: ")
+    assert len(shown[0]) <= len(shown[1])
+
+
 def test_a_client_that_is_made_here_waits_for_two_seconds_at_most() -> None:
     """A second attempt included, which is made at once; the time itself is in the next test."""
 
@@ -177,12 +190,11 @@ def test_a_client_that_is_made_here_waits_for_two_seconds_at_most() -> None:
     server = find_server(CLOSED)
     for client in (server.client, asyncio.run(twin())):
         options = client.connection_pool.connection_kwargs
-        attempts = 1 + options["retry"]._retries
+        assert options["retry"]._retries == 0  # or a command would be sent again by two
+        attempts = 1 + client.sends_again
         assert attempts == 2
         assert 1.5 < attempts * options["socket_timeout"] < 2
         assert 0.9 < attempts * options["socket_connect_timeout"] < 2
-        assert options["retry"]._backoff.compute(1) == 0
-        assert {*options["retry_on_error"]} == {ConnectionError, RedisTimeoutError}
         assert client.connection_pool.max_connections >= 2**31  # as many as there are calls at a time
 
 

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import ResponseError
 
+from only_one.connections.connection_pool import is_of_signal_handler
 from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable
 from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, logger, wanted
-from only_one.lock.commands import TROUBLE, Commands, ReleaseResult, acquire, now, take_over
+from only_one.lock.cleanup import Retained
+from only_one.lock.commands import TROUBLE, Commands, ReleaseResult, acquire, now, take_over, unanswered
 from only_one.lock.current_lock import Lease
 from only_one.lock.holder import active_tokens, is_dead, is_queued, kept
 from only_one.lock.redis_lock import AsyncLock, Lock
@@ -54,7 +56,7 @@ class LockedCall:
     ended_by: BaseException | None = None
     lost: LockLost | None = None
     _taken_over: bytes | None = None
-    has_succeeded = _is_acquired = _leaves_nothing = False
+    has_succeeded = _is_acquired = _leaves_nothing = _may_come_late = _is_pending = False
 
     def __init__(self, options: EffectiveOptions, server: Server, client: Any, caller: Caller, key: str) -> None:
         self.options = options
@@ -74,17 +76,18 @@ class LockedCall:
         if error is not None and not self._leaves_nothing and self.token in active_tokens:
             if self._is_acquired:
                 self.lease.lose("released")  # so that it is not renewed any more
-                self._released(None, is_kept=False)
+                self._released(None)
             else:
                 self.clean_up(no_write_in_flight=False)
                 self._clean_up_queued()
-        active_tokens.discard(self.token)
+        if not self._is_pending:
+            active_tokens.discard(self.token)
         if error is None and self.lost is not None and self.options.when_lost is fail:
             raise self.lost
 
     def acquire(self) -> Commands[bytes | Exception | None]:
         """Acquire the key: None if it is ours, else the value stored there, or the error of the server."""
-        options, features = self.options, self.server.features
+        options, features, before = self.options, self.server.features, unanswered.get()
         try:
             if self.caller.queued is None:
                 value = yield from acquire(features, self.key, self.token, options.expiry)
@@ -97,12 +100,17 @@ class LockedCall:
                 value = yield from take_over(features, self.key, value, self.token, options.ttl)
         except TROUBLE as error:
             return error
+        finally:
+            # Of a SET that was sent twice, the first may be carried out when the call is over.
+            self._may_come_late = unanswered.get() != before
         return value
 
     def may_run(self, acquired: bytes | Exception | None) -> bool:
         """Whether the function may run, by the result of ``acquire``. If not, ``result`` is the result of the call."""
         if isinstance(acquired, bytes):
             self._leaves_nothing = True
+            if self._may_come_late:
+                self.clean_up(no_write_in_flight=False)
             self.result = self.busy(acquired)
             return False
         self.lease = Lease(
@@ -144,10 +152,11 @@ class LockedCall:
 
     def down(self, problem: Exception) -> Any:
         """The result that ``when_down`` gives, or ``CARRIED_ON``."""
-        # A server that refuses has carried out what it was sent before, if redis-py has sent it twice.
+        # A server that refuses has stored nothing, unless an earlier attempt is still to come.
         self.clean_up(no_write_in_flight=isinstance(problem, ResponseError))
         error = LockUnavailable(self.key, f"{type(problem).__name__}: {problem}")
-        error.__cause__ = problem
+        problem.__suppress_context__ = True  # the system's error, of which it tells already
+        error.__cause__ = problem.with_traceback(None)
         if wanted(Down):
             emit(Down(self.key, self.caller.name, error))
         try:
@@ -171,20 +180,27 @@ class LockedCall:
         retained, marker = self.caller.at_end(self.options, self.key, self.ended_by)
         retained = self._retained() if self.has_succeeded else retained
         lock = self.lock_of_redis_py.held(self.client, self.server.features, self.key, self.token, self.options.ttl)
-        became = None
+        later = Retained(retained[0], now() + retained[1] / 1000) if retained else None
+        became, before = None, unanswered.get()
         try:
             became = yield from lock.end(retained, marker)
+            if became.status == "taken" and unanswered.get() != before:
+                became = ReleaseResult("gone")  # the first of two releases has released it, and another has acquired it
             if marker and (became.has_redeliveries or became.status != "held"):
                 self.caller.on_marked(self.server, self.key)
-        except Exception as error:  # noqa: BLE001 - the run has its own result or exception
+        except Exception as error:
+            if is_of_signal_handler(error):
+                raise
+            # Any other is not raised: the run has its own result or exception.
             logger.debug("%s could not be released, and will be in the background: %s", self.key, error)
-        self._released(became, is_kept=retained is not None)
+        self._released(became, later)
 
-    def clean_up(self, *, no_write_in_flight: bool) -> None:
-        """Release the key in the background: whether the token is stored there is not known."""
+    def clean_up(self, *, no_write_in_flight: bool, retained: Retained | None = None) -> None:
+        """Release the key in the background, or store a retained value: whether the token is there is not known."""
+        self._leaves_nothing, self._is_pending = True, retained is not None
+        is_final = no_write_in_flight and not self._may_come_late
         until = now() + self.options.ttl
-        release_later(self.server, self.key, self.token, until, no_write_in_flight=no_write_in_flight)
-        self._leaves_nothing = True
+        release_later(self.server, self.key, self.token, until, no_write_in_flight=is_final, retained=retained)
 
     def _clean_up_queued(self) -> None:
         """Release in the background the value that was stored when the task was queued: it does not wait any more."""
@@ -199,18 +215,20 @@ class LockedCall:
         milliseconds = round((self._asked_at + self.options.at_least - now()) * 1000)
         return (kept(self.token, self.options.at_least), milliseconds) if milliseconds > 0 else None
 
-    def _released(self, became: ReleaseResult | None, *, is_kept: bool) -> None:
+    def _released(self, became: ReleaseResult | None, retained: Retained | None = None) -> None:
         """Finish after a release; with None for a result it is not known whether the key was released."""
         if became is None:
-            self.clean_up(no_write_in_flight=True)
+            self.clean_up(no_write_in_flight=True, retained=retained)
         elif became.status == "taken" and self.lost is None:
             self.lost = LockLost(self.key, "taken", became.value.decode(errors="backslashreplace"))
             self._tell(self.lost)
+        if became is not None and self._may_come_late:
+            self.clean_up(no_write_in_flight=False)
         self._leaves_nothing = True
         let_go(self.lease)
         if wanted(Released):
             status: Any = "unknown" if became is None else became.status
-            status = "kept" if is_kept and status == "held" else status
+            status = "kept" if retained and status == "held" else status
             emit(Released(self.key, self.caller.name, status, now() - self._asked_at))
 
     def _tell(self, lost: LockLost) -> None:

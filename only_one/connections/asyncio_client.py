@@ -16,9 +16,6 @@ from .connection_pool import raise_as_connection_error
 
 _sentinel: Any = sentinel  # which has no types
 
-RETRIED: list[type[Exception]] = [redis.ConnectionError, redis.TimeoutError]
-"""The errors after which our own client sends a command again, once; redis-py 5 wants them named."""
-
 NO_LIMIT = 2**31
 """As many connections as commands ask for."""
 
@@ -33,10 +30,13 @@ class AsyncClient:
     acquired then, a turn or a lock of redis-py's, may stay acquired for ever. So a new client is made after it.
 
     Attributes:
+        sends_again: the drivers send a command again that got no answer, because redis-py does not.
         client: the asyncio client of redis-py.
         to_be_closed: the earlier clients, until their connections are closed. A command that was forgotten may be
             collected while no event loop is running; then the next command closes them.
     """
+
+    sends_again = True
 
     def __init__(self, make: Callable[[], Any], most: int) -> None:
         """Make the client.
@@ -144,8 +144,7 @@ def _client(client: Any) -> Any:
     known = {name for base in kind.__mro__ for name in inspect.signature(base).parameters}
     known -= {"redis_connect_func", "parser_class"}  # which mean something else to asyncio
     options = {name: value for name, value in pool.connection_kwargs.items() if name in known}
-    options.update(retry=retry.Retry(backoff.NoBackoff(), 1), retry_on_error=RETRIED)
-    options.update(connection_class=kind, max_connections=NO_LIMIT)
+    options.update(retry=retry.Retry(backoff.NoBackoff(), 0), connection_class=kind, max_connections=NO_LIMIT)
     if not isinstance(pool, redis.SentinelConnectionPool):
         return Redis.from_pool(ConnectionPool(**options))
     manager = _sentinel.Sentinel([])
@@ -155,6 +154,12 @@ def _client(client: Any) -> Any:
     return Redis.from_pool(_sentinel.SentinelConnectionPool(pool.service_name, manager, **options))
 
 
+class _Cluster(RedisCluster):
+    """A cluster's client that sends a command again only where the cluster has refused it."""
+
+    ERRORS_ALLOW_RETRY: Any = (exceptions.ClusterDownError, exceptions.SlotNotCoveredError)
+
+
 def _cluster(client: Any) -> Any:
     known = set(inspect.signature(RedisCluster.__init__).parameters) - {"retry"}
     given: dict[str, Any] = client.nodes_manager.connection_kwargs
@@ -162,4 +167,4 @@ def _cluster(client: Any) -> Any:
     is_tls = issubclass(given.get("connection_class", redis.Connection), redis.SSLConnection)
     options.update(ssl=is_tls, address_remap=client.nodes_manager.address_remap, max_connections=NO_LIMIT)
     nodes = [cluster.ClusterNode(str(node.host), int(node.port)) for node in client.get_nodes()]
-    return RedisCluster(startup_nodes=nodes, **options)
+    return _Cluster(startup_nodes=nodes, **options)

@@ -22,7 +22,7 @@ from weakref import WeakSet, finalize
 
 import redis
 
-from only_one.lock.commands import RAW
+from only_one.lock.commands import RAW, note_unanswered
 
 _MOST_KEPT = 16
 """The most connections that are kept. The pool has the others, and lends them to the user's own commands, too."""
@@ -70,7 +70,10 @@ class PinnedClient(redis.Redis):
 
     Attributes:
         kept: the connections that no command uses.
+        sends_again: whether the drivers send a command again that got no answer, because redis-py does not.
     """
+
+    sends_again = False
 
     def __init__(self, client: Any) -> None:
         """See ``fits`` for the clients that it can replace."""
@@ -102,9 +105,10 @@ class PinnedClient(redis.Redis):
         if options != RAW:
             return untyped.execute_command(*args, **options)
         try:
-            pinned = self.kept.pop()
-        except IndexError:
-            pinned = _Pinned(self.connection_pool)
+            pinned: _Pinned | None = self.kept.pop()
+        except IndexError:  # which is over when we connect, and so not in the traceback of an error there
+            pinned = None
+        pinned = pinned or _Pinned(self.connection_pool)
         connection = pinned.connection
 
         def attempt() -> Any:
@@ -120,14 +124,17 @@ class PinnedClient(redis.Redis):
         except redis.ResponseError:
             self._keep(pinned)
             raise
-        except BaseException as error:
+        except _BrokenError:
+            pinned.drop()
+        except BaseException:
             # A reply may be on its way still, which the next command there would take for its own.
             pinned.drop()
-            if not isinstance(error, _BrokenError):
-                raise
-            return untyped.execute_command(*args, **options)
-        self._keep(pinned)
-        return reply
+            raise
+        else:
+            self._keep(pinned)
+            return reply
+        note_unanswered()
+        return untyped.execute_command(*args, **options)
 
     def _keep(self, pinned: _Pinned) -> None:
         if len(self.kept) < _MOST_KEPT:
@@ -224,12 +231,19 @@ class _GuardedPool:
             raise
         # The exception that is handled already; by its id, or it would live for as long as the connection.
         connection.lent_during = id(sys.exc_info()[1])
+        # redis-py connects a lent connection anew to send a command again.
+        connection.register_connect_callback(self.note_sent_again)
         return connection
 
+    def note_sent_again(self, _connection: Any) -> None:
+        note_unanswered()
+
     def release(self, connection: Any) -> None:
+        connection.deregister_connect_callback(self.note_sent_again)
         error = sys.exc_info()[1]
         lent_during = vars(connection).pop("lent_during", None)
         if error is not None and not isinstance(error, redis.ResponseError) and id(error) != lent_during:
+            note_unanswered()  # a cluster's client sends the command again on another connection
             connection.disconnect()
             # It may have been asking where the master is, by clients that are the user's own.
             for sentinel in getattr(getattr(self, "sentinel_manager", None), "sentinels", ()):
@@ -268,9 +282,12 @@ def raise_as_connection_error(error: Exception) -> None:
     Raises:
         ConnectionError: unless ``error`` is redis-py's, the system's or a signal handler's.
     """
-    if isinstance(error, (redis.RedisError, OSError)):
-        return
-    handlers = {getattr(signal.getsignal(each), "__code__", None) for each in signal.valid_signals()}
-    if not any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__)):
+    if not isinstance(error, (redis.RedisError, OSError)) and not is_of_signal_handler(error):
         msg = f"{type(error).__name__}: {error}"
         raise redis.ConnectionError(msg) from error
+
+
+def is_of_signal_handler(error: Exception) -> bool:
+    """Whether a signal handler has raised the exception, such as Celery's soft time limit."""
+    handlers = {getattr(signal.getsignal(each), "__code__", None) for each in signal.valid_signals()}
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))

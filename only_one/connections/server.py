@@ -17,14 +17,14 @@ from only_one.events import logger
 from only_one.lock.commands import Features
 from only_one.option_values import check_callable
 
-from .asyncio_client import NO_LIMIT, RETRIED, AsyncClient, make_async_client
+from .asyncio_client import NO_LIMIT, AsyncClient, make_async_client
 from .cluster import ClusterNodes, Node, with_short_timeouts
 from .connection_pool import PinnedClient, guarded
 
 Source = Union[str, Any, Callable[[], Any]]
 """A URL, a client, or a callable that returns a client."""
 
-PATIENCE: dict[str, Any] = {"socket_timeout": 0.9, "socket_connect_timeout": 0.5, "retry_on_error": RETRIED}
+PATIENCE: dict[str, Any] = {"socket_timeout": 0.9, "socket_connect_timeout": 0.5}
 """Seconds that our own client waits for a reply and a connection; with one retry, a dead server is known in 2 s."""
 
 
@@ -119,8 +119,9 @@ def find_server(source: Source) -> Server:
     check_source("redis", source)
     if isinstance(source, str):
         if source not in _from_urls:
-            once = retry.Retry(backoff.NoBackoff(), 1)
-            made = Server(redis.Redis.from_url(source, retry=once, max_connections=NO_LIMIT, **PATIENCE))
+            never = retry.Retry(backoff.NoBackoff(), 0)
+            made = Server(redis.Redis.from_url(source, retry=never, max_connections=NO_LIMIT, **PATIENCE))
+            made.client.sends_again = True
             if _from_urls.setdefault(source, made) is made:
                 logger.info("locks are kept in %s", masked(source), extra={"only_one_server": masked(source)})
         return _from_urls[source]

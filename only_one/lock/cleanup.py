@@ -1,44 +1,81 @@
-"""Cleanup: keys that a call may have left behind are released in the background, repeatedly, until they expire."""
+"""Cleanup: a release that must still happen is done in the background, repeatedly, until it is certain."""
 
 import time
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from redis.exceptions import ResponseError
 
 from only_one.connections.cluster import LONG, Node, trips
 from only_one.connections.server import Server
 
-from .commands import RAW, Command, now
+from .commands import RAW, Command, now, retain_command
+from .holder import active_tokens, is_queued
 
 _FIRST_PAUSE = 0.05
 _MOST = 10_000
 
 
-class Cleanup:
-    """A key to release if it holds a token: an unconfirmed acquire may have stored the token, or may yet store it."""
+class Retained(NamedTuple):
+    """A value to store at a key in place of a token.
 
-    def __init__(self, server: Server, key: str, token: bytes, until: float, *, no_write_in_flight: bool) -> None:
-        """See ``renewal.release_later``."""
-        self.server = server
-        self.key = key
-        self.token = token
-        self.until = until
-        self.no_write_in_flight = no_write_in_flight
-        self.pause = _FIRST_PAUSE
-        self.try_at = now()
+    Attributes:
+        value: the value.
+        until: when it expires, by ``commands.now()``.
+    """
+
+    value: bytes
+    until: float
+
+
+@dataclass(eq=False)
+class Cleanup:
+    """A release that must still happen: of a key that may hold a token, or may yet hold it if a SET is still to come.
+
+    With a retained value, the key gets this value for the rest of its time, and is released if no time is left.
+    The attributes are those of ``renewal.release_later``.
+    """
+
+    server: Server
+    key: str
+    token: bytes
+    until: float
+    no_write_in_flight: bool
+    retained: Retained | None = None
+
+    def __post_init__(self) -> None:
+        self.pause, self.try_at = _FIRST_PAUSE, now()
+        self._lasts = self.until - self.try_at
+        if self.retained is not None:
+            self.until = max(self.until, self.retained.until)
+
+    def command(self) -> Command:
+        """The command that releases the key, or stores the retained value."""
+        left = round((self.retained.until - now()) * 1000) if self.retained else 0
+        if self.retained is None or left <= 0:
+            return self.server.features.release_command(self.key, self.token)
+        # At a key that is missing, too: it has expired meanwhile. But a task that was queued may have run meanwhile.
+        may_be_missing = not is_queued(self.retained.value)
+        return retain_command(self.key, self.token, self.retained.value, left, may_be_missing=may_be_missing)
 
     def is_over(self, command: Command, reply: object) -> bool:
-        """Whether the cleanup has ended, by the reply to a command that releases the key."""
+        """Whether the cleanup has ended, by the reply to its command."""
         if isinstance(reply, ResponseError) and self.server.features.fall_back_from(command[0], reply):
             return False  # due at once, by another command
         if self.no_write_in_flight and not isinstance(reply, Exception):
             return True
+        moment = now()
+        is_answered = isinstance(reply, ResponseError) or not isinstance(reply, Exception)
+        if not self.no_write_in_flight and not is_answered:
+            # A server that is frozen carries out a SET that waits there when it goes on, and answers only then.
+            self.until = max(self.until, moment + self._lasts)
         # "Missing" is not final: a delayed SET may still arrive. Check again after twice the time, so that a token
         # that comes late stays no longer than it was late.
         self.pause *= 2
         if isinstance(reply, Exception):
             self.pause = min(self.pause, 1.0)
-        self.try_at = now() + self.pause
-        return self.try_at >= self.until
+        self.try_at = min(moment + self.pause, self.until)
+        return moment >= self.until
 
 
 class Cleanups(dict[bytes, Cleanup]):
@@ -47,8 +84,13 @@ class Cleanups(dict[bytes, Cleanup]):
     def add(self, cleanup: Cleanup) -> None:
         """Begin a cleanup. At the limit the oldest is forgotten, because its key has the least time left to do harm."""
         if len(self) >= _MOST:
-            self.pop(next(iter([*self]), b""), None)  # of a copy: other threads change it
+            self.end(next(iter([*self]), b""))  # of a copy: other threads change it
         self[cleanup.token] = cleanup
+
+    def end(self, token: bytes) -> None:
+        """End a cleanup. Its token may have been active still, so that no call in this process took over its key."""
+        self.pop(token, None)
+        active_tokens.discard(token)
 
     def release_due(self) -> None:
         """Try all cleanups that are due, in one trip to each node."""
@@ -67,10 +109,10 @@ class Cleanups(dict[bytes, Cleanup]):
 
     def release(self, node: Node, due: list[Cleanup]) -> None:
         """Try once to release keys of one node, in one trip."""
-        commands = [each.server.features.release_command(each.key, each.token) for each in due]
+        commands = [each.command() for each in due]
         for cleanup, command, reply in zip(due, commands, node.send(commands, RAW), strict=True):
             if cleanup.is_over(command, reply):
-                self.pop(cleanup.token, None)
+                self.end(cleanup.token)
 
     def finish(self) -> None:
         """At the end of the process, release the keys that could not be released at the end of a run."""

@@ -7,9 +7,11 @@ So it decides without sending, and one piece of code serves both drivers. The id
 import hashlib
 import time
 from collections.abc import Generator
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar, Union
 
+import redis
 from redis.exceptions import NoScriptError, RedisClusterException, RedisError, ResponseError
 
 T = TypeVar("T")
@@ -23,6 +25,17 @@ now = partial(time.clock_gettime, time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_B
 
 TROUBLE = (RedisError, RedisClusterException, OSError)
 """The errors that redis-py raises when the server could not be asked, or refused."""
+
+unanswered: ContextVar[int] = ContextVar("unanswered", default=0)
+"""How many attempts to send a command got no answer in this context, whoever has sent the command again.
+
+If the number has grown meanwhile, a command may have been sent twice, and the first of the two may be yet to arrive.
+"""
+
+
+def note_unanswered() -> None:
+    """Count an attempt that got no answer."""
+    unanswered.set(unanswered.get() + 1)
 
 
 class MarkerUpdate(NamedTuple):
@@ -86,7 +99,8 @@ if lasts > 0 then redis.call('pexpire', KEYS[2], lasts) end"""
 _RELEASE = Script(f"{_SET_MARKER}\nif value == ARGV[1] then return redis.call('del', KEYS[1]) + copies end")
 # The new value may be there already, if the reply was lost and redis-py has sent the command again.
 _REPLACE = Script(f"""{_SET_MARKER}
-if value == ARGV[1] or value == ARGV[2] then
+local is_free = not value and ARGV[4] == 'may be missing'
+if value == ARGV[1] or value == ARGV[2] or is_free then
     redis.call('set', KEYS[1], ARGV[2], 'PX', ARGV[3])
     return 1 + copies
 end""")
@@ -207,6 +221,11 @@ def replace(key: str, old: bytes, new: bytes, ttl: int, marker: MarkerUpdate | N
     return parse_result((yield from evaluate(_REPLACE, key, old, new, ttl, lasts, beside=beside)))
 
 
+def retain_command(key: Key, token: bytes, value: bytes, ttl: int, *, may_be_missing: bool) -> Command:
+    """The command that stores a retained value in place of ``token``, or also at a key that is missing by now."""
+    return ("EVAL", _REPLACE.text, 1, key, token, value, ttl, "may be missing" if may_be_missing else "", 0)
+
+
 def take_over(features: Features, key: str, old: bytes, token: bytes, seconds: float) -> Commands[bytes | None]:
     """Acquire a key for ``seconds`` from a holder that is dead or queued, if its value ``old`` is still there.
 
@@ -232,15 +251,30 @@ RAW = {"NEVER_DECODE": True, "get": True}
 """Options of redis-py: replies come as bytes, also from clients that decode, and SET with GET gives the old value."""
 
 
+def _is_sent_again(client: Any, error: Exception) -> bool:
+    """Whether a command that got no answer is sent again, if none of its generator was before.
+
+    So an own client knows in the time of two attempts that a server is down. Other clients send again by themselves.
+    """
+    is_unanswered = isinstance(error, (redis.ConnectionError, redis.TimeoutError))
+    if is_unanswered:
+        note_unanswered()
+    return is_unanswered and bool(getattr(client, "sends_again", False))
+
+
 def drive(client: Any, commands: Commands[T]) -> T:
     """Send the commands of a generator, and return the generator's result."""
+    sent_again = False
     try:
         command = next(commands)
         while True:
             try:
                 reply = client.execute_command(*command, **RAW)
             except Exception as error:  # noqa: BLE001 - the generator says which errors end it
-                command = commands.throw(error)
+                if sent_again or not _is_sent_again(client, error):
+                    command = commands.throw(error)
+                else:
+                    sent_again = True
             else:
                 command = commands.send(reply)
     except StopIteration as stop:
@@ -252,13 +286,17 @@ def drive(client: Any, commands: Commands[T]) -> T:
 
 async def drive_async(client: Any, commands: Commands[T]) -> T:
     """Send the commands of a generator, and return the generator's result."""
+    sent_again = False
     try:
         command = next(commands)
         while True:
             try:
                 reply = await client.execute_command(*command, **RAW)
             except Exception as error:  # noqa: BLE001 - the generator says which errors end it
-                command = commands.throw(error)
+                if sent_again or not _is_sent_again(client, error):
+                    command = commands.throw(error)
+                else:
+                    sent_again = True
             else:
                 command = commands.send(reply)
     except StopIteration as stop:

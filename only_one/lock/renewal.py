@@ -20,7 +20,7 @@ from only_one.connections.cluster import LONG, Node, trips
 from only_one.connections.server import Server, may_evict
 from only_one.events import logger
 
-from .cleanup import Cleanup, Cleanups
+from .cleanup import Cleanup, Cleanups, Retained
 from .commands import RAW, RENEW, is_forbidden, now
 from .current_lock import Lease
 
@@ -234,7 +234,13 @@ with suppress(AttributeError):  # where nothing forks
     # It begins anew: the parent's keys are not the child's to renew, and threads do not survive a fork.
     os.register_at_fork(after_in_child=lambda: _Renewer.__init__(_renewer))
 
-atexit.register(lambda: _renewer.cleanups.finish())  # noqa: PLW0108 - a child has others
+
+def finish_cleanups() -> None:
+    """At the end of the process, release the keys that could not be released at the end of a run."""
+    _renewer.cleanups.finish()
+
+
+atexit.register(finish_cleanups)
 
 
 def hold(lease: Lease) -> None:
@@ -253,7 +259,9 @@ def let_go(lease: Lease) -> None:
     lease.on_loss.clear()
 
 
-def release_later(server: Server, key: str, token: bytes, until: float, *, no_write_in_flight: bool) -> None:
+def release_later(
+    server: Server, key: str, token: bytes, until: float, *, no_write_in_flight: bool, retained: Retained | None = None
+) -> None:
     """Release a key in the background, repeatedly: its acquire is unconfirmed, or its release has failed.
 
     Args:
@@ -263,7 +271,8 @@ def release_later(server: Server, key: str, token: bytes, until: float, *, no_wr
         until: when to give up, because the key has expired by itself, by ``commands.now()``.
         no_write_in_flight: whether the server has finished every command that may store the token: "gone" is final
             then.
+        retained: the value to store in place of the token, and until when; None to release the key.
     """
-    cleanup = Cleanup(server, key, token, until, no_write_in_flight=no_write_in_flight)
+    cleanup = Cleanup(server, key, token, until, no_write_in_flight, retained)
     _renewer.cleanups.add(cleanup)
     _renewer.see_to_it_by(cleanup.try_at)

@@ -16,6 +16,7 @@ from weakref import finalize
 import pytest
 import redis
 import redis.asyncio
+from celery.exceptions import Ignore, SoftTimeLimitExceeded, Terminated
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -87,10 +88,6 @@ def test_an_exception_says_nothing_of_a_release_that_failed(proxy: Proxy, client
     assert not hasattr(caught.value, "__notes__")
 
 
-class SoftLimit(Exception):
-    """What a signal handler raises at a soft time limit."""
-
-
 class HardStop(BaseException):
     """What a signal handler raises that nobody is to catch."""
 
@@ -143,19 +140,17 @@ def test_an_acquire_that_is_interrupted_frees_the_key(proxy: Proxy, client: Any,
 
 
 @pytest.mark.interrupts
-def test_a_release_that_is_interrupted_frees_the_key(proxy: Proxy, client: Any, direct: Any, key: str) -> None:
+def test_an_exception_that_interrupts_the_release_reaches_the_caller_and_the_key_is_freed(
+    proxy: Proxy, client: Any, direct: Any, key: str
+) -> None:
     @only_one(NAME, lease=LONG, redis=client)
     def run() -> str:
         return "done"
 
     assert run() == "done"
-    for error in (SoftLimit, HardStop):
-        fault = proxy.hold_up(*RELEASES)
-        with interrupted(fault, error):
-            try:
-                assert run() == "done"
-            except HardStop:
-                assert error is HardStop
+    for error in (SoftTimeLimitExceeded, Terminated, Ignore, HardStop):
+        with interrupted(proxy.hold_up(*RELEASES), error), pytest.raises(error):
+            run()
         assert eventually(lambda: not direct.exists(key))
         # Or the next fault might meet what is sent in the background.
         assert eventually(lambda: all(each.key != key for each in list(renewal._renewer.cleanups.values())))

@@ -28,6 +28,7 @@ from only_one import LockLost, LockUnavailable, only_one, skip, subscribe
 from only_one.connections import cluster as nodes
 from only_one.events import Event, Lost
 from only_one.lock import renewal
+from only_one.lock.commands import now
 from tests.faults.programs import Program, Running, RunningAsync
 from tests.proxy import Fault, Proxy
 from tests.renewal import fails_to_renew, is_awaited, is_idle, is_renewed, later, renew_now
@@ -695,6 +696,26 @@ def test_a_command_that_arrives_long_after_its_caller_has_given_up(
         assert eventually(lambda: has_set_since(direct, before))
         assert freed(direct, key)
         assert eventually(lambda: succeeds(call))
+        call.close()
+
+
+def test_a_set_that_a_server_carries_out_after_being_frozen_for_longer_than_the_lease_leaves_no_key(
+    proxy: Proxy, direct: Any, key: str, caller: type[Caller]
+) -> None:
+    """The proxy is the frozen server: nothing is answered, and of all that was sent the SET is carried out last."""
+    with hasty_client(proxy.url) as hasty:
+        call = caller(lease=LONG, redis=hasty)
+        assert eventually(lambda: succeeds(call))
+        held, frozen = proxy.hold_up("SET", times=2), proxy.lose_request(*RELEASES, times=10**6, then="hang")
+        with pytest.raises(LockUnavailable):
+            call()
+        with later(LONG):  # and it is asked for in vain
+            left = renewal._renewer.cleanups
+            assert eventually(lambda: all(each.try_at > now() + LONG for each in list(left.values())))
+        before, frozen.left = sets(direct), 0
+        held.let_go()
+        assert eventually(partial(has_set_since, direct, before))
+        assert freed(direct, key)
         call.close()
 
 

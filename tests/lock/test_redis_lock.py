@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +28,7 @@ from redis.retry import Retry
 
 from only_one import AlreadyRunning, LockUnavailable, carry_on, current_lock, fail, only_one, skip, subscribe
 from only_one.events import Busy, Down, Event, Lost, Released
+from only_one.lock import renewal
 from only_one.lock.commands import (
     Commands,
     Expiry,
@@ -771,21 +773,87 @@ def test_a_call_after_one_whose_acquire_got_no_reply_is_not_skipped(
         assert run() == "result"
 
 
-@pytest.mark.parametrize("url", ["redis_url"], indirect=True)
-def test_a_command_that_redis_py_sent_twice_and_that_comes_after_the_release(
-    proxy: Proxy, redis_url: str, key: str
+# What is sent twice
+
+
+@pytest.fixture(params=["own", "pinned", "guarded"])
+def impatient(request: pytest.FixtureRequest, proxy: Proxy) -> Iterator[Any]:
+    """Each kind of `redis=`, which sends a command again after a time-out; the asyncio client is made from it."""
+    if request.param == "own":
+        yield f"{proxy.url}?socket_timeout={HANGS_FOR}&socket_connect_timeout={LIMIT}"
+        return
+    options = {**Sync().asking_again(1), "socket_timeout": HANGS_FOR}
+    kind = redis.ConnectionPool if request.param == "pinned" else redis.BlockingConnectionPool
+    with redis.Redis(connection_pool=kind.from_url(proxy.url, **options)) as client:
+        yield client
+        client.connection_pool.disconnect()
+
+
+def sets(direct: Any) -> int:
+    """How many SETs the server has carried out."""
+    found: int = direct.info("commandstats").get("cmdstat_set", {"calls": 0})["calls"]
+    return found
+
+
+@over_new_and_old
+@pytest.mark.parametrize("other", [None, "another's"], ids=["runs", "is skipped"])
+def test_a_set_that_was_sent_twice_leaves_no_key_when_the_first_comes_after_the_call(
+    side: Sync, impatient: Any, proxy: Proxy, direct: Any, key: str, other: str | None
 ) -> None:
-    """The key names this process, in which no such run is alive any more."""
-    options = {"retry": Retry(NoBackoff(), 1), "retry_on_error": list(LOST), "socket_timeout": HANGS_FOR}
-    with redis.Redis.from_url(redis_url) as direct, redis.Redis.from_url(proxy.url, **options) as client:
-        run = Sync().cover(lambda: "result", redis=client)
-        assert run() == "result"
-        held = proxy.hold_up("SET")
-        assert run() == "result"  # by the second of the two
-        assert not direct.exists(key)
-        held.let_go()
-        assert eventually(lambda: direct.exists(key))
-        assert run() == "result"
+    run = side.cover(lambda: "result", redis=impatient, timeout=LIMIT * 100)
+    assert [run(), run()] == ["result", "result"]  # finds out how the server is to be asked
+    assert not renewal._renewer.cleanups  # what is sent once costs nothing
+    if other:
+        direct.set(key, other)
+    held = proxy.hold_up("SET")
+    assert run() == (None if other else "result")  # by the second of the two
+    assert held.met.is_set()
+    assert direct.get(key) == (other and other.encode())
+    direct.delete(key)
+    before = sets(direct)
+    held.let_go()
+    assert eventually(lambda: sets(direct) > before)
+    assert eventually(lambda: not direct.exists(key))
+
+
+@over_new_and_old
+def test_a_release_that_was_sent_twice_while_another_acquired_the_key_is_no_loss(
+    side: Sync, impatient: Any, proxy: Proxy, direct: Any, key: str, happened: list[Event]
+) -> None:
+    run = side.cover(lambda: "result", redis=impatient, when_lost=fail)
+    assert [run(), run()] == ["result", "result"]
+    happened.clear()
+    proxy.lose_reply(*RELEASES)
+    second = proxy.hold_up(*RELEASES)
+    with ThreadPoolExecutor(1) as pool:
+        called = pool.submit(run)
+        assert second.met.wait(LIMIT)
+        direct.set(key, BINARY)
+        second.let_go()
+        assert called.result(LIMIT) == "result"
+    assert direct.get(key) == BINARY
+    assert [event.outcome for event in happened if isinstance(event, Released)] == ["gone"]
+    assert not [event for event in happened if isinstance(event, Lost)]
+
+
+@pytest.mark.skipif(OLD is None, reason="there is no old server")
+@pytest.mark.parametrize("url", ["old_url"], indirect=True)
+@pytest.mark.parametrize(
+    ("first", "rest"), [(["hang"], "GET"), (["hang", "close"], "SET")], ids=["two commands", "a broken connection"]
+)
+def test_an_own_client_waits_for_no_more_than_two_replies(
+    side: Sync, proxy: Proxy, direct: Any, key: str, first: list[Then], rest: str
+) -> None:
+    """So a server that is down is known in 2 s."""
+    run = side.cover(lambda: "result", redis=f"{proxy.url}?socket_timeout={HANGS_FOR}&socket_connect_timeout={LIMIT}")
+    assert [run(), run()] == ["result", "result"]
+    direct.set(key, b"another's")
+    for then in first:
+        proxy.lose_request("SET", then=then)
+    lost = proxy.lose_request(rest, times=10, then="hang")
+    with pytest.raises(LockUnavailable):
+        run()
+    assert lost.left >= 9
 
 
 # What else may stand under a key
