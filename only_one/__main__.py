@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -75,16 +76,22 @@ def _parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def _seconds(text: str) -> float:
     """Seconds of a text such as ``90m``; without a unit it is seconds."""
-    return float(text[:-1]) * _UNITS[text[-1]] if text[-1:] in _UNITS else float(text)
+    written = re.fullmatch(r"(\d+(?:\.\d*)?)([smhd]?)", text)
+    if written is None:
+        msg = f"{text!r} is no time: write seconds, or a number with s, m, h or d, such as 600, 90m, 2h or 1d"
+        raise argparse.ArgumentTypeError(msg)
+    return float(written[1]) * _UNITS[written[2]]
 
 
 def _list(given: argparse.Namespace, app: Any) -> int:
     facts = [_facts(each) for each in sorted(held(given.match, app=app))]
+    if not facts and not given.json:
+        print(f"no key of the pattern {printable(given.match)} is held", file=sys.stderr)
     rows = [[_cell(each[name]) for name in _COLUMNS] for each in facts]
     if given.json:
         lines = [json.dumps(each) for each in facts]
@@ -125,6 +132,8 @@ def _release(given: argparse.Namespace, app: Any) -> int:
         before = time.time() - given.queued
         queued = [each for each in held(given.match, app=app) if each.holder and each.holder.state == "queued"]
         meant = [each for each in queued if each.holder and each.holder.since < before]
+    if not meant:
+        print("no such key is held, and none was freed", file=sys.stderr)
     return max([_free(each.key, each, app, force=given.force) for each in meant], default=0)
 
 

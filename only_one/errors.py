@@ -37,6 +37,9 @@ class HasHolder:
 class OnlyOneError(Exception):
     """The root of all errors that only_one raises itself."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
 
 class AlreadyRunning(HasHolder, OnlyOneError):
     """The key is busy, so the call did not run.

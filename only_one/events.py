@@ -67,8 +67,16 @@ class Busy(HasHolder, Event):
         if holder is None:
             return f"{taken} a value that is not a holder of only_one"
         since = f"{printable(holder.state)} for {now - holder.since:.1f} s"
-        end = "when it ends" if holder.deadline is None else f"in {max(0.0, holder.deadline - now):.1f} s at the latest"
-        return f"{taken} {holder}, {since}, free {end}"
+        return f"{taken} {holder}, {since}, free {_when_free(holder, now)}"
+
+
+def _when_free(holder: Holder, now: float) -> str:
+    if holder.deadline is None:
+        return "when it ends"
+    if holder.deadline <= now:  # its run has called `extend`, or its machine has another time
+        return "when its key expires"
+    but = ", unless it is extended" if holder.state == "running" else ""
+    return f"in {holder.deadline - now:.1f} s at the latest{but}"
 
 
 @dataclass(frozen=True)

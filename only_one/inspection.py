@@ -26,7 +26,8 @@ class Held(NamedTuple):
         key: the key as it is in Redis, with its prefix; bytes that are not UTF-8 are escaped in it.
         value: the value that is stored there, which ``release_key`` compares; empty for a list, a
             hash and the like.
-        expires_in: seconds until the key expires, unless it is renewed; None for never.
+        expires_in: seconds until the key expires, unless it is renewed, and at least 0; None for
+            never.
         process: whether the holder's process was alive: ``"alive"``, ``"dead"``, or ``"unknown"``
             from another machine; None if no process holds the key.
     """
@@ -212,7 +213,9 @@ def _read(client: Any, keys: list[bytes]) -> Iterator[Held]:
                 raise reply
         if value is not None:
             shown = key.decode(errors="surrogateescape")
-            yield Held(shown, value, None if milliseconds == -1 else milliseconds / 1000, _process(value))
+            # -2 if the key has expired meanwhile.
+            expires_in = None if milliseconds == -1 else max(0, milliseconds) / 1000
+            yield Held(shown, value, expires_in, _process(value))
 
 
 def _process(value: bytes) -> Literal["alive", "dead", "unknown"] | None:

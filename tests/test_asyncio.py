@@ -239,6 +239,28 @@ def test_clients_of_closed_loops_are_forgotten(redis_url: str) -> None:
         loop.close()
 
 
+def test_threads_that_each_run_an_event_loop_of_their_own(redis_url: str) -> None:
+    """While one forgets the client of a closed loop, another does."""
+    server = Server(redis_py.Redis.from_url(redis_url))
+    others = [threading.Thread(target=lambda: asyncio.run(server.async_client()))]
+
+    class Left(asyncio.SelectorEventLoop):
+        def is_closed(self) -> bool:
+            if is_left and others:
+                other = others.pop()
+                other.start()
+                other.join(LIMIT)
+            return super().is_closed()
+
+    is_left, loop = False, Left()
+    loop.run_until_complete(server.async_client())
+    loop.close()
+    is_left = True
+    asyncio.run(server.async_client())
+    assert not others
+    assert loop not in server._async_clients
+
+
 def renewing_threads() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name == "only_one-leases"]
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import redis.asyncio
+import valkey.asyncio
 from celery import Celery, Task, shared_task
+from kombu.transport.redis import PrefixedStrictRedis
 from redis import ConnectionPool, Redis
 
 import only_one as package
@@ -32,6 +34,7 @@ from only_one import (
 only_one: Any = package.only_one  # type checkers would refuse much of this
 configure_: Any = configure
 subscribe_: Any = subscribe
+KombusClient: Any = PrefixedStrictRedis
 Row = tuple[str, Callable[[], object], type[Exception], str]
 
 AT_LEAST = "write at least 0.001 seconds"
@@ -431,9 +434,18 @@ ROWS += [
         "give a sync one or a URL",
     ),
     *(
+        (f"redis: {label}", functools.partial(only_one, "k", redis=source), ConfigurationError, words)
+        for label, source, words in [
+            ("a client of valkey-py", valkey.Valkey(), "client of valkey-py"),
+            ("an asyncio client of valkey-py", valkey.asyncio.Valkey(), "write the server's URL, redis://"),
+            ("a client with a prefix", KombusClient(global_keyprefix="a:"), "write a URL, and prefix='a:only_one:'"),
+        ]
+    ),
+    *(
         (f"redis: a callable that {label}", lambda source=source: cover("k", redis=source), ConfigurationError, words)
         for label, source, words in [
             ("gives None", lambda: None, "return a client of redis-py"),
+            ("gives a client of valkey-py", lambda: valkey.Valkey(), "write the server's URL"),  # noqa: PLW0108
             ("gives a bad URL", lambda: "localhost", URL),
             ("gives an asyncio client", lambda: redis.asyncio.Redis(), "give a sync one or a URL"),  # noqa: PLW0108
             ("is async", coroutine, SOURCE),

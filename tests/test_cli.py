@@ -326,13 +326,39 @@ def test_the_program_does_not_run_when_it_is_imported() -> None:
     importlib.import_module("only_one.__main__")
 
 
-@pytest.mark.parametrize("arguments", [[], ["free"], ["show"], ["list", "--forever"], ["release", "--queued", "old"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["free"],
+        ["show"],
+        ["list", "--forever"],
+        *(["release", "--queued", time] for time in ("old", "", "h", "nan", "1.h.", "2w")),
+    ],
+)
 def test_wrong_arguments_are_told(arguments: list[str], capsys: Out) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
 
     assert ended.value.code == 2
-    assert "usage: python -m only_one" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "usage: python -m only_one" in told
+    assert "--queued" not in arguments or "such as 600, 90m, 2h or 1d" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["list"], "no key of the pattern * is held\n"),
+        (["list", "--match", "a*"], "no key of the pattern a* is held\n"),
+        (["list", "--json"], ""),
+        (["release", "--dead"], "no such key is held, and none was freed\n"),
+        (["release", "--queued", "2h"], "no such key is held, and none was freed\n"),
+    ],
+)
+def test_nothing_to_list_or_to_free_is_told(arguments: list[str], words: str, capsys: Out) -> None:
+    assert main(arguments) == 0
+    assert capsys.readouterr() == ("", words)
 
 
 APP = """

@@ -105,6 +105,7 @@ def same(error: Any, copied: Any) -> bool:
     assert type(copied) is type(error)
     assert copied.args == error.args
     assert str(copied) == str(error) != ""
+    assert repr(copied) == repr(error)
     for attribute in ("key", "holder", "task_id", "reason"):
         assert hasattr(copied, attribute) == hasattr(error, attribute)
         assert getattr(copied, attribute, None) == getattr(error, attribute, None)
@@ -121,6 +122,10 @@ def test_an_error_survives_every_trip(error: OnlyOneError) -> None:
     backend = Celery("shop", backend="cache+memory://", set_as_current=False).backend
     stored = json.dumps(backend.prepare_exception(error, "json"))  # type: ignore[no-untyped-call]
     assert same(error, backend.exception_to_python(json.loads(stored)))  # type: ignore[no-untyped-call]
+
+
+def test_the_repr_of_an_error_is_its_sentence(error: OnlyOneError) -> None:
+    assert repr(error) == f"{type(error).__name__}({str(error)!r})"
 
 
 def test_every_error_has_one_root() -> None:

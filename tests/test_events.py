@@ -36,6 +36,7 @@ from only_one import (
     subscribe,
 )
 from only_one.call import locked_call
+from tests.faults.programs import Running
 from tests.renewal import later, renew_now
 from tests.servers import RedisServer
 from tests.waiting import LIMIT, eventually
@@ -372,6 +373,24 @@ def test_a_skip_is_logged_with_the_holder_and_for_how_long(
     assert re.search(r"free in [\d.]+ s at the latest", message)
     assert vars(record)["only_one_key"] == f"{prefix}k"
     assert vars(record)["only_one_name"] == f"{__name__}.{work.__qualname__}"
+
+
+@pytest.mark.parametrize(
+    ("ago", "free"), [(0, "at the latest, unless it is extended"), (1000, "free when its key expires")]
+)
+def test_a_skip_behind_a_run_that_is_extended_says_nothing_untrue(
+    redis: Redis, caplog: pytest.LogCaptureFixture, ago: int, free: str
+) -> None:
+    """Its deadline, in the value that is stored at the key, stays what it was."""
+    began = time.time_ns() - ago * 10**9
+    caplog.set_level(logging.INFO)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(time, "time_ns", lambda: began)
+    with Running(timeout=600) as run:
+        patch.undo()
+        run.lock.extend(1000)
+        only_one("k")(lambda: None)()
+    assert told(caplog, "Busy").getMessage().endswith(free)
 
 
 def test_a_skip_behind_a_run_without_an_end(redis: Redis, busy: KeyIsBusy, caplog: pytest.LogCaptureFixture) -> None:

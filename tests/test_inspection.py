@@ -126,6 +126,23 @@ def test_a_key_that_is_no_text_is_seen_and_freed(redis: Redis, prefix: str) -> N
     assert not list(held())
 
 
+class KeyGoesMeanwhile(Redis):
+    """A key is gone when it has been read, and is then asked when it expires."""
+
+    def pipeline(self, *args: Any, **options: Any) -> Any:
+        made: Any = super().pipeline(*args, **options)
+        send = made.execute_command
+        made.execute_command = lambda name, *rest, **its: send({"GET": "GETDEL"}.get(name, name), *rest, **its)
+        return made
+
+
+def test_a_key_that_expires_meanwhile_has_no_time_left(redis_url: str, redis: Redis, prefix: str) -> None:
+    redis.set(f"{prefix}k", "x", px=600_000)
+    with KeyGoesMeanwhile.from_url(redis_url) as client:
+        (found,) = held(redis=client)
+    assert found.expires_in == 0.0
+
+
 def test_one_key_is_seen_with_and_without_its_prefix(redis: Redis, prefix: str) -> None:
     redis.set(f"{prefix}k", "x", px=60_000)
     redis.set(f"{prefix}{prefix}l", "another")

@@ -297,18 +297,26 @@ def test_where_nothing_can_be_put_back(app: Celery, busy: KeyIsBusy, prefix: str
             call(task)
         assert raised.value.key == f"{prefix}k"
         assert raised.value.holder is not None
+        assert shows_no_request(raised.value)
         assert call(task) == f"{prefix}k"
     with busy("k"):
         assert call(a_task(app)) is None
     with pytest.raises(LockUnavailable) as unavailable:
         call(a_task(app, redis=CLOSED, when_down=retry()))
     assert isinstance(unavailable.value.__cause__, RedisError)
+    assert shows_no_request(unavailable.value)
+
+
+def shows_no_request(error: Exception) -> bool:
+    """Whether the traceback of an error has nothing of how a policy asks for a requeue."""
+    return "RequeueRequest" not in "".join(traceback.format_exception(error))
 
 
 def test_a_plain_function_has_no_task_to_put_back(redis: Redis, busy: KeyIsBusy) -> None:
     for policy in (retry(), buffer_one()):
-        with busy("k"), pytest.raises(AlreadyRunning):
+        with busy("k"), pytest.raises(AlreadyRunning) as raised:
             only_one("k", when_busy=policy)(lambda: None)()
+        assert shows_no_request(raised.value)
 
 
 @pytest.mark.parametrize("options", [{}, {"when_busy": retry()}, {"when_busy": buffer_one()}], ids=repr)

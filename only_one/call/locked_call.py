@@ -20,7 +20,7 @@ from only_one.lock.commands import TROUBLE, Commands, ReleaseResult, acquire, no
 from only_one.lock.current_lock import Lease
 from only_one.lock.holder import active_tokens, is_dead, is_queued, kept
 from only_one.lock.redis_lock import AsyncLock, Lock
-from only_one.lock.renewal import hold, let_go, release_later
+from only_one.lock.renewal import hold, let_go, release_later, start_thread
 from only_one.policies import CarryOn, RequeueRequest, fail, skip
 
 from .effective_options import Caller, EffectiveOptions
@@ -88,6 +88,9 @@ class LockedCall:
     def acquire(self) -> Commands[bytes | Exception | None]:
         """Acquire the key: None if it is ours, else the value stored there, or the error of the server."""
         options, features, before = self.options, self.server.features, unanswered.get()
+        if options.lease is not None and (error := start_thread()):  # before SET: the key could not be renewed
+            self._leaves_nothing = True
+            return error
         try:
             if self.caller.queued is None:
                 value = yield from acquire(features, self.key, self.token, options.expiry)
@@ -152,9 +155,10 @@ class LockedCall:
 
     def down(self, problem: Exception) -> Any:
         """The result that ``when_down`` gives, or ``CARRIED_ON``."""
-        # A server that refuses has stored nothing, unless an earlier attempt is still to come.
-        self.clean_up(no_write_in_flight=isinstance(problem, ResponseError))
-        error = LockUnavailable(self.key, f"{type(problem).__name__}: {problem}")
+        if not self._leaves_nothing:
+            # A server that refuses has stored nothing, unless an earlier attempt is still to come.
+            self.clean_up(no_write_in_flight=isinstance(problem, ResponseError))
+        error = LockUnavailable(self.key, f"{type(problem).__name__}: {problem}{self.server.advice_for(problem)}")
         problem.__suppress_context__ = True  # the system's error, of which it tells already
         error.__cause__ = problem.with_traceback(None)
         if wanted(Down):

@@ -98,7 +98,7 @@ class Publication(TaskCaller):
                 digest = decoration.digest(args, kwargs)
         anew = ("anew", self.id, 0, digest, round(seconds * 1000))
         ttl = min(seconds, _UNTIL_PUBLISHED)
-        at_first = replace_fields(options, ttl=ttl, expiry=expiry_in(ttl), timeout=seconds)
+        at_first = replace_fields(options, ttl=ttl, expiry=expiry_in(ttl), timeout=seconds, lease=None)
         with LockedCall(at_first, options.server, options.server.client, self, key) as call:
             number, problem = 0, None
             try:

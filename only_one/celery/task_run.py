@@ -145,7 +145,7 @@ class MessageRun(TaskCaller):
         """
         header = self.header
         if self._request.is_eager or (how.max_retries is not None and header.times >= how.max_retries):
-            raise how.error
+            raise how.error from how.error.__cause__  # not in the context of the request
         if isinstance(how.error, LockUnavailable):  # asking again would take as long again
             publish(self._task, self._request, header, how.countdown)
             raise Ignore

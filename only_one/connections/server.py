@@ -27,6 +27,14 @@ Source = Union[str, Any, Callable[[], Any]]
 PATIENCE: dict[str, Any] = {"socket_timeout": 0.9, "socket_connect_timeout": 0.5}
 """Seconds that our own client waits for a reply and a connection; with one retry, a dead server is known in 2 s."""
 
+_ADVICE = {
+    "WRONG_VERSION|record layer|Timeout connecting.*SSL": "if the port has no TLS, write redis:// in place of rediss://",
+    "(?i)authentica|username-password": "write the server's user and password: redis://user:password@host:6379/0",
+    "DB index": "write the number of a database that the server has, such as redis://host:6379/0",
+    "new thread": "nothing could renew the key: write timeout= without lease=, or call before the main thread ends",
+}
+"""What to write, by a pattern of an error's text and of the class of the connection."""
+
 
 class Server:
     """One server as seen from this process.
@@ -57,13 +65,20 @@ class Server:
             self._nodes = ClusterNodes(self._given) if is_cluster else Node(with_short_timeouts(self._given))
         return self._nodes.of(key) if isinstance(self._nodes, ClusterNodes) else self._nodes
 
+    def advice_for(self, problem: Exception) -> str:
+        """What to write instead, as the end of a sentence about an error; nothing for trouble of the server's own."""
+        pool = getattr(self._given, "connection_pool", None)
+        text = f"{problem} {getattr(getattr(pool, 'connection_class', None), '__name__', '')}"
+        return next((f" ({advice})" for pattern, advice in _ADVICE.items() if re.search(pattern, text)), "")
+
     async def async_client(self) -> AsyncClient:
         """The asyncio client of the same server for the running event loop."""
         loop = asyncio.get_running_loop()
         opened = self._async_clients.get(loop)
         if opened is None:
-            for other in [each for each in self._async_clients if each.is_closed()]:
-                del self._async_clients[other]
+            for other in list(self._async_clients):  # a copy: loops in other threads change it
+                if other.is_closed():
+                    self._async_clients.pop(other, None)
             # An async generator, because the loop closes its generators at shutdown: the only hook to close the client.
             generator = self._open_async_client()
             opened = self._async_clients[loop] = await anext(generator), generator
@@ -98,6 +113,12 @@ def check_source(name: str, source: Source) -> Source:
         except (TypeError, ValueError, redis.RedisError):  # whose text may hold the password
             msg = f"{name}={masked(source)!r} cannot be read: write redis://[user:password@]host:6379/0[?option=value]"
             raise ConfigurationError(msg) from None
+    elif any(each.__module__.startswith("valkey.") for each in inspect.getmro(type(source))):
+        msg = f"{name}= a client of valkey-py, and only redis-py's can be used: write the server's URL, redis://host:6379/0"
+        raise ConfigurationError(msg)
+    elif key_prefix := getattr(source, "global_keyprefix", None):  # kombu's, which knows few commands
+        msg = f"{name}= a client that prefixes some of the keys: write a URL, and prefix='{key_prefix}only_one:'"
+        raise ConfigurationError(msg)
     elif inspect.iscoroutinefunction(getattr(source, "execute_command", None)):
         msg = f"{name}= an asyncio client: give a sync one or a URL, the asyncio client is made from it"
         raise ConfigurationError(msg)
@@ -149,6 +170,15 @@ def masked(url: str) -> str:
     return re.sub(r"(?<=password=)[^&]*", "***", re.sub(r"(?s)^(\w+://)?.*@", r"\1***@", url))
 
 
+def _address(pool: Any) -> str:
+    """The address of a server, or the name of a master and the addresses of its Sentinels; without credentials."""
+    if isinstance(pool, redis.SentinelConnectionPool):
+        sentinels = sorted(_address(each.connection_pool) for each in pool.sentinel_manager.sentinels)
+        return f"{pool.service_name} of Sentinel {', '.join(sentinels)}"
+    options = pool.connection_kwargs
+    return str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")
+
+
 # Servers that may evict the keys of runs that are under way
 
 _asked: set[str] = set()
@@ -168,9 +198,9 @@ def may_evict(client: Any) -> str | None:
     Raises:
         RedisError: if the server cannot be asked.
     """
-    pool, options = client.connection_pool, client.connection_pool.connection_kwargs
-    address = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
-    server = str(getattr(pool, "service_name", address))  # without credentials
+    if not hasattr(client, "connection_pool"):  # it does not say which server it asks
+        return None
+    server = _address(client.connection_pool)
     if server in _asked:
         return None
     memory: dict[str, Any] = {}

@@ -35,8 +35,8 @@ class Holder:
         process_start: when that process began, in clock ticks since boot; None if that cannot be
             read.
         since: when the key was acquired, in seconds since the epoch.
-        deadline: when the key is free at the latest, in seconds since the epoch; None while it is
-            renewed.
+        deadline: when the key is free at the latest, in seconds since the epoch; None without a
+            ``timeout``. It does not change when the run calls ``extend``.
     """
 
     id: str
@@ -151,8 +151,8 @@ class TokenFactory:
         """The value with which this process acquires a key.
 
         Args:
-            deadline_in: seconds after which the key is free at the latest, or None if it will be
-                renewed.
+            deadline_in: seconds after which the key is free at the latest, or None without a
+                ``timeout``.
 
         Returns:
             Compact ASCII JSON that ``Holder.parse`` reads; no two are alike.

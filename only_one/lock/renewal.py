@@ -42,13 +42,18 @@ class _Renewer:
 
     def see_to_it_by(self, due: float) -> None:
         """Wake the thread in time for a new lease or cleanup."""
-        if self.vacancy:
-            # Imported here, not at the first host name: a child forked during that import would wait for ever.
-            "".encode("idna")
-            if not _start_native_thread("only_one-leases", self.run):
-                logger.warning("no thread can be started: until one can, no key is renewed, nor released later")
+        if self.start_thread():
+            logger.warning("no thread can be started: until one can, no key is renewed, nor released later")
         elif due < self.wakes_at:
             self.woken.put(due)
+
+    def start_thread(self) -> RuntimeError | None:
+        """Start the thread, unless it runs; the error if it cannot be started."""
+        if not self.vacancy:
+            return None
+        # Imported here, not at the first host name: a child forked during that import would wait for ever.
+        "".encode("idna")
+        return _start_native_thread("only_one-leases", self.run)
 
     def run(self) -> None:
         if not self.vacancy.pop("for", None):
@@ -204,11 +209,11 @@ def _pause(leases: list[Lease]) -> float:
     return min(1.0, 0.1 * min(lease.ttl for lease in leases))
 
 
-def _start_native_thread(name: str, run: Callable[..., None], *args: object) -> bool:
+def _start_native_thread(name: str, run: Callable[..., None], *args: object) -> RuntimeError | None:
     """Start a daemon thread of the system, under gevent and eventlet too: work that does not wait starves a greenlet.
 
     Returns:
-        Whether it could be started: not at a limit of threads, nor while the interpreter shuts down.
+        The error if it cannot be started: at a limit of threads, or while the interpreter shuts down.
     """
     try:
         if (gevent := sys.modules.get("gevent.monkey")) and gevent.is_module_patched("threading"):
@@ -217,9 +222,9 @@ def _start_native_thread(name: str, run: Callable[..., None], *args: object) -> 
             eventlet.original("_thread").start_new_thread(run, args)
         else:
             threading.Thread(target=run, args=args, name=name, daemon=True).start()
-    except RuntimeError:
-        return False
-    return True
+    except RuntimeError as error:
+        return error
+    return None
 
 
 def _log(level: int, message: str, *args: object) -> None:
@@ -241,6 +246,11 @@ def finish_cleanups() -> None:
 
 
 atexit.register(finish_cleanups)
+
+
+def start_thread() -> RuntimeError | None:
+    """Start the renewing thread, unless it runs; the error if it cannot be started, and so would renew no key."""
+    return _renewer.start_thread()
 
 
 def hold(lease: Lease) -> None:

@@ -62,6 +62,7 @@ from tests.celery.enqueueing import (
     other,
     work,
 )
+from tests.lock.test_leases import no_more_threads
 from tests.proxy import Proxy
 from tests.servers import RedisServer, redis_server
 from tests.waiting import LIMIT, eventually
@@ -105,6 +106,18 @@ def test_a_duplicate_is_not_published_and_gets_the_result_of_the_one_that_is_the
     assert queued() == 1
     assert task.delay(2) != first
     assert queued() == 2
+
+
+def test_a_task_is_queued_where_no_thread_can_be_started(
+    app: Celery, queued: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its producer renews nothing."""
+    monkeypatch.setattr(renewal, "_renewer", renewal._Renewer())
+    task = a_task(app, "k")
+    with no_more_threads():
+        first = task.delay()
+        assert task.delay() == first
+    assert queued() == 1
 
 
 def test_whether_a_call_has_started_something_can_be_seen(app: Celery, queued: Any) -> None:

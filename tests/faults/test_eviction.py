@@ -18,7 +18,7 @@ from only_one.lock import renewal
 from tests.clients import clients
 from tests.faults.programs import Running, RunningAsync
 from tests.proxy import Proxy
-from tests.renewal import is_renewed, renew_now
+from tests.renewal import is_idle, is_renewed, renew_now
 from tests.servers import RedisServer, redis_server
 from tests.waiting import LIMIT, eventually
 
@@ -119,7 +119,36 @@ def test_what_a_sentinel_watches_is_warned_of_by_its_name(monkeypatch: pytest.Mo
     with clients("Sentinel") as those, those.connected() as client:
         those.witness.config_set("maxmemory", "100mb")
         those.witness.config_set("maxmemory-policy", "allkeys-lru")
-        assert str(eviction.may_evict(client)).startswith("watched evicts keys")
+        (sentinel,) = client.connection_pool.sentinel_manager.sentinels
+        port = sentinel.connection_pool.connection_kwargs["port"]
+        assert str(eviction.may_evict(client)).startswith(f"watched of Sentinel 127.0.0.1:{port} evicts keys")
+
+
+def test_two_deployments_of_sentinel_with_one_service_name_are_each_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction, "_asked", set())
+    with clients("Sentinel") as those, clients("Sentinel") as others:
+        for each in (those, others, those):
+            with each.connected() as client:
+                eviction.may_evict(client)
+        assert len(eviction._asked) == 2
+
+
+class WithoutPool:
+    """A client that has no more than what a lock needs."""
+
+    def __init__(self, client: Any) -> None:
+        self.execute_command = client.execute_command
+        self.register_script = client.register_script
+        self.pipeline = client.pipeline
+
+
+def test_a_client_without_a_pool_is_renewed_all_the_same(their_server: RedisServer, prefix: str) -> None:
+    assert prefix
+    with redis_py.Redis.from_url(their_server.url) as client, Running(redis=WithoutPool(client), lease=60) as run:
+        assert is_idle()
+        assert run.lock.server.node_of(run.lock.key).backs_off_until == 0.0
+        assert is_renewed(run.lock)
+        assert run.lock.server.looked_at_from == math.inf
 
 
 @pytest.mark.parametrize("kind", [Running, RunningAsync], ids=["sync", "async"])

@@ -14,7 +14,7 @@ from only_one import LockUnavailable, carry_on, configure, current_lock, fail, o
 from tests.faults.programs import Running
 from tests.renewal import fails_to_renew, is_renewed, later
 from tests.servers import RedisServer, redis_server
-from tests.waiting import eventually
+from tests.waiting import LIMIT, eventually
 
 
 @contextmanager
@@ -121,6 +121,40 @@ def test_a_server_that_refuses_is_named_and_when_down_decides(
             assert [type(error.__cause__).__name__ for error in seen] == [named]
         assert calls(redis=server.url) is True
         assert not client.exists(f"{prefix}k")
+
+
+@both
+@pytest.mark.parametrize(
+    ("before", "after", "setting", "words"),
+    [
+        ("redis://", "rediss://", ("maxclients", 1), "write redis:// in place of rediss://"),
+        ("redis://", "rediss://", None, "write redis:// in place of rediss://"),
+        ("redis://", "redis://:wrong@", ("requirepass", "right"), "write the server's user and password: redis://"),
+        ("redis://", "redis://", ("requirepass", "right"), "write the server's user and password: redis://"),
+        ("/0", "/99", None, "write the number of a database"),
+    ],
+    ids=["answers without TLS", "waits for no TLS", "wrong password", "no password", "no such database"],
+)
+def test_a_wrong_url_is_told_with_what_to_write(
+    server: RedisServer,
+    calls: Callable[..., Any],
+    before: str,
+    after: str,
+    setting: tuple[str, object] | None,
+    words: str,
+) -> None:
+    url = server.url.replace(before, after)
+    with redis_py.Redis.from_url(server.url) as client:
+        usual = client.config_get(setting[0]) if setting else {}
+        if setting:
+            client.config_set(*setting)
+        patient = url if "rediss" in url else f"{url}?socket_timeout={LIMIT}&socket_connect_timeout={LIMIT}"
+        try:
+            with pytest.raises(LockUnavailable, match=words):
+                calls(redis=patient)
+        finally:
+            for name, value in usual.items():
+                client.config_set(name, value)
 
 
 def test_a_user_who_may_take_and_not_release_gets_the_result_all_the_same(server: RedisServer, prefix: str) -> None:

@@ -237,6 +237,57 @@ def test_a_loss_that_no_thread_can_be_started_for(direct: Any, kind: type[Runnin
     assert [lost.reason for lost in losses] == ["deleted"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("times", [{}, {"lease": 60}, {"timeout": 600, "lease": 60}, {"timeout": 600}])
+def test_a_call_whose_key_no_thread_could_renew_says_so(
+    direct: Any, key: str, monkeypatch: pytest.MonkeyPatch, kind: type[Running], times: dict[str, Any]
+) -> None:
+    """Before it asks for its key; a call without a lease needs no thread."""
+    monkeypatch.setattr(renewal, "_renewer", renewal._Renewer())
+    run = kind(**times)
+    run.finish.set()
+    call = run._call
+    with no_more_threads():
+        if "lease" not in times and times:
+            assert call() == "done"
+            return
+        with pytest.raises(LockUnavailable, match=r"can't start new thread.*: write timeout= without lease="):
+            call()
+    assert renewal._renewer.cleanups == {}
+    assert not direct.exists(key)
+    assert call() == "done"
+
+
+AFTER_MAIN = """
+import sys, threading
+from only_one import LockUnavailable, configure, current_lock, only_one
+from tests.renewal import is_renewed
+
+configure(redis=sys.argv[1], prefix=sys.argv[2])
+
+@only_one("k", lease=60)
+def work():
+    return "renewed" if is_renewed(current_lock()) else "not renewed"
+
+def call_when_main_has_ended():
+    threading.main_thread().join()
+    try:
+        said = work()
+    except LockUnavailable as error:
+        said = str(error)
+    print(said, flush=True)
+
+threading.Thread(target=call_when_main_has_ended).start()
+"""
+
+
+def test_a_first_call_after_the_main_thread_has_ended_is_renewed_or_says_so(redis_url: str, prefix: str) -> None:
+    """From Python 3.12 on no thread can be started by then."""
+    with Program(AFTER_MAIN, redis_url, prefix) as program:
+        said = program.line()
+    assert said == "renewed" or "new thread at interpreter shutdown (nothing could renew the key: write" in said
+
+
 @pytest.mark.usefixtures("direct")
 @pytest.mark.parametrize("step", ["connect_for_what_is_due_soon", "cleanups.release_due", "look_at_a_new_server"])
 def test_whatever_goes_wrong_in_one_turn_the_next_comes(
