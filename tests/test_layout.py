@@ -29,6 +29,7 @@ ORDER = [
     "only_one.celery.coalescing",
     "only_one.celery.app_settings",
     "only_one.celery.requeue",
+    "only_one.celery.work",
     "only_one.celery.broker",
     "only_one.call.run",
     "only_one.call.locked_call",

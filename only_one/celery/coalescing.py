@@ -35,7 +35,7 @@ else
         if string.sub(first, 1, 3) == 'id:' then return string.sub(first, 4) end
     end
     if number == 0 and what ~= 'anew' then number = of('id:' .. id) end
-    if number == 0 then number = math.max(now, of('last') + 1) end
+    if number <= 0 then number = math.max(now, of('last') + 1) end
     raise('last')
     raise('id:' .. id)
     if what == 'anew' and same ~= '' then
@@ -50,6 +50,9 @@ end
 redis.call('pexpire', KEYS[2], ARGV[4])
 value = number""")
 
+NEWEST = -1
+"""For ``note``: a task that has just been sent, and is newer than all, also if its id is known from an earlier task."""
+
 
 def note(server: Server, key: str, app: Celery, what: str, task_id: str, number: int | None, *digest: Any) -> Any:
     """Note what happens to a task.
@@ -62,7 +65,7 @@ def note(server: Server, key: str, app: Celery, what: str, task_id: str, number:
             it is the pending task from now on, unless a newer one is. "begin": it has the key, and supersedes every
             earlier task, unless it is itself superseded. "withdraw": it is pending no more, and will not run.
         task_id: the task's id; "pending" and "withdraw" need none.
-        number: its number, if its message carries one.
+        number: its number, if its message carries one; ``NEWEST`` for a new number; None for that which its id has.
         digest: for "anew": the MD5 of its arguments, by which equal calls are known, empty if they cannot be compared;
             and the milliseconds for which other tasks with the same digest wait for it.
 

@@ -77,7 +77,10 @@ class Publication(TaskCaller):
 
     def _queue(self, decoration: Decoration) -> Any:
         given = self._options
-        is_sent_again = given.get("retries") or HEADER in dict(given.get("headers") or {})
+        # Headers that were copied from another task's message have that task's id.
+        carried = dict(given.get("headers") or {}).get(HEADER)
+        is_requeued = isinstance(carried, dict) and carried.get("id") == self.id
+        is_sent_again = given.get("retries") or is_requeued
         # Celery refuses other types.
         if is_sent_again or self.app.conf.task_always_eager or not isinstance(self._args or (), (list, tuple)):
             return self._publish()
@@ -179,7 +182,8 @@ class Publication(TaskCaller):
         if isinstance(reply, bytes):
             emit(Busy(call.key, self.name, b""))
             return self._task.AsyncResult(reply.decode())
-        result = self._publish(Header(self.id, 0, key=call.key, trigger=reply))
+        replacement = self._options.get("replaced_task_nesting", 0)
+        result = self._publish(Header(self.id, 0, key=call.key, trigger=reply, replacement=replacement))
         try:
             coalescing.note(call.server, call.key, self.app, "pending", "", reply)
         except TROUBLE as error:

@@ -5,11 +5,14 @@ It learns this from the completion marker, a hash in Redis beside the key: the r
 The result backend is not asked: there may be none, and it is written after the release.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from celery.exceptions import Ignore, Reject, Retry
 
-from only_one.lock.commands import Commands, MarkerUpdate, Script, evaluate
+from only_one.events import logger
+from only_one.lock.commands import TROUBLE, Commands, MarkerUpdate, Script, evaluate
 
 from .broker import redelivers_at_any_time, remembered_for, visibility_timeout
 
@@ -27,7 +30,7 @@ value = {found[1] or 0, found[2] or '', found[3] or 0, redis.call('time')[1] - (
 STORED = Script("value = redis.call('exists', KEYS[2]) == 1 and redis.call('hset', KEYS[2], 'stored', 1, 'ended', '')")
 """Notes that the result of the run that has ended is stored."""
 REQUEUED = Script("""
-if tonumber(redis.call('hget', KEYS[2], 'number') or 0) < tonumber(ARGV[1]) then
+if tonumber(redis.call('hget', KEYS[2], 'number') or 0) <= tonumber(ARGV[1]) then
     redis.call('hset', KEYS[2], 'number', ARGV[1])
     redis.call('pexpire', KEYS[2], ARGV[2])
 end""")
@@ -86,3 +89,12 @@ def marker_update(task: Any, marker: str, ended_by: BaseException | None, second
     # There may be a redelivery that could not ask, because it waits for a free place in a worker.
     may_be_unseen = redelivers_at_any_time(task.app) or seconds > visibility_timeout(task.app) / 2
     return MarkerUpdate(marker, round(1000 * remembered_for(task.app)) if may_be_unseen else 0)
+
+
+@contextmanager
+def unless_down(task_id: str, doing: str = "told apart") -> Iterator[None]:
+    """Go on if the server cannot be asked: the message is requeued, or the work done, all the same."""
+    try:
+        yield
+    except TROUBLE as error:
+        logger.debug("redeliveries of %s cannot be %s: %s", task_id, doing, error)

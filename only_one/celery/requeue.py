@@ -5,8 +5,10 @@ from random import SystemRandom
 from typing import Any, NamedTuple
 
 from celery import Task
+from kombu.serialization import registry
 
 from .broker import longest_countdown, way_back
+from .work import work_of
 
 HEADER = "only_one"
 
@@ -24,11 +26,13 @@ class Header(NamedTuple):
 
     Attributes:
         id: the id of the task for which it was made; other tasks may be sent with copied headers.
-        attempt: the attempt of the task that was requeued; for another attempt the rest does not count.
-        times: how often it was requeued; of the messages of one attempt only that with the highest number counts.
+        attempt: the attempt of the task that was requeued; for other work of the task the rest does not count.
+        times: how often it was requeued; of the messages of one work only that with the highest number counts.
         trigger: its number among the tasks that ``buffer_one`` coalesces.
         key: the key as it is in Redis, of a task that is unique from queued to finished.
         token: the value that was stored there when it was queued.
+        replacement: how often the task was replaced, like ``attempt``.
+        lineage: a random id of the message that was requeued first; later work may have the same task id again.
     """
 
     id: str
@@ -37,6 +41,8 @@ class Header(NamedTuple):
     trigger: int | None = None
     key: str | None = None
     token: str | None = None
+    replacement: int = 0
+    lineage: str | None = None
 
     def as_headers(self) -> dict[str, Any]:
         """The header as the message carries it."""
@@ -45,21 +51,31 @@ class Header(NamedTuple):
 
 
 def header_of(request: Any) -> Header:
-    """The header in a message; of another attempt's header only the fields that are the task's."""
-    header = none = Header(request.id, request.retries)
+    """The header in a message; of the header of other work only the fields that are the task's."""
+    work = work_of(request)
+    header = none = Header(work.id, work.attempt, _times_in(request), replacement=work.replacement)
     # Others, such as Sentry's SDK, may put headers of their own in the place of those that Celery hands on.
     carried = vars(request).get(HEADER) or (request.headers or {}).get(HEADER)
     if carried is None:
         return none
     with suppress(TypeError):  # by somebody else
         header = Header(**{name: carried[name] for name in Header._fields if name in carried})
-    if header.id != request.id:
+    if header.id != work.id:
         return none
-    return header if header.attempt == request.retries else none._replace(trigger=header.trigger, key=header.key)
+    if (header.replacement, header.attempt) == (work.replacement, work.attempt):
+        return header._replace(times=max(header.times, none.times))
+    key = header.key if header.replacement == work.replacement else None  # a replacement may have other arguments
+    return none._replace(trigger=header.trigger, key=key)
+
+
+def _times_in(request: Any) -> int:
+    """How often the message itself says that it was requeued, whatever header somebody has put into it."""
+    mark, _, times = str((vars(request).get("properties") or {}).get("message_id")).partition(":")
+    return int(times) if mark == HEADER and times.isdecimal() else 0
 
 
 def publish(task: Task, request: Any, header: Header, countdown: float | None) -> None:
-    """Publish the message again.
+    """Publish the message again, and note in the request that this was done.
 
     Args:
         task: the task.
@@ -77,8 +93,21 @@ def publish(task: Task, request: Any, header: Header, countdown: float | None) -
     # Celery itself carries it on since 5.7 only.
     ignores = vars(request).get("ignore_result")
     ignores = task.ignore_result if ignores is None else ignores
-    again: Any = task.signature_from_request(request, countdown=seconds, headers=headers, ignore_result=ignores, **way)
+    # A signal handler may hand on the headers of this delivery, and with them an earlier count.
+    kept = {"message_id": f"{HEADER}:{header.times + 1}", "compression": vars(request).get("compression")}
+    if serializer := registry.type_to_name.get((vars(request).get("properties") or {}).get("content_type")):
+        kept["serializer"] = serializer
+    again: Any = task.signature_from_request(
+        request, countdown=seconds, headers=headers, ignore_result=ignores, **kept, **way
+    )
     again.apply_async()
+    request.only_one_requeued = again
+
+
+def keep_content_type(request: Any) -> None:
+    """Put the content type of a message where its run finds it, in any pool: it is requeued in the same format."""
+    properties = {**request.request_dict["properties"], "content_type": request.content_type}
+    request.request_dict["properties"] = properties
 
 
 def _delay(times: int, longest: float) -> float:

@@ -5,24 +5,25 @@ A task is never skipped because of its own lock.
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from celery import Task, _state
 from celery.exceptions import Ignore, Retry
+from kombu.utils.uuid import uuid
 
 from only_one.call.effective_options import AtEnd, Caller, Decoration, EffectiveOptions, Policy
 from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, LockUnavailable
 from only_one.events import logger
-from only_one.lock.commands import TROUBLE, drive, evaluate, now
-from only_one.lock.current_lock import current
+from only_one.lock.commands import drive, evaluate, now
 from only_one.lock.holder import Holder, TokenFactory, is_gone
 from only_one.policies import BufferOne, RequeueRequest, fail, retry, skip
+from only_one.policies import Retry as RetryPolicy
 
 from . import coalescing, redelivery
 from .broker import check_countdown, marks_redeliveries, remembered_for, waits_for
 from .requeue import header_of, publish
+from .work import Work, work_held_by, work_of
 
 
 def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Caller:
@@ -34,10 +35,9 @@ def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[A
     task = _state.get_current_task()
     if task is None or (request := task.request).called_directly or wrapper not in functions_of(task):
         return decoration.plain_bound if bound else decoration.plain
-    holder = (lease := current.get()) and lease.holder
-    if holder and (holder.task_id, holder.attempt) == (request.id, request.retries):  # its own run
-        return TaskCaller(task, TokenFactory(task.name, request.id, request.retries), bound=bound)
-    return MessageRun(task, request, bound=bound, is_unique_in_queue=decoration.task is not None)
+    if decoration in vars(request).get("only_one_under_way", {}).values():  # a call from inside its own run
+        return TaskCaller(task, work_of(request).token_factory(task), bound=bound)
+    return MessageRun(task, request, bound=bound, decoration=decoration)
 
 
 def caller_from_outside(task: Any, decoration: Decoration) -> Caller:
@@ -88,18 +88,23 @@ class MessageRun(TaskCaller):
     """The run of a task's message in a worker: one delivery, among others with the same task id and attempt.
 
     Attributes:
-        header: our header in the message, with the task's id and its attempt.
+        header: our header in the message.
+        work: the work of the message.
+        under_way: the keys that runs of this message hold, one of each decorator of the task.
         is_unique_in_queue: whether the task is unique from queued to finished, also while it waits for a retry.
         is_superseded: whether it has the key, but a newer task that ``buffer_one`` coalesces does the work.
     """
 
     is_superseded = False
 
-    def __init__(self, task: Any, request: Any, *, bound: bool, is_unique_in_queue: bool) -> None:
-        super().__init__(task, TokenFactory(task.name, request.id, request.retries), bound=bound)
+    def __init__(self, task: Any, request: Any, *, bound: bool, decoration: Decoration) -> None:
+        self.work = work_of(request)
+        super().__init__(task, self.work.token_factory(task), bound=bound)
         self.header = header_of(request)
-        self.is_unique_in_queue = is_unique_in_queue
-        if is_unique_in_queue:
+        self.under_way: dict[str, Decoration] = vars(request).setdefault("only_one_under_way", {})
+        self._decoration = decoration
+        self.is_unique_in_queue = decoration.task is not None
+        if self.is_unique_in_queue:
             request.only_one_has_begun = True
             # A retry may have other arguments than those of the key that came with its message.
             self.key = None if self.header.attempt else self.header.key
@@ -112,6 +117,11 @@ class MessageRun(TaskCaller):
         """Whether the broker says that it has delivered the message before."""
         return bool((self._request.delivery_info or {}).get("redelivered"))
 
+    @property
+    def is_first_delivery(self) -> bool:
+        """Whether this is new work for certain, also under an id that was used before: no redelivery, no requeue."""
+        return not (self.header.times or self.is_redelivered) and marks_redeliveries(self.app)
+
     def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:
         """The policy for a key that holds ``value``; if the holder is this very task, the message waits in the queue.
 
@@ -121,17 +131,33 @@ class MessageRun(TaskCaller):
         Raises:
             Ignore: if the holder is this task: a message whose work is done is dropped, the others are requeued.
         """
-        request, header, holder = self._request, self.header, Holder.parse(value)
-        if holder is not None and holder.task_id == header.id and holder.attempt is not None and not request.is_eager:
-            if holder.state == "kept" or holder.attempt > header.attempt:
-                raise self._drop(key, "it is out of date")
-            waits = remembered_for(self.app) if holder.attempt == header.attempt else 0
-            self.requeue(server, key, RequeueRequest(AlreadyRunning(key)), waits)
+        if key in self.under_way:  # two decorators of the task have the same key
+            return super().on_busy(options, server, key, value)
+        request, holder = self._request, Holder.parse(value)
+        held = work_held_by(holder)
+        if held is not None and held.id == self.work.id:
+            is_kept = holder is not None and holder.state == "kept"
+            self._wait_for_own(options, server, key, held, is_kept=is_kept)
         if options.when_busy is not None:
             return options.when_busy
-        if not request.is_eager and (header.attempt or self.is_redelivered):
+        if not request.is_eager and (self.work.attempt or self.is_redelivered):
             return retry()
         return fail if request.chord or request.chain else skip
+
+    def _wait_for_own(self, options: EffectiveOptions, server: Server, key: str, held: Work, *, is_kept: bool) -> None:
+        """End this delivery, because work with its task id holds the key; or return if ``when_busy`` must decide.
+
+        Raises:
+            Ignore: the message is requeued after earlier work, and while its own runs; it is dropped after later work.
+        """
+        has_to_wait = isinstance(options.when_busy, (RetryPolicy, BufferOne))
+        is_reused_id = self.is_first_delivery and held >= self.work
+        if self._request.is_eager or (is_reused_id and has_to_wait):
+            return
+        if held > self.work or (is_kept and held == self.work):
+            raise self._drop(key, "it is out of date")
+        waits = remembered_for(self.app) if held == self.work else 0
+        self.requeue(server, key, RequeueRequest(AlreadyRunning(key)), waits)
 
     def requeue(self, server: Server, key: str, how: RequeueRequest, waits: float = 0) -> Any:
         """Requeue the message, under the same id and with all that it carries; ``waits`` is as for ``_check_marker``.
@@ -143,26 +169,37 @@ class MessageRun(TaskCaller):
             Ignore: so that this delivery ends without a result.
             AlreadyRunning: at the limit, and if there is no queue.
         """
-        header = self.header
+        header, is_new = self.header, self.is_first_delivery and not waits
         if self._request.is_eager or (how.max_retries is not None and header.times >= how.max_retries):
             raise how.error from how.error.__cause__  # not in the context of the request
+        if is_new:
+            header = header._replace(lineage=uuid())
         if isinstance(how.error, LockUnavailable):  # asking again would take as long again
             publish(self._task, self._request, header, how.countdown)
             raise Ignore
-        with self._unless_down():
-            self._check_marker(server, key, waits)
+        with redelivery.unless_down(self.work.id):
+            if not is_new:
+                self._check_marker(server, key, waits)
             if how.only_newest:
-                trigger = coalescing.note(server, key, self.app, "arrive", header.id, header.trigger)
-                header = header._replace(trigger=trigger)
-                if not trigger:
+                header = header._replace(trigger=self._coalesce(server, key, "arrive"))
+                if not header.trigger:
                     return None
         publish(self._task, self._request, header, how.countdown)
-        with self._unless_down():
+        with redelivery.unless_down(self.work.id):
             milliseconds, marker = round(remembered_for(self.app) * 1000), self._marker(key)
             drive(server.client, evaluate(redelivery.REQUEUED, key, header.times + 1, milliseconds, beside=marker))
             if header.trigger is not None:
                 coalescing.note(server, key, self.app, "pending", "", header.trigger)
         raise Ignore
+
+    def _coalesce(self, server: Server, key: str, what: str) -> Any:
+        """Note that this task arrives or begins; returns its number, 0 if a newer task waits or has run."""
+        number = self.header.trigger
+        # A retry and a replacement go on with what their task's id has; new work is newer than all before it.
+        is_the_first = not (self.work.attempt or self.work.replacement)
+        if number is None and is_the_first and self.is_first_delivery:
+            number = coalescing.NEWEST
+        return coalescing.note(server, key, self.app, what, self.work.id, number)
 
     def is_current(self, options: EffectiveOptions, server: Server, key: str) -> bool:
         """Whether the work is still to be done, now that the key is ours.
@@ -170,13 +207,13 @@ class MessageRun(TaskCaller):
         Raises:
             Ignore: for a redelivery that is dropped, or requeued until the result of its run is stored.
         """
-        header = self.header
+        header, self.under_way[key] = self.header, self._decoration
         only_newest = isinstance(options.when_busy, BufferOne) and not self._request.is_eager
         is_unmarked = self._task.acks_late and not marks_redeliveries(self.app)
         may_be_redelivery = header.times or self.is_redelivered or is_unmarked
         if not only_newest and not may_be_redelivery:
             return True
-        with self._unless_down():
+        with redelivery.unless_down(self.work.id):
             if may_be_redelivery:
                 marker = self._check_marker(server, key)
                 if marker.age < redelivery.STORES_WITHIN and not is_gone(marker.ended):
@@ -184,33 +221,37 @@ class MessageRun(TaskCaller):
                 if marker.ended:
                     logger.info("%s[%s] is run again: its run has ended, but stored no result", self.name, header.id)
             if only_newest:
-                self.is_superseded = not coalescing.note(server, key, self.app, "begin", header.id, header.trigger)
+                self.is_superseded = not self._coalesce(server, key, "begin")
         return not self.is_superseded
 
     def can_take_queued(self, options: EffectiveOptions, value: bytes) -> bool:  # noqa: ARG002
         """A retry of this very task goes first; no other task that waits in a queue has begun."""
-        holder = Holder.parse(value)
-        return holder is None or holder.task_id != self.header.id or (holder.attempt or 0) <= self.header.attempt
+        queued = work_held_by(Holder.parse(value))
+        return queued is None or queued.id != self.work.id or queued <= self.work
 
     def at_end(self, options: EffectiveOptions, key: str, ended_by: BaseException | None) -> AtEnd:
         """The retained value for a retry, and the marker that tells redeliveries that the run has ended."""
+        self.under_way.pop(key, None)
         marker = redelivery.marker_update(self._task, self._marker(key), ended_by, now() - self._began)
         # Where nothing has run, a redelivery finds that out, too, and stores the result that this one may not store.
         return self.retained_value(options, ended_by), None if self.is_superseded else marker
 
     def retained_value(self, options: EffectiveOptions, ended_by: BaseException | None) -> tuple[bytes, int] | None:
-        """The value that keeps the key of a task, unique from queued to finished, while it waits to be retried."""
-        request, sig = self._request, ended_by.sig if isinstance(ended_by, Retry) else None
+        """The value that keeps a unique task's key while its message waits for a retry, or another decorator's key."""
+        request = self._request
+        sig = ended_by.sig if isinstance(ended_by, Retry) else vars(request).get("only_one_requeued")
         if sig is None or not self.is_unique_in_queue or request.is_eager:
             return None
         if list(sig.args) != list(request.args or ()) or sig.kwargs != dict(request.kwargs or {}):
             return None  # with other arguments it may have another key
-        seconds = waits_for(self.app, options.queue_timeout, request.expires, getattr(ended_by, "when", None))
-        token_factory = TokenFactory(self._task.name, self.header.id, self.header.attempt + 1, "queued")
-        return (token_factory.token(seconds), round(seconds * 1000)) if seconds > 0 else None
+        begins_in = getattr(ended_by, "when", None) or sig.options.get("countdown")
+        seconds = waits_for(self.app, options.queue_timeout, request.expires, begins_in)
+        work = self.work._replace(attempt=sig.options.get("retries", self.work.attempt + 1))
+        token = work.token_factory(self._task, "queued").token(seconds)
+        return (token, round(seconds * 1000)) if seconds > 0 else None
 
     def _check_marker(self, server: Server, key: str, waits: float = 0) -> redelivery.CompletionMarker:
-        """Read the completion marker of this attempt, and drop this delivery if it has no work to do.
+        """Read the completion marker of this work, and drop this delivery if it has no work to do.
 
         Args:
             server: the server that stores the key.
@@ -227,24 +268,18 @@ class MessageRun(TaskCaller):
 
     def on_marked(self, server: Server, key: str) -> None:
         """Have ``worker_signals`` note in the marker when the result is stored, too."""
+        of_others = vars(self._request).get("only_one_stored", int)  # of other decorators of the task
 
         def mark_stored() -> None:
-            with self._unless_down("told"):
+            of_others()
+            with redelivery.unless_down(self.work.id, "told"):
                 drive(server.client, evaluate(redelivery.STORED, key, beside=self._marker(key)))
 
         self._request.only_one_stored = mark_stored
 
     def _marker(self, key: str) -> str:
         """The name of the completion marker."""
-        return f"{{{key}}}:copy:{self.header.id}:{self.header.attempt}"
-
-    @contextmanager
-    def _unless_down(self, doing: str = "told apart") -> Iterator[None]:
-        """Go on if the server cannot be asked: the message is requeued, or the work done, all the same."""
-        try:
-            yield
-        except TROUBLE as error:
-            logger.debug("redeliveries of %s cannot be %s: %s", self.header.id, doing, error)
+        return self.work.marker(key, self.header.lineage)
 
     def _drop(self, key: str, reason: str) -> Ignore:
         """Log that this delivery ends without a run, and return the exception that ends it."""

@@ -25,7 +25,7 @@ from only_one.settings import DEFAULT_LEASE
 
 from . import coalescing
 from .broker import waits_for
-from .requeue import header_of
+from .requeue import header_of, keep_content_type
 from .task_run import caller_from_outside, decorations_of, queue_options_of
 
 _at_work = threading.Lock()
@@ -128,6 +128,8 @@ _swept_at = _backs_off_until = 0.0
 
 def _on_received(sender: Any, request: Any, **_: Any) -> None:
     global _waiting, _swept_at, _backs_off_until  # noqa: PLW0603 - those of the process
+    if decorations_of(request.task):
+        keep_content_type(request)
     if now() < _backs_off_until:
         return
     if now() >= _swept_at + DEFAULT_LEASE:  # time to forget what has begun since

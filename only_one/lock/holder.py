@@ -13,7 +13,10 @@ from typing import Any, Literal
 from .commands import now
 
 FORMAT = 1
-"""The version of the value's layout. A value of another version is no known holder, and is left alone."""
+"""The version of the value's meaning. A value of another version is no known holder, and is left alone.
+
+A new field does not raise it: unknown fields are ignored, and a missing one has its default in ``_ADDED_LATER``.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Holder:
         since: when the key was acquired, in seconds since the epoch.
         deadline: when the key is free at the latest, in seconds since the epoch; None without a
             ``timeout``. It does not change when the run calls ``extend``.
+        replacement: how often the Celery task was replaced so far, by ``Task.replace``.
     """
 
     id: str
@@ -50,6 +54,7 @@ class Holder:
     process_start: int | None
     since: float
     deadline: float | None
+    replacement: int = 0
 
     @classmethod
     def parse(cls, value: str | bytes) -> "Holder | None":
@@ -68,12 +73,14 @@ def printable(text: str) -> str:
 
 _TYPES: dict[str, Any] = {
     **dict.fromkeys(("machine", "host", "process", "state", "name"), str),
-    **dict.fromkeys(("pid", "number", "since"), int),
+    **dict.fromkeys(("pid", "number", "since", "replacement"), int),
     **dict.fromkeys(("process_start", "attempt", "limit"), (int, type(None))),
     "task_id": (str, type(None)),
 }
 """The types in the JSON of a value; times are in milliseconds."""
 
+_ADDED_LATER: dict[str, Any] = {"replacement": 0}
+"""The fields that the first values of this format did not have, with what a value without them means."""
 
 _LONGEST_REMEMBERED = 2000
 
@@ -86,8 +93,10 @@ def _parse(value: str | bytes) -> Holder | None:
         return None
     if not isinstance(fields, dict) or fields.pop("only_one", None) != FORMAT:
         return None
-    if fields.keys() != _TYPES.keys() or not all(isinstance(fields[name], _TYPES[name]) for name in _TYPES):
+    known = {**_ADDED_LATER, **fields}
+    if not known.keys() >= _TYPES.keys() or not all(isinstance(known[name], _TYPES[name]) for name in _TYPES):
         return None
+    fields = {name: known[name] for name in _TYPES}
     since, limit = fields["since"], fields.pop("limit")
     # Milliseconds since the epoch; what is later is a number that somebody has made up.
     if max(abs(since), abs(limit or 0)) > 10**14:
@@ -139,10 +148,17 @@ class TokenFactory:
     __slots__ = ("_head", "_serialized")
 
     def __init__(
-        self, name: str, task_id: str | None = None, attempt: int | None = None, state: str = "running"
+        self,
+        name: str,
+        task_id: str | None = None,
+        attempt: int | None = None,
+        state: str = "running",
+        replacement: int = 0,
     ) -> None:
         """See ``Holder`` for the arguments."""
         which = f'"task_id":{json.dumps(task_id)},"attempt":{"null" if attempt is None else attempt}'
+        if replacement:  # else a worker of the first version, which refuses unknown fields, reads the value, too
+            which += f',"replacement":{replacement}'
         self._serialized = f"{_serialize(state=state, name=name)},{which}"
         # The common beginning of tokens, and the process and limit for which it was made: at first none.
         self._head: tuple[object, float | None, bytes] = ("no numbers", None, b"")

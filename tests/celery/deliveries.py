@@ -46,7 +46,8 @@ class Queue:
         """See to a message from its begin to its end; returns the result, or the exception that has ended it."""
         headers = message["headers"]
         args, kwargs, embedded = json.loads(b64decode(message["body"]))
-        told = {"delivery_info": {"redelivered": redelivered}, "is_eager": False, "args": args, "kwargs": kwargs}
+        told = {"delivery_info": {"redelivered": redelivered}, "properties": message["properties"]}
+        told |= {"is_eager": False, "args": args, "kwargs": kwargs}
         task: Any = self.app.tasks[headers["task"]]
         trace = build_tracer(task.name, task, app=self.app)
         return trace(headers["id"], args, kwargs, {**headers, **embedded, **told})[0]

@@ -159,3 +159,16 @@ def test_of_triggers_that_are_put_back_the_newest_stays(
     queue.deliver(second)
     assert ran == [1]
     assert [answer.result for answer in answers] == [None, 1, None]
+
+
+def test_the_newest_runs_under_an_id_that_was_used_before(app: Celery, queue: Queue, redis: Redis, prefix: str) -> None:
+    ran: list[int] = []
+    task = a_task(app, ran.append, when_busy=buffer_one())
+    for number, task_id in enumerate(("rebuild", "other", "rebuild", "other", "rebuild")):
+        task.apply_async((number,), task_id=task_id)
+        if number > 2:
+            redis.set(f"{prefix}k", "somebody else", ex=600)
+            queue.deliver(queue.take())
+            redis.delete(f"{prefix}k")
+        queue.deliver(queue.take())
+    assert ran == [0, 1, 2, 3, 4]

@@ -739,9 +739,16 @@ def test_what_is_sent_again_is_published(app: Celery, queued: Any) -> None:
     """The message is the one that has the key."""
     task = a_task(app, "k")
     first = task.delay()
-    task.apply_async(headers=Header(first.id, 0, times=1).as_headers())
+    task.apply_async(task_id=first.id, headers=Header(first.id, 0, times=1).as_headers())
     task.apply_async(retries=1)
     assert queued() == 3
+
+
+@pytest.mark.parametrize("carried", [Header("of another task", 0, times=1).as_headers(), {"only_one": "by others"}])
+def test_headers_copied_from_another_message_do_not_make_a_call_unique(app: Celery, queued: Any, carried: Any) -> None:
+    task = a_task(app, "k")
+    answers = [task.apply_async(headers=carried) for _ in range(5)]
+    assert len(set(answers)) == queued() == 1
 
 
 def test_what_is_sent_with_a_connection_or_to_another_queue(app: Celery, queued: Any, prefix: str) -> None:

@@ -82,10 +82,11 @@ class Worker:
     def receive(self, task: Any, header: Header | None = None, **changes: Any) -> dict[str, Any]:
         """Receive the message that was published last; returns its headers, as a run will find them."""
         found: Any = self._redis.lindex(f"{self._prefix}queue", 0)
-        headers = json.loads(found)["headers"]
+        message = json.loads(found)
+        headers = message["headers"] | {"properties": message["properties"]}
         if header is not None:
             headers.update(header.as_headers(), id=header.id, retries=header.attempt)
-        request = {"eta": None, "expires": None, **changes}
+        request = {"eta": None, "expires": None, "content_type": message["content-type"], **changes}
         request.update(task=task, app=task.app, id=headers["id"], name=task.name, request_dict=headers)
         task_received.send(sender=self, request=SimpleNamespace(**request))
         return dict(headers)

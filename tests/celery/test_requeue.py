@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 from types import SimpleNamespace
+from typing import Any
 from uuid import uuid4
 
 import pytest
-from celery import Celery
+from celery import Celery, current_task
+from celery.signals import before_task_publish
 from redis import Redis
 
-from only_one import configure, retry
+from only_one import configure, only_one, retry
 from only_one.celery import requeue
 from only_one.celery.requeue import Header, header_of
 from only_one.lock import renewal
@@ -97,13 +99,51 @@ def test_whether_its_result_is_ignored_is_what_the_message_says_or_else_the_task
 
 
 def test_what_a_header_says_of_another_attempt() -> None:
-    assert Header("the-id", 0).as_headers() == {"only_one": {"id": "the-id", "attempt": 0, "times": 0, "number": 0}}
+    fields = {"id": "the-id", "attempt": 0, "replacement": 0, "times": 0, "number": 0}
+    assert Header("the-id", 0).as_headers() == {"only_one": fields}
     said = Header("the-id", 0, times=3, key="k", token="t", trigger=7).as_headers()  # noqa: S106
     request = SimpleNamespace(id="the-id", retries=1, headers=said)
     assert header_of(request) == Header("the-id", 1, key="k", trigger=7)
     for foreign in (None, {}, {"only_one": {"of": "somebody else"}}):
         request.headers = foreign
         assert header_of(request) == Header("the-id", 1)
+
+
+def test_a_header_of_another_version_is_read() -> None:
+    """Unknown fields are ignored, and those that the first version did not have may be missing."""
+    said = {"id": "the-id", "attempt": 0, "times": 3, "number": 3, "of a later version": {"a": 1}}
+    request = SimpleNamespace(id="the-id", retries=0, headers={"only_one": said})
+    assert header_of(request) == Header("the-id", 0, times=3)
+
+
+@pytest.mark.parametrize("is_above", [False, True], ids=["below", "above"])
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_task_is_not_lost_if_a_signal_handler_hands_on_all_headers(
+    app: Celery, queue: Queue, redis: Redis, prefix: str, retries: int, *, is_above: bool
+) -> None:
+    """As code that traces tasks does: the headers of each delivery come in the place of those that are published."""
+
+    def hand_on(headers: Any, **_: Any) -> None:
+        if current_task:
+            headers.update(current_task.request.headers or {})
+
+    before_task_publish.connect(hand_on)
+    options: Any = {"key": "k", "timeout": 600, "when_busy": retry(max_retries=5)}
+    function = only_one(done, **options)
+    said = {"name": f"task-{uuid4()}", "shared": False, "acks_late": True}
+    task = only_one(app.task(function, **said), key="outer") if is_above else app.task(function, **said)
+    sent = Header(str(uuid4()), 0, times=2).as_headers()["only_one"] if retries else None
+    answer = task.apply_async(task_id=sent and sent["id"], retries=retries, headers={"only_one": sent} if sent else {})
+    redis.set(f"{prefix}k", "somebody else", ex=600)
+    first = queue.take()
+    for message in (first, *(queue.take for _ in range(3))):
+        queue.deliver(message() if callable(message) else message)
+        queue.deliver(first, redelivered=True)
+        assert len(queue) == 1
+    redis.delete(f"{prefix}k")
+    queue.deliver(queue.take())
+    assert answer.get() == "done"
+    before_task_publish.disconnect(hand_on)
 
 
 def test_what_is_put_back_while_the_server_is_down_keeps_the_key_of_its_place_in_the_queue(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -13,7 +14,7 @@ from celery import Celery
 from celery.exceptions import Retry
 from redis import Redis
 
-from only_one import carry_on, configure, current_lock
+from only_one import carry_on, configure, current_lock, retry
 from only_one.celery.requeue import Header
 from only_one.celery.task_run import MessageRun
 from only_one.lock.holder import Holder
@@ -71,6 +72,8 @@ def test_a_call_from_inside_of_the_run_of_a_bound_task_has_a_key_without_the_tas
     ("state", "attempt", "retries", "outcome"),
     [
         ("kept", 1, 1, "dropped"),
+        ("kept", 2, 1, "dropped"),
+        ("kept", 0, 1, "put back"),
         ("running", 2, 1, "dropped"),
         ("queued", 2, 1, "dropped"),
         ("running", 1, 1, "put back"),
@@ -108,6 +111,88 @@ def test_a_message_whose_key_is_its_own_tasks(
     assert dropped == [f"{prefix}k"] * (outcome == "dropped")
 
 
+@pytest.mark.parametrize("how", ["not raised", "swallowed"])
+def test_a_retry_waits_for_the_key_that_its_previous_attempt_keeps(
+    app: Celery, queue: Queue, redis: Redis, prefix: str, how: str
+) -> None:
+    def work(self: Any) -> str:
+        if not self.request.retries:
+            with suppress(Retry):
+                self.retry(countdown=0, throw=how == "swallowed")
+        return f"attempt {self.request.retries}"
+
+    answer = a_task(app, work, at_least=600, celery={"bind": True}).delay()
+    for _ in range(2):
+        queue.deliver(queue.take())
+        assert len(queue) == 1
+    redis.delete(f"{prefix}k")
+    assert queue.deliver(queue.take()) == "attempt 1"
+    assert answer.state == "SUCCESS"
+
+
+def two_decorators(app: Celery, function: Any, inner_key: Any, *, is_above: bool, **options: Any) -> Any:
+    """A task with a lock of its own, key "k", and another around it."""
+    said = {"name": f"task-{uuid4()}", "shared": False, "acks_late": True}
+    inner = cover(function, key=inner_key, timeout=600, **options)
+    if is_above:
+        return cover(app.task(inner, **said), key="outer", timeout=600)
+    return app.task(cover(inner, key="outer", timeout=600, **options), **said)
+
+
+@pytest.mark.parametrize("is_above", [False, True], ids=["both below", "above and below"])
+@pytest.mark.parametrize(
+    ("how", "outcome"),
+    [("retry()", "put back"), ("a retry", "put back"), ("chain", "failed"), ("plain", "skipped")],
+)
+def test_of_two_decorators_the_inner_one_waits_as_one_does(
+    app: Celery, queue: Queue, redis: Redis, prefix: str, how: str, outcome: str, *, is_above: bool
+) -> None:
+    options = {"when_busy": retry()} if how == "retry()" else {}
+    task = two_decorators(app, done, "k", is_above=is_above, **options)
+    chained = {"chain": [dict(task.si().set(task_id=str(uuid4())))]}
+    redis.set(f"{prefix}k", "somebody else", ex=600)
+    answer = task.apply_async(retries=int(how == "a retry"), **chained if how == "chain" else {})
+    message = queue.take()
+    queue.deliver(message)
+    assert answer.state == {"skipped": "SUCCESS", "put back": "PENDING", "failed": "FAILURE"}[outcome]
+    assert len(queue) == (outcome == "put back")
+    assert redis.exists(f"{prefix}outer") == (is_above and outcome == "put back"), "unique while it waits"
+    redis.delete(f"{prefix}k")
+    if outcome == "put back":
+        queue.deliver(message, redelivered=True)
+        queue.deliver(queue.take())
+        assert answer.get() == "done"
+        assert len(queue) == 0
+    assert not redis.exists(f"{prefix}outer")
+
+
+@pytest.mark.parametrize("is_above", [False, True], ids=["both below", "above and below"])
+def test_of_two_decorators_each_tells_redeliveries_of_the_end(
+    app: Celery, queue: Queue, redis: Redis, prefix: str, elsewhere: Any, *, is_above: bool
+) -> None:
+    def work() -> None:
+        runs.append("begin")
+        elsewhere(lambda: queue.deliver(message, redelivered=True))
+        redis.hset(f"{{{prefix}k}}:copy:{answer.id}:0", "asked", 1)
+
+    runs: list[str] = []
+    answer = two_decorators(app, work, "k", is_above=is_above).delay()
+    message = queue.take()
+    queue.deliver(message)
+    assert [redis.hget(f"{{{prefix}{key}}}:copy:{answer.id}:0", "stored") for key in ("k", "outer")] == [b"1", b"1"]
+    queue.deliver(queue.take())
+    assert runs == ["begin"]
+    assert len(queue) == 0
+
+
+def test_of_two_decorators_with_one_key_the_inner_one_is_busy_like_any_other(app: Celery, queue: Queue) -> None:
+    """The message does not wait for ever for a key that it holds itself."""
+    answer = two_decorators(app, done, lambda: "outer", is_above=False).apply_async(retries=1)
+    queue.deliver(queue.take())
+    assert (answer.state, answer.result) == ("SUCCESS", None)
+    assert len(queue) == 0
+
+
 @pytest.mark.parametrize(
     ("how", "outcome"),
     [("plain", "skipped"), ("redelivered", "put back"), ("chain", "failed"), ("chord", "failed")],
@@ -133,7 +218,8 @@ def test_what_stays_under_the_key_for_a_retry(app: Celery) -> None:
     ) -> Any:  # fmt: skip
         told = {"id": "the-id", "retries": 4, "args": ["a"], "kwargs": {"b": 1}, "expires": None, "is_eager": False}
         of_task: Any = SimpleNamespace(headers=None, **{**told, **request})
-        delivered = MessageRun(task, of_task, bound=False, is_unique_in_queue=is_unique_in_queue)
+        decoration: Any = SimpleNamespace(task=task if is_unique_in_queue else None)
+        delivered = MessageRun(task, of_task, bound=False, decoration=decoration)
         sig = task.s("a", b=1) if said is None else said
         plan: Any = SimpleNamespace(queue_timeout=seconds)
         return delivered.retained_value(plan, ended_by or Retry(when=when, sig=sig))

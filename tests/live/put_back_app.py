@@ -16,7 +16,7 @@ from celery import Celery
 from benchmarks.sweeps import soon
 from only_one import configure, only_one, retry
 from tests.live.brokers import consumed, options_for_redis
-from tests.live.workers import PREFIX, RESULTS, URL, note, use_broker
+from tests.live.workers import PREFIX, RESULTS, URL, note, use_broker, wait_at
 
 OTHER = "other"
 """A queue beside the usual one."""
@@ -35,6 +35,7 @@ TIMEOUT = 600
 
 app = Celery("put back", set_as_current=False)
 app.conf.broker_connection_retry_on_startup = True
+app.conf.accept_content = ["json", "pickle"]
 app.conf.broker_transport_options = (
     soon(float(os.environ[VISIBLE_AFTER]))
     if VISIBLE_AFTER in os.environ
@@ -76,6 +77,19 @@ def waits_late(self: Any, key: str, number: int = 0) -> int:
     """The same, with a message that is acknowledged when it has ended."""
     note("ran", key, number, self.request.retries)
     return number
+
+
+@app.task(bind=True)  # type: ignore[untyped-decorator]
+@only_one("{key}", timeout=TIMEOUT, when_busy=retry())
+def polls(self: Any, key: str) -> int:
+    """Is replaced by itself once, and holds its key until its gate is opened."""
+    if self.request.replaced_task_nesting:
+        return 1
+    try:
+        raise self.replace(self.si(key))
+    finally:
+        note("replaced", key)
+        wait_at(key)
 
 
 @app.task  # type: ignore[untyped-decorator]

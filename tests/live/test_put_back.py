@@ -76,7 +76,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 @pytest.fixture(scope="module")
 def broker(place: Place) -> Iterator[World]:
     """With a worker."""
-    with place.worker("-c", "4", "-Q", f"celery,{live.OTHER},{live.DIRECT}"):
+    # Celery does not begin as root where it accepts pickle, unless it is told to.
+    with place.worker("-c", "4", "-Q", f"celery,{live.OTHER},{live.DIRECT}", C_FORCE_ROOT="1"):
         yield place.broker
 
 
@@ -115,8 +116,11 @@ OWN = {
     "hostname",
     "delivery_info",
     "properties",
+    "only_one_under_way",
 }
-"""What differs from one message to the next; of some of these it is looked at below what must not."""
+"""What differs from one message to the next, or from one run to the next; of some of these it is looked at below what
+must not.
+"""
 
 
 def requests(broker: World, key: str) -> list[dict[str, Any]]:
@@ -141,11 +145,27 @@ def test_what_is_put_back_carries_all_that_it_came_with(broker: World, held: Hel
         assert after["properties"].get(name) == before["properties"].get(name)
     # RabbitMQ takes it away from what it delays; the worker looks at `expires`.
     assert int(after["properties"].get("expiration", 0)) < int(before["properties"]["expiration"])
+    assert re.fullmatch(r"only_one:\d+", after["properties"]["message_id"])  # the broker keeps it
     assert after["args"] == [key, 1]
     assert after["headers"]["custom"] == before["headers"]["custom"] == "yes"
     assert before["delivery_info"]["priority"] == after["delivery_info"]["priority"] == 7
     assert re.sub(DELAY, "", after["delivery_info"]["routing_key"]) == before["delivery_info"]["routing_key"]
     assert after["expires"] == before["expires"] is not None
+
+
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_what_is_put_back_keeps_its_serializer_and_compression(
+    broker: World, held: Held, compression: str | None
+) -> None:
+    """JSON would make another value of this one."""
+    value = {1: (2, b"x")}
+    with held() as key:
+        options: Any = {"serializer": "pickle", "compression": compression, "ignore_result": True}
+        answer = live.waits.apply_async((key, value), **options)
+        assert eventually(lambda: len(copies(broker, answer.id)) > 2)
+    told = " ".join(broker.wait_for("ran", key).rest)
+    assert told.startswith(f"{value} ")
+    assert ('"compression":"application/x-gzip"' in told) is (compression is not None)
 
 
 def test_it_goes_back_to_the_queue_that_it_came_from(broker: World, held: Held) -> None:
@@ -206,6 +226,19 @@ def test_a_chord_gets_the_real_results(broker: World, held: Held) -> None:
         assert eventually(lambda: len(copies(broker, waiting)) > 2)
         assert not found.ready()
     assert found.get(timeout=LIMIT) == 110
+
+
+def test_a_replacement_of_a_requeued_task_waits_like_any_other(broker: World, held: Held) -> None:
+    """In a chord, whose body would never run without it."""
+    with held() as key:
+        found = chord([live.polls.si(key), live.add.si(3, 4)])(live.add.s(100))
+        polls = found.parent.results[0].id
+        assert eventually(lambda: len(copies(broker, polls)) > 2)
+    broker.wait_for("replaced", key)
+    seen = len(copies(broker, polls))
+    assert eventually(lambda: len(copies(broker, polls)) > seen + 1)  # the replacement was requeued
+    broker.client.rpush(key, "open")
+    assert found.get(timeout=LIMIT) == 108
 
 
 def test_a_chords_body_that_waits(broker: World, held: Held) -> None:
