@@ -136,6 +136,8 @@ def only_one(  # pyright: ignore[reportInconsistentOverload] - a key by position
     Raises:
         KeyTemplateError: for a key that cannot work.
         ConfigurationError: for an option that cannot work, or an object that cannot be decorated.
+            Each call of a Celery task that is made of an async function raises it, too, because
+            Celery would not await the function.
     """
     given = {name: value for name, value in locals().items() if name in CHECKS and value is not UNSET}
     if redis is None:
@@ -210,7 +212,10 @@ def wrap(function: Any, key: Any, options: Options, task: Any = None) -> Any:
     wrapper.__signature__ = signature
     wrapper.__only_one__ = decoration
     if "celery" in sys.modules:
-        from only_one.celery import worker_signals as worker_signals  # noqa: PLC0415 - the main process, too
+        from only_one.celery import lazy_tasks  # noqa: PLC0415 - it listens, in the main process, too
+
+        if wrapper is async_wrapper:
+            lazy_tasks.refuse_async_tasks()
     return wrapper
 
 
