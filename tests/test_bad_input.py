@@ -77,6 +77,21 @@ async def coroutine(*_: Any) -> str:
     return "x"
 
 
+class Awaited:
+    """Has an instance that is no policy, key, hook or source of clients: its call is a coroutine."""
+
+    async def __call__(self, *_: Any) -> str:
+        return "x"
+
+
+ASYNC = {
+    "async": coroutine,
+    "an async partial": functools.partial(coroutine, 1),
+    "an object with an async call": Awaited(),
+    "a partial of one": functools.partial(Awaited(), 1),
+}
+
+
 class Feed:
     """Has methods of every kind."""
 
@@ -227,7 +242,10 @@ ROWS += [
         KeyTemplateError,
         "all parameters",
     ),
-    ("an async key", lambda: only_one(key=coroutine)(two), KeyTemplateError, "write a plain one"),
+    *(
+        (f"a key: {label}", lambda key=key: only_one(key=key)(two), KeyTemplateError, "write a plain one")
+        for label, key in ASYNC.items()
+    ),
     ("key_=", lambda: only_one(key_="k"), TypeError, "key_"),
 ]
 
@@ -235,7 +253,7 @@ ROWS += [
 
 ROWS += [
     ("a list in a plain field", lambda: cover("{a}", [1]), UnkeyableArgument, "{a:md5}"),
-    ("an object in the digest of all", lambda: cover("{md5}", 1, object()), UnkeyableArgument, "{b.id}"),
+    ("an object in the digest of all", lambda: cover("{md5}", 1, object()), UnkeyableArgument, "'b'"),
     ("an object among the rest", lambda: cover("{md5}", 1, 2, object()), UnkeyableArgument, "'rest'"),
     ("a missing attribute", lambda: cover("{a.id}", None), UnkeyableArgument, "key=callable"),
     ("a format of another type", lambda: cover("{a:%Y}", "x"), UnkeyableArgument, "format, or key=callable"),
@@ -352,7 +370,7 @@ for label, policy in [
     ("a dotted name", "only_one.skip"),
     ("takes nothing", lambda: None),
     ("takes two", lambda error, more: None),  # noqa: ARG005
-    ("async", coroutine),
+    *ASYNC.items(),
 ]:
     ROWS.append((f"when_busy: {label}", functools.partial(only_one, "k", when_busy=policy), ConfigurationError, POLICY))
 ROWS += [
@@ -436,7 +454,7 @@ ROWS += [
             ("gives None", lambda: None, "return a client of redis-py"),
             ("gives a bad URL", lambda: "localhost", URL),
             ("gives an asyncio client", lambda: redis.asyncio.Redis(), "give a sync one or a URL"),  # noqa: PLW0108
-            ("is async", coroutine, SOURCE),
+            *((f"is {label}", source, SOURCE) for label, source in ASYNC.items()),
             ("takes arguments", lambda url: url, SOURCE),
         ]
     ),
@@ -460,7 +478,10 @@ ROWS += [
     ("ONLY_ONE_REDIS_URL=localhost", in_environment("ONLY_ONE_REDIS_URL", "localhost"), ConfigurationError, URL),
     *(
         (f"hook: {label}", lambda hook=hook: subscribe_(hook)(), ConfigurationError, words)
-        for label, hook, words in [("a name", "print", "hook='print' is"), ("async", coroutine, "subscribe(function)")]
+        for label, hook, words in [
+            ("a name", "print", "hook='print' is"),
+            *((label, hook, "subscribe(function)") for label, hook in ASYNC.items()),
+        ]
     ),
 ]
 
