@@ -6,9 +6,11 @@ import asyncio
 import functools
 import inspect
 import math
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
 from decimal import Decimal
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -110,6 +112,34 @@ class Feed:
     def __call__(self) -> None: ...
 
 
+class QueueTask:
+    """What a task queue makes of a function, in the shape of dramatiq's actors and huey's tasks."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.fn = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.fn(*args)
+
+
+class WrappingTask(QueueTask):
+    """The same in the shape of taskiq's tasks, which have the name of their function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        super().__init__(function)
+
+
+class ScheduledJob:
+    """The shape of APScheduler's jobs; the decorator that makes one returns the function as it was."""
+
+    __slots__ = ("func",)
+    __module__ = "apscheduler.job"
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.func = function
+
+
 class Nameless(Task):  # type: ignore[misc]
     """A class-based task that Celery is to name."""
 
@@ -151,6 +181,14 @@ def in_environment(variable: str, value: str) -> Callable[[], object]:
             return only_one("k")(function)()
 
     return call
+
+
+def scheduled() -> object:
+    """Decorate a function that a scheduler has."""
+    job = ScheduledJob(lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "apscheduler", ModuleType("apscheduler"))
+        return only_one("k")(job.func)
 
 
 # --- times -------------------------------------------------------------------------------------------------------
@@ -294,7 +332,7 @@ ROWS += [
 # --- functions and the order of decorators -----------------------------------------------------------------------
 
 CONSUMER = "function that consumes it"
-NO_FUNCTION = "write @only_one above a"
+NO_FUNCTION = "write @only_one directly above the def, below every other decorator except Celery's task"
 ROWS += [
     (label, functools.partial(only_one("k"), over), ConfigurationError, words)
     for label, over, words in [
@@ -304,6 +342,8 @@ ROWS += [
         ("a class-based task", AsTask, "above the method that does the work"),
         ("an object that can be called", Feed(), "above the __call__ of its class"),
         ("a partial", functools.partial(two, 1), NO_FUNCTION),
+        ("a task of another queue", QueueTask(two), NO_FUNCTION),
+        ("a task of another queue with the name of its function", WrappingTask(two), NO_FUNCTION),
         ("a classmethod", vars(Feed)["of_class"], "below @classmethod, directly above the function"),
         ("a staticmethod", vars(Feed)["static"], "below @staticmethod, directly above the function"),
         ("a property", vars(Feed)["size"], "below @property, directly above the function"),
@@ -359,6 +399,7 @@ ROWS += [
         ConfigurationError,
         "write one @only_one",
     ),
+    ("a function that is scheduled", scheduled, ConfigurationError, "below @scheduler.scheduled_job"),
     ("current_lock outside of a run", current_lock, ConfigurationError, "@only_one above it"),
 ]
 

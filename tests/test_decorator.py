@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import math
 import os
@@ -549,6 +550,15 @@ def test_the_name_of_a_function_of_c(prefix: str) -> None:
     covered = only_one("{name}")(math.factorial)
     assert covered(3) == 6
     assert key_of(covered, 3) == f"{prefix}math.factorial"
+
+
+@pytest.mark.parametrize("made", [functools.cache, functools.singledispatch, functools.partial])
+def test_what_python_makes_of_a_function_can_be_decorated(prefix: str, made: Any) -> None:
+    def work(*args: object) -> str:
+        return current_lock().key
+
+    decorated: Function = only_one("k")(functools.update_wrapper(made(work), work))
+    assert decorated(1) == f"{prefix}k"
 
 
 def test_random_timing(redis: Redis, prefix: str) -> None:

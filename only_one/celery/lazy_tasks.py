@@ -204,8 +204,7 @@ def _check_awaited(kind: Any) -> None:
     # For `pydantic=True` Celery wraps the function, and the wrapper is not async.
     function = next((each for each in functions_of(kind) if not _is_celerys(each)), None)
     # A `__call__` of the user's may run the coroutine, and the pool of that library does.
-    caller = next(each for each in kind.__mro__ if "__call__" in vars(each))
-    may_be_awaited = caller is not Task or "celery_aio_pool" in sys.modules
+    may_be_awaited = kind.__call__ != Task.__call__ or "celery_aio_pool" in sys.modules
     if inspect.iscoroutinefunction(function) and not may_be_awaited:
         msg = (
             f"{function.__module__}.{function.__qualname__} is the async function of a task, which Celery does not "
