@@ -71,7 +71,7 @@ def is_async(function: Any) -> bool:
     """Whether a callable is an async function, an object whose class has an async ``__call__``, or a partial of one."""
     while isinstance(function, functools.partial):
         function = function.func
-    return callable(function) and any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def check_callable(name: str, function: Any, arguments: int, instead: str) -> None:

@@ -342,6 +342,7 @@ ROWS += [
         ("a class-based task", AsTask, "above the method that does the work"),
         ("an object that can be called", Feed(), "above the __call__ of its class"),
         ("a partial", functools.partial(two, 1), NO_FUNCTION),
+        ("a method for each type", functools.update_wrapper(functools.singledispatchmethod(two), two), NO_FUNCTION),  # type: ignore[arg-type]
         ("a task of another queue", QueueTask(two), NO_FUNCTION),
         ("a task of another queue with the name of its function", WrappingTask(two), NO_FUNCTION),
         ("a classmethod", vars(Feed)["of_class"], "below @classmethod, directly above the function"),

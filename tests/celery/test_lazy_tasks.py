@@ -269,7 +269,7 @@ ASYNC_TASKS: dict[str, Any] = {
 @pytest.mark.parametrize("order", ["before", "finalized", "after"])
 @pytest.mark.parametrize("make", ASYNC_TASKS.values(), ids=ASYNC_TASKS)
 def test_every_call_of_a_task_that_celery_would_not_await_is_refused(
-    new_app: Any, queued: Any, make: Any, order: str
+    new_app: Any, queued: Any, caplog: pytest.LogCaptureFixture, make: Any, order: str
 ) -> None:
     """Of an app that was created before or after the decoration, or was finalized before."""
     earlier = None if order == "after" else new_app()
@@ -285,6 +285,7 @@ def test_every_call_of_a_task_that_celery_would_not_await_is_refused(
             with pytest.raises(ConfigurationError, match="asyncio"):
                 call()
     assert queued() == 0
+    assert "asyncio.run" in caplog.text
 
 
 @pytest.mark.parametrize("options", [{}, {"lazy": False}, RETRIED], ids=repr)
@@ -293,11 +294,18 @@ def test_so_is_the_decorator_above_such_a_task(app: Celery, options: Any) -> Non
         cover("k")(app.task(fetch, **options)).delay()
 
 
-def test_an_async_function_that_is_awaited_can_be_a_task(app: Celery, prefix: str) -> None:
-    """By the class of the task, or by a decorator of the user's."""
+def test_an_async_function_that_is_awaited_can_be_a_task(
+    app: Celery, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the class of the task, by a decorator of the user's, or by the pool of a library."""
+    app.conf.task_annotations = {"*": {"rate_limit": "7/m"}}
     decorated = cover("k")(fetch)
     run = functools.wraps(decorated)(lambda *args: asyncio.run(decorated(*args)))
     tasks = {"sync": app.task(run), "below": app.task(decorated, base=Awaiting, name="below")}
     tasks["above"] = cover("k")(app.task(fetch, base=Awaiting, name="above"))
     for task in tasks.values():
         assert task.apply().get() == f"{prefix}k"
+        assert task.rate_limit == "7/m"
+    app.task(fetch, name="not decorated")().close()
+    monkeypatch.setitem(sys.modules, "celery_aio_pool", sys)
+    assert asyncio.run(app.task(decorated, name="in a pool")()) == f"{prefix}k"
