@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import sys
 from collections.abc import Callable, Coroutine
@@ -94,6 +95,7 @@ def only_one(  # pyright: ignore[reportInconsistentOverload] - a key by position
     instead.
     Above a function or an ``async def`` function, also below ``@app.task``: one run at a time.
     Above ``@app.task``: one task at a time, unique from queued to finished.
+    It stands directly above the ``def``, and below every other decorator except Celery's.
 
     Args:
         function_or_key: the first positional argument: the function, if the decorator is used
@@ -136,6 +138,8 @@ def only_one(  # pyright: ignore[reportInconsistentOverload] - a key by position
     Raises:
         KeyTemplateError: for a key that cannot work.
         ConfigurationError: for an option that cannot work, or an object that cannot be decorated.
+            Each call of a Celery task that is made of an async function raises it, too, because
+            Celery would not await the function.
     """
     given = {name: value for name, value in locals().items() if name in CHECKS and value is not UNSET}
     if redis is None:
@@ -210,7 +214,10 @@ def wrap(function: Any, key: Any, options: Options, task: Any = None) -> Any:
     wrapper.__signature__ = signature
     wrapper.__only_one__ = decoration
     if "celery" in sys.modules:
-        from only_one.celery import worker_signals as worker_signals  # noqa: PLC0415 - the main process, too
+        from only_one.celery import lazy_tasks  # noqa: PLC0415 - it listens, in the main process, too
+
+        if wrapper is async_wrapper:
+            lazy_tasks.refuse_async_tasks()
     return wrapper
 
 
@@ -233,10 +240,16 @@ def signature_of(function: Any) -> inspect.Signature:
         problem = f"a {kind.__name__}: write @only_one below @{kind.__name__}, directly above the function"
     elif issubclass(kind, type):
         problem = f"the class {function.__name__}: write @only_one above the method that does the work, such as run"
-    elif not callable(function) or not hasattr(function, "__qualname__"):
+    elif not _is_function(function):
         problem = (
-            f"{function!r}, which is no function: write @only_one above a def, or above the __call__ of its class, "
+            f"{function!r}, which is no function: write @only_one directly above the def, below every other decorator "
+            "except Celery's task, where above means from queued to finished; or above the __call__ of its class; "
             "and a key as key='a-name'"
+        )
+    elif _is_scheduled(function):
+        problem = (
+            f"{function.__qualname__}, because APScheduler would run it without the lock: "
+            "write @only_one directly above the def, below @scheduler.scheduled_job"
         )
     elif inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         problem = (
@@ -250,6 +263,21 @@ def signature_of(function: Any) -> inspect.Signature:
             problem = f"{function!r}, whose parameters are unknown: write @only_one above a def around it"
     msg = f"only_one cannot decorate {problem}"
     raise ConfigurationError(msg)
+
+
+def _is_function(function: Any) -> bool:
+    """Whether it is a function of any kind, and no object that a decorator has made of one, as those of task queues do.
+
+    Such an object may have the function's ``__qualname__``.
+    """
+    is_routine = inspect.isroutine(function) or isinstance(function, functools.partial)
+    return is_routine and callable(function) and hasattr(function, "__qualname__")
+
+
+def _is_scheduled(function: Any) -> bool:
+    """Whether a job of APScheduler 3 has the function: its decorator returns the function as it was."""
+    referrers = gc.get_referrers(function) if "apscheduler" in sys.modules else ()
+    return any(type(each).__module__ == "apscheduler.job" for each in referrers)
 
 
 def _name_of(function: Callable[..., Any], key: Any, signature: inspect.Signature) -> str:

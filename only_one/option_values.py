@@ -1,5 +1,6 @@
 """Checks of an option's value: seconds, bool, prefix, callable. ``settings`` says which option has which check."""
 
+import functools
 import inspect
 from datetime import timedelta
 from typing import Any, Union
@@ -66,8 +67,15 @@ def check_prefix(name: str, value: object) -> str:
     return value
 
 
+def is_async(function: Any) -> bool:
+    """Whether a callable is an async function, an object whose class has an async ``__call__``, or a partial of one."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
 def check_callable(name: str, function: Any, arguments: int, instead: str) -> None:
-    """Refuse an async function, and a callable that does not accept that many arguments.
+    """Refuse an async callable, and one that does not accept that many arguments.
 
     Args:
         name: the option's name, for the error message.
@@ -78,8 +86,8 @@ def check_callable(name: str, function: Any, arguments: int, instead: str) -> No
     Raises:
         ConfigurationError: for such a function; the message says what to write instead.
     """
-    if inspect.iscoroutinefunction(function):
-        msg = f"{name}={function!r} is an async function, which nobody would await: {instead}"
+    if is_async(function):
+        msg = f"{name}={function!r} is async, and nobody would await it: {instead}"
         raise ConfigurationError(msg)
     try:
         inspect.signature(function).bind(*[None] * arguments)

@@ -6,9 +6,11 @@ import asyncio
 import functools
 import inspect
 import math
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
 from decimal import Decimal
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -80,6 +82,21 @@ async def coroutine(*_: Any) -> str:
     return "x"
 
 
+class Awaited:
+    """Has an instance that is no policy, key, hook or source of clients: its call is a coroutine."""
+
+    async def __call__(self, *_: Any) -> str:
+        return "x"
+
+
+ASYNC = {
+    "async": coroutine,
+    "an async partial": functools.partial(coroutine, 1),
+    "an object with an async call": Awaited(),
+    "a partial of one": functools.partial(Awaited(), 1),
+}
+
+
 class Feed:
     """Has methods of every kind."""
 
@@ -96,6 +113,34 @@ class Feed:
         return 1
 
     def __call__(self) -> None: ...
+
+
+class QueueTask:
+    """What a task queue makes of a function, in the shape of dramatiq's actors and huey's tasks."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.fn = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.fn(*args)
+
+
+class WrappingTask(QueueTask):
+    """The same in the shape of taskiq's tasks, which have the name of their function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        super().__init__(function)
+
+
+class ScheduledJob:
+    """The shape of APScheduler's jobs; the decorator that makes one returns the function as it was."""
+
+    __slots__ = ("func",)
+    __module__ = "apscheduler.job"
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.func = function
 
 
 class Nameless(Task):  # type: ignore[misc]
@@ -139,6 +184,14 @@ def in_environment(variable: str, value: str) -> Callable[[], object]:
             return only_one("k")(function)()
 
     return call
+
+
+def scheduled() -> object:
+    """Decorate a function that a scheduler has."""
+    job = ScheduledJob(lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "apscheduler", ModuleType("apscheduler"))
+        return only_one("k")(job.func)
 
 
 # --- times -------------------------------------------------------------------------------------------------------
@@ -230,7 +283,10 @@ ROWS += [
         KeyTemplateError,
         "all parameters",
     ),
-    ("an async key", lambda: only_one(key=coroutine)(two), KeyTemplateError, "write a plain one"),
+    *(
+        (f"a key: {label}", lambda key=key: only_one(key=key)(two), KeyTemplateError, "write a plain one")
+        for label, key in ASYNC.items()
+    ),
     ("key_=", lambda: only_one(key_="k"), TypeError, "key_"),
 ]
 
@@ -238,7 +294,7 @@ ROWS += [
 
 ROWS += [
     ("a list in a plain field", lambda: cover("{a}", [1]), UnkeyableArgument, "{a:md5}"),
-    ("an object in the digest of all", lambda: cover("{md5}", 1, object()), UnkeyableArgument, "{b.id}"),
+    ("an object in the digest of all", lambda: cover("{md5}", 1, object()), UnkeyableArgument, "'b'"),
     ("an object among the rest", lambda: cover("{md5}", 1, 2, object()), UnkeyableArgument, "'rest'"),
     ("a missing attribute", lambda: cover("{a.id}", None), UnkeyableArgument, "key=callable"),
     ("a format of another type", lambda: cover("{a:%Y}", "x"), UnkeyableArgument, "format, or key=callable"),
@@ -279,7 +335,7 @@ ROWS += [
 # --- functions and the order of decorators -----------------------------------------------------------------------
 
 CONSUMER = "function that consumes it"
-NO_FUNCTION = "write @only_one above a"
+NO_FUNCTION = "write @only_one directly above the def, below every other decorator except Celery's task"
 ROWS += [
     (label, functools.partial(only_one("k"), over), ConfigurationError, words)
     for label, over, words in [
@@ -289,6 +345,9 @@ ROWS += [
         ("a class-based task", AsTask, "above the method that does the work"),
         ("an object that can be called", Feed(), "above the __call__ of its class"),
         ("a partial", functools.partial(two, 1), NO_FUNCTION),
+        ("a method for each type", functools.update_wrapper(functools.singledispatchmethod(two), two), NO_FUNCTION),  # type: ignore[arg-type]
+        ("a task of another queue", QueueTask(two), NO_FUNCTION),
+        ("a task of another queue with the name of its function", WrappingTask(two), NO_FUNCTION),
         ("a classmethod", vars(Feed)["of_class"], "below @classmethod, directly above the function"),
         ("a staticmethod", vars(Feed)["static"], "below @staticmethod, directly above the function"),
         ("a property", vars(Feed)["size"], "below @property, directly above the function"),
@@ -344,6 +403,7 @@ ROWS += [
         ConfigurationError,
         "write one @only_one",
     ),
+    ("a function that is scheduled", scheduled, ConfigurationError, "below @scheduler.scheduled_job"),
     ("current_lock outside of a run", current_lock, ConfigurationError, "@only_one above it"),
 ]
 
@@ -355,7 +415,7 @@ for label, policy in [
     ("a dotted name", "only_one.skip"),
     ("takes nothing", lambda: None),
     ("takes two", lambda error, more: None),  # noqa: ARG005
-    ("async", coroutine),
+    *ASYNC.items(),
 ]:
     ROWS.append((f"when_busy: {label}", functools.partial(only_one, "k", when_busy=policy), ConfigurationError, POLICY))
 ROWS += [
@@ -448,7 +508,7 @@ ROWS += [
             ("gives a client of valkey-py", lambda: valkey.Valkey(), "write the server's URL"),  # noqa: PLW0108
             ("gives a bad URL", lambda: "localhost", URL),
             ("gives an asyncio client", lambda: redis.asyncio.Redis(), "give a sync one or a URL"),  # noqa: PLW0108
-            ("is async", coroutine, SOURCE),
+            *((f"is {label}", source, SOURCE) for label, source in ASYNC.items()),
             ("takes arguments", lambda url: url, SOURCE),
         ]
     ),
@@ -472,7 +532,10 @@ ROWS += [
     ("ONLY_ONE_REDIS_URL=localhost", in_environment("ONLY_ONE_REDIS_URL", "localhost"), ConfigurationError, URL),
     *(
         (f"hook: {label}", lambda hook=hook: subscribe_(hook)(), ConfigurationError, words)
-        for label, hook, words in [("a name", "print", "hook='print' is"), ("async", coroutine, "subscribe(function)")]
+        for label, hook, words in [
+            ("a name", "print", "hook='print' is"),
+            *((label, hook, "subscribe(function)") for label, hook in ASYNC.items()),
+        ]
     ),
 ]
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import math
 import os
@@ -497,6 +498,46 @@ def test_the_name_of_a_function_in_main_needs_the_m_switch(redis_url: str, prefi
     assert with_a_key.stdout == f"{prefix}nightly-report {prefix}async False\n", with_a_key.stderr
 
 
+SENDER = """
+import asyncio, subprocess, sys, cloudpickle
+from only_one import configure, current_lock, only_one
+
+@only_one("{name}:{a}")
+def work(a, then=lambda: None):
+    return current_lock().key, then()
+
+@only_one("{name}:{a}", when_busy=lambda error: error.key)
+async def work_async(a, deeper=True):
+    return current_lock().key, await work_async(a, False) if deeper else None
+
+def send():
+    return subprocess.run([sys.executable, "receiver.py", *sys.argv[1:]], input=cloudpickle.dumps([work, work_async]))
+
+configure(redis=sys.argv[1], prefix=sys.argv[2])
+work(1, send)
+"""
+RECEIVER = """
+import asyncio, pickle, sys
+from only_one import configure
+
+configure(redis=sys.argv[1], prefix=sys.argv[2])
+work, work_async = pickle.load(sys.stdin.buffer)
+print(work(1), work(2), asyncio.run(work_async(3)))
+"""
+
+
+def test_a_function_of_main_that_cloudpickle_sends_to_another_process_has_the_same_key(
+    redis_url: str, prefix: str, tmp_path: Path
+) -> None:
+    """As Ray and Dask do: the first call meets the sender's own run."""
+    (tmp_path / "sender.py").write_text(SENDER)
+    (tmp_path / "receiver.py").write_text(RECEIVER)
+    command = [sys.executable, "-m", "sender", redis_url, prefix]
+    sent = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, check=False)
+    key, key_async = f"{prefix}sender.work:2", f"{prefix}sender.work_async:3"
+    assert sent.stdout == f"None {(key, None)} {(key_async, key_async)}\n", sent.stderr
+
+
 def test_the_name_of_a_function_in_a_process_that_was_spawned_by_such_a_program(prefix: str) -> None:
     def work() -> str:
         return current_lock().key
@@ -509,6 +550,15 @@ def test_the_name_of_a_function_of_c(prefix: str) -> None:
     covered = only_one("{name}")(math.factorial)
     assert covered(3) == 6
     assert key_of(covered, 3) == f"{prefix}math.factorial"
+
+
+@pytest.mark.parametrize("made", [functools.cache, functools.singledispatch, functools.partial])
+def test_what_python_makes_of_a_function_can_be_decorated(prefix: str, made: Any) -> None:
+    def work(*args: object) -> str:
+        return current_lock().key
+
+    decorated: Function = only_one("k")(functools.update_wrapper(made(work), work))
+    assert decorated(1) == f"{prefix}k"
 
 
 def test_random_timing(redis: Redis, prefix: str) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from inspect import Parameter, Signature
 from typing import Any, NoReturn
@@ -140,6 +140,10 @@ class Decoration:
                     self._key = partial(refuse, error)
                     return
             raise
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made anew where it is unpickled: cloudpickle sends a function of ``__main__`` with all that belongs to it."""
+        return Decoration, tuple(getattr(self, field.name) for field in fields(self))
 
     def options_for(self, caller: Caller) -> EffectiveOptions:
         """The effective options of a call; another call of ``configure`` makes them stale."""

@@ -4,6 +4,7 @@ The arguments of a call are read by parameter, with defaults: ``f(1)``, ``f(a=1)
 the default of ``b`` is 2.
 """
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -30,6 +31,7 @@ _LONGEST = 200
 _STEP = r"\.([^.\[\]]+)|\[([^\[\]]+)\]"
 _OWN = ("name", "md5")
 _TEXTUAL = (str, bytes, int, float, type(None))
+_IDENTITIES = ("id", "pk", "uuid", "key", "name")
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {"": lambda value: value, "!r": repr, "!s": str, "!a": ascii}
 
 
@@ -148,7 +150,7 @@ def make_text(field: Field, arguments: Arguments, escape: Callable[[str], str]) 
         try:
             return read(value)
         except UnknownType as error:
-            raise _no_digest(name, error) from None
+            raise _no_digest(name, error, _identity(field.path, _follow(field, steps, value))) from None
 
     return text
 
@@ -159,20 +161,28 @@ def _text_of_all(arguments: Arguments) -> MakeKey:
         try:
             return digest(values)
         except UnknownType as error:
-            culprit = ""
+            culprit, value = "", None
             # Each in a list with its name: a value that is too deep among all must be too deep here as well.
             with suppress(UnknownType):
                 for culprit, value in zip(arguments.call.parameters, values, strict=True):
                     digest([culprit, value])
-            raise _no_digest(culprit, error) from None
+            raise _no_digest(culprit, error, _identity(culprit, value)) from None
 
     return text
 
 
-def _no_digest(name: str, unknown: UnknownType) -> UnkeyableArgument:
+def _no_digest(name: str, unknown: UnknownType, identity: str) -> UnkeyableArgument:
     problem = f"no stable key can be made from the parameter {name!r}, which is or holds a {unknown}"
-    instead = f"write what identifies it, such as {{{name}.id}}, or key=callable, or leave it out of the key"
-    return _unkeyable(problem, instead)
+    return _unkeyable(problem, f"write {identity}key=callable, or leave it out of the key")
+
+
+def _identity(path: str, value: object) -> str:
+    """The advice to write what identifies a value; empty if the value has nothing by which it is usually identified."""
+    if isinstance(value, Mapping):
+        steps = [f"[{name}]" for name in _IDENTITIES if isinstance(value.get(name), (str, int))]
+    else:  # without a call of the user's code, such as of a property that asks a database; and methods do not count
+        steps = [f".{name}" for name in _IDENTITIES if not callable(inspect.getattr_static(value, name, print))]
+    return f"what identifies it, such as {{{path}{steps[0]}}}, or " if steps else ""
 
 
 def _unkeyable(problem: str, instead: str) -> UnkeyableArgument:
@@ -207,8 +217,7 @@ def _formatted(field: Field, spec: str, value: object) -> str:
     if not isinstance(value, _TEXTUAL) and (isinstance(value, Iterable) or type(value).__str__ is object.__str__):
         # The text of a container differs for equal ones: a set's order by process, a tuple's brackets by the broker.
         problem = f"the parameter {field.parameter!r} is a {type_name(value)}, which has no stable text"
-        instead = f"write {{{field.path}:md5}}, or what identifies it, such as {{{field.path}.id}}, or key=callable"
-        raise _unkeyable(problem, instead)
+        raise _unkeyable(problem, f"write {{{field.path}:md5}}, or {_identity(field.path, value)}key=callable")
     if isinstance(value, bytes) and not field.conversion:
         value = repr(value)
     converted = _CONVERSIONS[field.conversion](value)

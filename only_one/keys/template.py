@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from inspect import Signature, iscoroutinefunction, signature
+from inspect import Signature, signature
 from string import Formatter
 from typing import Any
 
 from only_one.errors import KeyTemplateError, UnkeyableArgument
+from only_one.option_values import is_async
 
 from .fields import BY_NAME, BY_POSITION, RESERVED, Arguments, Field, MakeKey, escaper, field_problem, make_text
 
@@ -38,8 +39,8 @@ def has_field(key: object, name: str) -> bool:
 
 
 def _computed(key: Callable[..., Any], arguments: Arguments) -> MakeKey:
-    if iscoroutinefunction(key):
-        msg = "key= is an async function: write a plain one, the key is made before anything is awaited"
+    if is_async(key):
+        msg = "key= is async: write a plain one, the key is made before anything is awaited"
         raise KeyTemplateError(msg)
     label = getattr(key, "__qualname__", repr(key))
     by_name = _check_parameters(key, label, arguments)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import importlib
 import pickle
 import sys
@@ -15,7 +17,7 @@ from celery import Celery, Task, shared_task
 from celery.local import PromiseProxy
 from redis import Redis
 
-from only_one import KeyTemplateError, current_lock, fail
+from only_one import ConfigurationError, KeyTemplateError, current_lock, fail
 from only_one.lock.holder import Holder
 from tests.celery.enqueueing import (
     CLOSED,
@@ -235,3 +237,75 @@ def test_an_apply_async_that_others_have_put_there(app: Any, queued: Any) -> Non
     task = cover("k")(plain)
     assert task.delay() == task.delay()
     assert (len(calls), queued()) == (1, 1)
+
+
+async def fetch(*_: Any) -> str:
+    return current_lock().key
+
+
+class Awaiting(Task):  # type: ignore[misc]
+    """Has tasks that run their coroutines."""
+
+    def __call__(self, *args: Any) -> Any:
+        return asyncio.run(self.run(*args))
+
+
+def registered(app: Celery, run: Any, **options: Any) -> Any:
+    return app.register_task(type("Registered", (Task,), {"run": run, "name": f"task-{uuid4()}", **options})())
+
+
+RETRIED: Any = {"autoretry_for": (OSError,)}
+ASYNC_TASKS: dict[str, Any] = {
+    "plain": lambda app, run: app.task(run),
+    "bound": lambda app, run: app.task(run, bind=True),
+    "retried": lambda app, run: app.task(run, **RETRIED),
+    "pydantic": lambda app, run: app.task(run, pydantic=True),
+    "shared": lambda _, run: shared_task(run, name=f"task-{uuid4()}"),
+    "class-based": registered,
+    "class-based and retried": functools.partial(registered, **RETRIED),
+}
+
+
+@pytest.mark.parametrize("order", ["before", "finalized", "after"])
+@pytest.mark.parametrize("make", ASYNC_TASKS.values(), ids=ASYNC_TASKS)
+def test_every_call_of_a_task_that_celery_would_not_await_is_refused(
+    new_app: Any, queued: Any, caplog: pytest.LogCaptureFixture, make: Any, order: str
+) -> None:
+    """Of an app that was created before or after the decoration, or was finalized before."""
+    earlier = None if order == "after" else new_app()
+    decorated = cover("k")(fetch)
+    app = earlier or new_app()
+    if order == "finalized":
+        app.finalize()
+    with is_current(app):
+        task = make(app, decorated)
+        if order == "after":
+            app.finalize()
+        for call in (task.delay, task.apply_async, task.s().delay, functools.partial(task.apply, throw=True), task):
+            with pytest.raises(ConfigurationError, match="asyncio"):
+                call()
+    assert queued() == 0
+    assert "asyncio.run" in caplog.text
+
+
+@pytest.mark.parametrize("options", [{}, {"lazy": False}, RETRIED], ids=repr)
+def test_so_is_the_decorator_above_such_a_task(app: Celery, options: Any) -> None:
+    with pytest.raises(ConfigurationError, match="asyncio"):
+        cover("k")(app.task(fetch, **options)).delay()
+
+
+def test_an_async_function_that_is_awaited_can_be_a_task(
+    app: Celery, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the class of the task, by a decorator of the user's, or by the pool of a library."""
+    app.conf.task_annotations = {"*": {"rate_limit": "7/m"}}
+    decorated = cover("k")(fetch)
+    run = functools.wraps(decorated)(lambda *args: asyncio.run(decorated(*args)))
+    tasks = {"sync": app.task(run), "below": app.task(decorated, base=Awaiting, name="below")}
+    tasks["above"] = cover("k")(app.task(fetch, base=Awaiting, name="above"))
+    for task in tasks.values():
+        assert task.apply().get() == f"{prefix}k"
+        assert task.rate_limit == "7/m"
+    app.task(fetch, name="not decorated")().close()
+    monkeypatch.setitem(sys.modules, "celery_aio_pool", sys)
+    assert asyncio.run(app.task(decorated, name="in a pool")()) == f"{prefix}k"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import deque
 from datetime import time
 from functools import partial
@@ -172,6 +173,45 @@ def test_what_is_a_little_too_deep_among_all_arguments_is_named() -> None:
     value: list[Any] = []
     while not is_refused(value):
         value = [value]
+
+
+class Row:
+    """A row of a database, without a digest; to read its key would ask the database."""
+
+    __slots__ = ("_loaded", "name")
+
+    @property
+    def pk(self) -> int:
+        return self._loaded  # type: ignore[no-any-return, attr-defined]
+
+
+class Keyed:
+    """Has a method that is called like what identifies other objects."""
+
+    def key(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("template", "value", "advice"),
+    [
+        ("{md5}", SimpleNamespace(id=7), "{ctx.id}"),
+        ("{ctx:md5}", SimpleNamespace(key="x", name="y"), "{ctx.key}"),
+        ("{ctx.user:md5}", SimpleNamespace(id=7, user=SimpleNamespace(uuid="u")), "{ctx.user.uuid}"),
+        ("{md5}", Row(), "{ctx.pk}"),
+        ("{ctx}", Row(), "{ctx.pk}"),
+        ("{md5}", {"pool": Opaque(), "id": Opaque(), "name": "x"}, "{ctx[name]}"),
+        ("{ctx}", {"pool": Opaque(), "id": 7}, "{ctx[id]}"),
+        ("{md5}", {"pool": Opaque()}, None),
+        ("{md5}", Opaque(), "{ctx.id}"),
+        ("{md5}", object(), None),
+        ("{md5}", Keyed(), None),
+        ("{ctx}", [Opaque()], None),
+    ],
+)
+def test_what_is_suggested_in_place_of_a_value_without_a_key_exists(template: str, value: Any, advice: Any) -> None:
+    with pytest.raises(UnkeyableArgument, match="key=callable") as raised:
+        maker(template, lambda ctx: ctx)(value)
+    assert re.findall(r"such as (\S+),", str(raised.value)) == ([advice] if advice else [])
 
 
 ADDRESSED = {

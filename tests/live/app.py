@@ -90,6 +90,12 @@ def silent(gate: str) -> str:
         return "nobody hears this"
 
 
+@app.task(shared=False)  # type: ignore[untyped-decorator]
+@only_one
+async def awaited_by_nobody() -> None:
+    """Celery would not run it."""
+
+
 class SingleTask(Task):  # type: ignore[misc]  # Celery has no types
     """The recipe of 2010."""
 

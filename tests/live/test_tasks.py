@@ -11,6 +11,7 @@ from uuid import uuid4
 import pytest
 import redis
 
+from only_one import ConfigurationError
 from only_one.lock.holder import Holder
 from only_one.testing import redis_server
 from tests.live import app as live
@@ -199,6 +200,12 @@ def test_an_exception_is_the_tasks_own(worker: Worker, gate: str) -> None:
         result(answer)
     assert answer.state == "FAILURE"
     assert worker.holder(f"tests.live.app.failing:{gate}") is None  # released before the result is stored
+
+
+def test_an_async_task_is_refused_by_the_worker() -> None:
+    """Also where it was sent by name, so that nobody could refuse it before."""
+    with pytest.raises(ConfigurationError, match="asyncio"):
+        result(live.app.send_task("tests.live.app.awaited_by_nobody"))
 
 
 def test_a_task_that_celery_retries(worker: Worker, gate: str) -> None:
