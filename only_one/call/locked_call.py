@@ -184,7 +184,7 @@ class LockedCall:
         retained, marker = self.caller.at_end(self.options, self.key, self.ended_by)
         retained = self._retained() if self.has_succeeded else retained
         lock = self.lock_of_redis_py.held(self.client, self.server.features, self.key, self.token, self.options.ttl)
-        later = Retained(retained[0], now() + retained[1] / 1000) if retained else None
+        later = (retained[0], now() + retained[1] / 1000) if retained else None
         became, before = None, unanswered.get()
         try:
             became = yield from lock.end(retained, marker)

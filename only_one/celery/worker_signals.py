@@ -20,7 +20,7 @@ from only_one.events import logger
 from only_one.lock.commands import RAW, drive, now, release_now, replace
 from only_one.lock.current_lock import Lease
 from only_one.lock.holder import Holder, TokenFactory, is_dead, is_queued, machine
-from only_one.lock.renewal import hold
+from only_one.lock.renewal import finish_cleanups, hold
 from only_one.settings import DEFAULT_LEASE
 
 from . import coalescing
@@ -189,3 +189,5 @@ signals.task_revoked.connect(_on_revoked)
 signals.task_postrun.connect(_on_end)
 signals.task_received.connect(_on_received)
 signals.worker_shutdown.connect(_on_shutdown)
+# A child of the pool ends without calling what is registered with `atexit`.
+signals.worker_process_shutdown.connect(lambda **_: finish_cleanups(), weak=False)

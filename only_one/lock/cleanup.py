@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from redis.exceptions import ResponseError
 
@@ -16,16 +15,8 @@ _FIRST_PAUSE = 0.05
 _MOST = 10_000
 
 
-class Retained(NamedTuple):
-    """A value to store at a key in place of a token.
-
-    Attributes:
-        value: the value.
-        until: when it expires, by ``commands.now()``.
-    """
-
-    value: bytes
-    until: float
+Retained = tuple[bytes, float]
+"""A value to store at a key in place of a token, and when it expires, by ``commands.now()``."""
 
 
 @dataclass(eq=False)
@@ -47,16 +38,16 @@ class Cleanup:
         self.pause, self.try_at = _FIRST_PAUSE, now()
         self._lasts = self.until - self.try_at
         if self.retained is not None:
-            self.until = max(self.until, self.retained.until)
+            self.until = max(self.until, self.retained[1])
 
     def command(self) -> Command:
         """The command that releases the key, or stores the retained value."""
-        left = round((self.retained.until - now()) * 1000) if self.retained else 0
-        if self.retained is None or left <= 0:
+        value, until = self.retained or (b"", 0.0)
+        left = round((until - now()) * 1000)
+        if left <= 0:
             return self.server.features.release_command(self.key, self.token)
-        # At a key that is missing, too: it has expired meanwhile. But a task that was queued may have run meanwhile.
-        may_be_missing = not is_queued(self.retained.value)
-        return retain_command(self.key, self.token, self.retained.value, left, may_be_missing=may_be_missing)
+        # At a key that is missing, too, because it may have expired. But a task that was queued may have run meanwhile.
+        return retain_command(self.key, self.token, value, left, may_be_missing=not is_queued(value))
 
     def is_over(self, command: Command, reply: object) -> bool:
         """Whether the cleanup has ended, by the reply to its command."""

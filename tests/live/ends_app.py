@@ -14,6 +14,9 @@ from celery import Celery
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 
 from only_one import configure, only_one
+from only_one.connections.server import find_server
+from only_one.lock.commands import now
+from only_one.lock.renewal import release_later
 from tests.live.brokers import options_for_redis
 from tests.live.workers import PREFIX, RESULTS, URL, note, use_broker, wait_at
 from tests.waiting import LIMIT
@@ -85,6 +88,15 @@ def go_on(gate: str, how: str) -> None:
         time.sleep(TIMEOUT)
     elif how == "gate":
         wait_at(f"{gate}:gate")
+
+
+@app.task  # type: ignore[untyped-decorator]
+def leave_a_release(key: str) -> None:
+    """Its process has a release to repeat, and takes the server for down."""
+    server = find_server(os.environ[URL])
+    server.node_of(key).fail(TIMEOUT)
+    server.client.set(key, key)
+    release_later(server, key, key.encode(), now() + TIMEOUT, no_write_in_flight=True)
 
 
 @app.task(bind=True)  # type: ignore[untyped-decorator]

@@ -373,6 +373,18 @@ def test_a_message_whose_worker_is_lost(place: Place, scenes: dict[str, Scene], 
     assert ("expired" in scene.events()) == (end.name == "another machine")
 
 
+@pytest.mark.parametrize("end", ["recycled", "stopped"])
+def test_a_release_that_has_failed_is_finished_when_its_process_ends(place: Place, end: str) -> None:
+    """No `atexit` is called then."""
+    key, arguments = f"{PREFIX}{uuid4()}", ["--max-tasks-per-child", "1"] if end == "recycled" else []
+    with place.broker.worker("-c", "1", "-Q", end, *arguments) as worker:
+        ends.leave_a_release.apply_async((key,), queue=end).get(timeout=LIMIT)
+        if end == "stopped":
+            assert place.broker.client.exists(key)
+            worker.send_signal(signal.SIGTERM)
+        assert eventually(lambda: not place.broker.client.exists(key))
+
+
 @pytest.mark.soak
 @each_end
 def test_how_soon_a_key_is_free(place: Place, end: End, record_property: Callable[[str, object], None]) -> None:
