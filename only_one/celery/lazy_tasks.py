@@ -192,7 +192,7 @@ class _Annotations:
         except ConfigurationError as error:
             logger.error("%s", error)
             # A worker calls the class's `__call__`, if the class has its own; and `run` may yet be replaced.
-            kind.__call__ = kind.apply_async = functools.partial(refuse, error)
+            kind.__call__ = kind.apply_async = staticmethod(functools.partial(refuse, error))
 
 
 def _check_awaited(kind: Any) -> None:
