@@ -22,6 +22,7 @@ from only_one.lock.renewal import hold, let_go, release_later
 from only_one.policies import CarryOn, RequeueRequest, fail, skip
 
 from .effective_options import Caller, EffectiveOptions
+from .owed_key import OwedKey, owed_to
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -54,6 +55,7 @@ class LockedCall:
     ended_by: BaseException | None = None
     lost: LockLost | None = None
     _taken_over: bytes | None = None
+    _owed: OwedKey | None = None
     has_succeeded = _is_acquired = _leaves_nothing = False
 
     def __init__(self, options: EffectiveOptions, server: Server, client: Any, caller: Caller, key: str) -> None:
@@ -94,6 +96,7 @@ class LockedCall:
                 self.caller.can_take_queued(options, value) if is_queued(value) else options.takeover and is_dead(value)
             ):
                 self._taken_over = value
+                self._owed = yield from owed_to(self.key, value, self.token)
                 value = yield from take_over(features, self.key, value, self.token, options.ttl)
         except TROUBLE as error:
             return error
@@ -171,9 +174,11 @@ class LockedCall:
         retained, marker = self.caller.at_end(self.options, self.key, self.ended_by)
         retained = self._retained() if self.has_succeeded else retained
         lock = self.lock_of_redis_py.held(self.client, self.server.features, self.key, self.token, self.options.ttl)
-        became = None
+        became, owed = None, self._owed
         try:
-            became = yield from lock.end(retained, marker)
+            became = yield from lock.end(retained or (owed and owed.retained()), marker)
+            if owed and became.status == "held":
+                yield from owed.settle(self.server.features)
             if marker and (became.has_redeliveries or became.status != "held"):
                 self.caller.on_marked(self.server, self.key)
         except Exception as error:  # noqa: BLE001 - the run has its own result or exception

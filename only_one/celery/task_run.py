@@ -127,6 +127,7 @@ class MessageRun(TaskCaller):
                 raise self._drop(key, "it is out of date")
             waits = remembered_for(self.app) if holder.attempt == header.attempt else 0
             self.requeue(server, key, RequeueRequest(AlreadyRunning(key)), waits)
+        request.only_one_has_begun = False  # it ends without a run, unless it is requeued
         if options.when_busy is not None:
             return options.when_busy
         if not request.is_eager and (header.attempt or self.is_redelivered):
@@ -146,6 +147,7 @@ class MessageRun(TaskCaller):
         header = self.header
         if self._request.is_eager or (how.max_retries is not None and header.times >= how.max_retries):
             raise how.error
+        self._request.only_one_has_begun = True
         if isinstance(how.error, LockUnavailable):  # asking again would take as long again
             publish(self._task, self._request, header, how.countdown)
             raise Ignore

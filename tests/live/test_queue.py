@@ -209,6 +209,23 @@ def test_at_least_keeps_it_after_a_success(scene: Scene) -> None:
     scene.place.client.delete(PREFIX + scene.gate)
 
 
+def test_a_run_of_another_leaves_the_key_to_the_one_that_waits(scene: Scene) -> None:
+    waits = live.gated.apply_async((scene.gate,), queue=scene.queue)
+    other = live.gated.apply_async((scene.gate,), task_id=f"own-{scene.gate}")
+    scene.begun()
+    holder = scene.holder()
+    assert holder is not None
+    assert holder.task_id == other.id
+    scene.open()
+    assert other.get(timeout=LIMIT) == "done"
+    assert live.gated.delay(scene.gate) == waits
+    scene.consume()
+    scene.open()
+    assert waits.get(timeout=LIMIT) == "done"
+    assert scene.is_free()
+    assert scene.gaps() == 1
+
+
 # --- buffer_one --------------------------------------------------------------------------------------------------
 
 
