@@ -161,9 +161,9 @@ _NOT_DEAD = {"alive": "alive", "unknown": "not known to be dead"}
 
 
 def _facts(found: Held) -> dict[str, Any]:
-    """The facts about a key, None if unknown. A key that is renewed is free when its run ends."""
+    """The facts about a key, None if unknown. Nobody knows when a key that is renewed will be free."""
     holder = found.holder
-    ends_with_run = holder is not None and holder.state == "running" and holder.deadline is None
+    is_renewed = holder is not None and holder.deadline is None
     return {
         "key": found.key,
         "state": holder.state if holder else "foreign",
@@ -173,7 +173,7 @@ def _facts(found: Held) -> dict[str, Any]:
         "pid": holder.pid if holder else None,
         "since": _time(holder.since) if holder else None,
         "age": max(0, round(time.time() - holder.since)) if holder else None,
-        "free_by": None if ends_with_run or found.expires_in is None else _time(time.time() + found.expires_in),
+        "free_by": None if is_renewed or found.expires_in is None else _time(time.time() + found.expires_in),
         "process": found.process,
         "attempt": holder.attempt if holder else None,
         "expires_in": found.expires_in,

@@ -11,9 +11,10 @@ from uuid import uuid4
 
 import pytest
 import redis
-from celery import Celery
+from celery import Celery, Task
 from celery.contrib.testing.worker import start_worker
-from celery.signals import worker_shutdown
+from celery.exceptions import WorkerLostError
+from celery.signals import task_failure, worker_shutdown
 
 from only_one import buffer_one, configure, current_lock, only_one
 from only_one.celery import coalescing, redelivery
@@ -22,6 +23,7 @@ from only_one.inspection import held, holder_of, key_of, release, release_key
 from only_one.lock import commands, renewal
 from only_one.lock.commands import MarkerUpdate, drive, evaluate, now, replace
 from only_one.lock.holder import TokenFactory
+from tests.celery.deliveries import token_of
 from tests.faults.programs import Running
 from tests.faults.test_cluster import OPTIONS
 from tests.renewal import is_renewed
@@ -85,13 +87,15 @@ def use_functions(client: Any, url: str) -> None:
     assert run.result == "done"
     client.set("only_one:dead", TokenFactory("dead").token(None), px=600_000)
     assert only_one("dead", at_least=600)(lambda: "done")() == "done"
+    client.set("only_one:queued", TokenFactory("a task", "its id", 0, "queued").token(600), px=600_000)
+    assert only_one("queued")(lambda: "done")() == "done"
     server, key = servers.find_server(url), "only_one:left"
     client.set(key, key)
     renewal.release_later(server, key, key.encode(), now() + 600, no_write_in_flight=True)
     assert eventually(lambda: not [each for each in list(renewal._renewer.cleanups.values()) if each.key == key])
 
 
-def use_tasks(_client: Any, url: str) -> None:
+def use_tasks(client: Any, url: str) -> None:
     """What tasks do besides, in a worker and by themselves."""
     app = Celery("rights", broker="memory://", backend="cache+memory://", set_as_current=False)
     app.conf.worker_hijack_root_logger = False
@@ -117,6 +121,19 @@ def use_tasks(_client: Any, url: str) -> None:
         assert [each.get(timeout=LIMIT) for each in results] == [1, 1, None, None, 2]
         assert late.delay().get(timeout=LIMIT) == "done"
     worker_shutdown.send(sender=app)  # as the end of a process does
+
+    class Renames(Task):  # type: ignore[misc]  # Celery has no types
+        def __call__(self, sent: str) -> Any:
+            return super().__call__(f"not {sent}")
+
+    @app.task(name="renames", base=Renames)  # type: ignore[untyped-decorator]
+    @only_one("{sent}")
+    def renames(sent: str) -> str:
+        return sent
+
+    client.set("only_one:not sent", token_of("its id", is_dead=True), px=600_000)
+    task_failure.send(sender=renames, task_id="its id", exception=WorkerLostError(), args=("sent",), kwargs={})
+    assert eventually(lambda: not client.exists("only_one:not sent"))
     server, key, note = servers.find_server(url), "only_one:noted", "{only_one:noted}:copy:1"
     for steps in (
         redelivery.read_marker(key, note, 60),

@@ -33,6 +33,7 @@ ORDER = [
     "only_one.celery.broker",
     "only_one.call.run",
     "only_one.call.locked_call",
+    "only_one.call.owed_key",
     "only_one.call.effective_options",
     "only_one.lock.renewal",
     "only_one.lock.cleanup",

@@ -24,6 +24,7 @@ from only_one.lock.renewal import hold, let_go, release_later, start_thread
 from only_one.policies import CarryOn, RequeueRequest, fail, skip
 
 from .effective_options import Caller, EffectiveOptions
+from .owed_key import OwedKey, owed_to
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,6 +57,7 @@ class LockedCall:
     ended_by: BaseException | None = None
     lost: LockLost | None = None
     _taken_over: bytes | None = None
+    _owed: OwedKey | None = None
     has_succeeded = _is_acquired = _leaves_nothing = _may_come_late = _is_pending = False
 
     def __init__(self, options: EffectiveOptions, server: Server, client: Any, caller: Caller, key: str) -> None:
@@ -100,6 +102,7 @@ class LockedCall:
                 self.caller.can_take_queued(options, value) if is_queued(value) else options.takeover and is_dead(value)
             ):
                 self._taken_over = value
+                self._owed = yield from owed_to(self.key, value, self.token)
                 value = yield from take_over(features, self.key, value, self.token, options.ttl)
         except TROUBLE as error:
             return error
@@ -185,11 +188,13 @@ class LockedCall:
         retained = self._retained() if self.has_succeeded else retained
         lock = self.lock_of_redis_py.held(self.client, self.server.features, self.key, self.token, self.options.ttl)
         later = (retained[0], now() + retained[1] / 1000) if retained else None
-        became, before = None, unanswered.get()
+        became, before, owed = None, unanswered.get(), self._owed
         try:
-            became = yield from lock.end(retained, marker)
+            became = yield from lock.end(retained or (owed and owed.retained()), marker)
             if became.status == "taken" and unanswered.get() != before:
                 became = ReleaseResult("gone")  # the first of two releases has released it, and another has acquired it
+            if owed and became.status == "held":
+                yield from owed.settle(self.server.features)
             if marker and (became.has_redeliveries or became.status != "held"):
                 self.caller.on_marked(self.server, self.key)
         except Exception as error:

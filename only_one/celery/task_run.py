@@ -138,9 +138,11 @@ class MessageRun(TaskCaller):
         if held is not None and held.id == self.work.id:
             is_kept = holder is not None and holder.state == "kept"
             self._wait_for_own(options, server, key, held, is_kept=is_kept)
+        request.only_one_has_begun = False  # it ends without a run, unless it is requeued
         if options.when_busy is not None:
             return options.when_busy
-        if not request.is_eager and (self.work.attempt or self.is_redelivered):
+        was_begun = self.work.attempt or self.work.replacement or self.is_redelivered
+        if was_begun and not request.is_eager:
             return retry()
         return fail if request.chord or request.chain else skip
 
@@ -172,6 +174,7 @@ class MessageRun(TaskCaller):
         header, is_new = self.header, self.is_first_delivery and not waits
         if self._request.is_eager or (how.max_retries is not None and header.times >= how.max_retries):
             raise how.error from how.error.__cause__  # not in the context of the request
+        self._request.only_one_has_begun = True
         if is_new:
             header = header._replace(lineage=uuid())
         if isinstance(how.error, LockUnavailable):  # asking again would take as long again

@@ -4,29 +4,37 @@ A run that was killed cannot release its key: the worker's main process does, as
 A caller on this machine would take the key over anyhow; on others it would wait for the lease, or for ``timeout``.
 """
 
+import atexit
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache, partial
+from math import inf
 from typing import Any
+from weakref import ref
 
 from celery import signals
 from celery.app.task import Context
+from celery.app.trace import task_has_custom
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
 
-from only_one.call.effective_options import Decoration
+from only_one.call.effective_options import Decoration, EffectiveOptions
+from only_one.call.owed_key import waive
 from only_one.connections.server import Server
 from only_one.events import logger
 from only_one.lock.commands import RAW, drive, now, release_now, replace
 from only_one.lock.current_lock import Lease
-from only_one.lock.holder import Holder, TokenFactory, is_dead, is_queued, machine
+from only_one.lock.holder import Holder, is_dead, is_queued, machine, task_id_of
 from only_one.lock.renewal import finish_cleanups, hold
 from only_one.settings import DEFAULT_LEASE
 
 from . import coalescing
 from .broker import waits_for
 from .requeue import header_of, keep_content_type
-from .task_run import caller_from_outside, decorations_of, queue_options_of
+from .task_run import caller_from_outside, decorations_of, functions_of, queue_options_of
+from .work import work_held_by, work_of
 
 _at_work = threading.Lock()
 """Held while a thread of ours does something: the pool does not fork then, because its new child would inherit every
@@ -35,6 +43,13 @@ lock of Python, Celery or redis-py that the thread has acquired, and have nobody
 
 with suppress(AttributeError):  # where nothing forks
     os.register_at_fork(before=_at_work.acquire, after_in_parent=_at_work.release, after_in_child=_at_work.release)
+    os.register_at_fork(after_in_child=lambda: _waiting.clear())  # noqa: PLW0108 - it is made later
+
+
+@cache
+def _warn_once(text: str, kind: str) -> None:  # noqa: ARG001 - they tell one warning from another
+    """Log the exception that is handled, because there is nobody to raise it to: the first of its kind."""
+    logger.warning(text, exc_info=True)
 
 
 def _on_failure(sender: Any, task_id: str, exception: Any, args: Any, kwargs: Any, **_: Any) -> None:
@@ -61,26 +76,52 @@ def _watch(task: Any, task_id: str, args: Any, kwargs: Any, key: str | None) -> 
 def _release_when_dead(task: Any, decoration: Decoration, task_id: str, args: Any, kwargs: Any, key: Any) -> None:
     try:
         with _at_work:
-            caller = caller_from_outside(task, decoration)
-            options = decoration.options_for(caller)
-            given = (task, *(args or ())) if caller.bound else tuple(args or ())
-            key = key or options.prefix + decoration.make_key(caller, given, kwargs or {})
+            options = decoration.options_for(caller_from_outside(task, decoration))
+            if (server := options.server) is None:
+                return
+            if key is not None:
+                waive(server.client, key, task_id, options.queue_timeout)
+            keys = _possible_keys(task, decoration, options, args or (), kwargs or {}) if key is None else iter([key])
+            key = next(keys, None)
         until = now() + 10  # Celery tells that it kills a process before it does it
-        while options.server is not None and now() < until:
+        while key is not None and now() < until:
             with _at_work:
-                if _is_released(options.server, key, task_id, takeover=options.takeover):
-                    return
-            time.sleep(0.02)
+                is_released = _is_released(server, key, task_id, takeover=options.takeover)
+                if is_released is None:
+                    key = next(keys, None)
+            if is_released:
+                return
+            if is_released is False:
+                time.sleep(0.02)
     except Exception as error:  # noqa: BLE001 - nobody to raise it to; the key expires by itself
-        logger.debug("the key of %s[%s] could not be released: %s", task.name, task_id, error)
+        _warn_once(
+            f"a key of {task.name}, whose run was killed or revoked, could not be released", type(error).__name__
+        )
 
 
-def _is_released(server: Server, key: str, task_id: str, *, takeover: bool) -> bool:
-    """Whether there is no more to do: the key was released because its process is dead, or it is not the task's."""
+def _possible_keys(
+    task: Any, decoration: Decoration, options: EffectiveOptions, args: Any, kwargs: Any
+) -> Iterator[str | bytes]:
+    """The key that the message's arguments give; then all keys, if the run may have had other arguments.
+
+    What may change them (pydantic, a base's ``__call__``, a function in between) is the user's, and is not called here.
+    """
+    caller = caller_from_outside(task, decoration)
+    is_innermost = decoration.task is not None or [*functions_of(task)][1:2] == [decoration.function]
+    is_exact = is_innermost and not task_has_custom(task, "__call__")
+    with suppress(*[] if is_exact else [Exception]):  # as where a model is a dict in the message
+        yield options.prefix + decoration.make_key(caller, (task, *args) if caller.bound else tuple(args), kwargs)
+    if not is_exact and options.server is not None:
+        pattern = "".join(f"\\{each}" for each in options.prefix) + "*"  # the prefix has no wildcards
+        yield from options.server.client.scan_iter(match=pattern, count=1000, NEVER_DECODE=True)
+
+
+def _is_released(server: Server, key: str | bytes, task_id: str, *, takeover: bool) -> bool | None:
+    """Whether the key was released, because its process is dead; None if it is not the task's to release."""
     value: bytes = server.client.execute_command("GET", key, **RAW) or b""
     holder = Holder.parse(value)
     if holder is None or holder.task_id != task_id or not (takeover or is_queued(value)):
-        return True
+        return None
     if not (is_queued(value) or is_dead(value) or _has_ended(holder)):
         return False
     # A task that is queued may just have begun: then its process is waited for.
@@ -98,7 +139,7 @@ def _has_ended(holder: Holder) -> bool:
 def _on_end(sender: Any, task: Any, **_: Any) -> None:
     """The result is stored; or a signal handler, ``before_start`` or a base class has kept the task from running."""
     vars(task.request).get("only_one_stored", int)()
-    if "only_one_has_begun" not in vars(task.request):
+    if not vars(task.request).get("only_one_has_begun"):
         _forget(sender, task.request)
 
 
@@ -108,22 +149,37 @@ def _forget(task: Any, request: Any) -> None:
     if options is None or options.server is None or (header := header_of(request)).key is None:
         return
     try:
+        waive(options.server.client, header.key, request.id, options.queue_timeout)
         if header.token:
             release_now(options.server.client, options.server.features, header.key, header.token.encode())
         else:  # a retry, whose message was published before the key was its own
             _is_released(options.server, header.key, request.id, takeover=False)
         if header.trigger is not None:
             coalescing.note(options.server, header.key, task.app, "withdraw", "", header.trigger)
-    except Exception as error:  # noqa: BLE001 - nobody to raise it to; the marker expires
-        logger.debug("the key of %s could not be released: %s", task.name, error)
+    except Exception as error:  # noqa: BLE001 - nobody to raise it to; the key and the marker expire
+        _warn_once(f"a key of {task.name}, which did not run, could not be released", type(error).__name__)
 
 
 # Tasks that a worker has received and has not begun: their keys name the worker's process, which is seen to die
 
-_waiting: dict[Lease, tuple[Server, bytes]] = {}
-"""The leases of keys that name this process: their server, and the value before. A lease that another has is lost."""
+_waiting: dict[Lease, tuple[Server, bytes, Callable[[], float], ref[Any]]] = {}
+"""The leases of keys that name this process. A lease that another has is lost.
+
+With each its server, the value before, the seconds for which that would be stored now, and the task's request.
+"""
 
 _swept_at = _backs_off_until = 0.0
+
+
+class _WaitingLease(Lease):
+    """The lease of a task that waits: if another task's run takes the key over, the run stores our value again."""
+
+    def lose(self, reason: str, value: bytes = b"") -> str:
+        """Note that the key is lost, unless it comes back; until then each renewal finds the other's value."""
+        if reason == "taken" and task_id_of(value) != task_id_of(self.token):
+            self.lives_on(now(), self.ttl)
+            return ""
+        return super().lose(reason, value)
 
 
 def _on_received(sender: Any, request: Any, **_: Any) -> None:
@@ -132,13 +188,13 @@ def _on_received(sender: Any, request: Any, **_: Any) -> None:
         keep_content_type(request)
     if now() < _backs_off_until:
         return
-    if now() >= _swept_at + DEFAULT_LEASE:  # time to forget what has begun since
+    if now() >= _swept_at + DEFAULT_LEASE:  # time to forget what has begun since, or has ended without
         _swept_at = now()
-        _waiting = {lease: stored for lease, stored in _waiting.items() if lease.reason is None}
+        _waiting = {each: its for each, its in _waiting.items() if each.reason is None and its[-1]() is not None}
     try:
         _receive(sender, request)
     except Exception as error:  # noqa: BLE001 - the task runs all the same; its key expires
-        logger.debug("%s[%s] is received, which its key does not say: %s", request.name, request.id, error)
+        _warn_once(f"a key of {request.name}, which was received, could not be renewed", type(error).__name__)
         _backs_off_until = now() + 10  # the worker has other messages to receive
 
 
@@ -147,42 +203,49 @@ def _receive(consumer: Any, request: Any) -> None:
     options = queue_options_of(request.task)
     if options is None or options.server is None:
         return
-    header = header_of(Context(request.request_dict))
+    context = Context(request.request_dict)
+    header, work = header_of(context), work_of(context)
     begins_in = waits_for(request.app, 0, None, request.eta)
-    limit = waits_for(request.app, options.queue_timeout, request.expires, request.eta)
+    queued_for = partial(waits_for, request.app, options.queue_timeout, request.expires, request.eta)
+    limit = queued_for()
     if header.key is None or not (header.token or header.attempt) or limit <= 0:
         return
-    own = (request.task.name, request.id, header.attempt)
-    token = TokenFactory(*own, "received").token(limit)
-    lease = Lease(options.server, header.key, token, now(), min(DEFAULT_LEASE, limit), limit)
-    lease.lives_on(lease.begun + begins_in, lease.ttl)  # not renewed before: many may wait
-    milliseconds = round(min(DEFAULT_LEASE + begins_in, limit) * 1000)
+    token = work.token_factory(request.task, "received").token(limit if request.expires else None)
+    # However long it waits, unless it expires: then it does not run.
+    ends_in = limit if request.expires else inf
+    lease = _WaitingLease(options.server, header.key, token, now(), min(DEFAULT_LEASE, limit), ends_in)
+    seconds = min(DEFAULT_LEASE + begins_in, limit)
+    lease.lives_on(lease.begun + seconds - lease.ttl, lease.ttl)  # not renewed before it may begin: many may wait
+    milliseconds = round(seconds * 1000)
     queued = header.token.encode() if header.token else b""
     became = drive(options.server.client, replace(header.key, queued, token, milliseconds))
-    holder = Holder.parse(became.value)  # a retry, or an earlier worker's
-    if holder is not None and holder.task_id == request.id and holder.attempt is not None:
-        if is_queued(became.value) and holder.attempt == header.attempt:
+    held = work_held_by(Holder.parse(became.value))  # a retry, or an earlier worker's
+    if held is not None and held.id == work.id:
+        if is_queued(became.value) and held == work:
             became = drive(options.server.client, replace(header.key, became.value, token, milliseconds))
-        elif holder.attempt < header.attempt:  # the previous attempt has not ended yet
+        elif held < work:  # the previous attempt has not ended yet
             consumer.timer.call_after(1, _on_received, (consumer, request))
     if became.status == "held":
         request.request_dict.update(header._replace(token=token.decode()).as_headers())
-        _waiting[lease] = options.server, queued or TokenFactory(*own, "queued").token(limit)
+        queued = queued or work.token_factory(request.task, "queued").token(limit)
+        _waiting[lease] = options.server, queued, queued_for, ref(request)
         hold(lease)
 
 
 def _on_shutdown(**_: Any) -> None:
     """Note that the tasks that have not begun are in their queue again, and no worker's."""
     while _waiting:
-        lease, (server, queued) = _waiting.popitem()
-        left = round((lease.ends_at - now()) * 1000)
+        lease, (server, queued, queued_for, _request) = _waiting.popitem()
         try:
+            left = round(queued_for() * 1000)
             if lease.reason is None and left > 0:
                 drive(server.client, replace(lease.key, lease.token, queued, left))
         except Exception as error:  # noqa: BLE001 - the next worker that receives it says so
-            logger.debug("%s is queued again, which it does not say: %s", lease.key, error)
+            _warn_once("keys of tasks that are queued again could not be lengthened", type(error).__name__)
             return
 
+
+atexit.register(_on_shutdown)  # at a cold shutdown Celery sends no signal when it has restored the messages
 
 signals.task_failure.connect(_on_failure)
 signals.task_revoked.connect(_on_revoked)

@@ -66,6 +66,12 @@ class Holder:
         return printable(f"{self.name}{task}, pid {self.pid} on {self.host}")
 
 
+def task_id_of(value: str | bytes) -> str | None:
+    """The id of the Celery task that ``value`` names; None if it names none."""
+    holder = Holder.parse(value)
+    return holder.task_id if holder else None
+
+
 def printable(text: str) -> str:
     """``text`` with line ends, terminal escapes and the like escaped: anybody can store anything at our keys."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

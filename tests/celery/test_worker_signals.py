@@ -100,7 +100,7 @@ def work(key: str) -> str:
 
 def a_task(app: Celery, **options: Any) -> Any:
     """A task whose run is covered."""
-    return app.task(cover("{key}", **options)(work), name=f"task-{uuid4()}", shared=False)
+    return app.task(cover(**{"key": "{key}", **options})(work), name=f"task-{uuid4()}", shared=False)
 
 
 @pytest.fixture
@@ -125,10 +125,10 @@ def end(child: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.fixture
-def is_released(redis: Redis, redis_url: str, prefix: str) -> Callable[..., tuple[bool, bool]]:
-    """Whether there is no more to do about a key with a value, and whether it is free then."""
+def is_released(redis: Redis, redis_url: str, prefix: str) -> Callable[..., tuple[bool | None, bool]]:
+    """Whether a key with a value is released, None if it is not the task's to release; and whether it is free then."""
 
-    def look(value: bytes | None, *, takeover: bool = True) -> tuple[bool, bool]:
+    def look(value: bytes | None, *, takeover: bool = True) -> tuple[bool | None, bool]:
         key = f"{prefix}k"
         if value is not None:
             redis.set(key, value)
@@ -138,15 +138,15 @@ def is_released(redis: Redis, redis_url: str, prefix: str) -> Callable[..., tupl
     return look
 
 
-DONE, WAITS, LEFT = (True, True), (False, False), (True, False)
+DONE, FREE, WAITS, LEFT = (True, True), (None, True), (False, False), (None, False)
 
 
 def test_a_key_is_released_when_its_process_is_dead(
-    is_released: Callable[..., tuple[bool, bool]], child: subprocess.Popen[bytes]
+    is_released: Callable[..., tuple[bool | None, bool]], child: subprocess.Popen[bytes]
 ) -> None:
     value, another = held_by(child.pid), held_by(child.pid, "another")
     elsewhere = held_by(child.pid, machine="elsewhere")
-    assert is_released(None) == DONE
+    assert is_released(None) == FREE
     assert is_released(value) == WAITS
     assert is_released(held_by(os.getppid())) == WAITS
     end(child)
@@ -230,17 +230,6 @@ def test_a_worker_is_told_of_a_task_that_is_revoked(
     assert not redis.exists(keys[3])
 
 
-def test_a_key_that_cannot_be_given_back_is_no_error_of_the_worker(
-    app: Celery, redis_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.DEBUG, "only_one")
-    task = a_task(app)
-    with Proxy(redis_url) as proxy, configure(redis=proxy.url), proxy.refused():
-        worker_signals._release_when_dead(task, task.run.__only_one__, "mine", ("k",), {}, None)
-    (said,) = [each for each in caplog.messages if "could not" in each]
-    assert said.startswith(f"the key of {task.name}[mine] could not be released: ")
-
-
 def test_nothing_is_done_where_nothing_is_covered(app: Celery, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     task = a_task(app)
@@ -318,10 +307,21 @@ def test_the_newest_that_is_revoked_is_not_waited_for(app: Celery, redis: Redis,
     assert newest.delay("k") != second
 
 
-def test_a_server_that_does_not_answer_is_no_error_of_the_worker(
-    app: Celery, redis_url: str, prefix: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("how", ["the server is down", "a key cannot be made", "it has not begun"])
+def test_an_error_in_a_signal_is_a_warning_with_its_traceback_once(
+    app: Celery, redis_url: str, prefix: str, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
+    """It is no error of the worker, which goes on."""
+    task = a_task(app) if how == "the server is down" else a_task(app, key=lambda key: key.missing)
     unique = cover("{key}")(app.task(work, name=f"task-{uuid4()}", shared=False))
     with Proxy(redis_url) as proxy, configure(redis=proxy.url), proxy.refused():
-        end_without_a_run(unique, retries=1, **Header("mine", 1, key=f"{prefix}k").as_headers())
-    assert not caplog.records
+        for _ in range(2):
+            if how == "it has not begun":
+                end_without_a_run(unique, retries=1, **Header("mine", 1, key=f"{prefix}k").as_headers())
+            else:
+                task_failure.send(sender=task, task_id="mine", exception=WorkerLostError(), args=("k",), kwargs={})
+                assert eventually(lambda: not threads())
+    (warning,) = caplog.records
+    assert (warning.name, warning.levelname) == ("only_one", "WARNING")
+    assert "could not be released" in warning.message
+    assert warning.exc_info

@@ -10,15 +10,16 @@ import os
 import time
 from typing import Any
 
-from celery import Celery
+from celery import Celery, Task
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
+from pydantic import RootModel
 
 from only_one import configure, only_one
 from only_one.connections.server import find_server
 from only_one.lock.commands import now
 from only_one.lock.renewal import release_later
 from tests.live.brokers import options_for_redis
-from tests.live.workers import PREFIX, RESULTS, URL, note, use_broker, wait_at
+from tests.live.workers import PREFIX, RESULTS, URL, evaluated, note, use_broker, wait_at
 from tests.waiting import LIMIT
 
 TIMEOUT = 10 * LIMIT
@@ -132,3 +133,31 @@ def again(self: Any, gate: str, how: str) -> str:
 def elsewhere(self: Any, gate: str, how: str) -> str:
     """Its key outlives it by a lease, as it does for other machines."""
     return end(self, gate, how)
+
+
+class Renames(Task):  # type: ignore[misc]  # Celery has no types
+    """Gives its run another argument than its message has."""
+
+    abstract = True
+
+    def __call__(self, gate: str, how: str) -> Any:
+        return super().__call__(f"{gate}-renamed", how)
+
+
+@app.task(bind=True, base=Renames)  # type: ignore[untyped-decorator]
+@only_one("{gate}", timeout=TIMEOUT)
+def renamed(self: Any, gate: str, how: str) -> str:
+    """Its key is not that of its message's arguments."""
+    return end(self, gate, how)
+
+
+class Gate(RootModel[str]):
+    """An argument that is a text in the message."""
+
+
+def modelled(self: Any, gate: Gate, how: str) -> str:
+    """Its key cannot be made of its message's arguments."""
+    return end(self, f"{gate.root}-modelled", how)
+
+
+modelled = app.task(bind=True, pydantic=True)(only_one("{gate.root}-modelled", timeout=TIMEOUT)(evaluated(modelled)))

@@ -360,6 +360,16 @@ def test_the_key_after(scenes: dict[str, Scene], end: End) -> None:
         assert scene.broker.events(scene.gate)[-1].at <= stored.at, "released after the result was stored"
 
 
+@pytest.mark.parametrize("name", ["renamed", "modelled"])
+def test_the_key_of_a_killed_run_whose_arguments_were_changed(place: Place, name: str) -> None:
+    """By its base class or by pydantic, in its own process; the main process has only the message."""
+    gate = f"end-{uuid4().hex}"
+    answer = getattr(ends, name).apply_async((gate, "sleep"))
+    scene = Scene(place, f"{gate}-{name}", "celery", answer)
+    by_kill(scene)
+    check_free(scene)
+
+
 @pytest.mark.parametrize("end", LOST, ids=[each.name for each in LOST])
 def test_a_message_whose_worker_is_lost(place: Place, scenes: dict[str, Scene], end: End) -> None:
     """Another worker does the work once more: at once, or when the key has expired."""

@@ -464,7 +464,9 @@ def test_by_name_it_is_covered_when_it_runs(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("how", ["by name", "with an id"])
-def test_a_run_takes_over_a_key_that_is_merely_queued(scene: Scene, how: str) -> None:
+def test_a_run_takes_over_a_key_that_is_merely_queued_and_leaves_it_to_the_one_that_waits(
+    scene: Scene, how: str
+) -> None:
     queued = live.gated.apply_async((scene.gate,), queue=scene.queue)
     if how == "by name":
         running = live.app.send_task(live.gated.name, (scene.gate,))
@@ -477,13 +479,14 @@ def test_a_run_takes_over_a_key_that_is_merely_queued(scene: Scene, how: str) ->
     assert running != queued
     scene.open()
     assert running.get(timeout=LIMIT) == "done"
-    assert scene.is_free()
-    # What was queued has no key any more, and takes it when it runs.
+    assert live.gated.delay(scene.gate) == queued  # which has its key again
     scene.consume()
     scene.begun(2)
     scene.open()
     assert queued.get(timeout=LIMIT) == "done"
+    assert scene.is_free()
     assert scene.runs() == ["done", "done"]
+    assert scene.gaps() == 1
 
 
 def test_one_whose_queued_key_is_taken_by_a_run_is_not_beside_it(scene: Scene) -> None:

@@ -127,13 +127,19 @@ def test_the_next_worker_takes_it_over(place: World, gate: str) -> None:
         assert eventually(lambda: not place.is_held(gate))
 
 
-def test_it_is_queued_again_when_its_worker_ends(place: World, gate: str) -> None:
+@pytest.mark.parametrize("how", ["warm", "cold", "cold by a second Ctrl-C"])
+def test_it_is_queued_again_when_its_worker_ends(place: World, gate: str, how: str) -> None:
+    signals = {"warm": [signal.SIGTERM], "cold": [signal.SIGQUIT]}.get(how, [signal.SIGINT, signal.SIGINT])
+    said = place.log()
     with place.worker("-c", "1") as worker:
         first = keep_busy(place)
         waits = [live.plain.delay(f"{gate}-{number}") for number in range(3)]
         assert eventually(lambda: is_received(place, f"{gate}-2", worker.pid))
-        os.kill(worker.pid, signal.SIGTERM)
-        open_gate(place, first)
+        for number, each in enumerate(signals):
+            assert not number or eventually(lambda: "Warm shutdown" in place.log()[len(said) :])
+            os.kill(worker.pid, each)
+        if how == "warm":
+            open_gate(place, first)
         worker.wait(LIMIT)
     unrun = [number for number in range(3) if not place.notes("begin", f"{gate}-{number}")]
     assert unrun

@@ -1,0 +1,144 @@
+"""The key of a queued task that another run has taken over: what the task has when that run is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery import Celery
+from celery.exceptions import Ignore
+from celery.signals import task_revoked
+from redis import Redis
+
+from only_one import AlreadyRunning, fail
+from only_one.call import owed_key
+from only_one.lock.commands import now
+from tests.celery.deliveries import Queue
+from tests.celery.enqueueing import QUEUE_TIMEOUT, a_task, cover, lives_for
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.usefixtures("redis", "finalizers")
+
+LEFT = QUEUE_TIMEOUT / 2
+
+
+class Tasks:
+    """A task that waits in its queue, and a message with an id of its own, which comes first.
+
+    Attributes:
+        meanwhile: what the run of that message calls.
+    """
+
+    def __init__(self, app: Celery, queue: Queue, redis: Redis, key: str, **options: Any) -> None:
+        self.meanwhile: Callable[[], Any] = lambda: None
+
+        def run() -> None:
+            self.meanwhile()
+
+        self.task = a_task(app, "k", function=run, **options)
+        app.finalize()
+        self._queue, self._redis, self._key = queue, redis, key
+        self.task.apply_async(task_id=f"{uuid4()}")
+        self._other = queue.take()
+        self.waits = self.task.delay()
+        self._value = redis.get(key)
+        redis.pexpire(key, round(LEFT * 1000))
+
+    def run_other(self) -> Any:
+        return self._queue.deliver(self._other)
+
+    def are_as_before(self) -> bool:
+        return self._redis.get(self._key) == self._value and self.task.delay() == self.waits
+
+
+@pytest.fixture
+def tasks(app: Celery, queue: Queue, redis: Redis, prefix: str) -> Callable[..., Tasks]:
+    return lambda **options: Tasks(app, queue, redis, f"{prefix}k", **options)
+
+
+def raises(error: BaseException) -> Callable[[], None]:
+    def call() -> None:
+        raise error
+
+    return call
+
+
+async def work() -> str:
+    return "done"
+
+
+@pytest.mark.parametrize("how", ["returns", "raises", "is ignored", "of a function", "of an async function"])
+def test_a_task_that_waits_has_its_key_again_after_another_run(tasks: Any, left: Any, how: str) -> None:
+    two = tasks()
+    two.meanwhile = {"raises": raises(ValueError()), "is ignored": raises(Ignore())}.get(how, two.meanwhile)
+    if how == "of a function":
+        assert cover(key="k")(lambda: "done")() == "done"
+    elif how == "of an async function":
+        assert asyncio.run(cover(key="k")(work)()) == "done"
+    else:
+        two.run_other()
+    assert two.are_as_before()
+    assert lives_for(LEFT, left("k"))
+
+
+def test_a_dropped_redelivery_leaves_the_key_to_the_task_that_was_queued_meanwhile(
+    app: Celery, queue: Queue, held: Any, left: Any, elsewhere: Any
+) -> None:
+    def deliver_again() -> None:
+        runs.append("run")
+        elsewhere(lambda: queue.deliver(message, redelivered=True))  # it waits for the run, and is published again
+
+    runs: list[str] = []
+    task = a_task(app, "k", function=deliver_again, celery={"acks_late": True})
+    app.finalize()
+    task.delay()
+    message = queue.take()
+    queue.deliver(message)
+    redelivery = queue.take()
+    waits = task.delay()
+    queue.deliver(redelivery)
+    assert runs == ["run"]
+    assert held("k").task_id == waits.id
+    assert task.delay() == waits
+    assert lives_for(QUEUE_TIMEOUT, left("k"))
+
+
+def test_at_the_end_of_its_time_the_key_is_free(tasks: Any, left: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = tasks()
+    two.meanwhile = lambda: monkeypatch.setattr(owed_key, "now", lambda: now() + LEFT)
+    two.run_other()
+    assert left("k") == -2
+    assert two.task.delay() != two.waits
+
+
+def test_a_run_that_keeps_its_key_keeps_it(tasks: Any, held: Any) -> None:
+    two = tasks(at_least=600)
+    two.run_other()
+    assert held("k").state == "kept"
+
+
+@pytest.mark.parametrize("how", ["skipped", "failed", "revoked"])
+def test_a_task_that_has_ended_meanwhile_has_no_key(
+    tasks: Any, queue: Queue, redis: Redis, left: Any, elsewhere: Any, how: str
+) -> None:
+    two = tasks(when_busy=fail) if how == "failed" else tasks()
+    message = queue.take()
+
+    def revoke() -> None:
+        headers = message["headers"]
+        request = SimpleNamespace(**headers, headers=None, args=(), kwargs={})
+        task_revoked.send(sender=two.task, request=request, terminated=False)
+        assert eventually(lambda: redis.keys(f"*waived:{headers['id']}"))
+
+    def end() -> None:
+        result = elsewhere(lambda: queue.deliver(message))
+        assert isinstance(result, AlreadyRunning) if how == "failed" else result is None
+
+    two.meanwhile = revoke if how == "revoked" else end
+    two.run_other()
+    assert left("k") == -2
+    assert two.task.delay() != two.waits
