@@ -8,7 +8,7 @@ from celery import Task
 from kombu.serialization import registry
 
 from .broker import longest_countdown, way_back
-from .work import work_of
+from .work import Work, work_of
 
 HEADER = "only_one"
 
@@ -50,9 +50,9 @@ class Header(NamedTuple):
         return {HEADER: {**fields, "number": self.times}}  # for workers of earlier versions
 
 
-def header_of(request: Any) -> Header:
-    """The header in a message; of the header of other work only the fields that are the task's."""
-    work = work_of(request)
+def header_of(request: Any, work: Work | None = None) -> Header:
+    """The header in a message, whose work may be known; of the header of other work only the task's fields."""
+    work = work or work_of(request)
     header = none = Header(work.id, work.attempt, _times_in(request), replacement=work.replacement)
     # Others, such as Sentry's SDK, may put headers of their own in the place of those that Celery hands on.
     carried = vars(request).get(HEADER) or (request.headers or {}).get(HEADER)

@@ -100,7 +100,7 @@ class MessageRun(TaskCaller):
     def __init__(self, task: Any, request: Any, *, bound: bool, decoration: Decoration) -> None:
         self.work = work_of(request)
         super().__init__(task, self.work.token_factory(task), bound=bound)
-        self.header = header_of(request)
+        self.header = header_of(request, self.work)
         self.under_way: dict[str, Decoration] = vars(request).setdefault("only_one_under_way", {})
         self._decoration = decoration
         self.is_unique_in_queue = decoration.task is not None

@@ -172,3 +172,22 @@ def test_the_newest_runs_under_an_id_that_was_used_before(app: Celery, queue: Qu
             redis.delete(f"{prefix}k")
         queue.deliver(queue.take())
     assert ran == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("how", ["retry", "replace"])
+def test_a_retry_and_a_replacement_are_as_old_as_their_task(app: Celery, queue: Queue, how: str) -> None:
+    ran: list[int] = []
+
+    def work(self: Any, number: int) -> None:
+        ran.append(number)
+        if number == 0:
+            raise self.retry(countdown=0) if how == "retry" else self.replace(self.s(number))
+
+    task = a_task(app, work, when_busy=buffer_one(), celery={"bind": True})
+    task.delay(0)
+    queue.deliver(queue.take())
+    task.delay(1)
+    older, newer = queue.take(), queue.take()
+    for message in (newer, older):
+        queue.deliver(message)
+    assert ran == [0, 1]

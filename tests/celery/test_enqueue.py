@@ -812,14 +812,16 @@ def test_headers_as_a_list_are_kept(app: Any, redis: Redis, prefix: str) -> None
 # --- buffer_one --------------------------------------------------------------------------------------------------
 
 
-def test_the_newest_is_numbered_though_it_brings_an_id(app: Any, redis: Redis, prefix: str) -> None:
+@pytest.mark.parametrize("replacement", [0, 1])
+def test_the_newest_is_numbered_though_it_brings_an_id(app: Any, redis: Redis, prefix: str, replacement: int) -> None:
     task = a_task(app, "k", when_busy=buffer_one())
-    task.apply_async((1,), task_id="mine")
+    task.apply_async((1,), task_id="mine", replaced_task_nesting=replacement)
     task.delay(2)
     first, second = messages(redis, prefix)
     assert first["id"] == "mine"
     assert 0 < first["only_one"]["trigger"] < second["only_one"]["trigger"]
-    expected = Header("mine", 0, key=f"{prefix}k", trigger=first["only_one"]["trigger"])
+    trigger = first["only_one"]["trigger"]
+    expected = Header("mine", 0, key=f"{prefix}k", trigger=trigger, replacement=replacement)
     assert first["only_one"] == expected.as_headers()["only_one"]
 
 

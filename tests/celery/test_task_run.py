@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from celery import Celery
+from celery import Celery, Task
 from celery.exceptions import Retry
 from redis import Redis
 
@@ -161,7 +161,7 @@ def test_of_two_decorators_the_inner_one_waits_as_one_does(
     if outcome == "put back":
         queue.deliver(message, redelivered=True)
         queue.deliver(queue.take())
-        assert answer.get() == "done"
+        assert (answer.state, answer.result) == ("SUCCESS", "done")
         assert len(queue) == 0
     assert not redis.exists(f"{prefix}outer")
 
@@ -183,6 +183,22 @@ def test_of_two_decorators_each_tells_redeliveries_of_the_end(
     queue.deliver(queue.take())
     assert runs == ["begin"]
     assert len(queue) == 0
+
+
+def test_a_second_call_after_its_own_run_has_ended_waits_as_the_first(
+    app: Celery, queue: Queue, redis: Redis, prefix: str
+) -> None:
+    class Twice(Task):  # type: ignore[misc]  # Celery has no types
+        abstract = True
+
+        def __call__(self) -> None:
+            self.run()
+            redis.set(f"{prefix}k", "somebody else", ex=600)
+            self.run()
+
+    a_task(app, done, when_busy=retry(), celery={"base": Twice}).delay()
+    queue.deliver(queue.take())
+    assert len(queue) == 1
 
 
 def test_of_two_decorators_with_one_key_the_inner_one_is_busy_like_any_other(app: Celery, queue: Queue) -> None:
