@@ -120,7 +120,12 @@ class MessageRun(TaskCaller):
     @property
     def is_first_delivery(self) -> bool:
         """Whether this is new work for certain, also under an id that was used before: no redelivery, no requeue."""
-        return not (self.header.times or self.is_redelivered) and marks_redeliveries(self.app)
+        return not (self.header.times or self.may_be_redelivered)
+
+    @property
+    def may_be_redelivered(self) -> bool:
+        """Whether the broker may have delivered the message before."""
+        return self.is_redelivered or not marks_redeliveries(self.app)
 
     def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:
         """The policy for a key that holds ``value``; if the holder is this very task, the message waits in the queue.
@@ -153,8 +158,9 @@ class MessageRun(TaskCaller):
             Ignore: the message is requeued after earlier work, and while its own runs; it is dropped after later work.
         """
         has_to_wait = isinstance(options.when_busy, (RetryPolicy, BufferOne))
-        is_reused_id = self.is_first_delivery and held >= self.work
-        if self._request.is_eager or (is_reused_id and has_to_wait):
+        # A kept key may be that of earlier work with this id, for which a message waits that is requeued by now.
+        may_be_new = self.is_first_delivery or (is_kept and not self.may_be_redelivered)
+        if self._request.is_eager or (has_to_wait and may_be_new and held >= self.work):
             return
         if held > self.work or (is_kept and held == self.work):
             raise self._drop(key, "it is out of date")

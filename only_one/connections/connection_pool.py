@@ -34,6 +34,9 @@ _inherited: list[Any] = []
 class _BrokenError(Exception):
     """The connection is broken. This is no error of redis-py's: redis-py would wait for a while and try again."""
 
+    def __init__(self, cause: redis.ConnectionError) -> None:
+        self.cause = cause
+
 
 class _Pinned:
     """One connection. It is also dropped when it is forgotten, as by an exception between two lines.
@@ -116,7 +119,7 @@ class PinnedClient(redis.Redis):
                 connection.send_packed_command((packed(args, self._encode),))
                 return connection.read_response(disable_decoding=True)
             except redis.ConnectionError as error:
-                raise _BrokenError from error
+                raise _BrokenError(error) from None
 
         try:
             # After a time-out it is sent again, as often as the user's client says.
@@ -124,8 +127,11 @@ class PinnedClient(redis.Redis):
         except redis.ResponseError:
             self._keep(pinned)
             raise
-        except _BrokenError:
+        except _BrokenError as broken:
             pinned.drop()
+            if self.sends_again:
+                self.kept = []  # they may be broken, too
+                raise broken.cause from None
         except BaseException:
             # A reply may be on its way still, which the next command there would take for its own.
             pinned.drop()
