@@ -7,7 +7,7 @@ import asyncio
 import threading
 from contextlib import suppress
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from redis.exceptions import ResponseError
 
@@ -56,9 +56,10 @@ class LockedCall:
     result: Any = None
     ended_by: BaseException | None = None
     lost: LockLost | None = None
-    _taken_over: bytes | None = None
+    has_succeeded = _may_come_late = False
     _owed: OwedKey | None = None
-    has_succeeded = _is_acquired = _leaves_nothing = _may_come_late = _is_pending = False
+    _stage: Literal["asked", "held", "over", "kept later"] = "asked"
+    """Whether the key may be ours, is ours, or is seen to, in the background perhaps; or will be kept from there."""
 
     def __init__(self, options: EffectiveOptions, server: Server, client: Any, caller: Caller, key: str) -> None:
         self.options = options
@@ -75,14 +76,14 @@ class LockedCall:
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         # A token that is not active is the parent's, and this a forked child.
-        if error is not None and not self._leaves_nothing and self.token in active_tokens:
-            if self._is_acquired:
+        if error is not None and self.token in active_tokens:
+            if self._stage == "held":
                 self.lease.lose("released")  # so that it is not renewed any more
                 self._released(None)
-            else:
+            elif self._stage == "asked":
                 self.clean_up(no_write_in_flight=False)
                 self._clean_up_queued()
-        if not self._is_pending:
+        if self._stage != "kept later":  # of which others in this process see that it is not free
             active_tokens.discard(self.token)
         if error is None and self.lost is not None and self.options.when_lost is fail:
             raise self.lost
@@ -91,19 +92,18 @@ class LockedCall:
         """Acquire the key: None if it is ours, else the value stored there, or the error of the server."""
         options, features, before = self.options, self.server.features, unanswered.get()
         if options.lease is not None and (error := start_thread()):  # before SET: the key could not be renewed
-            self._leaves_nothing = True
+            self._stage = "over"
             return error
         try:
             if self.caller.queued is None:
                 value = yield from acquire(features, self.key, self.token, options.expiry)
             else:
                 value = yield from take_over(features, self.key, self.caller.queued, self.token, options.ttl)
-            if value is not None and (
-                self.caller.can_take_queued(options, value) if is_queued(value) else options.takeover and is_dead(value)
-            ):
-                self._taken_over = value
+            if value is not None and self._can_take(value):
                 self._owed = yield from owed_to(self.key, value, self.token)
-                value = yield from take_over(features, self.key, value, self.token, options.ttl)
+                before_us, value = value, (yield from take_over(features, self.key, value, self.token, options.ttl))
+                if value is None and wanted(Reclaimed) and not is_queued(before_us):
+                    emit(Reclaimed(self.key, self.caller.name, before_us))
         except TROUBLE as error:
             return error
         finally:
@@ -111,10 +111,16 @@ class LockedCall:
             self._may_come_late = unanswered.get() != before
         return value
 
+    def _can_take(self, value: bytes) -> bool:
+        """Whether the call may take the key over from ``value``: from a task that waits, or a holder that is dead."""
+        if is_queued(value):
+            return self.caller.can_take_queued(self.options, value)
+        return self.options.takeover and is_dead(value)
+
     def may_run(self, acquired: bytes | Exception | None) -> bool:
         """Whether the function may run, by the result of ``acquire``. If not, ``result`` is the result of the call."""
         if isinstance(acquired, bytes):
-            self._leaves_nothing = True
+            self._stage = "over"
             if self._may_come_late:
                 self.clean_up(no_write_in_flight=False)
             self.result = self.busy(acquired)
@@ -128,18 +134,16 @@ class LockedCall:
             self.result = self.down(acquired)
             self.lease.lose("unavailable")
             return self.result is CARRIED_ON
-        self._is_acquired = True
+        self._stage = "held"
         self.lease.on_loss.append(self._lost)
         hold(self.lease)
-        if self._taken_over is not None and wanted(Reclaimed) and not is_queued(self._taken_over):
-            emit(Reclaimed(self.key, self.caller.name, self._taken_over))
         if wanted(Acquired):
             emit(Acquired(self.key, self.caller.name, self.token))
         return True
 
     def is_current(self) -> bool:
         """Whether the work is still to be done, now that the key is ours."""
-        return not self._is_acquired or self.caller.is_current(self.options, self.server, self.key)
+        return self._stage != "held" or self.caller.is_current(self.options, self.server, self.key)
 
     def busy(self, value: bytes) -> Any:
         """The result that ``when_busy`` gives if the key holds ``value``."""
@@ -158,7 +162,7 @@ class LockedCall:
 
     def down(self, problem: Exception) -> Any:
         """The result that ``when_down`` gives, or ``CARRIED_ON``."""
-        if not self._leaves_nothing:
+        if self._stage == "asked":
             # A server that refuses has stored nothing, unless an earlier attempt is still to come.
             self.clean_up(no_write_in_flight=isinstance(problem, ResponseError))
         error = LockUnavailable(self.key, f"{type(problem).__name__}: {problem}{self.server.advice_for(problem)}")
@@ -178,7 +182,7 @@ class LockedCall:
 
     def release(self) -> Commands[None]:
         """Release the key, or keep it for ``at_least``; no error here replaces the run's own result or exception."""
-        if not self._is_acquired or self.token not in active_tokens:
+        if self._stage != "held" or self.token not in active_tokens:
             return
         self.lost = self.lease.loss()
         if self.lost is not None:
@@ -206,7 +210,7 @@ class LockedCall:
 
     def clean_up(self, *, no_write_in_flight: bool, retained: Retained | None = None) -> None:
         """Release the key in the background, or store a retained value: whether the token is there is not known."""
-        self._leaves_nothing, self._is_pending = True, retained is not None
+        self._stage = "kept later" if retained else "over"
         is_final = no_write_in_flight and not self._may_come_late
         until = now() + self.options.ttl
         release_later(self.server, self.key, self.token, until, no_write_in_flight=is_final, retained=retained)
@@ -228,12 +232,13 @@ class LockedCall:
         """Finish after a release; with None for a result it is not known whether the key was released."""
         if became is None:
             self.clean_up(no_write_in_flight=True, retained=retained)
-        elif became.status == "taken" and self.lost is None:
-            self.lost = LockLost(self.key, "taken", became.value.decode(errors="backslashreplace"))
-            self._tell(self.lost)
-        if became is not None and self._may_come_late:
-            self.clean_up(no_write_in_flight=False)
-        self._leaves_nothing = True
+        else:
+            if became.status == "taken" and self.lost is None:
+                self.lost = LockLost(self.key, "taken", became.value.decode(errors="backslashreplace"))
+                self._tell(self.lost)
+            self._stage = "over"
+            if self._may_come_late:
+                self.clean_up(no_write_in_flight=False)
         let_go(self.lease)
         if wanted(Released):
             status: Any = "unknown" if became is None else became.status

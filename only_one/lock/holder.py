@@ -89,9 +89,10 @@ _ADDED_LATER: dict[str, Any] = {"replacement": 0}
 """The fields that the first values of this format did not have, with what a value without them means."""
 
 _LONGEST_REMEMBERED = 2000
+_MOST_REMEMBERED = 1000
 
 
-@lru_cache(maxsize=16, typed=True)
+@lru_cache(maxsize=_MOST_REMEMBERED, typed=True)
 def _parse(value: str | bytes) -> Holder | None:
     try:
         fields = json.loads(value)
@@ -113,22 +114,26 @@ def _parse(value: str | bytes) -> Holder | None:
 
 
 class _Process:
-    """The part of the tokens that one process has in common: serialized once, because it is most of a token's cost."""
+    """This process, as its tokens name it: serialized once, because it is most of a token's cost.
+
+    Attributes:
+        serialized: the part that its tokens have in common.
+        mark: the beginning of its values.
+        machine_mark: the beginning of the values of this machine; of no value if the machine is unknown.
+        numbers: the numbers of its tokens.
+    """
 
     def __init__(self) -> None:
         own, host, pid = machine(), socket.gethostname(), os.getpid()
         fields = {"only_one": FORMAT, "machine": own or host, "host": host, "pid": pid}
         self.serialized = _serialize(**fields, process_start=process_start(pid), process=os.urandom(8).hex())
-        # The beginnings of this process's values and of this machine's; of no value if the machine is unknown.
         self.mark = f"{{{self.serialized},".encode()
         self.machine_mark = f"{{{_serialize(only_one=FORMAT, machine=own)},".encode()
+        self.numbers = itertools.count(1)
 
 
 _this_process = cache(_Process)
-"""The one ``_Process`` of this process, made on first use."""
-
-_numbers = itertools.count(1)
-"""The numbers of this process's tokens; a forked child counts anew, so it sees what its parent has made."""
+"""The one ``_Process`` of this process, made on first use, and anew in a forked child."""
 
 active_tokens: set[bytes] = set()
 """The tokens of this process whose calls have not ended; its other tokens that are still stored are held by nobody.
@@ -138,8 +143,6 @@ A forked child begins without any: a call that was under way at the fork stays t
 
 
 def _forget_process() -> None:
-    global _numbers  # noqa: PLW0603 - a forked child is another process, and finds out about itself
-    _numbers = itertools.count(1)
     _this_process.cache_clear()
     active_tokens.clear()
 
@@ -167,7 +170,7 @@ class TokenFactory:
             which += f',"replacement":{replacement}'
         self._serialized = f"{_serialize(state=state, name=name)},{which}"
         # The common beginning of tokens, and the process and limit for which it was made: at first none.
-        self._head: tuple[object, float | None, bytes] = ("no numbers", None, b"")
+        self._head: tuple[_Process | None, float | None, bytes] = (None, None, b"")
 
     def token(self, deadline_in: float | None) -> bytes:
         """The value with which this process acquires a key.
@@ -179,17 +182,17 @@ class TokenFactory:
         Returns:
             Compact ASCII JSON that ``Holder.parse`` reads; no two are alike.
         """
-        numbers, limit, head = self._head
-        if numbers is not _numbers or limit != deadline_in:
-            numbers = _numbers  # before the rest: a fork may come in between
+        made_by, limit, head = self._head
+        process = _this_process()
+        if made_by is not process or limit != deadline_in:
             milliseconds = "null" if deadline_in is None else round(deadline_in * 1000)
             # Parts that change in each call come last, so the rest is serialized once.
-            head = f'{{{_this_process().serialized},{self._serialized},"limit":{milliseconds},"number":'.encode()
-            self._head = numbers, deadline_in, head
+            head = f'{{{process.serialized},{self._serialized},"limit":{milliseconds},"number":'.encode()
+            self._head = process, deadline_in, head
         # Whole milliseconds: a float takes longer to serialize than the rest of the token. The nanoseconds that are
         # left tell it from that of a clone of this process, in a virtual machine that was cloned: it counts as we do.
         since, left = divmod(time.time_ns(), 1_000_000)
-        return head + b'%d%06d,"since":%d}' % (next(_numbers), left, since)
+        return head + b'%d%06d,"since":%d}' % (next(process.numbers), left, since)
 
 
 @lru_cache(maxsize=1024, typed=True)
@@ -224,12 +227,6 @@ def process_start(pid: int) -> int | None:
         return None
 
 
-_MOST_REMEMBERED = 1000
-
-_alive: dict[bytes, tuple[int, float]] = {}
-"""Holders that were seen alive, with their pid and when to look again: a skipped call must not pay each time."""
-
-
 def is_dead(value: bytes) -> bool:
     """Whether the run that ``value`` encodes has certainly ended without releasing its key, or will never begin.
 
@@ -241,27 +238,14 @@ def is_dead(value: bytes) -> bool:
     if value.startswith(process.mark):
         holder = None if value in active_tokens else Holder.parse(value)
         return holder is not None and holder.state == "running"
-    if not value.startswith(process.machine_mark):
-        return False
-    pid, until = _alive.get(value, (0, 0.0))
-    if until > now():
-        return _has_gone(pid, None)
-    holder = Holder.parse(value)
-    if holder is None or holder.state not in {"running", "received"}:
-        return False
-    if _has_gone(holder.pid, holder.process_start):
-        return True
-    if len(_alive) >= _MOST_REMEMBERED:
-        _alive.clear()
-    # In a second it is read anew whether that process is still the holder's, and not another with its id.
-    _alive[value] = holder.pid, now() + 1.0
-    return False
+    holder = Holder.parse(value) if value.startswith(process.machine_mark) else None
+    return holder is not None and holder.state in {"running", "received"} and _has_gone(holder)
 
 
 def is_gone(value: bytes) -> bool:
     """Whether the process of this machine that ``value`` names is certainly gone."""
     holder = Holder.parse(value) if value.startswith(_this_process().machine_mark) else None
-    return holder is not None and _has_gone(holder.pid, holder.process_start)
+    return holder is not None and _has_gone(holder)
 
 
 def is_queued(value: bytes) -> bool:
@@ -272,16 +256,22 @@ def is_queued(value: bytes) -> bool:
     return holder is not None and holder.state in {"queued", "received"}
 
 
-def _has_gone(pid: int, start: int | None) -> bool:
-    """Whether there is no process with this id, or only a process that began at another time than ``start``."""
+def _has_gone(holder: Holder) -> bool:
+    """Whether there is no process with the holder's id, or only one that began at another time."""
     try:
-        if pid > 0:  # else it would be a process group, and no holder has such an id
-            os.kill(pid, 0)
+        if holder.pid > 0:  # else it would be a process group, and no holder has such an id
+            os.kill(holder.pid, 0)
     except ProcessLookupError:
         return True
     except (OSError, OverflowError):  # not ours to ask
         pass
-    return start is not None and process_start(pid) not in {None, start}
+    return not _may_have_begun(holder.pid, holder.process_start, int(now()))
+
+
+@lru_cache(maxsize=_MOST_REMEMBERED)
+def _may_have_begun(pid: int, start: int | None, _second: int) -> bool:
+    """Whether process ``pid`` may have begun at ``start``: read once a second, so a skip need not pay for it."""
+    return start is None or process_start(pid) in {None, start}
 
 
 def kept(value: bytes, at_least: float) -> bytes:

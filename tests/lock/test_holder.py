@@ -123,7 +123,7 @@ def test_clones_of_a_process_do_not_spell_the_same_token(monkeypatch: pytest.Mon
     identity, moment = TokenFactory("work"), time.time_ns()
     tokens = []
     for microseconds in (1, 2):
-        monkeypatch.setattr(holder, "_numbers", itertools.count(7))
+        monkeypatch.setattr(holder._this_process(), "numbers", itertools.count(7))
         monkeypatch.setattr(time, "time_ns", lambda later=microseconds: moment // 10**6 * 10**6 + later * 1000)
         tokens.append(identity.token(600))
     assert tokens[0] != tokens[1]
@@ -138,7 +138,7 @@ def test_what_a_call_has_in_common_is_spelt_once(monkeypatch: pytest.MonkeyPatch
     """And anew for another limit."""
     identity = TokenFactory("work")
     first = identity.token(60)
-    monkeypatch.setattr(holder, "_this_process", None)
+    monkeypatch.setattr(holder._this_process(), "serialized", None)
     second = identity.token(60)
     monkeypatch.undo()
     limits = [json.loads(token)["limit"] for token in (first, second, identity.token(30), identity.token(None))]
@@ -628,11 +628,10 @@ def test_another_spelling_or_another_version_is_not_dead(dead: bytes) -> None:
 # What is remembered
 
 
-def test_what_is_remembered_of_the_living_has_an_end(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holder, "_alive", {})
+def test_what_is_remembered_of_the_living_has_an_end(process: Process) -> None:
     values = [changed(process.value, number=number) for number in range(1001)]
-    sizes = [(is_dead(value), len(holder._alive)) for value in values]
-    assert sizes == [(False, size) for size in (*range(1, 1001), 1)]
+    assert not any(map(is_dead, values))
+    assert holder._parse.cache_info().currsize == 1000
     process.kill()
     assert all(map(is_dead, values))
 
@@ -645,13 +644,12 @@ def test_who_was_just_seen_alive_is_not_read_of_again(living: Process, monkeypat
         looked.append(pid)
         return process_start(pid)
 
-    moment = now()
+    moment = float(int(now()) + 10)
     until = moment + 1.0
     assert not is_dead(living.value)  # and knows who it is itself
-    monkeypatch.setattr(holder, "_alive", {})
     monkeypatch.setattr(holder, "process_start", look)
     monkeypatch.setattr(holder, "now", lambda: moment)
-    assert not any(is_dead(living.value) for _ in range(100))
+    assert not any(is_dead(changed(living.value, number=number)) for number in range(100))
     assert looked == [living.pid]
     moment += 0.99
     assert not is_dead(living.value)
