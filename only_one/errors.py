@@ -15,7 +15,7 @@ An error is built from plain strings. So it survives pickle and Celery's JSON, w
 
 from typing import Any
 
-from .lock.holder import Holder, printable
+from .lock.holder import Holder, printable, task_id_of
 
 
 class HasHolder:
@@ -59,8 +59,7 @@ class AlreadyRunning(HasHolder, OnlyOneError):
     @property
     def task_id(self) -> str | None:
         """The id of the Celery task that holds the key; None if the holder is not a task, or not known."""
-        holder = self.holder
-        return holder.task_id if holder else None
+        return task_id_of(self.value)
 
     def __str__(self) -> str:
         return f"{printable(self.key)} is taken by {self.holder or 'a value that is not a holder of only_one'}"

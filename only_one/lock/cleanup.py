@@ -55,8 +55,8 @@ class Cleanup:
         if self.no_write_in_flight and not isinstance(reply, Exception):
             return True
         moment = now()
-        is_answered = isinstance(reply, ResponseError) or not isinstance(reply, Exception)
-        if not self.no_write_in_flight and not is_answered:
+        is_unanswered = isinstance(reply, Exception) and not isinstance(reply, ResponseError)
+        if is_unanswered and not self.no_write_in_flight:
             # A server that is frozen carries out a SET that waits there when it goes on, and answers only then.
             self.until = max(self.until, moment + self._lasts)
         # "Missing" is not final: a delayed SET may still arrive. Check again after twice the time, so that a token
