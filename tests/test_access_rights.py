@@ -21,6 +21,7 @@ from only_one.celery import coalescing, redelivery
 from only_one.connections import server as servers
 from only_one.inspection import held, holder_of, key_of, release, release_key
 from only_one.lock import commands, renewal
+from only_one.lock.cleanup import Cleanup
 from only_one.lock.commands import MarkerUpdate, drive, evaluate, now, replace
 from only_one.lock.holder import TokenFactory
 from tests.celery.deliveries import token_of
@@ -91,7 +92,7 @@ def use_functions(client: Any, url: str) -> None:
     assert only_one("queued")(lambda: "done")() == "done"
     server, key = servers.find_server(url), "only_one:left"
     client.set(key, key)
-    renewal.release_later(server, key, key.encode(), now() + 600, no_write_in_flight=True)
+    renewal.release_later(Cleanup(server, key, key.encode(), now() + 600, no_write_in_flight=True))
     assert eventually(lambda: not [each for each in list(renewal._renewer.cleanups.values()) if each.key == key])
 
 

@@ -15,7 +15,7 @@ from only_one.connections.connection_pool import is_of_signal_handler
 from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable
 from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, logger, wanted
-from only_one.lock.cleanup import Retained
+from only_one.lock.cleanup import Cleanup, Retained
 from only_one.lock.commands import TROUBLE, Commands, ReleaseResult, acquire, now, take_over, unanswered
 from only_one.lock.current_lock import Lease
 from only_one.lock.holder import active_tokens, is_dead, is_queued, kept
@@ -213,13 +213,13 @@ class LockedCall:
         self._stage = "kept later" if retained else "over"
         is_final = no_write_in_flight and not self._may_come_late
         until = now() + self.options.ttl
-        release_later(self.server, self.key, self.token, until, no_write_in_flight=is_final, retained=retained)
+        release_later(Cleanup(self.server, self.key, self.token, until, is_final, retained))
 
     def _clean_up_queued(self) -> None:
         """Release in the background the value that was stored when the task was queued: it does not wait any more."""
         if self.caller.queued is not None:
             until = now() + self.options.queue_timeout
-            release_later(self.server, self.key, self.caller.queued, until, no_write_in_flight=True)
+            release_later(Cleanup(self.server, self.key, self.caller.queued, until, no_write_in_flight=True))
 
     def _retained(self) -> tuple[bytes, int] | None:
         """The value to store at the key after a successful run, and its milliseconds; None if the key is released."""

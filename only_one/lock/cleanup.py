@@ -14,7 +14,6 @@ from .holder import active_tokens
 _FIRST_PAUSE = 0.05
 _MOST = 10_000
 
-
 Retained = tuple[bytes, float]
 """A value to store at a key in place of a token, and when it expires, by ``commands.now()``."""
 
@@ -23,8 +22,14 @@ Retained = tuple[bytes, float]
 class Cleanup:
     """A release that must still happen: of a key that may hold a token, or may yet hold it if a SET is still to come.
 
-    With a retained value, the key gets this value for the rest of its time, and is released if no time is left.
-    The attributes are those of ``renewal.release_later``.
+    Attributes:
+        server: the server that stores the key.
+        key: the key as it is in Redis.
+        token: the value that may be stored there; another value is left alone.
+        until: when to give up, because the key has expired by itself, by ``commands.now()``.
+        no_write_in_flight: whether the server has finished every command that may store the token: "gone" is final
+            then.
+        retained: the value to store in place of the token; None, or no time left, to release the key.
     """
 
     server: Server

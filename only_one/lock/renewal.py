@@ -20,7 +20,7 @@ from only_one.connections.cluster import LONG, Node, trips
 from only_one.connections.server import Server, may_evict
 from only_one.events import logger
 
-from .cleanup import Cleanup, Cleanups, Retained
+from .cleanup import Cleanup, Cleanups
 from .commands import RAW, RENEW, is_forbidden, now
 from .current_lock import Lease
 
@@ -269,20 +269,7 @@ def let_go(lease: Lease) -> None:
     lease.on_loss.clear()
 
 
-def release_later(
-    server: Server, key: str, token: bytes, until: float, *, no_write_in_flight: bool, retained: Retained | None = None
-) -> None:
-    """Release a key in the background, repeatedly: its acquire is unconfirmed, or its release has failed.
-
-    Args:
-        server: the server that stores the key.
-        key: the key as it is in Redis.
-        token: the value that may be stored there; another value is left alone.
-        until: when to give up, because the key has expired by itself, by ``commands.now()``.
-        no_write_in_flight: whether the server has finished every command that may store the token: "gone" is final
-            then.
-        retained: the value to store in place of the token, and until when; None to release the key.
-    """
-    cleanup = Cleanup(server, key, token, until, no_write_in_flight, retained)
+def release_later(cleanup: Cleanup) -> None:
+    """Release a key in the background, repeatedly: its acquire is unconfirmed, or its release has failed."""
     _renewer.cleanups.add(cleanup)
     _renewer.see_to_it_by(cleanup.try_at)

@@ -23,6 +23,7 @@ from only_one.connections import cluster as nodes
 from only_one.connections import server as servers
 from only_one.inspection import held, release_key
 from only_one.lock import renewal
+from only_one.lock.cleanup import Cleanup
 from only_one.lock.commands import now
 from tests.faults.programs import SLACK, Holder, Running, RunningAsync
 from tests.proxy import Proxy
@@ -262,7 +263,7 @@ def test_many_tokens_of_unknown_fate(cluster: Cluster, names: list[str], prefix:
         for number in range(200):
             name = f"{{{key}}}{number}"
             cluster.client.set(name, name)
-            renewal.release_later(server, name, name.encode(), now() + 2 * LIMIT, no_write_in_flight=True)
+            renewal.release_later(Cleanup(server, name, name.encode(), now() + 2 * LIMIT, no_write_in_flight=True))
     reads = [node.client.info("stats")["total_reads_processed"] for node in cluster.nodes]
     with later(LIMIT):
         assert eventually(lambda: not any(each.server is server for each in list(renewal._renewer.cleanups.values())))

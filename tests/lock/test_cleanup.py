@@ -14,6 +14,7 @@ from redis.exceptions import ResponseError
 
 from only_one.connections import server as servers
 from only_one.lock import cleanup, renewal
+from only_one.lock.cleanup import Cleanup
 from only_one.lock.commands import now
 from only_one.testing import RedisServer
 from tests.faults.programs import Program
@@ -86,10 +87,10 @@ def test_of_too_many_tokens_the_oldest_is_forgotten(watch: Watch, redis_url: str
     server = watch.server(redis_url)
     for number in range(10_001):
         assert len(watch.renewer.cleanups) == number
-        renewal.release_later(server, "k", b"%d" % number, MOMENT, no_write_in_flight=True)
+        renewal.release_later(Cleanup(server, "k", b"%d" % number, MOMENT, no_write_in_flight=True))
     assert len(watch.renewer.cleanups) == 10_000
     assert next(iter(watch.renewer.cleanups)) == b"1"
-    renewal.release_later(server, "k", b"last", MOMENT, no_write_in_flight=True)
+    renewal.release_later(Cleanup(server, "k", b"last", MOMENT, no_write_in_flight=True))
     assert len(watch.renewer.cleanups) == 10_000
     assert list(watch.renewer.cleanups)[::9_999] == [b"2", b"last"]
 
@@ -132,7 +133,7 @@ def left_behind(server: RedisServer, prefix: str) -> Iterator[Callable[..., list
         with redis.Redis.from_url(server.url) as client:
             client.mset({name: name for name in names})
         for name in names:
-            renewal.release_later(theirs, name, name.encode(), now() + 2 * LONG, no_write_in_flight=settled)
+            renewal.release_later(Cleanup(theirs, name, name.encode(), now() + 2 * LONG, no_write_in_flight=settled))
         return names
 
     yield leave
@@ -183,13 +184,14 @@ import sys
 import redis
 from only_one.connections import server as servers
 from only_one.lock import renewal
+from only_one.lock.cleanup import Cleanup
 from only_one.lock.commands import now
 server = servers.find_server(sys.argv[1])
 for number in range(10):
     key = f"{sys.argv[2]}{number}"
     server.node_of(key).fail(600)
     server.client.set(key, key)
-    renewal.release_later(server, key, key.encode(), now() + 600, no_write_in_flight=bool(number % 2))
+    renewal.release_later(Cleanup(server, key, key.encode(), now() + 600, no_write_in_flight=bool(number % 2)))
 """
 
 
