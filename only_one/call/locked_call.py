@@ -16,7 +16,7 @@ from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable
 from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, logger, wanted
 from only_one.lock.cleanup import Cleanup, Retained
-from only_one.lock.commands import TROUBLE, Commands, ReleaseResult, acquire, now, take_over, unanswered
+from only_one.lock.commands import TROUBLE, Commands, MarkerUpdate, ReleaseResult, acquire, now, take_over, unanswered
 from only_one.lock.current_lock import Lease
 from only_one.lock.holder import active_tokens, is_dead, is_queued, kept
 from only_one.lock.redis_lock import AsyncLock, Lock
@@ -190,23 +190,30 @@ class LockedCall:
         self.lease.lose("released")  # from here on nothing is lost
         retained, marker = self.caller.at_end(self.options, self.key, self.ended_by)
         retained = self._retained() if self.has_succeeded else retained
-        lock = self.lock_of_redis_py.held(self.client, self.server.features, self.key, self.token, self.options.ttl)
         later = (retained[0], now() + retained[1] / 1000) if retained else None
-        became, before, owed = None, unanswered.get(), self._owed
+        became = None
         try:
-            became = yield from lock.end(retained or (owed and owed.retained()), marker)
-            if became.status == "taken" and unanswered.get() != before:
-                became = ReleaseResult("gone")  # the first of two releases has released it, and another has acquired it
-            if owed and became.status == "held":
-                yield from owed.settle(self.server.features)
-            if marker and (became.has_redeliveries or became.status != "held"):
-                self.caller.on_marked(self.server, self.key)
+            became = yield from self._end(retained, marker)
         except Exception as error:
             if is_of_signal_handler(error):
                 raise
             # Any other is not raised: the run has its own result or exception.
             logger.debug("%s could not be released, and will be in the background: %s", self.key, error)
         self._released(became, later)
+
+    def _end(self, retained: tuple[bytes, int] | None, marker: MarkerUpdate | None) -> Commands[ReleaseResult | None]:
+        """Release the key, or store a value in place of the token; None if that must be done in the background."""
+        lock = self.lock_of_redis_py.held(self.client, self.server.features, self.key, self.token, self.options.ttl)
+        before, owed = unanswered.get(), self._owed
+        became: ReleaseResult = yield from lock.end(retained or (owed and owed.retained()), marker)
+        if became.status == "taken" and unanswered.get() != before:
+            became = ReleaseResult("gone")  # the first of two releases has released it, and another has acquired it
+        if owed and became.status == "held":
+            yield from owed.settle(self.server.features)
+        if marker and (became.has_redeliveries or became.status != "held"):
+            self.caller.on_marked(self.server, self.key)
+        has_expired = became.status == "gone" and now() > self.lease.expires_at  # while it was released
+        return None if retained and has_expired else became
 
     def clean_up(self, *, no_write_in_flight: bool, retained: Retained | None = None) -> None:
         """Release the key in the background, or store a retained value: whether the token is there is not known."""

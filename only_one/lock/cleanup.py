@@ -9,7 +9,7 @@ from only_one.connections.cluster import LONG, Node, trips
 from only_one.connections.server import Server
 
 from .commands import RAW, Command, now, retain_command
-from .holder import active_tokens
+from .holder import active_tokens, is_queued
 
 _FIRST_PAUSE = 0.05
 _MOST = 10_000
@@ -51,7 +51,8 @@ class Cleanup:
         left = round((until - now()) * 1000)
         if left <= 0:
             return self.server.features.release_command(self.key, self.token)
-        return retain_command(self.key, self.token, value, left)
+        # At a key that is missing, too, because it may have expired. But a task that was queued may have run meanwhile.
+        return retain_command(self.key, self.token, value, left, may_be_missing=not is_queued(value))
 
     def is_over(self, command: Command, reply: object) -> bool:
         """Whether the cleanup has ended, by the reply to its command."""

@@ -98,9 +98,8 @@ end
 if lasts > 0 then redis.call('pexpire', KEYS[2], lasts) end"""
 _RELEASE = Script(f"{_SET_MARKER}\nif value == ARGV[1] then return redis.call('del', KEYS[1]) + copies end")
 # The new value may be there already, if the reply was lost and the command was sent again.
-# A kept value is stored at a free key, too: the key has expired since the run has ended.
 _REPLACE = Script(f"""{_SET_MARKER}
-local is_free = not value and string.find(ARGV[2], '"state":"kept"', 1, true)
+local is_free = not value and ARGV[4] == 'may be missing'
 if value == ARGV[1] or value == ARGV[2] or is_free then
     redis.call('set', KEYS[1], ARGV[2], 'PX', ARGV[3])
     return 1 + copies
@@ -222,9 +221,9 @@ def replace(key: str, old: bytes, new: bytes, ttl: int, marker: MarkerUpdate | N
     return parse_result((yield from evaluate(_REPLACE, key, old, new, ttl, lasts, beside=beside)))
 
 
-def retain_command(key: Key, token: bytes, value: bytes, ttl: int) -> Command:
-    """The command that stores a retained value in place of ``token`` for ``ttl`` milliseconds."""
-    return ("EVAL", _REPLACE.text, 1, key, token, value, ttl, 0)
+def retain_command(key: Key, token: bytes, value: bytes, ttl: int, *, may_be_missing: bool) -> Command:
+    """The command that stores a retained value in place of ``token``, or also at a key that is missing by now."""
+    return ("EVAL", _REPLACE.text, 1, key, token, value, ttl, "may be missing" if may_be_missing else "", 0)
 
 
 def take_over(features: Features, key: str, old: bytes, token: bytes, seconds: float) -> Commands[bytes | None]:
