@@ -93,6 +93,10 @@ class MessageRun(TaskCaller):
         work: the work of the message.
         under_way: the keys that runs of this message hold, one of each decorator of the task.
         is_unique_in_queue: whether the task is unique from queued to finished, also while it waits for a retry.
+        is_redelivered: whether the broker says that it has delivered the message before.
+        may_be_redelivered: whether the broker may have delivered the message before.
+        is_first_delivery: whether this is new work for certain, also under an id that was used before: no redelivery,
+            no requeue.
         is_superseded: whether it has the key, but a newer task that ``buffer_one`` coalesces does the work.
     """
 
@@ -110,23 +114,11 @@ class MessageRun(TaskCaller):
             # A retry may have other arguments than those of the key that came with its message.
             self.key = None if self.header.attempt else self.header.key
             self.queued = self.header.token.encode() if self.header.token else None
+        self.is_redelivered = bool((request.delivery_info or {}).get("redelivered"))
+        self.may_be_redelivered = self.is_redelivered or not marks_redeliveries(self.app)
+        self.is_first_delivery = not (self.header.times or self.may_be_redelivered)
         self._request = request
         self._began = now()
-
-    @property
-    def is_redelivered(self) -> bool:
-        """Whether the broker says that it has delivered the message before."""
-        return bool((self._request.delivery_info or {}).get("redelivered"))
-
-    @property
-    def is_first_delivery(self) -> bool:
-        """Whether this is new work for certain, also under an id that was used before: no redelivery, no requeue."""
-        return not (self.header.times or self.may_be_redelivered)
-
-    @property
-    def may_be_redelivered(self) -> bool:
-        """Whether the broker may have delivered the message before."""
-        return self.is_redelivered or not marks_redeliveries(self.app)
 
     def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:
         """The policy for a key that holds ``value``; if the holder is this very task, the message waits in the queue.

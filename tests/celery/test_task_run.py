@@ -232,7 +232,7 @@ def test_what_stays_under_the_key_for_a_retry(app: Celery) -> None:
         said: Any = None, ended_by: Any = None, when: Any = None, *, seconds: float = 0.5,
         is_unique_in_queue: bool = True, **request: Any,
     ) -> Any:  # fmt: skip
-        told = {"id": "the-id", "retries": 4, "args": ["a"], "kwargs": {"b": 1}, "expires": None}
+        told = {"id": "the-id", "retries": 4, "args": ["a"], "kwargs": {"b": 1}, "expires": None, "delivery_info": None}
         of_task: Any = SimpleNamespace(headers=None, **{**told, **request})
         decoration: Any = SimpleNamespace(task=task if is_unique_in_queue else None)
         delivered = MessageRun(task, of_task, bound=False, decoration=decoration)
