@@ -79,14 +79,13 @@ def _release_when_dead(
             if (server := options.server) is None:
                 return
             if header is not None and header.key is not None:
-                _withdraw(task, options, header)
+                _withdraw(task, server, header.key, header, options.queue_timeout)
                 keys: list[Any] = [header.key]
             else:
                 keys = _possible_keys(task, decoration, options, server, args, kwargs)
         until = now() + 10  # Celery tells that it kills a process before it does it
         while keys and now() < until:
-            with _at_work:
-                keys = [key for key in keys if not _is_free(server, key, task_id, takeover=options.takeover)]
+            keys = [key for key in keys if not _is_free(server, key, task_id, takeover=options.takeover)]
             time.sleep(0.02)
     except Exception as error:  # noqa: BLE001 - nobody to raise it to; the key expires by itself
         _warn_once(
@@ -111,13 +110,14 @@ def _possible_keys(
 
 def _is_free(server: Server, key: str | bytes, task_id: str, *, takeover: bool) -> bool:
     """Release the key if its process is dead; whether nothing of the task is left to release at it."""
-    value = _value_at(server, key)
-    holder = Holder.parse(value)
-    if holder is None or holder.task_id != task_id or not (takeover or is_queued(value)):
-        return True
-    # A task that is queued may just have begun: then its process is waited for.
-    is_over = is_queued(value) or is_dead(value) or _has_ended(holder)
-    return is_over and release_now(server.client, server.features, key, value).status == "held"
+    with _at_work:
+        value = _value_at(server, key)
+        holder = Holder.parse(value)
+        if holder is None or holder.task_id != task_id or not (takeover or is_queued(value)):
+            return True
+        # A task that is queued may just have begun: then its process is waited for.
+        is_over = is_queued(value) or is_dead(value) or _has_ended(holder)
+        return is_over and release_now(server.client, server.features, key, value).status == "held"
 
 
 def _value_at(server: Server, key: str | bytes) -> bytes:
@@ -147,7 +147,7 @@ def _forget(task: Any, request: Any) -> None:
     if options is None or (server := options.server) is None or header.key is None:
         return
     try:
-        _withdraw(task, options, header)
+        _withdraw(task, server, header.key, header, options.queue_timeout)
         value = _value_at(server, header.key)
         if is_queued(value) and work_held_by(Holder.parse(value)) == work_of(request):
             release_now(server.client, server.features, header.key, value)
@@ -155,11 +155,11 @@ def _forget(task: Any, request: Any) -> None:
         _warn_once(f"a key of {task.name}, which did not run, could not be released", type(error).__name__)
 
 
-def _withdraw(task: Any, options: Any, header: Any) -> None:
+def _withdraw(task: Any, server: Server, key: str, header: Header, queue_timeout: float) -> None:
     """Note that a task waits no more: nothing is owed to it, and it is not the newest."""
-    waive(options.server.client, header.key, header.id, options.queue_timeout)
+    waive(server.client, key, header.id, queue_timeout)
     if header.trigger is not None:
-        coalescing.note(options.server, header.key, task.app, "withdraw", "", header.trigger)
+        coalescing.note(server, key, task.app, "withdraw", "", header.trigger)
 
 
 # Tasks that a worker has received and has not begun: their keys name the worker's process, which is seen to die
