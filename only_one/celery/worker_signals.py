@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import cache, partial
 from math import inf
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 from celery import signals
 from celery.app.task import Context
@@ -164,7 +164,14 @@ def _withdraw(task: Any, server: Server, key: str, header: Header, queue_timeout
 
 # Tasks that a worker has received and has not begun: their keys name the worker's process, which is seen to die
 
-_backs_off_until = 0.0
+_waiting: dict[Lease, tuple[Server, bytes, Callable[[], float], ref[Any]]] = {}
+"""The leases of keys that name this process. A lease that another has is lost.
+
+With each its server, the value before, the seconds for which that would be stored now, and the task's request.
+A lease outlives its request: Celery forgets the requests before it tells us that the worker ends.
+"""
+
+_swept_at = _backs_off_until = 0.0
 
 
 class _WaitingLease(Lease):
@@ -178,19 +185,15 @@ class _WaitingLease(Lease):
         return super().lose(reason, value)
 
 
-_waiting: WeakKeyDictionary[Any, tuple[Lease, Server, bytes, Callable[[], float]]] = WeakKeyDictionary()
-"""By the request of its task, the lease of each key that names this process; it is renewed while the request lives.
-
-With each lease its server, the value before, and the seconds for which that would be stored now.
-"""
-
-
 def _on_received(sender: Any, request: Any, **_: Any) -> None:
-    global _backs_off_until  # noqa: PLW0603 - that of the process
+    global _waiting, _swept_at, _backs_off_until  # noqa: PLW0603 - those of the process
     if decorations_of(request.task):
         keep_content_type(request)
     if now() < _backs_off_until:
         return
+    if now() >= _swept_at + DEFAULT_LEASE:  # time to forget what has begun since, or has ended without
+        _swept_at = now()
+        _waiting = {each: its for each, its in _waiting.items() if each.reason is None and its[-1]() is not None}
     try:
         _receive(sender, request)
     except Exception as error:  # noqa: BLE001 - the task runs all the same; its key expires
@@ -228,14 +231,14 @@ def _receive(consumer: Any, request: Any) -> None:
     if became.status == "held":
         request.request_dict.update(header._replace(token=token.decode()).as_headers())
         queued = queued or work.token_factory(request.task, "queued").token(limit)
-        _waiting[request] = lease, options.server, queued, queued_for
+        _waiting[lease] = options.server, queued, queued_for, ref(request)
         hold(lease)
 
 
 def _on_shutdown(**_: Any) -> None:
     """Note that the tasks that have not begun are in their queue again, and no worker's."""
     while _waiting:
-        _request, (lease, server, queued, queued_for) = _waiting.popitem()
+        lease, (server, queued, queued_for, _request) = _waiting.popitem()
         try:
             left = round(queued_for() * 1000)
             if lease.reason is None and left > 0:

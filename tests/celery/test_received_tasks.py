@@ -9,7 +9,6 @@ from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
-from weakref import WeakKeyDictionary, ref
 
 import pytest
 from celery import Celery
@@ -41,13 +40,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time as the worker sees it, which stands still; and nothing has been received."""
     found = [now()]
     monkeypatch.setattr(worker_signals, "now", lambda: found[0])
-    monkeypatch.setattr(worker_signals, "_waiting", WeakKeyDictionary())
+    monkeypatch.setattr(worker_signals, "_waiting", {})
+    monkeypatch.setattr(worker_signals, "_swept_at", 0.0)
     monkeypatch.setattr(worker_signals, "_backs_off_until", 0.0)
     return found
-
-
-def leases() -> list[Any]:
-    return [lease for lease, *_ in worker_signals._waiting.values()]
 
 
 @pytest.fixture
@@ -78,8 +74,6 @@ def a_task(app: Celery, **options: Any) -> Any:
 
 class Request(SimpleNamespace):
     """The request of a task, to which there may be weak references."""
-
-    __hash__ = object.__hash__
 
 
 class Worker:
@@ -144,7 +138,7 @@ def test_the_key_lives_with_its_worker_and_the_run_has_its_token(
     assert state("k") == ("received", 0)
     assert is_about(A_LEASE, left("k"))
     assert headers["only_one"]["token"].encode() == redis.get(f"{prefix}k")
-    (lease,) = leases()
+    (lease,) = worker_signals._waiting
     redis.pexpire(f"{prefix}k", HOUR * 1000)
     assert is_renewed(lease)
     assert is_about(A_LEASE, left("k"))
@@ -157,7 +151,7 @@ def test_it_keeps_its_key_for_longer_than_queue_timeout_while_its_worker_lives(
     with configure(queue_timeout=2 * A_LEASE):
         task.delay("k")
         worker.receive(task)
-        (lease,) = leases()
+        (lease,) = worker_signals._waiting
         for seconds in range(A_LEASE // 2, 4 * A_LEASE, A_LEASE // 2):
             before = lease.expires_at
             with later(seconds):
@@ -171,7 +165,7 @@ def test_it_keeps_its_key_for_longer_than_queue_timeout_while_its_worker_lives(
 def test_it_has_its_key_again_after_the_run_of_another(task: Any, worker: Worker, state: Any, left: Any) -> None:
     task.delay("k")
     worker.receive(task)
-    (lease,) = leases()
+    (lease,) = worker_signals._waiting
     assert cover(lambda: fails_to_renew(lease), key="k")()
     assert state("k") == ("received", 0)
     assert is_renewed(lease)
@@ -181,7 +175,7 @@ def test_it_has_its_key_again_after_the_run_of_another(task: Any, worker: Worker
 def test_one_that_is_waited_for_less_long(task: Any, worker: Worker, left: Any) -> None:
     task.delay("k")
     worker.receive(task, expires=A_LEASE - 1)
-    (lease,) = leases()
+    (lease,) = worker_signals._waiting
     assert not lease.renews
     assert lease.ttl == A_LEASE - 1
     assert left("k") <= A_LEASE - 1
@@ -190,7 +184,7 @@ def test_one_that_is_waited_for_less_long(task: Any, worker: Worker, left: Any) 
 def test_it_is_not_renewed_before_it_may_begin(task: Any, worker: Worker, left: Any, clock: list[float]) -> None:
     task.delay("k")
     worker.receive(task, eta=datetime.now(timezone.utc) + timedelta(seconds=HOUR))
-    (lease,) = leases()
+    (lease,) = worker_signals._waiting
     assert is_about(HOUR + A_LEASE, left("k"))
     assert is_about(HOUR + A_LEASE, lease.expires_at - clock[0])
     assert is_about(HOUR + A_LEASE / 3, lease.renew_at - clock[0])
@@ -204,7 +198,7 @@ def test_it_is_queued_again_when_the_worker_ends(
         task.delay(key)
         tokens.append(redis.get(f"{prefix}{key}"))
         worker.receive(task)
-    lease = leases()[-1]
+    lease = list(worker_signals._waiting)[-1]
     lease.lose("taken", lease.token)
     worker_shutdown.send(sender=None)
     assert [state(key) for key in ("a", "b", "begun")] == [("queued", 0), ("queued", 0), ("received", 0)]
@@ -338,11 +332,18 @@ def test_a_server_that_does_not_answer_is_asked_once_when_the_worker_ends(
     assert len(worker_signals._waiting) == 1
 
 
-def test_a_key_is_renewed_no_longer_than_its_task_waits(task: Any, worker: Worker) -> None:
-    for key in ("a", "b"):
+def test_what_has_begun_or_ended_is_forgotten_after_a_while(task: Any, worker: Worker, clock: list[float]) -> None:
+    def receive(key: str) -> str:
         task.delay(key)
         worker.receive(task)
-    waits = ref(leases()[0])
-    del worker.requests[0]  # as where it was skipped: its key was another run's
-    assert [each.key[-1] for each in leases()] == ["b"]
-    assert waits() is None  # so it is renewed no more
+        return "".join(lease.key[-1] for lease in worker_signals._waiting)
+
+    assert receive("a") == "a"
+    (lease,) = worker_signals._waiting
+    lease.lose("taken", lease.token)
+    assert receive("b") == "ab"
+    del worker.requests[-1]  # as where it was skipped: its key was another run's
+    clock[0] += A_LEASE - 1
+    assert receive("c") == "abc"
+    clock[0] += 1
+    assert receive("d") == "cd"
