@@ -22,7 +22,7 @@ from only_one.lock.commands import TROUBLE, drive, expiry_in, release_now, repla
 from only_one.lock.holder import Holder, TokenFactory, is_dead
 from only_one.policies import BufferOne, RequeueRequest
 
-from . import coalescing
+from . import coalescing, redelivery
 from .broker import waits_for
 from .requeue import HEADER, Header
 from .task_run import TaskCaller
@@ -179,10 +179,8 @@ class Publication(TaskCaller):
             return self._task.AsyncResult(number.decode())
         replacement = self._options.get("replaced_task_nesting", 0)
         result = self._publish(Header(self.id, 0, key=call.key, trigger=number, replacement=replacement))
-        try:
+        with redelivery.unless_down(self.id):
             coalescing.note(call.server, call.key, self.app, "pending", "", number)
-        except TROUBLE as error:
-            logger.debug("%s is queued, and may be queued again: %s", call.key, error)
         return result
 
 
