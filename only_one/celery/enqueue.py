@@ -22,7 +22,7 @@ from only_one.lock.commands import TROUBLE, drive, expiry_in, release_now, repla
 from only_one.lock.holder import Holder, TokenFactory, is_dead
 from only_one.policies import BufferOne, RequeueRequest
 
-from . import coalescing
+from . import coalescing, redelivery
 from .broker import waits_for
 from .requeue import HEADER, Header
 from .task_run import TaskCaller
@@ -99,21 +99,10 @@ class Publication(TaskCaller):
         if only_newest and not is_waited_for:
             with suppress(OnlyOneError):  # its arguments cannot be compared
                 digest = decoration.digest(args, kwargs)
-        anew = ("anew", self.id, 0, digest, round(seconds * 1000))
         ttl = min(seconds, _UNTIL_PUBLISHED)
         at_first = replace_fields(options, ttl=ttl, expiry=expiry_in(ttl), timeout=seconds, lease=None)
-        with LockedCall(at_first, options.server, options.server.client, self, key) as call:
-            number, problem = 0, None
-            try:
-                if only_newest:
-                    number = coalescing.note(call.server, key, self.app, *anew)
-                else:
-                    problem = drive(call.client, call.acquire())
-            except TROUBLE as error:
-                problem = error
-            if problem is not None:
-                return self._publish() if call.may_run(problem) else call.result
-        return self._queue_newest(call, number) if only_newest else self._queue_first(call)
+        call = LockedCall(at_first, options.server, options.server.client, self, key)
+        return self._queue_newest(call, digest, seconds) if only_newest else self._queue_first(call)
 
     def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:  # noqa: ARG002
         """The policy for a duplicate, or the existing task's result if none is configured."""
@@ -153,20 +142,22 @@ class Publication(TaskCaller):
         return tuple(args or ()), kwargs or {}
 
     def _queue_first(self, call: LockedCall) -> Any:
-        """Publish the task, now that the key is its own."""
-        limit, token = call.options.timeout or 0, call.token  # `_queue` gives a time
-        try:
-            result = self._publish(Header(self.id, 0, key=call.key, token=token.decode()))
-        except BaseException:
+        """Acquire the key, and publish the task."""
+        with call:
+            problem = drive(call.client, call.acquire())
+            if problem is not None:
+                return self._publish() if call.may_run(problem) else call.result
             try:
-                release_now(call.client, call.server.features, call.key, token)
-            except TROUBLE as error:
-                logger.debug("%s could not be released, and will be in the background: %s", call.key, error)
-                call.clean_up(no_write_in_flight=True)
-            raise
+                result = self._publish(Header(self.id, 0, key=call.key, token=call.token.decode()))
+            except BaseException:
+                # At once, so that it can be published again; if that fails, in the background, when ``call`` is left.
+                with suppress(*TROUBLE):
+                    release_now(call.client, call.server.features, call.key, call.token)
+                raise
         # A task's own `apply_async` may have published nothing, or under an id of its own.
         if result is None:
             return None
+        limit, token = call.options.timeout or 0, call.token  # `_queue` gives a time
         if result.id != self.id:
             token = TokenFactory(self._task.name, result.id, 0, "queued").token(limit)
         # It compares with the token of a task that is queued: a worker may have begun it, and have its own lease.
@@ -177,17 +168,19 @@ class Publication(TaskCaller):
             logger.log(level, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
         return result
 
-    def _queue_newest(self, call: LockedCall, reply: int | bytes) -> Any:
-        """Publish the task with its number; or, if ``reply`` is the id of an equal newest task, give its result."""
-        if isinstance(reply, bytes):
-            emit(Busy(call.key, self.name, b""))
-            return self._task.AsyncResult(reply.decode())
-        replacement = self._options.get("replaced_task_nesting", 0)
-        result = self._publish(Header(self.id, 0, key=call.key, trigger=reply, replacement=replacement))
+    def _queue_newest(self, call: LockedCall, digest: str, seconds: float) -> Any:
+        """Publish the task with its number; or, if the newest task is equal, give that task's result."""
         try:
-            coalescing.note(call.server, call.key, self.app, "pending", "", reply)
+            number = coalescing.note(call.server, call.key, self.app, "anew", self.id, 0, digest, round(seconds * 1000))
         except TROUBLE as error:
-            logger.debug("%s is queued, and may be queued again: %s", call.key, error)
+            return self._publish() if call.may_run(error) else call.result
+        if isinstance(number, bytes):
+            emit(Busy(call.key, self.name, b""))
+            return self._task.AsyncResult(number.decode())
+        replacement = self._options.get("replaced_task_nesting", 0)
+        result = self._publish(Header(self.id, 0, key=call.key, trigger=number, replacement=replacement))
+        with redelivery.unless_down(self.id):
+            coalescing.note(call.server, call.key, self.app, "pending", "", number)
         return result
 
 

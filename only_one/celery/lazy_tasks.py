@@ -164,14 +164,14 @@ def refuse_async_tasks() -> None:
         app.annotations = _Annotations(app)
 
 
-def _refuse_in_app(sender: Celery, **_: Any) -> None:
+def _refuse_in_app(app: Celery) -> None:
     """The same for an app that is created later, which may have made tasks by now."""
-    sender.annotations = annotations = _Annotations(sender)
-    for task in sender.tasks.values():
+    app.annotations = annotations = _Annotations(app)
+    for task in app.tasks.values():
         annotations.annotate(type(task))
 
 
-_state.connect_on_app_finalize(lambda app: app.on_after_finalize.connect(_refuse_in_app))
+_state.connect_on_app_finalize(_refuse_in_app)
 
 
 @dataclass

@@ -92,9 +92,9 @@ def marker_update(task: Any, marker: str, ended_by: BaseException | None, second
 
 
 @contextmanager
-def unless_down(task_id: str, doing: str = "told apart") -> Iterator[None]:
-    """Go on if the server cannot be asked: the message is requeued, or the work done, all the same."""
+def unless_down(task_id: str) -> Iterator[None]:
+    """Go on if the server cannot be asked: the message is published, or the work done, all the same."""
     try:
         yield
     except TROUBLE as error:
-        logger.debug("redeliveries of %s cannot be %s: %s", task_id, doing, error)
+        logger.debug("what is known of the messages of %s cannot be asked or noted: %s", task_id, error)

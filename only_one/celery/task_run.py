@@ -35,7 +35,8 @@ def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[A
     task = _state.get_current_task()
     if task is None or (request := task.request).called_directly or wrapper not in functions_of(task):
         return decoration.plain_bound if bound else decoration.plain
-    if decoration in vars(request).get("only_one_under_way", {}).values():  # a call from inside its own run
+    is_inside = decoration in vars(request).get("only_one_under_way", {}).values()  # a call from inside its own run
+    if is_inside or request.is_eager:  # which has no message
         return TaskCaller(task, work_of(request).token_factory(task), bound=bound)
     return MessageRun(task, request, bound=bound, decoration=decoration)
 
@@ -92,6 +93,10 @@ class MessageRun(TaskCaller):
         work: the work of the message.
         under_way: the keys that runs of this message hold, one of each decorator of the task.
         is_unique_in_queue: whether the task is unique from queued to finished, also while it waits for a retry.
+        is_redelivered: whether the broker says that it has delivered the message before.
+        may_be_redelivered: whether the broker may have delivered the message before.
+        is_first_delivery: whether this is new work for certain, also under an id that was used before: no redelivery,
+            no requeue.
         is_superseded: whether it has the key, but a newer task that ``buffer_one`` coalesces does the work.
     """
 
@@ -109,23 +114,11 @@ class MessageRun(TaskCaller):
             # A retry may have other arguments than those of the key that came with its message.
             self.key = None if self.header.attempt else self.header.key
             self.queued = self.header.token.encode() if self.header.token else None
+        self.is_redelivered = bool((request.delivery_info or {}).get("redelivered"))
+        self.may_be_redelivered = self.is_redelivered or not marks_redeliveries(self.app)
+        self.is_first_delivery = not (self.header.times or self.may_be_redelivered)
         self._request = request
         self._began = now()
-
-    @property
-    def is_redelivered(self) -> bool:
-        """Whether the broker says that it has delivered the message before."""
-        return bool((self._request.delivery_info or {}).get("redelivered"))
-
-    @property
-    def is_first_delivery(self) -> bool:
-        """Whether this is new work for certain, also under an id that was used before: no redelivery, no requeue."""
-        return not (self.header.times or self.may_be_redelivered)
-
-    @property
-    def may_be_redelivered(self) -> bool:
-        """Whether the broker may have delivered the message before."""
-        return self.is_redelivered or not marks_redeliveries(self.app)
 
     def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:
         """The policy for a key that holds ``value``; if the holder is this very task, the message waits in the queue.
@@ -147,7 +140,7 @@ class MessageRun(TaskCaller):
         if options.when_busy is not None:
             return options.when_busy
         was_begun = self.work.attempt or self.work.replacement or self.is_redelivered
-        if was_begun and not request.is_eager:
+        if was_begun:
             return retry()
         return fail if request.chord or request.chain else skip
 
@@ -160,7 +153,7 @@ class MessageRun(TaskCaller):
         has_to_wait = isinstance(options.when_busy, (RetryPolicy, BufferOne))
         # A kept key may be that of earlier work with this id, for which a message waits that is requeued by now.
         may_be_new = self.is_first_delivery or (is_kept and not self.may_be_redelivered)
-        if self._request.is_eager or (has_to_wait and may_be_new and held >= self.work):
+        if has_to_wait and may_be_new and held >= self.work:
             return
         if held > self.work or (is_kept and held == self.work):
             raise self._drop(key, "it is out of date")
@@ -175,10 +168,10 @@ class MessageRun(TaskCaller):
 
         Raises:
             Ignore: so that this delivery ends without a result.
-            AlreadyRunning: at the limit, and if there is no queue.
+            AlreadyRunning: at the limit.
         """
         header, is_new = self.header, self.is_first_delivery and not waits
-        if self._request.is_eager or (how.max_retries is not None and header.times >= how.max_retries):
+        if how.max_retries is not None and header.times >= how.max_retries:
             raise how.error from how.error.__cause__  # not in the context of the request
         self._request.only_one_has_begun = True
         if is_new:
@@ -217,7 +210,7 @@ class MessageRun(TaskCaller):
             Ignore: for a redelivery that is dropped, or requeued until the result of its run is stored.
         """
         header, self.under_way[key] = self.header, self._decoration
-        only_newest = isinstance(options.when_busy, BufferOne) and not self._request.is_eager
+        only_newest = isinstance(options.when_busy, BufferOne)
         is_unmarked = self._task.acks_late and not marks_redeliveries(self.app)
         may_be_redelivery = header.times or self.is_redelivered or is_unmarked
         if not only_newest and not may_be_redelivery:
@@ -249,7 +242,7 @@ class MessageRun(TaskCaller):
         """The value that keeps a unique task's key while its message waits for a retry, or another decorator's key."""
         request = self._request
         sig = ended_by.sig if isinstance(ended_by, Retry) else vars(request).get("only_one_requeued")
-        if sig is None or not self.is_unique_in_queue or request.is_eager:
+        if sig is None or not self.is_unique_in_queue:
             return None
         if list(sig.args) != list(request.args or ()) or sig.kwargs != dict(request.kwargs or {}):
             return None  # with other arguments it may have another key
@@ -277,14 +270,7 @@ class MessageRun(TaskCaller):
 
     def on_marked(self, server: Server, key: str) -> None:
         """Have ``worker_signals`` note in the marker when the result is stored, too."""
-        of_others = vars(self._request).get("only_one_stored", int)  # of other decorators of the task
-
-        def mark_stored() -> None:
-            of_others()
-            with redelivery.unless_down(self.work.id, "told"):
-                drive(server.client, evaluate(redelivery.STORED, key, beside=self._marker(key)))
-
-        self._request.only_one_stored = mark_stored
+        vars(self._request).setdefault("only_one_markers", []).append((server, key, self._marker(key)))
 
     def _marker(self, key: str) -> str:
         """The name of the completion marker."""

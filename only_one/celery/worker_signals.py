@@ -8,7 +8,7 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from math import inf
@@ -24,15 +24,15 @@ from only_one.call.effective_options import Decoration, EffectiveOptions
 from only_one.call.owed_key import waive
 from only_one.connections.server import Server
 from only_one.events import logger
-from only_one.lock.commands import RAW, drive, now, release_now, replace
+from only_one.lock.commands import RAW, drive, evaluate, now, release_now, replace
 from only_one.lock.current_lock import Lease
 from only_one.lock.holder import Holder, is_dead, is_queued, machine, task_id_of
 from only_one.lock.renewal import finish_cleanups, hold
 from only_one.settings import DEFAULT_LEASE
 
-from . import coalescing
+from . import coalescing, redelivery
 from .broker import waits_for
-from .requeue import header_of, keep_content_type
+from .requeue import Header, header_of, keep_content_type
 from .task_run import caller_from_outside, decorations_of, functions_of, queue_options_of
 from .work import work_held_by, work_of
 
@@ -59,40 +59,34 @@ def _on_failure(sender: Any, task_id: str, exception: Any, args: Any, kwargs: An
 
 def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None:  # noqa: FBT001
     """The task was revoked, or has expired."""
-    header = header_of(request)
     if terminated or queue_options_of(sender) is not None:
-        _watch(sender, request.id, request.args, request.kwargs, header.key)
-    if header.trigger is not None:
-        _forget(sender, request)
+        _watch(sender, request.id, request.args, request.kwargs, header_of(request))
 
 
-def _watch(task: Any, task_id: str, args: Any, kwargs: Any, key: str | None) -> None:
+def _watch(task: Any, task_id: str, args: Any, kwargs: Any, header: Header | None) -> None:
     """Release a task's keys as soon as its process is dead, in a thread: the worker has other tasks to serve."""
     for decoration in decorations_of(task):
-        given = (task, decoration, task_id, args, kwargs, key if decoration.task is not None else None)
+        given = (task, decoration, task_id, args or (), kwargs or {}, header if decoration.task is not None else None)
         threading.Thread(target=_release_when_dead, args=given, name="only_one-endings", daemon=True).start()
 
 
-def _release_when_dead(task: Any, decoration: Decoration, task_id: str, args: Any, kwargs: Any, key: Any) -> None:
+def _release_when_dead(
+    task: Any, decoration: Decoration, task_id: str, args: Any, kwargs: Any, header: Header | None
+) -> None:
     try:
         with _at_work:
             options = decoration.options_for(caller_from_outside(task, decoration))
             if (server := options.server) is None:
                 return
-            if key is not None:
-                waive(server.client, key, task_id, options.queue_timeout)
-            keys = _possible_keys(task, decoration, options, args or (), kwargs or {}) if key is None else iter([key])
-            key = next(keys, None)
+            if header is not None and header.key is not None:
+                _withdraw(task, server, header.key, header, options.queue_timeout)
+                keys: list[Any] = [header.key]
+            else:
+                keys = _possible_keys(task, decoration, options, server, args, kwargs)
         until = now() + 10  # Celery tells that it kills a process before it does it
-        while key is not None and now() < until:
-            with _at_work:
-                is_released = _is_released(server, key, task_id, takeover=options.takeover)
-                if is_released is None:
-                    key = next(keys, None)
-            if is_released:
-                return
-            if is_released is False:
-                time.sleep(0.02)
+        while keys and now() < until:
+            keys = [key for key in keys if not _is_free(server, key, task_id, takeover=options.takeover)]
+            time.sleep(0.02)
     except Exception as error:  # noqa: BLE001 - nobody to raise it to; the key expires by itself
         _warn_once(
             f"a key of {task.name}, whose run was killed or revoked, could not be released", type(error).__name__
@@ -100,32 +94,34 @@ def _release_when_dead(task: Any, decoration: Decoration, task_id: str, args: An
 
 
 def _possible_keys(
-    task: Any, decoration: Decoration, options: EffectiveOptions, args: Any, kwargs: Any
-) -> Iterator[str | bytes]:
-    """The key that the message's arguments give; then all keys, if the run may have had other arguments.
+    task: Any, decoration: Decoration, options: EffectiveOptions, server: Server, args: Any, kwargs: Any
+) -> list[str | bytes]:
+    """The key that the message's arguments give; or all keys, if the run may have had other arguments.
 
     What may change them (pydantic, a base's ``__call__``, a function in between) is the user's, and is not called here.
     """
     caller = caller_from_outside(task, decoration)
     is_innermost = decoration.task is not None or [*functions_of(task)][1:2] == [decoration.function]
-    is_exact = is_innermost and not task_has_custom(task, "__call__")
-    with suppress(*[] if is_exact else [Exception]):  # as where a model is a dict in the message
-        yield options.prefix + decoration.make_key(caller, (task, *args) if caller.bound else tuple(args), kwargs)
-    if not is_exact and options.server is not None:
-        pattern = "".join(f"\\{each}" for each in options.prefix) + "*"  # the prefix has no wildcards
-        yield from options.server.client.scan_iter(match=pattern, count=1000, NEVER_DECODE=True)
+    if is_innermost and not task_has_custom(task, "__call__"):
+        return [options.prefix + decoration.make_key(caller, (task, *args) if caller.bound else tuple(args), kwargs)]
+    pattern = "".join(f"\\{each}" for each in options.prefix) + "*"  # the prefix has no wildcards
+    return [*server.client.scan_iter(match=pattern, count=1000, NEVER_DECODE=True)]
 
 
-def _is_released(server: Server, key: str | bytes, task_id: str, *, takeover: bool) -> bool | None:
-    """Whether the key was released, because its process is dead; None if it is not the task's to release."""
-    value: bytes = server.client.execute_command("GET", key, **RAW) or b""
-    holder = Holder.parse(value)
-    if holder is None or holder.task_id != task_id or not (takeover or is_queued(value)):
-        return None
-    if not (is_queued(value) or is_dead(value) or _has_ended(holder)):
-        return False
-    # A task that is queued may just have begun: then its process is waited for.
-    return release_now(server.client, server.features, key, value).status == "held"
+def _is_free(server: Server, key: str | bytes, task_id: str, *, takeover: bool) -> bool:
+    """Release the key if its process is dead; whether nothing of the task is left to release at it."""
+    with _at_work:
+        value = _value_at(server, key)
+        holder = Holder.parse(value)
+        if holder is None or holder.task_id != task_id or not (takeover or is_queued(value)):
+            return True
+        # A task that is queued may just have begun: then its process is waited for.
+        is_over = is_queued(value) or is_dead(value) or _has_ended(holder)
+        return is_over and release_now(server.client, server.features, key, value).status == "held"
+
+
+def _value_at(server: Server, key: str | bytes) -> bytes:
+    return server.client.execute_command("GET", key, **RAW) or b""
 
 
 def _has_ended(holder: Holder) -> bool:
@@ -138,26 +134,32 @@ def _has_ended(holder: Holder) -> bool:
 
 def _on_end(sender: Any, task: Any, **_: Any) -> None:
     """The result is stored; or a signal handler, ``before_start`` or a base class has kept the task from running."""
-    vars(task.request).get("only_one_stored", int)()
+    for server, key, marker in vars(task.request).get("only_one_markers", ()):
+        with redelivery.unless_down(task.request.id):
+            drive(server.client, evaluate(redelivery.STORED, key, beside=marker))
     if not vars(task.request).get("only_one_has_begun"):
         _forget(sender, task.request)
 
 
 def _forget(task: Any, request: Any) -> None:
     """Release the key of a task that is unique from queued to finished, and has ended without having begun."""
-    options = queue_options_of(task)
-    if options is None or options.server is None or (header := header_of(request)).key is None:
+    options, header = queue_options_of(task), header_of(request)
+    if options is None or (server := options.server) is None or header.key is None:
         return
     try:
-        waive(options.server.client, header.key, request.id, options.queue_timeout)
-        if header.token:
-            release_now(options.server.client, options.server.features, header.key, header.token.encode())
-        else:  # a retry, whose message was published before the key was its own
-            _is_released(options.server, header.key, request.id, takeover=False)
-        if header.trigger is not None:
-            coalescing.note(options.server, header.key, task.app, "withdraw", "", header.trigger)
+        _withdraw(task, server, header.key, header, options.queue_timeout)
+        value = _value_at(server, header.key)
+        if is_queued(value) and work_held_by(Holder.parse(value)) == work_of(request):
+            release_now(server.client, server.features, header.key, value)
     except Exception as error:  # noqa: BLE001 - nobody to raise it to; the key and the marker expire
         _warn_once(f"a key of {task.name}, which did not run, could not be released", type(error).__name__)
+
+
+def _withdraw(task: Any, server: Server, key: str, header: Header, queue_timeout: float) -> None:
+    """Note that a task waits no more: nothing is owed to it, and it is not the newest."""
+    waive(server.client, key, header.id, queue_timeout)
+    if header.trigger is not None:
+        coalescing.note(server, key, task.app, "withdraw", "", header.trigger)
 
 
 # Tasks that a worker has received and has not begun: their keys name the worker's process, which is seen to die
@@ -166,6 +168,7 @@ _waiting: dict[Lease, tuple[Server, bytes, Callable[[], float], ref[Any]]] = {}
 """The leases of keys that name this process. A lease that another has is lost.
 
 With each its server, the value before, the seconds for which that would be stored now, and the task's request.
+A lease outlives its request: Celery forgets the requests before it tells us that the worker ends.
 """
 
 _swept_at = _backs_off_until = 0.0

@@ -232,7 +232,7 @@ def test_what_stays_under_the_key_for_a_retry(app: Celery) -> None:
         said: Any = None, ended_by: Any = None, when: Any = None, *, seconds: float = 0.5,
         is_unique_in_queue: bool = True, **request: Any,
     ) -> Any:  # fmt: skip
-        told = {"id": "the-id", "retries": 4, "args": ["a"], "kwargs": {"b": 1}, "expires": None, "is_eager": False}
+        told = {"id": "the-id", "retries": 4, "args": ["a"], "kwargs": {"b": 1}, "expires": None, "delivery_info": None}
         of_task: Any = SimpleNamespace(headers=None, **{**told, **request})
         decoration: Any = SimpleNamespace(task=task if is_unique_in_queue else None)
         delivered = MessageRun(task, of_task, bound=False, decoration=decoration)
@@ -250,7 +250,6 @@ def test_what_stays_under_the_key_for_a_retry(app: Celery) -> None:
     assert stays(when=3)[1] == 3500
     assert stays(expires=-1) is None
     assert stays(expires=7)[1] == 7000
-    assert stays(is_eager=True) is None
     assert stays(is_unique_in_queue=False) is None
     for other in (task.s("b", b=1), task.s("a", b=2), task.s("a")):
         assert stays(other) is None
