@@ -10,7 +10,7 @@ WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,buffer_one canvas ends put_ba
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-picture newsletter docs dev test test-rabbitmq lint types interrupts suite site words coverage soak \
-	mutants matrix benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-leftovers benchmark-async \
+	mutants matrix simulate benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-leftovers benchmark-async \
 	benchmark-interruptions benchmark-kills benchmark-queue benchmark-queue-kills benchmark-peers benchmark-newsletter \
 	newsletter-kills clean
 
@@ -81,6 +81,9 @@ coverage: .venv/dev.stamp ## the suite, and the lines and branches that it does 
 # The suite runs a slice of these combinations.
 matrix: .venv/dev.stamp ## each kind of task in each pool, with each combination of settings
 	POOLS_MATRIX=1 $(BIN)/python -m pytest tests/live/test_pools.py $(ARGS)
+
+simulate: .venv/dev.stamp ## search interleavings in a simulated world: 10,000 histories; --messages for Celery's, --seed N for one again
+	$(BIN)/python -m tests.simulation $(ARGS)
 
 ##@ Measurements (with nothing else running; options in ARGS="...", such as ARGS=--help)
 

@@ -137,6 +137,8 @@ class MessageRun(TaskCaller):
             is_kept = holder is not None and holder.state == "kept"
             self._wait_for_own(options, server, key, held, is_kept=is_kept)
         request.only_one_has_begun = False  # it ends without a run, unless it is requeued
+        if self.is_unique_in_queue:
+            request.only_one_key = key  # a task that was sent with an id of its own has none in its message
         if options.when_busy is not None:
             return options.when_busy
         was_begun = self.work.attempt or self.work.replacement or self.is_redelivered

@@ -144,13 +144,14 @@ def _on_end(sender: Any, task: Any, **_: Any) -> None:
 def _forget(task: Any, request: Any) -> None:
     """Release the key of a task that is unique from queued to finished, and has ended without having begun."""
     options, header = queue_options_of(task), header_of(request)
-    if options is None or (server := options.server) is None or header.key is None:
+    key: str | None = vars(request).get("only_one_key", header.key)
+    if options is None or (server := options.server) is None or key is None:
         return
     try:
-        _withdraw(task, server, header.key, header, options.queue_timeout)
-        value = _value_at(server, header.key)
+        _withdraw(task, server, key, header, options.queue_timeout)
+        value = _value_at(server, key)
         if is_queued(value) and work_held_by(Holder.parse(value)) == work_of(request):
-            release_now(server.client, server.features, header.key, value)
+            release_now(server.client, server.features, key, value)
     except Exception as error:  # noqa: BLE001 - nobody to raise it to; the key and the marker expire
         _warn_once(f"a key of {task.name}, which did not run, could not be released", type(error).__name__)
 

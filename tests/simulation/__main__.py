@@ -1,0 +1,83 @@
+"""Play histories: ``make simulate``, or one of them again."""
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from .lock_world import Histories
+from .message_world import MessageWorld
+from .shrinking import shrink, timeline
+
+
+def _histories(package: str | None, *, messages: bool) -> Histories:
+    path = Path(package) if package else None
+    return Histories(path, MessageWorld, 7) if messages else Histories(path)
+
+
+def _play(given: tuple[list[int], str | None, bool]) -> tuple[int, Counter[str], dict[str, list[tuple[int, str]]]]:
+    seeds, package, messages = given
+    histories = _histories(package, messages=messages)
+    met: Counter[str] = Counter()
+    problems: dict[str, list[tuple[int, str]]] = {}
+    for seed in seeds:
+        history = histories.play(seed)
+        met.update(history.world.met)
+        for kind, text in history.problems[:1]:
+            problems.setdefault(kind, []).append((seed, text))
+    return len(seeds), met, problems
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m tests.simulation", description="Search interleavings of the lock.")
+    parser.add_argument("--seed", type=int, help="play this history again, shrunk, as a timeline")
+    parser.add_argument("--begin", type=int, default=0, help="the first seed")
+    parser.add_argument("--histories", type=int, default=10_000, help="how many are played")
+    parser.add_argument("--seeds", type=int, nargs="*", help="play these")
+    parser.add_argument("--package", help="the folder with another version of only_one")
+    parser.add_argument("--messages", action="store_true", help="the world of messages, and not of the lock")
+    parser.add_argument("--whole", action="store_true", help="with --seed: do not shrink")
+    parser.add_argument("--jobs", type=int, default=2)
+    given = parser.parse_args()
+    if given.seed is not None:
+        return _again(given)
+    started, done, met = time.monotonic(), 0, Counter[str]()
+    problems: dict[str, list[tuple[int, str]]] = {}
+    seeds = given.seeds or list(range(given.begin, given.begin + given.histories))
+    parts = [(seeds[at : at + 100], given.package, given.messages) for at in range(0, len(seeds), 100)]
+    with multiprocessing.get_context("fork").Pool(given.jobs) as pool:
+        for count, part_met, part_problems in pool.imap_unordered(_play, parts):
+            done += count
+            met.update(part_met)
+            for kind, found in part_problems.items():
+                problems.setdefault(kind, []).extend(found)
+                print("\r" + "".join(f"seed {seed}: {kind}: {text}\n" for seed, text in found), end="", flush=True)
+            rate = done / (time.monotonic() - started)
+            red = ", ".join(f"{kind} {len(found)}" for kind, found in problems.items())
+            print(f"\r{done} of {len(seeds)} histories, {rate:.0f}/s; {red or 'no problem'}", end="", file=sys.stderr)
+    print(file=sys.stderr)
+    for name, count in sorted(met.items()):
+        print(f"{count:8} {name}")
+    for kind, found in problems.items():
+        print(f"{kind}: {len(found)}; seeds", *[seed for seed, _ in sorted(found)[:10]])
+    return bool(problems)
+
+
+def _again(given: Any) -> int:
+    histories = _histories(given.package, messages=given.messages)
+    history = histories.play(given.seed)
+    if history.problems and not given.whole:
+        history = histories.play(given.seed, shrink(histories.play, given.seed, history.problems[0][0]))
+    print(history.plan)
+    print(timeline(history))
+    print("faults:", *history.world.faults)
+    for kind, text in history.problems:
+        print(f"{kind}: {text}")
+    return bool(history.problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,390 @@
+"""Processes of the world: each is a copy of the package of its own, whose clock, threads and process table are fakes.
+
+The fakes stand in the place of Python's modules while a copy is imported, so the package itself knows nothing of them.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import os
+import pathlib
+import pkgutil
+import queue
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+
+import greenlet
+import redis.asyncio.connection
+import redis.connection
+import redis.retry
+from celery.utils.dispatch import Signal
+
+import only_one
+
+from .network import FakeSocketModule
+from .world import Thread, World
+
+_importing: list[Process] = []
+_history: list[World] = []
+"""The world of the history that is under way."""
+
+
+def thread() -> Thread | None:
+    """The thread of the world that runs, if there is one."""
+    running = greenlet.getcurrent()
+    return running if isinstance(running, Thread) else None
+
+
+def this() -> Any:
+    """The process that runs."""
+    running = thread()
+    return running.process if running else (_importing[-1] if _importing else None)
+
+
+class Fake(ModuleType):
+    """A module with some names of its own; all others are the real module's."""
+
+    def __init__(self, real: ModuleType, **own: Any) -> None:
+        super().__init__(real.__name__)
+        vars(self).update(own)
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def _now(*_: int) -> float:
+    return _history[-1].now if _history else time.monotonic()
+
+
+def _wall() -> float:
+    return _history[-1].wall() if _history else time.time()
+
+
+def _sleep(seconds: float) -> None:
+    _history[-1].sleep(seconds)
+
+
+def _kill(pid: int, _signal: int) -> None:
+    found = this().machine.processes.get(pid)
+    if found is None or found.is_dead:
+        raise ProcessLookupError
+
+
+def _urandom(count: int) -> bytes:
+    return b"".join(b"%c" % int(256 * _history[-1].draw("urandom")) for _ in range(count))
+
+
+def _on_fork(*, before: Any = None, after_in_parent: Any = None, after_in_child: Any = None) -> None:
+    del before, after_in_parent  # nothing else runs at that moment
+    if getattr(after_in_child, "__name__", "") != "release":
+        _importing[-1].after_fork.append(after_in_child)
+
+
+def _on_exit(do: Callable[[], object]) -> None:
+    _importing[-1].at_exit.append(do)
+
+
+class FakeThread:
+    """``threading.Thread`` in the world."""
+
+    def __init__(self, target: Any, args: tuple[Any, ...] = (), name: str = "", daemon: bool = False) -> None:  # noqa: FBT001, FBT002
+        self._given = target, args
+        self._name = name
+        self.daemon = daemon
+        self._thread: Thread | None = None
+
+    def start(self) -> None:
+        process, world = this(), _history[-1]
+        if process.has_ended or world.fault(f"no thread of {process.name}", process.no_thread):
+            msg = "can't start new thread"
+            raise RuntimeError(msg)
+        target, args = self._given
+        self._thread = world.spawn(process, f"{process.name}/{self._name}", target, *args)
+
+    def join(self) -> None:
+        joined = self._thread
+        if joined is not None and not joined.dead:
+            _history[-1].wait(lambda wake: joined.joined.append(lambda: wake(None)), None)
+
+
+class FakeLock:
+    """``threading.Lock`` in the world."""
+
+    def __init__(self) -> None:
+        self._holder: Thread | None = None
+        self._waiting: deque[Any] = deque()
+
+    def acquire(self) -> bool:
+        while self._holder is not None and self._holder.lives and not self._holder.dead:
+            _history[-1].wait(self._waiting.append, 1.0)
+        self._holder = thread()
+        return True
+
+    def release(self) -> None:
+        self._holder = None
+        while self._waiting:
+            self._waiting.popleft()(None)
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class FakeQueue:
+    """``SimpleQueue`` in the world."""
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+        self._waiting: deque[Any] = deque()
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+        while self._waiting:
+            self._waiting.popleft()(item)
+
+    def get_nowait(self) -> Any:
+        if not self._items:
+            raise queue.Empty
+        return self._items.popleft()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:  # noqa: FBT001, FBT002
+        if block and not self._items:
+            _history[-1].wait(self._waiting.append, timeout)
+        return self.get_nowait()
+
+
+class FakeRandom:
+    """``SystemRandom`` in the world."""
+
+    def uniform(self, low: float, high: float) -> float:
+        return _history[-1].uniform("random", low, high)
+
+
+class FakePath:
+    """``Path`` of the files below /proc that tell processes apart."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def readlink(self) -> Any:
+        if self.path == "/proc/self":
+            return FakePath(str(this().pid))
+        return f"{self.path.rpartition('/')[2]}:[{this().machine.name}]"
+
+    def is_symlink(self) -> bool:
+        return True
+
+    def read_bytes(self) -> bytes:
+        if self.path.endswith("boot_id"):
+            return str(this().machine.name).encode()
+        found = this().machine.processes.get(int(self.path.split("/")[2]))
+        if found is None or found.is_dead:
+            raise FileNotFoundError
+        return b"1 (x) S " + b"0 " * 18 + b"%d" % found.started + b" 0 0"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FakePath) and other.path == self.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+
+_time = Fake(time, clock_gettime=_now, monotonic=_now, perf_counter=_now, time=_wall, sleep=_sleep)
+vars(_time)["time_ns"] = lambda: round(_wall() * 1e9)
+_os = Fake(os, kill=_kill, urandom=_urandom, register_at_fork=_on_fork, getpid=lambda: getattr(this(), "pid", 1))
+_queues: dict[str, Any] = {"SimpleQueue": FakeQueue, "Empty": queue.Empty, "Full": queue.Full}
+FAKES: dict[str, ModuleType] = {
+    "time": _time,
+    "os": _os,
+    "threading": Fake(threading, Thread=FakeThread, Lock=FakeLock),
+    "socket": Fake(socket, gethostname=lambda: this().machine.name),
+    "queue": Fake(queue, **_queues),
+    "_queue": Fake(queue, **_queues),
+    "pathlib": Fake(pathlib, Path=FakePath),
+    "random": Fake(random, SystemRandom=FakeRandom),
+    "atexit": Fake(ModuleType("atexit"), register=_on_exit),
+}
+
+
+_import = builtins.__import__
+
+
+def _import_own(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:  # noqa: A002
+    """Functions that import when they are called get the modules of their own copy."""
+    if globals is not None and "__process__" in globals and fromlist and name in globals["__process__"].modules:
+        return globals["__process__"].modules[name]
+    return _import(name, globals, locals, fromlist, level)
+
+
+@contextmanager
+def patched() -> Iterator[None]:
+    """redis-py in the world: its sockets and sleeps are ours while histories run."""
+    changes: list[tuple[Any, str, Any]] = [
+        (redis.connection, "socket", FakeSocketModule(socket, thread)),
+        (redis.connection, "os", _os),
+        (redis.asyncio.connection, "os", _os),
+        (redis.retry, "sleep", _sleep),
+        (uuid, "os", _os),
+        (builtins, "__import__", _import_own),
+        (signal, "valid_signals", set),  # no handler of the program that runs the world is a process's
+    ]
+    before = [getattr(module, name, None) for module, name, _ in changes]
+    for module, name, value in changes:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for (module, name, _), value in zip(changes, before, strict=True):
+            setattr(module, name, value)
+
+
+class Machine:
+    """A machine: process ids mean the same to all its processes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.processes: dict[int, Process] = {}
+
+
+_ROOMS = (
+    "only_one.call",
+    "only_one.lock",
+    "only_one.connections",
+    "only_one.keys",
+    "only_one.events",
+    "only_one.celery",
+)
+
+
+@contextmanager
+def _own_signals(process: Process) -> Iterator[None]:
+    """Celery's signals reach only the receivers of the process that sends them."""
+    original = Signal.connect
+
+    def connect(signal: Any, receiver: Any, **_: Any) -> Any:
+        def own(*args: Any, **kwargs: Any) -> Any:
+            return receiver(*args, **kwargs) if this() is process else None
+
+        return original(signal, own, weak=False)
+
+    Signal.connect = connect
+    try:
+        yield
+    finally:
+        Signal.connect = original
+
+
+_CONTAINERS: Any = (dict, set, list, WeakSet, WeakKeyDictionary, WeakValueDictionary)
+
+
+class Process:
+    """A process with a copy of the package.
+
+    Attributes:
+        package: the copy of ``only_one``.
+        modules: its modules by name.
+        at_exit: what it does when it ends in order.
+        after_fork: what it does when it finds itself to be a forked child.
+    """
+
+    def __init__(self, package_path: Path | None = None) -> None:
+        self.at_exit: list[Callable[[], object]] = []
+        self.after_fork: list[Callable[[], object]] = []
+        self.machine = Machine("none")
+        self.pid, self.name, self.life = 1, "none", 0
+        self.modules = self._import(package_path)
+        self.package = self.modules["only_one"]
+        for module in self.modules.values():
+            vars(module)["__process__"] = self
+        self._at_first = [(module, dict(vars(module))) for module in self.modules.values()]
+        self._contents = [
+            (value, value.copy())
+            for _, values in self._at_first
+            for name, value in values.items()
+            if isinstance(value, _CONTAINERS) and not name.startswith("__")
+        ]
+
+    def _import(self, path: Path | None) -> dict[str, ModuleType]:
+        kept = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "only_one"}
+        real = {name: sys.modules[name] for name in FAKES}
+        for name in kept:
+            del sys.modules[name]
+        sys.modules.update(FAKES)
+        _importing.append(self)
+        if path is not None:
+            sys.path.insert(0, str(path))
+        try:
+            package = importlib.import_module("only_one")
+            with _own_signals(self):
+                importlib.import_module("only_one.celery.lazy_tasks")
+                importlib.import_module("only_one.celery.app_settings")
+            for found in pkgutil.walk_packages(package.__path__, "only_one."):
+                if found.name.startswith(_ROOMS):
+                    importlib.import_module(found.name)
+            return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "only_one"}
+        finally:
+            if path is not None:
+                sys.path.remove(str(path))
+            _importing.pop()
+            sys.modules.update(real)
+            for name in [name for name in sys.modules if name.partition(".")[0] == "only_one"]:
+                del sys.modules[name]
+            sys.modules.update(kept)
+
+    def begin(self, machine: Machine, pid: int, name: str, started: int) -> None:
+        """Begin anew, as a process that has just been started."""
+        self.machine, self.pid, self.name, self.started = machine, pid, name, started
+        self.is_dead = self.has_ended = False
+        self.paused_until, self.no_thread = 0.0, 0.0
+        self.life += 1
+        machine.processes[pid] = self
+        for module, values in self._at_first:
+            vars(module).update(values)
+        for container, content in self._contents:
+            container.clear()
+            getattr(container, "update", getattr(container, "extend", print))(content)
+        _importing.append(self)
+        for do in self.after_fork:
+            do()
+        _importing.pop()
+
+    def become_child(self, pid: int, started: int) -> None:
+        """Fork, and let the parent die in the same moment: the child has its memory, and one thread."""
+        parent = SimpleNamespace(is_dead=True, pid=self.pid, started=self.started)
+        self.machine.processes[self.pid] = parent  # type: ignore[assignment]
+        self.pid, self.started = pid, started
+        self.machine.processes[pid] = self
+        for do in self.after_fork:
+            do()
+
+    def module(self, name: str) -> Any:
+        return self.modules[f"only_one.{name}"]
+
+
+@contextmanager
+def history_of(world: World) -> Iterator[None]:
+    """Let the fakes show this world."""
+    _history.append(world)
+    try:
+        yield
+    finally:
+        _history.pop()
+
+
+PACKAGE = Path(only_one.__file__).parent

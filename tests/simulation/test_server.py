@@ -1,0 +1,87 @@
+"""The model of the server replies and stores what real servers do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from only_one.celery import coalescing, redelivery
+from only_one.lock import commands as lock_commands
+
+from .server import Refusal, Status, Store
+
+KEYS = [b"{k}", b"{k}:beside"]
+VALUES = [b'{"state":"running"}', b'{"state":"kept"}', b"queued"]
+keys, values = st.sampled_from(KEYS), st.sampled_from(VALUES)
+lives = st.sampled_from([b"60000", b"90000"])
+lasts = st.sampled_from([b"0", b"60000"])
+numbers = st.sampled_from([b"0", b"1", b"2"])
+SCRIPTS = {
+    "renew": (lock_commands.RENEW, [values, lives]),
+    "release": (lock_commands._RELEASE, [values, lasts]),
+    "replace": (lock_commands._REPLACE, [values, values, lives, lasts]),
+    "read": (redelivery._READ, [lasts]),
+    "stored": (redelivery.STORED, []),
+    "requeued": (redelivery.REQUEUED, [numbers, lives]),
+    "withdraw": (coalescing._NUMBER, [st.just(b"withdraw"), values, numbers, lives]),
+}
+"""The scripts that do not reply the time."""
+
+
+def script(name: str) -> st.SearchStrategy[list[Any]]:
+    text, args = SCRIPTS[name][0].text.encode(), SCRIPTS[name][1]
+    return st.tuples(st.just(b"EVAL"), st.just(text), st.just(b"2"), *map(st.just, KEYS), *args).map(list)
+
+
+plain = st.one_of(
+    st.tuples(st.just(b"SET"), keys, values, st.just(b"NX"), st.just(b"GET"), st.just(b"PX"), lives),
+    st.tuples(st.just(b"SET"), keys, values, st.just(b"NX"), st.just(b"PX"), lives),
+    st.tuples(st.just(b"GET"), keys),
+    st.tuples(st.just(b"DEL"), keys),
+    st.tuples(st.just(b"DELIFEQ"), keys, values),
+    st.tuples(st.just(b"DELEX"), keys, st.just(b"IFEQ"), values),
+    st.tuples(st.just(b"HSET"), keys, values, numbers),
+    st.tuples(st.just(b"PEXPIRE"), keys, lives),
+    st.tuples(st.just(b"PEXPIRE"), keys, st.just(b"-1")),  # it expires at once
+    st.tuples(st.just(b"PTTL"), keys),
+).map(list)
+sequences = st.lists(st.one_of(plain, *map(script, SCRIPTS)), max_size=12)
+
+
+@pytest.fixture
+def real(redis: Any) -> Callable[..., Any]:
+    def execute(command: list[bytes]) -> Any:
+        try:
+            return redis.execute_command(*command, NEVER_DECODE=True)
+        except Exception as error:  # noqa: BLE001 - compared with the model's
+            return error
+
+    return execute
+
+
+def comparable(reply: Any, name: bytes) -> Any:
+    """A reply without what differs by time, by server or by client: only how an error begins."""
+    if isinstance(reply, Exception):
+        text = str(reply).removeprefix("WRONGTYPE ")
+        return "unknown" if "unknown command" in text else text[:20]
+    if name == b"PTTL" and isinstance(reply, int) and reply > 0:
+        return round(reply / 30_000)
+    if isinstance(reply, list):  # the last field is the age, by the server's clock
+        return [comparable(each, b"") for each in reply[:-1]]
+    return "OK" if isinstance(reply, Status) or reply in (b"OK", True) else reply
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sequence=sequences)
+def test_the_model_replies_and_stores_what_a_real_server_does(sequence: list[Any], real: Callable[..., Any]) -> None:
+    model = Store(time.monotonic, time.time, "valkey")
+    real([b"DEL", *KEYS])
+    for command in [*sequence, *([b"GET", key] for key in KEYS), *([b"PTTL", key] for key in KEYS)]:
+        expected, modelled = real(command), model.execute(command)
+        shown = comparable(modelled, command[0]) if not isinstance(modelled, Refusal) else comparable(modelled, b"")
+        assert shown == comparable(expected, command[0]), (command[:2], modelled, expected)

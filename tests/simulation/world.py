@@ -1,0 +1,217 @@
+"""The world: one clock, one seed, and threads that run one at a time and change places wherever they wait.
+
+A choice is drawn by (seed, label, number), so a fault that is left out shifts no other choice.
+The idea of a world in one thread is FoundationDB's simulation; that of leaving faults out until few are left is
+Zeller's delta debugging.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any, TypeVar
+
+import greenlet
+
+T = TypeVar("T")
+WALL = 1_700_000_000.0
+"""Seconds by which the wall clock is ahead of the clock of the world."""
+
+
+class Killed(greenlet.GreenletExit):  # type: ignore[misc]
+    """Raised nowhere: a thread that is killed is not resumed. It ends when its history is over."""
+
+
+class Thread(greenlet.greenlet):  # type: ignore[misc]
+    """A thread of a process in the world."""
+
+    def __init__(
+        self, world: World, process: Any, name: str, function: Callable[..., Any], args: tuple[Any, ...]
+    ) -> None:
+        super().__init__(self._run, world.hub)
+        self.world, self.process, self.name = world, process, name
+        self.function, self.args = function, args
+        self.life = process.life
+        self.interrupt: BaseException | None = None  # raised when the thread is resumed
+        self.tracer: Any = None
+        self.loop: Any = None  # the event loop that runs in it
+        self.waiting = 0  # counts waits, so that a late wake is known
+        self.joined: list[Callable[[], None]] = []
+        self.crash: BaseException | None = None
+
+    @property
+    def lives(self) -> bool:
+        """Whether its process does: neither killed, nor another one that has begun since."""
+        return self.life == self.process.life and not self.process.is_dead
+
+    def _run(self, *_: object) -> None:
+        try:
+            self.function(*self.args)
+        except greenlet.GreenletExit:
+            pass
+        except BaseException as error:  # noqa: BLE001 - a thread that dies is told by the checker
+            self.crash = error
+            self.world.note(self.name, "died", repr(error))
+        finally:
+            for wake in self.joined:
+                wake()
+
+
+class World:
+    """One history.
+
+    Attributes:
+        now: seconds, by the clock that nobody sets.
+        log: what has happened: the time, who, what, and details.
+        faults: the faults that have happened, by label and number.
+        met: how often each kind of thing has happened.
+    """
+
+    def __init__(self, seed: int, left_out: frozenset[str] = frozenset()) -> None:
+        self.seed, self.left_out = seed, left_out
+        self.now, self.wall_step = 1000.0, 0.0
+        self.hub = greenlet.getcurrent()
+        self.threads: list[Thread] = []
+        self.log: list[tuple[Any, ...]] = []
+        self.faults: list[str] = []
+        self.steps: list[str] = []
+        self.met: Counter[str] = Counter()
+        self.hosts: dict[tuple[str, int], Any] = {}
+        self.links: list[Any] = []
+        self.is_over = False
+        self.quiet = False
+        self._events: list[tuple[float, float, int, Callable[[], None]]] = []
+        self._serial = itertools.count()
+        self._numbers: Counter[str] = Counter()
+
+    # choices
+
+    def number(self, label: str) -> str:
+        """The label with the number of this choice among those with the same label."""
+        self._numbers[label] += 1
+        return f"{label}#{self._numbers[label]}"
+
+    def draw(self, label: str) -> float:
+        """A number from 0 to 1, the same for each (seed, label, number)."""
+        key = f"{self.seed}/{self.number(label)}"
+        return int.from_bytes(blake2b(key.encode(), digest_size=7).digest(), "big") / 2**56
+
+    def choose(self, label: str, choices: list[T]) -> T:
+        return choices[int(self.draw(label) * len(choices))]
+
+    def uniform(self, label: str, low: float, high: float) -> float:
+        return low + (high - low) * self.draw(label)
+
+    def fault(self, label: str, probability: float) -> bool:
+        """Whether a fault happens now; a shrunk history leaves some out."""
+        happens = self.draw(label) < probability and not self.quiet
+        name = f"{label}#{self._numbers[label]}"
+        if not happens or name in self.left_out:
+            return False
+        self.faults.append(name)
+        self.met[f"fault: {label.partition(' of ')[0]}"] += 1
+        return True
+
+    def is_left_out(self, step: str) -> bool:
+        """Whether a step that is no fault is left out."""
+        self.steps.append(step)
+        return step in self.left_out
+
+    # time
+
+    def at(self, time: float, do: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (max(time, self.now), self.draw("order"), next(self._serial), do))
+
+    def after(self, seconds: float, do: Callable[[], None]) -> None:
+        self.at(self.now + seconds, do)
+
+    def wall(self) -> float:
+        return WALL + self.wall_step + self.now
+
+    def run(self, until: float, done: Callable[[], bool] = lambda: False) -> None:
+        """Let everything happen until a time, or until ``done``."""
+        while not done() and self._events and self._events[0][0] <= until:
+            self.now, _, _, do = heapq.heappop(self._events)
+            do()
+        if not done():
+            self.now = max(self.now, until)
+
+    def end(self) -> None:
+        """End all threads, without letting them do anything."""
+        self.is_over = True
+        for thread in self.threads:
+            if not thread.dead:
+                thread.tracer = None
+                _enter(thread)
+                try:
+                    thread.throw(Killed)
+                finally:
+                    _leave(thread)
+        self.threads.clear()
+        self._events.clear()
+        for link in self.links:  # redis-py's connections outlive their history, and must not keep it
+            link.forget()
+
+    # threads
+
+    def spawn(self, process: Any, name: str, function: Callable[..., Any], *args: Any) -> Thread:
+        thread = Thread(self, process, name, function, args)
+        self.threads.append(thread)
+        self.after(0, lambda: self.resume(thread, thread.waiting, None))
+        return thread
+
+    def resume(self, thread: Thread, waiting: int, value: object) -> None:
+        """Let a thread go on, unless its wait is over, its process is killed, or stands still."""
+        if thread.dead or thread.waiting != waiting or not thread.lives or self.is_over:
+            return
+        if thread.process.paused_until > self.now:
+            self.at(thread.process.paused_until, lambda: self.resume(thread, waiting, value))
+            return
+        _enter(thread)
+        try:
+            thread.switch(value)
+        finally:
+            _leave(thread)
+
+    def wait(self, begin: Callable[[Callable[[Any], None]], object], timeout: float | None) -> Any:
+        """Let others go on until ``begin``'s argument is called with a value, or until the time is over: then None."""
+        if self.is_over:
+            raise Killed
+        thread: Any = greenlet.getcurrent()
+        thread.waiting += 1
+        waiting = thread.waiting
+        begin(lambda value: self.after(0, lambda: self.resume(thread, waiting, value)))
+        if timeout is not None:
+            self.after(timeout, lambda: self.resume(thread, waiting, None))
+        sys.settrace(None)
+        value = self.hub.switch()
+        thread.waiting += 1
+        if thread.interrupt is not None and not self.is_over:
+            error, thread.interrupt = thread.interrupt, None
+            raise error
+        sys.settrace(thread.tracer)
+        return value
+
+    def sleep(self, seconds: float) -> None:
+        self.wait(lambda _: None, seconds)
+
+    def note(self, who: str, what: str, *details: Any) -> None:
+        self.log.append((round(self.now - 1000, 4), who, what, *details))
+
+
+def _enter(thread: Thread) -> None:
+    """Python keeps one running event loop for a thread of the system; here each of our threads has one."""
+    if thread.loop is not None:
+        asyncio._set_running_loop(thread.loop)
+        sys.set_asyncgen_hooks(*thread.loop.asyncgen_hooks)
+
+
+def _leave(thread: Thread) -> None:
+    if thread.loop is not None:
+        asyncio._set_running_loop(None)
+        sys.set_asyncgen_hooks(None, None)
