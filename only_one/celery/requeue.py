@@ -101,7 +101,7 @@ def publish(task: Task, request: Any, header: Header, countdown: float | None) -
         request, countdown=seconds, headers=headers, ignore_result=ignores, **kept, **way
     )
     again.apply_async()
-    request.only_one_requeued = again
+    request.only_one_requeued, request.only_one_has_begun = again, True  # it goes on, and waits for its key
 
 
 def keep_content_type(request: Any) -> None:

@@ -175,7 +175,6 @@ class MessageRun(TaskCaller):
         header, is_new = self.header, self.is_first_delivery and not waits
         if how.max_retries is not None and header.times >= how.max_retries:
             raise how.error from how.error.__cause__  # not in the context of the request
-        self._request.only_one_has_begun = True
         if is_new:
             header = header._replace(lineage=uuid())
         if isinstance(how.error, LockUnavailable):  # asking again would take as long again
