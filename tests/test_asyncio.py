@@ -10,7 +10,6 @@ from collections.abc import Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -464,8 +463,6 @@ def test_a_command_that_ends_when_its_client_has_been_left() -> None:
     class Client:
         """Of which one command ends when the test says so, and one is interrupted."""
 
-        connection_pool = SimpleNamespace(_available_connections=[], _in_use_connections=[])
-
         async def execute_command(self, command: str) -> str:
             if command == "late":
                 await goes_on.wait()
@@ -483,6 +480,7 @@ def test_a_command_that_ends_when_its_client_has_been_left() -> None:
         await asyncio.sleep(0)
         with pytest.raises(KeyboardInterrupt):
             await twin.execute_command("interrupted")
+        assert await twin.execute_command("next") == "next"
         assert closed == [before]
         goes_on.set()
         assert await late == "late"

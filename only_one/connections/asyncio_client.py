@@ -32,8 +32,8 @@ class AsyncClient:
     Attributes:
         sends_again: the drivers send a command again that got no answer, because redis-py does not.
         client: the asyncio client of redis-py.
-        to_be_closed: the earlier clients, until their connections are closed. A command that was forgotten may be
-            collected while no event loop is running; then the next command closes them.
+        to_be_closed: the earlier clients, until the next command closes their connections. A command that was
+            forgotten may be collected while no event loop is running, and cannot close them itself.
     """
 
     sends_again = True
@@ -48,7 +48,7 @@ class AsyncClient:
         self._make = make
         self._most = most
         self._answered_at = self._timed_out_at = 0.0  # by `now()`: never
-        self.to_be_closed: list[Any] = []
+        self.to_be_closed: set[Any] = set()
         self._begin()
 
     def _begin(self) -> None:
@@ -80,43 +80,28 @@ class AsyncClient:
             if client is self.client:  # else another has been begun already
                 self._begin()
             turns.release()  # for who waits for one that may be lost
-            self.to_be_closed.append(client)
-            await self.close_what_is_left()
-            if isinstance(error, Exception):
+            # Of a command that is collected while no event loop is running redis-py complains, and nobody hears of it.
+            is_collected = isinstance(error.__context__, GeneratorExit)
+            if isinstance(error, Exception) and not is_collected:
                 raise_as_connection_error(error)
             raise
         finally:
-            if client is not self.client:  # it may have connected once more since it was closed
-                self.to_be_closed.append(client)
+            if client is not self.client:
+                self.to_be_closed.add(client)
 
     async def close_what_is_left(self) -> None:
-        """Close the connections of the earlier clients."""
+        """Close the connections of the earlier clients, and those to the Sentinels by which these found the master."""
         while self.to_be_closed:
-            client = self.to_be_closed[-1]
-            for each in _connections(client):  # redis-py sends again what is under way on others
-                await each.disconnect(nowait=True)  # which lets nobody else have a turn
-            self.to_be_closed.pop()
-            await client.aclose()  # a cluster's complains if it is not
+            client = next(iter(self.to_be_closed))
+            pool = getattr(client, "connection_pool", None)
+            for each in (client, *getattr(getattr(pool, "sentinel_manager", None), "sentinels", ())):
+                await each.aclose()
+            self.to_be_closed.discard(client)
 
     async def aclose(self) -> None:
-        """Close all connections, also those to Sentinels."""
+        """Close all connections."""
+        self.to_be_closed.add(self.client)
         await self.close_what_is_left()
-        for client in _clients(self.client):
-            await client.aclose()
-
-
-def _clients(client: Any) -> list[Any]:
-    """A client, and the clients of the Sentinels by which it finds its master."""
-    pool = getattr(client, "connection_pool", None)
-    return [client, *getattr(getattr(pool, "sentinel_manager", None), "sentinels", ())]
-
-
-def _connections(client: Any) -> list[Any]:
-    """All connections of a client. redis-py's own ways to close them let other tasks have a turn first."""
-    if isinstance(client, RedisCluster):
-        return [each for node in client.get_nodes() for each in node._connections]  # noqa: SLF001
-    pools = [each.connection_pool for each in _clients(client)]
-    return [each for pool in pools for each in (*pool._available_connections, *pool._in_use_connections)]  # noqa: SLF001
 
 
 def make_async_client(client: Any) -> AsyncClient:

@@ -139,7 +139,6 @@ class PinnedClient(redis.Redis):
         else:
             self._keep(pinned)
             return reply
-        note_unanswered()
         return untyped.execute_command(*args, **options)
 
     def _keep(self, pinned: _Pinned) -> None:
