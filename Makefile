@@ -82,7 +82,7 @@ coverage: .venv/dev.stamp ## the suite, and the lines and branches that it does 
 matrix: .venv/dev.stamp ## each kind of task in each pool, with each combination of settings
 	POOLS_MATRIX=1 $(BIN)/python -m pytest tests/live/test_pools.py $(ARGS)
 
-simulate: .venv/dev.stamp ## search interleavings in a simulated world: 10,000 histories; --messages for Celery's, --seed N for one again
+simulate: .venv/dev.stamp ## search interleavings: 10,000 fresh histories; --messages for Celery's, --seed N for one again
 	$(BIN)/python -m tests.simulation $(ARGS)
 
 ##@ Measurements (with nothing else running; options in ARGS="...", such as ARGS=--help)

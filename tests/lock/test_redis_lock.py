@@ -801,8 +801,9 @@ def test_a_set_that_was_sent_twice_leaves_no_key_when_the_first_comes_after_the_
     side: Sync, impatient: Any, proxy: Proxy, direct: Any, key: str, other: str | None
 ) -> None:
     run = side.cover(lambda: "result", redis=impatient, timeout=LIMIT * 100)
+    of_others = set(renewal._renewer.cleanups)
     assert [run(), run()] == ["result", "result"]  # finds out how the server is to be asked
-    assert not renewal._renewer.cleanups  # what is sent once costs nothing
+    assert set(renewal._renewer.cleanups) <= of_others  # what is sent once costs nothing
     if other:
         direct.set(key, other)
     held = proxy.hold_up("SET")

@@ -34,7 +34,7 @@ def _play(given: tuple[list[int], str | None, bool]) -> tuple[int, Counter[str],
 def main() -> int:
     parser = argparse.ArgumentParser("python -m tests.simulation", description="Search interleavings of the lock.")
     parser.add_argument("--seed", type=int, help="play this history again, shrunk, as a timeline")
-    parser.add_argument("--begin", type=int, default=0, help="the first seed")
+    parser.add_argument("--begin", type=int, default=None, help="the first seed; by default the time, so each is fresh")
     parser.add_argument("--histories", type=int, default=10_000, help="how many are played")
     parser.add_argument("--seeds", type=int, nargs="*", help="play these")
     parser.add_argument("--package", help="the folder with another version of only_one")
@@ -46,7 +46,8 @@ def main() -> int:
         return _again(given)
     started, done, met = time.monotonic(), 0, Counter[str]()
     problems: dict[str, list[tuple[int, str]]] = {}
-    seeds = given.seeds or list(range(given.begin, given.begin + given.histories))
+    begin = time.time_ns() // 1000 if given.begin is None else given.begin
+    seeds = given.seeds or list(range(begin, begin + given.histories))
     parts = [(seeds[at : at + 100], given.package, given.messages) for at in range(0, len(seeds), 100)]
     with multiprocessing.get_context("fork").Pool(given.jobs) as pool:
         for count, part_met, part_problems in pool.imap_unordered(_play, parts):

@@ -190,8 +190,9 @@ class Checker:
             spans.append((call.run.ended, ended))
         for begun, over in spans:
             answered = any(process is who and begun < at < over for at, who in self.replies)
-            # A server that answers, but slowly, is waited for: for each of its answers by itself.
-            if over - begun - self._paused(call) > (4.0 if answered else 2.05):
+            # Two attempts: each waits 0.5 s for a connection and 0.9 s for a reply. A server that hangs in one of these
+            # ways is known in 2 s. One that answers, but slowly, is waited for: for each of its answers by itself.
+            if over - begun - self._paused(call) > (4.0 if answered else 2.85):
                 self.problem("too late", f"{call.name} waited {over - begun:.2f} s")
 
     def _paused(self, call: Call) -> float:
