@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,6 @@ class Plan:
     is_async: bool
     when_lost: str
     when_down: str
-    keys: int = 1
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 def plan_of(world: World) -> Plan:

@@ -148,7 +148,6 @@ class Broker:
             info = {**properties["delivery_info"], "redelivered": True}
             payload["properties"] = {**properties, "delivery_info": info}
             copy = Delivery(payload, delivery.number)
-            delivery.copy = copy  # type: ignore[attr-defined]
             self.world.note("broker", "redelivers", f"#{delivery.number}")
             self._arrive(copy)
 
@@ -183,7 +182,6 @@ class Worker:
         self.owner, self.world, self.name, self.machine = owner, owner.world, name, machine
         self.main, *self.children = processes
         self.jobs: list[Job] = []
-        self.requests: list[Any] = []
         self.inbox: list[Callable[[], None]] = []
         self._wake: Callable[[Any], None] | None = None
         self.consumes = True
@@ -428,7 +426,6 @@ class Plan:
     at_least: float
     workers: int
     triggers: int
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
@@ -31,8 +31,6 @@ import redis.asyncio.connection
 import redis.connection
 import redis.retry
 from celery.utils.dispatch import Signal
-
-import only_one
 
 from .network import FakeSocketModule
 from .world import Thread, World
@@ -364,18 +362,6 @@ class Process:
             do()
         _importing.pop()
 
-    def become_child(self, pid: int, started: int) -> None:
-        """Fork, and let the parent die in the same moment: the child has its memory, and one thread."""
-        parent = SimpleNamespace(is_dead=True, pid=self.pid, started=self.started)
-        self.machine.processes[self.pid] = parent  # type: ignore[assignment]
-        self.pid, self.started = pid, started
-        self.machine.processes[pid] = self
-        for do in self.after_fork:
-            do()
-
-    def module(self, name: str) -> Any:
-        return self.modules[f"only_one.{name}"]
-
 
 @contextmanager
 def history_of(world: World) -> Iterator[None]:
@@ -385,6 +371,3 @@ def history_of(world: World) -> Iterator[None]:
         yield
     finally:
         _history.pop()
-
-
-PACKAGE = Path(only_one.__file__).parent
