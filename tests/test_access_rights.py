@@ -140,7 +140,7 @@ def use_tasks(client: Any, url: str) -> None:
         redelivery.read_marker(key, note, 60),
         evaluate(redelivery.REQUEUED, key, 1, 60_000, beside=note),
         commands.release(server.features, key, b"ours", MarkerUpdate(note, 60_000)),
-        replace(key, b"ours", b"kept", 1000, MarkerUpdate(note, 60_000)),
+        replace(key, b"ours", b"kept", 1, MarkerUpdate(note, 60_000)),
         evaluate(redelivery.STORED, key, beside=note),
         redelivery.read_marker(key, note),
     ):

@@ -11,15 +11,15 @@ from only_one import settings
 from only_one.connections.server import Server, Source, find_server
 from only_one.errors import KeyTemplateError, OnlyOneError
 from only_one.keys.template import compile_key
-from only_one.lock.commands import Expiry, MarkerUpdate, expiry_in
+from only_one.lock.commands import Expiry, MarkerUpdate, Retained, expiry_in
 from only_one.lock.holder import TokenFactory
 from only_one.policies import RequeueRequest, skip
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 Policy = Callable[[Any], Any]
-AtEnd = tuple[tuple[bytes, int] | None, MarkerUpdate | None]
-"""The retained value to store in place of the token, and its milliseconds; None if the key is released.
+AtEnd = tuple[Retained | None, MarkerUpdate | None]
+"""The retained value to store in place of the token; None if the key is released.
 And the completion marker to set for redeliveries of a task's message; None for no marker.
 """
 

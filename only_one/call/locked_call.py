@@ -15,16 +15,16 @@ from only_one.connections.connection_pool import is_of_signal_handler
 from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable
 from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, logger, wanted
-from only_one.lock.cleanup import Cleanup, Retained
-from only_one.lock.commands import TROUBLE, Commands, MarkerUpdate, ReleaseResult, acquire, now, take_over, unanswered
+from only_one.lock.cleanup import Cleanup
+from only_one.lock.commands import TROUBLE, Commands, ReleaseResult, Retained, acquire, now, take_over, unanswered
 from only_one.lock.current_lock import Lease
 from only_one.lock.holder import active_tokens, is_dead, is_queued, kept
 from only_one.lock.redis_lock import AsyncLock, Lock
 from only_one.lock.renewal import hold, let_go, release_later, start_thread
 from only_one.policies import CarryOn, RequeueRequest, fail, skip
 
-from .effective_options import Caller, EffectiveOptions
-from .owed_key import OwedKey, owed_to
+from .effective_options import AtEnd, Caller, EffectiveOptions
+from .owed_key import owed_to, settle, to_store
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -57,7 +57,7 @@ class LockedCall:
     ended_by: BaseException | None = None
     lost: LockLost | None = None
     has_succeeded = _may_come_late = False
-    _owed: OwedKey | None = None
+    _owed: Retained | None = None
     _stage: Literal["asked", "held", "over", "kept later"] = "asked"
     """Whether the key may be ours, is ours, or is seen to, in the background perhaps; or will be kept from there."""
 
@@ -190,26 +190,25 @@ class LockedCall:
         self.lease.lose("released")  # from here on nothing is lost
         retained, marker = self.caller.at_end(self.options, self.key, self.ended_by)
         retained = self._retained() if self.has_succeeded else retained
-        later = (retained[0], now() + retained[1] / 1000) if retained else None
         became = None
         try:
-            became = yield from self._end(retained, marker)
+            became = yield from self._end((retained, marker))
         except Exception as error:
             if is_of_signal_handler(error):
                 raise
             # Any other is not raised: the run has its own result or exception.
             logger.debug("%s could not be released, and will be in the background: %s", self.key, error)
-        self._released(became, later)
+        self._released(became, retained)
 
-    def _end(self, retained: tuple[bytes, int] | None, marker: MarkerUpdate | None) -> Commands[ReleaseResult | None]:
+    def _end(self, at_end: AtEnd) -> Commands[ReleaseResult | None]:
         """Release the key, or store a value in place of the token; None if that must be done in the background."""
         lock = self.lock_of_redis_py.held(self.client, self.server.features, self.key, self.token, self.options.ttl)
-        before, owed = unanswered.get(), self._owed
-        became: ReleaseResult = yield from lock.end(retained or (owed and owed.retained()), marker)
+        before, owed, (retained, marker) = unanswered.get(), self._owed, at_end
+        became: ReleaseResult = yield from lock.end(retained or (owed and to_store(owed)), marker)
         if became.status == "taken" and unanswered.get() != before:
             became = ReleaseResult("gone")  # the first of two releases has released it, and another has acquired it
         if owed and became.status == "held":
-            yield from owed.settle(self.server.features)
+            yield from settle(self.server.features, self.key, owed)
         if marker and (became.has_redeliveries or became.status != "held"):
             self.caller.on_marked(self.server, self.key)
         has_expired = became.status == "gone" and now() > self.lease.expires_at  # while it was released
@@ -228,12 +227,10 @@ class LockedCall:
             until = now() + self.options.queue_timeout
             release_later(Cleanup(self.server, self.key, self.caller.queued, until, no_write_in_flight=True))
 
-    def _retained(self) -> tuple[bytes, int] | None:
-        """The value to store at the key after a successful run, and its milliseconds; None if the key is released."""
-        if not self.options.at_least:
-            return None
-        milliseconds = round((self._asked_at + self.options.at_least - now()) * 1000)
-        return (kept(self.token, self.options.at_least), milliseconds) if milliseconds > 0 else None
+    def _retained(self) -> Retained | None:
+        """The value to store at the key after a successful run; None if the key is released."""
+        until = self._asked_at + self.options.at_least
+        return (kept(self.token, self.options.at_least), until) if until > now() else None
 
     def _released(self, became: ReleaseResult | None, retained: Retained | None = None) -> None:
         """Finish after a release; with None for a result it is not known whether the key was released."""

@@ -162,7 +162,7 @@ class Publication(TaskCaller):
             token = TokenFactory(self._task.name, result.id, 0, "queued").token(limit)
         # It compares with the token of a task that is queued: a worker may have begun it, and have its own lease.
         try:
-            drive(call.client, replace(call.key, call.token, token, round(limit * 1000)))
+            drive(call.client, replace(call.key, call.token, token, limit))
         except TROUBLE as error:
             level = logging.WARNING if isinstance(error, ResponseError) else logging.DEBUG
             logger.log(level, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)

@@ -69,7 +69,7 @@ def read_marker(key: str, marker: str, waits: float = 0) -> Commands[CompletionM
 
 
 def marker_update(task: Any, marker: str, ended_by: BaseException | None, seconds: float) -> MarkerUpdate | None:
-    """The completion marker that the release sets, if the run has ended, and with acks_late.
+    """The completion marker that the release of a task with acks_late sets, if the run has ended.
 
     A run that was rejected, ignored or interrupted by a signal has not ended: a redelivery does its work.
     Nor has a run that failed, if its message is not acknowledged then: it may come back by a dead-letter queue.
@@ -84,7 +84,7 @@ def marker_update(task: Any, marker: str, ended_by: BaseException | None, second
     if isinstance(ended_by, Exception) and not isinstance(ended_by, (Ignore, Reject, Retry)):
         has_ended = getattr(task, "acks_on_failure", None)  # since Celery 5.7
         has_ended = task.acks_on_failure_or_timeout if has_ended is None else has_ended
-    if not task.acks_late or not has_ended:
+    if not has_ended:
         return None
     # There may be a redelivery that could not ask, because it waits for a free place in a worker.
     may_be_unseen = redelivers_at_any_time(task.app) or seconds > visibility_timeout(task.app) / 2

@@ -28,20 +28,20 @@ class Header(NamedTuple):
         id: the id of the task for which it was made; other tasks may be sent with copied headers.
         attempt: the attempt of the task that was requeued; for other work of the task the rest does not count.
         times: how often it was requeued; of the messages of one work only that with the highest number counts.
+        replacement: how often the task was replaced, like ``attempt``.
         trigger: its number among the tasks that ``buffer_one`` coalesces.
         key: the key as it is in Redis, of a task that is unique from queued to finished.
         token: the value that was stored there when it was queued.
-        replacement: how often the task was replaced, like ``attempt``.
         lineage: a random id of the message that was requeued first; later work may have the same task id again.
     """
 
     id: str
     attempt: int
     times: int = 0
+    replacement: int = 0
     trigger: int | None = None
     key: str | None = None
     token: str | None = None
-    replacement: int = 0
     lineage: str | None = None
 
     def as_headers(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Header(NamedTuple):
 def header_of(request: Any, work: Work | None = None) -> Header:
     """The header in a message, whose work may be known; of the header of other work only the task's fields."""
     work = work or work_of(request)
-    header = none = Header(work.id, work.attempt, _times_in(request), replacement=work.replacement)
+    header = none = Header(work.id, work.attempt, _times_in(request), work.replacement)
     # Others, such as Sentry's SDK, may put headers of their own in the place of those that Celery hands on.
     carried = vars(request).get(HEADER) or (request.headers or {}).get(HEADER)
     if carried is None:

@@ -15,7 +15,7 @@ from only_one.call.effective_options import AtEnd, Caller, Decoration, Effective
 from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, LockUnavailable
 from only_one.events import logger
-from only_one.lock.commands import drive, evaluate, now
+from only_one.lock.commands import Retained, drive, evaluate, now
 from only_one.lock.holder import Holder, TokenFactory, is_gone
 from only_one.policies import BufferOne, RequeueRequest, fail, retry, skip
 from only_one.policies import Retry as RetryPolicy
@@ -212,7 +212,7 @@ class MessageRun(TaskCaller):
         """
         header, self.under_way[key] = self.header, self._decoration
         only_newest = isinstance(options.when_busy, BufferOne)
-        is_unmarked = self._task.acks_late and not marks_redeliveries(self.app)
+        is_unmarked = self._task.acks_late and self.may_be_redelivered
         may_be_redelivery = header.times or self.is_redelivered or is_unmarked
         if not only_newest and not may_be_redelivery:
             return True
@@ -235,15 +235,19 @@ class MessageRun(TaskCaller):
     def at_end(self, options: EffectiveOptions, key: str, ended_by: BaseException | None) -> AtEnd:
         """The retained value for a retry, and the marker that tells redeliveries that the run has ended."""
         self.under_way.pop(key, None)
-        marker = redelivery.marker_update(self._task, self._marker(key), ended_by, now() - self._began)
+        marker = None
         # Where nothing has run, a redelivery finds that out, too, and stores the result that this one may not store.
-        return self.retained_value(options, ended_by), None if self.is_superseded else marker
+        if self._task.acks_late and not self.is_superseded:
+            marker = redelivery.marker_update(self._task, self._marker(key), ended_by, now() - self._began)
+        return self.retained_value(options, ended_by), marker
 
-    def retained_value(self, options: EffectiveOptions, ended_by: BaseException | None) -> tuple[bytes, int] | None:
+    def retained_value(self, options: EffectiveOptions, ended_by: BaseException | None) -> Retained | None:
         """The value that keeps a unique task's key while its message waits for a retry, or another decorator's key."""
+        if not self.is_unique_in_queue:
+            return None
         request = self._request
         sig = ended_by.sig if isinstance(ended_by, Retry) else vars(request).get("only_one_requeued")
-        if sig is None or not self.is_unique_in_queue:
+        if sig is None:
             return None
         if list(sig.args) != list(request.args or ()) or sig.kwargs != dict(request.kwargs or {}):
             return None  # with other arguments it may have another key
@@ -251,7 +255,7 @@ class MessageRun(TaskCaller):
         seconds = waits_for(self.app, options.queue_timeout, request.expires, begins_in)
         work = self.work._replace(attempt=sig.options.get("retries", self.work.attempt + 1))
         token = work.token_factory(self._task, "queued").token(seconds)
-        return (token, round(seconds * 1000)) if seconds > 0 else None
+        return (token, now() + seconds) if seconds > 0 else None
 
     def _check_marker(self, server: Server, key: str, waits: float = 0) -> redelivery.CompletionMarker:
         """Read the completion marker of this work, and drop this delivery if it has no work to do.

@@ -220,13 +220,12 @@ def _receive(consumer: Any, request: Any) -> None:
     lease = _WaitingLease(options.server, header.key, token, now(), min(DEFAULT_LEASE, limit), ends_in)
     seconds = min(DEFAULT_LEASE + begins_in, limit)
     lease.lives_on(lease.begun + seconds - lease.ttl, lease.ttl)  # not renewed before it may begin: many may wait
-    milliseconds = round(seconds * 1000)
     queued = header.token.encode() if header.token else b""
-    became = drive(options.server.client, replace(header.key, queued, token, milliseconds))
+    became = drive(options.server.client, replace(header.key, queued, token, seconds))
     held = work_held_by(Holder.parse(became.value))  # a retry, or an earlier worker's
     if held is not None and held.id == work.id:
         if is_queued(became.value) and held == work:
-            became = drive(options.server.client, replace(header.key, became.value, token, milliseconds))
+            became = drive(options.server.client, replace(header.key, became.value, token, seconds))
         elif held < work:  # the previous attempt has not ended yet
             consumer.timer.call_after(1, _on_received, (consumer, request))
     if became.status == "held":
@@ -241,8 +240,7 @@ def _on_shutdown(**_: Any) -> None:
     while _waiting:
         lease, (server, queued, queued_for, _request) = _waiting.popitem()
         try:
-            left = round(queued_for() * 1000)
-            if lease.reason is None and left > 0:
+            if lease.reason is None and (left := queued_for()) > 0:
                 drive(server.client, replace(lease.key, lease.token, queued, left))
         except Exception as error:  # noqa: BLE001 - the next worker that receives it says so
             _warn_once("keys of tasks that are queued again could not be lengthened", type(error).__name__)

@@ -8,14 +8,11 @@ from redis.exceptions import ResponseError
 from only_one.connections.cluster import LONG, Node, trips
 from only_one.connections.server import Server
 
-from .commands import RAW, Command, now, retain_command
+from .commands import RAW, Command, Retained, now, retain_command
 from .holder import active_tokens, is_queued
 
 _FIRST_PAUSE = 0.05
 _MOST = 10_000
-
-Retained = tuple[bytes, float]
-"""A value to store at a key in place of a token, and when it expires, by ``commands.now()``."""
 
 
 @dataclass(eq=False)
@@ -48,8 +45,7 @@ class Cleanup:
     def command(self) -> Command:
         """The command that releases the key, or stores the retained value."""
         value, until = self.retained or (b"", 0.0)
-        left = round((until - now()) * 1000)
-        if left <= 0:
+        if (left := until - now()) <= 0:
             return self.server.features.release_command(self.key, self.token)
         # At a key that is missing, too, because it may have expired. But a task that was queued may have run meanwhile.
         return retain_command(self.key, self.token, value, left, may_be_missing=not is_queued(value))

@@ -19,6 +19,8 @@ Key = Union[str, bytes]
 Command = tuple[Union[str, bytes, int], ...]
 Commands = Generator[Command, Any, T]
 Expiry = tuple[bytes, ...]
+Retained = tuple[bytes, float]
+"""A value to store at a key in place of a token, and when it expires, by ``now()``."""
 
 now = partial(time.clock_gettime, time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic
 """Seconds by the clock of all deadlines: nobody sets it, and if the system can, it runs on through a suspend."""
@@ -215,15 +217,23 @@ def parse_result(reply: int | bytes | None) -> ReleaseResult:
     return _RESULTS.get(reply) or ReleaseResult("gone")
 
 
-def replace(key: str, old: bytes, new: bytes, ttl: int, marker: MarkerUpdate | None = None) -> Commands[ReleaseResult]:
-    """If ``old`` is stored at the key, store ``new`` for ``ttl`` milliseconds; ``marker`` is as for ``release``."""
+def replace(
+    key: str, old: bytes, new: bytes, seconds: float, marker: MarkerUpdate | None = None
+) -> Commands[ReleaseResult]:
+    """If ``old`` is stored at the key, store ``new`` for ``seconds``; ``marker`` is as for ``release``."""
     beside, lasts = marker or (None, 0)
-    return parse_result((yield from evaluate(_REPLACE, key, old, new, ttl, lasts, beside=beside)))
+    return parse_result((yield from evaluate(_REPLACE, key, old, new, _whole(seconds), lasts, beside=beside)))
 
 
-def retain_command(key: Key, token: bytes, value: bytes, ttl: int, *, may_be_missing: bool) -> Command:
+def retain_command(key: Key, token: bytes, value: bytes, seconds: float, *, may_be_missing: bool) -> Command:
     """The command that stores a retained value in place of ``token``, or also at a key that is missing by now."""
-    return ("EVAL", _REPLACE.text, 1, key, token, value, ttl, "may be missing" if may_be_missing else "", 0)
+    may = "may be missing" if may_be_missing else ""
+    return ("EVAL", _REPLACE.text, 1, key, token, value, _whole(seconds), may, 0)
+
+
+def _whole(seconds: float) -> int:
+    """Milliseconds: at least one, because a server refuses to store a value for none."""
+    return max(1, round(seconds * 1000))
 
 
 def take_over(features: Features, key: str, old: bytes, token: bytes, seconds: float) -> Commands[bytes | None]:
@@ -232,7 +242,7 @@ def take_over(features: Features, key: str, old: bytes, token: bytes, seconds: f
     Returns:
         None if the key is ours, else the value that is stored there.
     """
-    became = yield from replace(key, old, token, round(seconds * 1000))
+    became = yield from replace(key, old, token, seconds)
     if became.status == "gone":
         return (yield from acquire(features, key, token, expiry_in(seconds)))
     return None if became.status == "held" else became.value

@@ -7,6 +7,7 @@ import socket
 import time
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import Any, Literal
 
@@ -165,7 +166,8 @@ class TokenFactory:
         replacement: int = 0,
     ) -> None:
         """See ``Holder`` for the arguments."""
-        which = f'"task_id":{json.dumps(task_id)},"attempt":{"null" if attempt is None else attempt}'
+        task = encode_basestring_ascii(task_id) if type(task_id) is str else json.dumps(task_id)  # the same, sooner
+        which = f'"task_id":{task},"attempt":{"null" if attempt is None else attempt}'
         if replacement:  # else a worker of the first version, which refuses unknown fields, reads the value, too
             which += f',"replacement":{replacement}'
         self._serialized = f"{_serialize(state=state, name=name)},{which}"

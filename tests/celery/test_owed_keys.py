@@ -15,7 +15,7 @@ from celery.signals import task_revoked
 from redis import Redis
 
 from only_one import AlreadyRunning, fail
-from only_one.call import owed_key
+from only_one.lock import redis_lock
 from only_one.lock.commands import now
 from tests.celery.deliveries import Queue
 from tests.celery.enqueueing import QUEUE_TIMEOUT, a_task, cover, lives_for
@@ -109,7 +109,7 @@ def test_a_dropped_redelivery_leaves_the_key_to_the_task_that_was_queued_meanwhi
 
 def test_at_the_end_of_its_time_the_key_is_free(tasks: Any, left: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     two = tasks()
-    two.meanwhile = lambda: monkeypatch.setattr(owed_key, "now", lambda: now() + LEFT)
+    two.meanwhile = lambda: monkeypatch.setattr(redis_lock, "now", lambda: now() + LEFT)
     two.run_other()
     assert left("k") == -2
     assert two.task.delay() != two.waits

@@ -15,6 +15,7 @@ from celery.exceptions import Retry
 from redis import Redis
 
 from only_one import carry_on, configure, current_lock, retry
+from only_one.celery import task_run
 from only_one.celery.requeue import Header
 from only_one.celery.task_run import MessageRun
 from only_one.lock.holder import Holder
@@ -225,7 +226,7 @@ def test_behind_another_without_a_policy(
     assert len(queue) == (outcome == "put back")
 
 
-def test_what_stays_under_the_key_for_a_retry(app: Celery) -> None:
+def test_what_stays_under_the_key_for_a_retry(app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent again as it is, for as long as it is waited for."""
 
     def stays(
@@ -238,18 +239,21 @@ def test_what_stays_under_the_key_for_a_retry(app: Celery) -> None:
         delivered = MessageRun(task, of_task, bound=False, decoration=decoration)
         sig = task.s("a", b=1) if said is None else said
         plan: Any = SimpleNamespace(queue_timeout=seconds)
-        return delivered.retained_value(plan, ended_by or Retry(when=when, sig=sig))
+        stored = delivered.retained_value(plan, ended_by or Retry(when=when, sig=sig))
+        return stored and (stored[0], stored[1] - 1000)
 
+    monkeypatch.setattr(task_run, "now", lambda: 1000)
     task = app.task(done, name=f"task-{uuid4()}", shared=False)
-    token, milliseconds = stays()
+    token, left = stays()
     holder = Holder.parse(token)
     assert holder is not None
     assert (holder.name, holder.task_id, holder.attempt, holder.state) == (task.name, "the-id", 5, "queued")
-    assert json.loads(token)["limit"] == milliseconds == 500
+    assert json.loads(token)["limit"] == 500
+    assert left == 0.5
     assert stays(seconds=0) is None
-    assert stays(when=3)[1] == 3500
+    assert stays(when=3)[1] == 3.5
     assert stays(expires=-1) is None
-    assert stays(expires=7)[1] == 7000
+    assert stays(expires=7)[1] == 7
     assert stays(is_unique_in_queue=False) is None
     for other in (task.s("b", b=1), task.s("a", b=2), task.s("a")):
         assert stays(other) is None
