@@ -141,7 +141,8 @@ class MessageRun(TaskCaller):
             request.only_one_key = key  # a task that was sent with an id of its own has none in its message
         if options.when_busy is not None:
             return options.when_busy
-        was_begun = self.work.attempt or self.work.replacement or self.is_redelivered
+        # A redelivery that has waited is a message of its own by now, and no redelivery for the broker.
+        was_begun = self.work.attempt or self.work.replacement or self.is_redelivered or self.header.times
         if was_begun:
             return retry()
         return fail if request.chord or request.chain else skip

@@ -24,10 +24,11 @@ from only_one.call.effective_options import Decoration, EffectiveOptions
 from only_one.call.owed_key import waive
 from only_one.connections.server import Server
 from only_one.events import logger
+from only_one.lock.cleanup import Cleanup
 from only_one.lock.commands import RAW, drive, evaluate, now, release_now, replace
 from only_one.lock.current_lock import Lease
 from only_one.lock.holder import Holder, is_dead, is_queued, machine, task_id_of
-from only_one.lock.renewal import finish_cleanups, hold
+from only_one.lock.renewal import finish_cleanups, hold, release_later
 from only_one.settings import DEFAULT_LEASE
 
 from . import coalescing, redelivery
@@ -154,6 +155,9 @@ def _forget(task: Any, request: Any) -> None:
             release_now(server.client, server.features, key, value)
     except Exception as error:  # noqa: BLE001 - nobody to raise it to; the key and the marker expire
         _warn_once(f"a key of {task.name}, which did not run, could not be released", type(error).__name__)
+        if header.token is not None:  # a call that has taken the key over may store the value again
+            token, until = header.token.encode(), now() + options.queue_timeout
+            release_later(Cleanup(server, key, token, until, no_write_in_flight=False))
 
 
 def _withdraw(task: Any, server: Server, key: str, header: Header, queue_timeout: float) -> None:

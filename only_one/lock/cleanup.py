@@ -99,20 +99,20 @@ class Cleanups(dict[bytes, Cleanup]):
             if now() > moment + LONG:
                 return
 
-    def release(self, node: Node, due: list[Cleanup]) -> None:
-        """Try once to release keys of one node, in one trip."""
+    def release(self, node: Node, due: list[Cleanup]) -> list[Cleanup]:
+        """Try once to release keys of one node, in one trip; returns those for which the server did nothing."""
         commands = [each.command() for each in due]
-        for cleanup, command, reply in zip(due, commands, node.send(commands, RAW), strict=True):
+        replies = node.send(commands, RAW)
+        for cleanup, command, reply in zip(due, commands, replies, strict=True):
             if cleanup.is_over(command, reply):
                 self.end(cleanup.token)
+        return [cleanup for cleanup, reply in zip(due, replies, strict=True) if isinstance(reply, Exception)]
 
     def finish(self) -> None:
         """At the end of the process, release the keys that could not be released at the end of a run."""
         limit = now() + 2  # seconds that the process waits for it at the most
         left = list(self.values())
         while left and now() < limit:
-            for node, due in trips(left):
-                self.release(node, due)
-            left = [each for each in left if each.no_write_in_flight and each.token in self]
+            left = [cleanup for node, due in trips(left) for cleanup in self.release(node, due)]
             if left:
                 time.sleep(_FIRST_PAUSE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 from .server import Store
 from .world import World
 
-KEY = b"only_one:k"
 EPSILON = 0.0015
 """Seconds: the server counts in milliseconds."""
 
@@ -20,6 +20,7 @@ EPSILON = 0.0015
 class Call:
     name: str
     process: Any
+    key: str
     asked: float = 0.0
     run: Run | None = None
     ended: float | None = None
@@ -43,6 +44,10 @@ class Run:
     excused: str | None = None
     told: list[tuple[float, str]] = field(default_factory=list)
 
+    @property
+    def key(self) -> bytes:
+        return b"only_one:" + self.call.key.encode()
+
 
 @dataclass
 class Stored:
@@ -62,8 +67,8 @@ class Checker:
         self.problems: list[tuple[str, str]] = []
         self.calls: list[Call] = []
         self.runs: list[Run] = []
-        self.stored: list[Stored] = []
-        self.fence = 0
+        self.stored: defaultdict[bytes, list[Stored]] = defaultdict(list)
+        self.fence: Counter[str] = Counter()
         self.replies: list[tuple[float, Any]] = []
         self.ghosts_from = -inf
         self._doing: str = ""
@@ -79,21 +84,16 @@ class Checker:
         self.world.note("server", "executes for", process.name, _short(command), shown)
 
     def changed(self, key: bytes, expiry: float | None, after: Any) -> None:
-        if key != KEY:
+        if key.startswith(b"{"):  # one beside a lock's
             return
-        now = self.world.now
-        if self.stored and self.stored[-1].until == inf:
-            last = self.stored[-1]
+        now, stored = self.world.now, self.stored[key]
+        if stored and stored[-1].until == inf:
+            last = stored[-1]
             last.until = min(now, expiry) if expiry is not None else now
             last.how = "expired" if expiry is not None and expiry <= now else "changed"
         if after is not None:
-            self.stored.append(Stored(after, now))
+            stored.append(Stored(after, now))
         self.look()
-
-    @property
-    def store_expiry(self) -> float | None:
-        found = self.store.keys.get(KEY)
-        return found[1] if found else None
 
     def data_is_lost(self) -> None:
         """Something outside of the lock's power changes the key: runs that are under way may believe too much."""
@@ -110,8 +110,9 @@ class Checker:
             return
         self.data_is_lost()
         self.ghosts_from = self.world.now
-        there = next((each for each in self.stored if each.since <= then < each.until), None)
-        self.store.set(KEY, there.value if there else None, self.world.now + 30 if there else None)
+        for key, stored in self.stored.items():
+            there = next((each for each in stored if each.since <= then < each.until), None)
+            self.store.set(key, there.value if there else None, self.world.now + 30 if there else None)
 
     # calls and runs
 
@@ -130,7 +131,7 @@ class Checker:
             run.excused = "data was lost"
         call.run = run
         for other in self.runs:
-            runs = other.ended is None and not other.call.process.is_dead
+            runs = other.key == run.key and other.ended is None and not other.call.process.is_dead
             if runs and other.lock.is_held and lock.is_held and not other.excused:
                 self.problem("two at once", f"{call.name} began while {other.call.name} runs and holds its key")
         if self.plan.at_least and run.has_key:
@@ -143,7 +144,11 @@ class Checker:
     def _check_at_least(self, run: Run) -> None:
         for other in self.runs:
             since = run.began - other.call.asked
-            if not (other.succeeded and other.has_key and other.call.ended is not None) or other.excused:
+            if (
+                other.key != run.key
+                or not (other.succeeded and other.has_key and other.call.ended is not None)
+                or other.excused
+            ):
                 continue
             if since < self.plan.at_least - 0.01 and other.call.outcome == "done" and self._was_kept(other):
                 self.problem("at_least", f"{run.call.name} began {since:.2f} s after {other.call.name} was asked")
@@ -152,7 +157,11 @@ class Checker:
         """Whether the lock had it in its power to keep the key: it was the run's until it ended, and after."""
         if run.lock.reason not in (None, "released") or self.lost_data_at > run.call.asked:
             return False
-        of_run = [each for each in self.stored if each.value == run.lock.token or _is_kept_of(each.value, run)]
+        of_run = [each for each in self.stored[run.key] if each.value == run.lock.token or _is_kept_of(each.value, run)]
+        process = run.call.process
+        was_killed = b'"pid":%d,' % process.pid not in run.lock.token or (process.is_dead and not process.has_ended)
+        if was_killed and not any(_is_kept_of(each.value, run) for each in of_run):
+            return False  # before its release could be repeated
         return not any(each.how == "expired" for each in of_run)
 
     def run_ends(self, run: Run, *, succeeded: bool) -> None:
@@ -205,16 +214,14 @@ class Checker:
                 run.ended = self.world.now
         return sum(call.process is process and call.ended is not None for call in self.calls)
 
-    def told_by_policy(self, error: Any) -> None:
-        self.world.note("policy", "is told of", error.reason)
-
     def event(self, process: Any, event: Any) -> None:
         kind = type(event).__name__
         if kind in ("Lost", "Reclaimed", "Down"):
             self.world.note(process.name, "event", kind, getattr(event, "reason", ""))
         if kind == "Lost":
             runs = [run for run in self.runs if run.call.process is process and not run.told and run.has_key]
-            found = [run for run in runs if run.lock.reason in (event.reason, "released")]
+            runs = [run for run in runs if run.lock.key == event.key]
+            found = [run for reason in ("released", event.reason) for run in runs if run.lock.reason == reason]
             for run in found[-1:]:
                 run.told.append((self.world.now, event.reason))
                 self.lost(run.call, event.reason)
@@ -225,7 +232,7 @@ class Checker:
         if run is None or run.excused or reason in ("overrun", "unavailable", "released"):
             return
         token = run.lock.token
-        mine = [each for each in self.stored if each.value == token]
+        mine = [each for each in self.stored[run.key] if each.value == token]
         if reason == "expired" and self.world.now >= run.lock.expires_at:
             return
         if any(each.how == "expired" for each in mine) or not mine:
@@ -235,17 +242,21 @@ class Checker:
         self.problem("told of a loss that was none", f"{call.name}: {reason}")
 
     def fenced(self, run: Run, fence: int) -> None:
-        if fence <= self.fence and run.excused is None and self.world.wall_step == 0 and self.lost_data_at < 0:
-            self.problem("a fence that is not higher", f"{run.call.name}: {fence} after {self.fence}")
-        self.fence = max(self.fence, fence)
+        if (
+            fence <= self.fence[run.call.key]
+            and run.excused is None
+            and self.world.wall_step == 0
+            and self.lost_data_at < 0
+        ):
+            self.problem("a fence that is not higher", f"{run.call.name}: {fence}")
+        self.fence[run.call.key] = max(self.fence[run.call.key], fence)
 
     # from inside
 
     def look(self) -> None:
         """No holder believes longer than the server keeps."""
-        expiry = self.store_expiry
-        value = self.store.keys.get(KEY, (None, None))[0]
         for run in self.running():
+            value, expiry = self.store.keys.get(run.key, (None, None))
             if not run.has_key or run.excused or run.lock.reason is not None or not run.lock.is_held:
                 continue
             if value != run.lock.token or expiry is None:
@@ -256,8 +267,10 @@ class Checker:
                 run.excused = "told already"
 
     def at_the_end(self) -> None:
-        value = self.store.get(KEY)
-        expiry = self.store_expiry
+        for key in list(self.stored):
+            self._check_what_is_left(self.store.get(key), self.store.keys.get(key, (None, None))[1])
+
+    def _check_what_is_left(self, value: Any, expiry: float | None) -> None:
         if value is None:
             return
         if self.ghosts_from > -inf and self.lost_data_at > -inf:
@@ -266,7 +279,7 @@ class Checker:
             if expiry is not None and expiry > self.world.now + self.plan.at_least:
                 self.problem("a key is kept too long", f"{expiry - self.world.now:.1f} s")
             return
-        if any(each.is_dead and b'"pid":%d,' % each.pid in value for each in {call.process for call in self.calls}):
+        if any(b'"pid":%d,' % pid in value for call in self.calls for pid in call.process.machine.dead()):
             return  # nobody is left who could release what comes later; to its machine it is a dead holder's
         if (isinstance(value, bytes) and b"only_one" not in value) or isinstance(value, list):
             return

@@ -20,7 +20,7 @@ from .server import Refusal, Store
 from .world import Thread, World
 
 MOST_PROCESSES = 4
-KEY = "only_one:k"
+_FAULTS_UNTIL = 1008.0
 
 
 class Interrupted(Exception):
@@ -28,7 +28,11 @@ class Interrupted(Exception):
 
 
 class BodyFails(Exception):
-    """Raised by a decorated function."""
+    """Raised by a decorated function, and by policies."""
+
+
+def fails(_error: object) -> None:
+    raise BodyFails
 
 
 @dataclass
@@ -44,6 +48,7 @@ class Plan:
     is_async: bool
     when_lost: str
     when_down: str
+    keys: list[str]
 
 
 def plan_of(world: World) -> Plan:
@@ -60,8 +65,9 @@ def plan_of(world: World) -> Plan:
         processes=choose("plan processes", [2, 3, 3, 4]),
         calls=choose("plan calls", [2, 3, 4]),
         is_async=choose("plan async", [False, False, True]),
-        when_lost=choose("plan when_lost", ["fail", "carry_on", "callable"]),
-        when_down=choose("plan when_down", ["fail", "fail", "skip", "carry_on"]),
+        when_lost=choose("plan when_lost", ["fail", "carry_on", "callable", "fails"]),
+        when_down=choose("plan when_down", ["fail", "fail", "skip", "carry_on", "fails"]),
+        keys=choose("plan keys", [["k"], ["k"], ["k", "n"]]),
     )
 
 
@@ -83,6 +89,7 @@ class LockWorld:
         self.pids = 100
         self.calls_left = 0
         self.unended: dict[Process, int] = {}
+        self.functions: dict[Process, Callable[..., Any]] = {}
 
     def play(self) -> Checker:
         """Let the history happen."""
@@ -94,10 +101,11 @@ class LockWorld:
             self._start(process, f"p{number}", world.choose("plan machine", self.machines))
         for label, probability, do in self._faults():
             if world.fault(label, probability):
-                world.after(world.uniform(f"time of {label}", 0, 8), do)
+                world.at(world.uniform(f"time of {label}", 1000, _FAULTS_UNTIL), do)
         world.run(world.now + 600, lambda: self.calls_left == 0)
         if self.calls_left:
             self.checker.problem("a call never ended", f"{self.calls_left} calls")
+        world.run(max(world.now, _FAULTS_UNTIL))
         world.quiet = True
         self.host.loses = self.host.delays = 0.0
         host = self.host
@@ -114,13 +122,13 @@ class LockWorld:
         self.pids += 1
         process.begin(machine, self.pids, name, self.pids)
         process.no_thread = self.world.choose(f"plan no_thread of {name}", [0.0] * 9 + [0.3])
-        function = self._decorated(process)
+        function = self.functions[process] = self._decorated(process)
         self.calls_left += self.plan.calls
         self.unended[process] = self.plan.calls
         if self.plan.is_async:
             self.world.spawn(process, f"{name}/loop", self._run_loop, process, function)
         else:
-            self.world.spawn(process, f"{name}/main", self._run_calls, process, function)
+            self.world.spawn(process, f"{name}/main", self._run_calls, process)
 
     def _call_ended(self, process: Process) -> None:
         self.calls_left -= 1
@@ -128,20 +136,22 @@ class LockWorld:
 
     def _decorated(self, process: Process) -> Callable[..., Any]:
         plan, package = self.plan, process.package
-        policies = {"fail": package.fail, "carry_on": package.carry_on, "skip": package.skip}
+        policies = {"fail": package.fail, "carry_on": package.carry_on, "skip": package.skip, "fails": fails}
         given: dict[str, Any] = {"at_least": plan.at_least} if plan.at_least else {}
         given.update({name: value for name in ("lease", "timeout") if (value := getattr(plan, name)) is not None})
-        given["when_lost"] = policies.get(plan.when_lost, self.checker.told_by_policy)
+        given["when_lost"] = policies.get(plan.when_lost, lambda _error: None)
         if given.get("timeout") and plan.at_least > given["timeout"]:
             del given["at_least"]
         url = "redis://server:6379/0?protocol=2"
         body = self._async_body if plan.is_async else self._body
-        when_busy = self.world.choose(f"plan when_busy of {process.name}", [package.fail, package.skip])
+        when_busy = self.world.choose(f"plan when_busy of {process.name}", [package.fail, package.skip, fails])
         process.package.subscribe(lambda event: self.checker.event(process, event))
-        decorate = package.only_one("k", when_busy=when_busy, when_down=policies[plan.when_down], redis=url, **given)
+        decorate = package.only_one(
+            "{call.key}", when_busy=when_busy, when_down=policies[plan.when_down], redis=url, **given
+        )
         return decorate(body)  # type: ignore[no-any-return]
 
-    def _run_calls(self, process: Process, function: Callable[..., Any]) -> None:
+    def _run_calls(self, process: Process) -> None:
         world = self.world
         for number in range(self.plan.calls):
             name = f"{process.name}.{number}"
@@ -149,15 +159,33 @@ class LockWorld:
                 self._call_ended(process)
                 continue
             world.sleep(world.choose(f"pause before {name}", [0.0, 0.001, 0.5, 1.0, 3.0]))
-            call = self.checker.begins(Call(name, process))
             with self._perhaps_interrupted(name):
-                try:
-                    outcome: Any = function(call)
-                except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the checker says which are allowed
-                    outcome = error
-            self.checker.ends(call, outcome)
+                self._call(process, name)
             self._call_ended(process)
+            if world.fault(f"fork of {process.name}", 0.03):
+                self._fork(process)
         self._end(process)
+
+    def _call(self, process: Process, name: str) -> None:
+        call = self.checker.begins(Call(name, process, self.world.choose(f"key of {name}", self.plan.keys)))
+        try:
+            outcome: Any = self.functions[process](call)
+        except Exception as error:  # noqa: BLE001 - the checker says which are allowed
+            outcome = error
+        sys.settrace(None)
+        self.checker.ends(call, outcome)
+        sys.settrace(getattr(thread(), "tracer", None))
+        if isinstance(outcome, Interrupted) and "." in name.partition(".")[2]:  # it is the outer call's, too
+            raise outcome
+
+    def _fork(self, process: Process) -> None:
+        """Go on as a forked child, which has no other thread; the parent is killed."""
+        self.pids += 1
+        process.fork(self.pids)
+        for each in self.world.threads:
+            if each.process is process and each is not thread():
+                each.life = -1
+        self.world.note(process.name, "goes on as a forked child")
 
     def _end(self, process: Process) -> None:
         """End in order: what is registered for the end of a process is done."""
@@ -179,7 +207,7 @@ class LockWorld:
                 self._call_ended(process)
                 return
             await asyncio.sleep(world.choose(f"pause before {name}", [0.0, 0.001, 0.5, 1.0, 3.0]))
-            call = self.checker.begins(Call(name, process))
+            call = self.checker.begins(Call(name, process, world.choose(f"key of {name}", self.plan.keys)))
             task = asyncio.ensure_future(function(call))
             if world.fault(f"cancelled of {name}", 0.15):
                 loop.call_later(world.choose(f"cancelled after {name}", [0.0005, 0.001, 0.003, 0.1, 1.0]), task.cancel)
@@ -213,6 +241,8 @@ class LockWorld:
             seconds = self._seconds(call)
             self._look_around(call, run)
             world.sleep(seconds)
+            if world.draw(f"nested in {call.name}") < 0.1:
+                self._call(call.process, f"{call.name}.0")
             self._perhaps_fail(call)
         except BaseException:
             self.checker.run_ends(run, succeeded=False)
@@ -292,15 +322,17 @@ class LockWorld:
                     self.store.set(key, None)
 
         def delete() -> None:
-            world.note("somebody", "deletes", KEY)
+            key = choose("deleted", self.plan.keys)
+            world.note("somebody", "deletes", key)
             self.checker.data_is_lost()
-            self.store.set(KEY.encode(), None)
+            self.store.set(b"only_one:" + key.encode(), None)
 
         def overwrite() -> None:
-            world.note("somebody", "overwrites", KEY)
+            key = choose("overwritten", self.plan.keys)
+            world.note("somebody", "overwrites", key)
             self.checker.data_is_lost()
             value: Any = choose("foreign value", [b"somebody else's", [b"a list"]])
-            self.store.set(KEY.encode(), value, world.now + 2)
+            self.store.set(b"only_one:" + key.encode(), value, world.now + 2)
 
         def fail_over() -> None:
             lag = choose("lag of failover", [0.0, 0.01, 0.5, 2.0])
@@ -397,10 +429,20 @@ class Histories:
     def __init__(self, package_path: Path | None = None, kind: Any = None, processes: int = MOST_PROCESSES) -> None:
         self.processes = [Process(package_path) for _ in range(processes)]
         self.kind: Any = kind or LockWorld
+        # What is collected after a history, Python and asyncio complain about: its tasks have not ended.
+        sys.unraisablehook = lambda _: None
+        logging.getLogger("asyncio").disabled = True
+        gc.disable()  # leases are weakly referenced: when they end must not be left to chance
+        gc.collect()
+        gc.freeze()  # what is collected between histories is theirs
+
+        self.played = 0
 
     def play(self, seed: int, left_out: frozenset[str] = frozenset()) -> Any:
-        gc.disable()  # leases are weakly referenced: when they end must not be left to chance
-        with warnings.catch_warnings(), patched(), _quiet():
+        self.played += 1
+        if self.played % 20 == 0:
+            gc.collect(0)
+        with warnings.catch_warnings(), patched():
             warnings.simplefilter("ignore")
             history = self.kind(self.processes, seed, left_out)
             handler = _Errors(getattr(history, "checker", history))
@@ -411,25 +453,6 @@ class Histories:
                     return history.play()
             finally:
                 logger.removeHandler(handler)
-                gc.enable()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What is collected after a history, Python and asyncio complain about: its tasks and generators have not ended."""
-    before, sys.unraisablehook = sys.unraisablehook, lambda _: None
-    logging.getLogger("asyncio").disabled = True
-    try:
-        yield
-        _played[0] += 1
-        if _played[0] % 20 == 0:
-            gc.collect()
-    finally:
-        sys.unraisablehook = before
-        logging.getLogger("asyncio").disabled = False
-
-
-_played = [0]
 
 
 class _Errors(logging.Handler):
@@ -438,8 +461,8 @@ class _Errors(logging.Handler):
         self.checker = checker
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info and isinstance(record.exc_info[1], Interrupted):
-            return  # it was raised in a user's hook, whose errors are logged
+        if record.exc_info and isinstance(record.exc_info[1], (Interrupted, BodyFails)):
+            return  # it was raised in a user's hook or policy, whose errors are logged
         self.checker.problem("an error in the log", record.getMessage()[-300:])
 
 

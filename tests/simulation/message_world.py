@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
@@ -15,11 +15,19 @@ from typing import Any
 
 import celery.worker.state
 from billiard.einfo import ExceptionInfo
-from celery import Celery, _state, chain, signals
+from celery import Celery, _state, chain, chord, signals
 from celery.app.trace import trace_task_ret
 from celery.backends.base import KeyValueStoreBackend
-from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded, TaskRevokedError, WorkerLostError
+from celery.exceptions import (
+    Ignore,
+    Reject,
+    SoftTimeLimitExceeded,
+    TaskRevokedError,
+    TimeLimitExceeded,
+    WorkerLostError,
+)
 from celery.worker.strategy import default as strategy_of
+from kombu.exceptions import OperationalError
 from kombu.transport import virtual
 
 from .network import Host
@@ -116,6 +124,9 @@ class Broker:
 
     def put(self, payload: dict[str, Any]) -> None:
         headers = payload["headers"]
+        if headers["task"] == "work" and self.world.fault(f"publishing fails of {_name()}", 0.02):
+            msg = "the broker is away"
+            raise OperationalError(msg)
         delivery = Delivery(payload, len(self.published))
         self.published.append(delivery)
         ours = headers.get("only_one") or {}
@@ -168,6 +179,10 @@ class Broker:
     def restore(self, worker: Worker) -> None:
         for delivery in [each for each in self.unacked if each.worker is worker]:
             self.again(delivery)
+
+
+def _part(name: str) -> str:
+    return name
 
 
 def _name() -> str:
@@ -250,7 +265,8 @@ class Worker:
             child.is_dead = True
             self.owner.killed(child)
         self.owner.broker.restore(self)
-        signals.worker_shutdown.send(sender=self)
+        if not cold:
+            signals.worker_shutdown.send(sender=self)
         self.main.has_ended = True
         for do in reversed(self.main.at_exit):
             do()
@@ -286,11 +302,11 @@ class Worker:
             next(job for job in self.jobs if job.request is request).over()
 
     def _apply_async(
-        self, _target: Any, args: Any, correlation_id: str, soft_timeout: Any = None, **callbacks: Any
+        self, _target: Any, args: Any, correlation_id: str, soft_timeout: Any, timeout: Any, **callbacks: Any
     ) -> Any:
         del correlation_id
         job = next(each for each in self.jobs if each.request is not None and each.request.request_dict is args[2])
-        job.target, job.callbacks, job.soft_timeout = args, callbacks, soft_timeout
+        job.target, job.callbacks, job.limits = args, callbacks, (soft_timeout, timeout)
         self.assign()
 
     def assign(self) -> None:
@@ -325,7 +341,7 @@ class Job:
         self.target: Any = None
         self.child: Any = None
         self.callbacks: dict[str, Any] = {}
-        self.soft_timeout: Any = None
+        self.limits: Any = (None, None)
         self._is_over = False
 
     def receive(self) -> None:
@@ -365,8 +381,11 @@ class Job:
         world = self.worker.world
         self.worker.do(lambda: self.callbacks["accept_callback"](child.pid, 0.0))
         running = world.spawn(child, f"{child.name}/task", self._run)
-        if self.soft_timeout:
-            world.after(self.soft_timeout, lambda: setattr(running, "interrupt", SoftTimeLimitExceeded()))
+        soft, hard = self.limits
+        if soft:
+            world.after(soft, lambda: setattr(running, "interrupt", SoftTimeLimitExceeded()))
+        if hard:
+            world.after(hard, lambda: self.worker.do(self._exceeds))
 
     def _run(self) -> None:
         result = trace_task_ret(*self.target, app=self.worker.owner.apps[self.child])
@@ -383,20 +402,33 @@ class Job:
         self.callbacks["callback"](result)
         self.over()
 
+    def _exceeds(self) -> None:
+        """The hard time limit is over: Celery stores the failure, and then kills the child."""
+        if self in self.worker.jobs and not self.child.is_dead:
+            self.worker.owner.triggers[self.delivery.trigger].ends.append("TimeLimitExceeded")
+            self._fails(TimeLimitExceeded(self.limits[1]))
+            self.callbacks["timeout_callback"](soft=False, timeout=self.limits[1])
+            self.worker.world.note(self.child.name, "is killed at its time limit")
+            self.child.is_dead = True
+            self.worker.owner.killed(self.child)
+            self.over()
+
     def lost(self) -> None:
-        if self._is_over:
-            return
+        if self in self.worker.jobs:
+            self._fails(WorkerLostError("Worker exited prematurely: signal 9 (SIGKILL)"))
+            self.over()
+
+    def _fails(self, error: Exception) -> None:
+        with suppress(type(error)), self._told():
+            raise error
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
         try:
-            _lose()
-        except WorkerLostError:
-            info = ExceptionInfo()
-        self.callbacks["error_callback"](info)
-        self.over()
-
-
-def _lose() -> None:
-    msg = "Worker exited prematurely: signal 9 (SIGKILL)"
-    raise WorkerLostError(msg)
+            yield
+        except Exception:
+            self.callbacks["error_callback"](ExceptionInfo())  # of the exception that is handled
+            raise
 
 
 _receiving: list[Job] = []
@@ -444,8 +476,9 @@ class Trigger:
     runs: list[Any] = field(default_factory=list)
 
 
-_WHAT = [*["done"] * 5, "fail", *["retry"] * 2, *["replace"] * 2, "ignore", "retry without throw"]
-_HOW = [*["delay"] * 4, "id", "id", "chain", "countdown"]
+_WHAT = [*["done"] * 5, "fail", *["retry"] * 2, *["replace"] * 2, "ignore", "reject", "retry without throw"]
+_HOW = [*["delay"] * 4, "id", "id", "chain", "chord", "countdown", "soft limit", "hard limit"]
+_OPTIONS = {"countdown": {"countdown": 1}, "soft limit": {"soft_time_limit": 1}, "hard limit": {"time_limit": 1}}
 _RUNS = {"retry": 2, "retry without throw": 2, "replace": 3}
 
 
@@ -549,7 +582,7 @@ class MessageWorld:
         def shut_down() -> None:
             worker = one()
             if worker.consumes and not worker.is_dead:
-                worker.shut_down(cold=False)
+                worker.shut_down(cold=world.draw("cold") < 0.5)
 
         def revoke() -> None:
             ids = [trigger.id for trigger in self.triggers.values() if trigger.id]
@@ -563,7 +596,7 @@ class MessageWorld:
         for _ in range(2):
             each("kill of child", 0.15, kill_child)
         each("kill of worker", 0.1, kill)
-        each("warm shutdown", 0.1, shut_down)
+        each("shutdown", 0.15, shut_down)
         each("revoke", 0.08, revoke)
 
     # processes, apps and tasks
@@ -611,6 +644,7 @@ class MessageWorld:
             return result
 
         app.task(name="tail", shared=False)(tail)
+        app.task(name="part", shared=False)(_part)
         return app
 
     # producing
@@ -623,11 +657,7 @@ class MessageWorld:
             world.sleep(world.choose(f"pause before {name}", [0.0, 0.01, 1.0, 3.0]))
             if world.is_left_out(f"call {name}"):
                 continue
-            what = world.choose(
-                f"what of {name}",
-                ["done"] * 5 + ["fail", "retry", "retry", "replace", "replace", "ignore", "retry without throw"],
-            )
-            how = world.choose(f"how of {name}", ["delay"] * 4 + ["id", "id", "chain", "countdown"])
+            what, how = world.choose(f"what of {name}", _WHAT), world.choose(f"how of {name}", _HOW)
             trigger = self.triggers[name] = Trigger(name, what, how, asked=world.now)
             world.note("producer", "sends", name, what, how)
             try:
@@ -637,8 +667,11 @@ class MessageWorld:
                     trigger.result = task.apply_async((name, what), task_id="same-id")
                 elif how == "chain":
                     trigger.result = chain(task.s(name, what), app.tasks["tail"].s(name)).apply_async().parent
-                elif how == "countdown":
-                    trigger.result = task.apply_async((name, what), countdown=1)
+                elif how == "chord":
+                    parts = [task.s(name, what), app.tasks["part"].s(name)]
+                    trigger.result = chord(parts)(app.tasks["tail"].s(name)).parent.results[0]
+                elif how in _OPTIONS:
+                    trigger.result = task.apply_async((name, what), **_OPTIONS[how])
                 else:
                     trigger.result = task.delay(name, what)
             except Exception as error:  # noqa: BLE001 - the checker says which are allowed
@@ -727,7 +760,8 @@ class MessageWorld:
         self._check_newest()
 
     def _check_trigger(self, trigger: Trigger) -> None:  # noqa: C901 - each way in which a task may end
-        if trigger.error is not None and type(trigger.error).__name__ not in ("AlreadyRunning", "LockUnavailable"):
+        allowed = ("AlreadyRunning", "LockUnavailable", "OperationalError")
+        if trigger.error is not None and type(trigger.error).__name__ not in allowed:
             self.problem("an exception that is not documented", f"{trigger.name}: {trigger.error!r}")
         if not trigger.published:
             return
@@ -735,20 +769,24 @@ class MessageWorld:
         if "ValueError" in ends or (trigger.what == "ignore" and "Ignore" in ends):
             return
         if "done" in ends:
-            if trigger.how == "chain" and not hasattr(trigger, "tail"):
+            if trigger.how in ("chain", "chord") and not hasattr(trigger, "tail") and not self._may_lose_messages():
                 self.problem("a chain lost its tail", trigger.name)
             if runs > _RUNS.get(trigger.what, 1) and not self.world.faults:
                 self.problem("a run too many", f"{trigger.name} ran {runs} times")
             return
         if trigger.id in self.revoked or set(trigger.ends) - {"Ignore", "Retry", "None"}:
             return  # it was told
-        if self.plan.at_least and trigger.how == "id" and trigger.ends == ["Ignore"]:
+        if self.plan.at_least and trigger.how == "id" and {*trigger.ends} == {"Ignore"}:
             return  # the key is kept, by a task with the same id: to tell the two apart could cost a result
         if "None" in trigger.ends and self._may_be_skipped(trigger):
             return
-        if not self.plan.acks_late and any("kill" in each for each in self.world.faults):
-            return  # acknowledged, and not begun or not ended
+        if self._may_lose_messages():
+            return
         self.problem("a task is lost", f"{trigger.name}: {trigger.ends}")
+
+    def _may_lose_messages(self) -> bool:
+        """Whether a message may be acknowledged whose task has not begun or not ended, as Celery has it."""
+        return not self.plan.acks_late and any("kill" in each or "shutdown" in each for each in self.world.faults)
 
     def _may_be_skipped(self, trigger: Trigger) -> bool:
         """Whether None may stand for the result of a task that found its key busy."""
@@ -763,7 +801,7 @@ class MessageWorld:
         sent = [each for each in self.triggers.values() if each.error is None and each.what != "ignore"]
         runs = [run for each in self.triggers.values() for run in each.runs]
         has_run = not sent or any(run.began >= sent[-1].asked or run.trigger is sent[-1] for run in runs)
-        may_be_lost = not self.plan.acks_late and any("kill" in each for each in self.world.faults)
+        may_be_lost = self._may_lose_messages()
         was_told = self.revoked or (sent and set(sent[-1].ends) - {"Ignore", "Retry", "None"})
         if not (has_run or may_be_lost or was_told):
             self.problem("the newest did not run", sent[-1].name)

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
@@ -30,6 +30,7 @@ import greenlet
 import redis.asyncio.connection
 import redis.connection
 import redis.retry
+import redis.utils
 from celery.utils.dispatch import Signal
 
 from .network import FakeSocketModule
@@ -238,6 +239,7 @@ def patched() -> Iterator[None]:
         (redis.connection, "os", _os),
         (redis.asyncio.connection, "os", _os),
         (redis.retry, "sleep", _sleep),
+        (redis.utils, "get_lib_version", lambda: "0"),  # read from a file for each connection
         (uuid, "os", _os),
         (builtins, "__import__", _import_own),
         (signal, "valid_signals", set),  # no handler of the program that runs the world is a process's
@@ -258,6 +260,9 @@ class Machine:
     def __init__(self, name: str) -> None:
         self.name = name
         self.processes: dict[int, Process] = {}
+
+    def dead(self) -> list[int]:
+        return [pid for pid, process in self.processes.items() if process.is_dead]
 
 
 _ROOMS = (
@@ -288,6 +293,7 @@ def _own_signals(process: Process) -> Iterator[None]:
         Signal.connect = original
 
 
+_GONE: Any = SimpleNamespace(is_dead=True)
 _CONTAINERS: Any = (dict, set, list, WeakSet, WeakKeyDictionary, WeakValueDictionary)
 
 
@@ -357,6 +363,15 @@ class Process:
         for container, content in self._contents:
             container.clear()
             getattr(container, "update", getattr(container, "extend", print))(content)
+        self._begin_as_child()
+
+    def fork(self, pid: int) -> None:
+        """Go on as a child with another id, and with all that the parent knows; the parent is gone."""
+        self.machine.processes[self.pid] = _GONE
+        self.machine.processes[pid], self.pid, self.started = self, pid, pid
+        self._begin_as_child()
+
+    def _begin_as_child(self) -> None:
         _importing.append(self)
         for do in self.after_fork:
             do()

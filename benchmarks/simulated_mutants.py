@@ -1,0 +1,175 @@
+"""Mutants of the safety code, and after how many simulated histories each is seen: ``make simulate-mutants``.
+
+The rule by which the mutants are taken stands here, and nobody chooses among them:
+
+- the safety code is that of ``FILES``;
+- each ``if``, ``while`` and conditional expression is taken for true, and for false;
+- each part of an ``and`` or ``or`` is left out;
+- each call whose result nobody uses, and each assignment to an attribute or an item, is left out;
+- each comparison in a Lua text is turned round;
+- what only tells (``TOLD``) is no safety code;
+- they are ordered by the MD5 of file, line and change; ``SAME`` are left out, each with its reason; the first are taken.
+"""
+
+import argparse
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import md5
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+FILES = (
+    "lock/commands.py",
+    "lock/cleanup.py",
+    "lock/renewal.py",
+    "lock/current_lock.py",
+    "lock/holder.py",
+    "call/locked_call.py",
+    "call/owed_key.py",
+)
+TOLD = {
+    "_explain",
+    "_log",
+    "__str__",
+    "look_at_a_new_server",
+    "wanted",
+    "emit",
+    "debug",
+    "warning",
+    "exception",
+    "info",
+}
+"""Functions, and functions that are called, which log or send events, and decide nothing."""
+
+SAME: dict[str, str] = {}
+"""The names of mutants that break no promise, or none that a simulated history could see; with the reason."""
+
+PART = 250
+"""Histories of one process; then the next begins."""
+
+
+class Mutant(NamedTuple):
+    """A change of one place in one file.
+
+    Attributes:
+        file: the file, within the package.
+        line: the number of the line.
+        begin: where the place begins in the text of the file.
+        end: where it ends.
+        new: what stands there instead.
+        old: what stood there.
+    """
+
+    file: str
+    line: int
+    begin: int
+    end: int
+    new: str
+    old: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} {' '.join(self.old.split())!r} -> {self.new!r}"
+
+
+def mutants_of(file: str) -> Iterator[Mutant]:
+    """All mutants of one file that the rule gives."""
+    text = (ROOT / "only_one" / file).read_text()
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line.encode()))
+
+    def change(node: ast.AST, new: str) -> Mutant:
+        place: ast.expr = node  # type: ignore[assignment]
+        begin = starts[place.lineno - 1] + place.col_offset
+        end = starts[(place.end_lineno or 0) - 1] + (place.end_col_offset or 0)
+        return Mutant(file, place.lineno, begin, end, new, text.encode()[begin:end].decode())
+
+    for node in _without_what_tells(ast.parse(text)):
+        if isinstance(node, (ast.If, ast.While, ast.IfExp)):
+            yield change(node.test, "True")
+            yield change(node.test, "False")
+        elif isinstance(node, ast.BoolOp):
+            for part in node.values:
+                yield change(part, str(isinstance(node.op, ast.And)))
+        elif _is_left_out(node):
+            yield change(node, "pass")
+        elif isinstance(node, ast.Constant) and "redis.call" in str(node.value):
+            whole = change(node, "")
+            for found in re.finditer("==|<=|>", whole.old):
+                new = {"==": "~=", "<=": ">", ">": "<="}[found[0]]
+                yield change(node, whole.old[: found.start()] + new + whole.old[found.end() :])
+
+
+def _without_what_tells(node: ast.AST) -> Iterator[ast.AST]:
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name in TOLD:
+        return
+    called = node.func if isinstance(node, ast.Call) else None
+    if isinstance(called, (ast.Name, ast.Attribute)) and ast.unparse(called).rpartition(".")[2] in TOLD:
+        return
+    if isinstance(node, (ast.If, ast.Expr)) and any(
+        f"{name}(" in ast.unparse(node).partition("\n")[0] for name in TOLD
+    ):
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _without_what_tells(child)
+
+
+def _is_left_out(node: ast.AST) -> bool:
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Call)
+    is_kept = isinstance(node, ast.Assign) and isinstance(node.targets[0], (ast.Attribute, ast.Subscript))
+    return is_kept or isinstance(node, ast.AugAssign)
+
+
+def histories_until_seen(mutant: Mutant, most: int) -> int | None:
+    """How many histories it takes until one is red; None if none of ``most`` is."""
+    with TemporaryDirectory() as directory:
+        shutil.copytree(ROOT / "only_one", Path(directory, "only_one"))
+        path = Path(directory, "only_one", mutant.file)
+        content = path.read_bytes()
+        path.write_bytes(content[: mutant.begin] + mutant.new.encode() + content[mutant.end :])
+        for begin in range(0, most, PART):
+            given = ["--package", directory, "--begin", str(begin), "--histories", str(PART), "--jobs", "1"]
+            command = [sys.executable, "-m", "tests.simulation", *given]
+            try:
+                played = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1800)
+            except subprocess.TimeoutExpired:  # a history that does not end
+                return begin + 1
+            if played.returncode:
+                seeds = [int(seed) for seed in re.findall(r"^seed (\d+):", played.stdout, re.MULTILINE)]
+                return min(seeds, default=begin) + 1
+    return None
+
+
+def main() -> int:
+    """Print a line for each mutant, and return whether too few were seen."""
+    parser = argparse.ArgumentParser("python -m benchmarks.simulated_mutants", description=__doc__.splitlines()[0])
+    parser.add_argument("--mutants", type=int, default=40)
+    parser.add_argument("--histories", type=int, default=20_000, help="the most for one mutant")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--list", action="store_true", help="only say which they are")
+    given = parser.parse_args()
+    every = [each for file in FILES for each in mutants_of(file) if str(each) not in SAME]
+    taken = sorted(every, key=lambda each: md5(str(each).encode()).hexdigest())[: given.mutants]
+    if given.list:
+        print(*taken, sep="\n")
+        return 0
+    seen = 0
+    with ThreadPoolExecutor(given.jobs) as threads:
+        for mutant, took in zip(taken, threads.map(lambda each: histories_until_seen(each, given.histories), taken)):
+            seen += took is not None
+            print(f"{took or 'not seen':>8}  {mutant}", flush=True)
+    print(f"{seen} of {len(taken)} mutants were seen, of {len(every)}")
+    return int(seen < 0.9 * len(taken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
