@@ -5,6 +5,7 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from .message_world import MessageWorld
 from .shrinking import shrink, timeline
 
 
+@cache
 def _histories(package: str | None, *, messages: bool) -> Histories:
     path = Path(package) if package else None
     return Histories(path, MessageWorld, 7) if messages else Histories(path)

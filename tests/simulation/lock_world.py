@@ -397,6 +397,8 @@ class Histories:
     def __init__(self, package_path: Path | None = None, kind: Any = None, processes: int = MOST_PROCESSES) -> None:
         self.processes = [Process(package_path) for _ in range(processes)]
         self.kind: Any = kind or LockWorld
+        gc.collect()
+        gc.freeze()  # what outlives all histories is not looked at between them
 
     def play(self, seed: int, left_out: frozenset[str] = frozenset()) -> Any:
         gc.disable()  # leases are weakly referenced: when they end must not be left to chance

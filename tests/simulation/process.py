@@ -28,8 +28,10 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import greenlet
 import redis.asyncio.connection
+import redis.client
 import redis.connection
 import redis.retry
+import redis.utils
 from celery.utils.dispatch import Signal
 
 from .network import FakeSocketModule
@@ -239,6 +241,8 @@ def patched() -> Iterator[None]:
         (redis.asyncio.connection, "os", _os),
         (redis.retry, "sleep", _sleep),
         (uuid, "os", _os),
+        (redis.utils, "get_lib_version", lambda: "0"),  # read from the package's metadata for each connection
+        (redis.client.CaseInsensitiveDict, "__init__", dict.update),  # a client's replies: all are in upper case
         (builtins, "__import__", _import_own),
         (signal, "valid_signals", set),  # no handler of the program that runs the world is a process's
     ]
