@@ -19,6 +19,10 @@ _running: list[Any] = []
 """Executes the commands of the script that runs: Lua itself must not keep a history alive."""
 
 
+def _execute(*command: Any) -> Any:
+    return _running[-1](*command)
+
+
 class SortedSet(dict[bytes, Any]):
     """A sorted set: the score of each member."""
 
@@ -195,7 +199,7 @@ class Store:
     def _run(self, text: bytes, count: int, rest: tuple[bytes, ...]) -> Any:
         if text not in _scripts:
             head = b"local call = ... return function(KEYS, ARGV) local redis = {call = call} "
-            _scripts[text] = _lua.execute(head + text + b" end", lambda *command: _running[-1](*command))
+            _scripts[text] = _lua.execute(head + text + b" end", _execute)
         _running.append(self._call)
         try:
             reply = _scripts[text](_lua.table(*rest[:count]), _lua.table(*rest[count:]))
