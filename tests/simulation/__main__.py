@@ -5,26 +5,32 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from .branches import branches_of
 from .lock_world import Histories
 from .message_world import MessageWorld
 from .shrinking import shrink, timeline
 
+COUNTED = 10
+"""Of so many histories one counts its branches, because counting makes it slow."""
 
+
+@cache
 def _histories(package: str | None, *, messages: bool) -> Histories:
     path = Path(package) if package else None
     return Histories(path, MessageWorld, 7) if messages else Histories(path)
 
 
-def _play(given: tuple[list[int], str | None, bool]) -> tuple[int, Counter[str], dict[str, list[tuple[int, str]]]]:
+def _play(given: tuple[list[int], str | None, bool]) -> tuple[int, Counter[Any], dict[str, list[tuple[int, str]]]]:
     seeds, package, messages = given
     histories = _histories(package, messages=messages)
-    met: Counter[str] = Counter()
+    met: Counter[Any] = Counter()
     problems: dict[str, list[tuple[int, str]]] = {}
     for seed in seeds:
-        history = histories.play(seed)
+        history = histories.play(seed, branches=met if seed % COUNTED == 0 else None)
         met.update(history.world.met)
         for kind, text in history.problems[:1]:
             problems.setdefault(kind, []).append((seed, text))
@@ -44,7 +50,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.seed is not None:
         return _again(given)
-    started, done, met = time.monotonic(), 0, Counter[str]()
+    started, done, met = time.monotonic(), 0, Counter[Any]()
     problems: dict[str, list[tuple[int, str]]] = {}
     begin = time.time_ns() // 1000 if given.begin is None else given.begin
     seeds = given.seeds or list(range(begin, begin + given.histories))
@@ -60,11 +66,23 @@ def main() -> int:
             red = ", ".join(f"{kind} {len(found)}" for kind, found in problems.items())
             print(f"\r{done} of {len(seeds)} histories, {rate:.0f}/s; {red or 'no problem'}", end="", file=sys.stderr)
     print(file=sys.stderr)
-    for name, count in sorted(met.items()):
+    for name, count in sorted((name, count) for name, count in met.items() if isinstance(name, str)):
         print(f"{count:8} {name}")
+    if not given.messages:
+        _show_branches(Path(given.package or Path(__file__).parents[2]) / "only_one", met)
     for kind, found in problems.items():
         print(f"{kind}: {len(found)}; seeds", *[seed for seed, _ in sorted(found)[:10]])
     return bool(problems)
+
+
+def _show_branches(package: Path, met: Counter[Any]) -> None:
+    branches = branches_of(package)
+    rare = [branch for branch in sorted(branches) if COUNTED * met[branch] < 100]
+    print(
+        f"{len(branches) - len(rare)} of {len(branches)} branches met at least 100 times, by each {COUNTED}th history;"
+    )
+    for file, line, after in rare:
+        print(f"{met[file, line, after]:8} {Path(file).relative_to(package)}:{line} -> {after}")
 
 
 def _again(given: Any) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .branches import Interrupted, Tracer
 from .checker import Call, Checker, Run
 from .network import Host, Loop
 from .process import Machine, Process, history_of, patched, this, thread
@@ -21,10 +22,6 @@ from .world import Thread, World
 
 MOST_PROCESSES = 4
 _FAULTS_UNTIL = 1008.0
-
-
-class Interrupted(Exception):
-    """Raised in the middle of a call, as by a signal handler."""
 
 
 class BodyFails(Exception):
@@ -291,14 +288,13 @@ class LockWorld:
             yield
             return
         left = int(self.world.choose(f"lines before {name}", [30, 300, 1000]) * self.world.draw(f"line of {name}"))
-        counter = _LineCounter(left)
-        running.tracer = counter.trace
-        sys.settrace(counter.trace)
+        before, running.tracer = running.tracer, Tracer(self.world.branches, left).trace
+        sys.settrace(running.tracer)
         try:
             yield
         finally:
-            sys.settrace(None)
-            running.tracer = None
+            running.tracer = before
+            sys.settrace(before)
 
     # faults
 
@@ -406,23 +402,6 @@ def _redis_errors() -> tuple[type[Exception], ...]:
     return (redis.exceptions.RedisError,)
 
 
-class _LineCounter:
-    """Raises at a line of the package, or of redis-py."""
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-
-    def trace(self, frame: Any, what: str, _arg: Any) -> Any:
-        name = frame.f_code.co_filename
-        if "/only_one/" not in name and "/redis/" not in name:
-            return None
-        if what == "line" and frame.f_code.co_name not in ("__del__", "_drop"):
-            self.left -= 1
-            if self.left == 0:
-                raise Interrupted
-        return self.trace
-
-
 class Histories:
     """The processes in which histories are played, one history after another."""
 
@@ -434,17 +413,17 @@ class Histories:
         logging.getLogger("asyncio").disabled = True
         gc.disable()  # leases are weakly referenced: when they end must not be left to chance
         gc.collect()
-        gc.freeze()  # what is collected between histories is theirs
-
+        gc.freeze()  # what outlives all histories is not looked at between them
         self.played = 0
 
-    def play(self, seed: int, left_out: frozenset[str] = frozenset()) -> Any:
+    def play(self, seed: int, left_out: frozenset[str] = frozenset(), branches: Any = None) -> Any:
         self.played += 1
         if self.played % 20 == 0:
             gc.collect(0)
         with warnings.catch_warnings(), patched():
             warnings.simplefilter("ignore")
             history = self.kind(self.processes, seed, left_out)
+            history.world.branches = branches
             handler = _Errors(getattr(history, "checker", history))
             logger = logging.getLogger("only_one")
             logger.addHandler(handler)

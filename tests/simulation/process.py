@@ -28,6 +28,7 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import greenlet
 import redis.asyncio.connection
+import redis.client
 import redis.connection
 import redis.retry
 import redis.utils
@@ -239,8 +240,9 @@ def patched() -> Iterator[None]:
         (redis.connection, "os", _os),
         (redis.asyncio.connection, "os", _os),
         (redis.retry, "sleep", _sleep),
-        (redis.utils, "get_lib_version", lambda: "0"),  # read from a file for each connection
         (uuid, "os", _os),
+        (redis.utils, "get_lib_version", lambda: "0"),  # read from the package's metadata for each connection
+        (redis.client.CaseInsensitiveDict, "__init__", dict.update),  # a client's replies: all are in upper case
         (builtins, "__import__", _import_own),
         (signal, "valid_signals", set),  # no handler of the program that runs the world is a process's
     ]

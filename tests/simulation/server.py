@@ -15,6 +15,12 @@ from lupa.lua51 import LuaRuntime
 _lua: Any = LuaRuntime(encoding=None, unpack_returned_tuples=True)
 _scripts: dict[bytes, Any] = {}
 """Compiled once for all histories, by text."""
+_running: list[Any] = []
+"""Executes the commands of the script that runs: Lua itself must not keep a history alive."""
+
+
+def _execute(*command: Any) -> Any:
+    return _running[-1](*command)
 
 
 class SortedSet(dict[bytes, Any]):
@@ -83,7 +89,7 @@ class Store:
         try:
             return do(*command[1:])
         except Refusal as refusal:
-            return refusal
+            return refusal.with_traceback(None)  # which would keep the history alive
 
     # strings
 
@@ -192,13 +198,16 @@ class Store:
 
     def _run(self, text: bytes, count: int, rest: tuple[bytes, ...]) -> Any:
         if text not in _scripts:
-            head = b"return function(call, KEYS, ARGV) local redis = {call = call} "
-            _scripts[text] = _lua.execute(head + text + b" end")
+            head = b"local call = ... return function(KEYS, ARGV) local redis = {call = call} "
+            _scripts[text] = _lua.execute(head + text + b" end", _execute)
+        _running.append(self._call)
         try:
-            reply = _scripts[text](self._call, _lua.table(*rest[:count]), _lua.table(*rest[count:]))
+            reply = _scripts[text](_lua.table(*rest[:count]), _lua.table(*rest[count:]))
         except Refusal as refusal:
             text_of_it = f"{refusal} script: x, on @user_script:1."
             raise Refusal(text_of_it) from None
+        finally:
+            _running.pop()
         return _from_lua(reply)
 
     def _call(self, *command: Any) -> Any:

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import greenlet
 
+from .branches import Tracer
+
 T = TypeVar("T")
 WALL = 1_700_000_000.0
 """Seconds by which the wall clock is ahead of the clock of the world."""
@@ -38,7 +40,7 @@ class Thread(greenlet.greenlet):  # type: ignore[misc]
         self.function, self.args = function, args
         self.life = process.life
         self.interrupt: BaseException | None = None  # raised when the thread is resumed
-        self.tracer: Any = None
+        self.tracer: Any = Tracer(world.branches).trace if world.branches is not None else None
         self.loop: Any = None  # the event loop that runs in it
         self.waiting = 0  # counts waits, so that a late wake is known
         self.joined: list[Callable[[], None]] = []
@@ -50,6 +52,7 @@ class Thread(greenlet.greenlet):  # type: ignore[misc]
         return self.life == self.process.life and not self.process.is_dead
 
     def _run(self, *_: object) -> None:
+        sys.settrace(self.tracer)
         try:
             self.function(*self.args)
         except greenlet.GreenletExit:
@@ -58,6 +61,7 @@ class Thread(greenlet.greenlet):  # type: ignore[misc]
             self.crash = error
             self.world.note(self.name, "died", repr(error))
         finally:
+            sys.settrace(None)
             for wake in self.joined:
                 wake()
 
@@ -81,6 +85,7 @@ class World:
         self.faults: list[str] = []
         self.steps: list[str] = []
         self.met: Counter[str] = Counter()
+        self.branches: Counter[tuple[str, int, int]] | None = None  # those that were taken, if they are counted
         self.hosts: dict[tuple[str, int], Any] = {}
         self.links: list[Any] = []
         self.is_over = False
