@@ -8,7 +8,7 @@ The rule by which the mutants are taken stands here, and nobody chooses among th
 - each call whose result nobody uses, and each assignment to an attribute or an item, is left out;
 - each comparison in a Lua text is turned round;
 - what only tells (``TOLD``) is no safety code;
-- they are ordered by the MD5 of file, line and change; ``SAME`` are left out, each with its reason; the first are taken.
+- they are ordered by the MD5 of file, line and change, and the first are taken; ``SAME`` are left out, with a reason.
 """
 
 import argparse
@@ -158,13 +158,14 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="only say which they are")
     given = parser.parse_args()
     every = [each for file in FILES for each in mutants_of(file) if str(each) not in SAME]
-    taken = sorted(every, key=lambda each: md5(str(each).encode()).hexdigest())[: given.mutants]
+    taken = sorted(every, key=lambda each: md5(str(each).encode(), usedforsecurity=False).hexdigest())[: given.mutants]
     if given.list:
         print(*taken, sep="\n")
         return 0
     seen = 0
     with ThreadPoolExecutor(given.jobs) as threads:
-        for mutant, took in zip(taken, threads.map(lambda each: histories_until_seen(each, given.histories), taken)):
+        results = threads.map(lambda each: histories_until_seen(each, given.histories), taken)
+        for mutant, took in zip(taken, results, strict=True):
             seen += took is not None
             print(f"{took or 'not seen':>8}  {mutant}", flush=True)
     print(f"{seen} of {len(taken)} mutants were seen, of {len(every)}")

@@ -16,7 +16,7 @@ from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable
 from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, logger, wanted
 from only_one.lock.cleanup import Cleanup
-from only_one.lock.commands import TROUBLE, Commands, ReleaseResult, Retained, acquire, now, take_over, unanswered
+from only_one.lock.commands import TROUBLE, Commands, ReleaseResult, Retained, acquire, now, replace, unanswered
 from only_one.lock.current_lock import Lease
 from only_one.lock.holder import active_tokens, is_dead, is_queued, kept
 from only_one.lock.redis_lock import AsyncLock, Lock
@@ -98,18 +98,29 @@ class LockedCall:
             if self.caller.queued is None:
                 value = yield from acquire(features, self.key, self.token, options.expiry)
             else:
-                value = yield from take_over(features, self.key, self.caller.queued, self.token, options.ttl)
+                value = yield from self._take_over(self.caller.queued)
             if value is not None and self._can_take(value):
-                self._owed = yield from owed_to(self.key, value, self.token)
-                before_us, value = value, (yield from take_over(features, self.key, value, self.token, options.ttl))
-                if value is None and wanted(Reclaimed) and not is_queued(before_us):
-                    emit(Reclaimed(self.key, self.caller.name, before_us))
+                value = yield from self._take_over(value)
         except TROUBLE as error:
             return error
         finally:
             # Of a SET that was sent twice, the first may be carried out when the call is over.
             self._may_come_late = unanswered.get() != before
         return value
+
+    def _take_over(self, before: bytes) -> Commands[bytes | None]:
+        """Acquire the key from a task that waits, or from a holder that is dead; returns what ``acquire`` does."""
+        is_own = before == self.caller.queued
+        owed = None if is_own else (yield from owed_to(self.key, before, self.token))
+        became = yield from replace(self.key, before, self.token, self.options.ttl)
+        if became.status == "gone":
+            return (yield from acquire(self.server.features, self.key, self.token, self.options.expiry))
+        if became.status == "taken":
+            return became.value
+        self._owed = owed
+        if wanted(Reclaimed) and not is_queued(before):
+            emit(Reclaimed(self.key, self.caller.name, before))
+        return None
 
     def _can_take(self, value: bytes) -> bool:
         """Whether the call may take the key over from ``value``: from a task that waits, or a holder that is dead."""

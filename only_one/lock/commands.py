@@ -236,18 +236,6 @@ def _whole(seconds: float) -> int:
     return max(1, round(seconds * 1000))
 
 
-def take_over(features: Features, key: str, old: bytes, token: bytes, seconds: float) -> Commands[bytes | None]:
-    """Acquire a key for ``seconds`` from a holder that is dead or queued, if its value ``old`` is still there.
-
-    Returns:
-        None if the key is ours, else the value that is stored there.
-    """
-    became = yield from replace(key, old, token, seconds)
-    if became.status == "gone":
-        return (yield from acquire(features, key, token, expiry_in(seconds)))
-    return None if became.status == "held" else became.value
-
-
 def evaluate(script: Script, key: Key, *args: bytes | str | int, beside: str | None = None) -> Commands[Any]:
     """Run a script for a key, and perhaps one beside it in its slot; sent whole if the server does not know it."""
     keys = (key,) if beside is None else (key, beside)

@@ -43,7 +43,6 @@ from only_one.lock.commands import (
     is_forbidden,
     release,
     replace,
-    take_over,
 )
 from only_one.lock.holder import Holder
 from only_one.lock.redis_lock import AsyncLock, Lock
@@ -361,10 +360,10 @@ def test_what_is_replaced_is_ours_or_has_been_replaced_before(url: str, direct: 
     with Proxy(url) as proxy, redis.Redis.from_url(proxy.url) as watched:
         watched.ping()
         proxy.forget_commands()
-        assert drive(watched, take_over(Features(), key, b"new", b"taken", 600)) is None
+        assert drive(watched, replace(key, b"new", b"taken", 600)) == ("held", b"", False)
         assert 300_000 < direct.pttl(key) <= 600_000
         assert drive(direct, replace(key, b"ours", b"new", 60)) == ("taken", b"taken", False)
-        assert drive(watched, take_over(Features(), key, b"new", b"again", 60)) == b"taken"
+        assert drive(watched, replace(key, b"new", b"again", 60)) == ("taken", b"taken", False)
         assert len(proxy.commands) == 2  # one round trip for each of the two calls
     assert direct.get(key) == b"taken"
 

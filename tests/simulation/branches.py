@@ -52,7 +52,7 @@ class Tracer:
 
 def branches_of(package: Path) -> set[tuple[str, int, int]]:
     """The branches of the lock's code: each line from which there are several ways, and the line after it."""
-    found = set()
+    found: set[tuple[str, int, int]] = set()
     for path in [path for room in ("lock", "call") for path in sorted((package / room).glob("*.py"))]:
         parser = PythonParser(text=path.read_text(), filename=str(path))
         parser.parse_source()

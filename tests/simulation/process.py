@@ -319,6 +319,8 @@ class Process:
         for module in self.modules.values():
             vars(module)["__process__"] = self
         self._at_first = [(module, dict(vars(module))) for module in self.modules.values()]
+        values = [value for _, values in self._at_first for value in values.values()]
+        self._remembering: list[Any] = [value for value in values if hasattr(value, "cache_clear")]
         self._contents = [
             (value, value.copy())
             for _, values in self._at_first
@@ -362,6 +364,8 @@ class Process:
         machine.processes[pid] = self
         for module, values in self._at_first:
             vars(module).update(values)
+        for remembers in self._remembering:
+            remembers.cache_clear()
         for container, content in self._contents:
             container.clear()
             getattr(container, "update", getattr(container, "extend", print))(content)
