@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -479,6 +480,11 @@ class Trigger:
 _WHAT = [*["done"] * 5, "fail", *["retry"] * 2, *["replace"] * 2, "ignore", "reject", "retry without throw"]
 _HOW = [*["delay"] * 4, "id", "id", "chain", "chord", "countdown", "soft limit", "hard limit"]
 _OPTIONS = {"countdown": {"countdown": 1}, "soft limit": {"soft_time_limit": 1}, "hard limit": {"time_limit": 1}}
+_UNIQUE = ("delay", "countdown", "soft limit", "hard limit")
+_MAY_GIVE_UP = ("replace", "retry without throw")
+"""Of which a message may wait without its key: other work has it by then."""
+
+_JUST_NOW = 0.1
 _RUNS = {"retry": 2, "retry without throw": 2, "replace": 3}
 
 
@@ -660,6 +666,7 @@ class MessageWorld:
             what, how = world.choose(f"what of {name}", _WHAT), world.choose(f"how of {name}", _HOW)
             trigger = self.triggers[name] = Trigger(name, what, how, asked=world.now)
             world.note("producer", "sends", name, what, how)
+            before = self._alive()
             try:
                 if how == "id":
                     trigger.id = "same-id"
@@ -680,7 +687,31 @@ class MessageWorld:
             trigger.published = sum(each.trigger == name for each in self.broker.published)
             shown = "published" if trigger.published else f"duplicate {trigger.error or ''}"
             world.note("producer", "has sent", name, shown)
+            self._check_unique(trigger, before)
         done.append(True)
+
+    def _alive(self) -> set[str]:
+        """The triggers whose tasks wait or run."""
+        there = [delivery for delivery in self.broker.published if not delivery.is_done]
+        there += [job.delivery for worker in self.broker.workers for job in worker.jobs]
+        return {delivery.trigger for delivery in there} | {run.trigger.name for run in self.running}
+
+    def _check_unique(self, new: Trigger, before: set[str]) -> None:
+        """Where nothing goes wrong, a task has no second message, and a duplicate is one of a task that is alive."""
+        is_unique = self.plan.placement in ("above", "both") and self.plan.when_busy != "buffer_one"
+        is_calm = all(each.startswith("publishing fails") for each in self.world.faults)
+        if not is_unique or not is_calm or new.how not in _UNIQUE:
+            return
+        after = self._alive() - {new.name}
+        keep_their_keys = {
+            name for name, each in self.triggers.items() if each.how in _UNIQUE and each.what not in _MAY_GIVE_UP
+        }
+        if new.published and (others := before & after & keep_their_keys):
+            self.problem("a second message", f"{new.name} beside {others}")
+        ended = [run.at or -inf for each in self.triggers.values() for run in each.runs]
+        was_alive = before or after or any(self.world.now - at < _JUST_NOW for at in ended)
+        if not (new.published or new.error or was_alive or self.plan.at_least):
+            self.problem("a duplicate of nothing", new.name)
 
     def _wait_for_the_last_with_that_id(self, new: Trigger) -> None:
         """An id is used again for new work when the work before has ended."""
