@@ -52,7 +52,11 @@ SAME: dict[str, str] = {}
 """The names of mutants that break no promise, or none that a simulated history could see; with the reason."""
 
 PART = 250
-"""Histories of one process; then the next begins."""
+"""Histories of each world in one process; then the next begins."""
+
+WORLDS: list[list[str]] = [[], ["--messages"]]
+LIMIT = 1800
+"""Seconds for them."""
 
 
 class Mutant(NamedTuple):
@@ -130,22 +134,25 @@ def _is_left_out(node: ast.AST) -> bool:
 
 
 def histories_until_seen(mutant: Mutant, most: int) -> int | None:
-    """How many histories it takes until one is red; None if none of ``most`` is."""
+    """How many histories of each world it takes until one is red; None if none of ``most`` is."""
     with TemporaryDirectory() as directory:
         shutil.copytree(ROOT / "only_one", Path(directory, "only_one"))
         path = Path(directory, "only_one", mutant.file)
         content = path.read_bytes()
         path.write_bytes(content[: mutant.begin] + mutant.new.encode() + content[mutant.end :])
         for begin in range(0, most, PART):
-            given = ["--package", directory, "--begin", str(begin), "--histories", str(PART), "--jobs", "1"]
-            command = [sys.executable, "-m", "tests.simulation", *given]
-            try:
-                played = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1800)
-            except subprocess.TimeoutExpired:  # a history that does not end
-                return begin + 1
-            if played.returncode:
-                seeds = [int(seed) for seed in re.findall(r"^seed (\d+):", played.stdout, re.MULTILINE)]
-                return min(seeds, default=begin) + 1
+            for world in WORLDS:
+                given = ["--package", directory, "--begin", str(begin), "--histories", str(PART), "--jobs", "1", *world]
+                command = [sys.executable, "-m", "tests.simulation", *given]
+                try:
+                    played = subprocess.run(
+                        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT
+                    )
+                except subprocess.TimeoutExpired:  # a history that does not end
+                    return begin + 1
+                if played.returncode:
+                    seeds = re.findall(r"^seed (\d+):", played.stdout.replace("\r", "\n"), re.MULTILINE)
+                    return min(map(int, seeds), default=begin) + 1
     return None
 
 
@@ -153,7 +160,7 @@ def main() -> int:
     """Print a line for each mutant, and return whether too few were seen."""
     parser = argparse.ArgumentParser("python -m benchmarks.simulated_mutants", description=__doc__.splitlines()[0])
     parser.add_argument("--mutants", type=int, default=40)
-    parser.add_argument("--histories", type=int, default=20_000, help="the most for one mutant")
+    parser.add_argument("--histories", type=int, default=20_000, help="the most of each world for one mutant")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--list", action="store_true", help="only say which they are")
     given = parser.parse_args()

@@ -132,7 +132,7 @@ class Checker:
         call.run = run
         for other in self.runs:
             runs = other.key == run.key and other.ended is None and not other.call.process.is_dead
-            if runs and other.lock.is_held and lock.is_held and not other.excused:
+            if runs and other.lock.is_held and lock.is_held and not (other.excused or run.excused):
                 self.problem("two at once", f"{call.name} began while {other.call.name} runs and holds its key")
         if self.plan.at_least and run.has_key:
             self._check_at_least(run)

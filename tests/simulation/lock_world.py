@@ -352,7 +352,8 @@ class LockWorld:
 
         def pause() -> None:
             process = choose("paused", processes)
-            process.paused_until = world.now + choose("seconds of pause", [0.2, 1.5, 5.0, 40.0])
+            until = world.now + choose("seconds of pause", [0.2, 1.5, 5.0, 40.0])
+            process.paused_until = max(process.paused_until, until)
             world.note(process.name, "is paused")
 
         def kill() -> None:
