@@ -10,7 +10,7 @@ WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,buffer_one canvas ends put_ba
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-picture newsletter docs dev test test-rabbitmq lint types interrupts suite site words coverage soak \
-	mutants matrix simulate benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-leftovers benchmark-async \
+	mutants matrix simulate simulate-mutants benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-leftovers benchmark-async \
 	benchmark-interruptions benchmark-kills benchmark-queue benchmark-queue-kills benchmark-peers benchmark-newsletter \
 	newsletter-kills clean
 
@@ -84,6 +84,9 @@ matrix: .venv/dev.stamp ## each kind of task in each pool, with each combination
 
 simulate: .venv/dev.stamp ## search interleavings: 10,000 fresh histories; --messages for Celery's, --seed N for one again
 	$(BIN)/python -m tests.simulation $(ARGS)
+
+simulate-mutants: .venv/dev.stamp ## after how many histories each of 40 small changes of the code is seen; hours
+	$(BIN)/python -m benchmarks.simulated_mutants $(ARGS)
 
 ##@ Measurements (with nothing else running; options in ARGS="...", such as ARGS=--help)
 
