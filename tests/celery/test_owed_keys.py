@@ -15,6 +15,7 @@ from celery.signals import task_revoked
 from redis import Redis
 
 from only_one import AlreadyRunning, fail
+from only_one.celery import worker_signals
 from only_one.lock import redis_lock
 from only_one.lock.commands import now
 from tests.celery.deliveries import Queue
@@ -141,4 +142,18 @@ def test_a_task_that_has_ended_meanwhile_has_no_key(
     two.meanwhile = revoke if how == "revoked" else end
     two.run_other()
     assert left("k") == -2
+    assert two.task.delay() != two.waits
+
+
+def test_a_task_that_has_ended_and_could_not_say_so_has_no_key_soon(
+    tasks: Any, queue: Queue, left: Any, elsewhere: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(*_: object) -> None:
+        raise ConnectionError
+
+    two, message = tasks(), queue.take()
+    monkeypatch.setattr(worker_signals, "waive", cut_off)
+    two.meanwhile = lambda: elsewhere(lambda: queue.deliver(message))
+    two.run_other()
+    assert eventually(lambda: left("k") == -2)
     assert two.task.delay() != two.waits
