@@ -240,8 +240,9 @@ class LockedCall:
 
     def _retained(self) -> Retained | None:
         """The value to store at the key after a successful run; None if the key is released."""
-        until = self._asked_at + self.options.at_least
-        return (kept(self.token, self.options.at_least), until) if until > now() else None
+        at_least = self.options.at_least
+        until = self._asked_at + at_least
+        return (kept(self.token, at_least), until) if at_least and until > now() else None
 
     def _released(self, became: ReleaseResult | None, retained: Retained | None = None) -> None:
         """Finish after a release; with None for a result it is not known whether the key was released."""

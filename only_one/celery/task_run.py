@@ -35,7 +35,8 @@ def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[A
     task = _state.get_current_task()
     if task is None or (request := task.request).called_directly or wrapper not in functions_of(task):
         return decoration.plain_bound if bound else decoration.plain
-    is_inside = decoration in vars(request).get("only_one_under_way", {}).values()  # a call from inside its own run
+    under_way = vars(request).get("only_one_under_way")
+    is_inside = under_way and decoration in under_way.values()  # a call from inside its own run
     if is_inside or request.is_eager:  # which has no message
         return TaskCaller(task, work_of(request).token_factory(task), bound=bound)
     return MessageRun(task, request, bound=bound, decoration=decoration)
@@ -94,9 +95,6 @@ class MessageRun(TaskCaller):
         under_way: the keys that runs of this message hold, one of each decorator of the task.
         is_unique_in_queue: whether the task is unique from queued to finished, also while it waits for a retry.
         is_redelivered: whether the broker says that it has delivered the message before.
-        may_be_redelivered: whether the broker may have delivered the message before.
-        is_first_delivery: whether this is new work for certain, also under an id that was used before: no redelivery,
-            no requeue.
         is_superseded: whether it has the key, but a newer task that ``buffer_one`` coalesces does the work.
     """
 
@@ -115,10 +113,18 @@ class MessageRun(TaskCaller):
             self.key = None if self.header.attempt else self.header.key
             self.queued = self.header.token.encode() if self.header.token else None
         self.is_redelivered = bool((request.delivery_info or {}).get("redelivered"))
-        self.may_be_redelivered = self.is_redelivered or not marks_redeliveries(self.app)
-        self.is_first_delivery = not (self.header.times or self.may_be_redelivered)
         self._request = request
         self._began = now()
+
+    @property
+    def may_be_redelivered(self) -> bool:
+        """Whether the broker may have delivered the message before."""
+        return self.is_redelivered or not marks_redeliveries(self.app)
+
+    @property
+    def is_first_delivery(self) -> bool:
+        """Whether this is new work for certain, also under an id that was used before: no redelivery, no requeue."""
+        return not (self.header.times or self.may_be_redelivered)
 
     def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:
         """The policy for a key that holds ``value``; if the holder is this very task, the message waits in the queue.
