@@ -221,8 +221,10 @@ class Checker:
         if kind == "Lost":
             runs = [run for run in self.runs if run.call.process is process and not run.told and run.has_key]
             runs = [run for run in runs if run.lock.key == event.key]
-            found = [run for reason in ("released", event.reason) for run in runs if run.lock.reason == reason]
-            for run in found[-1:]:
+            # A loss that is seen at the end of a run is told before it stands in the lock.
+            likely: Any = {"released": 0, None: 1, event.reason: 2}
+            found = [run for run in runs if run.lock.reason in likely and not run.lock.is_held]
+            for run in sorted(found, key=lambda run: int(likely[run.lock.reason]))[-1:]:
                 run.told.append((self.world.now, event.reason))
                 self.lost(run.call, event.reason)
 

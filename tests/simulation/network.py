@@ -74,7 +74,8 @@ class Link:
         is_lost = world.fault(f"cut {label}", host.loses)
         if world.fault(f"late {label}", host.delays):
             delay = world.choose(f"delay {label}", [0.3, 0.7, 1.2, 2.5, 6.0])
-        arrival = max(last, world.now + delay, host.cut_off.get(self.process, 0.0))
+        # Later than the last by a moment: what arrives at one time arrives in any order.
+        arrival = max(last + 1e-7, world.now + delay, host.cut_off.get(self.process, 0.0))
         host.latest = max(host.latest, arrival - world.now)
         return arrival, is_lost
 
