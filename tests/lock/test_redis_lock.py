@@ -41,6 +41,7 @@ from only_one.lock.commands import (
     drive_async,
     expiry_in,
     is_forbidden,
+    now,
     release,
     replace,
 )
@@ -347,6 +348,25 @@ def test_a_lock_that_is_somebody_elses_or_has_expired_is_not_released(
         side.do(brief.release)
 
 
+def test_a_lock_that_was_extended_keeps_its_longer_time(side: Sync, client: Any, direct: Any, key: str) -> None:
+    lock = side.lock(client, key, timeout=20_000)
+    before = now()
+    assert side.do(lock.acquire)
+    assert before + 20_000 <= lock.expires_at <= now() + 20_000
+    assert side.do(lock.extend, 30_000) is True
+    assert 20_000_000 < direct.pttl(key) <= 50_000_000
+    assert before + 50_000 <= lock.expires_at <= now() + 50_000
+    before = now()
+    assert side.do(lock.extend, 10_000, replace_ttl=True) is True
+    assert before + 10_000 <= lock.expires_at <= now() + 10_000
+    before = now()
+    assert side.do(lock.reacquire) is True
+    assert 10_000_000 < direct.pttl(key) <= 20_000_000
+    assert before + 20_000 <= lock.expires_at <= now() + 20_000
+    side.do(lock.release)
+    assert direct.exists(key) == 0
+
+
 # What is replaced
 
 
@@ -595,6 +615,21 @@ def test_the_reply_to_release_is_lost_and_redis_py_asks_again(side: Sync, proxy:
         side.do(lock.release)
         assert lost.met.is_set()
         assert direct.exists(key) == 0
+
+
+@over_new_and_old
+def test_the_reply_to_release_is_lost_after_the_lock_was_extended(
+    side: Sync, proxy: Proxy, direct: Any, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = side.connect(proxy.url, **side.asking_again(1))
+    lock = side.lock(client, key, timeout=600)
+    assert side.do(lock.acquire)
+    assert side.do(lock.extend, 600)
+    monkeypatch.setattr("only_one.lock.redis_lock.now", lambda: now() + 900)  # later than it was taken for at first
+
+    proxy.lose_reply(*RELEASES)
+    side.do(lock.release)
+    assert direct.exists(key) == 0
 
 
 def test_a_refused_release_whose_reply_is_lost_is_made_in_another_way(
