@@ -148,7 +148,8 @@ class MessageRun(TaskCaller):
         if options.when_busy is not None:
             return options.when_busy
         # A redelivery that has waited is a message of its own by now, and no redelivery for the broker.
-        was_begun = self.work.attempt or self.work.replacement or self.is_redelivered or self.header.times
+        has_waited = self.header.times and not self.header.lineage
+        was_begun = self.work.attempt or self.work.replacement or self.is_redelivered or has_waited
         if was_begun:
             return retry()
         return fail if request.chord or request.chain else skip

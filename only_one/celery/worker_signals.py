@@ -153,7 +153,7 @@ def _forget(task: Any, request: Any) -> None:
         value = _value_at(server, key)
         if is_queued(value) and work_held_by(Holder.parse(value)) == work_of(request):
             release_now(server.client, server.features, key, value)
-    except Exception as error:  # noqa: BLE001 - nobody to raise it to; the key and the marker expire
+    except Exception as error:  # noqa: BLE001 - nobody to raise it to; the marker expires
         _warn_once(f"a key of {task.name}, which did not run, could not be released", type(error).__name__)
         if header.token is not None:  # a call that has taken the key over may store the value again
             token, until = header.token.encode(), now() + options.queue_timeout

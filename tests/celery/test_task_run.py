@@ -212,7 +212,14 @@ def test_of_two_decorators_with_one_key_the_inner_one_is_busy_like_any_other(app
 
 @pytest.mark.parametrize(
     ("how", "outcome"),
-    [("plain", "skipped"), ("redelivered", "put back"), ("chain", "failed"), ("chord", "failed")],
+    [
+        ("plain", "skipped"),
+        ("redelivered", "put back"),
+        ("redelivered, and has waited", "put back"),
+        ("new, and has waited", "skipped"),
+        ("chain", "failed"),
+        ("chord", "failed"),
+    ],
 )
 def test_behind_another_without_a_policy(
     app: Celery, queue: Queue, redis: Redis, prefix: str, how: str, outcome: str
@@ -221,7 +228,11 @@ def test_behind_another_without_a_policy(
     redis.set(f"{prefix}k", "somebody else", ex=600)
     after = {"chain": [dict(task.si().set(task_id=str(uuid4())))], "chord": dict(task.si())}
     answer = task.apply_async(**{how: after[how]} if how in after else {})
-    queue.deliver(queue.take(), redelivered=how == "redelivered")
+    message = queue.take()
+    if "has waited" in how:
+        header = Header(answer.id, 0, times=1, lineage=None if "redelivered" in how else "of its first message")
+        message["headers"] |= header.as_headers()
+    queue.deliver(message, redelivered=how == "redelivered")
     assert answer.state == {"skipped": "SUCCESS", "put back": "PENDING", "failed": "FAILURE"}[outcome]
     assert len(queue) == (outcome == "put back")
 

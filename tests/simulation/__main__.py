@@ -9,10 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .branches import branches_of
 from .lock_world import Histories
 from .message_world import MessageWorld
 from .shrinking import shrink, timeline
+from .tracing import branches_of
 
 COUNTED = 10
 """Of so many histories one counts its branches, because counting makes it slow."""

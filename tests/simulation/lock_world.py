@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .branches import Interrupted, Tracer
 from .checker import Call, Checker, Run
 from .network import Host, Loop
 from .process import Machine, Process, history_of, patched, this, thread
 from .server import Refusal, Store
+from .tracing import Interrupted, Tracer
 from .world import Thread, World
 
 MOST_PROCESSES = 4
@@ -169,7 +169,7 @@ class LockWorld:
             outcome: Any = self.functions[process](call)
         except Exception as error:  # noqa: BLE001 - the checker says which are allowed
             outcome = error
-        sys.settrace(None)
+        sys.settrace(None)  # what the checker asks of the package is not interrupted
         self.checker.ends(call, outcome)
         sys.settrace(getattr(thread(), "tracer", None))
         if isinstance(outcome, Interrupted) and "." in name.partition(".")[2]:  # it is the outer call's, too

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
@@ -420,16 +420,14 @@ class Job:
             self.over()
 
     def _fails(self, error: Exception) -> None:
-        with suppress(type(error)), self._told():
-            raise error
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
         try:
-            yield
-        except Exception:
+            _raise(error)
+        except type(error):
             self.callbacks["error_callback"](ExceptionInfo())  # of the exception that is handled
-            raise
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 _receiving: list[Job] = []

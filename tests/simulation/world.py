@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import greenlet
 
-from .branches import Tracer
+from .tracing import Tracer
 
 T = TypeVar("T")
 WALL = 1_700_000_000.0
