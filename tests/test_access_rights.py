@@ -25,6 +25,7 @@ from only_one.lock.cleanup import Cleanup
 from only_one.lock.commands import MarkerUpdate, drive, evaluate, now, replace
 from only_one.lock.holder import TokenFactory
 from tests.celery.deliveries import token_of
+from tests.celery.enqueueing import withdraw
 from tests.faults.programs import Running
 from tests.faults.test_cluster import OPTIONS
 from tests.renewal import is_renewed
@@ -138,16 +139,17 @@ def use_tasks(client: Any, url: str) -> None:
     server, key, note = servers.find_server(url), "only_one:noted", "{only_one:noted}:copy:1"
     for steps in (
         redelivery.read_marker(key, note, 60),
-        evaluate(redelivery.REQUEUED, key, 1, 60_000, beside=note),
+        evaluate(redelivery.REQUEUED, key, 1, 60_000, beside=(note,)),
         commands.release(server.features, key, b"ours", MarkerUpdate(note, 60_000)),
         replace(key, b"ours", b"kept", 1, MarkerUpdate(note, 60_000)),
-        evaluate(redelivery.STORED, key, beside=note),
+        evaluate(redelivery.STORED, key, beside=(note,)),
         redelivery.read_marker(key, note),
     ):
         drive(server.client, steps)
     number: Any = None
-    for what in ("arrive", "pending", "withdraw", "begin"):
+    for what in ("arrive", "pending", "begin"):
         number = coalescing.note(server, key, app, what, "1", number)
+    withdraw(server, key, number)
 
 
 def use_inspection(client: Any, url: str) -> None:

@@ -16,6 +16,7 @@ from only_one.call import locked_call
 from only_one.call.locked_call import LockedCall
 from only_one.events import Event, Released
 from only_one.lock import renewal
+from only_one.lock.commands import Retained
 from only_one.lock.holder import Holder as Value
 from only_one.lock.holder import kept
 from tests.faults.programs import Holder, Running, RunningAsync
@@ -218,8 +219,8 @@ def test_it_is_not_kept_for_no_time(key: str, monkeypatch: pytest.MonkeyPatch) -
     stays = []
     for moment in (1009.999, 1010, 1011):
         monkeypatch.setattr(locked_call, "now", lambda moment=moment: moment)
-        stays.append(run._retained())
-    assert stays == [(kept(run.token, 10), 1010), None, None]
+        stays.append(run._kept())
+    assert stays == [Retained(kept(run.token, 10), 1010), None, None]
 
 
 # What else is no time is refused as it is for `timeout`; only none at all is no mistake here, and False is not none.

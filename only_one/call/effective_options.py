@@ -69,6 +69,10 @@ class Caller:
         """The policy for a key that holds ``value``; a task that is its own holder raises to end the call."""
         return options.when_busy or skip
 
+    def on_down(self, options: EffectiveOptions, key: str) -> Policy:  # noqa: ARG002
+        """The policy for a server that could not be asked."""
+        return options.when_down
+
     def requeue(self, server: Server, key: str, how: RequeueRequest) -> Any:  # noqa: ARG002
         """Requeue the task; here there is none.
 

@@ -16,15 +16,25 @@ from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable
 from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, logger, wanted
 from only_one.lock.cleanup import Cleanup
-from only_one.lock.commands import TROUBLE, Commands, ReleaseResult, Retained, acquire, now, replace, unanswered
+from only_one.lock.commands import (
+    TROUBLE,
+    Commands,
+    MarkerUpdate,
+    ReleaseResult,
+    Retained,
+    acquire,
+    now,
+    replace,
+    unanswered,
+)
 from only_one.lock.current_lock import Lease
 from only_one.lock.holder import active_tokens, is_dead, is_queued, kept
 from only_one.lock.redis_lock import AsyncLock, Lock
 from only_one.lock.renewal import hold, let_go, release_later, start_thread
 from only_one.policies import CarryOn, RequeueRequest, fail, skip
 
-from .effective_options import AtEnd, Caller, EffectiveOptions
-from .owed_key import owed_to, settle, to_store
+from .effective_options import Caller, EffectiveOptions
+from .owed_key import owed_to, to_store
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -82,7 +92,6 @@ class LockedCall:
                 self._released(None)
             elif self._stage == "asked":
                 self.clean_up(no_write_in_flight=False)
-                self._clean_up_queued()
         if self._stage != "kept later":  # of which others in this process see that it is not free
             active_tokens.discard(self.token)
         if error is None and self.lost is not None and self.options.when_lost is fail:
@@ -181,15 +190,13 @@ class LockedCall:
         error.__cause__ = problem.with_traceback(None)
         if wanted(Down):
             emit(Down(self.key, self.caller.name, error))
+        policy = self.caller.on_down(self.options, self.key)
         try:
-            return self.options.when_down(error)
+            return policy(error)
         except CarryOn:
             return CARRIED_ON
         except RequeueRequest as how:
-            self.caller.queued = None  # which is not cleaned up: the message waits on
             return self.caller.requeue(self.server, self.key, how)
-        finally:
-            self._clean_up_queued()
 
     def release(self) -> Commands[None]:
         """Release the key, or keep it for ``at_least``; no error here replaces the run's own result or exception."""
@@ -200,10 +207,13 @@ class LockedCall:
             self._tell(self.lost)
         self.lease.lose("released")  # from here on nothing is lost
         retained, marker = self.caller.at_end(self.options, self.key, self.ended_by)
-        retained = self._retained() if self.has_succeeded else retained
+        if self.has_succeeded:
+            retained = self._kept()
+        if retained is None and self._owed is not None:
+            retained = to_store(self._owed)
         became = None
         try:
-            became = yield from self._end((retained, marker))
+            became = yield from self._end(retained, marker)
         except Exception as error:
             if is_of_signal_handler(error):
                 raise
@@ -211,15 +221,13 @@ class LockedCall:
             logger.debug("%s could not be released, and will be in the background: %s", self.key, error)
         self._released(became, retained)
 
-    def _end(self, at_end: AtEnd) -> Commands[ReleaseResult | None]:
+    def _end(self, retained: Retained | None, marker: MarkerUpdate | None) -> Commands[ReleaseResult | None]:
         """Release the key, or store a value in place of the token; None if that must be done in the background."""
         lock = self.lock_of_redis_py.held(self.client, self.server.features, self.key, self.token, self.options.ttl)
-        before, owed, (retained, marker) = unanswered.get(), self._owed, at_end
-        became: ReleaseResult = yield from lock.end(retained or (owed and to_store(owed)), marker)
+        before = unanswered.get()
+        became: ReleaseResult = yield from lock.end(retained, marker)
         if became.status == "taken" and unanswered.get() != before:
             became = ReleaseResult("gone")  # the first of two releases has released it, and another has acquired it
-        if owed and became.status == "held":
-            yield from settle(self.server.features, self.key, owed)
         if marker and (became.has_redeliveries or became.status != "held"):
             self.caller.on_marked(self.server, self.key)
         has_expired = became.status == "gone" and now() > self.lease.expires_at  # while it was released
@@ -232,17 +240,11 @@ class LockedCall:
         until = now() + self.options.ttl
         release_later(Cleanup(self.server, self.key, self.token, until, is_final, retained))
 
-    def _clean_up_queued(self) -> None:
-        """Release in the background the value that was stored when the task was queued: it does not wait any more."""
-        if self.caller.queued is not None:
-            until = now() + self.options.queue_timeout
-            release_later(Cleanup(self.server, self.key, self.caller.queued, until, no_write_in_flight=True))
-
-    def _retained(self) -> Retained | None:
-        """The value to store at the key after a successful run; None if the key is released."""
+    def _kept(self) -> Retained | None:
+        """The value to store at the key after a successful run, for the rest of ``at_least``; None if that is over."""
         at_least = self.options.at_least
         until = self._asked_at + at_least
-        return (kept(self.token, at_least), until) if at_least and until > now() else None
+        return Retained(kept(self.token, at_least), until) if at_least and until > now() else None
 
     def _released(self, became: ReleaseResult | None, retained: Retained | None = None) -> None:
         """Finish after a release; with None for a result it is not known whether the key was released."""
@@ -258,7 +260,8 @@ class LockedCall:
         let_go(self.lease)
         if wanted(Released):
             status: Any = "unknown" if became is None else became.status
-            status = "kept" if retained and status == "held" else status
+            is_kept = retained is not None and retained.note is None  # and not a task's that waits
+            status = "kept" if is_kept and status == "held" else status
             emit(Released(self.key, self.caller.name, status, now() - self._asked_at))
 
     def _tell(self, lost: LockLost) -> None:

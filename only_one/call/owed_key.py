@@ -1,43 +1,66 @@
 """The key of a queued task that a call has taken over: the call owes it to the task, and stores its value again.
 
-The task may end meanwhile without a run: it is revoked, or it finds its key busy. Then it notes that nothing is owed.
+The task may end meanwhile without a run: it is revoked, or it finds its key busy or the server away. Then it withdraws:
+its value is deleted, and a note beside the key tells the call that nothing is owed any more.
 """
 
-from typing import Any
+from dataclasses import dataclass
 
-from only_one.lock.commands import Commands, Features, Retained, now, release
-from only_one.lock.holder import is_queued, task_id_of
+from only_one.lock.cleanup import Cleanup
+from only_one.lock.commands import Command, Commands, Retained, Script, now
+from only_one.lock.holder import Holder
 from only_one.settings import DEFAULT_LEASE
+
+# Only the value of a task that waits is deleted: its run releases the key by itself.
+_WITHDRAW = Script("""
+local function has(text) return value and string.find(value, text, 1, true) end
+redis.call('set', KEYS[2], 1, 'PX', ARGV[2])
+local pending = tonumber(redis.call('zscore', KEYS[3], 'pending'))
+if pending and pending == tonumber(ARGV[3]) then redis.call('zrem', KEYS[3], 'pending') end
+local waits = has('"state":"queued"') or has('"state":"received"')
+if waits and has(ARGV[1]) then return redis.call('del', KEYS[1]) end""")
+
+
+@dataclass(eq=False, kw_only=True)
+class Withdrawal(Cleanup):
+    """A task that waits for its key no more, which the server must still be told.
+
+    Attributes:
+        note: the name of the note that tells a call that nothing is owed to the task.
+        note_lasts: seconds for which the note is kept.
+        triggers: the name of the sorted set in which ``buffer_one`` numbers tasks.
+        number: the task's number there; None if it has none.
+    """
+
+    note: str
+    note_lasts: float
+    triggers: str
+    number: int | None
+
+    def command(self) -> Command:
+        """The command that deletes the value of the task, whose words in it are ``token``, and leaves the note."""
+        number = "" if self.number is None else self.number
+        keys = (self.key, self.note, self.triggers)
+        return ("EVAL", _WITHDRAW.text, len(keys), *keys, self.token, round(self.note_lasts * 1000), number)
+
+
+def note_of(key: str, task_id: str | None, replacement: int, attempt: int | None) -> str:
+    """The name of the note that says that this work of a task waits for its key no more."""
+    return f"{{{key}}}:withdrawn:{task_id}:{replacement}.{attempt}"
 
 
 def owed_to(key: str, value: bytes, token: bytes) -> Commands[Retained | None]:
     """What is owed if ``token`` takes a key over from ``value``; None if that is of no other, queued task."""
-    if not is_queued(value) or task_id_of(value) == task_id_of(token):
+    holder, own = Holder.parse(value), Holder.parse(token)
+    is_queued = holder is not None and holder.state in {"queued", "received"}
+    if holder is None or not is_queued or (own is not None and own.task_id == holder.task_id):
         return None
-    return value, now() + (yield ("PTTL", key)) / 1000
+    note = note_of(key, holder.task_id, holder.replacement, holder.attempt)
+    return Retained(value, now() + (yield ("PTTL", key)) / 1000, note)
 
 
 def to_store(owed: Retained) -> Retained:
     """The value to store again, now that the call ends."""
-    value, until = owed
-    if b'"received"' in value:  # its worker could not renew it meanwhile, and does so from now on
-        until = max(until, now() + DEFAULT_LEASE)
-    return value, until
-
-
-def settle(features: Features, key: str, owed: Retained) -> Commands[None]:
-    """Release the key, whose value is stored again, if the task has noted meanwhile that it waits no more."""
-    if (yield ("GET", _note(key, task_id_of(owed[0])))) is not None:
-        yield from release(features, key, owed[0])
-
-
-def waive(client: Any, key: str, task_id: str, seconds: float) -> None:
-    """Note for ``seconds`` that a task waits for its key no more.
-
-    The task releases its own value after this, and not before: a call stores the value first, and reads this then.
-    """
-    client.set(_note(key, task_id), 1, px=round(seconds * 1000))
-
-
-def _note(key: str, task_id: str | None) -> str:
-    return f"{{{key}}}:waived:{task_id}"
+    if b'"received"' in owed.value:  # its worker could not renew it meanwhile, and does so from now on
+        return owed._replace(until=max(owed.until, now() + DEFAULT_LEASE))
+    return owed

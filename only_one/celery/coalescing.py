@@ -26,8 +26,6 @@ local now = time[1] * 1000000 + time[2]
 redis.call('zremrangebyscore', KEYS[2], '-inf', string.format('%.0f', now - ARGV[4] * 1000))
 if what == 'pending' then
     raise('pending')
-elseif what == 'withdraw' then
-    if of('pending') == number then redis.call('zrem', KEYS[2], 'pending') end
 else
     local like = what == 'anew' and of('same:' .. same)
     if like and like == of('pending') and like > of('begun') and now < of('until:' .. same) then
@@ -63,8 +61,8 @@ def note(server: Server, key: str, app: Celery, what: str, task_id: str, number:
         app: the task's app.
         what: "arrive": it has to wait. "anew": it is about to be queued. "pending": its message is in the queue, so
             it is the pending task from now on, unless a newer one is. "begin": it has the key, and supersedes every
-            earlier task, unless it is itself superseded. "withdraw": it is pending no more, and will not run.
-        task_id: the task's id; "pending" and "withdraw" need none.
+            earlier task, unless it is itself superseded.
+        task_id: the task's id; "pending" needs none.
         number: its number, if its message carries one; ``NEWEST`` for a new number; None for that which its id has.
         digest: for "anew": the MD5 of its arguments, by which equal calls are known, empty if they cannot be compared;
             and the milliseconds for which other tasks with the same digest wait for it.
@@ -73,5 +71,10 @@ def note(server: Server, key: str, app: Celery, what: str, task_id: str, number:
         Its number; 0 if a newer task waits or has run; the id of the pending task if that is the newest and has the
         same digest.
     """
-    lasts, beside = round(remembered_for(app) * 1000), f"{{{key}}}:triggers"
+    lasts, beside = round(remembered_for(app) * 1000), (triggers_of(key),)
     return drive(server.client, evaluate(_NUMBER, key, what, task_id, number or 0, lasts, *digest, beside=beside))
+
+
+def triggers_of(key: str) -> str:
+    """The name of the sorted set of a key."""
+    return f"{{{key}}}:triggers"

@@ -64,7 +64,7 @@ def read_marker(key: str, marker: str, waits: float = 0) -> Commands[CompletionM
     Returns:
         The fields of the marker.
     """
-    number, ended, stored, age = yield from evaluate(_READ, key, round(waits * 1000), beside=marker)
+    number, ended, stored, age = yield from evaluate(_READ, key, round(waits * 1000), beside=(marker,))
     return CompletionMarker(int(number), ended, bool(int(stored)), int(age))
 
 

@@ -12,12 +12,13 @@ from celery.exceptions import Ignore, Retry
 from kombu.utils.uuid import uuid
 
 from only_one.call.effective_options import AtEnd, Caller, Decoration, EffectiveOptions, Policy
+from only_one.call.owed_key import note_of
 from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, LockUnavailable
 from only_one.events import logger
 from only_one.lock.commands import Retained, drive, evaluate, now
 from only_one.lock.holder import Holder, TokenFactory, is_gone
-from only_one.policies import BufferOne, RequeueRequest, fail, retry, skip
+from only_one.policies import BufferOne, RequeueRequest, carry_on, fail, retry, skip
 from only_one.policies import Retry as RetryPolicy
 
 from . import coalescing, redelivery
@@ -108,7 +109,6 @@ class MessageRun(TaskCaller):
         self._decoration = decoration
         self.is_unique_in_queue = decoration.task is not None
         if self.is_unique_in_queue:
-            request.only_one_has_begun = True
             # A retry may have other arguments than those of the key that came with its message.
             self.key = None if self.header.attempt else self.header.key
             self.queued = self.header.token.encode() if self.header.token else None
@@ -126,6 +126,13 @@ class MessageRun(TaskCaller):
         """Whether this is new work for certain, also under an id that was used before: no redelivery, no requeue."""
         return not (self.header.times or self.may_be_redelivered)
 
+    @property
+    def may_have_begun(self) -> bool:
+        """Whether this is a redelivery for certain: its run may be under way, or may have ended."""
+        # A redelivery that has waited is a message of its own by now, and no redelivery for the broker.
+        has_waited = self.header.times and not self.header.lineage
+        return self.is_redelivered or bool(has_waited)
+
     def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:
         """The policy for a key that holds ``value``; if the holder is this very task, the message waits in the queue.
 
@@ -142,17 +149,17 @@ class MessageRun(TaskCaller):
         if held is not None and held.id == self.work.id:
             is_kept = holder is not None and holder.state == "kept"
             self._wait_for_own(options, server, key, held, is_kept=is_kept)
-        request.only_one_has_begun = False  # it ends without a run, unless it is requeued
-        if self.is_unique_in_queue:
-            request.only_one_key = key  # a task that was sent with an id of its own has none in its message
+        request.only_one_key = key  # a task that was sent with an id of its own has none in its message
         if options.when_busy is not None:
             return options.when_busy
-        # A redelivery that has waited is a message of its own by now, and no redelivery for the broker.
-        has_waited = self.header.times and not self.header.lineage
-        was_begun = self.work.attempt or self.work.replacement or self.is_redelivered or has_waited
-        if was_begun:
+        if self.work.attempt or self.work.replacement or self.may_have_begun:
             return retry()
         return fail if request.chord or request.chain else skip
+
+    def on_down(self, options: EffectiveOptions, key: str) -> Policy:
+        """The policy for a server that could not be asked; a redelivery waits, because its run may be under way."""
+        self._request.only_one_key = key
+        return retry() if self.may_have_begun and options.when_down is not carry_on else options.when_down
 
     def _wait_for_own(self, options: EffectiveOptions, server: Server, key: str, held: Work, *, is_kept: bool) -> None:
         """End this delivery, because work with its task id holds the key; or return if ``when_busy`` must decide.
@@ -197,8 +204,8 @@ class MessageRun(TaskCaller):
                     return None
         publish(self._task, self._request, header, how.countdown)
         with redelivery.unless_down(self.work.id):
-            milliseconds, marker = round(remembered_for(self.app) * 1000), self._marker(key)
-            drive(server.client, evaluate(redelivery.REQUEUED, key, header.times + 1, milliseconds, beside=marker))
+            milliseconds, beside = round(remembered_for(self.app) * 1000), (self._marker(key),)
+            drive(server.client, evaluate(redelivery.REQUEUED, key, header.times + 1, milliseconds, beside=beside))
             if header.trigger is not None:
                 coalescing.note(server, key, self.app, "pending", "", header.trigger)
         raise Ignore
@@ -219,6 +226,7 @@ class MessageRun(TaskCaller):
             Ignore: for a redelivery that is dropped, or requeued until the result of its run is stored.
         """
         header, self.under_way[key] = self.header, self._decoration
+        self._request.only_one_has_begun = True
         only_newest = isinstance(options.when_busy, BufferOne)
         is_unmarked = self._task.acks_late and self.may_be_redelivered
         may_be_redelivery = header.times or self.is_redelivered or is_unmarked
@@ -247,9 +255,9 @@ class MessageRun(TaskCaller):
         # Where nothing has run, a redelivery finds that out, too, and stores the result that this one may not store.
         if self._task.acks_late and not self.is_superseded:
             marker = redelivery.marker_update(self._task, self._marker(key), ended_by, now() - self._began)
-        return self.retained_value(options, ended_by), marker
+        return self.retained_value(options, key, ended_by), marker
 
-    def retained_value(self, options: EffectiveOptions, ended_by: BaseException | None) -> Retained | None:
+    def retained_value(self, options: EffectiveOptions, key: str, ended_by: BaseException | None) -> Retained | None:
         """The value that keeps a unique task's key while its message waits for a retry, or another decorator's key."""
         if not self.is_unique_in_queue:
             return None
@@ -263,7 +271,8 @@ class MessageRun(TaskCaller):
         seconds = waits_for(self.app, options.queue_timeout, request.expires, begins_in)
         work = self.work._replace(attempt=sig.options.get("retries", self.work.attempt + 1))
         token = work.token_factory(self._task, "queued").token(seconds)
-        return (token, now() + seconds) if seconds > 0 else None
+        note = note_of(key, *work)
+        return Retained(token, now() + seconds, note) if seconds > 0 else None
 
     def _check_marker(self, server: Server, key: str, waits: float = 0) -> redelivery.CompletionMarker:
         """Read the completion marker of this work, and drop this delivery if it has no work to do.

@@ -21,10 +21,9 @@ from celery.app.trace import task_has_custom
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
 
 from only_one.call.effective_options import Decoration, EffectiveOptions
-from only_one.call.owed_key import waive
+from only_one.call.owed_key import Withdrawal, note_of
 from only_one.connections.server import Server
 from only_one.events import logger
-from only_one.lock.cleanup import Cleanup
 from only_one.lock.commands import RAW, drive, evaluate, now, release_now, replace
 from only_one.lock.current_lock import Lease
 from only_one.lock.holder import Holder, is_dead, is_queued, machine, task_id_of
@@ -33,7 +32,7 @@ from only_one.settings import DEFAULT_LEASE
 
 from . import coalescing, redelivery
 from .broker import waits_for
-from .requeue import Header, header_of, keep_content_type
+from .requeue import header_of, keep_content_type
 from .task_run import caller_from_outside, decorations_of, functions_of, queue_options_of
 from .work import work_held_by, work_of
 
@@ -55,35 +54,30 @@ def _warn_once(text: str, kind: str) -> None:  # noqa: ARG001 - they tell one wa
 
 def _on_failure(sender: Any, task_id: str, exception: Any, args: Any, kwargs: Any, **_: Any) -> None:
     if isinstance(exception, (TimeLimitExceeded, WorkerLostError)):
-        _watch(sender, task_id, args, kwargs, None)
+        _watch(sender, task_id, args, kwargs)
 
 
 def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None:  # noqa: FBT001
     """The task was revoked, or has expired."""
     if terminated or queue_options_of(sender) is not None:
-        _watch(sender, request.id, request.args, request.kwargs, header_of(request))
+        _watch(sender, request.id, request.args, request.kwargs, request)
 
 
-def _watch(task: Any, task_id: str, args: Any, kwargs: Any, header: Header | None) -> None:
+def _watch(task: Any, task_id: str, args: Any, kwargs: Any, request: Any = None) -> None:
     """Release a task's keys as soon as its process is dead, in a thread: the worker has other tasks to serve."""
     for decoration in decorations_of(task):
-        given = (task, decoration, task_id, args or (), kwargs or {}, header if decoration.task is not None else None)
+        given = (task, decoration, task_id, args or (), kwargs or {}, request)
         threading.Thread(target=_release_when_dead, args=given, name="only_one-endings", daemon=True).start()
 
 
-def _release_when_dead(
-    task: Any, decoration: Decoration, task_id: str, args: Any, kwargs: Any, header: Header | None
-) -> None:
+def _release_when_dead(task: Any, decoration: Decoration, task_id: str, args: Any, kwargs: Any, request: Any) -> None:
     try:
         with _at_work:
             options = decoration.options_for(caller_from_outside(task, decoration))
             if (server := options.server) is None:
                 return
-            if header is not None and header.key is not None:
-                _withdraw(task, server, header.key, header, options.queue_timeout)
-                keys: list[Any] = [header.key]
-            else:
-                keys = _possible_keys(task, decoration, options, server, args, kwargs)
+            key = _withdraw(task, request) if request is not None and decoration.task is not None else None
+            keys = [key] if key else _possible_keys(task, decoration, options, server, args, kwargs)
         until = now() + 10  # Celery tells that it kills a process before it does it
         while keys and now() < until:
             keys = [key for key in keys if not _is_free(server, key, task_id, takeover=options.takeover)]
@@ -137,34 +131,38 @@ def _on_end(sender: Any, task: Any, **_: Any) -> None:
     """The result is stored; or a signal handler, ``before_start`` or a base class has kept the task from running."""
     for server, key, marker in vars(task.request).get("only_one_markers", ()):
         with redelivery.unless_down(task.request.id):
-            drive(server.client, evaluate(redelivery.STORED, key, beside=marker))
+            drive(server.client, evaluate(redelivery.STORED, key, beside=(marker,)))
     if not vars(task.request).get("only_one_has_begun"):
-        _forget(sender, task.request)
+        _withdraw(sender, task.request)
 
 
-def _forget(task: Any, request: Any) -> None:
-    """Release the key of a task that is unique from queued to finished, and has ended without having begun."""
-    options, header = queue_options_of(task), header_of(request)
+def _withdraw(task: Any, request: Any) -> str | None:
+    """Release the key of a unique task that has ended without having begun, also if a call has taken the key over.
+
+    Returns:
+        The key; None if the task has none.
+    """
+    options, header, work = queue_options_of(task), header_of(request), work_of(request)
     key: str | None = vars(request).get("only_one_key", header.key)
     if options is None or (server := options.server) is None or key is None:
-        return
+        return None
+    withdrawal = Withdrawal(
+        server,
+        key,
+        work.words,
+        until=now() + options.queue_timeout,
+        no_write_in_flight=True,
+        note=note_of(key, *work),
+        note_lasts=options.queue_timeout,
+        triggers=coalescing.triggers_of(key),
+        number=header.trigger,
+    )
     try:
-        _withdraw(task, server, key, header, options.queue_timeout)
-        value = _value_at(server, key)
-        if is_queued(value) and work_held_by(Holder.parse(value)) == work_of(request):
-            release_now(server.client, server.features, key, value)
-    except Exception as error:  # noqa: BLE001 - nobody to raise it to; the marker expires
-        _warn_once(f"a key of {task.name}, which did not run, could not be released", type(error).__name__)
-        if header.token is not None:  # a call that has taken the key over may store the value again
-            token, until = header.token.encode(), now() + options.queue_timeout
-            release_later(Cleanup(server, key, token, until, no_write_in_flight=False))
-
-
-def _withdraw(task: Any, server: Server, key: str, header: Header, queue_timeout: float) -> None:
-    """Note that a task waits no more: nothing is owed to it, and it is not the newest."""
-    waive(server.client, key, header.id, queue_timeout)
-    if header.trigger is not None:
-        coalescing.note(server, key, task.app, "withdraw", "", header.trigger)
+        server.client.execute_command(*withdrawal.command(), **RAW)
+    except Exception as error:  # noqa: BLE001 - nobody to raise it to
+        _warn_once(f"a key of {task.name}, which did not run, could not be released, and will be", type(error).__name__)
+        release_later(withdrawal)
+    return key
 
 
 # Tasks that a worker has received and has not begun: their keys name the worker's process, which is seen to die

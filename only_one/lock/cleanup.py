@@ -9,7 +9,7 @@ from only_one.connections.cluster import LONG, Node, trips
 from only_one.connections.server import Server
 
 from .commands import RAW, Command, Retained, now, retain_command
-from .holder import active_tokens, is_queued
+from .holder import active_tokens
 
 _FIRST_PAUSE = 0.05
 _MOST = 10_000
@@ -40,15 +40,13 @@ class Cleanup:
         self.pause, self.try_at = _FIRST_PAUSE, now()
         self._lasts = self.until - self.try_at
         if self.retained is not None:
-            self.until = max(self.until, self.retained[1])
+            self.until = max(self.until, self.retained.until)
 
     def command(self) -> Command:
         """The command that releases the key, or stores the retained value."""
-        value, until = self.retained or (b"", 0.0)
-        if (left := until - now()) <= 0:
+        if self.retained is None or (left := self.retained.until - now()) <= 0:
             return self.server.features.release_command(self.key, self.token)
-        # At a key that is missing, too, because it may have expired. But a task that was queued may have run meanwhile.
-        return retain_command(self.key, self.token, value, left, may_be_missing=not is_queued(value))
+        return retain_command(self.key, self.token, self.retained, left)
 
     def is_over(self, command: Command, reply: object) -> bool:
         """Whether the cleanup has ended, by the reply to its command."""

@@ -19,9 +19,6 @@ Key = Union[str, bytes]
 Command = tuple[Union[str, bytes, int], ...]
 Commands = Generator[Command, Any, T]
 Expiry = tuple[bytes, ...]
-Retained = tuple[bytes, float]
-"""A value to store at a key in place of a token, and when it expires, by ``now()``."""
-
 now = partial(time.clock_gettime, time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic
 """Seconds by the clock of all deadlines: nobody sets it, and if the system can, it runs on through a suspend."""
 
@@ -38,6 +35,21 @@ If the number has grown meanwhile, a command may have been sent twice, and the f
 def note_unanswered() -> None:
     """Count an attempt that got no answer."""
     unanswered.set(unanswered.get() + 1)
+
+
+class Retained(NamedTuple):
+    """A value to store at a key in place of a token.
+
+    Attributes:
+        value: the value.
+        until: when it expires, by ``now()``.
+        note: the name of a key beside it: if there is such a key, the task that the value names waits no more, and the
+            key is released instead. None if the value names no task that waits.
+    """
+
+    value: bytes
+    until: float
+    note: str | None = None
 
 
 class MarkerUpdate(NamedTuple):
@@ -90,10 +102,10 @@ if value == ARGV[1] then
     return fence
 end""")
 # The redeliveries of a task's message say in a hash beside the key that they wait; see `celery.redelivery`.
-# Without a completion marker there is no such key, and `lasts` is 0.
+# Without a completion marker there is no such key, and `lasts` is -1.
 _SET_MARKER = """
 local copies, lasts = 0, tonumber(ARGV[#ARGV])
-if lasts > 0 or (KEYS[2] and redis.call('exists', KEYS[2]) == 1) then
+if lasts > 0 or (lasts == 0 and redis.call('exists', KEYS[2]) == 1) then
     redis.call('hset', KEYS[2], 'ended', ARGV[1], 'ended_at', redis.call('time')[1], 'stored', 0)
     copies = 1
 end
@@ -101,9 +113,13 @@ if lasts > 0 then redis.call('pexpire', KEYS[2], lasts) end"""
 _RELEASE = Script(f"{_SET_MARKER}\nif value == ARGV[1] then return redis.call('del', KEYS[1]) + copies end")
 # The new value may be there already, if the reply was lost and the command was sent again.
 _REPLACE = Script(f"""{_SET_MARKER}
-local is_free = not value and ARGV[4] == 'may be missing'
-if value == ARGV[1] or value == ARGV[2] or is_free then
-    redis.call('set', KEYS[1], ARGV[2], 'PX', ARGV[3])
+local may_be_missing, may_be_withdrawn = ARGV[4] == 'may be missing', ARGV[4] == 'may be withdrawn'
+if value == ARGV[1] or value == ARGV[2] or (not value and may_be_missing) then
+    if may_be_withdrawn and redis.call('get', KEYS[#KEYS]) then
+        redis.call('del', KEYS[1])
+    else
+        redis.call('set', KEYS[1], ARGV[2], 'PX', ARGV[3])
+    end
     return 1 + copies
 end""")
 
@@ -128,7 +144,7 @@ class Features:
             return ("DELIFEQ", key, token)
         if self.release == "DELEX":
             return ("DELEX", key, "IFEQ", token)
-        return ("EVAL", _RELEASE.text, 1, key, token, 0)
+        return ("EVAL", _RELEASE.text, 1, key, token, -1)
 
     def fall_back_from(self, refused: object, error: ResponseError) -> bool:
         """Whether there is another command to release with, after this one was refused."""
@@ -206,7 +222,7 @@ def release(features: Features, key: Key, token: bytes, marker: MarkerUpdate | N
         else:
             # The native commands do not say who owns a key that is not ours.
             return parse_result((yield ("GET", key)) if reply == 0 else reply)
-    beside, lasts = marker or (None, 0)
+    beside, lasts = ((marker.name,), marker.lasts) if marker else ((), -1)
     return parse_result((yield from evaluate(_RELEASE, key, token, lasts, beside=beside)))
 
 
@@ -218,17 +234,33 @@ def parse_result(reply: int | bytes | None) -> ReleaseResult:
 
 
 def replace(
-    key: str, old: bytes, new: bytes, seconds: float, marker: MarkerUpdate | None = None
+    key: str, old: bytes, new: bytes, seconds: float, marker: MarkerUpdate | None = None, note: str | None = None
 ) -> Commands[ReleaseResult]:
-    """If ``old`` is stored at the key, store ``new`` for ``seconds``; ``marker`` is as for ``release``."""
-    beside, lasts = marker or (None, 0)
-    return parse_result((yield from evaluate(_REPLACE, key, old, new, _whole(seconds), lasts, beside=beside)))
+    """If ``old`` is stored at the key, store ``new`` for ``seconds``.
+
+    Args:
+        key: the key as it is in Redis.
+        old: the value before.
+        new: the value after.
+        seconds: how long the new value lives.
+        marker: as for ``release``.
+        note: as in ``Retained``.
+    """
+    beside = (*((marker.name,) if marker else ()), *((note,) if note else ()))
+    condition, lasts = "may be withdrawn" if note else "", marker.lasts if marker else -1
+    args = (old, new, _whole(seconds), condition, lasts)
+    return parse_result((yield from evaluate(_REPLACE, key, *args, beside=beside)))
 
 
-def retain_command(key: Key, token: bytes, value: bytes, seconds: float, *, may_be_missing: bool) -> Command:
-    """The command that stores a retained value in place of ``token``, or also at a key that is missing by now."""
-    may = "may be missing" if may_be_missing else ""
-    return ("EVAL", _REPLACE.text, 1, key, token, value, _whole(seconds), may, 0)
+def retain_command(key: Key, token: bytes, retained: Retained, seconds: float) -> Command:
+    """The command that stores a retained value in place of ``token``.
+
+    It stores the value also at a key that is missing by now, unless the value names a task that waits: its run may have
+    released the key meanwhile.
+    """
+    beside = (retained.note,) if retained.note else ()
+    condition = "may be withdrawn" if retained.note else "may be missing"
+    return ("EVAL", _REPLACE.text, 1 + len(beside), key, *beside, token, retained.value, _whole(seconds), condition, -1)
 
 
 def _whole(seconds: float) -> int:
@@ -236,9 +268,9 @@ def _whole(seconds: float) -> int:
     return max(1, round(seconds * 1000))
 
 
-def evaluate(script: Script, key: Key, *args: bytes | str | int, beside: str | None = None) -> Commands[Any]:
-    """Run a script for a key, and perhaps one beside it in its slot; sent whole if the server does not know it."""
-    keys = (key,) if beside is None else (key, beside)
+def evaluate(script: Script, key: Key, *args: bytes | str | int, beside: tuple[str, ...] = ()) -> Commands[Any]:
+    """Run a script for a key, and others beside it in its slot; the script is sent whole if the server lacks it."""
+    keys = (key, *beside)
     try:
         return (yield ("EVALSHA", script.sha, len(keys), *keys, *args))
     except NoScriptError:

@@ -146,11 +146,11 @@ class Lease:
             LockLost: if the key is not ours any more.
         """
         if self._fence is None:
-            fence: int = self._ask(FENCE, beside=f"{{{self.key}}}:fence")
+            fence: int = self._ask(FENCE, beside=(f"{{{self.key}}}:fence",))
             self._fence = fence
         return self._fence
 
-    def _ask(self, script: Script, *args: int, beside: str | None = None) -> Any:
+    def _ask(self, script: Script, *args: int, beside: tuple[str, ...] = ()) -> Any:
         """The number that a script replies while the key is ours; the time in microseconds if the locking is off.
 
         Raises:

@@ -152,6 +152,18 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_process)
 
 
+def _task_fields(task_id: str | None, attempt: int | None, replacement: int) -> str:
+    task = encode_basestring_ascii(task_id) if type(task_id) is str else json.dumps(task_id)  # the same, sooner
+    fields = f'"task_id":{task},"attempt":{"null" if attempt is None else attempt},'
+    # Only if needed: a worker of the first version, which refuses unknown fields, reads the other values, too.
+    return f'{fields}"replacement":{replacement},' if replacement else fields
+
+
+def words_of(task_id: str, attempt: int, replacement: int) -> bytes:
+    """The part of a value by which a script on the server knows the work of a task that the value names."""
+    return f'{_task_fields(task_id, attempt, replacement)}"limit":'.encode()
+
+
 class TokenFactory:
     """Makes the tokens of one caller: one factory for a function, and a new one for each run of a task."""
 
@@ -166,11 +178,7 @@ class TokenFactory:
         replacement: int = 0,
     ) -> None:
         """See ``Holder`` for the arguments."""
-        task = encode_basestring_ascii(task_id) if type(task_id) is str else json.dumps(task_id)  # the same, sooner
-        which = f'"task_id":{task},"attempt":{"null" if attempt is None else attempt}'
-        if replacement:  # else a worker of the first version, which refuses unknown fields, reads the value, too
-            which += f',"replacement":{replacement}'
-        self._serialized = f"{_serialize(state=state, name=name)},{which}"
+        self._serialized = f"{_serialize(state=state, name=name)},{_task_fields(task_id, attempt, replacement)}"
         # The common beginning of tokens, and the process and limit for which it was made: at first none.
         self._head: tuple[_Process | None, float | None, bytes] = (None, None, b"")
 
@@ -189,7 +197,7 @@ class TokenFactory:
         if made_by is not process or limit != deadline_in:
             milliseconds = "null" if deadline_in is None else round(deadline_in * 1000)
             # Parts that change in each call come last, so the rest is serialized once.
-            head = f'{{{process.serialized},{self._serialized},"limit":{milliseconds},"number":'.encode()
+            head = f'{{{process.serialized},{self._serialized}"limit":{milliseconds},"number":'.encode()
             self._head = process, deadline_in, head
         # Whole milliseconds: a float takes longer to serialize than the rest of the token. The nanoseconds that are
         # left tell it from that of a clone of this process, in a virtual machine that was cloned: it counts as we do.

@@ -37,8 +37,8 @@ class _Common:
     def end(self: Any, retained: Retained | None, marker: MarkerUpdate | None) -> Commands[ReleaseResult]:
         """If the key is ours, delete it, or store a retained value in place of the token."""
         token = self.local.token
-        if retained and (left := retained[1] - now()) > 0:
-            return commands.replace(self.name, token, retained[0], left, marker)
+        if retained and (left := retained.until - now()) > 0:
+            return commands.replace(self.name, token, retained.value, left, marker, retained.note)
         return commands.release(self.features, self.name, token, marker)
 
     def do_acquire(self: Any, token: Any) -> Any:

@@ -12,6 +12,9 @@ from celery import Celery, _state
 from redis import Redis
 
 from only_one import current_lock, only_one
+from only_one.call.owed_key import Withdrawal
+from only_one.celery import coalescing
+from only_one.lock.commands import now
 
 CLOSED = "redis://127.0.0.1:1/0"
 QUEUE_TIMEOUT = 3600
@@ -55,3 +58,11 @@ def messages(redis: Redis, prefix: str) -> list[dict[str, Any]]:
     """The headers of the messages that wait, the first first."""
     found: Any = redis.lrange(f"{prefix}queue", 0, -1)
     return [json.loads(each)["headers"] for each in reversed(found)]
+
+
+def withdraw(server: Any, key: str, number: int) -> None:
+    """Say that the task with this number waits no more, as at the end of a task that has not begun."""
+    triggers = coalescing.triggers_of(key)
+    names: Any = {"note": f"{{{key}}}:note", "note_lasts": 60, "triggers": triggers, "number": number}
+    withdrawal = Withdrawal(server, key, b"its words", now() + 60, no_write_in_flight=True, **names)
+    server.client.execute_command(*withdrawal.command())

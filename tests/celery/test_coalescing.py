@@ -12,6 +12,7 @@ from only_one import buffer_one
 from only_one.celery import coalescing
 from only_one.connections.server import Server, find_server
 from tests.celery.deliveries import REMEMBERED, Awaits, Queue, a_task
+from tests.celery.enqueueing import withdraw
 
 
 class Noted:
@@ -30,8 +31,8 @@ class Noted:
     def published(self, server: Server, key: str, app: Celery, number: int) -> None:
         coalescing.note(server, key, app, "pending", "", number)
 
-    def withdraw(self, server: Server, key: str, app: Celery, number: int) -> None:
-        coalescing.note(server, key, app, "withdraw", "", number)
+    def withdraw(self, server: Server, key: str, _app: Celery, number: int) -> None:
+        withdraw(server, key, number)
 
 
 buffered: Any = Noted()

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,11 +44,9 @@ from only_one import (
     skip,
     subscribe,
 )
-from only_one.call.run import run
 from only_one.celery.broker import waits_for
 from only_one.celery.requeue import Header, header_of
-from only_one.celery.task_run import caller_from_outside
-from only_one.lock import cleanup, renewal
+from only_one.lock import renewal
 from only_one.lock.holder import Holder
 from tests.celery.enqueueing import (
     CLOSED,
@@ -914,25 +912,19 @@ def test_options_by_their_position(app: Any, redis: Redis, prefix: str) -> None:
 
 
 @pytest.mark.parametrize("policy", [fail, carry_on])
-def test_a_key_does_not_stay_queued_when_its_run_could_not_take_it(
-    app: Any, redis: Redis, redis_url: str, prefix: str, policy: Any
+def test_the_key_of_a_task_that_could_not_ask_for_it_is_free_when_the_server_is_back(
+    app: Any, queue: Any, redis: Redis, redis_url: str, prefix: str, policy: Any
 ) -> None:
     with Proxy(redis_url) as proxy, configure(redis=proxy.url):
         task = a_task(app, "k", when_down=policy)
+        app.finalize()
         task.delay()
-        value: Any = redis.get(f"{prefix}k")
-        own = task.run.__only_one__
-        call = caller_from_outside(task, own)
-        call.key, call.queued = f"{prefix}k", value
         with proxy.refused():
-            with pytest.raises(LockUnavailable) if policy is fail else nullcontext():
-                run(own, call, (), {})
-            assert redis.get(f"{prefix}k") == value
-            pending: Any = renewal._renewer.cleanups[value]
-            assert eventually(lambda: pending.pause > cleanup._FIRST_PAUSE)  # as one try was in vain
-
+            result = queue.deliver(queue.take())
+            assert ("LockUnavailable" in str(result)) == (policy is fail)
+            assert redis.exists(f"{prefix}k")
         assert eventually(lambda: not redis.exists(f"{prefix}k"))
-        assert eventually(lambda: value not in renewal._renewer.cleanups)  # it is not looked for again
+        assert eventually(lambda: not renewal._renewer.cleanups)  # it is not looked for again
 
 
 # --- trouble while it is queued ----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from celery.signals import task_revoked
 from redis import Redis
 
 from only_one import AlreadyRunning, fail
-from only_one.celery import worker_signals
+from only_one.connections.connection_pool import PinnedClient
 from only_one.lock import redis_lock
 from only_one.lock.commands import now
 from tests.celery.deliveries import Queue
@@ -61,8 +61,8 @@ def tasks(app: Celery, queue: Queue, redis: Redis, prefix: str) -> Callable[...,
     return lambda **options: Tasks(app, queue, redis, f"{prefix}k", **options)
 
 
-def raises(error: BaseException) -> Callable[[], None]:
-    def call() -> None:
+def raises(error: BaseException) -> Callable[..., None]:
+    def call(*_: object, **__: object) -> None:
         raise error
 
     return call
@@ -133,7 +133,7 @@ def test_a_task_that_has_ended_meanwhile_has_no_key(
         headers = message["headers"]
         request = SimpleNamespace(**headers, headers=None, args=(), kwargs={})
         task_revoked.send(sender=two.task, request=request, terminated=False)
-        assert eventually(lambda: redis.keys(f"*waived:{headers['id']}"))
+        assert eventually(lambda: redis.keys(f"*withdrawn:{headers['id']}:*"))
 
     def end() -> None:
         result = elsewhere(lambda: queue.deliver(message))
@@ -148,12 +148,13 @@ def test_a_task_that_has_ended_meanwhile_has_no_key(
 def test_a_task_that_has_ended_and_could_not_say_so_has_no_key_soon(
     tasks: Any, queue: Queue, left: Any, elsewhere: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cut_off(*_: object) -> None:
-        raise ConnectionError
+    def end_while_cut_off() -> None:
+        with monkeypatch.context() as cut:
+            cut.setattr(PinnedClient, "execute_command", raises(ConnectionError()))
+            elsewhere(lambda: queue.deliver(message))
 
     two, message = tasks(), queue.take()
-    monkeypatch.setattr(worker_signals, "waive", cut_off)
-    two.meanwhile = lambda: elsewhere(lambda: queue.deliver(message))
+    two.meanwhile = end_while_cut_off
     two.run_other()
     assert eventually(lambda: left("k") == -2)
     assert two.task.delay() != two.waits

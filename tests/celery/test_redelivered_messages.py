@@ -333,13 +333,13 @@ def test_what_is_remembered_of_copies(server: Server, redis: Redis, prefix: str)
     found = ask(read_marker(key, note))
     assert found == CompletionMarker(0, b"", is_stored=False, age=found.age)
     assert found.age > 1e9
-    ask(evaluate(STORED, key, beside=note))
+    ask(evaluate(STORED, key, beside=(note,)))
     assert not redis.exists(note)
     for number, latest in ((9, 9), (10, 10), (9, 10)):
-        ask(evaluate(REQUEUED, key, number, 600_000, beside=note))
+        ask(evaluate(REQUEUED, key, number, 600_000, beside=(note,)))
         assert ask(read_marker(key, note)).number == latest
     redis.expire(note, 60)
-    ask(evaluate(REQUEUED, key, 10, 600_000, beside=note))  # as often as an earlier message with the same id
+    ask(evaluate(REQUEUED, key, 10, 600_000, beside=(note,)))  # as often as an earlier message with the same id
     assert 540 < redis.ttl(note) <= 600
     redis.hset(note, mapping={"ended": "token", "stored": 1, "ended_at": redis.time()[0] - 1000})
     found = ask(read_marker(key, note, 1200))
@@ -348,6 +348,6 @@ def test_what_is_remembered_of_copies(server: Server, redis: Redis, prefix: str)
     assert 1140 < redis.ttl(note) <= 1200
     assert redis.hget(note, "asked") == b"1"
     redis.hset(note, "stored", 0)
-    ask(evaluate(STORED, key, beside=note))
+    ask(evaluate(STORED, key, beside=(note,)))
     found = ask(read_marker(key, note))
     assert found == CompletionMarker(10, b"", is_stored=True, age=found.age)

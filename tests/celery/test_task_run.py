@@ -250,7 +250,7 @@ def test_what_stays_under_the_key_for_a_retry(app: Celery, monkeypatch: pytest.M
         delivered = MessageRun(task, of_task, bound=False, decoration=decoration)
         sig = task.s("a", b=1) if said is None else said
         plan: Any = SimpleNamespace(queue_timeout=seconds)
-        stored = delivered.retained_value(plan, ended_by or Retry(when=when, sig=sig))
+        stored = delivered.retained_value(plan, "k", ended_by or Retry(when=when, sig=sig))
         return stored and (stored[0], stored[1] - 1000)
 
     monkeypatch.setattr(task_run, "now", lambda: 1000)
