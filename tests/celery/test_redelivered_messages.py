@@ -9,7 +9,7 @@ import pytest
 from celery import Celery, Task
 from redis import Redis
 
-from only_one import buffer_one, configure, current_lock, fail, retry
+from only_one import buffer_one, carry_on, configure, current_lock, fail, retry, skip
 from only_one.celery import task_run
 from only_one.celery.redelivery import REQUEUED, STORED, CompletionMarker, read_marker
 from only_one.connections.server import Server, find_server
@@ -59,6 +59,28 @@ def test_copies_of_a_run(
     queue.deliver(message, redelivered=True)
     queue.deliver(later)
     assert runs == ["begin"]
+    assert len(queue) == 0
+
+
+@pytest.mark.parametrize("policy", [fail, skip, carry_on])
+def test_a_redelivery_that_finds_the_server_away_waits_unless_it_may_run_without_its_key(
+    app: Celery, queue: Queue, redis_url: str, policy: Any
+) -> None:
+    """Its run may be under way, so a failure, or None, would be stored over the result of that run."""
+    runs: list[str] = []
+
+    def work() -> None:
+        runs.append("run")
+
+    with Proxy(redis_url) as proxy, configure(redis=proxy.url):
+        task = a_task(app, work, when_down=policy)
+        answer = task.delay()
+        with proxy.refused():
+            queue.deliver(queue.take(), redelivered=True)
+        if policy is not carry_on:
+            assert (answer.state, runs) == ("PENDING", [])
+            queue.deliver(queue.take())
+    assert (answer.state, runs) == ("SUCCESS", ["run"])
     assert len(queue) == 0
 
 

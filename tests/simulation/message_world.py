@@ -799,7 +799,8 @@ class MessageWorld:
             return
         if "done" in ends:
             # A redelivery that cannot ask the server fails, and with it what waits for the result.
-            was_told = self._may_lose_messages() or "LockUnavailable" in trigger.ends
+            was_revoked = trigger.id in self.revoked  # a retry of it, which has the rest of the chain
+            was_told = was_revoked or self._may_lose_messages() or "LockUnavailable" in trigger.ends
             if trigger.how in ("chain", "chord") and not hasattr(trigger, "tail") and not was_told:
                 self.problem("a chain lost its tail", trigger.name)
             if runs > _RUNS.get(trigger.what, 1) and not self.world.faults:
@@ -807,6 +808,8 @@ class MessageWorld:
             return
         if trigger.id in self.revoked or set(trigger.ends) - {"Ignore", "Retry", "None"}:
             return  # it was told
+        if hasattr(trigger, "tail"):
+            return  # its result was stored, and passed on, before its child was killed
         if self.plan.at_least and trigger.how == "id" and {*trigger.ends} == {"Ignore"}:
             return  # the key is kept, by a task with the same id: to tell the two apart could cost a result
         if "None" in trigger.ends and self._may_be_skipped(trigger):
