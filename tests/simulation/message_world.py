@@ -798,9 +798,8 @@ class MessageWorld:
         if "ValueError" in ends or (trigger.what == "ignore" and "Ignore" in ends):
             return
         if "done" in ends:
-            # A redelivery that cannot ask the server fails, and with it what waits for the result.
             was_revoked = trigger.id in self.revoked  # a retry of it, which has the rest of the chain
-            was_told = was_revoked or self._may_lose_messages() or "LockUnavailable" in trigger.ends
+            was_told = was_revoked or self._may_lose_messages()
             if trigger.how in ("chain", "chord") and not hasattr(trigger, "tail") and not was_told:
                 self.problem("a chain lost its tail", trigger.name)
             if runs > _RUNS.get(trigger.what, 1) and not self.world.faults:
