@@ -300,5 +300,6 @@ class MessageRun(TaskCaller):
 
     def _drop(self, key: str, reason: str) -> Ignore:
         """Log that this delivery ends without a run, and return the exception that ends it."""
+        self._request.only_one_has_begun = True  # by another message, whose key this one leaves alone
         logger.info("redelivery of %s[%s] dropped: %s", self.name, self.header.id, reason, extra={"only_one_key": key})
         return Ignore(reason)

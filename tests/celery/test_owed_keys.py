@@ -158,3 +158,18 @@ def test_a_task_that_has_ended_and_could_not_say_so_has_no_key_soon(
     two.run_other()
     assert eventually(lambda: left("k") == -2)
     assert two.task.delay() != two.waits
+
+
+def test_a_dropped_redelivery_does_not_withdraw_the_message_that_waits(
+    tasks: Any, queue: Queue, redis: Redis, elsewhere: Any
+) -> None:
+    two, message = tasks(), queue.take()
+
+    def deliver_twice() -> None:
+        for _ in range(2):  # the first is published again, and waits
+            elsewhere(lambda: queue.deliver(message, redelivered=True))
+
+    two.meanwhile = deliver_twice
+    two.run_other()
+    assert len(queue) == 1
+    assert not redis.keys("*withdrawn:*")

@@ -10,32 +10,35 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from only_one.call import owed_key
 from only_one.celery import coalescing, redelivery
 from only_one.lock import commands as lock_commands
 
 from .server import Refusal, Status, Store
 
-KEYS = [b"{k}", b"{k}:beside"]
-VALUES = [b'{"state":"running"}', b'{"state":"kept"}', b"queued"]
+KEYS = [b"{k}", b"{k}:beside", b"{k}:other"]
+VALUES = [b'{"state":"running"}', b'{"state":"queued"}', b"queued"]
 keys, values = st.sampled_from(KEYS), st.sampled_from(VALUES)
 lives = st.sampled_from([b"60000", b"90000"])
-lasts = st.sampled_from([b"0", b"60000"])
+lasts = st.sampled_from([b"-1", b"0", b"60000"])
+conditions = st.sampled_from([b"", b"may be missing", b"may be withdrawn"])
 numbers = st.sampled_from([b"0", b"1", b"2"])
 SCRIPTS = {
     "renew": (lock_commands.RENEW, [values, lives]),
     "release": (lock_commands._RELEASE, [values, lasts]),
-    "replace": (lock_commands._REPLACE, [values, values, lives, lasts]),
+    "replace": (lock_commands._REPLACE, [values, values, lives, conditions, lasts]),
     "read": (redelivery._READ, [lasts]),
     "stored": (redelivery.STORED, []),
     "requeued": (redelivery.REQUEUED, [numbers, lives]),
-    "withdraw": (coalescing._NUMBER, [st.just(b"withdraw"), values, numbers, lives]),
+    "withdraw": (owed_key._WITHDRAW, [values, lives, numbers]),
+    "pending": (coalescing._NUMBER, [st.just(b"pending"), values, numbers, lives]),
 }
 """The scripts that do not reply the time."""
 
 
 def script(name: str) -> st.SearchStrategy[list[Any]]:
     text, args = SCRIPTS[name][0].text.encode(), SCRIPTS[name][1]
-    return st.tuples(st.just(b"EVAL"), st.just(text), st.just(b"2"), *map(st.just, KEYS), *args).map(list)
+    return st.tuples(st.just(b"EVAL"), st.just(text), st.just(b"%d" % len(KEYS)), *map(st.just, KEYS), *args).map(list)
 
 
 plain = st.one_of(
