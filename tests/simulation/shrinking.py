@@ -36,7 +36,8 @@ def _slices(parts: list[str], size: int) -> Iterator[list[str]]:
 def timeline(history: Any) -> str:
     """What has happened, a line each; what only opens connections is left out."""
     lines = []
-    for seconds, who, what, *details in history.world.log:
+    for exact, who, what, *details in history.world.log:
+        seconds = round(exact, 4)
         text = " ".join([what, *map(str, details)])
         if "CLIENT SETINFO" not in text and "INFO memory" not in text:
             lines.append(f"{seconds:9.3f}  {who:10} {text}")

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import itertools
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -44,7 +44,6 @@ class Thread(greenlet.greenlet):  # type: ignore[misc]
         self.loop: Any = None  # the event loop that runs in it
         self.waiting = 0  # counts waits, so that a late wake is known
         self.joined: list[Callable[[], None]] = []
-        self.crash: BaseException | None = None
 
     @property
     def lives(self) -> bool:
@@ -58,7 +57,6 @@ class Thread(greenlet.greenlet):  # type: ignore[misc]
         except greenlet.GreenletExit:
             pass
         except BaseException as error:  # noqa: BLE001 - a thread that dies is told by the checker
-            self.crash = error
             self.world.note(self.name, "died", repr(error))
         finally:
             sys.settrace(None)
@@ -90,21 +88,25 @@ class World:
         self.links: list[Any] = []
         self.is_over = False
         self.quiet = False
-        self._events: list[tuple[float, float, int, Callable[[], None]]] = []
-        self._serial = itertools.count()
-        self._numbers: Counter[str] = Counter()
+        self._times: list[float] = []
+        self._events: dict[float, list[tuple[int, Callable[[], None]]]] = {}  # by time, each with its number
+        self._serial = 0
+        self._numbers: defaultdict[str, int] = defaultdict(int)
+        self._hashes: dict[str, Any] = {}
 
     # choices
 
-    def number(self, label: str) -> str:
-        """The label with the number of this choice among those with the same label."""
-        self._numbers[label] += 1
-        return f"{label}#{self._numbers[label]}"
-
     def draw(self, label: str) -> float:
         """A number from 0 to 1, the same for each (seed, label, number)."""
-        key = f"{self.seed}/{self.number(label)}"
-        return int.from_bytes(blake2b(key.encode(), digest_size=7).digest(), "big") / 2**56
+        self._numbers[label] += 1
+        return self._drawn(label, self._numbers[label])
+
+    def _drawn(self, label: str, number: int) -> float:
+        if label not in self._hashes:
+            self._hashes[label] = blake2b(f"{self.seed}/{label}#".encode(), digest_size=7)
+        hashed = self._hashes[label].copy()
+        hashed.update(b"%d" % number)
+        return int.from_bytes(hashed.digest(), "big") / 2**56  # type: ignore[no-any-return]
 
     def choose(self, label: str, choices: list[T]) -> T:
         return choices[int(self.draw(label) * len(choices))]
@@ -114,9 +116,12 @@ class World:
 
     def fault(self, label: str, probability: float) -> bool:
         """Whether a fault happens now; a shrunk history leaves some out."""
-        happens = self.draw(label) < probability and not self.quiet
+        self._numbers[label] += 1
+        is_possible = probability > 0 and not self.quiet
+        if not is_possible or self._drawn(label, self._numbers[label]) >= probability:
+            return False
         name = f"{label}#{self._numbers[label]}"
-        if not happens or name in self.left_out:
+        if name in self.left_out:
             return False
         self.faults.append(name)
         self.met[f"fault: {label.partition(' of ')[0]}"] += 1
@@ -130,7 +135,21 @@ class World:
     # time
 
     def at(self, time: float, do: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (max(time, self.now), self.draw("order"), next(self._serial), do))
+        time = max(time, self.now)
+        self._serial += 1
+        if time not in self._events:
+            self._events[time] = []
+            heapq.heappush(self._times, time)
+        self._events[time].append((self._serial, do))
+
+    def _next(self) -> Callable[[], None]:
+        """Take an event of the earliest time; the seed chooses among several."""
+        events = self._events[self._times[0]]
+        event = events[0] if len(events) == 1 else min(events, key=lambda event: self._drawn("order", event[0]))
+        events.remove(event)
+        if not events:
+            del self._events[heapq.heappop(self._times)]
+        return event[1]
 
     def after(self, seconds: float, do: Callable[[], None]) -> None:
         self.at(self.now + seconds, do)
@@ -140,9 +159,9 @@ class World:
 
     def run(self, until: float, done: Callable[[], bool] = lambda: False) -> None:
         """Let everything happen until a time, or until ``done``."""
-        while not done() and self._events and self._events[0][0] <= until:
-            self.now, _, _, do = heapq.heappop(self._events)
-            do()
+        while not done() and self._times and self._times[0] <= until:
+            self.now = self._times[0]
+            self._next()()
         if not done():
             self.now = max(self.now, until)
 
@@ -158,6 +177,7 @@ class World:
                 finally:
                     _leave(thread)
         self.threads.clear()
+        self._times.clear()
         self._events.clear()
         for link in self.links:  # redis-py's connections outlive their history, and must not keep it
             link.forget()
@@ -167,7 +187,7 @@ class World:
     def spawn(self, process: Any, name: str, function: Callable[..., Any], *args: Any) -> Thread:
         thread = Thread(self, process, name, function, args)
         self.threads.append(thread)
-        self.after(0, lambda: self.resume(thread, thread.waiting, None))
+        self.after(0, partial(self.resume, thread, thread.waiting, None))
         return thread
 
     def resume(self, thread: Thread, waiting: int, value: object) -> None:
@@ -175,7 +195,7 @@ class World:
         if thread.dead or thread.waiting != waiting or not thread.lives or self.is_over:
             return
         if thread.process.paused_until > self.now:
-            self.at(thread.process.paused_until, lambda: self.resume(thread, waiting, value))
+            self.at(thread.process.paused_until, partial(self.resume, thread, waiting, value))
             return
         _enter(thread)
         try:
@@ -190,9 +210,9 @@ class World:
         thread: Any = greenlet.getcurrent()
         thread.waiting += 1
         waiting = thread.waiting
-        begin(lambda value: self.after(0, lambda: self.resume(thread, waiting, value)))
+        begin(lambda value: self.after(0, partial(self.resume, thread, waiting, value)))
         if timeout is not None:
-            self.after(timeout, lambda: self.resume(thread, waiting, None))
+            self.after(timeout, partial(self.resume, thread, waiting, None))
         sys.settrace(None)
         value = self.hub.switch()
         thread.waiting += 1
@@ -206,7 +226,7 @@ class World:
         self.wait(lambda _: None, seconds)
 
     def note(self, who: str, what: str, *details: Any) -> None:
-        self.log.append((round(self.now - 1000, 4), who, what, *details))
+        self.log.append((self.now - 1000, who, what, *details))
 
 
 def _enter(thread: Thread) -> None:
