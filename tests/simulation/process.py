@@ -6,7 +6,9 @@ The fakes stand in the place of Python's modules while a copy is imported, so th
 from __future__ import annotations
 
 import builtins
+import copy
 import importlib
+import inspect
 import os
 import pathlib
 import pkgutil
@@ -17,10 +19,12 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -205,6 +209,16 @@ class FakePath:
         return hash(self.path)
 
 
+_remembered_signature = lru_cache(500)(inspect.signature)
+
+
+def _signature(function: Any) -> inspect.Signature:
+    """The signature of a function; those of classes and of modules' functions, which outlive a history, are remembered."""
+    is_kept = hasattr(function, "__qualname__") and "<locals>" not in function.__qualname__
+    is_kept = is_kept and not hasattr(function, "__self__")
+    return _remembered_signature(function) if is_kept else inspect.signature(function)
+
+
 _time = Fake(time, clock_gettime=_now, monotonic=_now, perf_counter=_now, time=_wall, sleep=_sleep)
 vars(_time)["time_ns"] = lambda: round(_wall() * 1e9)
 _os = Fake(os, kill=_kill, urandom=_urandom, register_at_fork=_on_fork, getpid=lambda: getattr(this(), "pid", 1))
@@ -218,6 +232,8 @@ FAKES: dict[str, ModuleType] = {
     "_queue": Fake(queue, **_queues),
     "pathlib": Fake(pathlib, Path=FakePath),
     "random": Fake(random, SystemRandom=FakeRandom),
+    "inspect": Fake(inspect, signature=_signature),
+    "traceback": Fake(traceback, format_exc=lambda: repr(sys.exc_info()[1])),  # that of a history's end, too: it is slow
     "atexit": Fake(ModuleType("atexit"), register=_on_exit),
 }
 
@@ -232,6 +248,9 @@ def _import_own(name: str, globals: Any = None, locals: Any = None, fromlist: An
     return _import(name, globals, locals, fromlist, level)
 
 
+_parsed = lru_cache(redis.connection.parse_url)
+
+
 @contextmanager
 def patched() -> Iterator[None]:
     """redis-py in the world: its sockets and sleeps are ours while histories run."""
@@ -241,8 +260,14 @@ def patched() -> Iterator[None]:
         (redis.asyncio.connection, "os", _os),
         (redis.retry, "sleep", _sleep),
         (uuid, "os", _os),
-        (redis.utils, "get_lib_version", lambda: "0"),  # read from the package's metadata for each connection
+        # What redis-py computes anew for each client, connection or command, but from constants.
+        (redis.utils, "get_lib_version", lambda: "0"),
+        (redis.utils, "_get_filterable_args", lambda *_: {}),  # of which it would say that they are deprecated
         (redis.client.CaseInsensitiveDict, "__init__", dict.update),  # a client's replies: all are in upper case
+        (redis.connection, "get_default_socket_keepalive_options", dict),
+        (redis.connection, "parse_url", lambda url: {**_parsed(url)}),
+        (redis.connection, "get_pool_name", lambda _: "pool"),  # for metrics that nobody reads
+        (redis.retry.AbstractRetry, "__deepcopy__", lambda retry, _: copy.copy(retry)),  # its back-off has no state
         (builtins, "__import__", _import_own),
         (signal, "valid_signals", set),  # no handler of the program that runs the world is a process's
     ]
