@@ -16,7 +16,7 @@ from typing import Any
 from .checker import Call, Checker, Run
 from .network import Host, Loop
 from .process import Machine, Process, history_of, patched, this, thread
-from .server import Refusal, Store
+from .server import Store
 from .tracing import Interrupted, Tracer
 from .world import Thread, World
 
@@ -106,8 +106,7 @@ class LockWorld:
         world.quiet = True
         self.host.loses = self.host.delays = 0.0
         host = self.host
-        calm = max(world.now, host.frozen_until, host.down_until, host.refuses_until, *host.cut_off.values())
-        calm = max([calm, *(process.paused_until for process in self.processes)])
+        calm = max([world.now, host.calm_from, *(process.paused_until for process in self.processes)])
         world.run(calm + 2 * self.host.latest + 3)
         self.checker.at_the_end()
         world.end()
@@ -341,9 +340,8 @@ class LockWorld:
 
         def refuse() -> None:
             text, commands = choose("refusal", _REFUSALS)
-            host.refuses_until = until = world.now + choose("seconds of refusal", [0.1, 1.0, 5.0])
+            host.refused = text, commands, world.now + choose("seconds of refusal", [0.1, 1.0, 5.0])
             world.note("server", "refuses with", text)
-            host.refuses = lambda command: Refusal(text) if world.now < until and command[0] in commands else None
 
         def cut_off() -> None:
             process = choose("cut off", processes)

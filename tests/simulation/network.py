@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import socket
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
-from .server import Refusal, Status, Store, commands_in, encode
-from .world import World
+from .server import Refusal, Store, commands_in, encode
+from .world import Thread, World
+
+_RESET = ConnectionResetError(errno.ECONNRESET, "reset")
+_DELAYS = [0.3, 0.7, 1.2, 2.5, 6.0]
 
 
 class Host:
@@ -20,19 +23,23 @@ class Host:
         store: what its server stores.
         frozen_until: until when it does nothing, as with SIGSTOP.
         down_until: until when it refuses connections.
-        refuses: gives the error reply to a command, or None.
-        latest: the most seconds that a message to or from it was late.
+        refused: the text with which it refuses some commands, and which, until when.
+        cut_off: until when a process cannot reach it.
+        latest: the most seconds that the network held up a message to or from it.
+        loses: how probable it is for each message that the connection is cut instead.
+        delays: how probable it is for each message that it is late.
+        arrived: called with each command that was executed, the process that sent it, and the reply.
+        answered: called when a reply has arrived.
     """
 
     def __init__(self, world: World, address: tuple[str, int], store: Store) -> None:
         self.world, self.address, self.store = world, address, store
-        self.frozen_until = self.down_until = self.refuses_until = self.latest = 0.0
+        self.frozen_until = self.down_until = self.latest = self.loses = self.delays = 0.0
+        self.refused: tuple[str, tuple[bytes, ...], float] = ("", (), 0.0)
+        self.cut_off: dict[Any, float] = {}
         self.links: list[Link] = []
-        self.cut_off: dict[Any, float] = {}  # until when a process cannot reach it
-        self.refuses: Callable[[list[bytes]], Refusal | None] = lambda _: None
-        self.answered: Callable[[Any], None] = lambda _: None
         self.arrived: Callable[[Any, list[bytes], Any], None] = lambda *_: None
-        self.loses = self.delays = 0.0  # how probable it is for each message
+        self.answered: Callable[[Any], None] = lambda _: None
 
     def stop(self, seconds: float) -> None:
         """Let the server end, and begin again later: every connection is reset."""
@@ -41,64 +48,100 @@ class Host:
             link.reset()
         self.links.clear()
 
+    def execute(self, command: list[bytes]) -> Any:
+        text, commands, until = self.refused
+        if until > self.world.now and command[0] in commands:
+            return Refusal(text)
+        return self.store.execute(command)
+
+    @property
+    def calm_from(self) -> float:
+        """From when on nothing is wrong with it, but for messages that are late."""
+        return max(self.frozen_until, self.down_until, self.refused[2], *self.cut_off.values(), 0.0)
+
 
 class Link:
     """A connection: in order in each direction; what was sent may arrive long after the client has closed it."""
 
-    def __init__(self, world: World, process: Any, host: Host) -> None:
-        self.world, self.process, self.host = world, process, host
+    host: Any = None
+
+    def __init__(self, world: World, process: Any) -> None:
+        super().__init__()
+        self.world, self.process = world, process
         self.inbox = bytearray()
         self.is_reset = self.is_closed = False
         self.on_input: Callable[[], None] = lambda: None
         self._buffer = bytearray()
-        self._up = self._down = world.now
-        host.links.append(self)
         world.links.append(self)
+
+    def open(self, address: tuple[str, int]) -> float:
+        """Connect, and return the seconds that it takes.
+
+        Raises:
+            ConnectionRefusedError: if no server listens there.
+        """
+        world, process = self.world, self.process
+        self.host = world.hosts[address]
+        if self.host.down_until > world.now:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+        labels = [
+            [f"{what} of {process.name} {way}" for what in ("latency", "cut", "late", "delay")] for way in ("up", "down")
+        ]
+        self._up, self._down = labels
+        # The system of a frozen server's machine accepts connections for it; a network that is cut accepts nothing.
+        return max(0.0, self.host.cut_off.get(process, 0.0) - world.now)
+
+    def opened(self) -> None:
+        self._up_at = self._down_at = self.world.now
+        self.host.links.append(self)
 
     def send(self, data: bytes) -> None:
         if self.is_reset:
-            raise ConnectionResetError(errno.ECONNRESET, "reset")
+            raise _RESET
         self._buffer += data
         for command in commands_in(self._buffer):
-            # Of a command that is not the lock's, such as CLIENT SETINFO, nothing is told.
-            self._up, is_lost = self._journey("up", self._up)
-            if is_lost:
-                self.world.at(self._up, self.reset)
-            else:
-                self.world.at(self._up, lambda command=command: self._arrive(command))  # type: ignore[misc]
+            self._up_at, is_lost = self._journey(self._up, self._up_at)
+            self.world.at(self._up_at, self.reset if is_lost else partial(self._arrive, command))
 
-    def _journey(self, way: str, last: float) -> tuple[float, bool]:
+    def _journey(self, labels: list[str], last: float) -> tuple[float, bool]:
         """When a message arrives, and whether the connection is cut instead."""
-        world, host, label = self.world, self.host, f"of {self.process.name} {way}"
-        delay = world.uniform(f"latency {label}", 0.0002, 0.002)
-        is_lost = world.fault(f"cut {label}", host.loses)
-        if world.fault(f"late {label}", host.delays):
-            delay = world.choose(f"delay {label}", [0.3, 0.7, 1.2, 2.5, 6.0])
+        world, host = self.world, self.host
+        latency, cut, late, delayed = labels
+        delay = world.uniform(latency, 0.0002, 0.002)
+        is_lost = world.fault(cut, host.loses)
+        if world.fault(late, host.delays):
+            delay = world.choose(delayed, _DELAYS)
+        host.latest = max(host.latest, delay)
         # Later than the last by a moment: what arrives at one time arrives in any order.
-        arrival = max(last + 1e-7, world.now + delay, host.cut_off.get(self.process, 0.0))
-        host.latest = max(host.latest, arrival - world.now)
-        return arrival, is_lost
+        return max(last + 1e-7, world.now + delay, host.cut_off.get(self.process, 0.0)), is_lost
 
     def _arrive(self, command: list[bytes]) -> None:
         world, host = self.world, self.host
         if host.frozen_until > world.now:
-            host.latest = max(host.latest, host.frozen_until - world.now)
-            world.at(host.frozen_until, lambda: self._arrive(command))
-            return
-        if self.is_reset:
-            return
-        reply = host.refuses(command)
-        if reply is None:
-            reply = host.store.execute(command)
-        host.arrived(self.process, command, reply)
-        self._down, is_lost = self._journey("down", self._down)
-        world.at(self._down, self.reset if is_lost else lambda: self._deliver(encode(reply)))
+            world.at(host.frozen_until, partial(self._arrive, command))
+        elif not self.is_reset:
+            reply = host.execute(command)
+            host.arrived(self.process, command, reply)
+            self._down_at, is_lost = self._journey(self._down, self._down_at)
+            world.at(self._down_at, self.reset if is_lost else partial(self._deliver, reply))
 
-    def _deliver(self, data: bytes) -> None:
+    def _deliver(self, reply: Any) -> None:
         if not self.is_closed and not self.is_reset:
             self.host.answered(self.process)
-            self.inbox += data
+            self.inbox += encode(reply)
             self.on_input()
+
+    def take(self, count: int | None = None) -> bytes:
+        """Take what has arrived.
+
+        Raises:
+            ConnectionResetError: if nothing has, because the connection is reset.
+        """
+        data = bytes(self.inbox[:count])
+        del self.inbox[:count]
+        if not data and self.is_reset:
+            raise _RESET
+        return data
 
     def reset(self) -> None:
         self.is_reset = True
@@ -116,59 +159,36 @@ class Link:
 _OVER: Any = SimpleNamespace(is_over=True)
 
 
-def resolve(world: World, process: Any, address: tuple[str, int]) -> tuple[Host, float]:
-    """The host of an address, and the seconds that connecting to it takes.
-
-    Raises:
-        ConnectionRefusedError: if no server listens there.
-    """
-    host: Host = world.hosts[address]
-    if host.down_until > world.now:
-        raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
-    # The system of a frozen server's machine accepts connections for it; a network that is cut accepts nothing.
-    return host, max(0.0, host.cut_off.get(process, 0.0) - world.now)
-
-
-class BlockingSocket:
+class BlockingSocket(Link):
     """``socket.socket`` in the world."""
 
-    def __init__(self, thread: Callable[[], Any], *_: Any) -> None:
-        self._thread = thread
+    def __init__(self, thread: Thread) -> None:
+        super().__init__(thread.world, thread.process)
         self._timeout: float | None = None
-        self._link: Any = None
 
     def connect(self, address: tuple[str, int]) -> None:
-        running = self._thread()
-        world = running.world
-        host, seconds = resolve(world, running.process, address[:2])
-        world.sleep(min(seconds + 0.0001, self._timeout or 1e9))
-        if seconds > (self._timeout or 1e9):
+        seconds, limit = self.open(address[:2]), self._timeout or 1e9
+        self.world.sleep(min(seconds + 0.0001, limit))
+        if seconds > limit:
             raise TimeoutError
-        self._link = Link(world, running.process, host)
+        self.opened()
 
     def sendall(self, data: bytes) -> None:
-        world = self._link.world
-        if world.is_over:
-            raise ConnectionResetError(errno.ECONNRESET, "the world has ended")
-        self._link.send(data)
-        world.sleep(0)
+        if self.world.is_over:
+            raise _RESET
+        self.send(data)
+        self.world.sleep(0)
 
     def recv(self, count: int) -> bytes:
-        link, world = self._link, self._link.world
-        if not link.inbox and not link.is_reset:
+        if not self.inbox and not self.is_reset:
             if self._timeout == 0:
                 raise BlockingIOError(errno.EWOULDBLOCK, "nothing yet")
-
-            def begin(wake: Callable[[Any], None]) -> None:
-                link.on_input = lambda: wake(True)
-
-            if not world.wait(begin, self._timeout):
+            if not self.world.wait(self._wake_on_input, self._timeout):
                 raise TimeoutError
-        if link.inbox:
-            data = bytes(link.inbox[:count])
-            del link.inbox[:count]
-            return data
-        raise ConnectionResetError(errno.ECONNRESET, "reset")
+        return self.take(count)
+
+    def _wake_on_input(self, wake: Callable[[Any], None]) -> None:
+        self.on_input = lambda: wake(True)
 
     def settimeout(self, timeout: float | None) -> None:
         self._timeout = timeout
@@ -180,25 +200,47 @@ class BlockingSocket:
 
     def shutdown(self, _how: int) -> None: ...
 
+
+class Transport(Link, asyncio.Transport):
+    """A connection of an event loop."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop.world, loop.process)
+        self._loop = loop
+        self.protocol: Any = None
+        self.on_input = self._on_input
+
+    def _on_input(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._read)
+
+    def _read(self) -> None:
+        if self.is_closed:
+            return
+        try:
+            if data := self.take():
+                self.protocol.data_received(data)
+        except ConnectionResetError as error:
+            self._lose(error)
+
+    def _lose(self, error: Exception | None) -> None:
+        if not self.is_closed and not self._loop.is_closed():
+            self._loop.call_soon(self.protocol.connection_lost, error)
+        self.is_closed = True
+
+    def write(self, data: Any) -> None:
+        try:
+            self.send(bytes(data))
+        except ConnectionResetError as error:
+            self._lose(error)
+
     def close(self) -> None:
-        if self._link is not None:
-            self._link.close()
+        self._lose(None)
 
+    abort = close
 
-class FakeSocketModule(ModuleType):
-    """The module ``socket`` as redis-py sees it."""
-
-    def __init__(self, real: ModuleType, thread: Callable[[], Any]) -> None:
-        super().__init__("socket")
-        self._real = real
-        self.socket = lambda *args: BlockingSocket(thread, *args)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-    @staticmethod
-    def getaddrinfo(host: str, port: int, *_: Any) -> list[Any]:
-        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, port))]
+    def is_closing(self) -> bool:
+        return self.is_closed
 
 
 class _Selector:
@@ -219,7 +261,7 @@ class Loop(asyncio.BaseEventLoop):
 
     def __init__(self, world: World, process: Any) -> None:
         super().__init__()
-        self._world, self._process, self._selector = world, process, _Selector(world)
+        self.world, self.process, self._selector = world, process, _Selector(world)
 
     @property
     def asyncgen_hooks(self) -> tuple[Any, Any]:
@@ -227,7 +269,7 @@ class Loop(asyncio.BaseEventLoop):
         return untyped._asyncgen_firstiter_hook, untyped._asyncgen_finalizer_hook
 
     def time(self) -> float:
-        return self._world.now
+        return self.world.now
 
     def _process_events(self, _events: Any) -> None: ...
 
@@ -235,60 +277,9 @@ class Loop(asyncio.BaseEventLoop):
         self._selector.wake(None)
 
     async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
-        found, seconds = resolve(self._world, self._process, (host, port))
-        await asyncio.sleep(seconds)
-        protocol = protocol_factory()
-        transport = _Transport(self, Link(self._world, self._process, found), protocol)
-        protocol.connection_made(transport)
-        return transport, protocol
-
-
-class _Transport(asyncio.Transport):
-    def __init__(self, loop: Loop, link: Link, protocol: Any) -> None:
-        super().__init__()
-        self._loop, self._link, self._protocol = loop, link, protocol
-        self._is_closing = False
-        link.on_input = self._on_input
-
-    def _on_input(self) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._read)
-
-    def _read(self) -> None:
-        if self._is_closing:
-            return
-        if self._link.inbox:
-            data = bytes(self._link.inbox)
-            self._link.inbox.clear()
-            self._protocol.data_received(data)
-        elif self._link.is_reset:
-            self._lose(ConnectionResetError(errno.ECONNRESET, "reset"))
-
-    def _lose(self, error: Exception | None) -> None:
-        if not self._is_closing:
-            self._is_closing = True
-            self._link.close()
-            if not self._loop.is_closed():
-                self._loop.call_soon(self._protocol.connection_lost, error)
-
-    def write(self, data: Any) -> None:
-        try:
-            self._link.send(bytes(data))
-        except OSError as error:
-            self._lose(error)
-
-    def close(self) -> None:
-        self._lose(None)
-
-    abort = close
-
-    def is_closing(self) -> bool:
-        return self._is_closing
-
-    def get_extra_info(self, _name: str, default: Any = None) -> Any:
-        return default
-
-    def set_write_buffer_limits(self, *_: Any, **__: Any) -> None: ...
-
-
-__all__ = ["BlockingSocket", "FakeSocketModule", "Host", "Link", "Loop", "Status"]
+        transport = Transport(self)
+        await asyncio.sleep(transport.open((host, port)))
+        transport.opened()
+        transport.protocol = protocol_factory()
+        transport.protocol.connection_made(transport)
+        return transport, transport.protocol

@@ -38,7 +38,7 @@ import redis.retry
 import redis.utils
 from celery.utils.dispatch import Signal
 
-from .network import FakeSocketModule
+from .network import BlockingSocket
 from .world import Thread, World
 
 _importing: list[Process] = []
@@ -222,12 +222,18 @@ def _signature(function: Any) -> inspect.Signature:
 _time = Fake(time, clock_gettime=_now, monotonic=_now, perf_counter=_now, time=_wall, sleep=_sleep)
 vars(_time)["time_ns"] = lambda: round(_wall() * 1e9)
 _os = Fake(os, kill=_kill, urandom=_urandom, register_at_fork=_on_fork, getpid=lambda: getattr(this(), "pid", 1))
+_socket = Fake(
+    socket,
+    socket=lambda *_: BlockingSocket(greenlet.getcurrent()),
+    getaddrinfo=lambda host, port, *_: [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, port))],
+    gethostname=lambda: this().machine.name,
+)
 _queues: dict[str, Any] = {"SimpleQueue": FakeQueue, "Empty": queue.Empty, "Full": queue.Full}
 FAKES: dict[str, ModuleType] = {
     "time": _time,
     "os": _os,
     "threading": Fake(threading, Thread=FakeThread, Lock=FakeLock),
-    "socket": Fake(socket, gethostname=lambda: this().machine.name),
+    "socket": _socket,
     "queue": Fake(queue, **_queues),
     "_queue": Fake(queue, **_queues),
     "pathlib": Fake(pathlib, Path=FakePath),
@@ -255,7 +261,7 @@ _parsed = lru_cache(redis.connection.parse_url)
 def patched() -> Iterator[None]:
     """redis-py in the world: its sockets and sleeps are ours while histories run."""
     changes: list[tuple[Any, str, Any]] = [
-        (redis.connection, "socket", FakeSocketModule(socket, thread)),
+        (redis.connection, "socket", _socket),
         (redis.connection, "os", _os),
         (redis.asyncio.connection, "os", _os),
         (redis.retry, "sleep", _sleep),
