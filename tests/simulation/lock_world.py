@@ -9,19 +9,51 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checker import Call, Checker, Run
+import redis
+
+from .checker import Call, Checker
 from .network import Host, Loop
-from .process import Machine, Process, history_of, patched, this, thread
+from .process import Machine, Process, history_of, patched, thread
 from .server import Store
 from .tracing import Interrupted, Tracer
-from .world import Thread, World
+from .world import World
 
-MOST_PROCESSES = 4
 _FAULTS_UNTIL = 1008.0
+_PLAN: dict[str, list[Any]] = {
+    "times": [(None, None), (1.0, None), (3.0, None), (3.0, 8.0), (None, 4.0), (30.0, None)],
+    "at_least": [0.0, 0.0, 0.0, 2.0, 4.0],
+    "server": ["valkey", "valkey", "redis", "redis7", "redis6"],
+    "processes": [2, 3, 3, 4],
+    "calls": [2, 3, 4],
+    "async": [False, False, True],
+    "when_lost": ["fail", "carry_on", "callable", "fails"],
+    "when_down": ["fail", "fail", "skip", "carry_on", "fails"],
+    "keys": [["k"], ["k"], ["k", "n"]],
+    "trouble": [0, 0, 1, 2, 3],
+}
+"""What a history is made of; each is drawn from the seed. The times are lease and timeout."""
+_LOSES, _DELAYS = [0.0, 0.01, 0.03, 0.08], [0.0, 0.01, 0.05, 0.15]
+"""How probable it is for each message that its connection is cut, and that it is late, by the trouble."""
+
+_FAULTS = [
+    *(("freeze", 0.15), ("freeze", 0.05), ("restart with data", 0.05), ("restart without data", 0.05)),
+    *(("delete", 0.05), ("overwrite", 0.04), ("failover", 0.06), ("flush scripts", 0.1), ("refusal", 0.08)),
+    *(("cut off", 0.1), ("pause", 0.1), ("pause", 0.05), ("kill", 0.1), ("kill", 0.05), ("clock", 0.05)),
+]
+"""The methods of ``LockWorld`` that let a fault happen at some time, and how probable each is."""
+
+_SCRIPTS = (b"EVAL", b"EVALSHA")
+_WRITES = (b"SET", b"DELIFEQ", b"DELEX", *_SCRIPTS)
+_REFUSALS = [
+    ("OOM command not allowed when used memory > 'maxmemory'.", (b"SET",)),
+    ("READONLY You can't write against a read only replica.", _WRITES),
+    ("NOPERM User default has no permissions to run the 'eval' command", _SCRIPTS),
+    ("BUSY Redis is busy running a script.", _WRITES),
+    ("LOADING Redis is loading the dataset in memory", _WRITES),
+]
 
 
 class BodyFails(Exception):
@@ -32,82 +64,40 @@ def fails(_error: object) -> None:
     raise BodyFails
 
 
-@dataclass
-class Plan:
-    """What a history is made of; each value is drawn from the seed."""
-
-    lease: float | None
-    timeout: float | None
-    at_least: float
-    kind: str
-    processes: int
-    calls: int
-    is_async: bool
-    when_lost: str
-    when_down: str
-    keys: list[str]
-
-
-def plan_of(world: World) -> Plan:
-    choose = world.choose
-    lease, timeout = choose(
-        "plan times", [(None, None), (1.0, None), (3.0, None), (3.0, 8.0), (None, 4.0), (30.0, None)]
-    )
-    at_least = choose("plan at_least", [0.0, 0.0, 0.0, 2.0, 4.0])
-    return Plan(
-        lease=lease,
-        timeout=timeout,
-        at_least=at_least,
-        kind=choose("plan server", ["valkey", "valkey", "redis", "redis7", "redis6"]),
-        processes=choose("plan processes", [2, 3, 3, 4]),
-        calls=choose("plan calls", [2, 3, 4]),
-        is_async=choose("plan async", [False, False, True]),
-        when_lost=choose("plan when_lost", ["fail", "carry_on", "callable", "fails"]),
-        when_down=choose("plan when_down", ["fail", "fail", "skip", "carry_on", "fails"]),
-        keys=choose("plan keys", [["k"], ["k"], ["k", "n"]]),
-    )
-
-
 class LockWorld:
     """One history of the lock."""
 
     def __init__(self, processes: list[Process], seed: int, left_out: frozenset[str] = frozenset()) -> None:
         self.world = world = World(seed, left_out)
-        self.plan = plan = plan_of(world)
-        self.store = Store(lambda: world.now, world.wall, plan.kind)
+        self.plan = {name: world.choose(f"plan {name}", choices) for name, choices in _PLAN.items()}
+        self.store = Store(lambda: world.now, world.wall, self.plan["server"])
         self.host = Host(world, ("server", 6379), self.store)
         world.hosts = {self.host.address: self.host}
-        self.checker = Checker(world, self.store, plan)
-        self.host.arrived = self.checker.arrived
-        self.host.answered = lambda process: self.checker.replies.append((world.now, process))
-        self.store.changed = self.checker.changed
+        self.host.loses, self.host.delays = _LOSES[self.plan["trouble"]], _DELAYS[self.plan["trouble"]]
+        self.checker = checker = Checker(world, self.store, self.plan["at_least"])
+        self.host.arrived, self.host.answered, self.store.changed = checker.arrived, checker.answered, checker.changed
         self.machines = [Machine("alpha"), Machine("beta")]
-        self.processes = processes[: plan.processes]
+        self.processes = processes[: self.plan["processes"]]
         self.pids = 100
-        self.calls_left = 0
-        self.unended: dict[Process, int] = {}
+        self.left: dict[Process, int] = {}  # how many calls of each process have not ended
         self.functions: dict[Process, Callable[..., Any]] = {}
 
     def play(self) -> Checker:
         """Let the history happen."""
-        world = self.world
-        trouble = world.choose("plan trouble", [0, 0, 1, 2, 3])
-        self.host.loses = [0.0, 0.01, 0.03, 0.08][trouble]
-        self.host.delays = [0.0, 0.01, 0.05, 0.15][trouble]
+        world, host = self.world, self.host
         for number, process in enumerate(self.processes):
             self._start(process, f"p{number}", world.choose("plan machine", self.machines))
-        for label, probability, do in self._faults():
+        for label, probability in _FAULTS:
             if world.fault(label, probability):
+                do = getattr(self, f"_{label.replace(' ', '_')}")
                 world.at(world.uniform(f"time of {label}", 1000, _FAULTS_UNTIL), do)
-        world.run(world.now + 600, lambda: self.calls_left == 0)
-        if self.calls_left:
-            self.checker.problem("a call never ended", f"{self.calls_left} calls")
+        world.run(world.now + 600, lambda: not any(self.left.values()))
+        if any(self.left.values()):
+            self.checker.problem("a call never ended", f"{sum(self.left.values())} calls")
         world.run(max(world.now, _FAULTS_UNTIL))
         world.quiet = True
-        self.host.loses = self.host.delays = 0.0
-        host = self.host
-        calm = max([world.now, host.calm_from, *(process.paused_until for process in self.processes)])
-        world.run(calm + 2 * self.host.latest + 3)
+        calm_from = max(world.now, host.calm_from, *(process.paused_until for process in self.processes))
+        world.run(calm_from + 2 * host.latest + 3)
         self.checker.at_the_end()
         world.end()
         return self.checker
@@ -118,52 +108,52 @@ class LockWorld:
         self.pids += 1
         process.begin(machine, self.pids, name, self.pids)
         process.no_thread = self.world.choose(f"plan no_thread of {name}", [0.0] * 9 + [0.3])
-        function = self.functions[process] = self._decorated(process)
-        self.calls_left += self.plan.calls
-        self.unended[process] = self.plan.calls
-        if self.plan.is_async:
-            self.world.spawn(process, f"{name}/loop", self._run_loop, process, function)
-        else:
-            self.world.spawn(process, f"{name}/main", self._run_calls, process)
-
-    def _call_ended(self, process: Process) -> None:
-        self.calls_left -= 1
-        self.unended[process] -= 1
+        self.functions[process] = self._decorated(process)
+        self.left[process] = self.plan["calls"]
+        run, kind = (self._run_loop, "loop") if self.plan["async"] else (self._run_calls, "main")
+        self.world.spawn(process, f"{name}/{kind}", run, process)
 
     def _decorated(self, process: Process) -> Callable[..., Any]:
         plan, package = self.plan, process.package
         policies = {"fail": package.fail, "carry_on": package.carry_on, "skip": package.skip, "fails": fails}
-        given: dict[str, Any] = {"at_least": plan.at_least} if plan.at_least else {}
-        given.update({name: value for name in ("lease", "timeout") if (value := getattr(plan, name)) is not None})
-        given["when_lost"] = policies.get(plan.when_lost, lambda _error: None)
-        if given.get("timeout") and plan.at_least > given["timeout"]:
-            del given["at_least"]
-        url = "redis://server:6379/0?protocol=2"
-        body = self._async_body if plan.is_async else self._body
-        when_busy = self.world.choose(f"plan when_busy of {process.name}", [package.fail, package.skip, fails])
+        lease, timeout = plan["times"]
+        is_refused = timeout is not None and plan["at_least"] > timeout
+        given = {"lease": lease, "timeout": timeout, "at_least": None if is_refused else plan["at_least"]}
         process.package.subscribe(lambda event: self.checker.event(process, event))
         decorate = package.only_one(
-            "{call.key}", when_busy=when_busy, when_down=policies[plan.when_down], redis=url, **given
+            "{call.key}",
+            when_busy=self.world.choose(f"plan when_busy of {process.name}", [package.fail, package.skip, fails]),
+            when_down=policies[plan["when_down"]],
+            when_lost=policies.get(plan["when_lost"], lambda _error: None),
+            redis="redis://server:6379/0?protocol=2",
+            **{option: value for option, value in given.items() if value},
         )
-        return decorate(body)  # type: ignore[no-any-return]
+        return decorate(self._async_body if plan["async"] else self._body)  # type: ignore[no-any-return]
+
+    def _calls_of(self, process: Process) -> Iterator[tuple[str, float]]:
+        """The names of the calls of a process, and the seconds before each."""
+        for number in range(self.plan["calls"]):
+            name = f"{process.name}.{number}"
+            if self.world.is_left_out(f"call {name}"):
+                self.left[process] -= 1
+            else:
+                yield name, self.world.choose(f"pause before {name}", [0.0, 0.001, 0.5, 1.0, 3.0])
+
+    def _call(self, process: Process, name: str) -> Call:
+        return self.checker.begins(name, process, self.world.choose(f"key of {name}", self.plan["keys"]))
 
     def _run_calls(self, process: Process) -> None:
-        world = self.world
-        for number in range(self.plan.calls):
-            name = f"{process.name}.{number}"
-            if world.is_left_out(f"call {name}"):
-                self._call_ended(process)
-                continue
-            world.sleep(world.choose(f"pause before {name}", [0.0, 0.001, 0.5, 1.0, 3.0]))
+        for name, pause in self._calls_of(process):
+            self.world.sleep(pause)
             with self._perhaps_interrupted(name):
-                self._call(process, name)
-            self._call_ended(process)
-            if world.fault(f"fork of {process.name}", 0.03):
+                self._call_and_check(process, name)
+            self.left[process] -= 1
+            if self.world.fault(f"fork of {process.name}", 0.03):
                 self._fork(process)
         self._end(process)
 
-    def _call(self, process: Process, name: str) -> None:
-        call = self.checker.begins(Call(name, process, self.world.choose(f"key of {name}", self.plan.keys)))
+    def _call_and_check(self, process: Process, name: str) -> None:
+        call = self._call(process, name)
         try:
             outcome: Any = self.functions[process](call)
         except Exception as error:  # noqa: BLE001 - the checker says which are allowed
@@ -192,98 +182,72 @@ class LockWorld:
             process.is_dead = True
             self.world.note(process.name, "ended")
 
-    def _run_loop(self, process: Process, function: Callable[..., Any]) -> None:
-        world, running = self.world, thread()
-        loop = Loop(world, process)
-        running.loop = loop  # type: ignore[union-attr]
-
-        async def one(number: int) -> None:
-            name = f"{process.name}.{number}"
-            if world.is_left_out(f"call {name}"):
-                self._call_ended(process)
-                return
-            await asyncio.sleep(world.choose(f"pause before {name}", [0.0, 0.001, 0.5, 1.0, 3.0]))
-            call = self.checker.begins(Call(name, process, world.choose(f"key of {name}", self.plan.keys)))
-            task = asyncio.ensure_future(function(call))
-            if world.fault(f"cancelled of {name}", 0.15):
-                loop.call_later(world.choose(f"cancelled after {name}", [0.0005, 0.001, 0.003, 0.1, 1.0]), task.cancel)
-            try:
-                outcome: Any = await task
-            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
-                outcome = error
-            self.checker.ends(call, outcome)
-            self._call_ended(process)
-
-        async def everything() -> None:
-            await asyncio.gather(*[one(number) for number in range(self.plan.calls)])
-
-        try:
-            running.loop = None  # type: ignore[union-attr]
-            main = loop.create_task(everything())
-            running.loop = loop  # type: ignore[union-attr]
-            asyncio._set_running_loop(None)
-            loop.run_until_complete(main)
-            loop.run_until_complete(loop.shutdown_asyncgens())
-        finally:
-            running.loop = None  # type: ignore[union-attr]
-            loop.close()
+    def _run_loop(self, process: Process) -> None:
+        loop = Loop(self.world, process)
+        loop.play(self._call_all(process))
         self._end(process)
+
+    async def _call_all(self, process: Process) -> None:
+        await asyncio.gather(*[self._call_async(process, *each) for each in self._calls_of(process)])
+
+    async def _call_async(self, process: Process, name: str, pause: float) -> None:
+        await asyncio.sleep(pause)
+        call = self._call(process, name)
+        task = asyncio.ensure_future(self.functions[process](call))
+        if self.world.fault(f"cancelled of {name}", 0.15):
+            after = self.world.choose(f"cancelled after {name}", [0.0005, 0.001, 0.003, 0.1, 1.0])
+            task.get_loop().call_later(after, task.cancel)
+        try:
+            outcome: Any = await task
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
+            outcome = error
+        self.checker.ends(call, outcome)
+        self.left[process] -= 1
 
     # what a run does
 
-    def _body(self, call: Call) -> str:
-        world, run = self.world, self._begin(call)
+    @contextmanager
+    def _witnessed(self, call: Call) -> Iterator[float]:
+        """A run, of so many seconds, that fails at its end perhaps."""
+        self.checker.run_begins(call, call.process.package.current_lock())
         try:
-            seconds = self._seconds(call)
-            self._look_around(call, run)
-            world.sleep(seconds)
-            if world.draw(f"nested in {call.name}") < 0.1:
-                self._call(call.process, f"{call.name}.0")
-            self._perhaps_fail(call)
+            yield self.world.choose(f"length of {call.name}", [0.001, 0.05, 0.5, 2.0, 5.0])
+            if self.world.draw(f"fails {call.name}") < 0.1:
+                raise BodyFails
         except BaseException:
-            self.checker.run_ends(run, succeeded=False)
+            self.checker.run_ends(call, succeeded=False)
             raise
-        self.checker.run_ends(run, succeeded=True)
+        self.checker.run_ends(call, succeeded=True)
+
+    def _body(self, call: Call) -> str:
+        with self._witnessed(call) as seconds:
+            self._look_around(call)
+            self.world.sleep(seconds)
+            if self.world.draw(f"nested in {call.name}") < 0.1:
+                self._call_and_check(call.process, f"{call.name}.0")
         return "done"
 
     async def _async_body(self, call: Call) -> str:
-        run = self._begin(call)
-        try:
-            seconds = self._seconds(call)
+        with self._witnessed(call) as seconds:
             await asyncio.sleep(seconds)
-            self._perhaps_fail(call)
-        except BaseException:
-            self.checker.run_ends(run, succeeded=False)
-            raise
-        self.checker.run_ends(run, succeeded=True)
         return "done"
 
-    def _begin(self, call: Call) -> Run:
-        return self.checker.run_begins(call, call.process.package.current_lock())
-
-    def _seconds(self, call: Call) -> float:
-        return self.world.choose(f"length of {call.name}", [0.001, 0.05, 0.5, 2.0, 5.0])
-
-    def _look_around(self, call: Call, run: Run) -> None:
+    def _look_around(self, call: Call) -> None:
         """Use what a run can ask of its lock."""
         package = call.process.package
-        errors = (package.LockLost, package.OnlyOneError, OSError, *_redis_errors())
+        errors = (package.OnlyOneError, OSError, redis.RedisError)
         if self.world.draw(f"fence {call.name}") < 0.2:
             with suppress(*errors):
-                self.checker.fenced(run, run.lock.fence)
+                self.checker.fenced(call, call.lock.fence)
         if self.world.draw(f"extend {call.name}") < 0.1:
             with suppress(*errors):
-                run.lock.extend(2)
-
-    def _perhaps_fail(self, call: Call) -> None:
-        if self.world.draw(f"fails {call.name}") < 0.1:
-            raise BodyFails
+                call.lock.extend(2)
 
     @contextmanager
     def _perhaps_interrupted(self, name: str) -> Iterator[None]:
         """Perhaps let an exception be raised at some line, as a signal handler does."""
-        running = thread()
-        if running is None or not self.world.fault(f"interrupted of {name}", 0.1):
+        running: Any = thread()
+        if not self.world.fault(f"interrupted of {name}", 0.1):
             yield
             return
         left = int(self.world.choose(f"lines before {name}", [30, 300, 1000]) * self.world.draw(f"line of {name}"))
@@ -295,118 +259,80 @@ class LockWorld:
             running.tracer = before
             sys.settrace(before)
 
-    # faults
+    # faults: each happens at some time in some histories
 
-    def _faults(self) -> Iterator[tuple[str, float, Callable[[], None]]]:  # noqa: C901, PLR0915 - a table
-        world, host, processes = self.world, self.host, self.processes
-        choose = world.choose
+    def _until(self, what: str, choices: list[float]) -> float:
+        return self.world.now + self.world.choose(f"seconds of {what}", choices)
 
-        def freeze() -> None:
-            seconds = choose("seconds of freeze", [0.5, 1.5, 4.0, 40.0])
-            host.frozen_until = world.now + seconds
-            world.note("server", "is frozen for", seconds)
+    def _freeze(self) -> None:
+        self.host.frozen_until = self._until("freeze", [0.5, 1.5, 4.0, 40.0])
+        self.world.note("server", "is frozen for", self.host.frozen_until - self.world.now)
 
-        def restart(*, keeps: bool) -> None:
-            seconds = choose("seconds of restart", [0.01, 1.0, 5.0])
-            world.note("server", "restarts", "with its data" if keeps else "empty")
-            host.stop(seconds)
-            self.store.known.clear()
-            if not keeps:
-                self.checker.data_is_lost()
-                for key in list(self.store.keys):
-                    self.store.set(key, None)
+    def _restart_with_data(self) -> None:
+        self.world.note("server", "restarts")
+        self.host.stop(self.world.choose("seconds of restart", [0.01, 1.0, 5.0]))
+        self._flush_scripts()
 
-        def delete() -> None:
-            key = choose("deleted", self.plan.keys)
-            world.note("somebody", "deletes", key)
-            self.checker.data_is_lost()
-            self.store.set(b"only_one:" + key.encode(), None)
+    def _restart_without_data(self) -> None:
+        self._restart_with_data()
+        self.world.note("server", "has lost its data")
+        self.checker.data_is_lost()
+        for key in list(self.store.keys):
+            self.store.set(key, None)
 
-        def overwrite() -> None:
-            key = choose("overwritten", self.plan.keys)
-            world.note("somebody", "overwrites", key)
-            self.checker.data_is_lost()
-            value: Any = choose("foreign value", [b"somebody else's", [b"a list"]])
-            self.store.set(b"only_one:" + key.encode(), value, world.now + 2)
+    def _delete(self) -> None:
+        self._set_by_hand(self.world.choose("deleted", self.plan["keys"]), None)
 
-        def fail_over() -> None:
-            lag = choose("lag of failover", [0.0, 0.01, 0.5, 2.0])
-            world.note("server", "fails over, and loses what is younger than", lag)
-            host.stop(choose("seconds of failover", [0.01, 1.0]))
-            self.checker.fail_over(lag)
+    def _overwrite(self) -> None:
+        key = self.world.choose("overwritten", self.plan["keys"])
+        self._set_by_hand(key, self.world.choose("foreign value", [b"somebody else's", [b"a list"]]))
 
-        def flush_scripts() -> None:
-            self.store.known.clear()
+    def _set_by_hand(self, key: str, value: Any) -> None:
+        self.world.note("somebody", "deletes" if value is None else "overwrites", key)
+        self.checker.data_is_lost()
+        self.store.set(b"only_one:" + key.encode(), value, self.world.now + 2)
 
-        def refuse() -> None:
-            text, commands = choose("refusal", _REFUSALS)
-            host.refused = text, commands, world.now + choose("seconds of refusal", [0.1, 1.0, 5.0])
-            world.note("server", "refuses with", text)
+    def _failover(self) -> None:
+        lag = self.world.choose("lag of failover", [0.0, 0.01, 0.5, 2.0])
+        self.world.note("server", "fails over, and loses what is younger than", lag)
+        self.host.stop(self.world.choose("seconds of failover", [0.01, 1.0]))
+        self.checker.fail_over(lag)
 
-        def cut_off() -> None:
-            process = choose("cut off", processes)
-            host.cut_off[process] = world.now + choose("seconds of cut", [0.5, 2.0, 6.0, 40.0])
-            world.note(process.name, "is cut off from the server")
+    def _flush_scripts(self) -> None:
+        self.store.known.clear()
 
-        def pause() -> None:
-            process = choose("paused", processes)
-            until = world.now + choose("seconds of pause", [0.2, 1.5, 5.0, 40.0])
-            process.paused_until = max(process.paused_until, until)
-            world.note(process.name, "is paused")
+    def _refusal(self) -> None:
+        text, commands = self.world.choose("refusal", _REFUSALS)
+        self.host.refused = text, commands, self._until("refusal", [0.1, 1.0, 5.0])
+        self.world.note("server", "refuses with", text)
 
-        def kill() -> None:
-            process = choose("killed", processes)
-            if process.is_dead:
-                return
+    def _cut_off(self) -> None:
+        process = self.world.choose("cut off", self.processes)
+        self.host.cut_off[process] = self._until("cut", [0.5, 2.0, 6.0, 40.0])
+        self.world.note(process.name, "is cut off from the server")
+
+    def _pause(self) -> None:
+        process = self.world.choose("paused", self.processes)
+        process.paused_until = max(process.paused_until, self._until("pause", [0.2, 1.5, 5.0, 40.0]))
+        self.world.note(process.name, "is paused")
+
+    def _kill(self) -> None:
+        process = self.world.choose("killed", self.processes)
+        if not process.is_dead:
             process.is_dead = True
-            world.note(process.name, "is killed")
-            self.checker.killed(process)
-            self.calls_left -= self.unended[process]
-            self.unended[process] = 0
+            self.world.note(process.name, "is killed")
+            self.left[process] = 0
 
-        def step_clock() -> None:
-            world.wall_step += choose("step of the clock", [-3600.0, 3600.0])
-
-        yield "freeze", 0.15, freeze
-        yield "freeze", 0.05, freeze
-        yield "restart with data", 0.05, lambda: restart(keeps=True)
-        yield "restart without data", 0.05, lambda: restart(keeps=False)
-        yield "delete", 0.05, delete
-        yield "overwrite", 0.04, overwrite
-        yield "failover", 0.06, fail_over
-        yield "flush scripts", 0.1, flush_scripts
-        yield "refusal", 0.08, refuse
-        yield "cut off", 0.1, cut_off
-        yield "pause", 0.1, pause
-        yield "pause", 0.05, pause
-        yield "kill", 0.1, kill
-        yield "kill", 0.05, kill
-        yield "clock", 0.05, step_clock
-
-
-_SCRIPTS = (b"EVAL", b"EVALSHA")
-_WRITES = (b"SET", b"DELIFEQ", b"DELEX", *_SCRIPTS)
-_REFUSALS = [
-    ("OOM command not allowed when used memory > 'maxmemory'.", (b"SET",)),
-    ("READONLY You can't write against a read only replica.", _WRITES),
-    ("NOPERM User default has no permissions to run the 'eval' command", _SCRIPTS),
-    ("BUSY Redis is busy running a script.", _WRITES),
-    ("LOADING Redis is loading the dataset in memory", _WRITES),
-]
-
-
-def _redis_errors() -> tuple[type[Exception], ...]:
-    import redis.exceptions  # noqa: PLC0415
-
-    return (redis.exceptions.RedisError,)
+    def _clock(self) -> None:
+        self.world.wall_step += self.world.choose("step of the clock", [-3600.0, 3600.0])
 
 
 class Histories:
     """The processes in which histories are played, one history after another."""
 
-    def __init__(self, package_path: Path | None = None, kind: Any = None, processes: int = MOST_PROCESSES) -> None:
+    def __init__(self, package_path: Path | None = None, kind: Any = LockWorld, processes: int = 4) -> None:
         self.processes = [Process(package_path) for _ in range(processes)]
-        self.kind: Any = kind or LockWorld
+        self.kind = kind
         # What is collected after a history, Python and asyncio complain about: its tasks have not ended.
         sys.unraisablehook = lambda _: None
         logging.getLogger("asyncio").disabled = True
@@ -442,6 +368,3 @@ class _Errors(logging.Handler):
         if record.exc_info and isinstance(record.exc_info[1], (Interrupted, BodyFails)):
             return  # it was raised in a user's hook or policy, whose errors are logged
         self.checker.problem("an error in the log", record.getMessage()[-300:])
-
-
-__all__ = ["Histories", "LockWorld", "Thread", "this"]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+
+import greenlet
 
 from .server import Refusal, Store, commands_in, encode
 from .world import Thread, World
@@ -283,3 +285,15 @@ class Loop(asyncio.BaseEventLoop):
         transport.protocol = protocol_factory()
         transport.protocol.connection_made(transport)
         return transport, transport.protocol
+
+    def play(self, main: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine in the running thread, as ``asyncio.run`` does."""
+        running: Any = greenlet.getcurrent()
+        try:
+            task = self.create_task(main)
+            running.loop = self
+            self.run_until_complete(task)
+            self.run_until_complete(self.shutdown_asyncgens())
+        finally:
+            running.loop = None
+            self.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from .checker import shown
+
 Play = Callable[[int, frozenset[str]], Any]
 
 
@@ -38,7 +40,7 @@ def timeline(history: Any) -> str:
     lines = []
     for exact, who, what, *details in history.world.log:
         seconds = round(exact, 4)
-        text = " ".join([what, *map(str, details)])
+        text = " ".join([what, *map(shown, details)])
         if "CLIENT SETINFO" not in text and "INFO memory" not in text:
             lines.append(f"{seconds:9.3f}  {who:10} {text}")
     return "\n".join(lines)
