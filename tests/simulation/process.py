@@ -21,9 +21,9 @@ import threading
 import time
 import traceback
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -83,8 +83,7 @@ def _sleep(seconds: float) -> None:
 
 
 def _kill(pid: int, _signal: int) -> None:
-    found = this().machine.processes.get(pid)
-    if found is None or found.is_dead:
+    if this().machine.is_dead(pid):
         raise ProcessLookupError
 
 
@@ -93,36 +92,40 @@ def _urandom(count: int) -> bytes:
 
 
 def _on_fork(*, before: Any = None, after_in_parent: Any = None, after_in_child: Any = None) -> None:
-    del before, after_in_parent  # nothing else runs at that moment
-    if getattr(after_in_child, "__name__", "") != "release":
+    del after_in_parent  # nothing else runs at that moment
+    if before is None:  # else it is a lock, that is held meanwhile
         _importing[-1].after_fork.append(after_in_child)
-
-
-def _on_exit(do: Callable[[], object]) -> None:
-    _importing[-1].at_exit.append(do)
 
 
 class FakeThread:
     """``threading.Thread`` in the world."""
 
+    _thread: Any = None
+
     def __init__(self, target: Any, args: tuple[Any, ...] = (), name: str = "", daemon: bool = False) -> None:  # noqa: FBT001, FBT002
-        self._given = target, args
-        self._name = name
-        self.daemon = daemon
-        self._thread: Thread | None = None
+        self._target, self._args, self._name, self.daemon = target, args, name, daemon
 
     def start(self) -> None:
         process, world = this(), _history[-1]
         if process.has_ended or world.fault(f"no thread of {process.name}", process.no_thread):
             msg = "can't start new thread"
             raise RuntimeError(msg)
-        target, args = self._given
-        self._thread = world.spawn(process, f"{process.name}/{self._name}", target, *args)
+        self._thread = world.spawn(process, f"{process.name}/{self._name}", self._target, *self._args)
 
     def join(self) -> None:
-        joined = self._thread
-        if joined is not None and not joined.dead:
-            _history[-1].wait(lambda wake: joined.joined.append(lambda: wake(None)), None)
+        if self._thread is not None and not self._thread.dead:
+            _history[-1].wait(self._thread.joined.append, None)
+
+
+class _Waiting(list[Callable[[Any], None]]):
+    """The threads that wait for something."""
+
+    def wait(self, timeout: float | None) -> None:
+        _history[-1].wait(self.append, timeout)
+
+    def wake(self) -> None:
+        while self:
+            self.pop(0)(None)
 
 
 class FakeLock:
@@ -130,18 +133,17 @@ class FakeLock:
 
     def __init__(self) -> None:
         self._holder: Thread | None = None
-        self._waiting: deque[Any] = deque()
+        self._waiting = _Waiting()
 
     def acquire(self) -> bool:
         while self._holder is not None and self._holder.lives and not self._holder.dead:
-            _history[-1].wait(self._waiting.append, 1.0)
+            self._waiting.wait(1.0)
         self._holder = thread()
         return True
 
     def release(self) -> None:
         self._holder = None
-        while self._waiting:
-            self._waiting.popleft()(None)
+        self._waiting.wake()
 
     def __enter__(self) -> None:
         self.acquire()
@@ -154,22 +156,21 @@ class FakeQueue:
     """``SimpleQueue`` in the world."""
 
     def __init__(self) -> None:
-        self._items: deque[Any] = deque()
-        self._waiting: deque[Any] = deque()
+        self._items: list[Any] = []
+        self._waiting = _Waiting()
 
     def put(self, item: Any) -> None:
         self._items.append(item)
-        while self._waiting:
-            self._waiting.popleft()(item)
+        self._waiting.wake()
 
     def get_nowait(self) -> Any:
         if not self._items:
             raise queue.Empty
-        return self._items.popleft()
+        return self._items.pop(0)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:  # noqa: FBT001, FBT002
         if block and not self._items:
-            _history[-1].wait(self._waiting.append, timeout)
+            self._waiting.wait(timeout)
         return self.get_nowait()
 
 
@@ -180,11 +181,11 @@ class FakeRandom:
         return _history[-1].uniform("random", low, high)
 
 
+@dataclass(frozen=True)
 class FakePath:
     """``Path`` of the files below /proc that tell processes apart."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    path: str
 
     def readlink(self) -> Any:
         if self.path == "/proc/self":
@@ -195,27 +196,21 @@ class FakePath:
         return True
 
     def read_bytes(self) -> bytes:
+        machine = this().machine
         if self.path.endswith("boot_id"):
-            return str(this().machine.name).encode()
-        found = this().machine.processes.get(int(self.path.split("/")[2]))
-        if found is None or found.is_dead:
+            return str(machine.name).encode()
+        pid = int(self.path.split("/")[2])
+        if machine.is_dead(pid):
             raise FileNotFoundError
-        return b"1 (x) S " + b"0 " * 18 + b"%d" % found.started + b" 0 0"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, FakePath) and other.path == self.path
-
-    def __hash__(self) -> int:
-        return hash(self.path)
+        return b"1 (x) S " + b"0 " * 18 + b"%d" % machine.processes[pid].started + b" 0 0"
 
 
 _remembered_signature = lru_cache(500)(inspect.signature)
 
 
 def _signature(function: Any) -> inspect.Signature:
-    """The signature of a function; those of classes and of modules' functions, which outlive a history, are remembered."""
-    is_kept = hasattr(function, "__qualname__") and "<locals>" not in function.__qualname__
-    is_kept = is_kept and not hasattr(function, "__self__")
+    """The signature of a function; those of classes and of modules' functions, which outlive histories, are remembered."""
+    is_kept = "<locals>" not in getattr(function, "__qualname__", "<locals>") and not hasattr(function, "__self__")
     return _remembered_signature(function) if is_kept else inspect.signature(function)
 
 
@@ -240,7 +235,7 @@ FAKES: dict[str, ModuleType] = {
     "random": Fake(random, SystemRandom=FakeRandom),
     "inspect": Fake(inspect, signature=_signature),
     "traceback": Fake(traceback, format_exc=lambda: repr(sys.exc_info()[1])),  # that of a history's end, too: it is slow
-    "atexit": Fake(ModuleType("atexit"), register=_on_exit),
+    "atexit": Fake(ModuleType("atexit"), register=lambda do: _importing[-1].at_exit.append(do)),
 }
 
 
@@ -294,18 +289,11 @@ class Machine:
         self.name = name
         self.processes: dict[int, Process] = {}
 
+    def is_dead(self, pid: int) -> bool:
+        return pid not in self.processes or self.processes[pid].is_dead
+
     def dead(self) -> list[int]:
-        return [pid for pid, process in self.processes.items() if process.is_dead]
-
-
-_ROOMS = (
-    "only_one.call",
-    "only_one.lock",
-    "only_one.connections",
-    "only_one.keys",
-    "only_one.events",
-    "only_one.celery",
-)
+        return [pid for pid in self.processes if self.is_dead(pid)]
 
 
 @contextmanager
@@ -328,6 +316,12 @@ def _own_signals(process: Process) -> Iterator[None]:
 
 _GONE: Any = SimpleNamespace(is_dead=True)
 _CONTAINERS: Any = (dict, set, list, WeakSet, WeakKeyDictionary, WeakValueDictionary)
+_ROOMS = ("call", "lock", "connections", "keys", "events", "celery")
+_ROOT = Path(__file__).parents[2]
+
+
+def _is_ours(name: str) -> bool:
+    return name.partition(".")[0] == "only_one"
 
 
 class Process:
@@ -345,46 +339,38 @@ class Process:
         self.after_fork: list[Callable[[], object]] = []
         self.machine = Machine("none")
         self.pid, self.name, self.life = 1, "none", 0
-        self.modules = self._import(package_path)
+        self.modules = self._import(package_path or _ROOT)
         self.package = self.modules["only_one"]
         for module in self.modules.values():
             vars(module)["__process__"] = self
-        self._at_first = [(module, dict(vars(module))) for module in self.modules.values()]
-        values = [value for _, values in self._at_first for value in values.values()]
-        self._remembering: list[Any] = [value for value in values if hasattr(value, "cache_clear")]
-        self._contents = [
-            (value, value.copy())
-            for _, values in self._at_first
-            for name, value in values.items()
-            if isinstance(value, _CONTAINERS) and not name.startswith("__")
-        ]
+        self._at_first = [(vars(module), dict(vars(module))) for module in self.modules.values()]
+        values = [item for _, values in self._at_first for item in values.items() if not item[0].startswith("__")]
+        self._remembering: list[Any] = [value for _, value in values if hasattr(value, "cache_clear")]
+        self._contents = [(value, value.copy()) for _, value in values if isinstance(value, _CONTAINERS)]
 
-    def _import(self, path: Path | None) -> dict[str, ModuleType]:
-        kept = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "only_one"}
-        real = {name: sys.modules[name] for name in FAKES}
-        for name in kept:
+    def _import(self, path: Path) -> dict[str, ModuleType]:
+        before = dict(sys.modules)
+        for name in filter(_is_ours, before):
             del sys.modules[name]
         sys.modules.update(FAKES)
+        sys.path.insert(0, str(path))
         _importing.append(self)
-        if path is not None:
-            sys.path.insert(0, str(path))
         try:
             package = importlib.import_module("only_one")
             with _own_signals(self):
                 importlib.import_module("only_one.celery.lazy_tasks")
                 importlib.import_module("only_one.celery.app_settings")
-            for found in pkgutil.walk_packages(package.__path__, "only_one."):
-                if found.name.startswith(_ROOMS):
-                    importlib.import_module(found.name)
-            return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "only_one"}
+            for module in pkgutil.walk_packages(package.__path__, "only_one."):
+                if module.name.split(".")[1] in _ROOMS:
+                    importlib.import_module(module.name)
+            own = {name: module for name, module in sys.modules.items() if _is_ours(name)}
         finally:
-            if path is not None:
-                sys.path.remove(str(path))
             _importing.pop()
-            sys.modules.update(real)
-            for name in [name for name in sys.modules if name.partition(".")[0] == "only_one"]:
+            sys.path.remove(str(path))
+            for name in [*filter(_is_ours, sys.modules)]:
                 del sys.modules[name]
-            sys.modules.update(kept)
+            sys.modules.update(before)
+        return own
 
     def begin(self, machine: Machine, pid: int, name: str, started: int) -> None:
         """Begin anew, as a process that has just been started."""
@@ -393,8 +379,8 @@ class Process:
         self.paused_until, self.no_thread = 0.0, 0.0
         self.life += 1
         machine.processes[pid] = self
-        for module, values in self._at_first:
-            vars(module).update(values)
+        for values, first in self._at_first:
+            values.update(first)
         for remembers in self._remembering:
             remembers.cache_clear()
         for container, content in self._contents:

@@ -43,7 +43,7 @@ class Thread(greenlet.greenlet):  # type: ignore[misc]
         self.tracer: Any = Tracer(world.branches).trace if world.branches is not None else None
         self.loop: Any = None  # the event loop that runs in it
         self.waiting = 0  # counts waits, so that a late wake is known
-        self.joined: list[Callable[[], None]] = []
+        self.joined: list[Callable[[Any], None]] = []  # each wakes a thread that waits for the end of this one
 
     @property
     def lives(self) -> bool:
@@ -61,7 +61,7 @@ class Thread(greenlet.greenlet):  # type: ignore[misc]
         finally:
             sys.settrace(None)
             for wake in self.joined:
-                wake()
+                wake(None)
 
 
 class World:
