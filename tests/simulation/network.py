@@ -9,8 +9,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import greenlet
-
 from .server import Refusal, Store, commands_in, encode
 from .world import Thread, World
 
@@ -265,11 +263,6 @@ class Loop(asyncio.BaseEventLoop):
         super().__init__()
         self.world, self.process, self._selector = world, process, _Selector(world)
 
-    @property
-    def asyncgen_hooks(self) -> tuple[Any, Any]:
-        untyped: Any = self
-        return untyped._asyncgen_firstiter_hook, untyped._asyncgen_finalizer_hook
-
     def time(self) -> float:
         return self.world.now
 
@@ -287,13 +280,9 @@ class Loop(asyncio.BaseEventLoop):
         return transport, transport.protocol
 
     def play(self, main: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in the running thread, as ``asyncio.run`` does."""
-        running: Any = greenlet.getcurrent()
+        """Run a coroutine, as ``asyncio.run`` does."""
         try:
-            task = self.create_task(main)
-            running.loop = self
-            self.run_until_complete(task)
+            self.run_until_complete(main)
             self.run_until_complete(self.shutdown_asyncgens())
         finally:
-            running.loop = None
             self.close()

@@ -26,24 +26,28 @@ WALL = 1_700_000_000.0
 
 
 class Killed(greenlet.GreenletExit):  # type: ignore[misc]
-    """Raised nowhere: a thread that is killed is not resumed. It ends when its history is over."""
+    """Raised in threads that have not ended when their history is over."""
 
 
 class Thread(greenlet.greenlet):  # type: ignore[misc]
-    """A thread of a process in the world."""
+    """A thread of a process in the world.
 
-    def __init__(
-        self, world: World, process: Any, name: str, function: Callable[..., Any], args: tuple[Any, ...]
-    ) -> None:
+    Attributes:
+        life: the life of the process when the thread began.
+        interrupt: what is raised when the thread goes on.
+        waiting: counts its waits, so that a late wake is known.
+        joined: each wakes a thread that waits for the end of this one.
+    """
+
+    interrupt: BaseException | None = None
+    waiting = 0
+
+    def __init__(self, world: World, process: Any, name: str, do: Callable[[], object]) -> None:
         super().__init__(self._run, world.hub)
-        self.world, self.process, self.name = world, process, name
-        self.function, self.args = function, args
+        self.world, self.process, self.name, self._do = world, process, name, do
         self.life = process.life
-        self.interrupt: BaseException | None = None  # raised when the thread is resumed
         self.tracer: Any = Tracer(world.branches).trace if world.branches is not None else None
-        self.loop: Any = None  # the event loop that runs in it
-        self.waiting = 0  # counts waits, so that a late wake is known
-        self.joined: list[Callable[[Any], None]] = []  # each wakes a thread that waits for the end of this one
+        self.joined: list[Callable[[Any], None]] = []
 
     @property
     def lives(self) -> bool:
@@ -53,10 +57,10 @@ class Thread(greenlet.greenlet):  # type: ignore[misc]
     def _run(self, *_: object) -> None:
         sys.settrace(self.tracer)
         try:
-            self.function(*self.args)
+            self._do()
         except greenlet.GreenletExit:
             pass
-        except BaseException as error:  # noqa: BLE001 - a thread that dies is told by the checker
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the thread sees that it has ended
             self.world.note(self.name, "died", repr(error))
         finally:
             sys.settrace(None)
@@ -171,11 +175,7 @@ class World:
         for thread in self.threads:
             if not thread.dead:
                 thread.tracer = None
-                _enter(thread)
-                try:
-                    thread.throw(Killed)
-                finally:
-                    _leave(thread)
+                thread.throw(Killed)
         self.threads.clear()
         self._times.clear()
         self._events.clear()
@@ -185,7 +185,7 @@ class World:
     # threads
 
     def spawn(self, process: Any, name: str, function: Callable[..., Any], *args: Any) -> Thread:
-        thread = Thread(self, process, name, function, args)
+        thread = Thread(self, process, name, partial(function, *args))
         self.threads.append(thread)
         self.after(0, partial(self.resume, thread, thread.waiting, None))
         return thread
@@ -197,11 +197,7 @@ class World:
         if thread.process.paused_until > self.now:
             self.at(thread.process.paused_until, partial(self.resume, thread, waiting, value))
             return
-        _enter(thread)
-        try:
-            thread.switch(value)
-        finally:
-            _leave(thread)
+        thread.switch(value)
 
     def wait(self, begin: Callable[[Callable[[Any], None]], object], timeout: float | None) -> Any:
         """Let others go on until ``begin``'s argument is called with a value, or until the time is over: then None."""
@@ -214,7 +210,14 @@ class World:
         if timeout is not None:
             self.after(timeout, partial(self.resume, thread, waiting, None))
         sys.settrace(None)
+        # Of these Python keeps one for each thread of the system.
+        loop: Any = asyncio._get_running_loop()
+        hooks = sys.get_asyncgen_hooks()
+        asyncio._set_running_loop(None)
+        sys.set_asyncgen_hooks(None, None)
         value = self.hub.switch()
+        asyncio._set_running_loop(loop)
+        sys.set_asyncgen_hooks(*hooks)
         thread.waiting += 1
         if thread.interrupt is not None and not self.is_over:
             error, thread.interrupt = thread.interrupt, None
@@ -227,16 +230,3 @@ class World:
 
     def note(self, who: str, what: str, *details: Any) -> None:
         self.log.append((self.now - 1000, who, what, *details))
-
-
-def _enter(thread: Thread) -> None:
-    """Python keeps one running event loop for a thread of the system; here each of our threads has one."""
-    if thread.loop is not None:
-        asyncio._set_running_loop(thread.loop)
-        sys.set_asyncgen_hooks(*thread.loop.asyncgen_hooks)
-
-
-def _leave(thread: Thread) -> None:
-    if thread.loop is not None:
-        asyncio._set_running_loop(None)
-        sys.set_asyncgen_hooks(None, None)
