@@ -34,6 +34,7 @@ import greenlet
 import redis.asyncio.connection
 import redis.client
 import redis.connection
+import redis.event
 import redis.retry
 import redis.utils
 from celery.utils.dispatch import Signal
@@ -250,6 +251,7 @@ def _import_own(name: str, globals: Any = None, locals: Any = None, fromlist: An
 
 
 _parsed = lru_cache(redis.connection.parse_url)
+_dispatcher = vars(redis.event.EventDispatcher())
 
 
 @contextmanager
@@ -265,6 +267,7 @@ def patched() -> Iterator[None]:
         (redis.utils, "get_lib_version", lambda: "0"),
         (redis.utils, "_get_filterable_args", lambda *_: {}),  # of which it would say that they are deprecated
         (redis.client.CaseInsensitiveDict, "__init__", dict.update),  # a client's replies: all are in upper case
+        (redis.event.EventDispatcher, "__init__", lambda dispatcher, *_: vars(dispatcher).update(_dispatcher)),
         (redis.connection, "get_default_socket_keepalive_options", dict),
         (redis.connection, "parse_url", lambda url: {**_parsed(url)}),
         (redis.connection, "get_pool_name", lambda _: "pool"),  # for metrics that nobody reads
