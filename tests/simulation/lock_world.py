@@ -213,7 +213,7 @@ class LockWorld:
         try:
             yield self.world.choose(f"length of {call.name}", [0.001, 0.05, 0.5, 2.0, 5.0])
             if self.world.draw(f"fails {call.name}") < 0.1:
-                raise BodyFails
+                fails(call)
         except BaseException:
             self.checker.run_ends(call, succeeded=False)
             raise

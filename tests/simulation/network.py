@@ -84,12 +84,13 @@ class Link:
         self.host = world.hosts[address]
         if self.host.down_until > world.now:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
-        labels = [
-            [f"{what} of {process.name} {way}" for what in ("latency", "cut", "late", "delay")] for way in ("up", "down")
-        ]
-        self._up, self._down = labels
+        self._up, self._down = (
+            [f"{what} of {process.name} {way}" for what in ("latency", "cut", "late", "delay")]
+            for way in ("up", "down")
+        )
         # The system of a frozen server's machine accepts connections for it; a network that is cut accepts nothing.
-        return max(0.0, self.host.cut_off.get(process, 0.0) - world.now)
+        seconds: float = self.host.cut_off.get(process, 0.0) - world.now
+        return max(0.0, seconds)
 
     def opened(self) -> None:
         self._up_at = self._down_at = self.world.now

@@ -98,6 +98,10 @@ def _on_fork(*, before: Any = None, after_in_parent: Any = None, after_in_child:
         _importing[-1].after_fork.append(after_in_child)
 
 
+def _on_exit(do: Callable[[], object]) -> None:
+    _importing[-1].at_exit.append(do)
+
+
 class FakeThread:
     """``threading.Thread`` in the world."""
 
@@ -210,7 +214,7 @@ _remembered_signature = lru_cache(500)(inspect.signature)
 
 
 def _signature(function: Any) -> inspect.Signature:
-    """The signature of a function; those of classes and of modules' functions, which outlive histories, are remembered."""
+    """The signature of a function; remembered for classes and functions of modules, which outlive a history."""
     is_kept = "<locals>" not in getattr(function, "__qualname__", "<locals>") and not hasattr(function, "__self__")
     return _remembered_signature(function) if is_kept else inspect.signature(function)
 
@@ -235,8 +239,9 @@ FAKES: dict[str, ModuleType] = {
     "pathlib": Fake(pathlib, Path=FakePath),
     "random": Fake(random, SystemRandom=FakeRandom),
     "inspect": Fake(inspect, signature=_signature),
-    "traceback": Fake(traceback, format_exc=lambda: repr(sys.exc_info()[1])),  # that of a history's end, too: it is slow
-    "atexit": Fake(ModuleType("atexit"), register=lambda do: _importing[-1].at_exit.append(do)),
+    # The renewing thread formats even the exception that ends a history, which is slow.
+    "traceback": Fake(traceback, format_exc=lambda: repr(sys.exc_info()[1])),
+    "atexit": Fake(ModuleType("atexit"), register=_on_exit),
 }
 
 
@@ -251,7 +256,11 @@ def _import_own(name: str, globals: Any = None, locals: Any = None, fromlist: An
 
 
 _parsed = lru_cache(redis.connection.parse_url)
-_dispatcher = vars(redis.event.EventDispatcher())
+_dispatcher: Any = vars(redis.event.EventDispatcher())
+
+
+def _share_dispatcher(dispatcher: Any, *_: Any) -> None:
+    dispatcher.__dict__.update(_dispatcher)
 
 
 @contextmanager
@@ -267,7 +276,7 @@ def patched() -> Iterator[None]:
         (redis.utils, "get_lib_version", lambda: "0"),
         (redis.utils, "_get_filterable_args", lambda *_: {}),  # of which it would say that they are deprecated
         (redis.client.CaseInsensitiveDict, "__init__", dict.update),  # a client's replies: all are in upper case
-        (redis.event.EventDispatcher, "__init__", lambda dispatcher, *_: vars(dispatcher).update(_dispatcher)),
+        (redis.event.EventDispatcher, "__init__", _share_dispatcher),
         (redis.connection, "get_default_socket_keepalive_options", dict),
         (redis.connection, "parse_url", lambda url: {**_parsed(url)}),
         (redis.connection, "get_pool_name", lambda _: "pool"),  # for metrics that nobody reads

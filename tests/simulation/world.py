@@ -110,7 +110,7 @@ class World:
             self._hashes[label] = blake2b(f"{self.seed}/{label}#".encode(), digest_size=7)
         hashed = self._hashes[label].copy()
         hashed.update(b"%d" % number)
-        return int.from_bytes(hashed.digest(), "big") / 2**56  # type: ignore[no-any-return]
+        return int.from_bytes(hashed.digest(), "big") / 2**56
 
     def choose(self, label: str, choices: list[T]) -> T:
         return choices[int(self.draw(label) * len(choices))]
