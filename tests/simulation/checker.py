@@ -75,8 +75,9 @@ class Checker:
     lost_data_at = -inf
     has_failed_over = False
 
-    def __init__(self, world: World, store: Store, at_least: float) -> None:
-        self.world, self.store, self.at_least = world, store, at_least
+    def __init__(self, world: World, store: Store, plan: dict[str, Any]) -> None:
+        self.world, self.store, self.plan = world, store, plan
+        self.at_least: float = plan["at_least"]
         self.problems: list[tuple[str, str]] = []
         self.calls: list[Call] = []
         self.stored: defaultdict[bytes, list[Stored]] = defaultdict(list)

@@ -74,7 +74,7 @@ class LockWorld:
         self.host = Host(world, ("server", 6379), self.store)
         world.hosts = {self.host.address: self.host}
         self.host.loses, self.host.delays = _LOSES[self.plan["trouble"]], _DELAYS[self.plan["trouble"]]
-        self.checker = checker = Checker(world, self.store, self.plan["at_least"])
+        self.checker = checker = Checker(world, self.store, self.plan)
         self.host.arrived, self.host.answered, self.store.changed = checker.arrived, checker.answered, checker.changed
         self.machines = [Machine("alpha"), Machine("beta")]
         self.processes = processes[: self.plan["processes"]]
