@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from queue import Full, SimpleQueue
@@ -22,7 +21,7 @@ from weakref import WeakSet, finalize
 
 import redis
 
-from only_one.lock.commands import RAW, note_unanswered
+from only_one.lock.commands import RAW, Command, note_unanswered
 
 _MOST_KEPT = 16
 """The most connections that are kept. The pool has the others, and lends them to the user's own commands, too."""
@@ -81,7 +80,6 @@ class PinnedClient(redis.Redis):
     def __init__(self, client: Any) -> None:
         """See ``fits`` for the clients that it can replace."""
         super().__init__(connection_pool=guarded_pool(client.connection_pool))
-        self._encode: Callable[[Any], Any] = self.get_encoder().encode
         self._client = client  # whoever closes it, or drops it, closes its pool
         self.kept: list[_Pinned] = []
         _clients.add(self)
@@ -116,7 +114,7 @@ class PinnedClient(redis.Redis):
 
         def attempt() -> Any:
             try:
-                connection.send_packed_command((packed(args, self._encode),))
+                connection.send_packed_command((packed(args),))
                 return connection.read_response(disable_decoding=True)
             except redis.ConnectionError as error:
                 raise _BrokenError(error) from None
@@ -155,11 +153,11 @@ def _is_known(kind: Any) -> bool:
     return are_own and "disable_decoding" in inspect.signature(kind.read_response).parameters
 
 
-def packed(command: tuple[Any, ...], encode: Callable[[Any], Any]) -> bytes:
-    """A command as the server reads it; redis-py's own way takes three times as long."""
+def packed(command: Command) -> bytes:
+    """A command as the server reads it, in UTF-8; redis-py's own way takes three times as long."""
     parts = [b"*%d\r\n" % len(command)]
     for each in command:
-        encoded = each if type(each) is bytes else encode(each)
+        encoded = each if type(each) is bytes else str(each).encode()
         parts.append(b"$%d\r\n%b\r\n" % (len(encoded), encoded))
     return b"".join(parts)
 

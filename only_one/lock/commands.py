@@ -281,15 +281,23 @@ RAW = {"NEVER_DECODE": True, "get": True}
 """Options of redis-py: replies come as bytes, also from clients that decode, and SET with GET gives the old value."""
 
 
-def _is_sent_again(client: Any, error: Exception) -> bool:
-    """Whether a command that got no answer is sent again, if none of its generator was before.
+def _after(
+    error: Exception,
+    client: Any,
+    commands: Commands[T],
+    command: Command,
+    sent_again: bool,  # noqa: FBT001
+) -> tuple[Command, bool]:
+    """The command to send after an error, and whether one of the generator's commands was sent again by now.
 
-    So an own client knows in the time of two attempts that a server is down. Other clients send again by themselves.
+    A command of our own client that got no answer is sent again, once for each generator: so the client knows in the
+    time of two attempts that a server is down. Other clients send again by themselves.
     """
-    is_unanswered = isinstance(error, (redis.ConnectionError, redis.TimeoutError))
-    if is_unanswered:
+    if isinstance(error, (redis.ConnectionError, redis.TimeoutError)):
         note_unanswered()
-    return is_unanswered and bool(getattr(client, "sends_again", False))
+        if not sent_again and getattr(client, "sends_again", False):
+            return command, True
+    return commands.throw(error), sent_again
 
 
 def drive(client: Any, commands: Commands[T]) -> T:
@@ -301,10 +309,7 @@ def drive(client: Any, commands: Commands[T]) -> T:
             try:
                 reply = client.execute_command(*command, **RAW)
             except Exception as error:  # noqa: BLE001 - the generator says which errors end it
-                if sent_again or not _is_sent_again(client, error):
-                    command = commands.throw(error)
-                else:
-                    sent_again = True
+                command, sent_again = _after(error, client, commands, command, sent_again)
             else:
                 command = commands.send(reply)
     except StopIteration as stop:
@@ -323,10 +328,7 @@ async def drive_async(client: Any, commands: Commands[T]) -> T:
             try:
                 reply = await client.execute_command(*command, **RAW)
             except Exception as error:  # noqa: BLE001 - the generator says which errors end it
-                if sent_again or not _is_sent_again(client, error):
-                    command = commands.throw(error)
-                else:
-                    sent_again = True
+                command, sent_again = _after(error, client, commands, command, sent_again)
             else:
                 command = commands.send(reply)
     except StopIteration as stop:
