@@ -9,9 +9,9 @@ PEERS := celery-singleton==0.3.1 celery-once==3.0.1 python-redis-lock==4.0.1 she
 WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,buffer_one canvas ends put_back queue redelivery rpc tasks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-picture newsletter docs dev test test-rabbitmq lint types interrupts suite site words coverage soak \
+.PHONY: help demo demo-picture newsletter docs dev test test-rabbitmq lint types interrupts suite site words coverage soak soak-hour \
 	mutants matrix simulate simulate-mutants benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-leftovers benchmark-async \
-	benchmark-interruptions benchmark-kills benchmark-queue benchmark-queue-kills benchmark-peers benchmark-newsletter \
+	benchmark-interruptions benchmark-queue benchmark-peers benchmark-newsletter \
 	newsletter-kills clean
 
 help: ## list these commands
@@ -94,6 +94,10 @@ simulate-mutants: .venv/dev.stamp ## after how many histories each of 40 small c
 soak: .venv/dev.stamp ## the tests that measure times or run long
 	$(BIN)/python -m benchmarks.soak $(ARGS)
 
+# It uses half a core, so other things may run beside it.
+soak-hour: .venv/dev.stamp ## an hour of kills, pauses, cuts and restarts with real workers; --broker classic for RabbitMQ
+	$(BIN)/python -m benchmarks.soak_hour $(ARGS)
+
 mutants: .venv/dev.stamp ## 200 small changes of the code, and those that no test fails for
 	$(BIN)/python -m benchmarks.mutants $(ARGS)
 
@@ -121,15 +125,9 @@ benchmark-leftovers: .venv/dev.stamp ## seconds until the keys of 2,000 cancelle
 benchmark-interruptions: .venv/dev.stamp ## double runs after 5,000 interruptions of each kind of client
 	$(BIN)/python -m benchmarks.interruptions $(ARGS)
 
-benchmark-kills: .venv/dev.stamp ## what is lost in 200 random kills of workers
-	$(BIN)/python -m benchmarks.kills $(ARGS)
-
 benchmark-queue: .venv/dev.stamp ## 10,000 tasks queued by 8 processes, beside three other libraries
 	$(BIN)/pip install --quiet celery-singleton==0.3.1 celery-once==3.0.1 celery-heimdall==1.0.1
 	$(BIN)/python -m benchmarks.queueing $(ARGS)
-
-benchmark-queue-kills: .venv/dev.stamp ## what is lost in 100 random kills of workers and producers
-	$(BIN)/python -m benchmarks.queue_kills $(ARGS)
 
 # Some six minutes; ARGS=--write replaces the tables in docs/comparison.md.
 benchmark-peers: .venv/dev.stamp ## what becomes of a lock, beside other libraries

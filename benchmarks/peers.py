@@ -39,9 +39,9 @@ from celery import chain
 from celery.signals import after_task_publish
 
 from benchmarks import peers_app
-from benchmarks.kills import wait_until
 from benchmarks.peers_app import DEFAULT, EXPIRY, FIXED, RENEWED, WITNESS_DB, Peer, app, client
 from benchmarks.takeover import elsewhere
+from benchmarks.waiting import wait_until
 from only_one.testing import Guarded, redis_server
 
 ROOT = Path(__file__).parents[1]

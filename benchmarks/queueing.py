@@ -32,8 +32,8 @@ from typing import IO, Any
 import redis
 
 from benchmarks import queueing_app
-from benchmarks.kills import wait_until
 from benchmarks.queueing_app import BARE, BROKER, LOCKS, OURS, beside
+from benchmarks.waiting import wait_until
 from only_one.testing import Guarded, redis_server
 
 ROOT = Path(__file__).parents[1]

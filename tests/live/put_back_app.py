@@ -13,9 +13,9 @@ from typing import Any
 import redis
 from celery import Celery
 
-from benchmarks.sweeps import soon
 from only_one import configure, only_one, retry
 from tests.live.brokers import consumed, options_for_redis
+from tests.live.sweeps import soon
 from tests.live.workers import PREFIX, RESULTS, URL, note, use_broker, wait_at
 
 OTHER = "other"

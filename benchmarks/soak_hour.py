@@ -1,0 +1,702 @@
+"""An hour of faults: workers, beat, producers and plain processes, of which none may run beside another.
+
+    python -m benchmarks.soak_hour [--minutes N] [--seed N] [--broker redis|classic] [--log FOLDER]
+
+At random times, from the printed seed: processes are killed and paused, workers are shut down, the server of the locks
+is restarted with and without its data, and a proxy in front of it cuts, delays and swallows.
+Each run writes lines into a file at its begin, while it holds its key, and at its end; the file does not use the lock.
+From the file and the server the soak counts overlaps, keys left, lost tasks, runs within `at_least` of a success, and
+fences that do not rise. The exit status is 1 if it finds any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.soak_hour_app import AT_LEAST, BROKER, LOCKS, NAME, PREFIX, QUEUE_TIMEOUT, WITNESS, Witness
+from benchmarks.takeover import elsewhere
+from benchmarks.waiting import wait_until
+from only_one import testing
+from only_one.lock.commands import now
+from only_one.testing import Guarded
+from tests.rabbitmq import rabbitmq_server
+from tests.servers import redis_server
+
+ROOT = Path(__file__).parents[1]
+CHILDREN = 3
+FAULTS = {
+    "kill of a child": 8,
+    "kill of a worker": 2,
+    "kill of a caller": 3,
+    "pause": 6,
+    "cut": 2,
+    "delay": 2,
+    "swallowing": 2,
+    "restart with data": 1,
+    "restart without data": 1,
+    "warm shutdown": 1,
+    "cold shutdown": 1,
+    "kill of the broker": 0.3,
+}
+"""How often each fault is chosen."""
+
+CALM = (0.5, 4.0)
+"""The shortest and longest time in seconds between two faults."""
+
+SHORT, LONG = (0.1, 0.8), (3.2, 6.0)
+"""Seconds of a pause or a fault of the network: shorter, and longer than every lease."""
+
+STARTS_WITHIN = 60.0
+DRAINED_WITHIN = 120.0
+PATIENCE = 3.0
+"""Seconds after a fault of the network in which a release may still be unconfirmed."""
+
+KINDS = {"below", "early", "above", "again", "newest", "spaced", "plain", "plain_async"}
+
+
+@dataclass(frozen=True, order=True)
+class Claim:
+    """A time in which no other run of a key may begin, and how long a restart without data excuses one that does."""
+
+    begins_at: float
+    ends_at: float
+    kind: str
+    key: str
+    run: str
+    asked_at: float
+    ttl: float
+
+
+@dataclass
+class Run:
+    """A run, as the witness saw it.
+
+    Attributes:
+        asked_at: when it was about to ask for its key.
+        held_until: the last time at which it believed that it held its key; None for never.
+        end: "done", "retry", or empty if it was killed.
+        released_at: when its process had released the key; 0 if it was killed before.
+    """
+
+    id: str
+    kind: str
+    key: str
+    task_id: str
+    asked_at: float
+    ttl: float
+    process: tuple[str, int]
+    begun_at: float
+    held_until: float | None = None
+    end: str = ""
+    is_held: bool = False
+    released_at: float = 0.0
+
+    def claims(self) -> Iterator[Claim]:
+        """The times in which no other run of the key may begin."""
+        same = (self.key, self.id, self.asked_at, self.ttl)
+        if self.held_until is not None:
+            yield Claim(self.begun_at, self.held_until, "overlaps", *same)
+        if self.kind == "spaced" and self.end == "done" and self.is_held and self.released_at:
+            yield Claim(self.released_at, self.asked_at + AT_LEAST, "runs within at_least of a success", *same)
+
+
+class History:
+    """All that the witness file tells. It asks neither the locks nor the servers.
+
+    Attributes:
+        runs: by their ids.
+        sent: time, name and key of each task that was published, by its id.
+        ended: how each task has ended, by its id.
+        ready: how often each process has started.
+        counts: of everything else.
+        problems: fences that do not rise, and errors that are not ours.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.runs: dict[str, Run] = {}
+        self.sent: dict[str, tuple[float, str, str]] = {}
+        self.ended: dict[str, str] = {}
+        self.ready: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        self.problems: dict[str, list[str]] = {"fences that do not rise": [], "unexpected errors": []}
+        self._path, self._position = path, 0
+        self._fences: Counter[str] = Counter()
+        self._floors: dict[str, int] = {}
+        self._outages: dict[str, list[tuple[float, float]]] = {"outage": [], "data lost": []}
+
+    def read(self) -> None:
+        """Read the lines that are new."""
+        with self._path.open("rb") as file:
+            file.seek(self._position)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._position += len(line)
+                self._add(*json.loads(line))
+
+    def _add(self, at: float, word: str, *rest: Any) -> None:
+        match word, rest:
+            case "begin", [run, kind, key, task_id, asked_at, ttl, name, pid]:
+                self.runs[run] = Run(run, kind, key, task_id, asked_at, ttl, (name, pid), at)
+                self._floors[run] = self._fences[key]
+            case "fence", [run, fence]:
+                self._add_fence(self.runs[run].key, fence, self._floors[run])
+            case "held", [run]:
+                self.runs[run].held_until = at
+            case "end", [run, end, is_held]:
+                self.runs[run].end, self.runs[run].is_held = end, is_held
+                if end == "done" and self.runs[run].task_id:
+                    self.ended[self.runs[run].task_id] = end
+            case "outcome", _:
+                self._add_outcome(at, *rest)
+            case "sent", [task_id, task, key]:
+                self.sent.setdefault(task_id, (at, task, key))
+            case "ready", [name]:
+                self.ready[name] += 1
+            case "outage" | "data lost", [began_at]:
+                self._outages[word].append((began_at, at))
+            case _:
+                self.counts[f"{word} {rest[-1]}" if word != "lost" else word] += 1
+
+    def _add_fence(self, key: str, fence: int, floor: int) -> None:
+        if fence <= floor:
+            self.problems["fences that do not rise"].append(f"{key}: {fence} after {floor}")
+        self._fences[key] = max(fence, self._fences[key])
+
+    def _add_outcome(self, at: float, task_id: str, state: str, result: Any, is_expected: bool, run: str) -> None:  # noqa: FBT001 - a line of the file
+        self.counts[f"{state} {result}"] += 1
+        # Celery rejects a retry that it cannot publish, because the broker is away.
+        ends = {"SUCCESS": "skipped", "FAILURE": "failed", "REJECTED": "rejected by Celery"}
+        if state in ends:
+            self.ended.setdefault(task_id, ends[state])
+        if not is_expected:
+            self.problems["unexpected errors"].append(f"{task_id}: {result}")
+        if run in self.runs and self.runs[run].task_id == task_id:
+            self.runs[run].released_at = at
+
+    def violations(self) -> dict[str, list[str]]:
+        """The runs that began while another run claimed their key; those that an outage excuses stand apart."""
+        kinds = ["overlaps", "runs within at_least of a success"]
+        problems: dict[str, list[str]] = {name: [] for kind in kinds for name in (kind, f"{kind}, excused")}
+        latest: dict[tuple[str, str], Claim] = {}
+        for claim in sorted(claim for run in self.runs.values() for claim in run.claims()):
+            for kind in kinds if claim.kind == "overlaps" else []:  # a run begins
+                before = latest.get((kind, claim.key))
+                if before is not None and claim.begins_at < before.ends_at:
+                    name = f"{kind}, excused" if self._is_excused(before, claim) else kind
+                    problems[name].append(f"{self.runs[before.run]} and {self.runs[claim.run]}")
+            before = latest.get((claim.kind, claim.key))
+            if before is None or claim.ends_at > before.ends_at:
+                latest[claim.kind, claim.key] = claim
+        return problems
+
+    def _is_excused(self, before: Claim, claim: Claim) -> bool:
+        """Whether the server had lost the key of the earlier run, or could not be asked to keep it."""
+        if before.kind == "overlaps":  # the earlier run is told within its lease
+            return any(
+                before.asked_at <= up_at and killed_at <= claim.begins_at and before.ends_at <= up_at + before.ttl
+                for killed_at, up_at in self._outages["data lost"]
+            )
+        outages = [*self._outages["outage"], *self._outages["data lost"]]
+        return any(began < claim.begins_at and before.asked_at < ended + PATIENCE for began, ended in outages)
+
+    def lost(self) -> list[str]:
+        """The tasks with late acknowledgement that neither ran, nor were skipped, nor failed with an error of ours."""
+        newest: dict[str, float] = {}
+        for run in self.runs.values():
+            if run.end == "done":
+                newest[run.key] = max(run.begun_at, newest.get(run.key, 0.0))
+        problems = []
+        for task_id, (sent_at, task, key) in self.sent.items():
+            end = self.ended.get(task_id)
+            has_newer = newest.get(f"{task}:{key}", 0.0) > sent_at
+            if end is None and task != "early":
+                problems.append(f"{task} {task_id}")
+            elif end == "skipped" and task == "newest" and not has_newer:
+                problems.append(f"{task} {task_id} was dropped, and no newer one has run")
+        return problems
+
+
+class Proxy:
+    """A TCP proxy in front of the server of the locks.
+
+    Attributes:
+        port: where it listens.
+        cuts: whether it accepts no connection.
+        delay: seconds for which it holds back what it forwards.
+        swallows: whether it forwards commands, and keeps the replies.
+    """
+
+    def __init__(self, server_port: int) -> None:
+        self.port = 0
+        self.cuts = self.swallows = False
+        self.delay = 0.0
+        self._server_port = server_port
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True).start()
+        asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(STARTS_WITHIN)
+
+    def close_connections(self) -> None:
+        """Close all connections; clients may connect again, unless it cuts."""
+        for writer in list(self._writers):
+            self._loop.call_soon_threadsafe(writer.close)
+
+    async def _listen(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            if not self.cuts:
+                source, target = await asyncio.open_connection("127.0.0.1", self._server_port)
+                self._writers |= {writer, target}
+                await asyncio.gather(self._forward(reader, target), self._forward(source, writer, are_replies=True))
+                self._writers -= {writer, target}
+        except OSError:
+            pass  # the server is down: the client finds its connection closed
+        finally:
+            writer.close()
+
+    async def _forward(
+        self, source: asyncio.StreamReader, target: asyncio.StreamWriter, *, are_replies: bool = False
+    ) -> None:
+        with suppress(OSError):
+            while data := await source.read(65536):
+                await asyncio.sleep(self.delay)
+                if not (are_replies and self.swallows) and not target.is_closing():
+                    target.write(data)
+        target.close()
+
+
+class Postman(threading.Thread):
+    """Sees by MONITOR which messages a Redis broker has lost, and sends those again.
+
+    Celery's Redis transport takes a message out of its queue and writes it down as unacknowledged in two steps: a
+    message that is between the two when its worker is killed is lost. No task can do anything about that.
+    """
+
+    QUEUE = "celery"
+
+    def __init__(self, url: str) -> None:
+        super().__init__(name="postman", daemon=True)
+        self.sent_again = 0
+        self._client: Any = redis.Redis.from_url(url, socket_timeout=None)
+        self._on_the_way: dict[str, Any] = {}
+        self.start()
+
+    def run(self) -> None:
+        """Read the commands until the broker ends."""
+        with suppress(redis.RedisError), self._client.monitor() as monitor:
+            for command in monitor.listen():
+                name, _, rest = command["command"].partition(" ")
+                key, _, rest = rest.partition(" ")
+                if name in {"LPUSH", "RPUSH"} and key == self.QUEUE:
+                    message = json.loads(rest.replace("\\\\", "\\"))  # redis-py leaves backslashes escaped
+                    self._on_the_way[message["properties"]["delivery_tag"]] = message
+                elif name == "HSET" and key == "unacked":
+                    self._on_the_way.pop(rest.partition(" ")[0], None)
+
+    def send_again(self, history: History) -> None:
+        """Send lost messages again; no worker may be killed or paused meanwhile, and none is being delivered."""
+        queued = {json.loads(each)["properties"]["delivery_tag"] for each in self._client.lrange(self.QUEUE, 0, -1)}
+        for tag, message in list(self._on_the_way.items()):
+            is_needed = tag not in queued and message["headers"]["id"] not in history.ended
+            if is_needed and self._on_the_way.pop(tag, None):
+                self.sent_again += 1
+                self._client.lpush(self.QUEUE, json.dumps(message))
+
+
+class Part:
+    """A process of the soak, which is started again when it has ended.
+
+    Args:
+        name: what it is called in the witness file.
+        arguments: of Python.
+        environment: its variables.
+        log: the file for what it prints.
+        inside: the command that starts it on another machine; empty for this machine.
+    """
+
+    def __init__(
+        self, name: str, arguments: Sequence[str], environment: dict[str, str], log: Path, inside: Sequence[str] = ()
+    ) -> None:
+        self.name = name
+        self._command = [*inside, sys.executable, *arguments]
+        self._is_inside = bool(inside)
+        self._environment = {**os.environ, **environment, NAME: name}
+        self._log = log
+        self.start()
+
+    def start(self) -> None:
+        """Start the process."""
+        with self._log.open("ab") as log:
+            self.process = Guarded(self._command, cwd=ROOT, env=self._environment, stdout=log, stderr=log)
+
+    def pid(self) -> int:
+        """The process id of the program itself; 0 if it has ended."""
+        pids = children_of(self.process.pid) if self._is_inside else [self.process.pid]
+        return pids[0] if pids and self.process.poll() is None else 0
+
+    def close(self) -> None:
+        """End the process, and the rest of its group."""
+        self.process.close()
+
+    def kill(self) -> None:
+        """Kill the process and its children, all at once."""
+        with suppress(ProcessLookupError):  # it has ended by itself
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.close()
+
+
+def children_of(pid: int) -> list[int]:
+    """The child processes of a process."""
+    with suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def inner_pid(pid: int) -> int:
+    """The id of a process in its own namespace; 0 if it has ended."""
+    with suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return next(int(line.split()[-1]) for line in status if line.startswith("NSpid:"))
+    return 0
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Send a signal to a process, if it is there."""
+    with suppress(ProcessLookupError):
+        if pid:
+            os.kill(pid, number)
+
+
+class Soak:
+    """The servers and processes, and the faults that they meet."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path, stack: ExitStack) -> None:
+        path = folder / "witness"
+        self.faults: Counter[str] = Counter()
+        self.history = History(path)
+        self.keys_left: list[str] = []
+        self.inside = elsewhere() or []
+        self._random = random.Random(options.seed)
+        self._ends: list[tuple[float, Callable[[], None]]] = []
+        self._witness = Witness(str(path))
+        stack.callback(self._witness.close)
+        self._data = folder / "appendonlydir"
+        persistence = ["--appendonly", "yes", "--appendfsync", "always", "--dir", str(folder)]
+        self._locks = stack.enter_context(redis_server(*persistence))
+        self._client: Any = stack.enter_context(redis.Redis.from_url(self._locks.url))
+        self._proxy = Proxy(self._locks.port)
+        self.postman, self._rabbitmq = None, None
+        self._weights = dict(FAULTS)
+        if options.broker == "redis":
+            del self._weights["kill of the broker"]  # it keeps its messages in memory
+            url = stack.enter_context(testing.redis_server()).url
+            self.postman = Postman(url)
+        else:
+            self._rabbitmq = stack.enter_context(rabbitmq_server())
+            url = self._rabbitmq.make_place()
+        environment = {LOCKS: f"redis://127.0.0.1:{self._proxy.port}/0", BROKER: url, WITNESS: str(path)}
+
+        def part(name: str, *arguments: str, inside: Sequence[str] = ()) -> Part:
+            made = Part(name, arguments, environment, folder / f"log-{name}", inside)
+            stack.callback(made.close)
+            return made
+
+        def caller(name: str, method: str) -> Part:
+            code = "from benchmarks.soak_hour_app import Caller"
+            return part(name, "-c", f"{code}; Caller({self._random.randrange(1_000_000)}).{method}()")
+
+        celery = ["-m", "celery", "-A", "benchmarks.soak_hour_app"]
+        quiet = ["--without-gossip", "--without-mingle", "--without-heartbeat", "-l", "INFO"]
+        worker = [*celery, "worker", "-P", "prefork", "-c", str(CHILDREN), *quiet]
+        self._workers = [
+            part("worker-here", *worker, "-n", "here@%h"),
+            part("worker-there", *worker, "-n", "there@%h", inside=self.inside),
+        ]
+        self._callers = [
+            part("beat", *celery, "beat", "-S", "celery.beat:Scheduler", "--pidfile="),
+            *(caller(f"producer-{number}", "send_tasks") for number in (1, 2)),
+            *(caller(f"plain-{number}", "call_functions") for number in (1, 2)),
+        ]
+        self._parts = [*self._workers, *self._callers]
+        for each in self._parts:
+            self._wait_for_start(each, 0)
+
+    def run(self, seconds: float, show: Callable[[], None]) -> None:
+        """Let everything run for so long, with a fault every few seconds; then let it end, and look for what is left.
+
+        Raises:
+            TimeoutError: if a process does not start.
+        """
+        ends_at = now() + seconds
+        while now() < ends_at:
+            next_at = min(now() + self._random.uniform(*CALM), ends_at)
+            while now() < next_at:
+                self._end_faults()
+                show()
+                time.sleep(0.1)
+            self._restart_ended(self._parts)
+            fault = self._random.choices(list(self._weights), list(self._weights.values()))[0]
+            self._cause(fault)
+            self.faults[fault] += 1
+        self._finish(show)
+
+    # The faults
+
+    def _cause(self, fault: str) -> None:
+        worker, caller = self._random.choice(self._workers), self._random.choice(self._callers)
+        seconds = self._random.uniform(*self._random.choice([SHORT, LONG]))
+        match fault:
+            case "kill of a child":
+                for child in self._children(worker)[:1]:
+                    send_signal(child, signal.SIGKILL)
+            case "kill of a worker":
+                self._restart(worker, worker.kill)
+            case "kill of a caller":
+                self._restart(caller, lambda: self._kill_caller(caller))
+            case "pause":
+                self._pause(seconds)
+            case "cut" | "delay" | "swallowing":
+                self._disturb(fault, seconds)
+            case "restart with data" | "restart without data":
+                self._restart_locks(keeps_data=fault == "restart with data")
+            case "warm shutdown" | "cold shutdown":
+                how = signal.SIGTERM if fault == "warm shutdown" else signal.SIGQUIT
+                self._restart(worker, lambda: self._shut_down(worker, how))
+            case _ if self._rabbitmq:
+                self._rabbitmq.crash()
+
+    def _children(self, worker: Part) -> list[int]:
+        """The child processes of a worker, in random order, but those first that run a task."""
+        self.history.read()
+        running = {run.process for run in self.history.runs.values() if not run.end}
+        children = children_of(worker.pid())
+        self._random.shuffle(children)
+        return sorted(children, key=lambda pid: (worker.name, inner_pid(pid)) not in running)
+
+    def _kill_caller(self, caller: Part) -> None:
+        """Kill a process that calls; a producer kills itself in the middle of its next call."""
+        if caller.name.startswith("producer"):
+            send_signal(caller.pid(), signal.SIGUSR1)
+            with suppress(TimeoutError):  # its call may fail before that point: then it is killed as it is
+                self._wait(lambda: caller.process.poll() is not None, LONG[1], "it does not kill itself")
+        caller.kill()
+
+    def _pause(self, seconds: float) -> None:
+        """Stop one process, or a worker with all of its children, and continue it later."""
+        part = self._random.choice([*self._workers, *self._workers, *self._callers])
+        pids = [part.pid()]
+        if part in self._workers:
+            children = self._children(part)
+            pids = [*pids, *children] if self._random.random() < 1 / 3 else children[:1]
+        for pid in pids:
+            send_signal(pid, signal.SIGSTOP)
+
+        def end() -> None:
+            for pid in pids:
+                send_signal(pid, signal.SIGCONT)
+
+        self._ends.append((now() + seconds, end))
+
+    def _disturb(self, fault: str, seconds: float) -> None:
+        """Let the proxy cut, delay or swallow for a while."""
+        began_at, proxy = now(), self._proxy
+        proxy.cuts, proxy.swallows = fault == "cut", fault == "swallowing"
+        proxy.delay = seconds / 2 if fault == "delay" else 0.0
+        if proxy.cuts:
+            proxy.close_connections()
+
+        def end() -> None:
+            proxy.cuts, proxy.swallows, proxy.delay = False, False, 0.0
+            proxy.close_connections()  # of which some have lost replies
+            self._witness.note("outage", began_at)
+
+        self._ends.append((now() + seconds, end))
+
+    def _restart_locks(self, *, keeps_data: bool) -> None:
+        killed_at = now()
+        self._locks.kill()
+        if not keeps_data:
+            shutil.rmtree(self._data)
+        self._locks.start()
+        self._witness.note("outage" if keeps_data else "data lost", killed_at)
+
+    def _shut_down(self, worker: Part, how: int) -> None:
+        """End a worker in order: a warm shutdown (SIGTERM) waits for its runs, and a cold one (SIGQUIT) does not."""
+        send_signal(worker.pid(), how)
+        try:
+            self._wait(lambda: worker.process.poll() is not None, STARTS_WITHIN, "it does not end")
+        except TimeoutError:
+            self.faults["kill of a worker that did not shut down"] += 1
+            worker.kill()
+
+    def _restart(self, part: Part, end: Callable[[], None]) -> None:
+        """End a process in some way, and start it again."""
+        before = self.history.ready[part.name]
+        end()
+        part.close()
+        part.start()
+        self._wait_for_start(part, before)
+
+    def _restart_ended(self, parts: list[Part]) -> None:
+        """Start again what has ended by itself, as Celery's workers do when a child dies while the broker is away."""
+        for part in parts:
+            if part.process.poll() is not None:
+                self.faults["processes that ended by themselves"] += 1
+                self._restart(part, part.close)
+
+    def _wait_for_start(self, part: Part, before: int) -> None:
+        def is_ready() -> bool:
+            self.history.read()
+            return self.history.ready[part.name] > before
+
+        self._wait(is_ready, STARTS_WITHIN, f"{part.name} does not start")
+
+    def _wait(self, condition: Callable[[], object], limit: float, problem: str) -> None:
+        """Wait for a condition, and meanwhile end the faults whose time is over."""
+
+        def holds() -> object:
+            self._end_faults()
+            return condition()
+
+        wait_until(holds, limit, problem, pause=0.1)
+
+    def _end_faults(self) -> None:
+        for fault in [fault for fault in self._ends if fault[0] <= now()]:
+            self._ends.remove(fault)
+            fault[1]()
+
+    # The end
+
+    def _finish(self, show: Callable[[], None]) -> None:
+        """End all calls, let the workers do the rest, end them, and look for keys that stay."""
+        self._wait(lambda: not self._ends, 2 * LONG[1], "a fault does not end")
+        for caller in self._callers:
+            caller.close()
+        looks_at = now() + PATIENCE
+
+        def is_drained() -> bool:
+            nonlocal looks_at
+            self._restart_ended(self._workers)
+            self.history.read()
+            show()
+            if self.postman and now() > looks_at:
+                looks_at = now() + PATIENCE
+                self.postman.send_again(self.history)
+            return not self.history.lost()
+
+        def is_empty() -> bool:
+            self.keys_left = [key.decode() for key in self._client.scan_iter(f"{PREFIX}*")]
+            return not self.keys_left
+
+        with suppress(TimeoutError):  # the report names what is left
+            wait_until(is_drained, DRAINED_WITHIN, "tasks are left", pause=0.5)
+        for worker in self._workers:
+            self._shut_down(worker, signal.SIGTERM)
+        with suppress(TimeoutError):
+            wait_until(is_empty, QUEUE_TIMEOUT + PATIENCE, "keys are left", pause=0.2)
+        # What is kept beside the keys, such as the counters of fences, has an expiry.
+        self.keys_left += [key.decode() for key in self._client.scan_iter() if self._client.pttl(key) == -1]
+        self.history.read()
+
+    def report(self) -> bool:
+        """Print what was found; returns whether all is well."""
+        history, runs = self.history, Counter(run.kind for run in self.history.runs.values())
+        violations = history.violations()
+        ends = Counter((task, history.ended.get(task_id, "lost")) for task_id, (_, task, _) in history.sent.items())
+        figures = {
+            "runs": f"{runs.total()}, {dict(runs)}",
+            "runs cut short by a fault": sum(not run.end for run in history.runs.values()),
+            "runs that lost their key": history.counts["lost"],
+            "tasks sent": f"{len(history.sent)}, {dict(Counter(history.ended.values()))}",
+            "lines of other kinds": dict(sorted(history.counts.items())),
+            "faults": f"{self.faults.total()}, {dict(self.faults)}",
+            "lost by the Redis transport, sent again": self.postman.sent_again if self.postman else 0,
+            "lost because acknowledged early": ends["early", "lost"],
+            **{name: len(problems) for name, problems in violations.items() if name.endswith("excused")},
+        }
+        findings = {
+            **{name: problems for name, problems in violations.items() if not name.endswith("excused")},
+            "keys left": self.keys_left,
+            "tasks lost": history.lost(),
+            **history.problems,
+            "kinds that never ran": sorted(KINDS - set(runs)),
+        }
+        for name, figure in [*figures.items(), *((name, len(problems)) for name, problems in findings.items())]:
+            print(f"{name + ':':45}{figure}")
+        for name, problems in findings.items():
+            for problem in problems[:5]:
+                print(f"{name}: {problem}")
+        return not any(findings.values())
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    """Let it run, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0, help="with faults (60)")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000, help="of all that is random")
+    parser.add_argument("--broker", choices=["redis", "classic"], default="redis", help="classic is RabbitMQ")
+    parser.add_argument("--log", type=Path, help="where to put the logs and the witness file")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, _interrupt)
+    print(f"{options.minutes:g} minutes, seed {options.seed}, broker {options.broker}", flush=True)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="only_one-soak-")))
+        if options.log:
+            stack.callback(shutil.copytree, folder, options.log, dirs_exist_ok=True)
+        soak = Soak(options, folder, stack)
+        print("two workers,", "each on a machine of its own" if soak.inside else "on one machine", flush=True)
+        progress = stack.enter_context(Progress(BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}")))
+        bar = progress.add_task("", total=options.minutes * 60)
+        began_at = shown_at = now()
+
+        def show() -> None:
+            nonlocal shown_at
+            before, shown_at = shown_at, max(shown_at, int(now()))
+            if shown_at == before:
+                return
+            soak.history.read()
+            runs, passed = len(soak.history.runs), now() - began_at
+            text = f"{runs} runs, {runs / passed:.1f}/s; {soak.faults.total()} faults"
+            progress.update(bar, completed=passed, description=text)
+            if int(passed) % 30 == 0:
+                overlaps = len(soak.history.violations()["overlaps"])
+                progress.console.print(f"{passed:5.0f} s: {text}; {overlaps} overlaps")
+
+        try:
+            soak.run(options.minutes * 60, show)
+        finally:
+            progress.stop()
+            is_well = soak.report()
+    print(f"seed {options.seed}: {'all is well' if is_well else 'NOT WELL'}")
+    sys.exit(not is_well)
+
+
+if __name__ == "__main__":
+    main()
