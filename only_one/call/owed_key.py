@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from only_one.lock.cleanup import Cleanup
 from only_one.lock.commands import Command, Commands, Retained, Script, now
-from only_one.lock.holder import Holder
+from only_one.lock.holder import Holder, is_queued, task_id_of
 from only_one.settings import DEFAULT_LEASE
 
 # Only the value of a task that waits is deleted: its run releases the key by itself.
@@ -51,9 +51,8 @@ def note_of(key: str, task_id: str | None, replacement: int, attempt: int | None
 
 def owed_to(key: str, value: bytes, token: bytes) -> Commands[Retained | None]:
     """What is owed if ``token`` takes a key over from ``value``; None if that is of no other, queued task."""
-    holder, own = Holder.parse(value), Holder.parse(token)
-    is_queued = holder is not None and holder.state in {"queued", "received"}
-    if holder is None or not is_queued or (own is not None and own.task_id == holder.task_id):
+    holder = Holder.parse(value) if is_queued(value) else None
+    if holder is None or holder.task_id == task_id_of(token):
         return None
     note = note_of(key, holder.task_id, holder.replacement, holder.attempt)
     return Retained(value, now() + (yield ("PTTL", key)) / 1000, note)

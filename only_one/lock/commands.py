@@ -19,6 +19,7 @@ Key = Union[str, bytes]
 Command = tuple[Union[str, bytes, int], ...]
 Commands = Generator[Command, Any, T]
 Expiry = tuple[bytes, ...]
+
 now = partial(time.clock_gettime, time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic
 """Seconds by the clock of all deadlines: nobody sets it, and if the system can, it runs on through a suspend."""
 
@@ -286,7 +287,8 @@ def _after(
     client: Any,
     commands: Commands[T],
     command: Command,
-    sent_again: bool,  # noqa: FBT001
+    *,
+    sent_again: bool,
 ) -> tuple[Command, bool]:
     """The command to send after an error, and whether one of the generator's commands was sent again by now.
 
@@ -309,7 +311,7 @@ def drive(client: Any, commands: Commands[T]) -> T:
             try:
                 reply = client.execute_command(*command, **RAW)
             except Exception as error:  # noqa: BLE001 - the generator says which errors end it
-                command, sent_again = _after(error, client, commands, command, sent_again)
+                command, sent_again = _after(error, client, commands, command, sent_again=sent_again)
             else:
                 command = commands.send(reply)
     except StopIteration as stop:
@@ -328,7 +330,7 @@ async def drive_async(client: Any, commands: Commands[T]) -> T:
             try:
                 reply = await client.execute_command(*command, **RAW)
             except Exception as error:  # noqa: BLE001 - the generator says which errors end it
-                command, sent_again = _after(error, client, commands, command, sent_again)
+                command, sent_again = _after(error, client, commands, command, sent_again=sent_again)
             else:
                 command = commands.send(reply)
     except StopIteration as stop:

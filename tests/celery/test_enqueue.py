@@ -916,7 +916,7 @@ def test_the_key_of_a_task_that_could_not_ask_for_it_is_free_when_the_server_is_
     app: Any, queue: Any, redis: Redis, redis_url: str, prefix: str, policy: Any
 ) -> None:
     with Proxy(redis_url) as proxy, configure(redis=proxy.url):
-        task = a_task(app, "k", when_down=policy)
+        task = a_task(app, "k", lease=1, when_down=policy)
         app.finalize()
         task.delay()
         with proxy.refused():
@@ -925,6 +925,21 @@ def test_the_key_of_a_task_that_could_not_ask_for_it_is_free_when_the_server_is_
             assert redis.exists(f"{prefix}k")
         assert eventually(lambda: not redis.exists(f"{prefix}k"))
         assert eventually(lambda: not renewal._renewer.cleanups)  # it is not looked for again
+
+
+def test_a_newest_task_that_could_not_ask_for_its_key_is_no_longer_the_one_that_waits(
+    app: Any, queue: Any, redis_url: str
+) -> None:
+    """Else an equal call would be taken for its duplicate, and nothing would run."""
+    with Proxy(redis_url) as proxy, configure(redis=proxy.url):
+        task = a_task(app, "k", lease=1, when_busy=buffer_one())
+        app.finalize()
+        first = task.delay()
+        assert task.delay() == first
+        with proxy.refused():
+            queue.deliver(queue.take())
+        assert eventually(lambda: not renewal._renewer.cleanups)
+        assert task.delay() != first
 
 
 # --- trouble while it is queued ----------------------------------------------------------------------------------
