@@ -108,7 +108,7 @@ class LockedCall:
                 value = yield from acquire(features, self.key, self.token, options.expiry)
             else:
                 value = yield from self._take_over(self.caller.queued)
-            if value is not None and self._can_take(value):
+            while value is not None and self._can_take(value):  # which may have changed hands meanwhile
                 value = yield from self._take_over(value)
         except TROUBLE as error:
             return error
@@ -209,7 +209,9 @@ class LockedCall:
         retained, marker = self.caller.at_end(self.options, self.key, self.ended_by)
         if self.has_succeeded:
             retained = self._kept()
-        if retained is None and self._owed is not None:
+        is_kept = retained is not None and retained.note is None
+        # A retry's value goes, too: a key names one task that waits, and it was taken over from the other.
+        if self._owed is not None and not is_kept:
             retained = to_store(self._owed)
         became = None
         try:

@@ -15,9 +15,10 @@ from only_one.lock.commands import Script, drive, evaluate
 from .broker import remembered_for
 
 # The set forgets what is older than the time for which a message may still be delivered.
-# Members with one number are sorted by the alphabet: an id stands before "last", "pending" and "same:".
+# Members with one number are sorted by the alphabet: an id stands before "last", "pending", "same:" and "sent:".
 _NUMBER = Script("""
-local what, id, number, same = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[5]
+local what, id, number, same = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[5] or ''
+local call = 'sent:' .. same
 local function of(member) return tonumber(redis.call('zscore', KEYS[2], member) or 0) end
 local function set(member, to) redis.call('zadd', KEYS[2], string.format('%.0f', to), member) end
 local function raise(member) set(member, math.max(of(member), number)) end
@@ -33,9 +34,12 @@ else
         if string.sub(first, 1, 3) == 'id:' then return string.sub(first, 4) end
     end
     if number == 0 and what ~= 'anew' then number = of('id:' .. id) end
+    local is_newest = number < 0
+    if is_newest then number = of(call) end
     if number <= 0 then number = math.max(now, of('last') + 1) end
     raise('last')
     raise('id:' .. id)
+    if is_newest then raise(call) end
     if what == 'anew' and same ~= '' then
         raise('same:' .. same)
         set('until:' .. same, now + ARGV[6] * 1000)
@@ -65,7 +69,8 @@ def note(server: Server, key: str, app: Celery, what: str, task_id: str, number:
         task_id: the task's id; "pending" needs none.
         number: its number, if its message carries one; ``NEWEST`` for a new number; None for that which its id has.
         digest: for "anew": the MD5 of its arguments, by which equal calls are known, empty if they cannot be compared;
-            and the milliseconds for which other tasks with the same digest wait for it.
+            and the milliseconds for which other tasks with the same digest wait for it. For "arrive" and "begin": what
+            tells this command from all others, so that it numbers a task once if it is sent, and arrives, twice.
 
     Returns:
         Its number; 0 if a newer task waits or has run; the id of the pending task if that is the newest and has the

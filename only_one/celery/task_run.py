@@ -217,7 +217,7 @@ class MessageRun(TaskCaller):
         is_the_first = not (self.work.attempt or self.work.replacement)
         if number is None and is_the_first and self.is_first_delivery:
             number = coalescing.NEWEST
-        return coalescing.note(server, key, self.app, what, self.work.id, number)
+        return coalescing.note(server, key, self.app, what, self.work.id, number, uuid())
 
     def is_current(self, options: EffectiveOptions, server: Server, key: str) -> bool:
         """Whether the work is still to be done, now that the key is ours.

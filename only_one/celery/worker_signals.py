@@ -54,7 +54,7 @@ def _warn_once(text: str, kind: str) -> None:  # noqa: ARG001 - they tell one wa
 
 def _on_failure(sender: Any, task_id: str, exception: Any, args: Any, kwargs: Any, **_: Any) -> None:
     if isinstance(exception, (TimeLimitExceeded, WorkerLostError)):
-        _watch(sender, task_id, args, kwargs)
+        _watch(sender, task_id, args, kwargs, _received(task_id))
 
 
 def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None:  # noqa: FBT001
@@ -134,6 +134,12 @@ def _on_end(sender: Any, task: Any, **_: Any) -> None:
             drive(server.client, evaluate(redelivery.STORED, key, beside=(marker,)))
     if not vars(task.request).get("only_one_has_begun"):
         _withdraw(sender, task.request)
+
+
+def _received(task_id: str) -> Context | None:
+    """The request of a task that this worker has received, unless it has begun long ago."""
+    requests = [request() for *_, request in list(_waiting.values())]
+    return next((Context(each.request_dict) for each in requests if each is not None and each.id == task_id), None)
 
 
 def _withdraw(task: Any, request: Any) -> str | None:
@@ -238,11 +244,17 @@ def _receive(consumer: Any, request: Any) -> None:
 
 
 def _on_shutdown(**_: Any) -> None:
-    """Note that the tasks that have not begun are in their queue again, and no worker's."""
+    """Note that the tasks that have not begun are in their queue again, and no worker's.
+
+    A task whose message is acknowledged was given to a child, which has not asked for its key yet: it will never run.
+    """
     while _waiting:
-        lease, (server, queued, queued_for, _request) = _waiting.popitem()
+        lease, (server, queued, queued_for, reference) = _waiting.popitem()
+        request = reference()
         try:
-            if lease.reason is None and (left := queued_for()) > 0:
+            if request is not None and request.acknowledged:
+                _withdraw(request.task, Context(request.request_dict))
+            elif lease.reason is None and (left := queued_for()) > 0:
                 drive(server.client, replace(lease.key, lease.token, queued, left))
         except Exception as error:  # noqa: BLE001 - the next worker that receives it says so
             _warn_once("keys of tasks that are queued again could not be lengthened", type(error).__name__)

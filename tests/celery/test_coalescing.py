@@ -192,3 +192,14 @@ def test_a_retry_and_a_replacement_are_as_old_as_their_task(app: Celery, queue: 
     for message in (newer, older):
         queue.deliver(message)
     assert ran == [0, 1]
+
+
+def test_a_begin_that_arrives_twice_does_not_supersede_what_was_triggered_in_between(
+    app: Celery, server: Server, prefix: str
+) -> None:
+    where: Any = (server, f"{prefix}k", app)
+    begin: Any = (*where, "begin", "first", coalescing.NEWEST, "one command")
+    began = coalescing.note(*begin)
+    newer = coalescing.note(*where, "arrive", "second", coalescing.NEWEST, "another")
+    assert coalescing.note(*begin) == began < newer
+    assert coalescing.note(*where, "begin", "second", newer, "a third") == newer

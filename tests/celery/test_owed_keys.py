@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from celery import Celery
+from celery import Celery, current_task
 from celery.exceptions import Ignore
 from celery.signals import task_revoked
 from redis import Redis
@@ -68,14 +68,22 @@ def raises(error: BaseException) -> Callable[..., None]:
     return call
 
 
+def retry() -> None:
+    task: Any = current_task
+    raise task.retry(countdown=60)
+
+
 async def work() -> str:
     return "done"
 
 
-@pytest.mark.parametrize("how", ["returns", "raises", "is ignored", "of a function", "of an async function"])
+@pytest.mark.parametrize(
+    "how", ["returns", "raises", "is ignored", "is retried", "of a function", "of an async function"]
+)
 def test_a_task_that_waits_has_its_key_again_after_another_run(tasks: Any, left: Any, how: str) -> None:
     two = tasks()
-    two.meanwhile = {"raises": raises(ValueError()), "is ignored": raises(Ignore())}.get(how, two.meanwhile)
+    ends: dict[str, Any] = {"raises": raises(ValueError()), "is ignored": raises(Ignore()), "is retried": retry}
+    two.meanwhile = ends.get(how, two.meanwhile)
     if how == "of a function":
         assert cover(key="k")(lambda: "done")() == "done"
     elif how == "of an async function":

@@ -12,13 +12,15 @@ from uuid import uuid4
 
 import pytest
 from celery import Celery
-from celery.signals import task_received, worker_shutdown
+from celery.exceptions import WorkerLostError
+from celery.signals import task_failure, task_received, worker_shutdown
 from kombu.asynchronous.timer import Timer
 from redis import Redis
 
 from only_one import buffer_one, configure, only_one
 from only_one.celery import worker_signals
 from only_one.celery.requeue import Header
+from only_one.connections.connection_pool import PinnedClient
 from only_one.lock.commands import now
 from only_one.lock.holder import Holder, TokenFactory
 from tests.proxy import Proxy
@@ -96,7 +98,8 @@ class Worker:
         headers = message["headers"] | {"properties": message["properties"]}
         if header is not None:
             headers.update(header.as_headers(), id=header.id, retries=header.attempt)
-        request = {"eta": None, "expires": None, "content_type": message["content-type"], **changes}
+        request = {"eta": None, "expires": None, "acknowledged": False, "content_type": message["content-type"]}
+        request.update(changes)
         request.update(task=task, app=task.app, id=headers["id"], name=task.name, request_dict=headers)
         self.requests.append(Request(**request))
         task_received.send(sender=self, request=self.requests[-1])
@@ -204,6 +207,41 @@ def test_it_is_queued_again_when_the_worker_ends(
     assert [state(key) for key in ("a", "b", "begun")] == [("queued", 0), ("queued", 0), ("received", 0)]
     assert [redis.get(f"{prefix}{key}") for key in ("a", "b")] == tokens[:2]
     assert is_about(HOUR, left("a"))
+
+
+def test_one_that_was_lost_with_its_child_when_the_worker_ends(task: Any, worker: Worker, state: Any) -> None:
+    """Its message was acknowledged as it was given to the child, which was killed before it asked for the key."""
+    for key, is_acknowledged in (("lost", True), ("waits", False)):
+        task.delay(key)
+        worker.receive(task, acknowledged=is_acknowledged)
+    worker_shutdown.send(sender=None)
+    assert [state(key) for key in ("lost", "waits")] == [None, ("queued", 0)]
+
+
+@pytest.mark.parametrize("meanwhile", ["another run has the key", "the server is away"])
+def test_one_whose_child_is_killed_before_it_begins_has_no_key(
+    task: Any, worker: Worker, state: Any, redis: Redis, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    waits = task.delay("k")
+    worker.receive(task)
+
+    def tell() -> None:
+        told: dict[str, Any] = {"exception": WorkerLostError(), "args": ("k",), "kwargs": {}}
+        task_failure.send(sender=task, task_id=waits.id, **told)
+        assert eventually(lambda: refusals or redis.keys(f"*withdrawn:{waits.id}:*"))
+
+    def refuse(*_: object, **__: object) -> None:
+        refusals.append("a command")
+        raise ConnectionError
+
+    refusals: list[str] = []
+    if meanwhile == "another run has the key":
+        cover("k")(tell)()
+    else:
+        with monkeypatch.context() as cut:
+            cut.setattr(PinnedClient, "execute_command", refuse)
+            tell()
+    assert eventually(lambda: state("k") is None)
 
 
 def test_one_that_has_expired_meanwhile_keeps_no_other_from_its_queue(task: Any, worker: Worker, state: Any) -> None:

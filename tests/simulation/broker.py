@@ -1,0 +1,482 @@
+"""The broker of the world of messages and its workers: Celery's strategy, requests and tracer are the real ones.
+
+The transport below them, the pool and the timer are ours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import celery.worker.state
+from billiard.einfo import ExceptionInfo
+from celery import Celery, signals
+from celery.app.trace import trace_task_ret
+from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded, WorkerLostError
+from celery.worker.strategy import default as strategy_of
+from kombu import common
+from kombu.exceptions import OperationalError
+from kombu.transport import virtual
+
+from .process import Machine, Process, thread
+from .world import World
+
+_virtual: Any = virtual
+_common: Any = common
+_common.get_node_id()  # now: the first history in a process is to draw the same choices as later ones
+_PREFETCHED = 4
+_SOFT_SHUTDOWN = 1.0
+"""Seconds for which a soft shutdown waits for runs (``worker_soft_shutdown_timeout``)."""
+
+histories: list[Any] = []
+"""The history that is played: Celery makes its transports by the name of their class."""
+
+
+class Channel(virtual.Channel):
+    """A channel of the broker in the world."""
+
+    def _put(self, queue: Any, message: Any, **_: Any) -> None:  # noqa: ARG002
+        histories[-1].broker.put(message)
+
+    def _has_queue(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    def _size(self, _queue: str) -> int:
+        return 0
+
+
+class RedisTransport(virtual.Transport):
+    """The transport by which Celery publishes, with the name of Redis."""
+
+    Channel = Channel
+    driver_type = driver_name = "redis"
+
+
+class AmqpTransport(RedisTransport):
+    """The same with the name of RabbitMQ."""
+
+    driver_type = driver_name = "amqp"
+
+
+TRANSPORTS = {"redis": RedisTransport, "amqp": AmqpTransport}
+
+
+class App(Celery):  # type: ignore[misc]
+    """An app whose time is the world's."""
+
+    def now(self) -> datetime:
+        now: datetime = Clock.now()
+        return now
+
+
+class Clock(datetime):
+    """``datetime`` with the time of the world."""
+
+    @classmethod
+    def now(cls, _zone: Any = None) -> Any:
+        """The world's time; Celery asks for it in UTC."""
+        return datetime.fromtimestamp(histories[-1].world.wall(), timezone.utc)
+
+
+def name_of_this() -> str:
+    """The name of the process that runs."""
+    running = thread()
+    return running.process.name if running else "broker"
+
+
+class Work(NamedTuple):
+    """The work of a message, as the checker tells it from other work: not by its id, which may be used again."""
+
+    trigger: str
+    replacement: int
+    attempt: int
+
+
+@dataclass(eq=False)
+class Delivery:
+    """A message in the broker.
+
+    Attributes:
+        payload: the message.
+        number: its number; a redelivery has the same.
+        worker: the worker that has received it.
+        is_done: whether it is acknowledged.
+    """
+
+    payload: dict[str, Any]
+    number: int
+    worker: Any = None
+    is_done: bool = False
+
+    def __post_init__(self) -> None:
+        headers = self.payload["headers"]
+        self.id, self.task = headers["id"], headers["task"]
+        names: list[str] = re.findall(r"'(t\d+)'", headers["argsrepr"])
+        self.work = Work(names[-1], headers.get("replaced_task_nesting") or 0, headers["retries"])
+
+
+class Broker:
+    """Delivers each message to a worker, and again if that worker loses its connection."""
+
+    def __init__(self, world: World, kind: str) -> None:
+        self.world, self.kind = world, kind
+        self.queue: list[Delivery] = []
+        self.unacked: list[Delivery] = []
+        self.published: list[Delivery] = []
+        self.redelivered: set[int] = set()
+        self.workers: list[Any] = []
+
+    def put(self, payload: dict[str, Any]) -> None:
+        delivery = Delivery(payload, len(self.published))
+        if delivery.task == "work" and self.world.fault(f"publishing fails of {name_of_this()}", 0.02):
+            msg = "the broker is away"
+            raise OperationalError(msg)
+        self.published.append(delivery)
+        times = (payload["headers"].get("only_one") or {}).get("times", 0)
+        shown = f"{delivery.task} id={delivery.id[:8]} times={times}"
+        self.world.note(name_of_this(), "publishes", f"#{delivery.number}", *delivery.work, shown)
+        self.world.after(self.world.uniform("publishing", 0.001, 0.01), lambda: self._arrive(delivery))
+        self.world.sleep(0)
+
+    def _arrive(self, delivery: Delivery) -> None:
+        self.queue.append(delivery)
+        self.deliver()
+
+    def deliver(self) -> None:
+        """Give messages to workers that have room."""
+        while self.queue and (ready := [each for each in self.workers if each.has_room()]):
+            delivery = self.queue.pop(0)
+            delivery.worker = self.world.choose("worker of a message", ready)
+            self.unacked.append(delivery)
+            self.world.met["deliveries"] += 1
+            delivery.worker.receive(delivery)
+            if self.world.fault("visibility timeout", 0.05):
+                self.world.after(self.world.choose("seconds unseen", [0.5, 2.0, 6.0]), partial(self.again, delivery))
+
+    def again(self, delivery: Delivery) -> None:
+        """Deliver a message once more, which its worker may still have."""
+        if delivery not in self.unacked:
+            return
+        self.unacked.remove(delivery)
+        self.redelivered.add(delivery.number)
+        properties = delivery.payload["properties"]
+        info = {**properties["delivery_info"], "redelivered": True}
+        headers = {**delivery.payload["headers"], "redelivered": True}
+        payload = {**delivery.payload, "headers": headers, "properties": {**properties, "delivery_info": info}}
+        self.world.note("broker", "redelivers", f"#{delivery.number}")
+        self._arrive(Delivery(payload, delivery.number))
+
+    def ack(self, delivery: Delivery) -> None:
+        # Redis knows a message by its tag, which a redelivery has, too; AMQP by the connection on which it came.
+        acked = [each for each in self.unacked if each is delivery or self._is_redis_redelivery(each, delivery)]
+        for each in acked:
+            self.unacked.remove(each)
+        self.published[delivery.number].is_done = delivery.is_done = True
+        self.world.note(name_of_this(), "acknowledges", f"#{delivery.number}")
+        self.deliver()
+
+    def _is_redis_redelivery(self, other: Delivery, delivery: Delivery) -> bool:
+        return self.kind == "redis" and other.number == delivery.number
+
+    def reject(self, delivery: Delivery, *, requeue: bool) -> None:
+        self.world.note(name_of_this(), "rejects", f"#{delivery.number}", "requeue" if requeue else "")
+        if requeue:
+            self.again(delivery)
+        else:
+            self.ack(delivery)
+
+    def restore(self, worker: Any) -> None:
+        """Redeliver all that a worker has not acknowledged, because its connection is lost."""
+        for delivery in [each for each in self.unacked if each.worker is worker]:
+            self.again(delivery)
+
+    def alive(self) -> Iterator[Delivery]:
+        """The messages that wait, or are in a worker."""
+        yield from (each for each in self.published if not each.is_done)
+        yield from self.queue
+        yield from self.unacked
+        for worker in self.workers:
+            yield from (job.delivery for job in worker.jobs)
+
+
+class Worker:
+    """A worker: its main process, and the children of its prefork pool.
+
+    For Celery's strategy it is the consumer, with its pool, its timer and its QoS.
+    """
+
+    connection_errors = ()
+    disable_rate_limits = True
+    event_dispatcher = _limit_task = _limit_post_eta = None
+    controller = SimpleNamespace(state=celery.worker.state)
+
+    def __init__(self, history: Any, name: str, machine: Machine, processes: list[Process]) -> None:
+        self.history, self.world, self.broker = history, history.world, history.broker
+        self.hostname, self.machine = name, machine
+        self.main, *self.children = processes
+        self.pool = self.timer = self.qos = self
+        self.task_buckets: Any = defaultdict(lambda: None)
+        self.apply_eta_task = self.on_task_request = self._execute
+        self.receiving: Any = None
+        self._wake: Callable[[Any], None] = _nobody_waits
+        self.begin()
+
+    def begin(self) -> None:
+        self.history.start(self.main, self.hostname, self.machine)
+        for number, child in enumerate(self.children, 1):
+            self.history.start(child, f"{self.hostname}.{number}", self.machine)
+        self.app = self.history.apps[self.main]
+        self.consumes = True
+        self.jobs: list[Job] = []
+        self._inbox: list[Callable[[], None]] = []
+        self._strategies: dict[str, Any] = {}
+        self.world.spawn(self.main, f"{self.hostname}/main", self._serve)
+        self.broker.deliver()
+
+    def has_room(self) -> bool:
+        return self.consumes and not self.main.is_dead and len(self.jobs) < _PREFETCHED
+
+    # the main process: one thing after another
+
+    def do(self, job: Callable[[], None]) -> None:
+        self._inbox.append(job)
+        wake, self._wake = self._wake, _nobody_waits
+        wake(None)
+
+    def _serve(self) -> None:
+        while self.consumes or self.jobs or self._inbox:
+            if not self._inbox:
+                self.world.wait(lambda wake: setattr(self, "_wake", wake), None)
+            self._do_all()
+
+    def _do_all(self) -> None:
+        while self._inbox:
+            self._inbox.pop(0)()
+
+    def receive(self, delivery: Delivery) -> None:
+        job = Job(self, delivery)
+        self.jobs.append(job)
+        self.do(lambda: self._receive(job))
+
+    def _receive(self, job: Job) -> None:
+        """As the worker's consumer does with a message: the strategy of Celery decides."""
+        if job not in self.jobs:
+            return  # the connection was lost on which it came
+        channel = SimpleNamespace(no_ack_consumers=None, decode_body=_decode)
+        message = _virtual.Message(job.delivery.payload, channel=channel)
+        name = job.delivery.task
+        if name not in self._strategies:
+            self._strategies[name] = strategy_of(self.app.tasks[name], self.app, self)
+        self.receiving = job
+        self._strategies[name](message, None, job.ack, job.reject, [], to_timestamp=lambda eta, *_: eta.timestamp())
+        self.receiving = None  # a request that nobody needs any more is forgotten
+        if job.request is None:  # a revoked task is not even received
+            job.ends("TaskRevoked")
+
+    # how it ends
+
+    def kill(self) -> None:
+        """``kill -9`` of the main process and all children; the broker notices the lost connection."""
+        if self.main.is_dead:
+            return
+        self.world.note(self.hostname, "is killed")
+        for process in (self.main, *self.children):
+            self.history.kill(process)
+        self.jobs.clear()
+        self.world.after(self.world.choose("seconds until a lost worker is seen", [0.1, 1.0, 5.0]), self._lost)
+
+    def _lost(self) -> None:
+        self.broker.restore(self)
+        self.begin()
+
+    def lose_connection(self) -> None:
+        """Lose the connection to the broker: the worker drops what has not begun, and goes on with what has."""
+        if self.consumes and not self.main.is_dead:
+            self.world.note(self.hostname, "loses its connection to the broker")
+            self.jobs = [job for job in self.jobs if job.child]
+            self.broker.restore(self)
+
+    def shut_down(self, how: str) -> None:
+        if self.consumes and not self.main.is_dead:
+            self.consumes = False
+            self.world.note(self.hostname, "shuts down", how)
+            self.do(lambda: self._shut_down(how))
+
+    def _shut_down(self, how: str) -> None:
+        signals.worker_shutting_down.send(sender=self.hostname, sig="SIGTERM", how=how, exitcode=0)
+        patience = {"Warm": 1e9, "Soft": _SOFT_SHUTDOWN, "Cold": 0.0}[how]
+        gives_up = self.world.now + patience
+        while any(job.child for job in self.jobs) and self.world.now < gives_up:
+            self.world.sleep(0.1)
+            self._do_all()
+        for child in self.children:
+            if how == "Warm" and not child.is_dead:
+                self._let_end(child)
+            self.history.kill(child)
+        self.broker.restore(self)
+        if how == "Warm":
+            signals.worker_shutdown.send(sender=self)
+        self.main.has_ended = True
+        for do in reversed(self.main.at_exit):
+            do()
+        self.main.is_dead = True
+        self.world.after(1, self.begin)
+
+    def _let_end(self, child: Process) -> None:
+        def end() -> None:
+            signals.worker_process_shutdown.send(sender=None, pid=child.pid, exitcode=0)
+
+        ending = self.world.spawn(child, f"{child.name}/end", end)
+        self.world.wait(ending.joined.append, 10.0)
+
+    # the timer, the QoS and the pool, as Celery calls them
+
+    def call_at(self, when: float, do: Any, args: Any = (), **_: Any) -> None:
+        life = self.main.life
+        self.world.at(when - self.world.wall() + self.world.now, lambda: self._if_alive(life, do, args))
+
+    def call_after(self, seconds: float, do: Any, args: Any = (), **_: Any) -> None:
+        self.call_at(self.world.wall() + seconds, do, args)
+
+    def _if_alive(self, life: int, do: Any, args: Any) -> None:
+        begins = self.consumes or do != self._execute
+        if self.main.life == life and not self.main.is_dead and begins:
+            self.do(lambda: do(*args))
+
+    def increment_eventually(self) -> None: ...
+
+    decrement_eventually = increment_eventually
+
+    def _execute(self, request: Any) -> None:
+        job = next((job for job in self.jobs if job.request is request), None)
+        if job is None:
+            return  # it was dropped when the connection was lost
+        try:
+            request.execute_using_pool(self)
+        except TaskRevokedError:
+            job.ends("TaskRevoked")
+
+    def apply_async(self, _target: Any, args: Any, soft_timeout: Any, timeout: Any, **callbacks: Any) -> None:
+        job = next(job for job in self.jobs if job.request is not None and job.request.request_dict is args[2])
+        job.target, job.callbacks, job.limits = args, callbacks, (soft_timeout, timeout)
+        self.assign()
+
+    def assign(self) -> None:
+        """Give jobs to children that are free."""
+        free = [child for child in self.children if all(job.child is not child for job in self.jobs)]
+        waiting = [job for job in self.jobs if job.target and not job.child]
+        for job, child in zip(waiting, free, strict=False):
+            if child.is_dead:
+                self.history.start(child, child.name, self.machine)
+            job.begin(child)
+
+    def terminate_job(self, pid: int, _signal: int) -> None:
+        for job in [job for job in self.jobs if job.child and job.child.pid == pid]:
+            self.history.kill(job.child)
+            job.ends("TaskRevoked")
+
+    def kill_child(self, child: Process) -> None:
+        """``kill -9`` of a child that has a task: the main process notices."""
+        job = next((job for job in self.jobs if job.child is child), None)
+        if job is not None and not self.main.is_dead and not child.is_dead:
+            self.history.kill(child)
+            self.world.after(self.world.choose("until a lost child is seen", [0.01, 0.5]), lambda: self.do(job.lost))
+
+
+class Job:
+    """One delivery in a worker."""
+
+    def __init__(self, worker: Worker, delivery: Delivery) -> None:
+        self.worker, self.delivery = worker, delivery
+        self.request: Any = None
+        self.target: Any = None
+        self.child: Any = None
+        self.callbacks: dict[str, Any] = {}
+        self.limits: Any = (None, None)
+
+    def ack(self, *_: Any) -> None:
+        self.worker.broker.ack(self.delivery)
+
+    def reject(self, _logger: Any, _errors: Any, requeue: bool) -> None:  # noqa: FBT001
+        self.worker.broker.reject(self.delivery, requeue=requeue)
+
+    def begin(self, child: Process) -> None:
+        self.child = child
+        world = self.worker.world
+        self.worker.do(lambda: self.callbacks["accept_callback"](child.pid, 0.0))
+        running = world.spawn(child, f"{child.name}/task", self._run)
+        soft, hard = self.limits
+        if soft:
+            world.after(soft, lambda: setattr(running, "interrupt", SoftTimeLimitExceeded()))
+        if hard:
+            world.after(hard, lambda: self.worker.do(self._exceeds))
+
+    def _run(self) -> None:
+        result = trace_task_ret(*self.target, app=self.worker.history.apps[self.child])
+        has_failed, value, _runtime = result
+        self.worker.history.told(self.delivery, _name_of_error(value) if has_failed else value)
+        self.worker.do(lambda: self._ready(result))
+
+    def _ready(self, result: Any) -> None:
+        self.callbacks["callback"](result)
+        self._over()
+
+    def ends(self, how: str) -> None:
+        """End without a result of the child."""
+        self.worker.history.told(self.delivery, how)
+        self._over()
+
+    def _over(self) -> None:
+        with suppress(ValueError):  # it was killed, or has exceeded its time meanwhile
+            self.worker.jobs.remove(self)
+            self.worker.assign()
+            self.worker.broker.deliver()
+            self.worker.do(lambda: None)
+
+    def _exceeds(self) -> None:
+        """The hard time limit is over: Celery stores the failure, and then kills the child."""
+        if self in self.worker.jobs and not self.child.is_dead:
+            self._fails(TimeLimitExceeded(self.limits[1]))
+            self.callbacks["timeout_callback"](soft=False, timeout=self.limits[1])
+            self.worker.history.kill(self.child)
+            self.ends("TimeLimitExceeded")
+
+    def lost(self) -> None:
+        if self in self.worker.jobs:
+            self._fails(WorkerLostError("Worker exited prematurely: signal 9 (SIGKILL)"))
+            if self.delivery.is_done:  # not redelivered: a success of this id was stored before
+                self.worker.history.told(self.delivery, "stored")
+            self._over()
+
+    def _fails(self, error: Exception) -> None:
+        try:
+            raise error
+        except type(error):
+            self.callbacks["error_callback"](ExceptionInfo())  # of the exception that is handled
+
+
+def _nobody_waits(_: Any) -> None: ...
+
+
+def _name_of_error(info: Any) -> str:
+    error = info.exception
+    error = getattr(error, "exc", error)  # of a retry, and of one with a traceback
+    return getattr(error, "exc_cls_name", type(error).__name__)
+
+
+def _decode(body: Any, encoding: Any = None) -> Any:
+    return _virtual.Channel.codecs[encoding].decode(body) if encoding else body
+
+
+def _on_received(sender: Any = None, request: Any = None, **_: Any) -> None:
+    sender.receiving.request = request
+
+
+signals.task_received.connect(_on_received, weak=False)

@@ -1,0 +1,226 @@
+"""What must hold in every history of messages, decided by what has happened: messages, runs, outcomes, stored keys."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+_DOCUMENTED = ("AlreadyRunning", "LockUnavailable", "OperationalError")
+_UNIQUE = ("delay", "countdown", "long countdown", "soft limit", "hard limit")
+"""Ways to send a task of which a second one is not published."""
+_GIVE_UP_THEIR_KEY = {"replace", "retry unraised", "retry swallowed", "requeue"}
+"""Tasks of which a message may wait without its key: other work has it by then."""
+_WAITS = {"Ignore", "Retry", "None"}
+"""Outcomes of a delivery that tell nobody of a failure."""
+_JUST_NOW = 0.1
+
+Problems = Iterator[tuple[str, str]]
+
+
+class MessageChecker:
+    """Finds what must not happen, while it happens and at the end."""
+
+    def __init__(self, history: Any) -> None:
+        self.history, self.plan, self.world = history, history.plan, history.world
+        self.problems: list[tuple[str, str]] = []
+        self._being_sent: set[str] = set()
+
+    def problem(self, kind: str, text: str) -> None:
+        self.problems.append((kind, text))
+        self.world.note("checker", kind.upper(), text)
+
+    def at_the_end(self) -> None:
+        for invariant in INVARIANTS:
+            for kind, text in invariant(self.history, self):
+                self.problem(kind, text)
+
+    def only(self, *kinds: str) -> bool:
+        """Whether no other kinds of faults have happened."""
+        return {each.partition(" of ")[0].partition("#")[0] for each in self.world.faults} <= set(kinds)
+
+    def had(self, *words: str) -> bool:
+        """Whether a fault has happened with one of these words in its name."""
+        return any(word in each for each in self.world.faults for word in words)
+
+    @property
+    def may_lose_messages(self) -> bool:
+        """Whether a message may be acknowledged whose task has not begun or not ended, as Celery has it."""
+        return not self.plan.acks_late and self.had("kill", "shutdown", "lost connection")
+
+    # while it happens
+
+    def run_begins(self, run: Any) -> None:
+        for other in self.history.running:
+            if other.lock.is_held and run.lock.is_held:
+                self.problem("two at once", f"{run.trigger.name} began while {other.trigger.name} runs")
+
+    def changed(self, key: bytes, expiry: float | None, after: Any) -> None:
+        """A task that waits to be begun keeps its key, whoever else has had it."""
+        has_expired = expiry is not None and expiry <= self.world.now
+        if after is not None or has_expired or key != b"only_one:k" or not self._keeps_waiting_keys:
+            return
+        for name in self._waiting():
+            self.problem("a queued task has lost its key", name)
+
+    @property
+    def _keeps_waiting_keys(self) -> bool:
+        is_calm = self.only("publishing fails", "visibility timeout", "lost connection")
+        return self.plan.is_unique and self.plan.when_busy != "buffer_one" and is_calm
+
+    def _waiting(self) -> set[str]:
+        """The unique tasks whose message waits, and was not begun."""
+        history = self.history
+        there = {each.work for each in history.broker.published if not each.is_done}
+        begun = {job.delivery.work for worker in history.broker.workers for job in worker.jobs if job.child}
+        waiting = {work.trigger for work in there - begun - history.outcomes.keys()}
+        triggers = [trigger for name, trigger in history.triggers.items() if name in waiting]
+        return {each.name for each in triggers if each.is_sent and each.how in _UNIQUE and not each.runs}
+
+    def _alive(self) -> set[str]:
+        """The triggers whose tasks wait or run, or are being sent by another producer."""
+        runs = {run.trigger.name for run in self.history.running}
+        return {delivery.work.trigger for delivery in self.history.broker.alive()} | runs | self._being_sent
+
+    @contextmanager
+    def sending(self, trigger: Any) -> Iterator[None]:
+        """Where nothing goes wrong, a task has no second message, and a duplicate is one of a task that is alive."""
+        before = self._alive()
+        self._being_sent.add(trigger.name)
+        yield
+        self._being_sent.remove(trigger.name)
+        is_unique = self.plan.is_unique and self.plan.when_busy != "buffer_one" and trigger.how in _UNIQUE
+        if not is_unique or not self.only("publishing fails"):
+            return
+        after, triggers = self._alive() - {trigger.name}, self.history.triggers.values()
+        keep = {each.name for each in triggers if each.how in _UNIQUE and _GIVE_UP_THEIR_KEY.isdisjoint(each.ends)}
+        keep -= {each.name for each in triggers for run in each.runs if self._was_just_now(run.ended)}
+        # A run that was sent past the check has taken the key over, and then keeps its own for `at_least`.
+        is_forgotten = self.plan.at_least and any(each.how not in _UNIQUE for each in triggers)
+        if trigger.is_sent and (others := before & after & keep) and not is_forgotten:
+            self.problem("a second message", f"{trigger.name} beside {others}")
+        was_alive = before or after or any(self._was_just_now(run.ended) for each in triggers for run in each.runs)
+        if not (trigger.is_sent or trigger.error or was_alive or self.plan.at_least):
+            self.problem("a duplicate of nothing", trigger.name)
+
+    def _was_just_now(self, moment: float | None) -> bool:
+        return moment is not None and self.world.now - moment < _JUST_NOW
+
+
+# at the end: each reads what has happened, and gives the problems
+
+
+def _no_message_waits(history: Any, _checker: MessageChecker) -> Problems:
+    for delivery in (*history.broker.queue, *history.broker.unacked):
+        yield "a message waits for ever", str(delivery.work)
+
+
+def _no_key_without_a_run(history: Any, _checker: MessageChecker) -> Problems:
+    for key in list(history.store.keys):
+        value = history.store.get(key)
+        if value is not None and not key.startswith(b"{"):
+            yield "a key without a run", f"{key!r} {value!r}"[:200]
+
+
+def _exceptions_are_documented(history: Any, _checker: MessageChecker) -> Problems:
+    for trigger in history.triggers.values():
+        if trigger.error is not None and type(trigger.error).__name__ not in _DOCUMENTED:
+            yield "an exception that is not documented", f"{trigger.name}: {trigger.error!r}"
+
+
+def _no_task_is_lost(history: Any, checker: MessageChecker) -> Problems:
+    """All work that was published is done or told: also a later attempt, and what an id is used for again."""
+    for work in {each.work: None for each in history.broker.published if each.task == "work"}:
+        trigger, outcomes = history.triggers[work.trigger], set(history.outcomes[work])
+        ends = {run.end for run in trigger.runs if run.work == work} - {"killed"}
+        has_ended = bool(ends) and (ends != {"Reject"} or trigger.ends == ("reject",) or not checker.plan.acks_late)
+        was_told = bool(outcomes - _WAITS) or trigger.id in history.revoked
+        if not (has_ended or was_told or checker.may_lose_messages or _may_end(history, checker, trigger, outcomes)):
+            yield "a task is lost", f"{work}: {history.outcomes[work]}"
+
+
+def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[str]) -> bool:
+    """Whether it may end without a run, as is documented."""
+    plan = history.plan
+    all_outcomes = [end for work, ends in history.outcomes.items() if work.trigger == trigger.name for end in ends]
+    has_succeeded = trigger.how == "id" or any(end.startswith("'done") for end in all_outcomes)
+    if has_succeeded and checker.had("kill"):
+        return True  # Celery finds the earlier success of this id, and takes it for that of the child that was killed
+    own = {each.number for each in history.broker.published if each.work.trigger == trigger.name}
+    if trigger.how == "id" and outcomes == {"Ignore"} and own & history.broker.redelivered:
+        return True  # a redelivery of the message is taken for one of an earlier message with this id
+    if trigger.how == "id" and plan.at_least and outcomes == {"Ignore"}:
+        return True  # the key is kept, by a task with the same id: to tell the two apart could cost a result
+    is_skipped = plan.when_busy in ("skip", "buffer_one") or (plan.when_busy == "default" and not trigger.runs)
+    return "None" in outcomes and is_skipped
+
+
+def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
+    for trigger in history.triggers.values():
+        ends = {run.end for run in trigger.runs}
+        expected = {"chain": "done", "chord": "done", "link": "done", "link_error": "ValueError"}.get(trigger.how)
+        outcomes = {end for work, ends in history.outcomes.items() if work.trigger == trigger.name for end in ends}
+        # Another delivery or attempt of the task fails, and with it the chord: it could not be requeued; or it was
+        # redelivered, which the first one cannot know, and the server was away or the key was busy.
+        was_redelivered = checker.had("lost connection", "visibility timeout")
+        has_failed = "OperationalError" in outcomes
+        has_failed |= was_redelivered and bool(outcomes & {"LockUnavailable", "AlreadyRunning"})
+        # Celery counts the other part twice, and believes the chord to be complete.
+        is_miscounted = trigger.how == "chord" and _other_part_ran_twice(history, trigger)
+        was_told = trigger.id in history.revoked or checker.may_lose_messages or has_failed or is_miscounted
+        if expected in ends and not trigger.received and not was_told:
+            yield "what follows was not called", f"{trigger.name} was sent with {trigger.how}"
+
+
+def _other_part_ran_twice(history: Any, trigger: Any) -> bool:
+    parts = [each.number for each in history.broker.published if each.task == "part"]
+    own = [number for number in parts if history.broker.published[number].work.trigger == trigger.name]
+    return any(history.deliveries_ended[number] > 1 for number in own)
+
+
+def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
+    runs = Counter(run.work for trigger in history.triggers.values() for run in trigger.runs)
+    for work, count in runs.items():
+        may_run_again = history.triggers[work.trigger].ends == ("requeue",)
+        if count > 1 and not may_run_again and checker.only("publishing fails"):
+            yield "a run too many", f"{work} ran {count} times"
+
+
+def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
+    if history.plan.when_busy != "buffer_one":
+        return
+    sent = [each for each in history.triggers.values() if each.error is None and each.ends != ("ignore",)]
+    runs = [run for each in history.triggers.values() for run in each.runs]
+    if not sent or any(run.began >= sent[-1].asked or run.trigger is sent[-1] for run in runs):
+        return
+    # They are numbered as they arrive, so one that was sent before may be the newest: at one time, or on a slow line.
+    asked_at_once = {each.name for each in sent if each.asked > sent[-1].asked - _JUST_NOW}
+    outcomes = {end for work, ends in history.outcomes.items() if work.trigger in asked_at_once for end in ends}
+    others = {end for ends in history.outcomes.values() for end in ends} & {"LockUnavailable", "OperationalError"}
+    if not (checker.may_lose_messages or history.revoked or outcomes - _WAITS or others):
+        yield "the newest did not run", sent[-1].name
+
+
+def _at_least(history: Any, checker: MessageChecker) -> Problems:
+    """After a success no run begins until the time is over."""
+    if not history.plan.at_least or not checker.only("publishing fails", "visibility timeout", "lost connection"):
+        return
+    runs = sorted((run for each in history.triggers.values() for run in each.runs), key=lambda run: run.began)
+    for run, later in pairwise(runs):
+        was_limited = "limit" in run.trigger.how  # which may have interrupted its release
+        if run.end == "done" and later.began - run.began < history.plan.at_least - _JUST_NOW and not was_limited:
+            yield "at_least", f"{later.work} began {later.began - run.began:.2f} s after {run.work}"
+
+
+INVARIANTS: list[Callable[[Any, MessageChecker], Problems]] = [
+    _no_message_waits,
+    _no_task_is_lost,
+    _no_key_without_a_run,
+    _exceptions_are_documented,
+    _what_follows_is_called,
+    _no_work_runs_twice,
+    _the_newest_runs,
+    _at_least,
+]
