@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -255,9 +255,15 @@ class Checker:
         if b'"kept"' in value:
             if left > self.at_least:
                 self.problem("a key is kept too long", f"{left:.1f} s")
-        # Of a dead process nobody is left who could release what comes later; to its machine it is a dead holder's.
-        elif not any(b'"pid":%d,' % pid in value for call in self.calls for pid in call.process.machine.dead()):
+        # Nobody is left who could release what comes later from a process that is dead, or can start no thread.
+        elif not any(b'"pid":%d,' % pid in value for pid in self._that_release_nothing()):
             self.problem("a key without a run", f"{left:.1f} s more: {value[-40:]!r}")
+
+    def _that_release_nothing(self) -> Iterator[int]:
+        for process in {call.process for call in self.calls}:
+            yield from process.machine.dead()
+            if any(each.startswith(f"no thread of {process.name}#") for each in self.world.faults):
+                yield process.pid
 
 
 def _is_kept_of(value: Any, call: Call) -> bool:
