@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dis
+import gc
 import os
 import random
 import signal
@@ -129,13 +130,18 @@ class AfterCall(AtLine):
 
 @contextmanager
 def traced(trace: AtLine) -> Iterator[None]:
-    """Have this thread traced; coverage, if it is at work, goes on after it."""
+    """Have this thread traced; coverage, if it is at work, goes on after it.
+
+    No garbage is collected meanwhile: the lines in which an earlier call's coroutine ends are none of this call's.
+    """
     before = sys.gettrace()
+    gc.disable()
     sys.settrace(trace)
     try:
         yield
     finally:
         sys.settrace(before)
+        gc.enable()
 
 
 def held() -> list[Any]:
