@@ -142,6 +142,10 @@ class Store:
         expires = self.keys[key][1]
         return -1 if expires is None else round((expires - self._clock()) * 1000)
 
+    def do_scan(self, _cursor: bytes, _match: bytes, pattern: bytes, *_count: bytes) -> list[Any]:
+        begin = pattern.removesuffix(b"*").replace(b"\\", b"")
+        return [b"0", [key for key in list(self.keys) if key.startswith(begin) and self.get(key) is not None]]
+
     # hashes and sorted sets
 
     def _fields(self, key: bytes, kind: type[dict[bytes, Any]] = dict) -> dict[bytes, Any]:

@@ -52,6 +52,7 @@ plain = st.one_of(
     st.tuples(st.just(b"PEXPIRE"), keys, lives),
     st.tuples(st.just(b"PEXPIRE"), keys, st.just(b"-1")),  # it expires at once
     st.tuples(st.just(b"PTTL"), keys),
+    st.just((b"SCAN", b"0", b"MATCH", rb"\{\k\}*", b"COUNT", b"1000")),
 ).map(list)
 sequences = st.lists(st.one_of(plain, *map(script, SCRIPTS)), max_size=12)
 
@@ -74,6 +75,8 @@ def comparable(reply: Any, name: bytes) -> Any:
         return "unknown" if "unknown command" in text else text[:20]
     if name == b"PTTL" and isinstance(reply, int) and reply > 0:
         return round(reply / 30_000)
+    if name == b"SCAN":
+        return sorted(reply[1])
     if isinstance(reply, list):  # the last field is the age, by the server's clock
         return [comparable(each, b"") for each in reply[:-1]]
     return "OK" if isinstance(reply, Status) or reply in (b"OK", True) else reply
