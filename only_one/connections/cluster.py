@@ -48,7 +48,6 @@ class Node:
         self.backs_off_until = 0.0
         self._pause = _FIRST_PAUSE
         self._cluster = cluster
-        self._is_connected = not hasattr(client, "connection_pool")  # nothing to connect
 
     def send(self, commands: Sequence[Command], options: dict[str, Any], pause: float | None = None) -> list[Any]:
         """Send commands in one trip; in a cluster, a command whose slot has moved is sent on.
@@ -78,16 +77,6 @@ class Node:
             return [error] * len(commands)
         self._pause = _FIRST_PAUSE
         return replies
-
-    def connect(self, pause: float) -> None:
-        """Connect once: under load that takes long, and the first renewal must take no longer than the others."""
-        if self._is_connected:
-            return
-        self._is_connected = True
-        try:
-            redis.Redis(connection_pool=self.client.connection_pool, single_connection_client=True).close()
-        except Exception:  # noqa: BLE001 - the thread has other keys to see to
-            self.fail(pause)
 
     def fail(self, pause: float | None = None) -> None:
         """Note that the node could not be reached."""

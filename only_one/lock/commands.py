@@ -282,36 +282,29 @@ RAW = {"NEVER_DECODE": True, "get": True}
 """Options of redis-py: replies come as bytes, also from clients that decode, and SET with GET gives the old value."""
 
 
-def _after(
-    error: Exception,
-    client: Any,
-    commands: Commands[T],
-    command: Command,
-    *,
-    sent_again: bool,
-) -> tuple[Command, bool]:
-    """The command to send after an error, and whether one of the generator's commands was sent again by now.
+def _after(error: Exception, commands: Commands[T], command: Command, *, sends_again: bool) -> tuple[Command, bool]:
+    """The command to send after an error, and whether the next one that gets no answer is sent again.
 
     A command of our own client that got no answer is sent again, once for each generator: so the client knows in the
     time of two attempts that a server is down. Other clients send again by themselves.
     """
     if isinstance(error, (redis.ConnectionError, redis.TimeoutError)):
         note_unanswered()
-        if not sent_again and getattr(client, "sends_again", False):
-            return command, True
-    return commands.throw(error), sent_again
+        if sends_again:
+            return command, False
+    return commands.throw(error), sends_again
 
 
 def drive(client: Any, commands: Commands[T]) -> T:
     """Send the commands of a generator, and return the generator's result."""
-    sent_again = False
+    sends_again = getattr(client, "sends_again", False)
     try:
         command = next(commands)
         while True:
             try:
                 reply = client.execute_command(*command, **RAW)
             except Exception as error:  # noqa: BLE001 - the generator says which errors end it
-                command, sent_again = _after(error, client, commands, command, sent_again=sent_again)
+                command, sends_again = _after(error, commands, command, sends_again=sends_again)
             else:
                 command = commands.send(reply)
     except StopIteration as stop:
@@ -323,14 +316,14 @@ def drive(client: Any, commands: Commands[T]) -> T:
 
 async def drive_async(client: Any, commands: Commands[T]) -> T:
     """Send the commands of a generator, and return the generator's result."""
-    sent_again = False
+    sends_again = getattr(client, "sends_again", False)
     try:
         command = next(commands)
         while True:
             try:
                 reply = await client.execute_command(*command, **RAW)
             except Exception as error:  # noqa: BLE001 - the generator says which errors end it
-                command, sent_again = _after(error, client, commands, command, sent_again=sent_again)
+                command, sends_again = _after(error, commands, command, sends_again=sends_again)
             else:
                 command = commands.send(reply)
     except StopIteration as stop:

@@ -64,7 +64,6 @@ class _Renewer:
     def take_turn(self) -> None:
         """Do all that is due, then sleep. An error in one step does not keep the other steps from their turn."""
         for step in (
-            self.connect_for_what_is_due_soon,
             self.renew_all_that_is_due,
             self.cleanups.release_due,
             self.look_at_a_new_server,
@@ -104,15 +103,6 @@ class _Renewer:
         dues = [lease.renew_at for lease in self.held()]
         dues += [cleanup.try_at for cleanup in list(self.cleanups.values())]
         return -math.inf if self.unknown else min(dues, default=math.inf)
-
-    def connect_for_what_is_due_soon(self) -> None:
-        """Connect to a server some seconds before the first renewal in it."""
-        moment = now()
-        for lease in self.held():
-            if lease.server and lease.renews and lease.renew_at < moment + 2:
-                lease.server.node_of(lease.key).connect(_pause([lease]))
-            if now() > moment + LONG:
-                return
 
     def look_at_a_new_server(self) -> None:
         """Log a warning if a new server may evict keys."""

@@ -289,7 +289,7 @@ def test_a_first_call_after_the_main_thread_has_ended_is_renewed_or_says_so(redi
 
 
 @pytest.mark.usefixtures("direct")
-@pytest.mark.parametrize("step", ["connect_for_what_is_due_soon", "cleanups.release_due", "look_at_a_new_server"])
+@pytest.mark.parametrize("step", ["cleanups.release_due", "look_at_a_new_server"])
 def test_whatever_goes_wrong_in_one_turn_the_next_comes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str
 ) -> None:
@@ -593,7 +593,7 @@ def test_a_server_that_is_down_loses_no_lease_on_another(
         options = node.client.connection_pool.connection_kwargs
         assert (options["socket_timeout"], options["socket_connect_timeout"]) == (0.5, 0.25)
         assert options["retry"]._retries == 0
-        assert is_renewed(down.lock)  # or it would have to be connected to, which comes before all renewals
+        assert is_renewed(down.lock)
         assert is_waited_for_patiently(run.lock)
         assert is_idle()
         with proxy.black_hole():

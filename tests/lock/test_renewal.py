@@ -215,39 +215,7 @@ def test_how_it_is_told_why(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> No
     assert said[2][1] == f"{first} and 2 others could not be renewed, and will be tried again: OSError('down')"
 
 
-# Connections, and servers that nobody has looked at
-
-
-def test_who_is_connected_to_before_it_is_asked(watch: Watch, redis_url: str) -> None:
-    """Two seconds before, once, and only for what is renewed."""
-    soon, later, plain = (watch.server(redis_url) for _ in range(3))
-    for name in ("soon", "again"):
-        watch.lease(soon, name).renew_at = math.nextafter(MOMENT + 2, 0)
-    watch.lease(later, "later").renew_at = MOMENT + 2
-    watch.lease(plain, "plain", TTL).renew_at = MOMENT
-    watch.lease(None, "off").renew_at = MOMENT
-    for _ in range(2):
-        watch.renewer.connect_for_what_is_due_soon()
-        assert [node(each).connects for each in (soon, later, plain)] == [1, 0, 0]
-    pool = node(soon).client.connection_pool
-    assert [each._sock is not None for each in pool._available_connections] == [True]
-
-
-def test_who_cannot_be_connected_to(watch: Watch) -> None:
-    server = watch.server(DOWN)
-    watch.lease(server, ttl=2.0).renew_at = MOMENT
-    watch.renewer.connect_for_what_is_due_soon()
-    assert node(server).backs_off_until == pytest.approx(MOMENT + 0.2)
-
-
-def test_a_connection_that_takes_long_gives_others_the_next_turn(watch: Watch, redis_url: str) -> None:
-    for takes, connects in [(0.0, [1, 1]), (0.1, [1, 1]), (0.125, [1, 0])]:
-        servers = [watch.server(redis_url) for _ in range(2)]
-        for number, server in enumerate(servers):
-            watch.lease(server, str(number)).renew_at = MOMENT
-            node(server).takes = takes if number == 0 else 0.0
-        watch.renewer.connect_for_what_is_due_soon()
-        assert [node(server).connects for server in servers] == connects
+# Servers that nobody has looked at
 
 
 def test_a_server_that_cannot_be_looked_at_is_in_a_minute(watch: Watch) -> None:
@@ -485,10 +453,6 @@ def test_a_node_carries_out_all_that_it_does_not_refuse(watch: Watch, redis_url:
         assert proxy.commands == ["HGET", "GET"]
     assert isinstance(replies[0], ResponseError)
     assert replies[1] == b"token"
-
-
-def test_a_node_whose_client_has_no_pool_cannot_be_connected_to_before() -> None:
-    nodes.Node(object()).connect(1.0)
 
 
 # Their connections

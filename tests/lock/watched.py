@@ -29,25 +29,18 @@ class Watched(nodes.Node):
     Attributes:
         trips: of each trip, the command and the key of all that was sent.
         takes: seconds that a trip takes.
-        connects: how often it was connected to before it was asked.
     """
 
     def __init__(self, client: Any, clock: Clock) -> None:
         super().__init__(client)
         self.trips: list[Trip] = []
         self.takes = 0.0
-        self.connects = 0
         self._clock = clock
 
     def send(self, commands: Sequence[Any], options: dict[str, Any], pause: float | None = None) -> list[Any]:
         self.trips.append([(command[0], command[3] if command[0] == "EVAL" else command[1]) for command in commands])
         self._clock.moment += self.takes
         return super().send(commands, options, pause)
-
-    def connect(self, pause: float) -> None:
-        self.connects += not self._is_connected
-        self._clock.moment += self.takes
-        super().connect(pause)
 
 
 class Watch:
