@@ -31,10 +31,7 @@ _inherited: list[Any] = []
 
 
 class _BrokenError(Exception):
-    """The connection is broken. This is no error of redis-py's: redis-py would wait for a while and try again."""
-
-    def __init__(self, cause: redis.ConnectionError) -> None:
-        self.cause = cause
+    """Holds a ``ConnectionError`` of redis-py's, for which redis-py would wait for a while and try again."""
 
 
 class _Pinned:
@@ -129,7 +126,7 @@ class PinnedClient(redis.Redis):
             pinned.drop()
             if self.sends_again:
                 self.kept = []  # they may be broken, too
-                raise broken.cause from None
+                raise broken.args[0] from None
         except BaseException:
             # A reply may be on its way still, which the next command there would take for its own.
             pinned.drop()
