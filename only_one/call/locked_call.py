@@ -23,13 +23,13 @@ from only_one.lock.commands import (
     ReleaseResult,
     Retained,
     acquire,
+    end,
     now,
     replace,
     unanswered,
 )
 from only_one.lock.current_lock import Lease
 from only_one.lock.holder import active_tokens, is_dead, is_queued, kept
-from only_one.lock.redis_lock import AsyncLock, Lock
 from only_one.lock.renewal import hold, let_go, release_later, start_thread
 from only_one.policies import CarryOn, RequeueRequest, fail, skip
 
@@ -60,7 +60,6 @@ class LockedCall:
         lost: how the run has lost its key, or None.
     """
 
-    lock_of_redis_py: type[Lock | AsyncLock] = Lock
     waits_until_told = True
 
     result: Any = None
@@ -225,9 +224,8 @@ class LockedCall:
 
     def _end(self, retained: Retained | None, marker: MarkerUpdate | None) -> Commands[ReleaseResult | None]:
         """Release the key, or store a value in place of the token; None if that must be done in the background."""
-        lock = self.lock_of_redis_py.held(self.client, self.server.features, self.key, self.token, self.options.ttl)
         before = unanswered.get()
-        became: ReleaseResult = yield from lock.end(retained, marker)
+        became: ReleaseResult = yield from end(self.server.features, self.key, self.token, retained, marker)
         if became.status == "taken" and unanswered.get() != before:
             became = ReleaseResult("gone")  # the first of two releases has released it, and another has acquired it
         if marker and (became.has_redeliveries or became.status != "held"):
@@ -294,7 +292,6 @@ class LockedCall:
 class AsyncLockedCall(LockedCall):
     """The same in an event loop, where ``when_lost=fail`` cancels the run at once."""
 
-    lock_of_redis_py = AsyncLock
     waits_until_told = False  # the loop has others to see to
 
     def __init__(self, options: EffectiveOptions, server: Server, client: Any, caller: Caller, key: str) -> None:

@@ -253,6 +253,15 @@ def replace(
     return parse_result((yield from evaluate(_REPLACE, key, *args, beside=beside)))
 
 
+def end(
+    features: Features, key: str, token: bytes, retained: Retained | None, marker: MarkerUpdate | None
+) -> Commands[ReleaseResult]:
+    """If a key is ours, delete it, or store a retained value that has time left in place of the token."""
+    if retained and (left := retained.until - now()) > 0:
+        return replace(key, token, retained.value, left, marker, retained.note)
+    return release(features, key, token, marker)
+
+
 def retain_command(key: Key, token: bytes, retained: Retained, seconds: float) -> Command:
     """The command that stores a retained value in place of ``token``.
 

@@ -8,7 +8,7 @@ import redis.lock
 from redis.exceptions import LockNotOwnedError
 
 from . import commands
-from .commands import Commands, Features, MarkerUpdate, ReleaseResult, Retained, now
+from .commands import Commands, Features, now
 
 
 class _Common:
@@ -26,20 +26,6 @@ class _Common:
         super().__init__(*args, **kwargs)
         self.features = features or Features()
         self.expires_at = math.inf
-
-    @classmethod
-    def held(cls, client: Any, features: Features, name: str, token: bytes, ttl: float) -> "_Common":
-        """The lock of a key that was acquired with ``token`` for ``ttl`` seconds. A skipped call needs none."""
-        lock = cls(client, name, ttl, thread_local=False, features=features)
-        lock.local.token = token
-        return lock
-
-    def end(self: Any, retained: Retained | None, marker: MarkerUpdate | None) -> Commands[ReleaseResult]:
-        """If the key is ours, delete it, or store a retained value in place of the token."""
-        token = self.local.token
-        if retained and (left := retained.until - now()) > 0:
-            return commands.replace(self.name, token, retained.value, left, marker, retained.note)
-        return commands.release(self.features, self.name, token, marker)
 
     def do_acquire(self: Any, token: Any) -> Any:
         """Acquire the key if it is free."""

@@ -16,7 +16,7 @@ from redis import Redis
 
 from only_one import AlreadyRunning, fail
 from only_one.connections.connection_pool import PinnedClient
-from only_one.lock import redis_lock
+from only_one.lock import commands
 from only_one.lock.commands import now
 from tests.celery.deliveries import Queue
 from tests.celery.enqueueing import QUEUE_TIMEOUT, a_task, cover, lives_for
@@ -118,7 +118,7 @@ def test_a_dropped_redelivery_leaves_the_key_to_the_task_that_was_queued_meanwhi
 
 def test_at_the_end_of_its_time_the_key_is_free(tasks: Any, left: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     two = tasks()
-    two.meanwhile = lambda: monkeypatch.setattr(redis_lock, "now", lambda: now() + LEFT)
+    two.meanwhile = lambda: monkeypatch.setattr(commands, "now", lambda: now() + LEFT)
     two.run_other()
     assert left("k") == -2
     assert two.task.delay() != two.waits
