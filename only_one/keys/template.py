@@ -116,8 +116,6 @@ def _template(template: str, arguments: Arguments) -> MakeKey:
     named = [parts.pop(0)] if fields[0].path == "name" else []
     # With the literals around it the name is most of a key, so that is made once per name.
     head = functools.cache(lambda name: start + "".join([text(name, (), {}) + after for text, after in named]))
-    if not parts:
-        return lambda name, _args, _kwargs: head(name)
     if len(parts) == 1:
         ((text, tail),) = parts
         return lambda name, args, kwargs: head(name) + text(name, args, kwargs) + tail

@@ -143,13 +143,9 @@ A forked child begins without any: a call that was under way at the fork stays t
 """
 
 
-def _forget_process() -> None:
-    _this_process.cache_clear()
-    active_tokens.clear()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_process)
+    os.register_at_fork(after_in_child=_this_process.cache_clear)
+    os.register_at_fork(after_in_child=active_tokens.clear)
 
 
 def _task_fields(task_id: str | None, attempt: int | None, replacement: int) -> str:
