@@ -16,18 +16,7 @@ from only_one.connections.server import Server
 from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable
 from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, logger, wanted
 from only_one.lock.cleanup import Cleanup
-from only_one.lock.commands import (
-    TROUBLE,
-    Commands,
-    MarkerUpdate,
-    ReleaseResult,
-    Retained,
-    acquire,
-    end,
-    now,
-    replace,
-    unanswered,
-)
+from only_one.lock.commands import TROUBLE, Commands, ReleaseResult, Retained, acquire, end, now, replace, unanswered
 from only_one.lock.current_lock import Lease
 from only_one.lock.holder import active_tokens, is_dead, is_queued, kept
 from only_one.lock.renewal import hold, let_go, release_later, start_thread
@@ -144,9 +133,8 @@ class LockedCall:
                 self.clean_up(no_write_in_flight=False)
             self.result = self.busy(acquired)
             return False
-        self.lease = Lease(
-            self.server, self.key, self.token, self._asked_at, self.options.ttl, self.options.timeout or inf
-        )
+        limit = self.options.timeout or inf
+        self.lease = Lease(self.server, self.key, self.token, self._asked_at, self.options.ttl, limit)
         if acquired is None and not self.lease.is_held:
             acquired = TimeoutError("the answer came when the key had expired again")
         if acquired is not None:
@@ -212,26 +200,19 @@ class LockedCall:
         # A retry's value goes, too: a key names one task that waits, and it was taken over from the other.
         if self._owed is not None and not is_kept:
             retained = to_store(self._owed)
-        became = None
+        became: ReleaseResult | None = None
         try:
-            became = yield from self._end(retained, marker)
+            became = yield from end(self.server.features, self.key, self.token, retained, marker)
+            if marker and (became.has_redeliveries or became.status != "held"):
+                self.caller.on_marked(self.server, self.key)
+            if retained and became.status == "gone" and now() > self.lease.expires_at:  # while it was released
+                became = None
         except Exception as error:
             if is_of_signal_handler(error):
                 raise
             # Any other is not raised: the run has its own result or exception.
             logger.debug("%s could not be released, and will be in the background: %s", self.key, error)
         self._released(became, retained)
-
-    def _end(self, retained: Retained | None, marker: MarkerUpdate | None) -> Commands[ReleaseResult | None]:
-        """Release the key, or store a value in place of the token; None if that must be done in the background."""
-        before = unanswered.get()
-        became: ReleaseResult = yield from end(self.server.features, self.key, self.token, retained, marker)
-        if became.status == "taken" and unanswered.get() != before:
-            became = ReleaseResult("gone")  # the first of two releases has released it, and another has acquired it
-        if marker and (became.has_redeliveries or became.status != "held"):
-            self.caller.on_marked(self.server, self.key)
-        has_expired = became.status == "gone" and now() > self.lease.expires_at  # while it was released
-        return None if retained and has_expired else became
 
     def clean_up(self, *, no_write_in_flight: bool, retained: Retained | None = None) -> None:
         """Release the key in the background, or store a retained value: whether the token is there is not known."""

@@ -257,9 +257,14 @@ def end(
     features: Features, key: str, token: bytes, retained: Retained | None, marker: MarkerUpdate | None
 ) -> Commands[ReleaseResult]:
     """If a key is ours, delete it, or store a retained value that has time left in place of the token."""
+    before = unanswered.get()
     if retained and (left := retained.until - now()) > 0:
-        return replace(key, token, retained.value, left, marker, retained.note)
-    return release(features, key, token, marker)
+        became = yield from replace(key, token, retained.value, left, marker, retained.note)
+    else:
+        became = yield from release(features, key, token, marker)
+    if became.status == "taken" and unanswered.get() != before:
+        return ReleaseResult("gone")  # the first of two releases has released it, and another has acquired it
+    return became
 
 
 def retain_command(key: Key, token: bytes, retained: Retained, seconds: float) -> Command:
