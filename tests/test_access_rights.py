@@ -22,7 +22,7 @@ from only_one.connections import server as servers
 from only_one.inspection import held, holder_of, key_of, release, release_key
 from only_one.lock import commands, renewal
 from only_one.lock.cleanup import Cleanup
-from only_one.lock.commands import MarkerUpdate, drive, evaluate, now, replace
+from only_one.lock.commands import MarkerUpdate, Retained, drive, evaluate, now
 from only_one.lock.holder import TokenFactory
 from tests.celery.deliveries import token_of
 from tests.celery.enqueueing import withdraw
@@ -141,7 +141,7 @@ def use_tasks(client: Any, url: str) -> None:
         redelivery.read_marker(key, note, 60),
         evaluate(redelivery.REQUEUED, key, 1, 60_000, beside=(note,)),
         commands.release(server.features, key, b"ours", MarkerUpdate(note, 60_000)),
-        replace(key, b"ours", b"kept", 1, MarkerUpdate(note, 60_000)),
+        commands.end(server.features, key, b"ours", Retained(b"kept", now() + 1), MarkerUpdate(note, 60_000)),
         evaluate(redelivery.STORED, key, beside=(note,)),
         redelivery.read_marker(key, note),
     ):

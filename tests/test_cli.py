@@ -255,7 +255,7 @@ def test_a_key_that_gets_another_holder_meanwhile_is_left_alone(
     redis: Redis, redis_url: str, prefix: str, dead: str, capsys: Out
 ) -> None:
     with Proxy(redis_url) as proxy, ThreadPoolExecutor(1) as pool:
-        release = proxy.hold_up("DELIFEQ", "DELEX", "EVALSHA")
+        release = proxy.hold_up("DELIFEQ", "DELEX", "EVAL")
         released = pool.submit(main, ["--redis", proxy.url, "--prefix", prefix, "release", "dead"])
         assert release.met.wait(LIMIT)
         redis.set(dead, "the next one", px=600_000)

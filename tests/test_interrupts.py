@@ -473,7 +473,7 @@ def test_a_reply_that_nobody_waits_for_is_not_taken_for_another(
         redis.set(f"{prefix}second", "somebody else")
         waiting = pool.submit(client.execute_command, "BLPOP", f"{prefix}list", LIMIT)
         assert eventually(lambda: "BLPOP" in proxy.commands)
-        held_up = proxy.hold_up(*(["SET"] if which == "SET" else ["DELIFEQ", "DELEX", "EVALSHA"]))
+        held_up = proxy.hold_up(*(["SET"] if which == "SET" else ["DELIFEQ", "DELEX", "EVAL"]))
         number = 1 if which == "SET" else 2
         result, _ = copy_context().run(interrupt, BeforeReply(number, soft_time_limit), first)
         assert isinstance(result, SoftTimeLimitExceeded) == (which != "release")

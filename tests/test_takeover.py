@@ -211,7 +211,7 @@ def test_of_eight_that_find_the_same_dead_holder_one_runs(
         assert [number for number, _ in counts] == list(range(processes))
         assert sum(count for _, count in counts) == rounds
         stats = client.info("commandstats")
-        tried = sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "eval"))
+        tried = sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("eval"))
         print("taken over", rounds, "times in", tried, "attempts")
         record_property("taken over", rounds)
         record_property("attempts", tried)
@@ -376,7 +376,7 @@ def test_another_that_takes_over_in_between(
     """Between the look at the dead holder and the command that replaces it, the key becomes another's."""
     # By a client without time-outs, as the command is held up.
     with Proxy(redis_url) as proxy, redis_py.Redis.from_url(proxy.url) as client:
-        held = proxy.hold_up("EVALSHA", "EVAL")
+        held = proxy.hold_up("EVAL")
         results: list[Any] = []
         caller = threading.Thread(target=lambda: results.append(call(redis=client)))
         caller.start()
@@ -400,10 +400,10 @@ def test_a_takeover_whose_first_try_went_astray(
         if becomes == "ours":
             assert call(redis=client) == "done"  # the script is known from here on
             redis.set(key, dead, px=TIMEOUT * 1000)
-            proxy.lose_reply("EVALSHA")
+            proxy.lose_reply("EVAL")
             results.append(call(redis=client))
         else:
-            held = proxy.hold_up("EVALSHA", "EVAL")
+            held = proxy.hold_up("EVAL")
             caller = threading.Thread(target=lambda: results.append(call(redis=client)))
             caller.start()
             assert held.met.wait(LIMIT)

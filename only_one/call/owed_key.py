@@ -41,7 +41,7 @@ class Withdrawal(Cleanup):
         """The command that deletes the value of the task, whose words in it are ``token``, and leaves the note."""
         number = "" if self.number is None else self.number
         keys = (self.key, self.note, self.triggers)
-        return ("EVAL", _WITHDRAW.text, len(keys), *keys, self.token, round(self.note_lasts * 1000), number)
+        return _WITHDRAW.command(keys, self.token, round(self.note_lasts * 1000), number)
 
 
 def note_of(key: str, task_id: str | None, replacement: int, attempt: int | None) -> str:

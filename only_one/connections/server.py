@@ -49,7 +49,7 @@ class Server:
         self.client = PinnedClient(client) if PinnedClient.fits(client) else guarded(client)
         self.features = Features()
         if isinstance(client, redis.RedisCluster):
-            self.features.release = "EVALSHA"  # the slot of an unknown command is not known
+            self.features.release = "EVAL"  # the slot of an unknown command is not known
         self.looked_at_from = 0.0
         self._given = client
         self._nodes: ClusterNodes | Node | None = None

@@ -8,7 +8,7 @@ from redis.exceptions import ResponseError
 from only_one.connections.cluster import LONG, Node, trips
 from only_one.connections.server import Server
 
-from .commands import RAW, Command, Retained, now, retain_command
+from .commands import RAW, Command, Retained, now, replacement
 from .holder import active_tokens
 
 _FIRST_PAUSE = 0.05
@@ -44,9 +44,9 @@ class Cleanup:
 
     def command(self) -> Command:
         """The command that releases the key, or stores the retained value."""
-        if self.retained is None or (left := self.retained.until - now()) <= 0:
+        if self.retained is None or self.retained.until <= now():
             return self.server.features.release_command(self.key, self.token)
-        return retain_command(self.key, self.token, self.retained, left)
+        return replacement(self.key, self.token, self.retained, may_be_missing=True)
 
     def is_over(self, command: Command, reply: object) -> bool:
         """Whether the cleanup has ended, by the reply to its command."""

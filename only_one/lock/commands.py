@@ -4,7 +4,6 @@ Each command function is a generator: it yields one command at a time and is sen
 So it decides without sending, and one piece of code serves both drivers. The idea is that of httpx's auth flows.
 """
 
-import hashlib
 import time
 from collections.abc import Generator
 from contextvars import ContextVar
@@ -12,7 +11,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar, Union
 
 import redis
-from redis.exceptions import NoScriptError, RedisClusterException, RedisError, ResponseError
+from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 T = TypeVar("T")
 Key = Union[str, bytes]
@@ -88,7 +87,13 @@ class Script:
 
     def __init__(self, then: str) -> None:
         self.text = f"local value = redis.call('get', KEYS[1])\n{then}\nreturn value"
-        self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+    def command(self, keys: tuple[Key, ...], *args: bytes | str | int) -> Command:
+        """The command that runs the script for keys of one slot.
+
+        The script is sent whole: so no restart, no failover and no SCRIPT FLUSH costs a second trip.
+        """
+        return ("EVAL", self.text, len(keys), *keys, *args)
 
 
 RENEW = Script("if value == ARGV[1] then return redis.call('pexpire', KEYS[1], ARGV[2]) end")
@@ -134,18 +139,15 @@ class Features:
     """
 
     sets_and_gets = True
-    release: Literal["DELIFEQ", "DELEX", "EVALSHA"] = "DELIFEQ"
+    release: Literal["DELIFEQ", "DELEX", "EVAL"] = "DELIFEQ"
 
     def release_command(self, key: Key, token: bytes) -> Command:
-        """The command that deletes ``key`` if it holds ``token``.
-
-        A script is sent whole, because many commands go in one trip, and none may need a second trip.
-        """
+        """The command that deletes ``key`` if it holds ``token``."""
         if self.release == "DELIFEQ":
             return ("DELIFEQ", key, token)
         if self.release == "DELEX":
             return ("DELEX", key, "IFEQ", token)
-        return ("EVAL", _RELEASE.text, 1, key, token, -1)
+        return _RELEASE.command((key,), token, -1)
 
     def fall_back_from(self, refused: object, error: ResponseError) -> bool:
         """Whether there is another command to release with, after this one was refused."""
@@ -153,7 +155,7 @@ class Features:
         is_unknown = "unknown command" in str(error).lower() or is_forbidden(error)
         has_other = refused in ("DELIFEQ", "DELEX") and is_unknown
         if has_other and refused == self.release:
-            self.release = "DELEX" if refused == "DELIFEQ" else "EVALSHA"
+            self.release = "DELEX" if refused == "DELIFEQ" else "EVAL"
         return has_other
 
 
@@ -213,7 +215,7 @@ def release(features: Features, key: Key, token: bytes, marker: MarkerUpdate | N
     Raises:
         ResponseError: if the server refuses each of our commands.
     """
-    while marker is None and features.release != "EVALSHA":
+    while marker is None and features.release != "EVAL":
         command = features.release_command(key, token)
         try:
             reply = yield command
@@ -223,8 +225,8 @@ def release(features: Features, key: Key, token: bytes, marker: MarkerUpdate | N
         else:
             # The native commands do not say who owns a key that is not ours.
             return parse_result((yield ("GET", key)) if reply == 0 else reply)
-    beside, lasts = ((marker.name,), marker.lasts) if marker else ((), -1)
-    return parse_result((yield from evaluate(_RELEASE, key, token, lasts, beside=beside)))
+    keys, lasts = ((key, marker.name), marker.lasts) if marker else ((key,), -1)
+    return parse_result((yield _RELEASE.command(keys, token, lasts)))
 
 
 def parse_result(reply: int | bytes | None) -> ReleaseResult:
@@ -234,23 +236,28 @@ def parse_result(reply: int | bytes | None) -> ReleaseResult:
     return _RESULTS.get(reply) or ReleaseResult("gone")
 
 
-def replace(
-    key: str, old: bytes, new: bytes, seconds: float, marker: MarkerUpdate | None = None, note: str | None = None
-) -> Commands[ReleaseResult]:
-    """If ``old`` is stored at the key, store ``new`` for ``seconds``.
+def replacement(
+    key: Key, token: bytes, new: Retained, marker: MarkerUpdate | None = None, *, may_be_missing: bool = False
+) -> Command:
+    """The command that stores a value in place of ``token``.
 
     Args:
         key: the key as it is in Redis.
-        old: the value before.
+        token: the value before.
         new: the value after.
-        seconds: how long the new value lives.
         marker: as for ``release``.
-        note: as in ``Retained``.
+        may_be_missing: whether to store the value also at a key that is missing by now. Never if it names a task that
+            waits: its run may have released the key meanwhile.
     """
-    beside = (*((marker.name,) if marker else ()), *((note,) if note else ()))
-    condition, lasts = "may be withdrawn" if note else "", marker.lasts if marker else -1
-    args = (old, new, _whole(seconds), condition, lasts)
-    return parse_result((yield from evaluate(_REPLACE, key, *args, beside=beside)))
+    beside = [each for each in (marker and marker.name, new.note) if each]
+    condition = "may be withdrawn" if new.note else "may be missing" if may_be_missing else ""
+    milliseconds = max(1, round((new.until - now()) * 1000))  # a server refuses to store a value for none
+    return _REPLACE.command((key, *beside), token, new.value, milliseconds, condition, marker.lasts if marker else -1)
+
+
+def replace(key: str, old: bytes, new: bytes, seconds: float) -> Commands[ReleaseResult]:
+    """If ``old`` is stored at the key, store ``new`` for ``seconds``."""
+    return parse_result((yield replacement(key, old, Retained(new, now() + seconds))))
 
 
 def end(
@@ -258,8 +265,8 @@ def end(
 ) -> Commands[ReleaseResult]:
     """If a key is ours, delete it, or store a retained value that has time left in place of the token."""
     before = unanswered.get()
-    if retained and (left := retained.until - now()) > 0:
-        became = yield from replace(key, token, retained.value, left, marker, retained.note)
+    if retained and retained.until > now():
+        became = parse_result((yield replacement(key, token, retained, marker)))
     else:
         became = yield from release(features, key, token, marker)
     if became.status == "taken" and unanswered.get() != before:
@@ -267,29 +274,9 @@ def end(
     return became
 
 
-def retain_command(key: Key, token: bytes, retained: Retained, seconds: float) -> Command:
-    """The command that stores a retained value in place of ``token``.
-
-    It stores the value also at a key that is missing by now, unless the value names a task that waits: its run may have
-    released the key meanwhile.
-    """
-    beside = (retained.note,) if retained.note else ()
-    condition = "may be withdrawn" if retained.note else "may be missing"
-    return ("EVAL", _REPLACE.text, 1 + len(beside), key, *beside, token, retained.value, _whole(seconds), condition, -1)
-
-
-def _whole(seconds: float) -> int:
-    """Milliseconds: at least one, because a server refuses to store a value for none."""
-    return max(1, round(seconds * 1000))
-
-
 def evaluate(script: Script, key: Key, *args: bytes | str | int, beside: tuple[str, ...] = ()) -> Commands[Any]:
-    """Run a script for a key, and others beside it in its slot; the script is sent whole if the server lacks it."""
-    keys = (key, *beside)
-    try:
-        return (yield ("EVALSHA", script.sha, len(keys), *keys, *args))
-    except NoScriptError:
-        return (yield ("EVAL", script.text, len(keys), *keys, *args))
+    """Run a script for a key, and others beside it in its slot."""
+    return (yield script.command((key, *beside), *args))
 
 
 RAW = {"NEVER_DECODE": True, "get": True}

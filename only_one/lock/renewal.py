@@ -148,8 +148,7 @@ class _Renewer:
                 lease.renew_at = min(node.backs_off_until, lease.expires_at)
             return
         ttls = {lease: max(0.001, min(lease.ttl, lease.ends_at - sent)) for lease in leases}
-        # The script is sent whole, so that no restart and no SCRIPT FLUSH costs a second trip.
-        commands = [("EVAL", RENEW.text, 1, each.key, each.token, round(ttl * 1000)) for each, ttl in ttls.items()]
+        commands = [RENEW.command((each.key,), each.token, round(ttl * 1000)) for each, ttl in ttls.items()]
         replies = node.send(commands, RAW, _pause(leases))
         news: dict[str, list[Lease]] = {}
         for (lease, ttl), reply in zip(ttls.items(), replies, strict=True):

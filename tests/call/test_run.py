@@ -39,7 +39,7 @@ NAME = "k"
 LONG = 3600.0
 """Seconds that no test takes, so that no key expires by itself."""
 
-RELEASES = ("DELIFEQ", "DELEX", "EVALSHA", "EVAL")
+RELEASES = ("DELIFEQ", "DELEX", "EVAL")
 
 
 @pytest.fixture

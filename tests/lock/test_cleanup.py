@@ -147,7 +147,7 @@ def are_tried(names: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("settled", [True, False], ids=["settled", "on their way"])
-@pytest.mark.parametrize("release", ["DELIFEQ", "EVALSHA"])
+@pytest.mark.parametrize("release", ["DELIFEQ", "EVAL"])
 def test_many_tokens_of_unknown_fate_are_released_in_a_few_trips(
     server: RedisServer, left_behind: Callable[..., list[str]], release: Any, settled: Any
 ) -> None:
@@ -175,7 +175,7 @@ def test_many_tokens_of_unknown_fate_on_a_server_that_refuses_the_newer_commands
         names = left_behind(settled=True)
         with later(LONG):
             assert eventually(lambda: not client.exists(*names))
-    assert servers.find_server(server.url).features.release == "EVALSHA"
+    assert servers.find_server(server.url).features.release == "EVAL"
 
 
 ENDS = """

@@ -40,7 +40,7 @@ LONG = 3600.0
 """Seconds that no test takes, so that no key expires by itself."""
 
 KINDS = (Running, RunningAsync)
-RELEASES = ("DELIFEQ", "DELEX", "EVALSHA", "EVAL")
+RELEASES = ("DELIFEQ", "DELEX", "EVAL")
 
 
 @pytest.fixture

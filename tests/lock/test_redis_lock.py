@@ -7,7 +7,6 @@ Replies are lost by a proxy; the end-to-end tests go through the decorator.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -35,10 +34,11 @@ from only_one.lock.commands import (
     Features,
     MarkerUpdate,
     ReleaseResult,
-    Script,
+    Retained,
     acquire,
     drive,
     drive_async,
+    end,
     expiry_in,
     is_forbidden,
     now,
@@ -57,7 +57,7 @@ HANGS_FOR = 2.0
 
 NAME = "k"
 LOST = (redis.ConnectionError, redis.TimeoutError)
-RELEASES = ("DELIFEQ", "DELEX", "EVALSHA", "EVAL")
+RELEASES = ("DELIFEQ", "DELEX", "EVAL")
 BINARY = b"\x00\xff\r\n somebody \x1b[31melse's"
 
 
@@ -393,13 +393,13 @@ def test_what_is_replaced_is_ours_or_has_been_replaced_before(url: str, direct: 
 def test_copies_are_told_and_otherwise_nothing_is_left(direct: Any, key: str, *, wait: bool, lasts: int) -> None:
     """Those that wait, and those that may yet come."""
     note = MarkerUpdate(f"{{{key}}}:copy", lasts)
-    for end in (replace(key, b"ours", b"kept", 60, note), release(Features(), key, b"ours", note)):
+    for retained in (Retained(b"kept", now() + 60), None):
         direct.set(key, b"ours")
         direct.delete(note.name)
         if wait:
             direct.hset(note.name, mapping={"number": 1, "stored": 1})
         are_told = wait or lasts > 0
-        assert drive(direct, end) == ("held", b"", are_told)
+        assert drive(direct, end(Features(), key, b"ours", retained, note)) == ("held", b"", are_told)
         told = direct.hgetall(note.name)
         if are_told:
             assert (told[b"ended"], told[b"stored"]) == (b"ours", b"0")
@@ -411,13 +411,13 @@ def test_copies_are_told_and_otherwise_nothing_is_left(direct: Any, key: str, *,
 
 
 def test_a_key_of_others_is_not_replaced_nor_deleted_for_the_copies(direct: Any, key: str) -> None:
-    note = MarkerUpdate(f"{{{key}}}:copy", 0)
+    note, retained = MarkerUpdate(f"{{{key}}}:copy", 0), Retained(b"kept", now() + 60)
     direct.set(key, b"kept")
-    assert drive(direct, replace(key, b"ours", b"kept", 60, note)) == ("held", b"", False)  # sent again
+    assert drive(direct, end(Features(), key, b"ours", retained, note)) == ("held", b"", False)  # sent again
     assert 30_000 < direct.pttl(key) <= 60_000
     for value in (b"other", b""):
         direct.set(key, value)
-        assert drive(direct, replace(key, b"ours", b"kept", 60, note)) == ("taken", value, False)
+        assert drive(direct, end(Features(), key, b"ours", retained, note)) == ("taken", value, False)
         assert drive(direct, release(Features(), key, b"ours", note)) == ("taken", value, False)
         assert direct.get(key) == value
 
@@ -456,10 +456,10 @@ def test_two_commands_of_which_the_reply_to_the_first_was_lost() -> None:
 def test_what_another_thread_has_learnt_stays() -> None:
     """Several may have sent the same command before the first learns that it is refused."""
     features, unknown = Features(), redis.ResponseError("unknown command")
-    for refused, then in [("DELIFEQ", "DELEX"), ("DELIFEQ", "DELEX"), ("DELEX", "EVALSHA"), ("DELIFEQ", "EVALSHA")]:
+    for refused, then in [("DELIFEQ", "DELEX"), ("DELIFEQ", "DELEX"), ("DELEX", "EVAL"), ("DELIFEQ", "EVAL")]:
         assert features.fall_back_from(refused, unknown)
         assert features.release == then
-    assert not features.fall_back_from("EVALSHA", unknown)
+    assert not features.fall_back_from("EVAL", unknown)
 
 
 def test_whose_a_key_is_that_the_second_command_has_left_alone() -> None:
@@ -502,22 +502,10 @@ def test_another_refusal_teaches_nothing() -> None:
     assert not is_forbidden(PermissionError("no permission to open a socket"))
 
 
-def test_where_sha1_is_for_no_secrets_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in builds of Python for FIPS; Redis names scripts so."""
-    sha1 = hashlib.sha1
-
-    def refuse(text: bytes, *, usedforsecurity: bool = True) -> Any:
-        assert not usedforsecurity
-        return sha1(text, usedforsecurity=False)
-
-    monkeypatch.setattr(hashlib, "sha1", refuse)
-    assert len(Script("return 1").sha) == 40
-
-
 LEARNT = {
     "redis_url": (["SET", "SET"], RELEASES),
-    "limited_url": (["SET", "SET"], ["EVALSHA"]),
-    "old_url": (["SET", "SET", "GET"], ["EVALSHA"]),
+    "limited_url": (["SET", "SET"], ["EVAL"]),
+    "old_url": (["SET", "SET", "GET"], ["EVAL"]),
 }
 """What it takes to take a key, to find it taken, and to give it back, once it is known what the server refuses."""
 
