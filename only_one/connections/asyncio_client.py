@@ -54,9 +54,6 @@ class AsyncClient:
     def _begin(self) -> None:
         self.client, self._turns = self._make(), asyncio.Semaphore(self._most)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.client, name)
-
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """Send a command, and return its reply."""
         if self.to_be_closed:
