@@ -27,21 +27,22 @@ class Withdrawal(Cleanup):
 
     Attributes:
         note: the name of the note that tells a call that nothing is owed to the task.
-        note_lasts: seconds for which the note is kept.
         triggers: the name of the sorted set in which ``buffer_one`` numbers tasks.
         number: the task's number there; None if it has none.
     """
 
     note: str
-    note_lasts: float
     triggers: str
     number: int | None
 
     def command(self) -> Command:
-        """The command that deletes the value of the task, whose words in it are ``token``, and leaves the note."""
+        """The command that deletes the value of the task, whose words in it are ``token``, and leaves the note.
+
+        The note is kept for as long as the value might have lived.
+        """
         number = "" if self.number is None else self.number
         keys = (self.key, self.note, self.triggers)
-        return _WITHDRAW.command(keys, self.token, round(self.note_lasts * 1000), number)
+        return _WITHDRAW.command(keys, self.token, round(self.lasts * 1000), number)
 
 
 def note_of(key: str, task_id: str | None, replacement: int, attempt: int | None) -> str:

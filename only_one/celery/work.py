@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from only_one.lock.holder import Holder, TokenFactory, words_of
+from only_one.lock.holder import Holder, TokenFactory
 
 
 class Work(NamedTuple):
@@ -21,11 +21,6 @@ class Work(NamedTuple):
     def token_factory(self, task: Any, state: str = "running") -> TokenFactory:
         """Makes the tokens with which ``task`` acquires a key for this work."""
         return TokenFactory(task.name, self.id, self.attempt, state, self.replacement)
-
-    @property
-    def words(self) -> bytes:
-        """The words that all tokens of this work have in them, and no other tokens."""
-        return words_of(self.id, self.attempt, self.replacement)
 
     def marker(self, key: str, lineage: str | None) -> str:
         """The name of the completion marker of this work for ``key``; see ``Header`` for ``lineage``."""

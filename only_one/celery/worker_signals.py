@@ -26,7 +26,7 @@ from only_one.connections.server import Server
 from only_one.events import logger
 from only_one.lock.commands import RAW, drive, evaluate, now, release_now, replace
 from only_one.lock.current_lock import Lease
-from only_one.lock.holder import Holder, is_dead, is_queued, machine, task_id_of
+from only_one.lock.holder import Holder, is_dead, is_queued, machine, task_id_of, words_of
 from only_one.lock.renewal import finish_cleanups, hold, release_later
 from only_one.settings import DEFAULT_LEASE
 
@@ -106,17 +106,13 @@ def _possible_keys(
 def _is_free(server: Server, key: str | bytes, task_id: str, *, takeover: bool) -> bool:
     """Release the key if its process is dead; whether nothing of the task is left to release at it."""
     with _at_work:
-        value = _value_at(server, key)
+        value = server.client.execute_command("GET", key, **RAW) or b""
         holder = Holder.parse(value)
         if holder is None or holder.task_id != task_id or not (takeover or is_queued(value)):
             return True
         # A task that is queued may just have begun: then its process is waited for.
         is_over = is_queued(value) or is_dead(value) or _has_ended(holder)
         return is_over and release_now(server.client, server.features, key, value).status == "held"
-
-
-def _value_at(server: Server, key: str | bytes) -> bytes:
-    return server.client.execute_command("GET", key, **RAW) or b""
 
 
 def _has_ended(holder: Holder) -> bool:
@@ -155,11 +151,10 @@ def _withdraw(task: Any, request: Any) -> str | None:
     withdrawal = Withdrawal(
         server,
         key,
-        work.words,
+        words_of(*work),
         until=now() + options.queue_timeout,
         no_write_in_flight=True,
         note=note_of(key, *work),
-        note_lasts=options.queue_timeout,
         triggers=coalescing.triggers_of(key),
         number=header.trigger,
     )

@@ -20,6 +20,7 @@ class Cleanup:
     """A release that must still happen: of a key that may hold a token, or may yet hold it if a SET is still to come.
 
     Attributes:
+        lasts: seconds for which the token may be stored, from now on.
         server: the server that stores the key.
         key: the key as it is in Redis.
         token: the value that may be stored there; another value is left alone.
@@ -38,7 +39,7 @@ class Cleanup:
 
     def __post_init__(self) -> None:
         self.pause, self.try_at = _FIRST_PAUSE, now()
-        self._lasts = self.until - self.try_at
+        self.lasts = self.until - self.try_at
         if self.retained is not None:
             self.until = max(self.until, self.retained.until)
 
@@ -58,7 +59,7 @@ class Cleanup:
         is_unanswered = isinstance(reply, Exception) and not isinstance(reply, ResponseError)
         if is_unanswered and not self.no_write_in_flight:
             # A server that is frozen carries out a SET that waits there when it goes on, and answers only then.
-            self.until = max(self.until, moment + self._lasts)
+            self.until = max(self.until, moment + self.lasts)
         # "Missing" is not final: a delayed SET may still arrive. Check again after twice the time, so that a token
         # that comes late stays no longer than it was late.
         self.pause *= 2

@@ -155,8 +155,8 @@ def _task_fields(task_id: str | None, attempt: int | None, replacement: int) -> 
     return f'{fields}"replacement":{replacement},' if replacement else fields
 
 
-def words_of(task_id: str, attempt: int, replacement: int) -> bytes:
-    """The part of a value by which a script on the server knows the work of a task that the value names."""
+def words_of(task_id: str, replacement: int, attempt: int) -> bytes:
+    """The words that all values have that name this work of a task, and no other values; a script looks for them."""
     return f'{_task_fields(task_id, attempt, replacement)}"limit":'.encode()
 
 

@@ -63,6 +63,6 @@ def messages(redis: Redis, prefix: str) -> list[dict[str, Any]]:
 def withdraw(server: Any, key: str, number: int) -> None:
     """Say that the task with this number waits no more, as at the end of a task that has not begun."""
     triggers = coalescing.triggers_of(key)
-    names: Any = {"note": f"{{{key}}}:note", "note_lasts": 60, "triggers": triggers, "number": number}
+    names: Any = {"note": f"{{{key}}}:note", "triggers": triggers, "number": number}
     withdrawal = Withdrawal(server, key, b"its words", now() + 60, no_write_in_flight=True, **names)
     server.client.execute_command(*withdrawal.command())
