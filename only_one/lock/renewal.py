@@ -63,12 +63,7 @@ class _Renewer:
 
     def take_turn(self) -> None:
         """Do all that is due, then sleep. An error in one step does not keep the other steps from their turn."""
-        for step in (
-            self.renew_all_that_is_due,
-            self.cleanups.release_due,
-            self.look_at_a_new_server,
-            self.sleep,
-        ):
+        for step in (self.renew_all_that_is_due, self.cleanups.release_due, self.look_at_a_new_server, self.sleep):
             try:
                 step()
             except BaseException:  # noqa: BLE001 - all later leases need this thread
