@@ -163,10 +163,13 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
         expected = {"chain": "done", "chord": "done", "link": "done", "link_error": "ValueError"}.get(trigger.how)
         outcomes = {end for work, ends in history.outcomes.items() if work.trigger == trigger.name for end in ends}
         # Another delivery or attempt of the task fails, and with it the chord: it could not be requeued; or it was
-        # redelivered, which the first one cannot know, and the server was away or the key was busy.
-        was_redelivered = checker.had("lost connection", "visibility timeout")
+        # redelivered, which the first one cannot know, and the server was away or the key was busy. If its process was
+        # killed then, only the chord knows.
+        own = {each.number for each in history.broker.published if each.work.trigger == trigger.name}
+        may_be_seen_by_none = trigger.how == "chord" and checker.had("killed")
         has_failed = "OperationalError" in outcomes
-        has_failed |= was_redelivered and bool(outcomes & {"LockUnavailable", "AlreadyRunning"})
+        if own & history.broker.redelivered:
+            has_failed |= may_be_seen_by_none or bool(outcomes & {"LockUnavailable", "AlreadyRunning"})
         # Celery counts the other part twice, and believes the chord to be complete.
         is_miscounted = trigger.how == "chord" and _other_part_ran_twice(history, trigger)
         was_told = trigger.id in history.revoked or checker.may_lose_messages or has_failed or is_miscounted
