@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .lock_world import Histories
+from .lock_world import Histories, LockWorld
 from .message_world import MessageWorld
 from .shrinking import shrink, timeline
 from .tracing import branches_of
@@ -19,14 +19,14 @@ COUNTED = 10
 
 
 @cache
-def _histories(package: str | None, *, messages: bool) -> Histories:
-    path = Path(package) if package else None
-    return Histories(path, MessageWorld, 7) if messages else Histories(path)
+def _histories(package: str | None, *, messages: bool, greets: bool) -> Histories:
+    kind, processes = (MessageWorld, 7) if messages else (LockWorld, 4)
+    return Histories(Path(package) if package else None, kind, processes, greets=greets)
 
 
-def _play(given: tuple[list[int], str | None, bool]) -> tuple[int, Counter[Any], dict[str, list[tuple[int, str]]]]:
-    seeds, package, messages = given
-    histories = _histories(package, messages=messages)
+def _play(given: tuple[list[int], Any]) -> tuple[int, Counter[Any], dict[str, list[tuple[int, str]]]]:
+    seeds, options = given
+    histories = _histories(options.package, messages=options.messages, greets=options.greets)
     met: Counter[Any] = Counter()
     problems: dict[str, list[tuple[int, str]]] = {}
     for seed in seeds:
@@ -45,6 +45,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="*", help="play these")
     parser.add_argument("--package", help="the folder with another version of only_one")
     parser.add_argument("--messages", action="store_true", help="the world of messages, and not of the lock")
+    parser.add_argument("--greets", action="store_true", help="redis-py tells its name in each, not in one of eight")
     parser.add_argument("--whole", action="store_true", help="with --seed: do not shrink")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
@@ -54,7 +55,7 @@ def main() -> int:
     problems: dict[str, list[tuple[int, str]]] = {}
     begin = time.time_ns() // 1000 if given.begin is None else given.begin
     seeds = given.seeds or list(range(begin, begin + given.histories))
-    parts = [(seeds[at : at + 100], given.package, given.messages) for at in range(0, len(seeds), 100)]
+    parts = [(seeds[at : at + 100], given) for at in range(0, len(seeds), 100)]
     with multiprocessing.get_context("fork").Pool(given.jobs) as pool:
         for count, part_met, part_problems in pool.imap_unordered(_play, parts):
             done += count
@@ -86,7 +87,7 @@ def _show_branches(package: Path, met: Counter[Any]) -> None:
 
 
 def _again(given: Any) -> int:
-    histories = _histories(given.package, messages=given.messages)
+    histories = _histories(given.package, messages=given.messages, greets=given.greets)
     history = histories.play(given.seed)
     if history.problems and not given.whole:
         history = histories.play(given.seed, shrink(histories.play, given.seed, history.problems[0][0]))

@@ -328,11 +328,17 @@ class LockWorld:
 
 
 class Histories:
-    """The processes in which histories are played, one history after another."""
+    """The processes in which histories are played, one history after another.
 
-    def __init__(self, package_path: Path | None = None, kind: Any = LockWorld, processes: int = 4) -> None:
+    Attributes:
+        greets: whether connections begin with redis-py's name in each history; else in one of eight.
+    """
+
+    def __init__(
+        self, package_path: Path | None = None, kind: Any = LockWorld, processes: int = 4, *, greets: bool = False
+    ) -> None:
         self.processes = [Process(package_path) for _ in range(processes)]
-        self.kind = kind
+        self.kind, self.greets = kind, greets
         # What is collected after a history, Python and asyncio complain about: its tasks have not ended.
         sys.unraisablehook = lambda _: None
         logging.getLogger("asyncio").disabled = True
@@ -349,6 +355,7 @@ class Histories:
             warnings.simplefilter("ignore")
             history = self.kind(self.processes, seed, left_out)
             history.world.branches = branches
+            history.world.greets = self.greets or history.world.draw("plan greets") < 1 / 8
             handler = _Errors(getattr(history, "checker", history))
             logger = logging.getLogger("only_one")
             logger.addHandler(handler)

@@ -14,6 +14,7 @@ import pathlib
 import pkgutil
 import queue
 import random
+import re
 import signal
 import socket
 import sys
@@ -31,6 +32,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import greenlet
+import redis.asyncio.client
 import redis.asyncio.connection
 import redis.client
 import redis.connection
@@ -64,11 +66,7 @@ class Fake(ModuleType):
 
     def __init__(self, real: ModuleType, **own: Any) -> None:
         super().__init__(real.__name__)
-        vars(self).update(own)
-        self._real = real
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
+        vars(self).update({**vars(real), **own})
 
 
 def _now(*_: int) -> float:
@@ -263,6 +261,13 @@ def _share_dispatcher(dispatcher: Any, *_: Any) -> None:
     dispatcher.__dict__.update(_dispatcher)
 
 
+_driver = redis.connection.resolve_driver_info
+
+
+def _driver_info(*given: Any) -> Any:
+    return _driver(*given) if _history and _history[-1].greets else None
+
+
 @contextmanager
 def patched() -> Iterator[None]:
     """redis-py in the world: its sockets and sleeps are ours while histories run."""
@@ -272,6 +277,10 @@ def patched() -> Iterator[None]:
         (redis.asyncio.connection, "os", _os),
         (redis.retry, "sleep", _sleep),
         (uuid, "os", _os),
+        (redis.connection, "resolve_driver_info", _driver_info),
+        (redis.client, "resolve_driver_info", _driver_info),
+        (redis.asyncio.connection, "resolve_driver_info", _driver_info),
+        (redis.asyncio.client, "resolve_driver_info", _driver_info),
         # What redis-py computes anew for each client, connection or command, but from constants.
         (redis.utils, "get_lib_version", lambda: "0"),
         (redis.utils, "_get_filterable_args", lambda *_: {}),  # of which it would say that they are deprecated
@@ -336,6 +345,12 @@ def _is_ours(name: str) -> bool:
     return name.partition(".")[0] == "only_one"
 
 
+def _rebound_in(module: ModuleType) -> dict[str, Any]:
+    """The variables of a module that its functions bind anew, with their values at first."""
+    names = re.findall(r"^ +global ([\w, ]+)", inspect.getsource(module), re.MULTILINE)
+    return {name: vars(module)[name] for line in names for name in line.replace(",", " ").split()}
+
+
 class Process:
     """A process with a copy of the package.
 
@@ -355,8 +370,8 @@ class Process:
         self.package = self.modules["only_one"]
         for module in self.modules.values():
             vars(module)["__process__"] = self
-        self._at_first = [(vars(module), dict(vars(module))) for module in self.modules.values()]
-        values = [item for _, values in self._at_first for item in values.items() if not item[0].startswith("__")]
+        self._at_first = [(vars(module), _rebound_in(module)) for module in self.modules.values()]
+        values = [item for module in self.modules.values() for item in vars(module).items() if item[0][:2] != "__"]
         self._remembering: list[Any] = [value for _, value in values if hasattr(value, "cache_clear")]
         self._contents = [(value, value.copy()) for _, value in values if isinstance(value, _CONTAINERS)]
 
@@ -392,7 +407,8 @@ class Process:
         self.life += 1
         machine.processes[pid] = self
         for values, first in self._at_first:
-            values.update(first)
+            if first:
+                values.update(first)
         for remembers in self._remembering:
             remembers.cache_clear()
         for container, content in self._contents:

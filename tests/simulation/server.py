@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from hashlib import sha1
 from typing import Any
 
@@ -285,17 +284,10 @@ def encode(reply: Any) -> bytes:
 
 
 def commands_in(buffer: bytearray) -> Iterator[Command]:
-    """Take the complete commands out of a buffer."""
-    with suppress(ValueError):
-        while buffer:
-            end = buffer.index(b"\r\n")
-            count, position, parts = int(buffer[1:end]), end + 2, []
-            for _ in range(count):
-                end = buffer.index(b"\r\n", position)
-                length, position = int(buffer[position + 1 : end]), end + 2
-                if len(buffer) < position + length + 2:
-                    return
-                parts.append(bytes(buffer[position : position + length]))
-                position += length + 2
-            del buffer[:position]
-            yield parts
+    """Take the complete commands out of a buffer; no part of them has the end of a line in it."""
+    lines = bytes(buffer).split(b"\r\n")
+    begin = 0
+    while lines[begin] and len(lines) > (end := begin + 1 + 2 * int(lines[begin][1:])):
+        yield lines[begin + 2 : end : 2]
+        begin = end
+    buffer[:] = b"\r\n".join(lines[begin:])

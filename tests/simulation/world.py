@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
 from hashlib import blake2b
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import greenlet
@@ -68,6 +69,22 @@ class Thread(greenlet.greenlet):  # type: ignore[misc]
                 wake(None)
 
 
+class _Event:
+    """What happens at some time.
+
+    Attributes:
+        order: when it happens, of several at one time; drawn when there are.
+    """
+
+    __slots__ = ("do", "order", "serial")
+
+    def __init__(self, serial: int, do: Callable[[], None]) -> None:
+        self.serial, self.do, self.order = serial, do, 0.0
+
+
+_order = attrgetter("order")
+
+
 class World:
     """One history.
 
@@ -76,7 +93,10 @@ class World:
         log: what has happened: the time, who, what, and details.
         faults: the faults that have happened, by label and number.
         met: how often each kind of thing has happened.
+        greets: whether each connection begins with redis-py's name: two messages, which are half of all.
     """
+
+    greets = True
 
     def __init__(self, seed: int, left_out: frozenset[str] = frozenset()) -> None:
         self.seed, self.left_out = seed, left_out
@@ -93,22 +113,23 @@ class World:
         self.is_over = False
         self.quiet = False
         self._times: list[float] = []
-        self._events: dict[float, list[tuple[int, Callable[[], None]]]] = {}  # by time, each with its number
+        self._events: dict[float, list[_Event]] = {}  # by time
         self._serial = 0
         self._numbers: defaultdict[str, int] = defaultdict(int)
-        self._hashes: dict[str, Any] = {}
+        self._hashes: dict[str, Callable[[], Any]] = {}
 
     # choices
 
     def draw(self, label: str) -> float:
         """A number from 0 to 1, the same for each (seed, label, number)."""
-        self._numbers[label] += 1
-        return self._drawn(label, self._numbers[label])
+        self._numbers[label] = number = self._numbers[label] + 1
+        return self._drawn(label, number)
 
     def _drawn(self, label: str, number: int) -> float:
-        if label not in self._hashes:
-            self._hashes[label] = blake2b(f"{self.seed}/{label}#".encode(), digest_size=7)
-        hashed = self._hashes[label].copy()
+        copy = self._hashes.get(label)
+        if copy is None:
+            copy = self._hashes[label] = blake2b(f"{self.seed}/{label}#".encode(), digest_size=7).copy
+        hashed = copy()
         hashed.update(b"%d" % number)
         return int.from_bytes(hashed.digest(), "big") / 2**56
 
@@ -120,11 +141,10 @@ class World:
 
     def fault(self, label: str, probability: float) -> bool:
         """Whether a fault happens now; a shrunk history leaves some out."""
-        self._numbers[label] += 1
-        is_possible = probability > 0 and not self.quiet
-        if not is_possible or self._drawn(label, self._numbers[label]) >= probability:
+        self._numbers[label] = number = self._numbers[label] + 1
+        if probability <= 0 or self.quiet or self._drawn(label, number) >= probability:
             return False
-        name = f"{label}#{self._numbers[label]}"
+        name = f"{label}#{number}"
         if name in self.left_out:
             return False
         self.faults.append(name)
@@ -141,19 +161,23 @@ class World:
     def at(self, time: float, do: Callable[[], None]) -> None:
         time = max(time, self.now)
         self._serial += 1
-        if time not in self._events:
-            self._events[time] = []
+        events = self._events.get(time)
+        if events is None:
+            events = self._events[time] = []
             heapq.heappush(self._times, time)
-        self._events[time].append((self._serial, do))
+        events.append(_Event(self._serial, do))
 
     def _next(self) -> Callable[[], None]:
         """Take an event of the earliest time; the seed chooses among several."""
         events = self._events[self._times[0]]
-        event = events[0] if len(events) == 1 else min(events, key=lambda event: self._drawn("order", event[0]))
-        events.remove(event)
-        if not events:
+        if len(events) == 1:
             del self._events[heapq.heappop(self._times)]
-        return event[1]
+            return events[0].do
+        for event in events:
+            event.order = event.order or self._drawn("order", event.serial)
+        first = min(events, key=_order)
+        events.remove(first)
+        return first.do
 
     def after(self, seconds: float, do: Callable[[], None]) -> None:
         self.at(self.now + seconds, do)
@@ -209,20 +233,26 @@ class World:
         begin(lambda value: self.after(0, partial(self.resume, thread, waiting, value)))
         if timeout is not None:
             self.after(timeout, partial(self.resume, thread, waiting, None))
-        sys.settrace(None)
-        # Of these Python keeps one for each thread of the system.
+        if thread.tracer is not None:
+            sys.settrace(None)
         loop: Any = asyncio._get_running_loop()
+        value = self.hub.switch() if loop is None else self._switch_from(loop)
+        thread.waiting += 1
+        if thread.interrupt is not None and not self.is_over:
+            error, thread.interrupt = thread.interrupt, None
+            raise error
+        if thread.tracer is not None:
+            sys.settrace(thread.tracer)
+        return value
+
+    def _switch_from(self, loop: Any) -> Any:
+        """Put an event loop aside while its thread waits: of what runs, Python keeps one for each thread of the system."""
         hooks = sys.get_asyncgen_hooks()
         asyncio._set_running_loop(None)
         sys.set_asyncgen_hooks(None, None)
         value = self.hub.switch()
         asyncio._set_running_loop(loop)
         sys.set_asyncgen_hooks(*hooks)
-        thread.waiting += 1
-        if thread.interrupt is not None and not self.is_over:
-            error, thread.interrupt = thread.interrupt, None
-            raise error
-        sys.settrace(thread.tracer)
         return value
 
     def sleep(self, seconds: float) -> None:
