@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import celery.worker.state
 from billiard.einfo import ExceptionInfo
@@ -70,6 +70,14 @@ TRANSPORTS = {"redis": RedisTransport, "amqp": AmqpTransport}
 
 class App(Celery):  # type: ignore[misc]
     """An app whose time is the world's."""
+
+    _checkers: ClassVar[dict[str, Any]] = {}
+
+    def type_checker(self, fun: Any, bound: bool = False) -> Any:  # noqa: FBT001, FBT002
+        """Of tasks with one name there is one signature."""
+        if fun.__name__ not in self._checkers:
+            self._checkers[fun.__name__] = super().type_checker(fun, bound)
+        return self._checkers[fun.__name__]
 
     def now(self) -> datetime:
         now: datetime = Clock.now()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +19,7 @@ import billiard.einfo
 import celery.worker.request
 import celery.worker.state
 from celery import _state, chain, chord
+from celery.app.utils import Settings
 from celery.backends import cache
 from celery.exceptions import Ignore, Reject, Retry
 
@@ -167,7 +167,7 @@ class MessageWorld:
         self.store = Store(lambda: world.now, world.wall, "valkey")
         self.host = Host(world, ("server", 6379), self.store)
         world.hosts = {self.host.address: self.host}
-        self.apps: dict[Process, Any] = {}
+        self.apps = _Apps(self._app_of)
         self.machines = [Machine("alpha"), Machine("beta")]
         self.processes = processes
         self.pids = 100
@@ -271,7 +271,7 @@ class MessageWorld:
     def start(self, process: Process, name: str, machine: Machine) -> None:
         self.pids += 1
         process.begin(machine, self.pids, name, self.pids)
-        self.apps[process] = self._app_of(process)
+        self.apps.pop(process, None)
 
     def kill(self, process: Process) -> None:
         """``kill -9``."""
@@ -285,7 +285,6 @@ class MessageWorld:
         """The app of a process, with the task decorated anew."""
         plan, package = self.plan, process.package
         app = _app(process, plan.broker, acks_late=plan.acks_late)
-        app._backend_cache, app._local = None, threading.local()  # which remember results
         app.tasks.pop("work", None)
         policies = {"retry": package.retry(), "buffer_one": package.buffer_one()}
         policies |= {"skip": package.skip, "fail": package.fail, "default": None}
@@ -377,6 +376,39 @@ class MessageWorld:
         self.world.note("server", "executes for", process.name, tuple(command), reply)
 
 
+class _Settings(Settings):  # type: ignore[misc]
+    """An app's settings, which do not change: each is looked up once."""
+
+    def __getitem__(self, key: str) -> Any:
+        found = vars(self).setdefault("found", {})
+        if key not in found:
+            try:
+                found[key] = super().__getitem__(key)
+            except KeyError:
+                found[key] = KeyError
+        if found[key] is KeyError:
+            raise KeyError(key)
+        return found[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+
+class _Apps(dict[Process, Any]):
+    """The app of each process, made when it is first asked for."""
+
+    def __init__(self, make: Callable[[Process], Any]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, process: Process) -> Any:
+        self[process] = self._make(process)
+        return self[process]
+
+
 @functools.cache
 def _app(_process: Process, broker: str, *, acks_late: bool) -> Any:
     """An app, made once: that takes longer than a history."""
@@ -391,6 +423,7 @@ def _app(_process: Process, broker: str, *, acks_late: bool) -> Any:
         only_one_redis="redis://server:6379/0?protocol=2",
     )
     app.finalize()
+    object.__setattr__(app.conf, "__class__", _Settings)
 
     def tail(result: Any, name: str) -> Any:
         histories[-1].triggers[name].received.append(result)
