@@ -349,7 +349,7 @@ class Histories:
 
     def play(self, seed: int, left_out: frozenset[str] = frozenset(), branches: Any = None) -> Any:
         self.played += 1
-        if self.played % 20 == 0:
+        if self.played % 1000 == 0:
             gc.collect(0)
         with warnings.catch_warnings(), patched():
             warnings.simplefilter("ignore")

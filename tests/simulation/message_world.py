@@ -380,7 +380,7 @@ class _Settings(Settings):  # type: ignore[misc]
     """An app's settings, which do not change: each is looked up once."""
 
     def __getitem__(self, key: str) -> Any:
-        found = vars(self).setdefault("found", {})
+        found = self.__dict__.setdefault("found", {})
         if key not in found:
             try:
                 found[key] = super().__getitem__(key)

@@ -36,6 +36,7 @@ import redis.asyncio.client
 import redis.asyncio.connection
 import redis.client
 import redis.connection
+import redis.driver_info
 import redis.event
 import redis.retry
 import redis.utils
@@ -261,7 +262,7 @@ def _share_dispatcher(dispatcher: Any, *_: Any) -> None:
     dispatcher.__dict__.update(_dispatcher)
 
 
-_driver = redis.connection.resolve_driver_info
+_driver = redis.driver_info.resolve_driver_info
 
 
 def _driver_info(*given: Any) -> Any:

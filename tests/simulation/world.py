@@ -246,7 +246,7 @@ class World:
         return value
 
     def _switch_from(self, loop: Any) -> Any:
-        """Put an event loop aside while its thread waits: of what runs, Python keeps one for each thread of the system."""
+        """Put an event loop aside while its thread waits: Python keeps one for each thread of the system."""
         hooks = sys.get_asyncgen_hooks()
         asyncio._set_running_loop(None)
         sys.set_asyncgen_hooks(None, None)
