@@ -82,8 +82,8 @@ coverage: .venv/dev.stamp ## the suite, and the lines and branches that it does 
 matrix: .venv/dev.stamp ## each kind of task in each pool, with each combination of settings
 	POOLS_MATRIX=1 $(BIN)/python -m pytest tests/live/test_pools.py $(ARGS)
 
-simulate: .venv/dev.stamp ## search interleavings: 10,000 fresh histories; --messages for Celery's, --seed N for one again
-	$(BIN)/python -m tests.simulation $(ARGS)
+simulate: .venv/dev.stamp ## search interleavings: 10,000 fresh histories of both worlds; --messages for Celery's, --seed N for one again
+	$(BIN)/python -m tests.simulation --both $(ARGS)
 
 simulate-mutants: .venv/dev.stamp ## after how many histories each of 40 small changes of the code is seen; hours
 	$(BIN)/python -m benchmarks.simulated_mutants $(ARGS)

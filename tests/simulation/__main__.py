@@ -12,7 +12,7 @@ from typing import Any
 from .lock_world import Histories, LockWorld
 from .message_world import MessageWorld
 from .shrinking import shrink, timeline
-from .tracing import branches_of
+from .tracing import Branches
 
 COUNTED = 10
 """Of so many histories one counts its branches, because counting makes it slow."""
@@ -27,16 +27,16 @@ def _histories(package: str | None, *, messages: bool, greets: bool) -> Historie
     return Histories(Path(package) if package else None, kind, processes, greets=greets)
 
 
-def _play(given: tuple[list[int], Any]) -> tuple[int, Counter[Any], dict[str, list[tuple[int, str]]]]:
-    seeds, options = given
-    histories = _histories(options.package, messages=options.messages, greets=options.greets)
+def _play(given: tuple[list[int], bool, Any]) -> tuple[int, Counter[Any], dict[str, list[tuple[int, str]]]]:
+    seeds, messages, options = given
+    histories = _histories(options.package, messages=messages, greets=options.greets)
     met: Counter[Any] = Counter()
     problems: dict[str, list[tuple[int, str]]] = {}
     for seed in seeds:
         history = histories.play(seed, branches=met if seed % COUNTED == 0 else None)
         met.update(history.world.met)
         for kind, text in history.problems[:1]:
-            problems.setdefault(kind, []).append((seed, text))
+            problems.setdefault(f"--messages: {kind}" if messages else kind, []).append((seed, text))
     return len(seeds), met, problems
 
 
@@ -48,6 +48,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="*", help="play these")
     parser.add_argument("--package", help="the folder with another version of only_one")
     parser.add_argument("--messages", action="store_true", help="the world of messages, and not of the lock")
+    parser.add_argument("--both", action="store_true", help="of five histories one is in the world of messages")
     parser.add_argument("--greets", action="store_true", help="redis-py tells its name in each, not in one of eight")
     parser.add_argument("--whole", action="store_true", help="with --seed: do not shrink")
     parser.add_argument("--jobs", type=int, default=2)
@@ -58,8 +59,10 @@ def main() -> int:
     problems: dict[str, list[tuple[int, str]]] = {}
     begin = time.time_ns() // 1000 if given.begin is None else given.begin
     seeds = given.seeds or list(range(begin, begin + given.histories))
-    parts = [(seeds[at : at + _PART], given) for at in range(0, len(seeds), _PART)]
-    _histories(given.package, messages=given.messages, greets=given.greets)  # now: each part is a fork of this process
+    slices = [seeds[at : at + _PART] for at in range(0, len(seeds), _PART)]
+    parts = [(each, given.messages or (given.both and at % 5 == 4), given) for at, each in enumerate(slices)]
+    for messages in {messages for _, messages, _ in parts}:  # now: each part is a fork of this process
+        _histories(given.package, messages=messages, greets=given.greets)
     with multiprocessing.get_context("fork").Pool(given.jobs, maxtasksperchild=1) as pool:
         for count, part_met, part_problems in pool.imap_unordered(_play, parts):
             done += count
@@ -73,21 +76,21 @@ def main() -> int:
     print(file=sys.stderr)
     for name, count in sorted((name, count) for name, count in met.items() if isinstance(name, str)):
         print(f"{count:8} {name}")
-    if not given.messages:
-        _show_branches(Path(given.package or Path(__file__).parents[2]) / "only_one", met)
+    _show_branches(Path(given.package or Path(__file__).parents[2]) / "only_one", met)
     for kind, found in problems.items():
         print(f"{kind}: {len(found)}; seeds", *[seed for seed, _ in sorted(found)[:10]])
     return bool(problems)
 
 
 def _show_branches(package: Path, met: Counter[Any]) -> None:
-    branches = branches_of(package)
-    rare = [branch for branch in sorted(branches) if COUNTED * met[branch] < 100]
-    print(
-        f"{len(branches) - len(rare)} of {len(branches)} branches met at least 100 times, by each {COUNTED}th history;"
-    )
+    branches = Branches(package)
+    counts = branches.counts(Counter({step: count for step, count in met.items() if not isinstance(step, str)}))
+    excepted = [each for each in branches.all if branches.exception(each)]
+    rare = [each for each in branches.all if COUNTED * counts[each] < 100 and each not in excepted]
+    print(f"{len(branches.all)} branches, {len(excepted)} are excepted, {len(rare)} were met less than 100 times:")
     for file, line, after in rare:
-        print(f"{met[file, line, after]:8} {Path(file).relative_to(package)}:{line} -> {after}")
+        place = f"{Path(file).relative_to(package)}:{line} -> {after}"
+        print(f"{COUNTED * counts[file, line, after]:8} {place:32} {branches.texts[file, line, after]}"[:150])
 
 
 def _again(given: Any) -> int:

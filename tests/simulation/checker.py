@@ -40,6 +40,7 @@ class Call:
     ended: float = inf
     answered: float = inf
     outcome: Any = None
+    fence: int | None = None
     had_key = has_succeeded = is_excused = is_told = False
 
     @property
@@ -175,6 +176,7 @@ class Checker:
 
     def ends(self, call: Call, outcome: Any) -> None:
         call.answered, call.outcome = self.world.now, outcome
+        getattr(outcome, "holder", None)  # as a user may ask
         shown = f"{type(outcome).__name__}: {outcome}" if isinstance(outcome, BaseException) else outcome
         self.world.note(call.name, "gets", str(shown)[:120])
         package = call.process.package
@@ -226,7 +228,8 @@ class Checker:
 
     def fenced(self, call: Call, fence: int) -> None:
         is_excused = call.is_excused or self.world.wall_step or self.lost_data_at > 0
-        if fence <= self._fences[call.key] and not is_excused:
+        is_known, call.fence = call.fence == fence, fence
+        if fence <= self._fences[call.key] and not is_excused and not is_known:
             self.problem("a fence that is not higher", f"{call.name}: {fence}")
         self._fences[call.key] = max(self._fences[call.key], fence)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -40,7 +41,14 @@ _LOSES, _DELAYS = [0.0, 0.01, 0.03, 0.08], [0.0, 0.01, 0.05, 0.15]
 
 _FAULTS = [
     *(("freeze", 0.15), ("freeze", 0.05), ("restart with data", 0.05), ("restart without data", 0.05)),
-    *(("delete", 0.05), ("overwrite", 0.04), ("failover", 0.06), ("flush scripts", 0.1), ("refusal", 0.08)),
+    *(
+        ("delete", 0.05),
+        ("overwrite", 0.04),
+        ("overwrite", 0.06),
+        ("failover", 0.06),
+        ("flush scripts", 0.1),
+        ("refusal", 0.08),
+    ),
     *(("cut off", 0.1), ("pause", 0.1), ("pause", 0.05), ("kill", 0.1), ("kill", 0.05), ("clock", 0.05)),
 ]
 """The methods of ``LockWorld`` that let a fault happen at some time, and how probable each is."""
@@ -76,7 +84,9 @@ class LockWorld:
         self.host.loses, self.host.delays = _LOSES[self.plan["trouble"]], _DELAYS[self.plan["trouble"]]
         self.checker = checker = Checker(world, self.store, self.plan)
         self.host.arrived, self.host.answered, self.store.changed = checker.arrived, checker.answered, checker.changed
-        self.machines = [Machine("alpha"), Machine("beta")]
+        self.machines = [Machine("alpha", is_known=world.draw("plan known") < 0.95), Machine("beta")]
+        self.store.evicts = world.draw("plan evicts") < 0.1
+        self.is_silent = world.draw("plan silent") < 0.05  # nobody hears of events
         self.processes = processes[: self.plan["processes"]]
         self.pids = 100
         self.left: dict[Process, int] = {}  # how many calls of each process have not ended
@@ -85,6 +95,7 @@ class LockWorld:
     def play(self) -> Checker:
         """Let the history happen."""
         world, host = self.world, self.host
+        logging.getLogger("only_one").setLevel(logging.ERROR if self.is_silent else logging.NOTSET)
         for number, process in enumerate(self.processes):
             self._start(process, f"p{number}", world.choose("plan machine", self.machines))
         for label, probability in _FAULTS:
@@ -119,7 +130,8 @@ class LockWorld:
         lease, timeout = plan["times"]
         is_refused = timeout is not None and plan["at_least"] > timeout
         given = {"lease": lease, "timeout": timeout, "at_least": None if is_refused else plan["at_least"]}
-        process.package.subscribe(lambda event: self.checker.event(process, event))
+        if not self.is_silent:
+            process.package.subscribe(lambda event: self.checker.event(process, event))
         decorate = package.only_one(
             "{call.key}",
             when_busy=self.world.choose(f"plan when_busy of {process.name}", [package.fail, package.skip, fails]),
@@ -197,6 +209,9 @@ class LockWorld:
         if self.world.fault(f"cancelled of {name}", 0.15):
             after = self.world.choose(f"cancelled after {name}", [0.0005, 0.001, 0.003, 0.1, 1.0])
             task.get_loop().call_later(after, task.cancel)
+        if self.world.fault(f"cancelled at a command of {name}", 0.05):
+            loop: Any = task.get_loop()
+            loop.on_write = task.cancel
         try:
             outcome: Any = await task
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
@@ -223,6 +238,7 @@ class LockWorld:
         with self._witnessed(call) as seconds:
             self._look_around(call)
             self.world.sleep(seconds)
+            self._look_around(call)
             if self.world.draw(f"nested in {call.name}") < 0.1:
                 self._call_and_check(call.process, f"{call.name}.0")
         return "done"
@@ -285,7 +301,11 @@ class LockWorld:
 
     def _overwrite(self) -> None:
         key = self.world.choose("overwritten", self.plan["keys"])
-        self._set_by_hand(key, self.world.choose("foreign value", [b"somebody else's", [b"a list"]]))
+        there = self.store.keys.get(b"only_one:" + key.encode(), (None,))[0]
+        token = there if isinstance(there, bytes) else b""
+        foreign = [b"somebody else's", [b"a list"], b"{}", b'{"only_one":1}']
+        foreign += [token.replace(b'"since":', b'"since":999'), re.sub(rb'"pid":\d+', b'"pid":0', token)]
+        self._set_by_hand(key, self.world.choose("foreign value", foreign) or b"somebody's")
 
     def _set_by_hand(self, key: str, value: Any) -> None:
         self.world.note("somebody", "deletes" if value is None else "overwrites", key)

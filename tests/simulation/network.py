@@ -160,6 +160,9 @@ class Link:
 _OVER: Any = SimpleNamespace(is_over=True)
 
 
+def _nothing() -> None: ...
+
+
 class BlockingSocket(Link):
     """``socket.socket`` in the world."""
 
@@ -230,6 +233,9 @@ class Transport(Link, asyncio.Transport):
         self.is_closed = True
 
     def write(self, data: Any) -> None:
+        if self._loop.on_write is not _nothing:
+            self._loop.call_soon(self._loop.on_write)
+            self._loop.on_write = _nothing
         try:
             self.send(bytes(data))
         except ConnectionResetError as error:
@@ -263,6 +269,7 @@ class Loop(asyncio.BaseEventLoop):
     def __init__(self, world: World, process: Any) -> None:
         super().__init__()
         self.world, self.process, self._selector = world, process, _Selector(world)
+        self.on_write: Callable[[], object] = _nothing  # called once
 
     def time(self) -> float:
         return self.world.now

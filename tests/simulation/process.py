@@ -43,6 +43,7 @@ import redis.utils
 from celery.utils.dispatch import Signal
 
 from .network import BlockingSocket
+from .tracing import handle_signal
 from .world import Thread, World
 
 _importing: list[Process] = []
@@ -193,7 +194,7 @@ class FakePath:
 
     def readlink(self) -> Any:
         if self.path == "/proc/self":
-            return FakePath(str(this().pid))
+            return FakePath(str(this().pid) if this().machine.is_known else "1")
         return f"{self.path.rpartition('/')[2]}:[{this().machine.name}]"
 
     def is_symlink(self) -> bool:
@@ -292,7 +293,8 @@ def patched() -> Iterator[None]:
         (redis.connection, "get_pool_name", lambda _: "pool"),  # for metrics that nobody reads
         (redis.retry.AbstractRetry, "__deepcopy__", lambda retry, _: copy.copy(retry)),  # its back-off has no state
         (builtins, "__import__", _import_own),
-        (signal, "valid_signals", set),  # no handler of the program that runs the world is a process's
+        (signal, "valid_signals", lambda: [handle_signal]),  # none of the program that runs the world
+        (signal, "getsignal", lambda handler: handler),
     ]
     before = [getattr(module, name, None) for module, name, _ in changes]
     for module, name, value in changes:
@@ -305,10 +307,10 @@ def patched() -> Iterator[None]:
 
 
 class Machine:
-    """A machine: process ids mean the same to all its processes."""
+    """A machine: process ids mean the same to all its processes, if these can know which machine it is."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, *, is_known: bool = True) -> None:
+        self.name, self.is_known = name, is_known
         self.processes: dict[int, Process] = {}
 
     def is_dead(self, pid: int) -> bool:

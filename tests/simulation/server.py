@@ -50,8 +50,11 @@ class Store:
     Attributes:
         kind: which server it is: "valkey" (9), "redis" (8.4), "redis7" or "redis6".
         keys: the value of each key, and when it expires: bytes, a dict for a hash, a ``SortedSet``, a list.
+        evicts: whether it says that it evicts keys when its memory is full.
         changed: called with a key, when its value before would have expired, and its new value.
     """
+
+    evicts = False
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float], kind: str = "valkey") -> None:
         self.kind = kind
@@ -230,7 +233,8 @@ class Store:
         return [b"%d" % seconds, b"%d" % (rest * 1e6)]
 
     def do_info(self, *_: bytes) -> bytes:
-        return b"# Memory\r\nmaxmemory:0\r\nmaxmemory_policy:noeviction\r\n"
+        most, policy = (b"1", b"allkeys-lru") if self.evicts else (b"0", b"noeviction")
+        return b"# Memory\r\nmaxmemory:%b\r\nmaxmemory_policy:%b\r\n" % (most, policy)
 
     def do_ping(self) -> Status:
         return Status("PONG")

@@ -8,11 +8,18 @@ from typing import Any
 
 from coverage.parser import PythonParser
 
+Branch = tuple[str, int, int]
+
 ROOMS = ("/only_one/lock/", "/only_one/call/")
 
 
 class Interrupted(Exception):
     """Raised in the middle of a call, as by a signal handler."""
+
+
+def handle_signal(error: BaseException) -> None:
+    """Raise an exception, as the only signal handler of a simulated process."""
+    raise error
 
 
 class Tracer:
@@ -44,18 +51,55 @@ class Tracer:
             if raises and what == "line":
                 self.left -= 1
                 if self.left == 0:
-                    raise Interrupted
+                    handle_signal(Interrupted())
             return step
 
         return step
 
 
-def branches_of(package: Path) -> set[tuple[str, int, int]]:
+EXCEPTIONS = {
+    "from typing_extensions import Self": "for type checkers",
+    "CARRIED_ON = object()": "at import",
+    "os.register_at_fork(after_in_child=_forget_process)": "at import",
+    "def _task_fields": "at import, where nothing forks",
+    "self._bound_key = cache(": "when a function without parameters is decorated",
+    'next(iter(self.signature.parameters), None) == "self"': "when a key is refused",
+    "return _run_as(Lease(None": "locking is switched off: nothing to interleave",
+    "return await _run_as_async(Lease(None": "locking is switched off: nothing to interleave",
+    'getattr(result, "close"': "a mistake of the user, who is told at once",
+    'msg = "current_lock() was called outside': "a mistake of the user, who is told at once",
+    "self.end(next(iter([*self])": "10,000 cleanups at a time",
+    'became.status == "gone" and now() >= self.expires_at): ': "redis-py's own Lock.release, which no call uses",
+    "while self.renew_what_is_due():  # pass": "more than 500 leases in a process",
+    "gevent.get_original(": "gevent",
+    "eventlet.original(": "eventlet",
+}
+"""Branches that no history takes, by some of their first line and the line after it, and why."""
+
+
+class Branches:
     """The branches of the lock's code: each line from which there are several ways, and the line after it."""
-    found: set[tuple[str, int, int]] = set()
-    for path in [path for room in ("lock", "call") for path in sorted((package / room).glob("*.py"))]:
-        parser = PythonParser(text=path.read_text(), filename=str(path))
-        parser.parse_source()
-        ways = parser.exit_counts()
-        found.update((str(path), line, after) for line, after in parser.arcs() if ways.get(line, 0) > 1)
-    return found
+
+    def __init__(self, package: Path) -> None:
+        self._parsers: dict[str, PythonParser] = {}
+        self.all: list[Branch] = []
+        self.texts: dict[Branch, str] = {}
+        for path in [path for room in ("call", "lock") for path in sorted((package / room).glob("*.py"))]:
+            parser = self._parsers[str(path)] = PythonParser(text=path.read_text(), filename=str(path))
+            parser.parse_source()
+            ways, lines = parser.exit_counts(), ["", *path.read_text().splitlines()]
+            found = [(str(path), *arc) for arc in sorted(parser.arcs()) if ways.get(arc[0], 0) > 1]
+            self.all += found
+            self.texts.update({each: f"{lines[each[1]].strip()}  # {lines[abs(each[2])].strip()}" for each in found})
+
+    def counts(self, steps: Counter[Branch]) -> Counter[Branch]:
+        """How often each branch was taken, by how often each line came after another."""
+        counts: Counter[Branch] = Counter()
+        for (file, *step), count in steps.items():
+            for before, after in self._parsers[file].translate_arcs([(step[0], step[1])]):
+                counts[file, before, after] += count
+        return counts
+
+    def exception(self, branch: Branch) -> str | None:
+        """Why no history takes this branch."""
+        return next((why for text, why in EXCEPTIONS.items() if text in self.texts[branch]), None)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import greenlet
 
-from .tracing import Tracer
+from .tracing import Tracer, handle_signal
 
 T = TypeVar("T")
 WALL = 1_700_000_000.0
@@ -240,7 +240,7 @@ class World:
         thread.waiting += 1
         if thread.interrupt is not None and not self.is_over:
             error, thread.interrupt = thread.interrupt, None
-            raise error
+            handle_signal(error)
         if thread.tracer is not None:
             sys.settrace(thread.tracer)
         return value
