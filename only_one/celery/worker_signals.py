@@ -24,7 +24,7 @@ from only_one.call.effective_options import Decoration, EffectiveOptions
 from only_one.call.owed_key import Withdrawal, note_of
 from only_one.connections.server import Server
 from only_one.events import logger
-from only_one.lock.commands import RAW, drive, evaluate, now, release_now, replace
+from only_one.lock.commands import RAW, TROUBLE, drive, evaluate, now, release_now, replace
 from only_one.lock.current_lock import Lease
 from only_one.lock.holder import Holder, is_dead, is_queued, machine, task_id_of, words_of
 from only_one.lock.renewal import finish_cleanups, hold, release_later
@@ -71,21 +71,24 @@ def _watch(task: Any, task_id: str, args: Any, kwargs: Any, request: Any = None)
 
 
 def _release_when_dead(task: Any, decoration: Decoration, task_id: str, args: Any, kwargs: Any, request: Any) -> None:
-    try:
-        with _at_work:
-            options = decoration.options_for(caller_from_outside(task, decoration))
-            if (server := options.server) is None:
-                return
-            key = _withdraw(task, request) if request is not None and decoration.task is not None else None
-            keys = [key] if key else _possible_keys(task, decoration, options, server, args, kwargs)
-        until = now() + 10  # Celery tells that it kills a process before it does it
-        while keys and now() < until:
+    until = now() + 10  # Celery tells that it kills a process before it does it
+    keys: list[str | bytes] | None = None
+    while keys != [] and now() < until:
+        try:
+            with _at_work:
+                options = decoration.options_for(caller_from_outside(task, decoration))
+                if (server := options.server) is None:
+                    return
+                if keys is None:
+                    key = _withdraw(task, request) if request is not None and decoration.task is not None else None
+                    keys = [key] if key else _possible_keys(task, decoration, options, server, args, kwargs)
             keys = [key for key in keys if not _is_free(server, key, task_id, takeover=options.takeover)]
-            time.sleep(0.02)
-    except Exception as error:  # noqa: BLE001 - nobody to raise it to; the key expires by itself
-        _warn_once(
-            f"a key of {task.name}, whose run was killed or revoked, could not be released", type(error).__name__
-        )
+        except Exception as error:  # noqa: BLE001 - nobody to raise it to; the key expires by itself
+            text = f"a key of {task.name}, whose run was killed or revoked, could not be released"
+            _warn_once(text, type(error).__name__)
+            if not isinstance(error, TROUBLE):  # of the server, which may be back soon
+                return
+        time.sleep(0.02)
 
 
 def _possible_keys(

@@ -5,6 +5,7 @@ The former is done in threads, and the pool forks new children.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -26,6 +27,7 @@ from only_one import buffer_one, configure, only_one
 from only_one.celery import worker_signals
 from only_one.celery.requeue import Header
 from only_one.connections.server import find_server
+from only_one.lock.commands import now
 from only_one.lock.holder import TokenFactory, process_start
 from tests.proxy import Proxy
 from tests.waiting import LIMIT, eventually
@@ -201,6 +203,19 @@ def test_a_worker_is_told_of_a_process_that_is_lost(
     assert redis.exists(*keys) == 2
 
 
+def test_the_key_of_a_lost_process_is_released_when_a_server_that_was_away_is_back(
+    app: Celery, redis: Redis, redis_url: str, prefix: str, child: subprocess.Popen[bytes], caplog: Any
+) -> None:
+    task = a_task(app, timeout=HOUR)
+    redis.set(f"{prefix}k", held_by(child.pid))
+    end(child)
+    with Proxy(redis_url) as proxy, configure(redis=proxy.url):
+        with proxy.refused():
+            task_failure.send(sender=task, task_id="mine", exception=WorkerLostError(), args=("k",), kwargs={})
+            assert eventually(lambda: caplog.records)
+        assert eventually(lambda: not redis.exists(f"{prefix}k"))
+
+
 def test_a_worker_is_told_of_a_task_that_is_revoked(
     app: Celery, redis: Redis, prefix: str, child: subprocess.Popen[bytes]
 ) -> None:
@@ -309,9 +324,16 @@ def test_the_newest_that_is_revoked_is_not_waited_for(app: Celery, redis: Redis,
 
 @pytest.mark.parametrize("how", ["the server is down", "a key cannot be made", "it has not begun"])
 def test_an_error_in_a_signal_is_a_warning_with_its_traceback_once(
-    app: Celery, redis_url: str, prefix: str, caplog: pytest.LogCaptureFixture, how: str
+    app: Celery,
+    redis_url: str,
+    prefix: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
 ) -> None:
     """It is no error of the worker, which goes on."""
+    moments = itertools.count(now(), 6.0)  # so a server that is down is asked twice
+    monkeypatch.setattr(worker_signals, "now", lambda: next(moments))
     task = a_task(app) if how == "the server is down" else a_task(app, key=lambda key: key.missing)
     unique = cover("{key}")(app.task(work, name=f"task-{uuid4()}", shared=False))
     with Proxy(redis_url) as proxy, configure(redis=proxy.url), proxy.refused():
