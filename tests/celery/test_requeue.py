@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime, timezone
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from uuid import uuid4
 import pytest
 from celery import Celery, current_task
 from celery.signals import before_task_publish
+from kombu.exceptions import OperationalError
 from redis import Redis
 
 from only_one import configure, only_one, retry
@@ -18,6 +20,13 @@ from only_one.celery.requeue import Header, header_of
 from only_one.lock import renewal
 from tests.celery.deliveries import Queue, a_task, cover, done
 from tests.proxy import Proxy
+
+
+def raises(error: Exception) -> Callable[..., None]:
+    def call(*_: object, **__: object) -> None:
+        raise error
+
+    return call
 
 
 def test_what_is_put_back_has_no_claim_to_a_key_any_more(app: Celery, queue: Queue, redis: Redis, prefix: str) -> None:
@@ -55,6 +64,16 @@ def test_how_long_it_waits_when_it_is_put_back(monkeypatch: pytest.MonkeyPatch) 
         delays = [requeue._delay(times, 1000) for times in (0, 1, 2, 3, 4, 5000)]
         assert delays == [each * part for each in (1, 2, 4, 8, 10, 10)]
         assert requeue._delay(5, 3) == 3 * part
+
+
+def test_a_task_that_cannot_be_put_back_because_the_broker_is_away_fails(
+    app: Celery, queue: Queue, redis: Redis, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = a_task(app, done, when_busy=retry())
+    task.delay()
+    redis.set(f"{prefix}k", "somebody else", ex=600)
+    monkeypatch.setattr(app.amqp, "send_task_message", raises(OperationalError("the broker is away")))
+    assert isinstance(queue.deliver(queue.take()), OperationalError)
 
 
 def test_a_limit_of_times(app: Celery, queue: Queue, redis: Redis, prefix: str) -> None:
