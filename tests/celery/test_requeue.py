@@ -73,7 +73,8 @@ def test_a_task_that_cannot_be_put_back_because_the_broker_is_away_fails(
     task.delay()
     redis.set(f"{prefix}k", "somebody else", ex=600)
     monkeypatch.setattr(app.amqp, "send_task_message", raises(OperationalError("the broker is away")))
-    assert isinstance(queue.deliver(queue.take()), OperationalError)
+    failure = queue.deliver(queue.take())
+    assert isinstance(failure.exception, OperationalError)
 
 
 def test_a_limit_of_times(app: Celery, queue: Queue, redis: Redis, prefix: str) -> None:
