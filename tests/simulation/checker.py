@@ -212,7 +212,11 @@ class Checker:
         own = [call for call in self.calls if call.process is process and call.had_key and not call.is_told]
         lost = [call for call in own if call.lock.key == event.key and not call.lock.is_held]
         lost = [call for call in lost if call.lock.reason in likely]
-        for call in sorted(lost, key=lambda call: int(likely[call.lock.reason]))[-1:]:
+
+        def likelihood(call: Call) -> tuple[bool, bool, int]:
+            return call.lock.reason == event.reason, call.answered == inf, int(likely[call.lock.reason])
+
+        for call in sorted(lost, key=likelihood)[-1:]:
             call.is_told = True
             self._check_loss(call, event.reason)
 

@@ -97,6 +97,7 @@ class MessageChecker:
         after, triggers = self._alive() - {trigger.name}, self.history.triggers.values()
         keep = {each.name for each in triggers if each.how in _UNIQUE and _GIVE_UP_THEIR_KEY.isdisjoint(each.ends)}
         keep -= {each.name for each in triggers for run in each.runs if self._was_just_now(run.ended)}
+        keep &= {each.work.trigger for each in self.history.broker.published}
         # A run that was sent past the check has taken the key over, and then keeps its own for `at_least`.
         is_forgotten = self.plan.at_least and any(each.how not in _UNIQUE for each in triggers)
         if trigger.is_sent and (others := before & after & keep) and not is_forgotten:
