@@ -137,7 +137,7 @@ def _on_end(sender: Any, task: Any, **_: Any) -> None:
 
 def _received(task_id: str) -> Context | None:
     """The request of a task that this worker has received, unless it has begun long ago."""
-    requests = [request() for *_, request in list(_waiting.values())]
+    requests = [lease.request() for lease in list(_waiting)]
     return next((Context(each.request_dict) for each in requests if each is not None and each.id == task_id), None)
 
 
@@ -171,18 +171,23 @@ def _withdraw(task: Any, request: Any) -> str | None:
 
 # Tasks that a worker has received and has not begun: their keys name the worker's process, which is seen to die
 
-_waiting: dict[Lease, tuple[Server, bytes, Callable[[], float], ref[Any]]] = {}
-"""The leases of keys that name this process. A lease that another has is lost.
-
-With each its server, the value before, the seconds for which that would be stored now, and the task's request.
-A lease outlives its request: Celery forgets the requests before it tells us that the worker ends.
-"""
-
 _swept_at = _backs_off_until = 0.0
 
 
 class _WaitingLease(Lease):
-    """The lease of a task that waits: if another task's run takes the key over, the run stores our value again."""
+    """The lease of a task that waits: if another task's run takes the key over, the run stores our value again.
+
+    Attributes:
+        request: the task's request; None once Celery has forgotten it.
+    """
+
+    request: Callable[[], Any] = object
+
+    def lives_on(self, sent: float, ttl: float) -> None:
+        """Note the same; a task whose request is forgotten has ended, or is in its queue again: its key may expire."""
+        super().lives_on(sent, ttl)
+        if self.request() is None:
+            self.renew_at = self.ends_at
 
     def lose(self, reason: str, value: bytes = b"") -> str:
         """Note that the key is lost, unless it comes back; until then each renewal finds the other's value."""
@@ -190,6 +195,14 @@ class _WaitingLease(Lease):
             self.lives_on(now(), self.ttl)
             return ""
         return super().lose(reason, value)
+
+
+_waiting: dict[_WaitingLease, tuple[Server, bytes, Callable[[], float]]] = {}
+"""The leases of keys that name this process. A lease that another has is lost.
+
+With each its server, the value before, and the seconds for which that would be stored now.
+A lease outlives its request: Celery forgets the requests before it tells us that the worker ends.
+"""
 
 
 def _on_received(sender: Any, request: Any, **_: Any) -> None:
@@ -200,7 +213,7 @@ def _on_received(sender: Any, request: Any, **_: Any) -> None:
         return
     if now() >= _swept_at + DEFAULT_LEASE:  # time to forget what has begun since, or has ended without
         _swept_at = now()
-        _waiting = {each: its for each, its in _waiting.items() if each.reason is None and its[-1]() is not None}
+        _waiting = {each: its for each, its in _waiting.items() if each.reason is None and each.request() is not None}
     try:
         _receive(sender, request)
     except Exception as error:  # noqa: BLE001 - the task runs all the same; its key expires
@@ -237,7 +250,8 @@ def _receive(consumer: Any, request: Any) -> None:
     if became.status == "held":
         request.request_dict.update(header._replace(token=token.decode()).as_headers())
         queued = queued or work.token_factory(request.task, "queued").token(limit)
-        _waiting[lease] = options.server, queued, queued_for, ref(request)
+        lease.request = ref(request)
+        _waiting[lease] = options.server, queued, queued_for
         hold(lease)
 
 
@@ -247,8 +261,8 @@ def _on_shutdown(**_: Any) -> None:
     A task whose message is acknowledged was given to a child, which has not asked for its key yet: it will never run.
     """
     while _waiting:
-        lease, (server, queued, queued_for, reference) = _waiting.popitem()
-        request = reference()
+        lease, (server, queued, queued_for) = _waiting.popitem()
+        request = lease.request()
         try:
             if request is not None and request.acknowledged:
                 _withdraw(request.task, Context(request.request_dict))

@@ -209,6 +209,18 @@ def test_it_is_queued_again_when_the_worker_ends(
     assert is_about(HOUR, left("a"))
 
 
+def test_it_is_not_renewed_once_its_request_is_forgotten(task: Any, worker: Worker, clock: list[float]) -> None:
+    """It has ended, though the key may name it again: by a command that was sent twice, and arrives late."""
+    task.delay("k")
+    worker.receive(task)
+    (lease,) = worker_signals._waiting
+    assert lease.renew_at < lease.ends_at
+    worker.requests.clear()
+    lease.lives_on(clock[0], A_LEASE)
+    assert lease.renew_at == lease.ends_at
+    assert lease.expires_at == clock[0] + A_LEASE
+
+
 def test_one_that_was_lost_with_its_child_when_the_worker_ends(task: Any, worker: Worker, state: Any) -> None:
     """Its message was acknowledged as it was given to the child, which was killed before it asked for the key."""
     for key, is_acknowledged in (("lost", True), ("waits", False)):

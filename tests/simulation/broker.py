@@ -308,7 +308,9 @@ class Worker:
         """Lose the connection to the broker: the worker drops what has not begun, and goes on with what has."""
         if self.consumes and not self.main.is_dead:
             self.world.note(self.hostname, "loses its connection to the broker")
-            self.jobs = [job for job in self.jobs if job.child]
+            for job in [job for job in self.jobs if not job.child]:
+                self.jobs.remove(job)
+                job.forget()
             self.broker.restore(self)
 
     def shut_down(self, how: str) -> None:
@@ -433,8 +435,9 @@ class Job:
         self.worker.do(lambda: self._ready(result))
 
     def _ready(self, result: Any) -> None:
-        self.callbacks["callback"](result)
-        self._over()
+        if self.callbacks:  # else it has ended meanwhile
+            self.callbacks["callback"](result)
+            self._over()
 
     def ends(self, how: str) -> None:
         """End without a result of the child."""
@@ -444,9 +447,14 @@ class Job:
     def _over(self) -> None:
         with suppress(ValueError):  # it was killed, or has exceeded its time meanwhile
             self.worker.jobs.remove(self)
+            self.forget()
             self.worker.assign()
             self.worker.broker.deliver()
             self.worker.do(lambda: None)
+
+    def forget(self) -> None:
+        """Drop the request, which no collector of garbage frees within a history."""
+        self.request, self.target, self.callbacks = None, None, {}
 
     def _exceeds(self) -> None:
         """The hard time limit is over: Celery stores the failure, and then kills the child."""

@@ -281,7 +281,7 @@ class LockWorld:
         return self.world.now + self.world.choose(f"seconds of {what}", choices)
 
     def _freeze(self) -> None:
-        self.host.frozen_until = self._until("freeze", [0.5, 1.5, 4.0, 40.0])
+        self.host.frozen_until = max(self.host.frozen_until, self._until("freeze", [0.5, 1.5, 4.0, 40.0]))
         self.world.note("server", "is frozen for", self.host.frozen_until - self.world.now)
 
     def _restart_with_data(self) -> None:

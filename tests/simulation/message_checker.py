@@ -68,7 +68,12 @@ class MessageChecker:
     @property
     def _keeps_waiting_keys(self) -> bool:
         is_calm = self.only("publishing fails", "visibility timeout", "lost connection")
-        return self.plan.is_unique and self.plan.when_busy != "buffer_one" and is_calm
+        return self.plan.is_unique and self.plan.when_busy != "buffer_one" and is_calm and not self._may_forget
+
+    @property
+    def _may_forget(self) -> bool:
+        """Whether a run that was sent past the check may take a waiting task's key, and keep its own for `at_least`."""
+        return bool(self.plan.at_least) and any(each.how not in _UNIQUE for each in self.history.triggers.values())
 
     def _waiting(self) -> set[str]:
         """The unique tasks whose message waits, and was not begun."""
@@ -98,9 +103,7 @@ class MessageChecker:
         keep = {each.name for each in triggers if each.how in _UNIQUE and _GIVE_UP_THEIR_KEY.isdisjoint(each.ends)}
         keep -= {each.name for each in triggers for run in each.runs if self._was_just_now(run.ended)}
         keep &= {each.work.trigger for each in self.history.broker.published}
-        # A run that was sent past the check has taken the key over, and then keeps its own for `at_least`.
-        is_forgotten = self.plan.at_least and any(each.how not in _UNIQUE for each in triggers)
-        if trigger.is_sent and (others := before & after & keep) and not is_forgotten:
+        if trigger.is_sent and (others := before & after & keep) and not self._may_forget:
             self.problem("a second message", f"{trigger.name} beside {others}")
         was_alive = before or after or any(self._was_just_now(run.ended) for each in triggers for run in each.runs)
         if not (trigger.is_sent or trigger.error or was_alive or self.plan.at_least):
