@@ -98,7 +98,8 @@ soak: .venv/dev.stamp ## the tests that measure times or run long
 soak-hour: .venv/dev.stamp ## an hour of kills, pauses, cuts and restarts with real workers; --broker classic for RabbitMQ
 	$(BIN)/python -m benchmarks.soak_hour $(ARGS)
 
-mutants: .venv/dev.stamp ## 200 small changes of the code, and those that no test fails for
+# A quarter of an hour for a module whose tests start servers. It uses all cores, unless ARGS has --jobs N.
+mutants: .venv/dev.stamp ## small changes of one module that no test of its room notices: ARGS="only_one/lock/renewal.py"
 	$(BIN)/python -m benchmarks.mutants $(ARGS)
 
 benchmark: .venv/dev.stamp ## a decorated call beside bare commands and the peers, with and without hiredis
