@@ -11,8 +11,7 @@ WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,buffer_one canvas ends put_ba
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-picture newsletter docs dev test test-rabbitmq lint types interrupts suite site words coverage soak soak-hour \
 	mutants matrix simulate simulate-mutants benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-leftovers benchmark-async \
-	benchmark-interruptions benchmark-queue benchmark-peers benchmark-newsletter \
-	newsletter-kills clean
+	benchmark-interruptions benchmark-queue benchmark-peers clean
 
 help: ## list these commands
 	@awk 'BEGIN { FS = ":.*## " } /^##@/ { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-24s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -134,13 +133,6 @@ benchmark-queue: .venv/dev.stamp ## 10,000 tasks queued by 8 processes, beside t
 benchmark-peers: .venv/dev.stamp ## what becomes of a lock, beside other libraries
 	$(BIN)/pip install --quiet celery-singleton==0.3.1 celery-once==3.0.1 celery-heimdall==1.0.1 python-redis-lock==4.0.1
 	$(BIN)/python -m benchmarks.peers $(ARGS)
-
-# Some twenty minutes.
-benchmark-newsletter: .venv/newsletter.stamp ## a newsletter to 500,000 recipients
-	$(BIN)/python -m benchmarks.newsletter $(ARGS)
-
-newsletter-kills: .venv/newsletter.stamp ## the newsletter, killed at random points and started again each time
-	$(BIN)/python -m benchmarks.newsletter_kills $(ARGS)
 
 .venv/%.stamp: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv
