@@ -65,7 +65,7 @@ words: .venv/dev.stamp ## words and longest sentence of each page
 
 # With both kinds of RabbitMQ's queues; the tests start a RabbitMQ of their own.
 test-rabbitmq: .venv/dev.stamp ## the live tests again, with RabbitMQ as broker
-	@kinds=$$($(BIN)/python -m tests.rabbitmq) || exit; for kind in $$kinds; do \
+	@kinds=$$($(BIN)/python -m rigs.rabbitmq) || exit; for kind in $$kinds; do \
 		echo "$$kind queues:"; ONLY_ONE_TEST_BROKER=$$kind $(BIN)/python -m pytest \
 			--numprocesses 2 --dist loadfile -m "not soak" $(WITH_RABBITMQ) $(ARGS) || exit; \
 	done

@@ -17,6 +17,7 @@ BESIDE_THE_PACKAGE = [
     "tests",
     "examples",
     "benchmarks",
+    "rigs",
     "docs",
     "README.md",
     "CONTRIBUTING.md",

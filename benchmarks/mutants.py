@@ -103,7 +103,7 @@ def lua_survivors(module: Path, tests: list[str]) -> tuple[int, list[str]]:
     mutants = list(lua_mutants((ROOT / module).read_text()))
     survivors = []
     with TemporaryDirectory() as directory:
-        for name in ("only_one", "tests", "examples", "conftest.py", "pyproject.toml"):
+        for name in ("only_one", "rigs", "tests", "examples", "conftest.py", "pyproject.toml"):
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
             copy(ROOT / name, Path(directory, name))
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *SELECTION, *tests]

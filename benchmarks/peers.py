@@ -40,9 +40,9 @@ from celery.signals import after_task_publish
 
 from benchmarks import peers_app
 from benchmarks.peers_app import DEFAULT, EXPIRY, FIXED, RENEWED, WITNESS_DB, Peer, app, client
-from benchmarks.takeover import elsewhere
-from benchmarks.waiting import wait_until
 from only_one.testing import Guarded, redis_server
+from rigs.namespaces import elsewhere
+from rigs.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "comparison.md"

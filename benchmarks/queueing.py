@@ -33,8 +33,8 @@ import redis
 
 from benchmarks import queueing_app
 from benchmarks.queueing_app import BARE, BROKER, LOCKS, OURS, beside
-from benchmarks.waiting import wait_until
 from only_one.testing import Guarded, redis_server
+from rigs.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 PRODUCERS = 8

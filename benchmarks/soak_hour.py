@@ -33,13 +33,13 @@ import redis
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.soak_hour_app import AT_LEAST, BROKER, LOCKS, NAME, PREFIX, QUEUE_TIMEOUT, WITNESS, Witness
-from benchmarks.takeover import elsewhere
-from benchmarks.waiting import wait_until
 from only_one import testing
 from only_one.lock.commands import now
 from only_one.testing import Guarded
-from tests.rabbitmq import rabbitmq_server
-from tests.servers import redis_server
+from rigs.namespaces import elsewhere
+from rigs.rabbitmq import rabbitmq_server
+from rigs.servers import redis_server
+from rigs.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 CHILDREN = 3

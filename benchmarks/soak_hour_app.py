@@ -24,7 +24,7 @@ from kombu.exceptions import OperationalError
 
 from only_one import OnlyOneError, buffer_one, configure, current_lock, only_one, retry
 from only_one.lock.commands import now
-from tests.live.sweeps import soon
+from rigs.sweeps import soon
 
 LOCKS = "SOAK_LOCKS"
 BROKER = "SOAK_BROKER"

@@ -14,8 +14,8 @@ from redis.exceptions import RedisError
 from redis.sentinel import Sentinel
 
 from only_one.testing import Guarded, _find_binary
-from tests.servers import RedisServer, free_ports, redis_server
-from tests.waiting import LIMIT, eventually
+from rigs.servers import RedisServer, free_ports, redis_server
+from rigs.waiting import LIMIT, eventually
 
 WATCHED = "sentinel monitor watched 127.0.0.1 {port} 1\n"
 

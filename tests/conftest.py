@@ -18,8 +18,8 @@ from redis.connection import AbstractConnection
 
 from only_one import configure, only_one
 from only_one.lock import renewal
-from tests.servers import RedisServer, redis_server
-from tests.waiting import LIMIT
+from rigs.servers import RedisServer, redis_server
+from rigs.waiting import LIMIT
 
 os.environ.pop("PYTHONUNBUFFERED", None)  # with it, a program that forgets to flush is seen to hang by others only
 

@@ -16,7 +16,7 @@ import pytest
 from only_one.connections import server as servers
 from only_one.lock import renewal
 from only_one.lock.commands import now
-from tests.waiting import eventually
+from rigs.waiting import eventually
 
 MOMENT = 128.0
 """When a `Clock` begins: of few bits, as other numbers that tests add to it, so that nothing is rounded."""

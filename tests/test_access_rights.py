@@ -24,13 +24,13 @@ from only_one.lock import commands, renewal
 from only_one.lock.cleanup import Cleanup
 from only_one.lock.commands import MarkerUpdate, Retained, drive, evaluate, now
 from only_one.lock.holder import TokenFactory
+from rigs.servers import RedisServer, redis_server
+from rigs.waiting import LIMIT, eventually
 from tests.celery.deliveries import token_of
 from tests.celery.enqueueing import withdraw
 from tests.faults.programs import Running
 from tests.faults.test_cluster import OPTIONS
 from tests.renewal import is_renewed
-from tests.servers import RedisServer, redis_server
-from tests.waiting import LIMIT, eventually
 
 PAGE = Path(__file__).parents[1] / "docs" / "access-rights.md"
 KEYS = ("~only_one:*", "~{only_one:*")

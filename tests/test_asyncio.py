@@ -20,10 +20,10 @@ from only_one.connections.asyncio_client import AsyncClient, make_async_client
 from only_one.connections.server import Server
 from only_one.lock import renewal
 from only_one.lock.commands import Commands, drive_async
+from rigs.waiting import LIMIT, eventually
 from tests.clients import KINDS, OF_ONE_SERVER, clients
 from tests.proxy import Proxy
 from tests.renewal import renew_now
-from tests.waiting import LIMIT, eventually
 
 NAME = "k"
 MANY = 1000

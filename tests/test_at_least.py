@@ -19,10 +19,10 @@ from only_one.lock import renewal
 from only_one.lock.commands import Retained
 from only_one.lock.holder import Holder as Value
 from only_one.lock.holder import kept
+from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import Holder, Running, RunningAsync
 from tests.proxy import Proxy
 from tests.renewal import later
-from tests.waiting import LIMIT, eventually
 
 NAME = "k"
 

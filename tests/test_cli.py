@@ -24,8 +24,8 @@ from redis import Redis
 from only_one import current_lock, only_one
 from only_one.__main__ import _cell, main
 from only_one.lock.holder import TokenFactory
+from rigs.waiting import LIMIT
 from tests.proxy import Proxy
-from tests.waiting import LIMIT
 
 Busy = Callable[..., AbstractContextManager[None]]
 Out = pytest.CaptureFixture[str]

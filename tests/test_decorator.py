@@ -39,9 +39,9 @@ from only_one import (
 )
 from only_one.inspection import key_of
 from only_one.keys.digest import digest
+from rigs.servers import RedisServer
+from rigs.waiting import LIMIT, eventually
 from tests.renewal import is_idle, is_renewed
-from tests.servers import RedisServer
-from tests.waiting import LIMIT, eventually
 
 README = Path(__file__).parents[1] / "README.md"
 KeyIsBusy = Callable[..., AbstractContextManager[None]]

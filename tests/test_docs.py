@@ -122,7 +122,7 @@ def test_a_signature_that_the_page_writes_itself_has_each_parameter(name: str) -
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/SECURITY.md"])
 def test_each_file_that_is_named_exists(page: str) -> None:
     package = Path(only_one.__file__).parents[1]
-    named = re.findall(r"`((?:only_one|tests|docs|examples|benchmarks)/[\w/.-]*)`", (ROOT / page).read_text())
+    named = re.findall(r"`((?:only_one|tests|docs|examples|benchmarks|rigs)/[\w/.-]*)`", (ROOT / page).read_text())
     assert [each for each in named if not (ROOT / each).exists() and not (package / each).exists()] == []
 
 

@@ -36,10 +36,10 @@ from only_one import (
     subscribe,
 )
 from only_one.call import locked_call
+from rigs.servers import RedisServer
+from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import Running
 from tests.renewal import later, renew_now
-from tests.servers import RedisServer
-from tests.waiting import LIMIT, eventually
 
 KeyIsBusy = Callable[..., AbstractContextManager[None]]
 CLOSED = "redis://127.0.0.1:1/0"

@@ -31,8 +31,8 @@ from examples.newsletter.recipients import CHOSEN, Mailing, Recipient
 from examples.newsletter.spool import Entry
 from examples.newsletter.summary import ACCEPTED, accepted
 from only_one.testing import Guarded
+from rigs.waiting import LIMIT, eventually
 from tests.test_examples import all_gone, descendants, has_worker, is_worker
-from tests.waiting import LIMIT, eventually
 
 ROOT = Path(__file__).parents[1]
 NEWSLETTER = [sys.executable, "-m", "examples.newsletter"]

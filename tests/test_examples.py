@@ -35,7 +35,7 @@ from examples.feeds.summary import problem, report
 from examples.feeds.timeline import LABEL_WIDTH, Picture
 from examples.feeds.timeline_svg import SECOND, draw
 from examples.newsletter import __main__ as newsletter
-from tests.waiting import LIMIT, eventually
+from rigs.waiting import LIMIT, eventually
 
 ROOT = Path(__file__).parents[1]
 DEMO = [sys.executable, "-m", "examples.feeds"]

@@ -13,10 +13,10 @@ from redis.exceptions import ResponseError
 
 from only_one import ConfigurationError, LockLost, configure, current_lock, only_one, subscribe
 from only_one.events import Event, Lost
+from rigs.servers import RedisServer
+from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import Running
 from tests.renewal import is_renewed, later
-from tests.servers import RedisServer
-from tests.waiting import LIMIT, eventually
 
 NAME = "k"
 DAY = 24 * 3600 * 1000

@@ -14,8 +14,8 @@ import pytest
 import redis as redis_py
 
 from only_one import only_one
-from tests.servers import RedisServer
-from tests.waiting import LIMIT
+from rigs.servers import RedisServer
+from rigs.waiting import LIMIT
 
 pytest.importorskip("gevent")
 
@@ -34,7 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 import redis
 import only_one
 from tests.renewal import renew_now
-from tests.waiting import LIMIT
+from rigs.waiting import LIMIT
 url, prefix = sys.argv[1], sys.argv[2]
 only_one.configure(redis=url, prefix=prefix)
 client = redis.Redis.from_url(url)

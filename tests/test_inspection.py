@@ -17,8 +17,8 @@ from only_one import ConfigurationError, UnkeyableArgument, configure, current_l
 from only_one.inspection import held, held_key, holder_of, key_of, release, release_key
 from only_one.lock.holder import TokenFactory
 from only_one.testing import redis_server
+from rigs.waiting import LIMIT, eventually
 from tests.renewal import renew_now
-from tests.waiting import LIMIT, eventually
 
 Busy = Callable[..., AbstractContextManager[None]]
 

@@ -31,9 +31,9 @@ import only_one as package
 from only_one import AlreadyRunning, ConfigurationError, current_lock, events, fail, only_one
 from only_one.events import Event
 from only_one.lock import renewal
+from rigs.waiting import LIMIT, eventually
 from tests.proxy import Proxy
 from tests.renewal import is_renewed
-from tests.waiting import LIMIT, eventually
 
 if TYPE_CHECKING:
     from typing_extensions import Self

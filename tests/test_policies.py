@@ -40,8 +40,8 @@ from only_one import (
 )
 from only_one.connections.server import find_server
 from only_one.policies import RequeueRequest
-from tests.servers import RedisServer
-from tests.waiting import eventually
+from rigs.servers import RedisServer
+from rigs.waiting import eventually
 
 KeyIsBusy = Callable[..., AbstractContextManager[None]]
 Make = Callable[..., Callable[[], Any]]

@@ -17,7 +17,7 @@ import pytest
 import redis
 
 import only_one
-from tests.servers import RedisServer, redis_server
+from rigs.servers import RedisServer, redis_server
 
 ROOT = Path(only_one.__file__).parents[1]
 """Where our package is, for a process with another working directory."""

@@ -7,7 +7,7 @@ import signal
 import pytest
 from redis.exceptions import RedisError
 
-from tests.servers import redis_server
+from rigs.servers import redis_server
 from tests.test_testing import client, is_running, refuses
 
 

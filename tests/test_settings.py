@@ -42,7 +42,7 @@ from only_one.connections import server as servers_of_product
 from only_one.errors import OnlyOneError
 from only_one.inspection import held
 from only_one.lock.holder import Holder
-from tests.servers import RedisServer, redis_server
+from rigs.servers import RedisServer, redis_server
 
 KeyIsBusy = Callable[..., AbstractContextManager[None]]
 CLOSED = "redis://127.0.0.1:1/0"

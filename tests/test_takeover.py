@@ -23,12 +23,13 @@ import redis as redis_py
 from only_one import configure, current_lock, only_one, subscribe
 from only_one.events import Event, Reclaimed
 from only_one.lock.holder import Holder as HolderOf
+from rigs.namespaces import HOST_NAMED
+from rigs.servers import RedisServer
+from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import Holder, Program, Running
 from tests.lock.test_holder import CONTAINER, changed, in_container
 from tests.proxy import Proxy
 from tests.renewal import is_renewed
-from tests.servers import RedisServer
-from tests.waiting import LIMIT, eventually
 
 TIMEOUT = 600
 HALF = TIMEOUT * 1000 // 2
@@ -156,7 +157,7 @@ SUCCESSORS = """
 import json, os, random, sys, time
 import redis
 import only_one
-from tests.waiting import LIMIT
+from rigs.waiting import LIMIT
 url, prefix, witness, rounds, processes, seed = json.loads(sys.argv[1])
 number, jitter = int(sys.argv[2]), random.Random(f"{seed}/{sys.argv[2]}")
 only_one.configure(redis=url, prefix=prefix)
@@ -306,7 +307,7 @@ def test_a_holder_in_another_container_keeps_its_key(
 ) -> None:
     """Until it expires, which it does as nobody renews it."""
     assert CONTAINER is not None
-    inside = CONTAINER if host == "the same" else [*CONTAINER, "sh", "-c", 'hostname elsewhere && exec "$@"', "sh"]
+    inside = CONTAINER if host == "the same" else [*CONTAINER, *HOST_NAMED]
     with Holder(redis_url, prefix, inside=inside, **times) as holder:
         found = HolderOf.parse(holder.token)
         assert found is not None

@@ -22,8 +22,8 @@ from redis import Redis
 from only_one import testing
 from only_one.errors import ConfigurationError
 from only_one.testing import PORTS, Guarded, RedisServer, redis_server
-from tests import servers
-from tests.waiting import LIMIT, eventually
+from rigs import servers
+from rigs.waiting import LIMIT, eventually
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 STUBBORN = """
@@ -415,8 +415,8 @@ def test_the_module_needs_no_celery_and_the_package_does_not_need_the_module() -
 import sys, only_one
 print("only_one.testing" in sys.modules)
 import only_one.testing
-from tests import servers
-from tests.waiting import LIMIT, eventually
+from rigs import servers
+from rigs.waiting import LIMIT, eventually
 print("celery" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True)

@@ -12,7 +12,7 @@ from only_one import LockUnavailable, configure, only_one
 from only_one.call.locked_call import LockedCall
 from only_one.lock import renewal
 from only_one.lock.commands import drive, now
-from tests.waiting import eventually
+from rigs.waiting import eventually
 
 CLOSED = "redis://127.0.0.1:1/0"
 TTL = 600.0

@@ -32,8 +32,8 @@ from only_one import (
 )
 from only_one.lock import renewal
 from only_one.lock.holder import active_tokens
+from rigs.waiting import LIMIT, eventually
 from tests.proxy import Fault, Proxy
-from tests.waiting import LIMIT, eventually
 
 NAME = "k"
 LONG = 3600.0

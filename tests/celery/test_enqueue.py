@@ -48,6 +48,8 @@ from only_one.celery.broker import waits_for
 from only_one.celery.requeue import Header, header_of
 from only_one.lock import renewal
 from only_one.lock.holder import Holder
+from rigs.servers import RedisServer, redis_server
+from rigs.waiting import LIMIT, eventually
 from tests.celery.enqueueing import (
     CLOSED,
     QUEUE_TIMEOUT,
@@ -62,8 +64,6 @@ from tests.celery.enqueueing import (
 )
 from tests.lock.test_leases import no_more_threads
 from tests.proxy import Proxy
-from tests.servers import RedisServer, redis_server
-from tests.waiting import LIMIT, eventually
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,9 +18,9 @@ from only_one import AlreadyRunning, fail
 from only_one.connections.connection_pool import PinnedClient
 from only_one.lock import commands
 from only_one.lock.commands import now
+from rigs.waiting import eventually
 from tests.celery.deliveries import Queue
 from tests.celery.enqueueing import QUEUE_TIMEOUT, a_task, cover, lives_for
-from tests.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("redis", "finalizers")
 

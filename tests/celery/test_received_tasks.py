@@ -23,9 +23,9 @@ from only_one.celery.requeue import Header
 from only_one.connections.connection_pool import PinnedClient
 from only_one.lock.commands import now
 from only_one.lock.holder import Holder, TokenFactory
+from rigs.waiting import eventually
 from tests.proxy import Proxy
 from tests.renewal import fails_to_renew, is_renewed, later
-from tests.waiting import eventually
 
 HOUR = 3600
 A_LEASE = 30

@@ -14,10 +14,10 @@ from only_one.celery import task_run
 from only_one.celery.redelivery import REQUEUED, STORED, CompletionMarker, read_marker
 from only_one.connections.server import Server, find_server
 from only_one.lock.commands import drive, evaluate, now
+from rigs.waiting import eventually
 from tests.celery.deliveries import CLOSED, REMEMBERED, Awaits, Queue, a_task, done, hash_of, token_of
 from tests.live import brokers as brokers  # which names the transport "unmarked"
 from tests.proxy import Proxy
-from tests.waiting import eventually
 
 
 @pytest.fixture

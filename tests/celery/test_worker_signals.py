@@ -29,8 +29,8 @@ from only_one.celery.requeue import Header
 from only_one.connections.server import find_server
 from only_one.lock.commands import now
 from only_one.lock.holder import TokenFactory, process_start
+from rigs.waiting import LIMIT, eventually
 from tests.proxy import Proxy
-from tests.waiting import LIMIT, eventually
 
 HOUR = 3600
 PATIENCE = 10.0

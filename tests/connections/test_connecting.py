@@ -18,8 +18,8 @@ import redis.connection
 from celery.exceptions import SoftTimeLimitExceeded
 
 from only_one import ConfigurationError, LockUnavailable, only_one
+from rigs.waiting import LIMIT
 from tests.clients import Subclass
-from tests.waiting import LIMIT
 
 IN_DJANGO = """
 import asyncio, sys

@@ -36,10 +36,10 @@ from only_one.connections.server import Server
 from only_one.events import Down, Event
 from only_one.lock.commands import RAW
 from only_one.lock.redis_lock import Lock
+from rigs.servers import RedisServer, redis_server
+from rigs.waiting import LIMIT, eventually
 from tests.proxy import Proxy
 from tests.renewal import is_idle
-from tests.servers import RedisServer, redis_server
-from tests.waiting import LIMIT, eventually
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -29,8 +29,8 @@ from celery.exceptions import SoftTimeLimitExceeded
 from only_one import LockUnavailable, inspection, only_one
 from only_one.connections.connection_pool import guarded
 from only_one.connections.server import Server
+from rigs.waiting import LIMIT, eventually
 from tests.clients import KINDS, Clients, clients
-from tests.waiting import LIMIT, eventually
 
 MOST = 100
 """Moments to one call; there are some ten."""

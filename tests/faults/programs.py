@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from only_one import current_lock, only_one
 from only_one.testing import Guarded
-from tests.waiting import LIMIT, eventually
+from rigs.waiting import LIMIT, eventually
 
 if TYPE_CHECKING:
     from typing_extensions import Self

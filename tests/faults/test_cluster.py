@@ -25,11 +25,11 @@ from only_one.inspection import held, release_key
 from only_one.lock import renewal
 from only_one.lock.cleanup import Cleanup
 from only_one.lock.commands import now
+from rigs.servers import RedisServer, redis_server
+from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import SLACK, Holder, Running, RunningAsync
 from tests.proxy import Proxy
 from tests.renewal import MOMENT, Clock, fails_to_renew, later, renew_now
-from tests.servers import RedisServer, redis_server
-from tests.waiting import LIMIT, eventually
 
 # The nodes do not find each other lost by themselves: on a slow machine, one that is well may be late by any time.
 OPTIONS = (

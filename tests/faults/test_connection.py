@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from only_one import LockLost, fail
+from rigs.waiting import eventually
 from tests.faults.programs import SLACK, Running, RunningAsync
 from tests.proxy import Proxy
 from tests.renewal import fails_to_renew, is_renewed, later
-from tests.waiting import eventually
 
 
 @pytest.mark.parametrize("way", ["cut", "black_hole"])

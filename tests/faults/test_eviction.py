@@ -15,12 +15,12 @@ import redis as redis_py
 from only_one import only_one
 from only_one.connections import server as eviction
 from only_one.lock import renewal
+from rigs.servers import RedisServer, redis_server
+from rigs.waiting import LIMIT, eventually
 from tests.clients import clients
 from tests.faults.programs import Running, RunningAsync
 from tests.proxy import Proxy
 from tests.renewal import is_idle, is_renewed, renew_now
-from tests.servers import RedisServer, redis_server
-from tests.waiting import LIMIT, eventually
 
 
 @pytest.fixture(scope="module")

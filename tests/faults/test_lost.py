@@ -19,9 +19,9 @@ import pytest
 
 from only_one import LockLost, carry_on, current_lock, fail, only_one
 from only_one.lock.commands import now
+from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import Program, Running, RunningAsync
 from tests.renewal import is_awaited, is_renewed, later, renew_now
-from tests.waiting import LIMIT, eventually
 
 LONG = 3600.0
 """Seconds that no test takes, so that no key expires by itself."""

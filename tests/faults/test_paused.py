@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rigs.waiting import eventually
 from tests.faults.programs import Program
-from tests.waiting import eventually
 
 LEASE = 3.0
 """Seconds that the holder stands still for, at the least: by its own clock its leases are over when it goes on."""

@@ -11,10 +11,10 @@ import pytest
 import redis as redis_py
 
 from only_one import LockUnavailable, carry_on, configure, current_lock, fail, only_one, skip
+from rigs.servers import RedisServer, redis_server
+from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import Running
 from tests.renewal import fails_to_renew, is_renewed, later
-from tests.servers import RedisServer, redis_server
-from tests.waiting import LIMIT, eventually
 
 
 @contextmanager

@@ -5,10 +5,10 @@ from __future__ import annotations
 import redis as redis_py
 
 from only_one import LockLost, fail, only_one
+from rigs.servers import RedisServer, redis_server
+from rigs.waiting import eventually
 from tests.faults.programs import Holder, Running, RunningAsync
 from tests.renewal import is_renewed, renew_now
-from tests.servers import RedisServer, redis_server
-from tests.waiting import eventually
 
 
 def test_without_persistence_the_holder_learns_that_it_has_lost(server: RedisServer) -> None:

@@ -15,10 +15,10 @@ from redis.exceptions import RedisError
 
 from only_one import LockLost, LockUnavailable, configure, fail, only_one
 from only_one.testing import Guarded, _find_binary
+from rigs.servers import RedisServer, free_ports, redis_server
+from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import Running, RunningAsync
 from tests.renewal import renew_now
-from tests.servers import RedisServer, free_ports, redis_server
-from tests.waiting import LIMIT, eventually
 
 SERVICE = "mymaster"
 # They fail over when they are told to: on a slow machine a master that is well may be late by any time.

@@ -17,8 +17,8 @@ from celery.schedules import schedstate, schedule
 from celery.signals import after_task_publish, before_task_publish, task_postrun
 
 from only_one import only_one
+from rigs.waiting import eventually
 from tests.live.workers import Witness, note
-from tests.waiting import eventually
 
 EVERY = 0.5
 """Seconds between two ticks of a beat."""

@@ -21,8 +21,8 @@ from kombu.connection import Connection
 from kombu.transport import TRANSPORT_ALIASES
 from kombu.transport.native_delayed_delivery import bind_queue_to_native_delayed_delivery_exchange
 
-from tests.rabbitmq import RabbitMQ, rabbitmq_server
-from tests.waiting import LIMIT, eventually
+from rigs.rabbitmq import RabbitMQ, rabbitmq_server
+from rigs.waiting import LIMIT, eventually
 
 TRANSPORT_ALIASES["unmarked"] = "tests.live.unmarked:Transport"
 

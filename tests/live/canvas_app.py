@@ -9,8 +9,8 @@ from celery import Celery
 from celery.signals import task_postrun, task_prerun
 
 from only_one import AlreadyRunning, buffer_one, fail, only_one, retry, skip
+from rigs.waiting import eventually
 from tests.live.workers import note, use_broker
-from tests.waiting import eventually
 
 PAUSE = 2
 """Seconds between two deliveries of what waits, of which there are dozens, and the worker has others to see to."""

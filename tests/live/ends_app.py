@@ -19,9 +19,9 @@ from only_one.connections.server import find_server
 from only_one.lock.cleanup import Cleanup
 from only_one.lock.commands import now
 from only_one.lock.renewal import release_later
+from rigs.waiting import LIMIT
 from tests.live.brokers import options_for_redis
 from tests.live.workers import PREFIX, RESULTS, URL, evaluated, note, use_broker, wait_at
-from tests.waiting import LIMIT
 
 TIMEOUT = 10 * LIMIT
 AT_LEAST = TIMEOUT / 2

@@ -8,9 +8,9 @@ from typing import Any
 from celery import Celery
 
 from only_one import carry_on, current_lock, fail, only_one, retry
+from rigs.waiting import eventually
 from tests.live.workers import note, wait_at
 from tests.renewal import renew_now
-from tests.waiting import eventually
 
 CLOSED = "redis://127.0.0.1:1/0"
 LEASE = 60

@@ -15,9 +15,9 @@ from celery import Celery, Task
 from pydantic import BaseModel
 
 from only_one import current_lock, only_one, retry
+from rigs.waiting import LIMIT
 from tests.live.workers import evaluated, note, use_broker, wait_at
 from tests.renewal import is_renewed
-from tests.waiting import LIMIT
 
 LEASE = 60
 

@@ -14,8 +14,8 @@ import redis
 from celery import Celery
 
 from only_one import configure, only_one, retry
+from rigs.sweeps import soon
 from tests.live.brokers import consumed, options_for_redis
-from tests.live.sweeps import soon
 from tests.live.workers import PREFIX, RESULTS, URL, note, use_broker, wait_at
 
 OTHER = "other"

@@ -19,10 +19,10 @@ from celery.signals import task_postrun
 from pydantic import BaseModel
 
 from only_one import buffer_one, configure, current_lock, fail, only_one
+from rigs.waiting import LIMIT
 from tests.live.brokers import KIND
 from tests.live.workers import PREFIX, RESULTS, URL, evaluated, note, use_broker
 from tests.renewal import is_renewed
-from tests.waiting import LIMIT
 
 TIMEOUT = 600
 """No expiry explains within a test that a key is free."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from celery import Celery
 
 from only_one import configure, current_lock, only_one
-from tests.waiting import LIMIT
+from rigs.waiting import LIMIT
 
 LEASE = 1.0
 LEASES = 10.0

@@ -14,9 +14,9 @@ import redis
 
 from only_one.lock.holder import Holder
 from only_one.testing import Guarded, redis_server
+from rigs.waiting import LIMIT, eventually
 from tests.live.beat_app import MEANWHILE
 from tests.live.workers import ROOT, Witness, celery_worker, environment
-from tests.waiting import LIMIT, eventually
 
 NAME = "tests.live.beat_app"
 JOBS = 2

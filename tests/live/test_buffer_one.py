@@ -20,11 +20,11 @@ import pytest
 import redis
 
 from only_one.testing import redis_server
+from rigs.waiting import LIMIT, eventually
 from tests.live import buffer_app as live
 from tests.live.brokers import Broker
 from tests.live.brokers import broker as broker_of
 from tests.live.workers import BROKER, Witness, celery_worker, closed_results, environment, sender
-from tests.waiting import LIMIT, eventually
 
 KEYS = 8
 """That are had at the same time."""

@@ -15,10 +15,10 @@ from celery.exceptions import ChordError
 
 from only_one import AlreadyRunning
 from only_one.testing import redis_server
+from rigs.waiting import LIMIT, eventually
 from tests.live import canvas_app as live
 from tests.live.brokers import broker as broker_of
 from tests.live.workers import BROKER, ROOT, Witness, celery_worker, environment, sender
-from tests.waiting import LIMIT, eventually
 
 PAGE = ROOT / "docs" / "canvas.md"
 NEWER = "buffer_one(), a newer one comes"

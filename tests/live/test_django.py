@@ -12,8 +12,8 @@ from redis import Redis
 
 from only_one.lock.holder import Holder
 from only_one.testing import redis_server
+from rigs.waiting import eventually
 from tests.live.workers import ROOT, Witness, celery_worker, environment
-from tests.waiting import eventually
 
 
 @pytest.fixture(scope="module")

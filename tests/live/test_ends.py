@@ -24,11 +24,11 @@ import pytest
 from only_one import configure, only_one
 from only_one.lock.holder import Holder
 from only_one.testing import Guarded
+from rigs.waiting import LIMIT, eventually, is_gone
 from tests.live import ends_app as ends
 from tests.live.brokers import consumed
 from tests.live.workers import PREFIX, ROOT, World, answered, kill_tree, world
 from tests.lock.test_holder import CONTAINER
-from tests.waiting import LIMIT, eventually, is_gone
 
 PAGE = ROOT / "docs/celery.md"
 HEAD = "| end of a run | state of the key |\n|---|---|\n"

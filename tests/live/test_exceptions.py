@@ -13,9 +13,9 @@ from celery import group
 from only_one import AlreadyRunning, LockLost, LockUnavailable
 from only_one.lock.holder import Holder
 from only_one.testing import redis_server
+from rigs.waiting import LIMIT, eventually
 from tests.live import errors_app as live
 from tests.live.workers import Witness, celery_worker, environment, sender
-from tests.waiting import LIMIT, eventually
 
 
 class Shop:

@@ -28,10 +28,10 @@ from examples.newsletter.summary import ACCEPTED
 from only_one import AlreadyRunning, configure
 from only_one.inspection import holder_of
 from only_one.testing import Guarded, redis_server
+from rigs.waiting import LIMIT, eventually
 from tests.live import newsletter_app as live
 from tests.live.workers import Witness, celery_worker, closed_results, environment, sender
 from tests.test_examples import descendants
-from tests.waiting import LIMIT, eventually
 
 PEOPLE, SIZE = 120, 40
 CHILDREN = 2

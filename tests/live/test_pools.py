@@ -17,10 +17,10 @@ import redis
 from celery.exceptions import TimeLimitExceeded
 
 from only_one.testing import redis_server
+from rigs.waiting import LIMIT, eventually
 from tests.documented import documented
 from tests.live import pools_app as live
 from tests.live.workers import Witness, answered, celery_worker, environment, sender
-from tests.waiting import LIMIT, eventually
 
 SIZE = {"prefork": 3, "threads": 3, "gevent": 10, "eventlet": 10, "solo": 1}
 

@@ -21,11 +21,11 @@ from celery import chain, chord
 
 from only_one import AlreadyRunning
 from only_one.testing import Guarded, redis_server
+from rigs.waiting import LIMIT, eventually
 from tests.documented import BROKERS, documented
 from tests.live import put_back_app as live
 from tests.live.brokers import KIND
 from tests.live.workers import PREFIX, World, world
-from tests.waiting import LIMIT, eventually
 
 VISIBILITY = 3.0
 """Seconds after which the broker delivers again, where that is measured."""

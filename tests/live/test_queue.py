@@ -20,11 +20,11 @@ from celery.exceptions import ChordError, TaskRevokedError
 
 from only_one import AlreadyRunning, configure, only_one
 from only_one.lock.holder import Holder
+from rigs.waiting import LIMIT, eventually
 from tests.documented import BROKERS, documented
 from tests.live import queue_app as live
 from tests.live.brokers import KIND, consumed
 from tests.live.workers import PREFIX, World, answered, world
-from tests.waiting import LIMIT, eventually
 
 END = Callable[["Scene"], Any]
 

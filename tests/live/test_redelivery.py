@@ -17,11 +17,11 @@ import pytest
 from celery import chain
 
 from only_one.celery.broker import visibility_timeout
+from rigs.waiting import LIMIT, eventually
 from tests.documented import BROKERS, documented
 from tests.live import redelivery_app as live
 from tests.live.brokers import KIND
 from tests.live.workers import World, world
-from tests.waiting import LIMIT, eventually
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from celery.exceptions import TimeoutError as CeleryTimeoutError
 
 from only_one import configure
 from only_one.testing import redis_server
+from rigs.waiting import LIMIT
 from tests.live import rpc_app as live
 from tests.live.brokers import broker as broker_of
 from tests.live.workers import BROKER, PREFIX, ROOT, URL, celery_worker, environment
-from tests.waiting import LIMIT
 
 FOR_EVER = 2
 """Seconds for which it is waited for what never comes."""

@@ -19,8 +19,8 @@ import pytest
 from examples.singleton import configured, tasks
 from only_one import AlreadyRunning, KeyTemplateError, only_one
 from only_one.lock.holder import Holder
+from rigs.waiting import LIMIT, eventually, is_gone
 from tests.live.workers import RESULTS, URL, World, kill_tree, sender, world
-from tests.waiting import LIMIT, eventually, is_gone
 
 PREFIX = "only_one:"
 MISSPELT = "'user_id' is not a parameter, write one of {name}, {md5}, {username}"

@@ -14,10 +14,10 @@ import redis
 from only_one import ConfigurationError
 from only_one.lock.holder import Holder
 from only_one.testing import redis_server
+from rigs.waiting import LIMIT, eventually
 from tests.live import app as live
 from tests.live.brokers import broker as broker_of
 from tests.live.workers import BROKER, PREFIX, Witness, celery_worker, environment, sender
-from tests.waiting import LIMIT, eventually
 
 COPIES = 6
 

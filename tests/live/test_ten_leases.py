@@ -17,8 +17,8 @@ import redis as redis_py
 
 from only_one.lock.holder import Holder
 from only_one.testing import Guarded, redis_server
+from rigs.waiting import LIMIT, eventually
 from tests.live.ten_leases_app import LEASE, LEASES, app, task
-from tests.waiting import LIMIT, eventually
 
 if TYPE_CHECKING:
     from typing_extensions import Self

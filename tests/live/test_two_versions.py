@@ -9,9 +9,9 @@ from uuid import uuid4
 
 import pytest
 
+from rigs.waiting import LIMIT, eventually
 from tests.live import redelivery_app as live
 from tests.live.workers import ROOT, answered, kill_tree, world
-from tests.waiting import LIMIT, eventually
 
 FIRST = "04414cc"
 """The commit from which on values and headers are read by other versions."""

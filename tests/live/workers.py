@@ -21,10 +21,10 @@ from celery import Celery
 from celery._state import get_current_app
 
 from only_one.testing import Guarded
+from rigs.servers import RedisServer, redis_server
+from rigs.waiting import LIMIT, eventually
 from tests.live.brokers import KIND, Broker, settings_of
 from tests.live.brokers import broker as broker_of
-from tests.servers import RedisServer, redis_server
-from tests.waiting import LIMIT, eventually
 
 P = ParamSpec("P")
 T = TypeVar("T")

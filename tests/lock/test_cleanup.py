@@ -17,11 +17,11 @@ from only_one.lock import cleanup, renewal
 from only_one.lock.cleanup import Cleanup
 from only_one.lock.commands import now
 from only_one.testing import RedisServer
+from rigs.waiting import eventually
 from tests.faults.programs import Program
 from tests.lock.test_leases import freed
 from tests.lock.watched import DOWN, LONG, Watch, keys, node
 from tests.renewal import MOMENT, later
-from tests.waiting import eventually
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from only_one import ConfigurationError, LockLost
 from only_one.connections.server import Server
 from only_one.lock import current_lock
 from only_one.lock.current_lock import Lease
+from rigs.waiting import LIMIT
 from tests.renewal import MOMENT, Clock
-from tests.waiting import LIMIT
 
 LONG = 4096.0
 

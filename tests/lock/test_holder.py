@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,7 +23,8 @@ import pytest
 from only_one.lock import holder
 from only_one.lock.commands import now
 from only_one.lock.holder import Holder, TokenFactory, active_tokens, is_dead, is_gone, kept, printable, process_start
-from tests.waiting import LIMIT, eventually
+from rigs.namespaces import MACHINE, unshare
+from rigs.waiting import LIMIT, eventually
 
 SPELLS = """
 import sys
@@ -33,23 +33,8 @@ print(TokenFactory("work").token(600).decode(), flush=True)
 sys.stdin.read()
 """
 
-TRIES_UNSHARE = 120.0
 
-
-def unshare(*namespaces: str) -> list[str] | None:
-    """The command that starts another in namespaces of its own, or None where that is not permitted."""
-    program = shutil.which("unshare")
-    if program is None:
-        return None
-    for user in ([], ["--user", "--map-root-user"]):
-        command = [program, *user, "--fork", "--kill-child", *namespaces]
-        tried = subprocess.run([*command, "true"], capture_output=True, check=False, timeout=TRIES_UNSHARE)
-        if tried.returncode == 0:
-            return command
-    return None
-
-
-CONTAINER = unshare("--pid", "--uts", "--mount-proc")
+CONTAINER = unshare(*MACHINE)
 FOREIGN_PROC = unshare("--pid", "--uts")
 HIDDEN_PROC = unshare("--mount")
 TIME = unshare("--time", "--boottime", "1000")

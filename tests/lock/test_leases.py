@@ -29,11 +29,11 @@ from only_one.connections import cluster as nodes
 from only_one.events import Event, Lost
 from only_one.lock import renewal
 from only_one.lock.commands import now
+from rigs.servers import RedisServer
+from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import Program, Running, RunningAsync
 from tests.proxy import Fault, Proxy
 from tests.renewal import fails_to_renew, is_awaited, is_idle, is_renewed, later, renew_now
-from tests.servers import RedisServer
-from tests.waiting import LIMIT, eventually
 
 NAME = "k"
 LONG = 3600.0
@@ -164,7 +164,7 @@ import sys, threading
 import redis
 before = set(threading.enumerate())
 import only_one
-from tests.waiting import eventually
+from rigs.waiting import eventually
 only_one.configure(redis=sys.argv[1], prefix=sys.argv[2])
 go_on, begun = threading.Event(), threading.Semaphore(0)
 

@@ -47,9 +47,9 @@ from only_one.lock.commands import (
 )
 from only_one.lock.holder import Holder
 from only_one.lock.redis_lock import AsyncLock, Lock
+from rigs.servers import RedisServer, redis_server
+from rigs.waiting import LIMIT, eventually
 from tests.proxy import Proxy, Then
-from tests.servers import RedisServer, redis_server
-from tests.waiting import LIMIT, eventually
 
 TTL = 600_000
 HANGS_FOR = 2.0

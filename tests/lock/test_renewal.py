@@ -21,11 +21,11 @@ from only_one.connections.server import Server
 from only_one.lock import cleanup, renewal
 from only_one.lock.commands import now
 from only_one.lock.current_lock import Lease
+from rigs.waiting import LIMIT, eventually
 from tests.lock.test_leases import no_more_threads
 from tests.lock.watched import DOWN, LONG, SOON, TTL, Watch, keys, node
 from tests.proxy import Proxy
 from tests.renewal import MOMENT
-from tests.waiting import LIMIT, eventually
 
 # What is due
 

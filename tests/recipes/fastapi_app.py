@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from only_one import only_one
 from only_one.inspection import held
-from tests.waiting import LIMIT
+from rigs.waiting import LIMIT
 
 URL = os.environ["ONLY_ONE_REDIS_URL"]
 main: Any = import_module("main")  # in the folder into which it was copied

@@ -12,8 +12,8 @@ from typing import Any
 from celery import Celery
 
 from only_one.testing import RedisServer, redis_server
+from rigs.waiting import LIMIT, eventually
 from tests.live.workers import ROOT, celery_worker, sender
-from tests.waiting import LIMIT, eventually
 
 PAGES = ROOT / "docs" / "recipes"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 
 from only_one.testing import Guarded
-from tests.servers import free_ports
-from tests.waiting import LIMIT, eventually
+from rigs.servers import free_ports
+from rigs.waiting import LIMIT, eventually
 
 
 @contextmanager

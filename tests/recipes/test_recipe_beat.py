@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from only_one.testing import Guarded
+from rigs.waiting import LIMIT, eventually
 from tests.live.workers import ROOT
 from tests.recipes.helpers import shop, shown_in
-from tests.waiting import LIMIT, eventually
 
 EXAMPLE = "examples.recipes.beat"
 TICKS = 6

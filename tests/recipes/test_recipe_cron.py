@@ -15,8 +15,8 @@ from redis import Redis
 
 from only_one.lock.holder import Holder
 from only_one.testing import redis_server
+from rigs.waiting import LIMIT, eventually
 from tests.lock.test_holder import CONTAINER, in_container
-from tests.waiting import LIMIT, eventually
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "recipes" / "cron.md").read_text()

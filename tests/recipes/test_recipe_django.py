@@ -20,8 +20,8 @@ from redis import Redis
 
 from only_one.lock.holder import Holder
 from only_one.testing import Guarded, redis_server
+from rigs.waiting import LIMIT, eventually
 from tests.recipes.serving import serving
-from tests.waiting import LIMIT, eventually
 
 ROOT = Path(__file__).parents[2]
 

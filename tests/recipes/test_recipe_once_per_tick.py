@@ -11,9 +11,9 @@ from redis import Redis
 
 from only_one.lock.holder import Holder
 from only_one.testing import Guarded
+from rigs.waiting import LIMIT, eventually
 from tests.live.workers import ROOT
 from tests.recipes.helpers import shop, shown_in
-from tests.waiting import LIMIT, eventually
 
 EXAMPLE = "examples.recipes.once_per_tick"
 HOSTS = ("host-1", "host-2")

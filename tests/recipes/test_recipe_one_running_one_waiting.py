@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from examples.recipes import one_running_one_waiting as example
+from rigs.waiting import LIMIT, eventually
 from tests.live.workers import sender
 from tests.recipes.helpers import Shop, SlowFile, shop
-from tests.waiting import LIMIT, eventually
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,9 @@ from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
+from rigs.servers import free_ports
+from rigs.waiting import LIMIT, eventually
 from tests.recipes.helpers import SlowFile, caller, shop
-from tests.servers import free_ports
-from tests.waiting import LIMIT, eventually
 
 EXAMPLE = "examples.recipes.prometheus"
 TASK = "import_prices"

@@ -15,9 +15,9 @@ import pytest
 
 from only_one.lock.holder import Holder
 from only_one.testing import Guarded
+from rigs.waiting import LIMIT, eventually, is_gone
 from tests.live.workers import kill_tree
 from tests.recipes.helpers import SlowFile, caller, shop
-from tests.waiting import LIMIT, eventually, is_gone
 
 EXAMPLE = "examples.recipes.sentry"
 TASK = "import_prices"

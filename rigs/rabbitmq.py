@@ -17,8 +17,8 @@ from amqp.exceptions import AMQPError
 from typing_extensions import Self
 
 from only_one.testing import Guarded
-from tests.servers import free_ports
-from tests.waiting import eventually
+from rigs.servers import free_ports
+from rigs.waiting import eventually
 
 PROGRAMS = Path("/usr/lib/rabbitmq/bin")
 """Where Debian has them; those on PATH want to be root, or its user."""

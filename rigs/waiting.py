@@ -27,3 +27,13 @@ def is_gone(pid: int) -> bool:
     except ProcessLookupError:
         return True
     return False
+
+
+def wait_until(condition: Callable[[], object], limit: float, problem: str, pause: float = 0.02) -> None:
+    """Wait for a condition.
+
+    Raises:
+        TimeoutError: if it does not come to hold within the limit in seconds.
+    """
+    if not eventually(condition, limit, pause):
+        raise TimeoutError(problem)

@@ -1,0 +1,1 @@
+"""What tests and benchmarks both need: servers, brokers, other machines, and waiting. It imports neither of them."""
