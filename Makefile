@@ -10,8 +10,7 @@ WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,buffer_one canvas ends put_ba
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-picture newsletter docs dev test test-rabbitmq lint types interrupts suite site words coverage soak soak-hour \
-	mutants matrix simulate simulate-mutants benchmark benchmark-throughput benchmark-takeover benchmark-leases benchmark-leftovers benchmark-async \
-	benchmark-interruptions benchmark-queue benchmark-peers clean
+	mutants matrix simulate simulate-mutants benchmark benchmark-async benchmark-peers clean
 
 help: ## list these commands
 	@awk 'BEGIN { FS = ":.*## " } /^##@/ { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-24s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -107,27 +106,6 @@ benchmark: .venv/dev.stamp ## a decorated call beside bare commands and the peer
 
 benchmark-async: .venv/dev.stamp ## 1,000 async calls at a time through 10 connections
 	$(BIN)/python -m benchmarks.async_calls $(ARGS)
-
-benchmark-throughput: .venv/dev.stamp ## empty tasks per second in a worker, decorated and bare
-	$(BIN)/python -m benchmarks.throughput $(ARGS)
-
-benchmark-takeover: .venv/dev.stamp ## seconds from kill -9 of a holder to the next run
-	$(BIN)/python -m benchmarks.takeover $(ARGS)
-
-benchmark-leases: .venv/dev.stamp ## 10,000 leases in one process, beside python-redis-lock
-	$(BIN)/pip install --quiet python-redis-lock
-	$(BIN)/python -m benchmarks.leases $(ARGS)
-
-# Some three minutes.
-benchmark-leftovers: .venv/dev.stamp ## seconds until the keys of 2,000 cancelled calls are gone on a slow link
-	$(BIN)/python -m benchmarks.leftovers $(ARGS)
-
-benchmark-interruptions: .venv/dev.stamp ## double runs after 5,000 interruptions of each kind of client
-	$(BIN)/python -m benchmarks.interruptions $(ARGS)
-
-benchmark-queue: .venv/dev.stamp ## 10,000 tasks queued by 8 processes, beside three other libraries
-	$(BIN)/pip install --quiet celery-singleton==0.3.1 celery-once==3.0.1 celery-heimdall==1.0.1
-	$(BIN)/python -m benchmarks.queueing $(ARGS)
 
 # Some six minutes; ARGS=--write replaces the tables in docs/comparison.md.
 benchmark-peers: .venv/dev.stamp ## what becomes of a lock, beside other libraries
