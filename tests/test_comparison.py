@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import peers, peers_app
+from benchmarks import peers
+from benchmarks.peers_app import PEERS
 
 # Each table as its lines' cells, without the line below its head.
 Table = list[list[str]]
@@ -23,17 +24,17 @@ def tables(text: str) -> list[Table]:
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_page_has_a_row_for_each_check(number: int) -> None:
     head, *rows = tables(peers.PAGE.read_text())[number]
-    assert [row[0] for row in rows] == [check.title for check in peers.CHECKS]
+    assert [row[0] for row in rows] == list(peers.CHECKS)
     assert all(len(row) == len(head) and all(row) for row in rows)
 
 
 def test_the_page_has_a_column_for_each_library() -> None:
     columns = [name for head, *_ in tables(peers.PAGE.read_text()) for name in head[1:]]
-    assert columns == [name for name, *_ in peers_app.MAKERS]
+    assert columns == [peer.name for peer in PEERS]
 
 
 def test_the_page_says_with_which_versions_and_when() -> None:
-    packages = ["celery", "redis-py", *filter(None, dict.fromkeys(package for _, package, *_ in peers_app.MAKERS))]
+    packages = ["celery", "redis-py", *filter(None, dict.fromkeys(peer.package for peer in PEERS))]
     versions = ".*".join(rf"{re.escape(package)} \d[\w.]*" for package in packages)
     assert re.search(
         rf"^Measured on 20\d\d-\d\d-\d\d with Python .*{versions}\.$", peers.PAGE.read_text(), re.MULTILINE
