@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import inspect
 import json
 import logging
 import random
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import count
 from typing import Any
@@ -62,39 +63,36 @@ def peer(name: str) -> Any:
 
 
 class Measure:
-    """Rounds of blocks of calls."""
+    """Rounds of blocks of calls; those of coroutine functions run in an event loop."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._rounds, self._calls = options.rounds, options.calls
-        self._random = random.Random(options.seed)
-
-    def _orders(self, names: list[str]) -> Iterator[str]:
-        for _ in range(self._rounds):
-            yield from self._random.sample(names, len(names))
+    def __init__(self, rounds: int, calls: int, seed: int) -> None:
+        self._rounds, self._calls = rounds, calls
+        self._random = random.Random(seed)
+        self._loop = asyncio.new_event_loop()
 
     def __call__(self, calls: Calls, clock: Callable[[], float] = time.perf_counter) -> dict[str, list[float]]:
         """The seconds of each block of each call."""
         seconds: dict[str, list[float]] = {name: [] for name in calls}
         for call in calls.values():
-            call()  # what is learnt once is learnt here
-        for name in self._orders(list(calls)):
-            call, begun = calls[name], clock()
-            for _ in range(self._calls):
-                call()
-            seconds[name].append(clock() - begun)
+            self._repeat(call, 1)  # what is learnt once is learnt here
+        for _ in range(self._rounds):
+            for name in self._random.sample(list(calls), len(calls)):
+                begun = clock()
+                self._repeat(calls[name], self._calls)
+                seconds[name].append(clock() - begun)
         return seconds
 
-    async def of_async(self, calls: dict[str, Callable[[], Awaitable[Any]]]) -> dict[str, list[float]]:
-        """The same for coroutine functions."""
-        seconds: dict[str, list[float]] = {name: [] for name in calls}
-        for call in calls.values():
-            await call()
-        for name in self._orders(list(calls)):
-            call, begun = calls[name], time.perf_counter()
-            for _ in range(self._calls):
-                await call()
-            seconds[name].append(time.perf_counter() - begun)
-        return seconds
+    def _repeat(self, call: Callable[[], Any], times: int) -> None:
+        if inspect.iscoroutinefunction(call):
+            self._loop.run_until_complete(_await_each(call, times))
+        else:
+            for _ in range(times):
+                call()
+
+
+async def _await_each(call: Callable[[], Awaitable[Any]], times: int) -> None:
+    for _ in range(times):
+        await call()
 
 
 def ratios(seconds: dict[str, list[float]]) -> Medians:
@@ -185,30 +183,29 @@ def plain_functions(measure: Measure, client: Any, url: str) -> dict[str, Median
 def async_functions(measure: Measure, client: Any, url: str) -> dict[str, Medians]:
     """The same for async functions, over the two commands of redis-py's asyncio client."""
     sha, tokens = client.script_load(COMPARE_AND_DELETE), count()
+    bare_client: Any = redis.asyncio.Redis.from_url(url)
 
-    async def work(feed_url: str, then: Callable[[], Awaitable[Any]] | None = None) -> Any:  # noqa: ARG001
-        return await then() if then else None
+    @only_one("async:{feed_url:md5}")
+    async def decorated(feed_url: str) -> None:
+        """Do nothing."""
 
-    decorated: Any = only_one("async:{feed_url:md5}")(work)
+    @only_one("async:{feed_url:md5}")
+    def while_it_is_busy(feed_url: str, then: Callable[[], Medians]) -> Medians:  # noqa: ARG001
+        return then()
 
-    async def measured() -> dict[str, Medians]:
-        async with redis.asyncio.Redis.from_url(url) as bare_client:
+    async def run() -> None:
+        token = b"token-%d" % next(tokens)
+        await bare_client.set("bare", token, nx=True, px=SECONDS * 1000)
+        await bare_client.evalsha(sha, 1, "bare", token)
 
-            async def run() -> None:
-                token = b"token-%d" % next(tokens)
-                await bare_client.set("bare", token, nx=True, px=SECONDS * 1000)
-                await bare_client.evalsha(sha, 1, "bare", token)
+    async def skip() -> None:
+        await bare_client.set("taken", b"token", nx=True, px=SECONDS * 1000)
 
-            async def skip() -> None:
-                await bare_client.set("taken", b"token", nx=True, px=SECONDS * 1000)
-
-            async def skips() -> Medians:
-                return ratios(await measure.of_async({"a bare SET": skip, OURS: lambda: decorated(URL)}))
-
-            runs = await measure.of_async({"two bare commands": run, OURS: lambda: decorated(URL)})
-            return {ASYNC_RUN: ratios(runs), ASYNC_SKIP: await decorated(URL, skips)}
-
-    return asyncio.run(measured())
+    client.set("taken", "by somebody")
+    ours = partial(decorated, URL)
+    runs = ratios(measure({"two bare commands": run, OURS: ours}))
+    skips = while_it_is_busy(URL, lambda: ratios(measure({"a bare SET": skip, OURS: ours})))
+    return {ASYNC_RUN: runs, ASYNC_SKIP: skips or {}}
 
 
 def app_of(url: str) -> Celery:
@@ -277,7 +274,7 @@ def queueing(measure: Measure, client: Any, url: str) -> dict[str, Medians]:
     for name, each in made.items():
         each.delay(-1)
         duplicates[name] = partial(each.delay, -1)
-        new[name] = partial(_delay_next, each, numbers)
+        new[name] = lambda task=each: task.delay(next(numbers))  # type: ignore[misc]
     found = {DUPLICATE: ratios(measure(duplicates)), QUEUED: ratios(measure(new))}
     if celery_singleton:
         singleton, key, args = made[SINGLETON], made[OURS].run.__only_one__.make_key, (1, 2, "three", True, None)
@@ -287,10 +284,6 @@ def queueing(measure: Measure, client: Any, url: str) -> dict[str, Medians]:
     return found
 
 
-def _delay_next(task: Any, numbers: Iterator[int]) -> None:
-    task.delay(next(numbers))
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -298,7 +291,8 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--without-hiredis", action="store_true")
-    measure = Measure(parser.parse_args())
+    given = parser.parse_args()
+    measure = Measure(given.rounds, given.calls, given.seed)
     logging.disable(logging.ERROR)
     found: dict[str, Medians] = {}
     with redis_server() as server, redis.Redis.from_url(server.url) as client, configure(redis=client):
