@@ -279,7 +279,7 @@ class MessageWorld:
         self.world.note(process.name, "is killed")
         for run in [run for run in self.running if run.process is process]:
             self.running.remove(run)
-            run.end = "killed"
+            run.end, run.ended = "killed", self.world.now
 
     def _app_of(self, process: Process) -> Any:
         """The app of a process, with the task decorated anew."""
@@ -359,7 +359,7 @@ class MessageWorld:
             run.end = type(error).__name__
             raise
         finally:
-            run.ended = world.now
+            run.ended = run.ended or world.now
             if run in self.running:
                 self.running.remove(run)
             world.note(process.name, "has run", name, run.end)
