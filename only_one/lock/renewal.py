@@ -39,6 +39,8 @@ class _Renewer:
         self.wakes_at = -math.inf
         # Until a thread has taken it; by `pop`, which is atomic, whatever gevent and the like do to locks.
         self.vacancy = {"for": "a thread"}
+        self.is_ending = False
+        self.ended: SimpleQueue[None] = SimpleQueue()
 
     def see_to_it_by(self, due: float) -> None:
         """Wake the thread in time for a new lease or cleanup."""
@@ -53,13 +55,24 @@ class _Renewer:
             return None
         # Imported here, not at the first host name: a child forked during that import would wait for ever.
         "".encode("idna")
+        if "gevent.monkey" in sys.modules:
+            atexit.register(self.end)
         return _start_native_thread("only_one-leases", self.run)
 
     def run(self) -> None:
         if not self.vacancy.pop("for", None):
             return  # another was started at the same time
-        while True:
+        while not self.is_ending:
             self.take_turn()
+        self.ended.put(None)
+
+    def end(self) -> None:
+        """End the thread, and wait for that for a second: with a hub of gevent's it may crash a process that exits."""
+        if not (self.is_ending or self.vacancy):
+            self.is_ending = True
+            self.woken.put(-math.inf)
+            with suppress(Empty):
+                self.ended.get(timeout=1)
 
     def take_turn(self) -> None:
         """Do all that is due, then sleep. An error in one step does not keep the other steps from their turn."""

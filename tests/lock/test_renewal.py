@@ -384,6 +384,18 @@ def test_a_step_that_fails_is_told_of_and_the_next_waits(watch: Watch, monkeypat
     assert "ZeroDivisionError" in str(trace)
 
 
+def test_the_thread_ends_when_it_is_told_to() -> None:
+    """As at the exit of a process of gevent's: the thread's hub is gone before the interpreter is."""
+    renewer = renewal._Renewer()
+    before = set(threading.enumerate())
+    assert renewer.start_thread() is None
+    (thread,) = set(threading.enumerate()) - before
+    assert eventually(lambda: not renewer.vacancy)
+    renewer.end()
+    thread.join(LIMIT)
+    assert not thread.is_alive()
+
+
 def test_where_no_thread_can_be_started(caplog: pytest.LogCaptureFixture) -> None:
     """It is told, and started as soon as one can be."""
     renewer = renewal._Renewer()
