@@ -3,7 +3,8 @@
     python -m benchmarks.mutants only_one/lock/renewal.py [TESTS ...] [--jobs N] [--lua] [--write]
 
 mutmut changes the Python code. It does not see Lua: with --lua, `lua_mutants` changes the Lua texts.
-The tests are those of the folder with the module's name, or `tests/test_NAME.py`, if none are given.
+The tests are those of the folder with the module's name, or `tests/test_NAME.py`, if none are given. What a module
+does for another room needs that room's tests, too: `only_one/call/owed_key.py tests/call tests/celery --lua`.
 mutmut runs the tests of a change in a fork of this process, so it cannot see what only other processes run.
 `mutants.csv` has the results of each module so far; --write replaces the module's line.
 `.venv/bin/mutmut show NAME` shows one of mutmut's changes.
@@ -32,6 +33,9 @@ TESTS = {"__main__": "cli", "option_values": "bad_input"}
 
 NO_TESTS = 33
 """What mutmut writes down where no test runs the changed function."""
+
+WAITS = "20"
+"""Seconds after which a test does not wait any longer for what never comes, as a change brings it about."""
 
 LUA_TAKES = 900
 """Seconds after which the tests of a changed Lua text are taken to hang, which is noticed."""
@@ -132,6 +136,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write the module's line of the table anew")
     given = parser.parse_args()
     tests = given.tests or [tests_of(given.module)]
+    os.environ.setdefault("ONLY_ONE_TEST_LIMIT", WAITS)
     found = lua_survivors(given.module, tests) if given.lua else python_survivors(given.module, tests, given.jobs)
     number, survivors = found
     killed = number - len(survivors)
