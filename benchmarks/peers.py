@@ -27,11 +27,10 @@ import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from celery import chain
 from celery.signals import after_task_publish
@@ -72,8 +71,7 @@ def _on_publish(headers: dict[str, Any], **_: Any) -> None:
         _published.ids.append(headers["id"])
 
 
-@dataclass
-class Call:
+class Call(NamedTuple):
     """What a call has come to.
 
     Attributes:
@@ -82,7 +80,7 @@ class Call:
         error: what was raised.
     """
 
-    ids: list[str] = field(default_factory=list)
+    ids: list[str]
     result: Any = None
     error: Exception | None = None
 
@@ -94,13 +92,12 @@ class Call:
 
 def called(call: Callable[[], Any]) -> Call:
     """What a call comes to, with what this thread publishes meanwhile."""
-    found = Call()
-    _published.ids = found.ids
+    ids: list[str] = []
+    _published.ids = ids
     try:
-        found.result = call()
+        return Call(ids, call())
     except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
-        found.error = error
-    return found
+        return Call(ids, error=error)
 
 
 class Unit:
@@ -192,11 +189,10 @@ class Unit:
 
 def duration(seconds: float) -> str:
     """A time in words, roughly: the lock has been there for some seconds."""
-    rough = (60 * round(seconds / 60)) if seconds > 150 else round(seconds)  # noqa: PLR2004
-    for size, unit in ((3600, "h"), (60, "min")):
-        if rough and rough % size == 0:
-            return f"{rough // size} {unit}"
-    return f"{rough} s"
+    minutes = round(seconds / 60)
+    if minutes < 3:  # noqa: PLR2004
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes % 60 else f"{minutes // 60} h"
 
 
 class Stage:

@@ -167,6 +167,10 @@ def _around(hold: Hold) -> Callable[[str, str, int], None]:
     return make_task
 
 
+def _above(name: str, settings: str, number: int) -> None:
+    ours(settings, number)(make(name))
+
+
 def _below(name: str, settings: str, number: int) -> None:
     def run(self: Any, unit: str, option: int = 0) -> int:
         return body(self, unit, option)
@@ -215,27 +219,16 @@ def _plain_under(hold: Hold) -> Plain:
     return lambda function, number: lambda: under(hold, "plain", DEFAULT, number, function)
 
 
+SINGLETON, ONCE, HEIMDALL, REDIS_LOCK = "celery-singleton", "celery-once", "celery-heimdall", "python-redis-lock"
+
 PEERS = [
-    Peer(
-        "only_one above `@app.task`",
-        "only-one",
-        True,
-        lambda name, settings, number: ours(settings, number)(make(name)),
-        _plain,
-        is_async=True,
-    ),
-    Peer("celery-singleton", "celery-singleton", True, _singleton),
-    Peer("celery-once", "celery-once", True, _once),
-    Peer("celery-heimdall", "celery-heimdall", True, _heimdall),
+    Peer("only_one above `@app.task`", "only-one", True, _above, _plain, is_async=True),
+    Peer(SINGLETON, SINGLETON, True, _singleton),
+    Peer(ONCE, ONCE, True, _once),
+    Peer(HEIMDALL, HEIMDALL, True, _heimdall),
     Peer("only_one below `@app.task`", "only-one", False, _below, _plain, is_async=True),
     Peer("recipe: `SET NX EX`, then `DEL`", None, False, _around(hold_by_recipe), _plain_under(hold_by_recipe)),
-    Peer(
-        "python-redis-lock",
-        "python-redis-lock",
-        False,
-        _around(hold_by_redis_lock),
-        _plain_under(hold_by_redis_lock),
-    ),
+    Peer(REDIS_LOCK, REDIS_LOCK, False, _around(hold_by_redis_lock), _plain_under(hold_by_redis_lock)),
 ]
 
 
