@@ -11,7 +11,6 @@ With --write the tables of `docs/comparison.md` are written anew; else they are 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import importlib.metadata
 import importlib.util
 import json
@@ -425,39 +424,7 @@ def told(_: Stage, peer: Peer) -> str:
     return "`delay()` returns the running task's result" if is_same else f"`delay()` returns `{call.result}`"
 
 
-# What is no task
-
-
-def plain(_: Stage, peer: Peer) -> str:
-    """A plain function calls itself: does it run once?"""
-    if peer.plain is None:
-        return "no"
-    runs: list[int] = []
-
-    def function() -> None:
-        runs.append(1)
-        if len(runs) == 1:
-            run()
-
-    run = peer.plain(function, peer.number)
-    run()
-    return "yes" if len(runs) == 1 else "no"
-
-
-def asynchronous(_: Stage, peer: Peer) -> str:
-    """The same of an `async def` function."""
-    if peer.plain is None or not peer.is_async:
-        return "no"
-    runs: list[int] = []
-
-    async def function() -> None:
-        runs.append(1)
-        if len(runs) == 1:
-            await run()
-
-    run = peer.plain(function, peer.number)
-    asyncio.run(run())
-    return "yes" if len(runs) == 1 else "no"
+# The package
 
 
 def size(_: Stage, peer: Peer) -> str:
@@ -503,8 +470,6 @@ CHECKS: dict[str, Measure] = {
     "a duplicate at the head of a chain": chained(),
     "a duplicate behind the head of a chain": chained(peers_app.head.si()),
     "what the caller of a duplicate is told": told,
-    "plain functions": plain,
-    "`async def` functions": asynchronous,
     "lines of code": size,
 }
 """The rows of the tables, and what each measures."""

@@ -133,7 +133,7 @@ Hold = Callable[[str, str, int], Callable[[], Any] | None]
 
 
 def hold_by_recipe(key: str, settings: str, number: int) -> Callable[[], Any] | None:
-    """The recipe: six lines, with those of `under`."""
+    """The recipe: six lines, with those of `_around`."""
     taken = client(number).set(key, 1, nx=True, ex=RECIPE_EXPIRY if settings == DEFAULT else EXPIRY)
     return (lambda: client(number).delete(key)) if taken else None
 
@@ -145,22 +145,16 @@ def hold_by_redis_lock(key: str, settings: str, number: int) -> Callable[[], Any
     return lock.release if lock.acquire(blocking=False) else None
 
 
-def under(hold: Hold, key: str, settings: str, number: int, function: Callable[[], Any]) -> Any:
-    """Call a function while a lock is held; returns None if it is taken."""
-    release = hold(key, settings, number)
-    if release is None:
-        return None
-    try:
-        return function()
-    finally:
-        release()
-
-
 def _around(hold: Hold) -> Callable[[str, str, int], None]:
     def make_task(name: str, settings: str, number: int) -> None:
         def run(self: Any, unit: str, option: int = 0) -> int | None:
-            found: int | None = under(hold, unit, settings, number, lambda: body(self, unit, option))
-            return found
+            release = hold(unit, settings, number)
+            if release is None:
+                return None
+            try:
+                return body(self, unit, option)
+            finally:
+                release()
 
         make(name, run)
 
@@ -178,13 +172,6 @@ def _below(name: str, settings: str, number: int) -> None:
     make(name, ours(settings, number)(run))
 
 
-Plain = Callable[[Callable[[], Any], int], Callable[[], Any]]
-
-
-def _plain(function: Callable[[], Any], number: int) -> Callable[[], Any]:
-    return only_one(function, key="plain", redis=database(number))
-
-
 @dataclass(frozen=True)
 class Peer:
     """A library, or a way to use it.
@@ -194,16 +181,12 @@ class Peer:
         package: its name on PyPI; None for a recipe.
         at_enqueue: whether it takes its lock when a task is queued, and not when it runs.
         make: makes a task, by its name, its settings and the number of the database for locks.
-        plain: makes a function that runs once at a time, if it can.
-        is_async: whether it can do so with an `async def` function.
     """
 
     name: str
     package: str | None
     at_enqueue: bool
     make: Callable[[str, str, int], Any]
-    plain: Plain | None = None
-    is_async: bool = False
 
     @property
     def number(self) -> int:
@@ -215,20 +198,16 @@ class Peer:
         return app.tasks[f"peer-{self.number}.{settings}"]
 
 
-def _plain_under(hold: Hold) -> Plain:
-    return lambda function, number: lambda: under(hold, "plain", DEFAULT, number, function)
-
-
 SINGLETON, ONCE, HEIMDALL, REDIS_LOCK = "celery-singleton", "celery-once", "celery-heimdall", "python-redis-lock"
 
 PEERS = [
-    Peer("only_one above `@app.task`", "only-one", True, _above, _plain, is_async=True),
+    Peer("only_one above `@app.task`", "only-one", True, _above),
     Peer(SINGLETON, SINGLETON, True, _singleton),
     Peer(ONCE, ONCE, True, _once),
     Peer(HEIMDALL, HEIMDALL, True, _heimdall),
-    Peer("only_one below `@app.task`", "only-one", False, _below, _plain, is_async=True),
-    Peer("recipe: `SET NX EX`, then `DEL`", None, False, _around(hold_by_recipe), _plain_under(hold_by_recipe)),
-    Peer(REDIS_LOCK, REDIS_LOCK, False, _around(hold_by_redis_lock), _plain_under(hold_by_redis_lock)),
+    Peer("only_one below `@app.task`", "only-one", False, _below),
+    Peer("recipe: `SET NX EX`, then `DEL`", None, False, _around(hold_by_recipe)),
+    Peer(REDIS_LOCK, REDIS_LOCK, False, _around(hold_by_redis_lock)),
 ]
 
 
