@@ -30,7 +30,7 @@ docs: site ## build the documentation and serve it on port 8000, or PORT=...
 	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory $(SITE) $(PORT)
 
 clean: ## remove .venv and everything that was built
-	rm -rf .venv .nox build dist *.egg-info
+	rm -rf .venv .nox build dist mutants *.egg-info
 
 ##@ For changes (pytest's arguments in ARGS="...")
 

@@ -6,6 +6,7 @@ mutmut changes the Python code. It does not see Lua: with --lua, `lua_mutants` c
 The tests are those of the folder with the module's name, or `tests/test_NAME.py`, if none are given. What a module
 does for another room needs that room's tests, too: `only_one/call/owed_key.py tests/call tests/celery --lua`.
 mutmut runs the tests of a change in a fork of this process, so it cannot see what only other processes run.
+A change by which the tests take many times as long is noticed, too.
 `mutants.csv` has the results of each module so far; --write replaces the module's line.
 `.venv/bin/mutmut show NAME` shows one of mutmut's changes.
 """
@@ -110,7 +111,7 @@ def lua_survivors(module: Path, tests: list[str]) -> tuple[int, list[str]]:
         for name in ("only_one", "rigs", "tests", "examples", "conftest.py", "pyproject.toml"):
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
             copy(ROOT / name, Path(directory, name))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *SELECTION, *tests]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", *SELECTION, *tests]
         environment = {**os.environ, "PYTHONPATH": directory}
         for number, (told, source) in enumerate(mutants, 1):
             Path(directory, module).write_text(source)
