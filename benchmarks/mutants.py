@@ -54,6 +54,8 @@ def python_survivors(module: Path, tests: list[str], jobs: int) -> tuple[int, li
     from mutmut.configuration import config  # noqa: PLC0415
     from mutmut.mutation.data import SourceFileMutationData  # noqa: PLC0415
 
+    if not Path("mutants", f"{module}.meta").exists():  # mutmut would leave a file alone that it has copied as it is
+        shutil.rmtree("mutants", ignore_errors=True)
     config().only_mutate = [str(module)]
     config().pytest_add_cli_args_test_selection = [*SELECTION, *tests]
     cli(["run", "--max-children", str(jobs)], standalone_mode=False)
