@@ -17,12 +17,13 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import md5
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 FILES = (
@@ -52,8 +53,8 @@ PART = 250
 """Histories of each world in one process; then the next begins."""
 
 WORLDS: list[list[str]] = [[], ["--messages"]]
-LIMIT = 1800
-"""Seconds for them."""
+SLOWER = 10
+"""A part may take so many times as long as that of the unchanged code; else a history does not end, which is seen."""
 
 
 class Mutant(NamedTuple):
@@ -127,7 +128,21 @@ def _is_left_out(node: ast.AST) -> bool:
     return is_kept or isinstance(node, ast.AugAssign)
 
 
-def histories_until_seen(mutant: Mutant, most: int) -> int | None:
+def command(world: list[str], package: Path, begin: int) -> list[str]:
+    """Plays a part."""
+    given = ["--package", str(package), "--begin", str(begin), "--histories", str(PART), "--jobs", "1", *world]
+    return [sys.executable, "-m", "tests.simulation", *given]
+
+
+def longest() -> float:
+    """The seconds within which a part of either world has to end."""
+    begun = time.monotonic()
+    for world in WORLDS:
+        subprocess.run(command(world, ROOT, 0), cwd=ROOT, capture_output=True, check=True)
+    return SLOWER * (time.monotonic() - begun)
+
+
+def histories_until_seen(mutant: Mutant, most: int, limit: float) -> int | None:
     """How many histories of each world it takes until one is red; None if none of ``most`` is."""
     with TemporaryDirectory() as directory:
         shutil.copytree(ROOT / "only_one", Path(directory, "only_one"))
@@ -136,12 +151,9 @@ def histories_until_seen(mutant: Mutant, most: int) -> int | None:
         path.write_bytes(content[: mutant.begin] + mutant.new.encode() + content[mutant.end :])
         for begin in range(0, most, PART):
             for world in WORLDS:
-                given = ["--package", directory, "--begin", str(begin), "--histories", str(PART), "--jobs", "1", *world]
-                command = [sys.executable, "-m", "tests.simulation", *given]
+                part: Any = {"args": command(world, Path(directory), begin), "timeout": limit}
                 try:
-                    played = subprocess.run(
-                        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT
-                    )
+                    played = subprocess.run(cwd=ROOT, capture_output=True, text=True, check=False, **part)
                 except subprocess.TimeoutExpired:  # a history that does not end
                     return begin + 1
                 if played.returncode:
@@ -163,9 +175,9 @@ def main() -> int:
     if given.list:
         print(*taken, sep="\n")
         return 0
-    seen = 0
+    seen, limit = 0, longest()
     with ThreadPoolExecutor(given.jobs) as threads:
-        results = threads.map(lambda each: histories_until_seen(each, given.histories), taken)
+        results = threads.map(lambda each: histories_until_seen(each, given.histories, limit), taken)
         for mutant, took in zip(taken, results, strict=True):
             seen += took is not None
             print(f"{took or 'not seen':>8}  {mutant}", flush=True)
