@@ -95,7 +95,8 @@ class Branches:
     def counts(self, steps: Counter[Branch]) -> Counter[Branch]:
         """How often each branch was taken, by how often each line came after another."""
         counts: Counter[Branch] = Counter()
-        for (file, *step), count in steps.items():
+        own = {step: count for step, count in steps.items() if step[0] in self._parsers}  # and not of another package
+        for (file, *step), count in own.items():
             for before, after in self._parsers[file].translate_arcs([(step[0], step[1])]):
                 counts[file, before, after] += count
         return counts
