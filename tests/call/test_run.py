@@ -282,15 +282,15 @@ def test_a_key_that_is_taken_by_a_call_that_does_not_know_it_yet(
                 others.append(other())
             return reply
 
-    execute = redis.asyncio.Redis.execute_command
+    execute = AsyncClient.execute_command
 
     async def execute_async(self: Any, *args: Any, **options: Any) -> Any:
-        reply = await execute(self, *args, **options)  # type: ignore[no-untyped-call]
+        reply = await execute(self, *args, **options)
         if args[0] == "SET":
             others.append(other())
         return reply
 
-    monkeypatch.setattr(redis.asyncio.Redis, "execute_command", execute_async)
+    monkeypatch.setattr(AsyncClient, "execute_command", execute_async)
     with Client.from_url(redis_url) as client:
         covered: Any = only_one(other.__wrapped__ if kind == "def" else work, key=NAME, redis=client)  # type: ignore[attr-defined]
         assert (covered() if kind == "def" else asyncio.run(covered())) == "ran"
