@@ -11,7 +11,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from email import message_from_bytes, policy
 from email.message import EmailMessage
@@ -32,7 +32,7 @@ from examples.newsletter.spool import Entry
 from examples.newsletter.summary import ACCEPTED, accepted
 from only_one.testing import Guarded
 from rigs.waiting import LIMIT, eventually
-from tests.test_examples import all_gone, descendants, has_worker, is_worker
+from tests.programs import descendants, is_worker, processes
 
 ROOT = Path(__file__).parents[1]
 NEWSLETTER = [sys.executable, "-m", "examples.newsletter"]
@@ -411,6 +411,16 @@ def worker_of(process: subprocess.Popen[str]) -> dict[int, str]:
     """What it has started by the time when it has started its worker, which is waited for."""
     assert eventually(lambda: has_worker(process.pid), pause=0.2)
     return descendants(process.pid)
+
+
+def has_worker(pid: int) -> bool:
+    """Whether a process has started a worker."""
+    return any(is_worker(command) for command in descendants(pid).values())
+
+
+def all_gone(pids: Sequence[int]) -> bool:
+    """Whether all of these processes end."""
+    return eventually(lambda: not processes().keys() & set(pids), pause=0.1)
 
 
 def accepted_in(directory: Path) -> int:

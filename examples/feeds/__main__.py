@@ -1,75 +1,193 @@
-"""The demo's command line: `python -m examples.feeds --duration 20 --workers 6`."""
+"""Run the feed importer for a while, kill one worker process in the middle of an import, and say what came of it."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import signal
 import sys
+import tempfile
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from io import StringIO
 from pathlib import Path
 
-from .demo import MAX_DURATION, MAX_WORKERS, MIN_DURATION, MIN_WORKERS, main
+from rich.console import Console
+from rich.live import Live
 
-INTERRUPTED = 130
+from only_one.errors import ConfigurationError
+from only_one.testing import Guarded, redis_server
 
+from .feed_server import FEEDS, feed_server
+from .journal import note, read
+from .picture import Picture, problem
 
-def _between(kind: Callable[[str], float], low: float, high: float) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        value = kind(text)
-        if not low <= value <= high:
-            msg = f"{text} is not between {low:g} and {high:g}"
-            raise argparse.ArgumentTypeError(msg)
-        return value
+ROWS = [*FEEDS, "SingleTask", "nightly-report"]
+TITLE = "Four feeds and a class-based task every second, a report on three machines"
 
-    return number
+LIMIT = 120.0
+"""Seconds to wait for anything."""
 
+LAST = 6.0
+"""Seconds that the last runs may take when the schedule has ended, about."""
 
-def _picture(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        msg = f"{text} is not a file in a directory that is there"
-        raise argparse.ArgumentTypeError(msg)
-    return path
+SVG_WIDTH = 100
 
+VICTIM_AGE = (0.5, 1.3)
+"""Seconds that an import has been running when its process is killed: in the middle, because they take longer."""
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.feeds",
-        description="A feed importer on a schedule shorter than its runs, with one of its processes killed on the way.",
-    )
-    parser.add_argument(
-        "--duration",
-        type=_between(float, MIN_DURATION, MAX_DURATION),
-        default=20.0,
-        metavar="SECONDS",
-        help=f"from the first tick to the end, about; {MIN_DURATION:g} to {MAX_DURATION:g} (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--workers",
-        type=_between(int, MIN_WORKERS, MAX_WORKERS),
-        default=6,
-        metavar="N",
-        help=f"worker processes, one per feed and two more; {MIN_WORKERS} to {MAX_WORKERS} (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--picture",
-        type=_picture,
-        metavar="PATH",
-        help="write what happened to this file, as SVG",
-    )
-    return parser
+ROOT = Path(__file__).parents[2]
+CELERY = [sys.executable, "-m", "celery", "-A", "examples.feeds.app"]
+WORKER = [*CELERY, "worker", "--concurrency=6", "--without-gossip", "--without-mingle", "--without-heartbeat"]
+BEAT = [*CELERY, "beat", "--schedule=schedule"]
+
+# Three machines whose clocks agree; at SIGTERM, it waits for the reports that run.
+CRON = f"""
+trap 'wait; exit' TERM
+while :; do
+    for machine in 1 2 3; do {sys.executable} -m examples.feeds.nightly_report & done
+    sleep 4
+done
+"""
 
 
-def _run() -> int:
-    options = _parser().parse_args()
+class DemoError(Exception):
+    """Something that the demo needs is not there."""
+
+
+class Demo:
+    """The worker, beat and cron, from their start to their end.
+
+    Args:
+        directory: where they keep their files.
+        stack: what ends them.
+        picture: where what happens is shown.
+    """
+
+    def __init__(self, directory: Path, stack: ExitStack, picture: Picture) -> None:
+        def start(name: str, command: list[str]) -> Guarded:
+            log = stack.enter_context((directory / f"{name}.log").open("wb"))
+            return stack.enter_context(Guarded(command, grace=1, cwd=directory, stdout=log, stderr=log))
+
+        self._picture = picture
+        self._worker = start("worker", WORKER)
+        self._beat = start("beat", BEAT)
+        self._cron = start("cron", ["sh", "-c", CRON])
+
+    def direct(self, duration: float) -> None:
+        """Begin, kill, recover, and end.
+
+        Args:
+            duration: seconds that this takes, about.
+
+        Raises:
+            DemoError: something did not happen, or the worker ended early.
+        """
+        self._wait_for("a tick", lambda: any(row.ticks for row in self._picture.rows.values()))
+        begin = time.monotonic()
+        self._wait_for("an import to kill", lambda: time.monotonic() > begin + duration / 5 and self._kill_one())
+        self._wait_for("the killed feed to be imported again", self._has_recovered)
+        self._wait_for("the end", lambda: time.monotonic() > begin + duration - LAST)
+        for clock in (self._beat, self._cron):
+            clock.send_signal(signal.SIGTERM)
+        self._wait_for("the last runs", self._is_quiet)
+
+    def _wait_for(self, what: str, condition: Callable[[], bool]) -> None:
+        """Show what happens until a condition holds."""
+        deadline = time.monotonic() + LIMIT
+        while not condition():
+            if (status := self._worker.poll()) is not None:
+                msg = f"the worker ended early, with status {status}"
+                raise DemoError(msg)
+            if time.monotonic() > deadline:
+                msg = f"waited {LIMIT:.0f} s for {what}"
+                raise DemoError(msg)
+            time.sleep(0.1)
+            self._picture.rows = read(ROWS)
+
+    def _kill_one(self) -> bool:
+        """Kill the process of an import that is in the middle, if there is one."""
+        for name in FEEDS:
+            for run in self._picture.rows[name].runs:
+                if run.outcome == "running" and VICTIM_AGE[0] < time.monotonic() - run.start < VICTIM_AGE[1]:
+                    note("kill", name, run.pid)
+                    os.kill(run.pid, signal.SIGKILL)
+                    return True
+        return False
+
+    def _has_recovered(self) -> bool:
+        again = [row.next_after_kill for row in self._picture.rows.values()]
+        return any(run and run.outcome != "running" for run in again)
+
+    def _is_quiet(self) -> bool:
+        have_ended = self._beat.poll() is not None and self._cron.poll() is not None
+        return have_ended and all(row.is_settled for row in self._picture.rows.values())
+
+
+def main(duration: float, svg: str | None) -> int:
+    """Run the demo.
+
+    Args:
+        duration: seconds from the first tick to the end, about.
+        svg: the file to which to draw what happened, if any.
+
+    Returns:
+        The exit status: 0 if nothing overlapped, something was skipped, and the killed feed was imported again.
+    """
+    picture = Picture(TITLE, duration)
+    directory = Path(tempfile.mkdtemp(prefix="only_one-demo-"))
+    try:
+        _run(directory, picture, duration)
+        reason = problem(picture.rows)
+    except (DemoError, ConfigurationError) as error:
+        reason = str(error)
+    except BaseException:
+        shutil.rmtree(directory)
+        raise
+    if reason:
+        print(f"\nfailed: {reason} (logs: {directory})", file=sys.stderr)
+        return 1
+    if svg:
+        console = Console(record=True, width=SVG_WIDTH, file=StringIO(), force_terminal=True)
+        console.print(picture)
+        console.save_svg(svg, title="make demo")
+    print("\nok: no overlap, and the killed feed was imported again.")
+    shutil.rmtree(directory)
+    return 0
+
+
+def _run(directory: Path, picture: Picture, duration: float) -> None:
+    with ExitStack() as stack:
+        server = stack.enter_context(redis_server())
+        urls = stack.enter_context(feed_server())
+        os.environ.update(
+            DEMO_DIRECTORY=str(directory),
+            ONLY_ONE_REDIS_URL=server.url,
+            DEMO_BROKER_URL=server.url.removesuffix("0") + "1",
+            DEMO_FEEDS=" ".join(urls),
+            TMPDIR=str(directory),  # a worker that is killed leaves something there
+            PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        )
+        (directory / "journal").touch()
+        stack.enter_context(Live(picture, refresh_per_second=4))
+        Demo(directory, stack, picture).direct(duration)
+
+
+def _command_line() -> int:
+    parser = argparse.ArgumentParser(prog="python -m examples.feeds", description=__doc__)
+    parser.add_argument("--duration", type=float, default=20, metavar="SECONDS", help="about; default: %(default)s")
+    parser.add_argument("--picture", metavar="PATH", help="draw what happened to this file, as SVG")
+    options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts us with `&` has it ignored
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        return main(options.duration, options.workers, options.picture)
+        return main(options.duration, options.picture)
     except KeyboardInterrupt:
         print("interrupted: everything that was started has been ended.", file=sys.stderr)
-        return INTERRUPTED
+        return 130
 
 
 if __name__ == "__main__":
-    sys.exit(_run())
+    sys.exit(_command_line())

@@ -1,7 +1,6 @@
 """The witness: every run writes down when it begins and ends, and does not ask the lock.
 
-One file for all processes, opened with O_APPEND, one `write` per line: so no line is torn, and none is lost when its
-writer is killed.
+All processes append to one file, one `write` per line, so no line is lost when its writer is killed.
 The clock is the machine's monotonic one, which is the same in all its processes.
 """
 
@@ -9,61 +8,43 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
-from only_one import Busy, Down, Lost
+from only_one import Busy
 
 
 def directory() -> Path:
     """Where the demo keeps its files."""
-    return Path(os.environ.get("DEMO_DIRECTORY", tempfile.gettempdir()))
+    return Path(os.environ.get("DEMO_DIRECTORY", "."))
 
 
-def _journal() -> Path:
-    return directory() / "journal.jsonl"
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of the journal.
-
-    Attributes:
-        at: when, in seconds of the monotonic clock.
-        kind: "tick", "start", "end", "fail", "kill", "skip", "lost" or "down".
-        row: the task, or the task's feed.
-        pid: the process that it happened in; of a skip, the process that held the key.
-    """
-
-    at: float
-    kind: str
-    row: str
-    pid: int
+def row_of(name: str) -> str:
+    """The row of the picture to which a feed's URL, a task's name or a key belongs: its last part."""
+    return re.split("[/:.]", name)[-1]
 
 
 def note(kind: str, row: str, pid: int | None = None) -> None:
     """Append a line to the journal.
 
     Args:
-        kind: what happened; see `Line`.
-        row: to what.
-        pid: the process that it happened in, if it is not this one.
+        kind: "tick", "start", "end", "fail", "kill" or "skip".
+        row: the task, or the task's feed.
+        pid: the process in which it happened, if it is not this one.
     """
-    line = Line(time.monotonic(), kind, row, os.getpid() if pid is None else pid)
-    file = os.open(_journal(), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        os.write(file, json.dumps(asdict(line)).encode() + b"\n")
-    finally:
-        os.close(file)
+    line = json.dumps([time.monotonic(), kind, row, pid or os.getpid()]) + "\n"
+    with (directory() / "journal").open("ab", buffering=0) as file:
+        file.write(line.encode())
 
 
 @contextmanager
 def witnessed(row: str) -> Iterator[None]:
-    """Note the start and the end of the run inside; a run that is killed has no end.
+    """Note the start and the end of the run inside; a run that is killed notes no end.
 
     Args:
         row: what runs.
@@ -77,31 +58,84 @@ def witnessed(row: str) -> Iterator[None]:
     note("end", row)
 
 
-def note_event(event: object, row: str) -> None:
-    """Note what only_one reports of a call, as far as the demo shows it.
+def note_skip(event: object) -> None:
+    """Note that a call was skipped; to be given to `only_one.subscribe`."""
+    if isinstance(event, Busy):
+        note("skip", row_of(event.key))
+
+
+@dataclass
+class Run:
+    """One run; times are in seconds of the journal's clock.
+
+    Attributes:
+        pid: the process in which it ran.
+        start: when it began.
+        end: when it ended; infinite while it runs.
+        outcome: "running", "finished", "failed" or "killed".
+    """
+
+    pid: int
+    start: float
+    end: float = inf
+    outcome: str = "running"
+
+
+@dataclass
+class Row:
+    """What happened to one task, or to one feed of a task."""
+
+    ticks: list[float] = field(default_factory=list)
+    skips: list[float] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def overlaps(self) -> list[float]:
+        """When a run began although an earlier one had not ended."""
+        found, busy_until = [], -inf
+        for run in self.runs:
+            if run.start < busy_until:
+                found.append(run.start)
+            busy_until = max(busy_until, run.end)
+        return found
+
+    @property
+    def killed(self) -> Run | None:
+        """The run that was killed, if one was."""
+        return next((run for run in self.runs if run.outcome == "killed"), None)
+
+    @property
+    def next_after_kill(self) -> Run | None:
+        """The first run that began after one was killed."""
+        killed = self.killed
+        return next((run for run in self.runs if killed and run.start > killed.end), None)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether each tick has become a run or a skip, and nothing runs."""
+        is_idle = all(run.outcome != "running" for run in self.runs)
+        return is_idle and len(self.ticks) == len(self.runs) + len(self.skips)
+
+
+OUTCOMES = {"end": "finished", "fail": "failed", "kill": "killed"}
+
+
+def read(names: Iterable[str]) -> dict[str, Row]:
+    """Everything that the journal tells so far.
 
     Args:
-        event: what a hook of `only_one.subscribe` is given.
-        row: what was called.
+        names: the rows, in the order in which they are shown.
     """
-    if isinstance(event, Busy):
-        note("skip", row, event.holder.pid if event.holder else 0)
-    elif isinstance(event, (Lost, Down)):
-        note(type(event).__name__.lower(), row)
-
-
-class Reader:
-    """Reads a journal that is still being written."""
-
-    def __init__(self) -> None:
-        self._path = _journal()
-        self._path.touch()
-        self._position = 0
-
-    def read(self) -> list[Line]:
-        """The lines that have come since the last call."""
-        with self._path.open("rb") as file:
-            file.seek(self._position)
-            whole = file.read().rpartition(b"\n")[0]
-        self._position += len(whole) + 1 if whole else 0
-        return [Line(**json.loads(line)) for line in whole.splitlines()]
+    rows = {name: Row() for name in names}
+    text = (directory() / "journal").read_text()
+    lines = [json.loads(line) for line in text.split("\n")[:-1]]  # the last one may be half written
+    for at, kind, name, pid in sorted(lines):
+        row = rows[name]
+        if kind == "start":
+            row.runs.append(Run(pid, at))
+        elif kind in OUTCOMES:
+            run = next(run for run in reversed(row.runs) if run.pid == pid)
+            run.end, run.outcome = at, OUTCOMES[kind]
+        else:
+            {"tick": row.ticks, "skip": row.skips}[kind].append(at)
+    return rows

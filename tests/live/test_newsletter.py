@@ -31,7 +31,7 @@ from only_one.testing import Guarded, redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.live import newsletter_app as live
 from tests.live.workers import Witness, celery_worker, closed_results, environment, sender
-from tests.test_examples import descendants
+from tests.programs import descendants
 
 PEOPLE, SIZE = 120, 40
 CHILDREN = 2

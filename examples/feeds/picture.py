@@ -1,0 +1,121 @@
+"""The journal for people: rows over time, and what became of the run that was killed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from math import inf
+
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from .journal import Row
+
+SIGNS = {
+    "running": ("━", "green"),
+    "skipped": ("╳", "yellow"),  # noqa: RUF001 - a cross over the whole cell
+    "finished": ("●", "bold green"),
+    "failed": ("F", "bold red"),
+    "killed": ("K", "bold white on red"),
+    "overlap": ("!", "bold white on magenta"),
+}
+"""The character and the colour of a state; the later one wins where two fall into one character."""
+
+MARK_EVERY = 5
+"""Seconds between two marks of the axis."""
+
+COLUMNS = ("ticks", "runs", "skips", "overlaps")
+LABEL_WIDTH = 14
+
+
+class Picture:
+    """What happened so far, drawn to the width of a terminal.
+
+    Args:
+        title: the first line.
+        duration: seconds for which it must have room, and for a little more.
+    """
+
+    def __init__(self, title: str, duration: float) -> None:
+        self._title, self._duration = title, duration
+        self.rows: Mapping[str, Row] = {}
+
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw it."""
+        room = max(options.max_width - LABEL_WIDTH - sum(2 + len(column) for column in COLUMNS) - 2, 10)
+        every = max(int(room / (1.15 * self._duration) * MARK_EVERY), 1)
+        begin = min((row.ticks[0] for row in self.rows.values() if row.ticks), default=inf)
+        table = Table.grid(padding=(0, 2))
+        table.add_column(width=LABEL_WIDTH)
+        table.add_column(width=room, no_wrap=True)
+        for column in COLUMNS:
+            table.add_column(width=len(column), justify="right")
+        table.add_row("", _axis(room, every), *COLUMNS, style="dim")
+        for name, row in self.rows.items():
+            bar = Text.assemble(*(SIGNS.get(state, " ") for state in _cells(row, begin, MARK_EVERY / every, room)))
+            table.add_row(name, bar, *map(str, _numbers(row)))
+        totals = [sum(column) for column in zip(*map(_numbers, self.rows.values()), strict=True)]
+        table.add_row("total", "", *map(str, totals), style="bold")
+        legend = [part for state, sign in SIGNS.items() for part in (sign, f" {state}   ")]
+        notes = map(Text, _notes(self.rows))
+        yield Group(Text(self._title, "bold"), "", table, "", Text.assemble(*legend, no_wrap=True), "", *notes)
+
+
+def _numbers(row: Row) -> tuple[int, ...]:
+    return len(row.ticks), len(row.runs), len(row.skips), len(row.overlaps)
+
+
+def _axis(room: int, every: int) -> str:
+    """The seconds, one mark in so many characters."""
+    return "".join(f"{number * MARK_EVERY} s".ljust(every) for number in range(room // every + 1))[:room]
+
+
+def _cells(row: Row, begin: float, step: float, room: int) -> list[str]:
+    """The state to show in each character; empty where there is none."""
+    order = ["", *SIGNS]
+    cells = [""] * room
+
+    def put(at: float, state: str) -> None:
+        column = int((at - begin) / step)
+        if 0 <= column < room and order.index(state) > order.index(cells[column]):
+            cells[column] = state
+
+    for run in row.runs:
+        end = min(run.end, time.monotonic())
+        for number in range(int((end - run.start) / step) + 1):
+            put(run.start + number * step, "running")
+        put(end, run.outcome)
+    for at in row.skips:
+        put(at, "skipped")
+    for at in row.overlaps:
+        put(at, "overlap")
+    return cells
+
+
+def _notes(rows: Mapping[str, Row]) -> Iterator[str]:
+    yield "Runs and overlaps: counted from what each run wrote down itself, not from the lock."
+    for name, row in rows.items():
+        if row.killed:
+            yield f"Killed: process {row.killed.pid}, in the middle of {name}, by SIGKILL."
+        if row.killed and row.next_after_kill:
+            yield f"The next run of {name} began {row.next_after_kill.start - row.killed.end:.1f} s later."
+
+
+def problem(rows: Mapping[str, Row]) -> str | None:
+    """Why the demo has failed, in one line; None if it has not.
+
+    Args:
+        rows: everything that happened.
+    """
+    killed = next((row for row in rows.values() if row.killed), None)
+    again = killed and killed.next_after_kill
+    checks = {
+        "two runs overlapped": any(row.overlaps for row in rows.values()),
+        "a run failed": any(run.outcome == "failed" for row in rows.values() for run in row.runs),
+        "nothing was skipped": not any(row.skips for row in rows.values()),
+        "not every tick became a run or a skip": not all(row.is_settled for row in rows.values()),
+        "no import was killed in the middle": not killed,
+        "the killed feed was not imported again": not (again and again.outcome == "finished"),
+    }
+    return next((reason for reason, failed in checks.items() if failed), None)

@@ -1,0 +1,135 @@
+"""The demo is what `make demo` shows, and its witness sees what the lock is there to prevent."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from html import unescape
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from examples.feeds.journal import Row, read
+from examples.feeds.picture import Picture, problem
+from tests.programs import ROOT, numbers, program
+
+DEMO = "examples.feeds"
+ROWS = ["planet", "news", "weather", "jobs", "SingleTask", "nightly-report", "total"]
+GOOD = [
+    (0.0, "tick", 1), (0.1, "start", 1), (1.0, "tick", 1), (1.1, "skip", 1), (1.9, "kill", 1),
+    (2.0, "tick", 1), (4.0, "start", 2), (5.5, "end", 2),
+]  # fmt: skip
+Lines = list[tuple[float, str, int]]
+
+
+def test_nothing_overlaps_and_without_the_lock_the_witness_sees_that_it_does(tmp_path: Path) -> None:
+    """Two demos at once, because each of them mostly waits."""
+    locked, bare = tmp_path / "locked", tmp_path / "bare"
+    for folder in (locked, bare):
+        folder.mkdir()
+    with program(DEMO, locked, "--duration=8") as ours, program(DEMO, bare, "--duration=8", ONLY_ONE_ACTIVE="0") as its:
+        assert ours.wait() == 0, ours.text
+        assert its.wait() == 1, its.text
+    table = numbers(ours.text)
+    assert [*table] == ROWS
+    for ticks, runs, skips, overlaps in table.values():
+        assert ticks == runs + skips
+        assert runs > 0
+        assert overlaps == 0
+    assert "ok: no overlap" in ours.text
+    assert not [*locked.iterdir()]
+    assert numbers(its.text)["total"][3] > 0
+    found = re.search(r"^failed: two runs overlapped \(logs: (.+)\)$", its.text, re.MULTILINE)
+    assert found
+    assert (Path(found[1]) / "worker.log").exists()
+    assert "Traceback" not in its.text
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_nothing_outlives_a_demo_that_is_broken_off(tmp_path: Path, number: int, status: int) -> None:
+    with program(DEMO, tmp_path) as demo:
+        assert demo.is_gone_after(number) == status
+    assert number == signal.SIGKILL or not [*tmp_path.iterdir()]
+
+
+def test_a_worker_that_dies_is_a_failure(tmp_path: Path) -> None:
+    with program(DEMO, tmp_path) as demo:
+        demo.kill_worker()
+        assert demo.wait() == 1
+    assert "failed: the worker ended early, with status -9" in demo.text
+
+
+@pytest.fixture
+def row(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Row:
+    """That of a journal of one row: what happened when, in which process."""
+    monkeypatch.setenv("DEMO_DIRECTORY", str(tmp_path))
+    lines = [json.dumps([100 + after, kind, "feed", pid]) for after, kind, pid in request.param]
+    (tmp_path / "journal").write_text("\n".join([*lines, '[109.0, "ti']))  # the last one is half written
+    return read(["feed"])["feed"]
+
+
+@pytest.mark.parametrize(
+    ("row", "overlaps"),
+    [
+        ([(0, "start", 1), (1, "end", 1), (1, "start", 2), (2, "end", 2)], 0),
+        ([(0, "start", 1), (1, "start", 2), (2, "end", 1), (3, "end", 2)], 1),
+        ([(0, "start", 1), (1, "start", 2), (2, "end", 2), (3, "start", 2), (4, "end", 2), (5, "end", 1)], 2),
+        ([(0, "start", 1), (1, "kill", 1), (2, "start", 2), (3, "end", 2)], 0),
+        ([(0, "start", 1), (9, "start", 2), (10, "end", 2)], 1),
+        ([(0, "start", 1), (1, "fail", 1), (2, "start", 1), (3, "end", 1)], 0),
+    ],
+    indirect=["row"],
+)
+def test_overlaps_are_counted_by_start_and_end(row: Row, overlaps: int) -> None:
+    assert len(row.overlaps) == overlaps
+
+
+def good(without: str = "", *more: tuple[float, str, int]) -> Lines:
+    """A journal as it should be, changed a little."""
+    return [*(line for line in GOOD if line[1] != without), *more]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (good(), None),
+        (good("skip"), "nothing was skipped"),
+        (good("kill"), "two runs overlapped"),
+        (good("kill", (1.9, "end", 1)), "no import was killed in the middle"),
+        (good("end", (5.5, "fail", 2)), "a run failed"),
+        (good("", (3.0, "tick", 1)), "not every tick became a run or a skip"),
+        (good("", (5.0, "start", 3), (6.0, "end", 3)), "two runs overlapped"),
+    ],
+    indirect=["row"],
+)
+def test_the_verdict(row: Row, reason: str | None) -> None:
+    assert problem({"feed": row}) == reason
+
+
+@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize("row", [good("", (5.2, "start", 3), (6.5, "fail", 3))], indirect=True)
+def test_the_picture_fits_and_shows_each_state(row: Row, width: int) -> None:
+    picture = Picture("title", 20)
+    picture.rows = {"feed": row}
+    console = Console(width=width, file=StringIO())
+    with console.capture() as captured:
+        console.print(picture)
+    lines = captured.get().splitlines()
+    assert all(len(line) <= width for line in lines)
+    (shown,) = (line for line in lines if line.startswith("feed"))
+    assert {*"━\N{BOX DRAWINGS LIGHT DIAGONAL CROSS}KF!"} <= {*shown}
+    assert numbers(captured.get())["feed"] == [3, 3, 1, 1]
+    assert "The next run of feed began 2.1 s later." in captured.get()
+
+
+def test_the_picture_of_the_documentation_is_of_a_demo_that_went_well() -> None:
+    file = ROOT / "docs" / "timeline.svg"
+    assert file.stat().st_size < 60_000
+    words = unescape(" ".join(re.findall("<text[^>]*>([^<]*)</text>", file.read_text()))).replace("\xa0", " ")
+    ticks, runs, skips, overlaps = map(int, re.findall(r"\d+", words.split("total")[1])[:4])
+    assert ticks == runs + skips
+    assert overlaps == 0
+    assert re.search(r"The next run of \w+ began \d+\.\d s later", words)
