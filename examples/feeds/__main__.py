@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
+from examples.breaking_off import exit_status
 from only_one.errors import ConfigurationError
 from only_one.testing import Guarded, redis_server
 
@@ -180,13 +181,7 @@ def _command_line() -> int:
     parser.add_argument("--duration", type=float, default=20, metavar="SECONDS", help="about; default: %(default)s")
     parser.add_argument("--picture", metavar="PATH", help="draw what happened to this file, as SVG")
     options = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts us with `&` has it ignored
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        return main(options.duration, options.picture)
-    except KeyboardInterrupt:
-        print("interrupted: everything that was started has been ended.", file=sys.stderr)
-        return 130
+    return exit_status(lambda: main(options.duration, options.picture))
 
 
 if __name__ == "__main__":

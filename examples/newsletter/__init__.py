@@ -2,18 +2,13 @@
 
 | file | what it is |
 |---|---|
-| `recipients.py` | who gets it: a database with tags, read by ranges of ids |
-| `people.py` | people who are made up, to fill it |
-| `letter.py` | the message that each of them gets |
-| `spool.py` | the messages of a chunk, in a file that is there as a whole or not at all |
-| `journal.py` | what the SMTP server has accepted, a byte for each recipient |
-| `making.py` | makes one chunk |
-| `sending.py` | sends all chunks, from where the journal ends |
 | `app.py` | the two tasks, each with its decorator, and the chord |
+| `recipients.py` | who gets it: a database, read by ranges of ids |
+| `letter.py` | the message that each of them gets |
+| `making.py` | makes a chunk: its messages, in a file that is there as a whole or not at all |
+| `sending.py` | sends all chunks, and keeps a journal of it, from where the next run goes on |
 | `smtp_server.py` | an SMTP server on loopback, which writes down what it accepts |
-| `places.py` | where all of this is kept |
-| `house.py` | runs it: servers, worker, and what comes of it |
-| `progress.py`, `summary.py` | what people are shown |
+| `__main__.py` | runs it: servers, worker, and what comes of it |
 
 docs/newsletter.md goes through it line by line.
 """

@@ -1,63 +1,165 @@
-"""The newsletter's command line: `python -m examples.newsletter --recipients 20000 --workers 2 --json`."""
+"""A mailing that is made in parallel chunks, and sent once, when all of them are made."""
 
 from __future__ import annotations
 
 import argparse
-import signal
+import fcntl
+import os
+import re
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from .house import RECIPIENTS, Options, main
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-INTERRUPTED = 130
-MOST = 10_000_000
-MOST_WORKERS = 64
+from examples.breaking_off import exit_status
+from only_one.errors import ConfigurationError
+from only_one.testing import Guarded, redis_server
+
+from . import making, recipients, sending
+from .app import app, leave, start
+from .smtp_server import smtp_server
+
+MAILING = "spring"
+ROOT = Path(__file__).parents[2]
+WORKER = [sys.executable, "-m", "celery", "-A", "examples.newsletter.app", "worker", "--loglevel=INFO"]
+QUICK_START = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
 
 
-def _between(low: int, high: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        value = int(text)
-        if not low <= value <= high:
-            msg = f"{text} is not between {low} and {high}"
-            raise argparse.ArgumentTypeError(msg)
-        return value
+class NewsletterError(Exception):
+    """It is not sent, or not as it should be."""
 
+
+def main(people: int, workers: int, directory: Path) -> int:
+    """Run a mailing.
+
+    Args:
+        people: how many there are, unless there are some in the directory.
+        workers: how many processes make chunks.
+        directory: where everything is kept.
+
+    Returns:
+        The exit status: 0 if everybody has got it who has not unsubscribed, and nobody else.
+    """
+    os.environ["NEWSLETTER_DIRECTORY"] = str(directory)
+    try:
+        with _alone_in(directory) as lock, ExitStack() as stack:
+            recipients.have_people(people)
+            redis = stack.enter_context(redis_server())
+            smtp, _ = stack.enter_context(smtp_server(directory / "accepted"))
+            app.conf.update(broker_url=redis.url, result_backend=redis.url)
+            stack.callback(leave)
+            os.environ.update(NEWSLETTER_BROKER_URL=redis.url, NEWSLETTER_SMTP=smtp)
+            log = stack.enter_context((directory / "worker.log").open("ab"))
+            command = [*WORKER, f"--concurrency={workers}", *QUICK_START]
+            worker = stack.enter_context(Guarded(command, cwd=ROOT, stdout=log, stderr=log, pass_fds=[lock]))
+            _follow(start(MAILING), worker)
+            print(f"memory of the worker's largest process: {_peak(worker):.1f} MB")
+        _check(directory / "accepted")
+    except (NewsletterError, ConfigurationError, OSError) as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[int]:
+    """Have a directory to oneself: each newsletter has a Redis of its own, so two there would not see each other.
+
+    Yields:
+        The lock's file; who inherits it, as the worker does, keeps the directory until he is gone.
+    """
+    with (directory / "lock").open("wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            msg = f"another newsletter is at work in {directory}"
+            raise NewsletterError(msg) from None
+        yield lock.fileno()
+
+
+def _follow(result: Any, worker: Guarded) -> None:
+    """Show the progress until there is a result."""
+    columns = TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    chunks, last = recipients.chunks(), recipients.last_id()
+    with Progress(*columns) as progress:
+        made = progress.add_task("chunks", total=chunks)
+        sent = progress.add_task("mails", total=last - len(recipients.unsubscribed(1, last)), start=False)
+        while True:
+            is_over = result.ready()
+            missing = len(making.missing(MAILING))
+            if not missing:
+                progress.start_task(sent)
+            progress.update(made, completed=chunks - missing)
+            progress.update(sent, completed=sum(each.count(sending.ACCEPTED) for each in sending.journals(MAILING)))
+            if is_over:
+                break
+            if (status := worker.poll()) is not None:
+                msg = f"the worker ended early, with status {status}; with --directory the next start goes on"
+                raise NewsletterError(msg)
+            time.sleep(0.25)
+    if result.failed():
+        msg = f"{result.result}; with --directory the next start makes and sends what is missing"
+        raise NewsletterError(msg)
+
+
+def _peak(worker: Guarded) -> float:
+    """The memory that the largest process of a worker has needed so far, as Linux tells it, in MB."""
+    peaks = [0]
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with suppress(OSError):  # it has ended meanwhile
+            if os.getpgid(int(status.parent.name)) == worker.pid:
+                peaks += map(int, re.findall(r"^VmHWM:\s+(\d+)", status.read_text(), re.MULTILINE))
+    return max(peaks) / 1000
+
+
+def _check(accepted: Path) -> None:
+    """Say what has come of it, by the SMTP server's own list.
+
+    Raises:
+        NewsletterError: it is not what should have come of it.
+    """
+    mails = bytearray(recipients.last_id() + 1)  # of each person
+    with accepted.open() as addresses:
+        for address in addresses:
+            mails[int(re.findall(r"\d+", address)[0])] += 1
+    gone = recipients.unsubscribed(1, len(mails))
+    wrong = sum(mails[each] for each in gone)
+    without = sum(not mails[each] and each not in gone for each in range(1, len(mails)))
+    twice = sum(number - 1 for number in mails if number)
+    print(f"the SMTP server has accepted {sum(mails)} mails: {twice} twice, {wrong} for who has unsubscribed")
+    if wrong or without:
+        msg = f"{without} have not got it, and {wrong} have got it who have unsubscribed"
+        raise NewsletterError(msg)
+
+
+def _number(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
     return number
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.newsletter",
-        description="A mailing that is made in parallel chunks, and sent once, when all of them are made.",
-    )
-    parser.add_argument(
-        "--recipients", type=_between(1, MOST), metavar="N", help=f"how many people get it (default: {RECIPIENTS})"
-    )
-    parser.add_argument(
-        "--workers", type=_between(1, MOST_WORKERS), default=2, metavar="N", help="worker processes (default: 2)"
-    )
-    parser.add_argument(
-        "--chunk", type=_between(1, MOST), default=10_000, metavar="N", help="ids per chunk (default: 10000)"
-    )
-    parser.add_argument(
-        "--directory", type=Path, help="where to keep everything, to go on there later (default: nowhere)"
-    )
-    parser.add_argument("--make-only", action="store_true", help="make the messages, and do not send them")
-    parser.add_argument("--json", action="store_true", help="print the summary as one line for a machine")
-    return parser
+def _command_line() -> int:
+    parser = argparse.ArgumentParser(prog="python -m examples.newsletter", description=__doc__)
+    parser.add_argument("--recipients", type=_number, default=5000, help="how many people (default: %(default)s)")
+    parser.add_argument("--workers", type=_number, default=2, help="worker processes (default: %(default)s)")
+    parser.add_argument("--directory", type=Path, help="keep everything there, to go on later (default: nowhere)")
+    options = parser.parse_args()
 
+    def run() -> int:
+        with ExitStack() as stack:
+            new = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            directory = options.directory or Path(new)
+            directory.mkdir(parents=True, exist_ok=True)
+            return main(options.recipients, options.workers, directory.resolve())
 
-def _run() -> int:
-    options = Options(**vars(_parser().parse_args()))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts us with `&` has it ignored
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        return main(options)
-    except KeyboardInterrupt:
-        print("interrupted: everything that was started has been ended.", file=sys.stderr)
-        return INTERRUPTED
+    return exit_status(run)
 
 
 if __name__ == "__main__":
-    sys.exit(_run())
+    sys.exit(_command_line())

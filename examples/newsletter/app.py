@@ -12,70 +12,53 @@ from __future__ import annotations
 import os
 import sqlite3
 
-from celery import Celery, chord, group
-from celery.result import AsyncResult, GroupResult
-from celery.signals import worker_init
+from celery import Celery, chord
+from celery.result import AsyncResult
 
 from only_one import LockLost, LockUnavailable, current_lock, only_one, retry
 
-from . import making, places, recipients, sending
+from . import making, recipients, sending
 
 BROKER = os.environ.get("NEWSLETTER_BROKER_URL", "redis://localhost:6379/1")
-RETRIES = int(os.environ.get("NEWSLETTER_RETRIES", "5"))
-VISIBILITY = float(os.environ.get("NEWSLETTER_VISIBILITY", "3600"))
-LEASE = float(os.environ.get("NEWSLETTER_LEASE", "30"))
 
 TRANSIENT = (OSError, sqlite3.OperationalError, LockLost, LockUnavailable)
 """What may be better at the next attempt: disk, network, database, Redis."""
 
+AGAIN = {
+    "acks_late": True,
+    "reject_on_worker_lost": True,
+    "autoretry_for": TRANSIENT,
+    "retry_backoff": True,
+    "max_retries": int(os.environ.get("NEWSLETTER_RETRIES", "5")),
+}
+
 app = Celery("newsletter", broker=BROKER, backend=BROKER)
-app.conf.update(
-    broker_connection_retry_on_startup=True,
-    broker_transport_options={
-        "visibility_timeout": VISIBILITY,
-        "unacked_restore_interval": min(VISIBILITY / 3, 10),
-        "unacked_restore_throttle": min(VISIBILITY / 3, 10),
-        "unacked_mutex_expire": min(VISIBILITY, 300),
-    },
-    worker_prefetch_multiplier=1,
-    only_one_lease=LEASE,
-)
+app.conf.broker_connection_retry_on_startup = True
+app.conf.worker_prefetch_multiplier = 1
 
 
-@app.task(
-    acks_late=True,
-    reject_on_worker_lost=True,
-    autoretry_for=TRANSIENT,
-    retry_backoff=True,
-    max_retries=RETRIES,
-)
+@app.task(**AGAIN)
 @only_one("{name}:{mailing}:{number}", when_busy=retry())
 def make_chunk(mailing: str, number: int) -> int:
     """Make a chunk of a mailing, if it is not made.
 
     Args:
-        mailing: which mailing.
+        mailing: the mailing's name.
         number: which chunk, from 0.
 
     Returns:
-        How many messages it has.
+        How many messages have been made.
     """
     return making.make(mailing, number)
 
 
-@app.task(
-    acks_late=True,
-    reject_on_worker_lost=True,
-    autoretry_for=TRANSIENT,
-    retry_backoff=True,
-    max_retries=RETRIES,
-)
+@app.task(**AGAIN)
 @only_one("{name}:{mailing}")
 def send(mailing: str) -> int:
     """Send a mailing, or what is left of it.
 
     Args:
-        mailing: which mailing.
+        mailing: the mailing's name.
 
     Returns:
         How many messages the SMTP server has accepted from this run; None is given while another one sends.
@@ -83,33 +66,20 @@ def send(mailing: str) -> int:
     return sending.deliver(mailing, current_lock().ensure_held)
 
 
-def make_all(mailing: str) -> GroupResult:
-    """Make a mailing, and do not send it.
-
-    Args:
-        mailing: which mailing.
-
-    Returns:
-        The results of its chunks.
-    """
-    return group(make_chunk.si(mailing, number) for number in range(recipients.mailing(mailing).chunks))()
-
-
 def start(mailing: str) -> AsyncResult:
     """Start a mailing, or start it again: what is made is not made again, and what is sent is not sent again.
 
     Args:
-        mailing: which mailing.
+        mailing: the mailing's name.
 
     Returns:
         The result of sending it.
     """
-    chunks = recipients.mailing(mailing).chunks
-    return chord([make_chunk.si(mailing, number) for number in range(chunks)])(send.si(mailing))
+    return chord([make_chunk.si(mailing, number) for number in range(recipients.chunks())])(send.si(mailing))
 
 
 def leave() -> None:
-    """Let go of the Redis that tasks were sent to, before it is stopped.
+    """Let go of the Redis to which tasks were sent, before it is stopped.
 
     Celery unsubscribes from each result when that is collected, which may be as late as the interpreter's exit, and
     would look for the server for 20 s each time.
@@ -117,6 +87,3 @@ def leave() -> None:
     app.backend.result_consumer.stop()
     app.backend.result_consumer._pubsub = None  # noqa: SLF001 - Celery has no other way to say that it is over
     app.close()
-
-
-worker_init.connect(places.stay)

@@ -1,24 +1,73 @@
-"""Makes one chunk of a mailing."""
+"""Makes a chunk of a mailing: its messages, in a file that is there as a whole or not at all."""
 
 from __future__ import annotations
 
-from . import recipients, spool
-from .letter import Letter
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from . import recipients
+from .letter import letter
 
 
-def make(name: str, number: int) -> int:
+class Entry(NamedTuple):
+    """A message that is ready to be sent, and its recipient."""
+
+    id: int
+    address: str
+    message: bytes
+
+
+def path(mailing: str, number: int) -> Path:
+    """Where a chunk is, once it is made.
+
+    Args:
+        mailing: the mailing's name.
+        number: which chunk, from 0.
+    """
+    return recipients.directory() / mailing / f"{number:06}"
+
+
+def missing(mailing: str) -> list[int]:
+    """The numbers of the chunks that are not made."""
+    return [number for number in range(recipients.chunks()) if not path(mailing, number).exists()]
+
+
+def make(mailing: str, number: int) -> int:
     """Make a chunk, if it is not made.
 
     Args:
-        name: the mailing's.
+        mailing: the mailing's name.
         number: which chunk, from 0.
 
     Returns:
-        How many messages it has.
+        How many messages have been made.
     """
-    mailing = recipients.mailing(name)
-    if spool.path(mailing, number).exists():
-        return spool.count(mailing, number)
-    letter = Letter(name)
-    people = recipients.chunk(mailing, number)
-    return spool.write(mailing, number, (spool.Entry(each.id, each.email, letter.to(each)) for each in people))
+    final = path(mailing, number)
+    if final.exists():
+        return 0
+    people = recipients.chunk(number)
+    final.parent.mkdir(exist_ok=True)
+    part = final.with_suffix(f".{os.getpid()}.part")  # nobody else writes there, however late this run may go on
+    with part.open("wb") as file:
+        for each in people:
+            message = letter(mailing, each)
+            file.write(f"{each.id} {len(message)} {each.email}\n".encode() + message)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(final)
+    return len(people)
+
+
+def read(mailing: str, number: int) -> Iterator[Entry]:
+    """What is in a chunk, one message after the other.
+
+    Args:
+        mailing: the mailing's name.
+        number: which chunk, from 0.
+    """
+    with path(mailing, number).open("rb") as file:
+        while head := file.readline():
+            recipient, length, address = head.split()
+            yield Entry(int(recipient), address.decode(), file.read(int(length)))

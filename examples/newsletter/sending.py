@@ -1,9 +1,9 @@
 """Sends what was made, from where the journal ends.
 
-A message is sent twice only where the server has accepted it and the journal does not know: it is the one message that
-was under way when the process was killed or the connection broke, and those since the last `sync` when the whole
-machine is lost, a `BATCH` at most.
-SMTP has nothing that would make this any narrower: between the server's acceptance and our knowing of it is a network.
+The journal has a byte for each recipient of a chunk, which is overwritten when the server has accepted the message.
+That needs no room on the disk, which might not be there then, and survives a kill of the process.
+A message is sent twice only where the server has accepted it and the journal does not know: the one message that was
+under way when the process was killed or the connection broke, and what was not synced when the whole machine is lost.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ import os
 import smtplib
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 
-from . import journal, recipients, spool
-from .journal import Journal
+from . import making, recipients
 from .letter import SENDER
-from .recipients import Mailing
-from .spool import Entry
+from .making import Entry
 
-SMTP = "NEWSLETTER_SMTP"
+WAITING, ACCEPTED, UNSUBSCRIBED, REFUSED, NO_MESSAGE = b".", b"a", b"u", b"r", b"-"
 
 BATCH = 100
 """Messages between two times that the journal is synced and the database is asked who has unsubscribed."""
 
-TIMEOUT = 30.0
 PERMANENT = 500
 """From where on an SMTP server's code says that it is no use to try again."""
 
@@ -36,11 +34,11 @@ class IncompleteError(Exception):
     """Not all chunks are made, so nothing is sent."""
 
 
-def deliver(name: str, check: Callable[[], None]) -> int:
+def deliver(mailing: str, check: Callable[[], None]) -> int:
     """Send a mailing, or what is left of it.
 
     Args:
-        name: the mailing's.
+        mailing: the mailing's name.
         check: called before each message; it raises if somebody else may be sending by now.
 
     Returns:
@@ -50,51 +48,64 @@ def deliver(name: str, check: Callable[[], None]) -> int:
         IncompleteError: not all chunks are made.
         OSError: the server or the disk has failed; what smtplib raises is one, too.
     """
-    mailing = recipients.mailing(name)
-    if missing := spool.missing(mailing):
-        msg = f"{len(missing)} of {mailing.chunks} chunks of {name} are missing, the first is {missing[0]}"
+    chunks = recipients.chunks()
+    if missing := making.missing(mailing):
+        msg = f"{len(missing)} of {chunks} chunks of {mailing} are missing, the first is {missing[0]}"
         raise IncompleteError(msg)
-    host, _, port = os.environ[SMTP].rpartition(":")
-    with smtplib.SMTP(host, int(port), timeout=TIMEOUT) as server:
-        server.ehlo_or_helo_if_needed()
-        return sum(_deliver_chunk(server, mailing, number, check) for number in range(mailing.chunks))
+    host, _, port = os.environ["NEWSLETTER_SMTP"].rpartition(":")
+    with smtplib.SMTP(host, int(port), timeout=30) as server:
+        return sum(_deliver_chunk(server, mailing, number, check) for number in range(chunks))
 
 
-def _deliver_chunk(server: smtplib.SMTP, mailing: Mailing, number: int, check: Callable[[], None]) -> int:
-    accepted = 0
-    with Journal(mailing, number) as written:
-        if written.is_complete:
+def _deliver_chunk(server: smtplib.SMTP, mailing: str, number: int, check: Callable[[], None]) -> int:
+    first, accepted = number * recipients.SIZE + 1, 0
+    with _journal(mailing, number).open("r+b", buffering=0) as journal:
+        before = journal.read()
+        if WAITING not in before:
             return 0
-        for batch in _batches(entry for entry in spool.read(mailing, number) if written.waits(entry.id)):
+        waiting = (entry for entry in making.read(mailing, number) if before[entry.id - first] == ord(WAITING))
+        while batch := list(islice(waiting, BATCH)):
             gone = recipients.unsubscribed(batch[0].id, batch[-1].id)
             for entry in batch:
                 check()
-                state = journal.UNSUBSCRIBED if entry.id in gone else _post(server, entry)
-                written.note(entry.id, state)
-                accepted += state == journal.ACCEPTED
-            written.sync()
-        written.complete()
+                state = UNSUBSCRIBED if entry.id in gone else _post(server, entry)
+                journal.seek(entry.id - first)
+                journal.write(state)
+                accepted += state == ACCEPTED
+            os.fsync(journal)
+        journal.seek(0)
+        rest = journal.read().replace(WAITING, NO_MESSAGE)
+        journal.seek(0)
+        journal.write(rest)
     return accepted
 
 
-def _batches(entries: Iterator[Entry]) -> Iterator[list[Entry]]:
-    while batch := list(islice(entries, BATCH)):
-        yield batch
+def _journal(mailing: str, number: int) -> Path:
+    """The journal of a chunk, which is there as a whole."""
+    path = making.path(mailing, number).with_suffix(".journal")
+    if not path.exists():
+        new = path.with_suffix(".new")
+        new.write_bytes(WAITING * recipients.SIZE)
+        new.replace(path)
+    return path
+
+
+def journals(mailing: str) -> Iterator[bytes]:
+    """The journals of a mailing."""
+    return (path.read_bytes() for path in making.path(mailing, 0).parent.glob("*.journal"))
 
 
 def _post(server: smtplib.SMTP, entry: Entry) -> bytes:
     """Hand one message over; returns what the journal says of it."""
-    options = ["BODY=8BITMIME"] if server.has_extn("8bitmime") else []
     try:
-        server.sendmail(SENDER, [entry.address], entry.message, options)
-    except smtplib.SMTPRecipientsRefused as error:
-        if error.recipients[entry.address][0] < PERMANENT:
-            raise
-        _log.warning("recipient %d is refused: %s", entry.id, error)
-        return journal.REFUSED
-    except smtplib.SMTPDataError as error:
-        if error.smtp_code < PERMANENT:
+        server.sendmail(SENDER, [entry.address], entry.message)
+    except (smtplib.SMTPRecipientsRefused, smtplib.SMTPDataError) as error:
+        if isinstance(error, smtplib.SMTPDataError):
+            code = error.smtp_code
+        else:
+            code, _ = error.recipients[entry.address]
+        if code < PERMANENT:
             raise
         _log.warning("the message to recipient %d is refused: %s", entry.id, error)
-        return journal.REFUSED
-    return journal.ACCEPTED
+        return REFUSED
+    return ACCEPTED

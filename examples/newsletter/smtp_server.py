@@ -1,7 +1,7 @@
 """An SMTP server on loopback, in a process of its own: what it has accepted is what counts.
 
-`python -m examples.newsletter.smtp_server FILE [PORT]` prints its port.
-Each recipient of a message is written down, in a line of the file, before the message is said to be accepted.
+`python -m examples.newsletter.smtp_server FILE` prints its port.
+The recipient of a message is written down, in a line of the file, before the message is said to be accepted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE
 
@@ -20,19 +19,6 @@ from aiosmtpd.smtp import SMTP, Envelope, Session
 from only_one.testing import Guarded
 
 ROOT = Path(__file__).parents[2]
-
-
-@dataclass(frozen=True)
-class Running:
-    """A server that runs.
-
-    Attributes:
-        address: its host and port.
-        process: its process.
-    """
-
-    address: str
-    process: Guarded
 
 
 class Recorder:
@@ -47,43 +33,37 @@ class Recorder:
 
     async def handle_DATA(self, _server: SMTP, _session: Session, envelope: Envelope) -> str:  # noqa: N802
         """Accept a message."""
-        os.write(self._file, "".join(f"{recipient}\n" for recipient in envelope.rcpt_tos).encode())
+        os.write(self._file, f"{envelope.rcpt_tos[0]}\n".encode())
         return "250 OK"
 
 
-async def serve(path: str, port: int) -> None:
+async def serve(path: str) -> None:
     """Serve until the process ends.
 
     Args:
         path: the file to write to.
-        port: where to listen; 0 for any that is free.
     """
     recorder, loop = Recorder(path), asyncio.get_running_loop()
-    server = await loop.create_server(lambda: SMTP(recorder, hostname="localhost", loop=loop), "127.0.0.1", port)
+    server = await loop.create_server(lambda: SMTP(recorder, hostname="localhost", loop=loop), "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 
 
 @contextmanager
-def smtp_server(path: Path) -> Iterator[Running]:
+def smtp_server(path: Path) -> Iterator[tuple[str, Guarded]]:
     """Run the server for the length of a `with` block.
 
     Args:
         path: the file that it writes to.
 
     Yields:
-        The server.
-
-    Raises:
-        ChildProcessError: it does not start.
+        Its address and its process.
     """
     command = [sys.executable, "-m", "examples.newsletter.smtp_server", str(path)]
-    with path.with_name("smtp.log").open("ab") as log, Guarded(command, cwd=ROOT, stdout=PIPE, stderr=log) as process:
-        if process.stdout is None or not (port := process.stdout.readline()):
-            msg = f"the SMTP server does not start; see {log.name}"
-            raise ChildProcessError(msg)
-        yield Running(f"127.0.0.1:{int(port)}", process)
+    with Guarded(command, cwd=ROOT, stdout=PIPE) as process:
+        port = process.stdout.readline() if process.stdout else b""
+        yield f"127.0.0.1:{int(port)}", process
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1], int(sys.argv[2]) if sys.argv[2:] else 0))
+    asyncio.run(serve(sys.argv[1]))

@@ -8,15 +8,15 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, partial, wraps
 from math import inf
 from typing import Any
 
 import redis
 from celery.signals import task_retry
 
-from examples.newsletter import making, places, sending
-from examples.newsletter.app import RETRIES, TRANSIENT, app
+from examples.newsletter import making, recipients, sending
+from examples.newsletter.app import AGAIN, app
 from only_one import current_lock, only_one, retry, skip
 from only_one.lock.commands import now
 from tests.live.workers import note, wait_at
@@ -24,67 +24,44 @@ from tests.live.workers import note, wait_at
 TROUBLE = "trouble"
 """As long as this file is there, whoever retries waits, so that no attempt is used up before the test has mended it."""
 
-LATE = {"acks_late": True, "reject_on_worker_lost": True}
-AGAIN = {"autoretry_for": TRANSIENT, "retry_backoff": True, "max_retries": RETRIES}
+KEY = "{name}:{mailing}:{number}"
 
 
-def _make(mailing: str, number: int) -> int:
+def make(mailing: str, number: int) -> int:
+    """Make a chunk, as `make_chunk` does."""
     note("make", mailing, number, os.getpid())
     return making.make(mailing, number)
 
 
-@app.task(**LATE, **AGAIN)
-@only_one("{name}:{mailing}:{number}", when_busy=retry())
-def whole(mailing: str, number: int) -> int:
-    """As `make_chunk` is, with nothing taken away."""
-    return _make(mailing, number)
+def cookbook(function: Callable[[str, int], int]) -> Callable[[str, int], int | None]:
+    """The lock of Celery's cookbook in the decorator's place: SET NX, an expiry, and DEL at the end."""
+
+    @wraps(function)
+    def locked(mailing: str, number: int) -> int | None:
+        client: Any = redis.Redis.from_url(os.environ["LIVE_URL"])
+        key = f"cookbook:{mailing}:{number}"
+        if not client.set(key, 1, nx=True, ex=600):
+            return None
+        try:
+            return function(mailing, number)
+        finally:
+            client.delete(key)
+
+    return locked
 
 
-@app.task(**LATE, **AGAIN)
-def uncovered(mailing: str, number: int) -> int:
-    """Without the decorator."""
-    return _make(mailing, number)
+def variant(name: str, decorate: Callable[..., Any], **options: Any) -> Any:
+    """`make_chunk` with another decorator, or with other options."""
+    return app.task(name=name, **{**AGAIN, **options})(decorate(make))
 
 
-@app.task(**LATE, **AGAIN)
-@only_one("{name}:{mailing}:{number}", when_busy=skip)
-def skipping(mailing: str, number: int) -> int:
-    """With the policy that gives None, as other locks do."""
-    return _make(mailing, number)
-
-
-@app.task(**LATE, **AGAIN)
-@only_one("{name}:{mailing}:{number}")
-def refusing(mailing: str, number: int) -> int:
-    """Without `when_busy`."""
-    return _make(mailing, number)
-
-
-@app.task(**LATE, **AGAIN)
-def cookbook(mailing: str, number: int) -> int | None:
-    """With the lock of Celery's cookbook in the decorator's place: SET NX, an expiry, and DEL at the end."""
-    client: Any = redis.Redis.from_url(os.environ["LIVE_URL"])
-    key = f"cookbook:{mailing}:{number}"
-    if not client.set(key, 1, nx=True, ex=600):
-        return None
-    try:
-        return _make(mailing, number)
-    finally:
-        client.delete(key)
-
-
-@app.task(**AGAIN)
-@only_one("{name}:{mailing}:{number}", when_busy=retry())
-def early(mailing: str, number: int) -> int:
-    """Without `acks_late` and `reject_on_worker_lost`."""
-    return _make(mailing, number)
-
-
-@app.task(**LATE)
-@only_one("{name}:{mailing}:{number}", when_busy=retry())
-def once(mailing: str, number: int) -> int:
-    """Without `autoretry_for`."""
-    return _make(mailing, number)
+whole = variant("whole", only_one(KEY, when_busy=retry()))
+undecorated = variant("undecorated", lambda function: function)
+skipping = variant("skipping", only_one(KEY, when_busy=skip))
+refusing = variant("refusing", only_one(KEY))
+with_the_cookbook_s = variant("cookbook", cookbook)
+early = variant("early", only_one(KEY, when_busy=retry()), acks_late=False, reject_on_worker_lost=False)
+once = variant("once", only_one(KEY, when_busy=retry()), autoretry_for=())
 
 
 @app.task
@@ -95,8 +72,8 @@ def collect(made: list[int | None]) -> list[int | None]:
 
 @task_retry.connect(weak=False)
 def wait_until_it_is_mended(**_: object) -> None:
-    """Tell that something has failed, and is to be tried again."""
-    trouble = places.directory() / TROUBLE
+    """Write down that something has failed and is retried."""
+    trouble = recipients.directory() / TROUBLE
     if trouble.exists():
         note("retry")
     while trouble.exists():
@@ -108,8 +85,8 @@ def _wait_with_a_batch_in_hand(mailing: str) -> None:
     wait_at(mailing)
 
 
-@app.task(**LATE, **AGAIN)
-def send_uncovered(mailing: str) -> int:
+@app.task(**AGAIN)
+def send_undecorated(mailing: str) -> int:
     """Without the decorator."""
     return sending.deliver(mailing, cache(partial(_wait_with_a_batch_in_hand, mailing)))
 
@@ -137,14 +114,14 @@ def _deliver(mailing: str, check: Callable[[], None], pause_at: int) -> int:
     return sending.deliver(mailing, asking)
 
 
-@app.task(**LATE, **AGAIN)
+@app.task(**AGAIN)
 @only_one("{name}:{mailing}", lease=60)
 def send_unchecked(mailing: str, pause_at: int = 0) -> int:
     """Without `ensure_held`."""
     return _deliver(mailing, lambda: None, pause_at)
 
 
-@app.task(**LATE, **AGAIN)
+@app.task(**AGAIN)
 @only_one("{name}:{mailing}", lease=60)
 def send_checked(mailing: str, pause_at: int = 0) -> int:
     """As `send` is."""

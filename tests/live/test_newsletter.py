@@ -5,85 +5,87 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
-from celery import chord
+from celery import chord, group
 from celery.exceptions import ChordError
 
-from examples.newsletter import journal, places, recipients, sending, spool
-from examples.newsletter.app import app, make_all, make_chunk, send, start
-from examples.newsletter.people import EXCLUDE, INCLUDE, crowd
-from examples.newsletter.recipients import Mailing
+from examples.newsletter import making, recipients, sending
+from examples.newsletter.app import app, make_chunk, send, start
 from examples.newsletter.smtp_server import smtp_server
-from examples.newsletter.summary import ACCEPTED
 from only_one import AlreadyRunning, configure
 from only_one.inspection import holder_of
 from only_one.testing import Guarded, redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.live import newsletter_app as live
 from tests.live.workers import Witness, celery_worker, closed_results, environment, sender
-from tests.programs import descendants
+from tests.programs import descendants, processes
 
-PEOPLE, SIZE = 120, 40
+SIZE, CHUNKS, IN_A_CHUNK = 40, 4, 36
+PEOPLE = CHUNKS * IN_A_CHUNK
+"""Those who have not unsubscribed."""
+
 CHILDREN = 2
-LOG = "worker.log"
 STUCK = 1
 """The chunk that things happen to."""
 
 
-@dataclass
 class House:
-    """A mailing of a test's own, and what has come of it; the servers and the worker are the same for all.
+    """The servers and the worker of all tests here, and the mailing of one of them."""
 
-    Attributes:
-        smtp: the SMTP server's process.
-        worker: the worker's, which has two children.
-    """
+    name = ""
+    log_before = 0
 
-    folder: Path
-    mailing: Mailing
-    smtp: Guarded
-    worker: Guarded
-    witness: Witness
-    log_before: int
+    def __init__(self, folder: Path, smtp: Guarded, worker: Guarded, witness: Witness) -> None:
+        self.folder, self.worker, self.witness = folder, worker, witness
+        self._smtp = smtp
 
-    @property
-    def name(self) -> str:
-        """What the mailing is called."""
-        return self.mailing.name
+    def begin(self, name: str) -> None:
+        """Have new people, and a mailing to them of which nothing is made."""
+        self.name = re.sub("[^a-z0-9]+", "-", name)
+        (self.folder / "recipients.sqlite").unlink(missing_ok=True)
+        recipients.have_people(CHUNKS * SIZE)
+        os.truncate(self.folder / "accepted", 0)
+        self.log_before = len((self.folder / "worker.log").read_text())
 
     @property
-    def chosen(self) -> set[str]:
-        """Who is to get it."""
-        return {each.email for n in range(self.mailing.chunks) for each in recipients.chunk(self.mailing, n)}
+    def chosen(self) -> Counter[str]:
+        """Who is to get it, once each."""
+        return Counter(each.email for number in range(CHUNKS) for each in recipients.chunk(number))
 
     @property
     def accepted(self) -> Counter[str]:
         """Who has got it, and how often, as the SMTP server says."""
-        return Counter((self.folder / ACCEPTED).read_text().split())
+        return Counter((self.folder / "accepted").read_text().split())
 
     @property
     def log(self) -> str:
         """What the worker has said since the test began."""
-        return (self.folder / LOG).read_text()[self.log_before :]
+        return (self.folder / "worker.log").read_text()[self.log_before :]
 
-    def chord(self, chunk: Any, body: Any) -> Any:
-        """A mailing's chord, of these tasks."""
-        return chord([chunk.si(self.name, number) for number in range(self.mailing.chunks)])(body)
+    def chunks(self, task: Any) -> Any:
+        """Each chunk, made by a task."""
+        return [task.si(self.name, number) for number in range(CHUNKS)]
+
+    def chord(self, task: Any, body: Any = None) -> Any:
+        """A mailing's chord, of this task."""
+        return chord(self.chunks(task))(body or live.collect.s())
+
+    def make(self) -> None:
+        """Make all chunks."""
+        assert sum(group(self.chunks(make_chunk))().get(timeout=LIMIT)) == PEOPLE
 
     def parts(self) -> list[Path]:
         """Where each child of the worker would write the chunk that things happen to."""
-        final = spool.path(self.mailing, STUCK)
-        final.parent.mkdir(parents=True, exist_ok=True)
+        final = making.path(self.name, STUCK)
+        final.parent.mkdir(exist_ok=True)
         assert eventually(lambda: len(descendants(self.worker.pid)) == CHILDREN)
         return [final.with_suffix(f".{child}.part") for child in descendants(self.worker.pid)]
 
@@ -105,67 +107,52 @@ class House:
     @contextmanager
     def frozen_smtp(self) -> Iterator[None]:
         """Let whoever sends wait for the SMTP server."""
-        self.smtp.send_signal(signal.SIGSTOP)
+        self._smtp.send_signal(signal.SIGSTOP)
         try:
             yield
         finally:
-            self.smtp.send_signal(signal.SIGCONT)
+            self._smtp.send_signal(signal.SIGCONT)
 
-    def makers(self) -> list[int]:
-        """The processes that have begun to make the chunk that things happen to, by the tasks of the test."""
-        return [int(pid) for (pid,) in self.witness.lines("make", self.name, str(STUCK))]
+    @contextmanager
+    def without_database(self) -> Iterator[None]:
+        """Have it away."""
+        path = self.folder / "recipients.sqlite"
+        path.rename(path.with_suffix(".away"))
+        try:
+            yield
+        finally:
+            path.with_suffix(".away").rename(path)
 
-    def senders(self) -> list[int]:
-        """The processes that have begun to send it, by the tasks of the test."""
-        return [int(pid) for (pid,) in self.witness.lines("send", self.name)]
-
-    def is_sent(self) -> bool:
-        """Whether the journal is complete."""
-        files = [journal.path(self.mailing, number) for number in range(self.mailing.chunks)]
-        return all(file.exists() and file.read_bytes().endswith(journal.COMPLETE) for file in files)
-
-
-Place = tuple[Path, Guarded, Guarded, Witness]
+    def are_at_it(self, word: str, *more: object, number: int = 1) -> list[int]:
+        """The processes that have begun to make the chunk or to send, by the tasks of the test; waited for."""
+        head = [word, self.name, *map(str, more)]
+        assert eventually(lambda: len(self.witness.lines(*head)) >= number)
+        return [int(pid) for (pid,) in self.witness.lines(*head)]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """The servers and the worker of all tests here."""
+def shared_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     folder = tmp_path_factory.mktemp("newsletter")
     witness = Witness(folder / "witness")
-    with redis_server() as server, smtp_server(folder / ACCEPTED) as smtp, sender(app, server.url):
-        told = environment(
-            server.url,
-            witness.path,
-            NEWSLETTER_BROKER_URL=server.url,
-            NEWSLETTER_RETRIES="2",
-            **{places.DIRECTORY: str(folder), sending.SMTP: smtp.address},
-        )
+    with redis_server() as server, smtp_server(folder / "accepted") as (smtp, process), sender(app, server.url):
+        ours = {"NEWSLETTER_DIRECTORY": str(folder), "NEWSLETTER_CHUNK": str(SIZE), "NEWSLETTER_SMTP": smtp}
+        env = environment(server.url, witness.path, NEWSLETTER_BROKER_URL=server.url, NEWSLETTER_RETRIES="2", **ours)
+        log = folder / "worker.log"
         with (
-            celery_worker("tests.live.newsletter_app", folder / LOG, told, size=CHILDREN) as worker,
+            celery_worker("tests.live.newsletter_app", log, env, size=CHILDREN) as worker,
             configure(redis=server.url),
             pytest.MonkeyPatch.context() as patch,
         ):
-            patch.setenv(places.DIRECTORY, str(folder))
-            yield folder, smtp.process, worker, witness
-
-
-@contextmanager
-def moved_in(place: Place, name: str, people: int, size: int) -> Iterator[House]:
-    """Have a mailing of a test's own."""
-    folder, smtp, worker, witness = place
-    (folder / recipients.FILE).unlink(missing_ok=True)
-    recipients.add(crowd(people))
-    mailing = recipients.register(re.sub("[^a-z0-9]+", "-", name)[-60:].strip("-"), INCLUDE, EXCLUDE, size)
-    os.truncate(folder / ACCEPTED, 0)
-    with configure(prefix="only_one:"):
-        yield House(folder, mailing, smtp, worker, witness, len((folder / LOG).read_text()))
+            patch.setenv("NEWSLETTER_DIRECTORY", str(folder))
+            patch.setattr(recipients, "SIZE", SIZE)
+            yield House(folder, process, worker, witness)
 
 
 @pytest.fixture
-def house(place: Place, request: pytest.FixtureRequest) -> Iterator[House]:
-    with moved_in(place, request.node.name, PEOPLE, SIZE) as found:
-        yield found
+def house(shared_house: House, request: pytest.FixtureRequest) -> Iterator[House]:
+    shared_house.begin(request.node.name)
+    with configure(prefix="only_one:"):
+        yield shared_house
 
 
 def failure(result: Any) -> str:
@@ -183,9 +170,9 @@ def test_two_starts_make_one_mailing(house: House) -> None:
     with ThreadPoolExecutor(2) as pool:
         results = [app.AsyncResult(id_) for id_ in pool.map(begin, range(2))]
     given = [result.get(timeout=LIMIT) for result in results]
-    assert eventually(house.is_sent)
+    assert eventually(lambda: holder_of(send, house.name) is None)
     assert sum(each or 0 for each in given) == PEOPLE  # whoever sends sends all, and the other none
-    assert house.accepted == Counter(house.chosen)
+    assert house.accepted == house.chosen
 
 
 def test_a_start_while_another_sends_sends_nothing(house: House) -> None:
@@ -195,7 +182,7 @@ def test_a_start_while_another_sends_sends_nothing(house: House) -> None:
         assert start(house.name).get(timeout=LIMIT) is None
     assert first.get(timeout=LIMIT) == PEOPLE
     assert start(house.name).get(timeout=LIMIT) == 0
-    assert house.accepted == Counter(house.chosen)
+    assert house.accepted == house.chosen
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
@@ -206,188 +193,126 @@ def test_a_chunk_that_fails_for_good_means_that_nothing_is_sent_and_the_next_sta
     for part in parts:
         part.symlink_to("/dev/full")
     assert "No space left on device" in failure(start(house.name))
-    assert eventually(lambda: spool.missing(house.mailing) == [STUCK])
+    assert eventually(lambda: making.missing(house.name) == [STUCK])
+    with pytest.raises(sending.IncompleteError, match=f"1 of 4 chunks of {house.name} are missing, the first is 1"):
+        send.delay(house.name).get(timeout=LIMIT)  # by hand
     assert house.accepted == Counter()
-    made = {file: file.stat().st_ino for file in spool.path(house.mailing, 0).parent.glob("??????")}
+    made = {file: file.stat().st_ino for file in parts[0].parent.glob("??????")}
     for part in parts:
         part.unlink()
     assert start(house.name).get(timeout=LIMIT) == PEOPLE
     assert {file: file.stat().st_ino for file in made} == made
-    assert house.accepted == Counter(house.chosen)
-
-
-@contextmanager
-def away(house: House) -> Iterator[None]:
-    path = house.folder / recipients.FILE
-    path.rename(path.with_suffix(".away"))
-    try:
-        yield
-    finally:
-        path.with_suffix(".away").rename(path)
+    assert house.accepted == house.chosen
 
 
 def test_trouble_with_the_database_is_tried_again(house: House) -> None:
-    chunks = [make_chunk.si(house.name, number) for number in range(house.mailing.chunks)]
-    before = len(house.witness.lines("retry"))
+    chunks, before = house.chunks(make_chunk), len(house.witness.lines("retry"))
     signs = house.folder / live.TROUBLE
     signs.touch()
     try:
-        with away(house):
+        with house.without_database():
             result = chord(chunks)(send.si(house.name))
             assert eventually(lambda: len(house.witness.lines("retry")) > before)
     finally:
         signs.unlink()
     assert result.get(timeout=LIMIT) == PEOPLE
-    assert house.accepted == Counter(house.chosen)
 
 
 def test_without_autoretry_it_fails_for_good(house: House) -> None:
-    chunks = [live.once.si(house.name, number) for number in range(house.mailing.chunks)]
-    with away(house):
-        assert "unable to open database file" in failure(chord(chunks)(send.si(house.name)))
+    with house.without_database():
+        assert "unable to open database file" in failure(house.chord(live.once, send.si(house.name)))
     assert house.accepted == Counter()
 
 
 def test_who_unsubscribes_when_the_message_is_made_does_not_get_it(house: House) -> None:
-    late = recipients.chunk(house.mailing, 0)[3]
     everybody = house.chosen
-    assert sum(make_all(house.name).get(timeout=LIMIT)) == PEOPLE
-    recipients.unsubscribe([late.id])
+    house.make()
+    with recipients.database("rw") as connection:
+        connection.execute("UPDATE recipients SET unsubscribed = 1 WHERE id = 3")
     assert start(house.name).get(timeout=LIMIT) == PEOPLE - 1
-    assert house.accepted == Counter(everybody - {late.email})
-    assert journal.count(house.mailing, journal.UNSUBSCRIBED) == 1
-
-
-def test_nothing_is_sent_by_hand_while_a_chunk_is_missing(house: House) -> None:
-    make_chunk.delay(house.name, 0).get(timeout=LIMIT)
-    with pytest.raises(sending.IncompleteError, match=f"3 of 4 chunks of {house.name} are missing, the first is 1"):
-        send.delay(house.name).get(timeout=LIMIT)
-    assert house.accepted == Counter()
+    assert house.accepted == everybody - Counter(["person-3@example.net"])
 
 
 # A line taken away: what make_chunk has above it
 
 
-def test_a_second_start_waits_for_a_chunk_that_is_being_made(house: House) -> None:
+@pytest.mark.parametrize(
+    "task", [live.whole, live.skipping, live.refusing, live.undecorated], ids=lambda task: task.name
+)
+def test_a_second_start_meets_a_chunk_that_is_being_made(house: House, task: Any) -> None:
     with house.stuck():
-        first = house.chord(live.whole, live.collect.s())
-        assert eventually(lambda: len(house.makers()) == 1)
-        second = house.chord(live.whole, live.collect.s())
-        assert eventually(lambda: "did not run" in house.log)
-    whole = first.get(timeout=LIMIT)
-    assert second.get(timeout=LIMIT) == whole
-    assert sum(whole) == PEOPLE
+        first = house.chord(task)
+        house.are_at_it("make", STUCK)
+        second = house.chord(task)
+        if task is live.undecorated:
+            assert len({*house.are_at_it("make", STUCK, number=2)}) == 2, "two processes make the same chunk"
+        elif task is live.skipping:
+            assert second.get(timeout=LIMIT)[STUCK] is None, "the body runs without the chunk"
+        elif task is live.refusing:
+            assert AlreadyRunning.__name__ in failure(second)
+        else:
+            assert eventually(lambda: "did not run" in house.log)
+    made = first.get(timeout=LIMIT)
+    assert making.missing(house.name) == []
+    if task is live.whole:
+        assert sum(made + second.get(timeout=LIMIT)) == PEOPLE, "it has waited, and each chunk was made once"
 
 
-def test_with_skip_the_body_runs_with_none_for_a_chunk(house: House) -> None:
+@pytest.mark.parametrize(
+    ("task", "made"),
+    [(live.whole, IN_A_CHUNK), (live.with_the_cookbook_s, None), (live.early, "WorkerLostError")],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_the_process_that_makes_a_chunk_is_killed(house: House, task: Any, made: int | str | None) -> None:
     with house.stuck():
-        live.skipping.delay(house.name, STUCK)
-        assert eventually(lambda: len(house.makers()) == 1)
-        made = house.chord(live.skipping, live.collect.s()).get(timeout=LIMIT)
-        assert made[STUCK] is None
-        assert None not in made[:STUCK] + made[STUCK + 1 :]
-        assert spool.missing(house.mailing) == [STUCK]
-
-
-def test_without_when_busy_a_second_start_fails_and_leaves_the_first_alone(house: House) -> None:
-    with house.stuck():
-        first = house.chord(live.refusing, live.collect.s())
-        assert eventually(lambda: len(house.makers()) == 1)
-        assert AlreadyRunning.__name__ in failure(house.chord(live.refusing, live.collect.s()))
-    assert sum(first.get(timeout=LIMIT)) == PEOPLE
-
-
-def test_without_the_decorator_a_chunk_is_made_by_two_at_once(house: House) -> None:
-    with house.stuck():
-        for _ in range(2):
-            live.uncovered.delay(house.name, STUCK)
-        assert eventually(lambda: len(house.makers()) == 2)
-        assert len({*house.makers()}) == 2
-
-
-def kill_maker(house: House) -> None:
-    """Kill the process that makes the chunk, and let whoever is next make it."""
-    (pid,) = house.makers()
-    os.kill(pid, signal.SIGKILL)
-
-
-def test_a_chunk_is_made_after_its_run_was_killed(house: House) -> None:
-    with house.stuck():
-        result = house.chord(live.whole, live.collect.s())
-        assert eventually(lambda: len(house.makers()) == 1)
-        kill_maker(house)
-    assert sum(result.get(timeout=LIMIT)) == PEOPLE
-
-
-def test_with_the_cookbook_s_lock_a_chunk_is_skipped_behind_its_own_dead_run(house: House) -> None:
-    with house.stuck():
-        result = house.chord(live.cookbook, live.collect.s())
-        assert eventually(lambda: len(house.makers()) == 1)
-        kill_maker(house)
-    assert result.get(timeout=LIMIT)[STUCK] is None
-    assert spool.missing(house.mailing) == [STUCK]
-
-
-def test_without_acks_late_a_chunk_is_lost_with_its_process(house: House) -> None:
-    with house.stuck():
-        result = house.chord(live.early, live.collect.s())
-        assert eventually(lambda: len(house.makers()) == 1)
-        kill_maker(house)
-    assert "WorkerLostError" in failure(result)
-    assert spool.missing(house.mailing) == [STUCK]
+        result = house.chord(task)
+        os.kill(house.are_at_it("make", STUCK)[0], signal.SIGKILL)
+    if isinstance(made, str):
+        assert made in failure(result)
+    else:
+        assert result.get(timeout=LIMIT)[STUCK] == made
+    assert making.missing(house.name) == ([] if made == IN_A_CHUNK else [STUCK])
 
 
 # A line taken away: what send has above it, and in it
 
 
-def test_without_the_decorator_two_bodies_send_twice(place: Place, request: pytest.FixtureRequest) -> None:
-    with moved_in(place, request.node.name, sending.BATCH, 4 * sending.BATCH) as house:
-        results = [house.chord(make_chunk, live.send_uncovered.si(house.name)) for _ in range(2)]
-        assert eventually(lambda: len(house.senders()) == 2)
-        with redis.Redis.from_url(app.conf.broker_url) as client:
-            client.rpush(house.name, "go", "go")
-        assert [result.get(timeout=LIMIT) for result in results] == [sending.BATCH] * 2
-        assert house.accepted == Counter([*house.chosen] * 2)
+def test_without_the_decorator_two_bodies_send_twice(house: House) -> None:
+    results = [house.chord(make_chunk, live.send_undecorated.si(house.name)) for _ in range(2)]
+    house.are_at_it("send", number=2)
+    with redis.Redis.from_url(app.conf.broker_url) as client:
+        client.rpush(house.name, "go", "go")
+    for result in results:
+        assert result.get(timeout=LIMIT) >= IN_A_CHUNK
+    assert [house.accepted[each.email] for each in recipients.chunk(0)] == [2] * IN_A_CHUNK
 
 
 @pytest.mark.parametrize("task", [live.send_checked, live.send_unchecked], ids=["checked", "unchecked"])
-def test_a_sender_that_is_paused_for_longer_than_its_lease(
-    place: Place, request: pytest.FixtureRequest, task: Any
-) -> None:
-    people, before = 3 * sending.BATCH, sending.BATCH + 30  # in the middle of a batch
-    with moved_in(place, request.node.name, people, 4 * people) as house:
-        make_all(house.name).get(timeout=LIMIT)
-        first = task.delay(house.name, before + 1)
-        assert eventually(lambda: any(is_stopped(pid) for pid in house.senders()))
-        (paused,) = house.senders()
-        try:
-            assert journal.count(house.mailing) == before
-            assert eventually(lambda: holder_of(task, house.name, before + 1) is None)
-            assert task.delay(house.name).get(timeout=LIMIT) == people - before
-        finally:
-            os.kill(paused, signal.SIGCONT)
-        first.get(timeout=LIMIT)
-        assert house.accepted.keys() == house.chosen
-        left_of_its_batch = 2 * sending.BATCH - before
-        assert sum(house.accepted.values()) - people == (0 if task is live.send_checked else left_of_its_batch)
+def test_a_sender_that_is_paused_for_longer_than_its_lease(house: House, task: Any) -> None:
+    before = IN_A_CHUNK + 20  # in the middle of the second chunk
+    house.make()
+    first = task.delay(house.name, before + 1)
+    (paused,) = house.are_at_it("send")
+    assert eventually(lambda: paused not in processes("T"))
+    try:
+        assert sum(house.accepted.values()) == before
+        assert eventually(lambda: holder_of(task, house.name, before + 1) is None)
+        assert task.delay(house.name).get(timeout=LIMIT) == PEOPLE - before
+    finally:
+        os.kill(paused, signal.SIGCONT)
+    first.get(timeout=LIMIT)
+    assert house.accepted.keys() == house.chosen.keys()
+    left_of_its_chunk = 2 * IN_A_CHUNK - before
+    assert sum(house.accepted.values()) - PEOPLE == (0 if task is live.send_checked else left_of_its_chunk)
 
 
-def test_a_sender_that_is_killed_sends_one_mail_twice_at_most(place: Place, request: pytest.FixtureRequest) -> None:
+def test_a_sender_that_is_killed_sends_one_mail_twice_at_most(house: House) -> None:
     """It is killed while it waits for the server, which may accept the message afterwards."""
-    people = 4 * sending.BATCH
-    with moved_in(place, request.node.name, people, people) as house:
-        make_all(house.name).get(timeout=LIMIT)
-        result = live.send_checked.delay(house.name)
-        assert eventually(lambda: sum(house.accepted.values()) > sending.BATCH)
-        with house.frozen_smtp():
-            os.kill(house.senders()[0], signal.SIGKILL)
-        assert result.get(timeout=LIMIT) < people  # by its second delivery
-        assert house.accepted.keys() == house.chosen
-        assert sum(house.accepted.values()) - people <= 1
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process has been stopped by a signal."""
-    command = ["ps", "-o", "stat=", "-p", str(pid)]
-    listing = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    return listing.stdout.startswith("T")
+    house.make()
+    result = live.send_checked.delay(house.name)
+    assert eventually(lambda: house.accepted.total() > IN_A_CHUNK)
+    with house.frozen_smtp():
+        os.kill(house.are_at_it("send")[0], signal.SIGKILL)
+    assert result.get(timeout=LIMIT) < PEOPLE  # by its second delivery
+    assert house.accepted.keys() == house.chosen.keys()
+    assert house.accepted.total() - PEOPLE <= 1
