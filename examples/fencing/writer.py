@@ -10,12 +10,10 @@ from pathlib import Path
 
 from only_one import current_lock, only_one
 
-from .store import StaleWrite, Store
-
-LEASE = 3.0
+from .store import StaleWrite, write
 
 
-@only_one("report", lease=LEASE)
+@only_one("report", lease=3)
 def write_report(database: str, text: str) -> str:
     """Write the report once its text is known, and say what has become of it.
 
@@ -31,7 +29,7 @@ def write_report(database: str, text: str) -> str:
     print("begun", flush=True)
     sys.stdin.readline()  # here, a real one computes
     try:
-        Store(Path(database)).write("report", text, fence)
+        write(Path(database), "report", text, fence)
     except StaleWrite:
         return "refused"
     return "written"

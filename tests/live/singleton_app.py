@@ -1,4 +1,4 @@
-"""The tasks of examples/singleton, which take until the test lets them go on."""
+"""The tasks of examples/singleton.py, which take until the test lets them go on."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 
 from celery import current_task
 
-from examples.singleton import configured, tasks, work
+from examples import singleton
 from tests.live.workers import note, wait_at
 
-app = tasks.app
-strict = configured.app
+app = singleton.app
+strict = singleton.configured
 
 
-def take(seconds: float) -> None:  # noqa: ARG001 - nothing here depends on how long anything takes
+def work(_seconds: float) -> None:
     """Write down the begin and the end, and wait in between."""
     task_id = current_task.request.id
     note("begin", task_id)
@@ -23,4 +23,4 @@ def take(seconds: float) -> None:  # noqa: ARG001 - nothing here depends on how 
 
 if "LIVE_URL" in os.environ:  # in a worker
     app.conf.only_one_lease = 600  # so that no expiry explains within a test that a key is free
-    work.take = take
+    singleton.work = work

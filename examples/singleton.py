@@ -1,0 +1,108 @@
+"""The examples of celery-singleton's README, with only_one: `celery -A examples.singleton worker`.
+
+Each task is in the queue, or running, once at a time.
+"""
+
+# mypy: disable-error-code=untyped-decorator
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from celery import Celery
+from celery.result import AsyncResult
+
+from only_one import AlreadyRunning, fail, only_one
+
+URL = os.environ.get("SINGLETON_URL", "redis://localhost:6379/1")
+
+app = Celery("singleton", broker=URL, backend=URL)
+app.conf.broker_connection_retry_on_startup = True
+
+work: Callable[[float], object] = time.sleep  # what takes its time
+
+
+@only_one
+@app.task
+def render(*pages: int, **style: str) -> str:
+    """Without a key: one for each set of arguments."""
+    work(0.5)
+    return f"{len(pages)} pages, {style}"
+
+
+@only_one
+@app.task
+def rebuild(index: str) -> str:
+    """Nothing must be cleared when a worker that runs it is killed, or when a run fails."""
+    work(0.5)
+    if not index:
+        msg = "which index?"
+        raise ValueError(msg)
+    return f"index of {index}"
+
+
+@only_one("{name}:{user}")
+@app.task
+def send_digest(user: str, reason: int | None = None) -> str:
+    """One for each user: the reason is no part of the key."""
+    work(0.5)
+    return f"digest for {user}, because of {reason}"
+
+
+@only_one("{name}:{user}", when_busy=fail)
+@app.task
+def export(user: str) -> str:
+    """Whoever asks for a second one gets an `AlreadyRunning`."""
+    work(0.5)
+    return f"data of {user}"
+
+
+@only_one(timeout=3)
+@app.task
+def poll() -> str:
+    """A run that takes longer than three seconds no longer keeps others out; one that waits in the queue does."""
+    work(6)
+    return "polled"
+
+
+@only_one("{name}:{user}", at_least=60)
+@app.task
+def remind(user: str) -> str:
+    """One a minute for each user, though it takes no time."""
+    return f"{user} was reminded"
+
+
+# An app whose configuration says it for all of its tasks: `celery -A examples.singleton:configured worker`.
+configured = Celery("configured", broker=URL, backend=URL, set_as_current=False)
+configured.conf.update(
+    broker_connection_retry_on_startup=True,
+    task_default_queue="configured",
+    only_one_redis=URL,
+    only_one_prefix="mine:",
+    only_one_when_busy="only_one.fail",
+    only_one_timeout=600,
+    only_one_queue_timeout=900,
+)
+
+
+@only_one("{name}:{shop}")
+@configured.task
+def count_stock(shop: str) -> str:
+    """What the configuration says."""
+    work(0.5)
+    return f"stock of {shop}"
+
+
+def one_that_is_there(error: AlreadyRunning) -> AsyncResult:
+    """For a task of an app whose policy is another: what it would give without a policy."""
+    return configured.AsyncResult(error.task_id)
+
+
+@only_one("{name}:{shop}", timeout=60, when_busy=one_that_is_there)
+@configured.task
+def order_more(shop: str) -> str:
+    """What the decorator says, which wins."""
+    work(0.5)
+    return f"order of {shop}"
