@@ -1,7 +1,5 @@
 """For examples that start processes: whoever breaks one off ends what it has started, too."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Callable

@@ -5,8 +5,6 @@ Each task is in the queue, or running, once at a time.
 
 # mypy: disable-error-code=untyped-decorator
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -98,7 +98,7 @@ def good(without: str = "", *more: tuple[float, str, int]) -> Lines:
         (good(), None),
         (good("skip"), "nothing was skipped"),
         (good("kill"), "two runs overlapped"),
-        (good("kill", (1.9, "end", 1)), "no import was killed in the middle"),
+        (good("kill", (1.9, "end", 1)), "no import was killed and made again"),
         (good("end", (5.5, "fail", 2)), "a run failed"),
         (good("", (3.0, "tick", 1)), "not every tick became a run or a skip"),
         (good("", (5.0, "start", 3), (6.0, "end", 3)), "two runs overlapped"),

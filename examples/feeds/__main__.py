@@ -1,7 +1,5 @@
 """Run the feed importer for a while, kill one worker process in the middle of an import, and say what came of it."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil
@@ -9,7 +7,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from io import StringIO
 from pathlib import Path
@@ -23,7 +21,7 @@ from only_one.testing import Guarded, redis_server
 
 from .feed_server import FEEDS, feed_server
 from .journal import note, read
-from .picture import Picture, problem
+from .picture import Picture, has_recovered, problem
 
 ROWS = [*FEEDS, "SingleTask", "nightly-report"]
 TITLE = "Four feeds and a class-based task every second, a report on three machines"
@@ -33,8 +31,6 @@ LIMIT = 120.0
 
 LAST = 6.0
 """Seconds that the last runs may take when the schedule has ended, about."""
-
-SVG_WIDTH = 100
 
 VICTIM_AGE = (0.5, 1.3)
 """Seconds that an import has been running when its process is killed: in the middle, because they take longer."""
@@ -54,46 +50,37 @@ done
 """
 
 
-class DemoError(Exception):
-    """Something that the demo needs is not there."""
-
-
 class Demo:
-    """The worker, beat and cron, from their start to their end.
+    """Leads the worker, beat and cron through their acts: begin, kill, recover, end.
 
     Args:
-        directory: where they keep their files.
-        stack: what ends them.
+        worker: the worker.
+        clocks: beat and cron.
         picture: where what happens is shown.
     """
 
-    def __init__(self, directory: Path, stack: ExitStack, picture: Picture) -> None:
-        def start(name: str, command: list[str]) -> Guarded:
-            log = stack.enter_context((directory / f"{name}.log").open("wb"))
-            return stack.enter_context(Guarded(command, grace=1, cwd=directory, stdout=log, stderr=log))
-
-        self._picture = picture
-        self._worker = start("worker", WORKER)
-        self._beat = start("beat", BEAT)
-        self._cron = start("cron", ["sh", "-c", CRON])
+    def __init__(self, worker: Guarded, clocks: Sequence[Guarded], picture: Picture) -> None:
+        self._worker, self._clocks, self._picture = worker, clocks, picture
 
     def direct(self, duration: float) -> None:
-        """Begin, kill, recover, and end.
+        """Show the job from its first tick to its end.
 
         Args:
             duration: seconds that this takes, about.
 
         Raises:
-            DemoError: something did not happen, or the worker ended early.
+            TimeoutError: something did not happen.
+            ChildProcessError: the worker ended early.
         """
         self._wait_for("a tick", lambda: any(row.ticks for row in self._picture.rows.values()))
         begin = time.monotonic()
         self._wait_for("an import to kill", lambda: time.monotonic() > begin + duration / 5 and self._kill_one())
-        self._wait_for("the killed feed to be imported again", self._has_recovered)
+        self._wait_for("the killed feed to be imported again", lambda: has_recovered(self._picture.rows))
         self._wait_for("the end", lambda: time.monotonic() > begin + duration - LAST)
-        for clock in (self._beat, self._cron):
+        for clock in self._clocks:
             clock.send_signal(signal.SIGTERM)
-        self._wait_for("the last runs", self._is_quiet)
+        self._wait_for("the last ticks", lambda: all(clock.poll() is not None for clock in self._clocks))
+        self._wait_for("the last runs", lambda: all(row.is_settled for row in self._picture.rows.values()))
 
     def _wait_for(self, what: str, condition: Callable[[], bool]) -> None:
         """Show what happens until a condition holds."""
@@ -101,10 +88,10 @@ class Demo:
         while not condition():
             if (status := self._worker.poll()) is not None:
                 msg = f"the worker ended early, with status {status}"
-                raise DemoError(msg)
+                raise ChildProcessError(msg)
             if time.monotonic() > deadline:
                 msg = f"waited {LIMIT:.0f} s for {what}"
-                raise DemoError(msg)
+                raise TimeoutError(msg)
             time.sleep(0.1)
             self._picture.rows = read(ROWS)
 
@@ -117,14 +104,6 @@ class Demo:
                     os.kill(run.pid, signal.SIGKILL)
                     return True
         return False
-
-    def _has_recovered(self) -> bool:
-        again = [row.next_after_kill for row in self._picture.rows.values()]
-        return any(run and run.outcome != "running" for run in again)
-
-    def _is_quiet(self) -> bool:
-        have_ended = self._beat.poll() is not None and self._cron.poll() is not None
-        return have_ended and all(row.is_settled for row in self._picture.rows.values())
 
 
 def main(duration: float, svg: str | None) -> int:
@@ -142,7 +121,7 @@ def main(duration: float, svg: str | None) -> int:
     try:
         _run(directory, picture, duration)
         reason = problem(picture.rows)
-    except (DemoError, ConfigurationError) as error:
+    except (OSError, ConfigurationError) as error:
         reason = str(error)
     except BaseException:
         shutil.rmtree(directory)
@@ -151,7 +130,7 @@ def main(duration: float, svg: str | None) -> int:
         print(f"\nfailed: {reason} (logs: {directory})", file=sys.stderr)
         return 1
     if svg:
-        console = Console(record=True, width=SVG_WIDTH, file=StringIO(), force_terminal=True)
+        console = Console(record=True, width=100, file=StringIO(), force_terminal=True)
         console.print(picture)
         console.save_svg(svg, title="make demo")
     print("\nok: no overlap, and the killed feed was imported again.")
@@ -172,8 +151,15 @@ def _run(directory: Path, picture: Picture, duration: float) -> None:
             PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         )
         (directory / "journal").touch()
+
+        def start(name: str, command: list[str]) -> Guarded:
+            log = stack.enter_context((directory / f"{name}.log").open("wb"))
+            return stack.enter_context(Guarded(command, grace=1, cwd=directory, stdout=log, stderr=log))
+
+        worker = start("worker", WORKER)
+        clocks = [start("beat", BEAT), start("cron", ["sh", "-c", CRON])]
         stack.enter_context(Live(picture, refresh_per_second=4))
-        Demo(directory, stack, picture).direct(duration)
+        Demo(worker, clocks, picture).direct(duration)
 
 
 def _command_line() -> int:

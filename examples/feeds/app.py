@@ -6,8 +6,6 @@ celery -A examples.feeds.app beat
 ```
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

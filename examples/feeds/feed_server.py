@@ -1,7 +1,5 @@
 """An HTTP server on loopback with RSS feeds, each as slow as feeds can be."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator
@@ -46,7 +44,6 @@ def feed_server() -> Iterator[list[str]]:
         Their URLs.
     """
     with ThreadingHTTPServer(("127.0.0.1", 0), SlowHandler) as server:
-        server.daemon_threads = True
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
         yield [f"http://127.0.0.1:{server.server_port}/{name}" for name in FEEDS]
         server.shutdown()

@@ -4,8 +4,6 @@ All processes append to one file, one `write` per line, so no line is lost when 
 The clock is the machine's monotonic one, which is the same in all its processes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@
 ```
 """
 
-from __future__ import annotations
-
 import time
 
 from only_one import only_one, subscribe

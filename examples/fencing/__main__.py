@@ -1,7 +1,5 @@
 """Pause one writer past its lease, run another, let the first go on, and see what is in the store."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

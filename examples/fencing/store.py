@@ -1,7 +1,5 @@
 """A store that refuses stale writes: one column and one `WHERE` more than one that does not."""
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import closing
 from pathlib import Path

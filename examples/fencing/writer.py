@@ -3,8 +3,6 @@
 The server is that of `ONLY_ONE_REDIS_URL`.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A mailing that is made in parallel chunks, and sent once, when all of them are made."""
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import os
@@ -14,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from examples.breaking_off import exit_status
 from only_one.errors import ConfigurationError
@@ -27,7 +25,6 @@ from .smtp_server import smtp_server
 MAILING = "spring"
 ROOT = Path(__file__).parents[2]
 WORKER = [sys.executable, "-m", "celery", "-A", "examples.newsletter.app", "worker", "--loglevel=INFO"]
-QUICK_START = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
 
 
 class NewsletterError(Exception):
@@ -55,7 +52,7 @@ def main(people: int, workers: int, directory: Path) -> int:
             stack.callback(leave)
             os.environ.update(NEWSLETTER_BROKER_URL=redis.url, NEWSLETTER_SMTP=smtp)
             log = stack.enter_context((directory / "worker.log").open("ab"))
-            command = [*WORKER, f"--concurrency={workers}", *QUICK_START]
+            command = [*WORKER, f"--concurrency={workers}", "--without-gossip", "--without-mingle"]
             worker = stack.enter_context(Guarded(command, cwd=ROOT, stdout=log, stderr=log, pass_fds=[lock]))
             _follow(start(MAILING), worker)
             print(f"memory of the worker's largest process: {_peak(worker):.1f} MB")
@@ -84,11 +81,10 @@ def _alone_in(directory: Path) -> Iterator[int]:
 
 def _follow(result: Any, worker: Guarded) -> None:
     """Show the progress until there is a result."""
-    columns = TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     chunks, last = recipients.chunks(), recipients.last_id()
-    with Progress(*columns) as progress:
-        made = progress.add_task("chunks", total=chunks)
-        sent = progress.add_task("mails", total=last - len(recipients.unsubscribed(1, last)), start=False)
+    with Progress() as progress:
+        made = progress.add_task("chunks made", total=chunks)
+        sent = progress.add_task("mails sent ", total=last - len(recipients.unsubscribed(1, last)), start=False)
         while True:
             is_over = result.ready()
             missing = len(making.missing(MAILING))
@@ -108,7 +104,7 @@ def _follow(result: Any, worker: Guarded) -> None:
 
 
 def _peak(worker: Guarded) -> float:
-    """The memory that the largest process of a worker has needed so far, as Linux tells it, in MB."""
+    """The memory that the largest process of a worker has needed so far, in MB; 0 where there is no Linux to tell."""
     peaks = [0]
     for status in Path("/proc").glob("[0-9]*/status"):
         with suppress(OSError):  # it has ended meanwhile
@@ -137,23 +133,15 @@ def _check(accepted: Path) -> None:
         raise NewsletterError(msg)
 
 
-def _number(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
-
-
 def _command_line() -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.newsletter", description=__doc__)
-    parser.add_argument("--recipients", type=_number, default=5000, help="how many people (default: %(default)s)")
-    parser.add_argument("--workers", type=_number, default=2, help="worker processes (default: %(default)s)")
+    parser.add_argument("--recipients", type=int, default=5000, help="how many people (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="worker processes (default: %(default)s)")
     parser.add_argument("--directory", type=Path, help="keep everything there, to go on later (default: nowhere)")
     options = parser.parse_args()
 
     def run() -> int:
-        with ExitStack() as stack:
-            new = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as new:
             directory = options.directory or Path(new)
             directory.mkdir(parents=True, exist_ok=True)
             return main(options.recipients, options.workers, directory.resolve())

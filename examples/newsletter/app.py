@@ -7,8 +7,6 @@ celery -A examples.newsletter.app worker
 
 # mypy: disable-error-code=untyped-decorator
 
-from __future__ import annotations
-
 import os
 import sqlite3
 

@@ -1,7 +1,5 @@
 """The message that each recipient gets, with personal fields."""
 
-from __future__ import annotations
-
 from email.headerregistry import Address
 from email.message import EmailMessage
 from email.policy import SMTP

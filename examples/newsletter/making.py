@@ -1,7 +1,5 @@
 """Makes a chunk of a mailing: its messages, in a file that is there as a whole or not at all."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

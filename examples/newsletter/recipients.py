@@ -1,7 +1,5 @@
 """Who gets a mailing: a database of recipients and of who has unsubscribed, read by ranges of ids."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 from collections.abc import Iterator
@@ -54,9 +52,8 @@ def have_people(number: int) -> None:
     """
     with database("rwc") as connection:
         connection.execute(SCHEMA)
-    if not last_id():
-        people = ((n, f"person-{n}@example.net", NAMES[n % len(NAMES)], n % 10 == 0) for n in range(1, number + 1))
-        with database("rw") as connection:
+        if connection.execute("SELECT 1 FROM recipients").fetchone() is None:
+            people = ((n, f"person-{n}@example.net", NAMES[n % len(NAMES)], n % 10 == 0) for n in range(1, number + 1))
             connection.executemany("INSERT INTO recipients VALUES (?, ?, ?, ?)", people)
 
 

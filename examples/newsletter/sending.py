@@ -6,8 +6,6 @@ A message is sent twice only where the server has accepted it and the journal do
 under way when the process was killed or the connection broke, and what was not synced when the whole machine is lost.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import smtplib

@@ -4,8 +4,6 @@
 The recipient of a message is written down, in a line of the file, before the message is said to be accepted.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys
