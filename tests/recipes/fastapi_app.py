@@ -30,16 +30,10 @@ async def write_report(shop: str) -> None:
 main.write_report = write_report
 
 
-@only_one("later:{shop}")
-async def later(shop: str) -> None:
-    """A job that runs after the response."""
-    await write_report(shop)
-
-
 @app.post("/later/{shop}", status_code=202)
 async def start_later(shop: str, background: BackgroundTasks) -> list[str]:
     """With a background task alone: which keys are held when the response is made."""
-    background.add_task(later, shop)
+    background.add_task(only_one("later:{shop}")(write_report), shop)
     return [each.key for each in held("later:*")]
 
 
