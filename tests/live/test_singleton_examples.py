@@ -1,35 +1,25 @@
 """What celery-singleton's README promises of its examples, kept by those of examples/singleton.py on real workers.
 
-A run takes until its test lets it go on, so that nothing depends on how long anything takes.
+What is compared is queued before there is a worker, so nothing depends on how long anything takes.
+What becomes of keys when workers are killed is in `test_queue.py` and `test_ends.py`.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
+import redis
 
-from examples import singleton
+from examples import singleton as example
 from only_one import AlreadyRunning, KeyTemplateError, only_one
-from only_one.lock.holder import Holder
-from rigs.waiting import LIMIT, eventually, is_gone
-from tests.live.workers import World, kill_tree, sender, world
+from only_one.testing import redis_server
+from rigs.waiting import LIMIT, eventually
+from tests.live.workers import celery_worker, environment, sender
 
-PREFIX = "only_one:"
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    folder = tmp_path_factory.mktemp("singleton")
-    with (
-        world(singleton.app, "tests.live.singleton_app", folder) as found,
-        found.worker("-c", "3", SINGLETON_URL=found.server.url),
-    ):
-        yield found
+Worker = Callable[[str], Any]
 
 
 @pytest.fixture(autouse=True)
@@ -37,143 +27,76 @@ def prefix(monkeypatch: pytest.MonkeyPatch) -> str:
     """That of the examples' apps, instead of one that is configured for the test."""
     for variable in ("ONLY_ONE_REDIS_URL", "ONLY_ONE_ACTIVE"):
         monkeypatch.delenv(variable, raising=False)
-    return PREFIX
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(place: World) -> Iterator[None]:
-    """After each test all keys are free, but those that are kept by `at_least`."""
-    yield
-    assert eventually(lambda: not [key for key in keys(place) if b"remind" not in key]), keys(place)
+    return "only_one:"
 
 
 @pytest.fixture
-def name() -> str:
-    """An argument that no other test gives."""
-    return uuid4().hex
+def url() -> Iterator[str]:
+    with redis_server() as server:
+        yield server.url
 
 
-def keys(place: World, prefix: str = PREFIX) -> list[bytes]:
-    return list(place.client.scan_iter(f"{prefix}*"))
+@pytest.fixture
+def worker(url: str, tmp_path: Path) -> Worker:
+    """Starts a worker of an application for the length of a `with` block."""
+    env = environment(url, tmp_path / "witness", SINGLETON_URL=url)
+    return lambda app: celery_worker(app, tmp_path / "log", env)
 
 
-def holder(place: World, key: str) -> Holder:
-    found = Holder.parse(place.client.get(key) or b"")
-    assert found is not None
-    return found
-
-
-def let_go(place: World, answer: Any) -> Any:
-    """Let a run go on, and wait for its result."""
-    place.client.rpush(answer.id, "go on")
-    found = answer.get(timeout=LIMIT)
-    assert [len(place.notes(word, answer.id)) for word in ("begin", "end")] == [1, 1]
-    return found
-
-
-def test_the_same_arguments_give_the_task_that_is_there_until_it_has_finished(place: World, name: str) -> None:
-    first = singleton.render.delay(1, 2, 3, paper=name)
-    other = singleton.render.delay(4, paper=name)
-    place.wait_for("begin", first.id)
-    later = singleton.render.apply_async((1, 2, 3), {"paper": name})
-    assert later == first != other
-    assert type(later) is type(first)
-    assert let_go(place, first) == later.get(timeout=LIMIT) == f"3 pages, { ({'paper': name}) }"
-    again = singleton.render.delay(1, 2, 3, paper=name)
-    assert again != first
-    for each in (other, again):
-        let_go(place, each)
-
-
-def test_a_run_that_fails_frees_its_key(place: World) -> None:
-    first = singleton.rebuild.delay("")
-    assert singleton.rebuild.delay("") == first
-    with pytest.raises(ValueError, match="which index"):
-        let_go(place, first)
-    assert eventually(lambda: not keys(place))
-
-
-def test_a_worker_that_is_killed_and_one_that_begins_leave_the_keys_of_others(place: World, name: str) -> None:
-    """Nothing is cleared when a worker is ready, neither too little nor too much."""
-    living = singleton.rebuild.delay(f"{name} of the living")
-    place.wait_for("begin", living.id)
-    with place.worker("-c", "1", "-Q", "doomed", SINGLETON_URL=place.server.url) as doomed:
-        dead = singleton.rebuild.apply_async((name,), queue="doomed")
-        child = place.wait_for("begin", dead.id).pid
-        assert len(keys(place)) == 2
-        kill_tree(doomed)
-        assert eventually(lambda: is_gone(child))
-    again = singleton.rebuild.delay(name)
-    assert again != dead
-    assert singleton.rebuild.delay(f"{name} of the living") == living
-    os.kill(place.wait_for("begin", living.id).pid, signal.SIGKILL)  # one process of it
-    with pytest.raises(Exception, match="SIGKILL"):
-        living.get(timeout=LIMIT)
-    assert let_go(place, again) == f"index of {name}"
-
-
-def test_only_what_is_in_the_key_counts(place: World, name: str) -> None:
-    first = singleton.send_digest.delay(user=name, reason=99)
-    for same in [((name,), {"reason": 100}), ((name, 1), {}), ((), {"user": name})]:
-        assert singleton.send_digest.apply_async(*same) == first
-    assert let_go(place, first) == f"digest for {name}, because of 99"
+def test_the_examples_on_a_real_worker(url: str, worker: Worker) -> None:
+    with sender(example.app, url), redis.Redis.from_url(url) as client:
+        calls = [
+            example.render.delay(1, 2, 3, paper="A4"),
+            example.render.delay(4, paper="A4"),
+            example.send_digest.delay("bob", reason=99),
+            example.send_digest.delay("ann"),
+            example.export.delay("bob"),
+            example.poll.delay(),
+            example.rebuild.delay(""),
+        ]
+        assert len({each.id for each in calls}) == len(calls)
+        first, _, digest, _, export, poll, failing = calls
+        again = example.render.apply_async((1, 2, 3), {"paper": "A4"})
+        assert again == first
+        assert type(again) is type(first)
+        # There, one that leaves an argument out of the call is a KeyError.
+        assert digest == example.send_digest.delay(user="bob") == example.send_digest.delay("bob", 100)
+        assert poll == example.poll.delay()
+        assert failing == example.rebuild.delay("")
+        with pytest.raises(AlreadyRunning, match=export.id) as caught:
+            example.export.delay("bob")
+        assert caught.value.task_id == export.id
+        with worker("examples.singleton"):
+            assert first.get(timeout=LIMIT) == again.get(timeout=LIMIT) == "3 pages, {'paper': 'A4'}"
+            assert digest.get(timeout=LIMIT) == "digest for bob, because of 99"
+            with pytest.raises(ValueError, match="which index"):
+                failing.get(timeout=LIMIT)
+            assert example.render.delay(1, 2, 3, paper="A4") != first
+            assert example.rebuild.delay("") != failing
+            reminder = example.remind.delay("bob")
+            assert reminder.get(timeout=LIMIT) == "bob was reminded"
+            assert example.remind.delay("bob") == reminder
+            # A run that outlives its timeout keeps nobody out, and leaves the key to the next; there, it deletes it.
+            assert eventually(lambda: not [*client.scan_iter("only_one:*poll*")])
+            assert not poll.ready()
+            later = example.poll.apply_async(queue="later")
+            assert poll.get(timeout=LIMIT) == "polled"
+            assert example.poll.delay() == later != poll
 
 
 def test_what_is_no_parameter_is_refused_when_decorating() -> None:
     """As `unique_on=["user_id"]` of a task that takes a `username` is there, which fails at each call."""
     with pytest.raises(KeyTemplateError, match=r"user_id.*username"):
-        only_one("{name}:{user_id}")(singleton.app.task(lambda username: username, name="misspelt"))
+        only_one("{name}:{user_id}")(example.app.task(lambda username: username, name="misspelt"))
 
 
-def test_a_duplicate_raises_and_says_whose_it_is(place: World, name: str) -> None:
-    first = singleton.export.delay(name)
-    place.wait_for("begin", first.id)
-    with pytest.raises(AlreadyRunning, match=first.id) as caught:
-        singleton.export.delay(name)
-    assert caught.value.task_id == first.id
-    assert let_go(place, first) == f"data of {name}"
-
-
-def test_a_run_that_outlives_its_timeout_keeps_nobody_out_and_leaves_the_key_to_the_next(place: World) -> None:
-    """There, the first would delete it."""
-    first = singleton.poll.delay()
-    place.wait_for("begin", first.id)
-    assert eventually(lambda: not keys(place))
-    # In a queue where nobody takes it, it waits for longer than it may run, and is there when the first ends.
-    second = singleton.poll.apply_async(queue="later")
-    (key,) = keys(place)
-    assert let_go(place, first) == "polled"
-    assert holder(place, key.decode()).task_id == second.id
-    assert singleton.poll.delay() == second != first
-    place.client.lmove("later", "celery", "RIGHT", "LEFT")
-    assert let_go(place, second) == "polled"
-
-
-def test_one_in_a_given_time_however_short_it_is(place: World, name: str) -> None:
-    first = singleton.remind.delay(name)
-    assert first.get(timeout=LIMIT) == f"{name} was reminded"
-    kept = holder(place, f"{PREFIX}{singleton.remind.name}:{name}")
-    assert (kept.state, kept.task_id) == ("kept", first.id)
-    assert singleton.remind.delay(name) == first
-
-
-def test_an_app_s_configuration_holds_for_its_tasks(place: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    url = place.server.url
-    with sender(singleton.configured, url, only_one_redis=url):
-        first = singleton.count_stock.delay(name)
+def test_an_app_s_configuration_holds_for_its_tasks(url: str, worker: Worker) -> None:
+    with sender(example.configured, url, only_one_redis=url), redis.Redis.from_url(url) as client:
+        stock, order = example.count_stock.delay("tea"), example.order_more.delay("tea")
         with pytest.raises(AlreadyRunning) as caught:
-            singleton.count_stock.delay(name)
-        assert caught.value.key == f"mine:{singleton.count_stock.name}:{name}"
-        assert 600_000 < place.client.pttl(caught.value.key) <= 900_000  # only_one_queue_timeout
-        order = singleton.order_more.delay(name)
-        assert singleton.order_more.delay(name) == order  # the decorator wins
-
-        monkeypatch.setattr(place, "_module", "tests.live.singleton_app:strict")
-        with place.worker("-c", "2", SINGLETON_URL=url):
-            for each in (first, order):
-                place.wait_for("begin", each.id)
-            assert 60_000 < place.client.pttl(caught.value.key) <= 600_000  # only_one_timeout
-            assert 0 < place.client.pttl(f"mine:{singleton.order_more.name}:{name}") <= 60_000
-            assert let_go(place, first) == f"stock of {name}"
-            assert let_go(place, order) == f"order of {name}"
-        assert not keys(place, "mine:")
+            example.count_stock.delay("tea")
+        assert caught.value.key == f"mine:{example.count_stock.name}:tea"
+        assert 600_000 < client.pttl(caught.value.key) <= 900_000  # only_one_queue_timeout
+        assert example.order_more.delay("tea") == order  # the decorator wins
+        with worker("examples.singleton:configured"):
+            assert [each.get(timeout=LIMIT) for each in (stock, order)] == ["stock of tea", "order of tea"]
