@@ -30,6 +30,7 @@ from only_one import (
     fail,
     only_one,
 )
+from only_one.connections.asyncio_client import AsyncClient
 from only_one.lock import renewal
 from only_one.lock.holder import active_tokens
 from rigs.waiting import LIMIT, eventually
