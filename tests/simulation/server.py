@@ -6,20 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from hashlib import sha1
 from typing import Any
 
 from lupa.lua51 import LuaRuntime
 
 _lua: Any = LuaRuntime(encoding=None, unpack_returned_tuples=True)
-_scripts: dict[bytes, Any] = {}
-"""Compiled once for all histories, by text."""
-_running: list[Any] = []
-"""Executes the commands of the script that runs: Lua itself must not keep a history alive."""
-
-
-def _execute(*command: Any) -> Any:
-    return _running[-1](*command)
 
 
 class SortedSet(dict[bytes, Any]):
@@ -59,7 +52,7 @@ class Store:
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float], kind: str = "valkey") -> None:
         self.kind = kind
         self.keys: dict[bytes, tuple[Any, float | None]] = {}
-        self.known: set[bytes] = set()  # the hashes of scripts
+        self.known: dict[bytes, bytes] = {}  # the scripts by their hashes
         self.changed: Callable[[bytes, Any, Any], None] = lambda *_: None
         self._clock, self._wall = clock, wall
 
@@ -193,28 +186,18 @@ class Store:
     # scripts
 
     def do_eval(self, text: bytes, count: bytes, *rest: bytes) -> Any:
-        self.known.add(sha1(text, usedforsecurity=False).hexdigest().encode())
-        return self._run(text, int(count), rest)
-
-    def do_evalsha(self, sha: bytes, count: bytes, *rest: bytes) -> Any:
-        text = next((each for each in _scripts if sha in self.known and _sha(each) == sha), None)
-        if text is None:
-            raise _NOSCRIPT
-        return self._run(text, int(count), rest)
-
-    def _run(self, text: bytes, count: int, rest: tuple[bytes, ...]) -> Any:
-        if text not in _scripts:
-            head = b"local call = ... return function(KEYS, ARGV) local redis = {call = call} "
-            _scripts[text] = _lua.execute(head + text + b" end", _execute)
-        _running.append(self._call)
+        self.known[_sha(text)] = text
+        keys, args = rest[: int(count)], rest[int(count) :]
         try:
-            reply = _scripts[text](_lua.table(*rest[:count]), _lua.table(*rest[count:]))
+            return _from_lua(_compiled(text)(self._call, _lua.table(*keys), _lua.table(*args)))
         except Refusal as refusal:
             text_of_it = f"{refusal} script: x, on @user_script:1."
             raise Refusal(text_of_it) from None
-        finally:
-            _running.pop()
-        return _from_lua(reply)
+
+    def do_evalsha(self, sha: bytes, *rest: bytes) -> Any:
+        if sha not in self.known:
+            raise _NOSCRIPT
+        return self.do_eval(self.known[sha], *rest)
 
     def _call(self, *command: Any) -> Any:
         reply = self.execute([each if isinstance(each, bytes) else _text(each) for each in command])
@@ -242,18 +225,21 @@ class Store:
     def do_client(self, *_: bytes) -> Status:
         return OK
 
-    def do_select(self, _number: bytes) -> Status:
-        return OK
+    do_select = do_client
 
 
 _UNKNOWN = {"valkey": {"DELEX"}, "redis": {"DELIFEQ"}, "redis7": {"DELIFEQ", "DELEX"}, "redis6": {"DELIFEQ", "DELEX"}}
-_shas: dict[bytes, bytes] = {}
 
 
+@cache
 def _sha(text: bytes) -> bytes:
-    if text not in _shas:
-        _shas[text] = sha1(text, usedforsecurity=False).hexdigest().encode()
-    return _shas[text]
+    return sha1(text, usedforsecurity=False).hexdigest().encode()
+
+
+@cache
+def _compiled(text: bytes) -> Any:
+    """A function of what executes a command, the keys and the arguments."""
+    return _lua.execute(b"return function(call, KEYS, ARGV) local redis = {call = call} " + text + b" end")
 
 
 def _text(number: float) -> bytes:
@@ -261,14 +247,12 @@ def _text(number: float) -> bytes:
 
 
 def _from_lua(reply: Any) -> Any:
-    if reply is True:
-        return 1
     if reply is None or reply is False:
         return None
-    if isinstance(reply, (int, float)):
-        return int(reply)
     if isinstance(reply, bytes):
         return reply
+    if isinstance(reply, (int, float)):  # or True, which is 1
+        return int(reply)
     return [_from_lua(each) for each in reply.values()]
 
 
