@@ -9,7 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .lock_world import Histories, LockWorld
+from .history import Histories
+from .lock_world import LockWorld
 from .message_world import MessageWorld
 from .shrinking import shrink, timeline
 from .tracing import Branches
@@ -17,6 +18,7 @@ from .tracing import Branches
 COUNTED = 10
 """Of so many histories one counts its branches, because counting makes it slow."""
 
+_ROOT = Path(__file__).parents[2]
 _PART = 200
 """So many histories are played in one process, which ends without collecting its garbage: a seventh of the time."""
 
@@ -24,7 +26,7 @@ _PART = 200
 @cache
 def _histories(package: str | None, *, messages: bool, greets: bool) -> Histories:
     kind, processes = (MessageWorld, 7) if messages else (LockWorld, 4)
-    return Histories(Path(package) if package else None, kind, processes, greets=greets)
+    return Histories(kind, processes, Path(package or _ROOT), greets=greets)
 
 
 def _play(given: tuple[list[int], bool, Any]) -> tuple[int, Counter[Any], dict[str, list[tuple[int, str]]]]:
@@ -34,7 +36,7 @@ def _play(given: tuple[list[int], bool, Any]) -> tuple[int, Counter[Any], dict[s
     problems: dict[str, list[tuple[int, str]]] = {}
     for seed in seeds:
         history = histories.play(seed, branches=met if seed % COUNTED == 0 else None)
-        met.update(history.world.met)
+        met.update(history.met)
         for kind, text in history.problems[:1]:
             problems.setdefault(f"--messages: {kind}" if messages else kind, []).append((seed, text))
     return len(seeds), met, problems
@@ -76,7 +78,7 @@ def main() -> int:
     print(file=sys.stderr)
     for name, count in sorted((name, count) for name, count in met.items() if isinstance(name, str)):
         print(f"{count:8} {name}")
-    _show_branches(Path(given.package or Path(__file__).parents[2]) / "only_one", met)
+    _show_branches(Path(given.package or _ROOT) / "only_one", met)
     for kind, found in problems.items():
         print(f"{kind}: {len(found)}; seeds", *[seed for seed, _ in sorted(found)[:10]])
     return bool(problems)
@@ -100,7 +102,7 @@ def _again(given: Any) -> int:
         history = histories.play(given.seed, shrink(histories.play, given.seed, history.problems[0][0]))
     print(history.plan)
     print(timeline(history))
-    print("faults:", *history.world.faults)
+    print("faults:", *history.faults)
     for kind, text in history.problems:
         print(f"{kind}: {text}")
     return bool(history.problems)

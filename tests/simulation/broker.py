@@ -25,7 +25,7 @@ from kombu import common
 from kombu.exceptions import OperationalError
 from kombu.transport import virtual
 
-from .process import Machine, Process, thread
+from .process import Machine, Process, playing, thread
 from .world import World
 
 _virtual: Any = virtual
@@ -35,15 +35,12 @@ _PREFETCHED = 4
 _SOFT_SHUTDOWN = 1.0
 """Seconds for which a soft shutdown waits for runs (``worker_soft_shutdown_timeout``)."""
 
-histories: list[Any] = []
-"""The history that is played: Celery makes its transports by the name of their class."""
-
 
 class Channel(virtual.Channel):
     """A channel of the broker in the world."""
 
     def _put(self, queue: Any, message: Any, **_: Any) -> None:  # noqa: ARG002
-        histories[-1].broker.put(message)
+        playing().broker.put(message)
 
     def _has_queue(self, *_: Any, **__: Any) -> bool:
         return True
@@ -90,7 +87,7 @@ class Clock(datetime):
     @classmethod
     def now(cls, _zone: Any = None) -> Any:
         """The world's time; Celery asks for it in UTC."""
-        return datetime.fromtimestamp(histories[-1].world.wall(), timezone.utc)
+        return datetime.fromtimestamp(playing().wall(), timezone.utc)
 
 
 def name_of_this() -> str:
@@ -225,8 +222,8 @@ class Worker:
     event_dispatcher = _limit_task = _limit_post_eta = None
     controller = SimpleNamespace(state=celery.worker.state)
 
-    def __init__(self, history: Any, name: str, machine: Machine, processes: list[Process]) -> None:
-        self.history, self.world, self.broker = history, history.world, history.broker
+    def __init__(self, world: Any, name: str, machine: Machine, processes: list[Process]) -> None:
+        self.world, self.broker = world, world.broker
         self.hostname, self.machine = name, machine
         self.main, *self.children = processes
         self.pool = self.timer = self.qos = self
@@ -237,10 +234,10 @@ class Worker:
         self.begin()
 
     def begin(self) -> None:
-        self.history.start(self.main, self.hostname, self.machine)
+        self.world.start(self.main, self.hostname, self.machine)
         for number, child in enumerate(self.children, 1):
-            self.history.start(child, f"{self.hostname}.{number}", self.machine)
-        self.app = self.history.apps[self.main]
+            self.world.start(child, f"{self.hostname}.{number}", self.machine)
+        self.app = self.world.app_of(self.main)
         self.consumes = True
         self.jobs: list[Job] = []
         self._inbox: list[Callable[[], None]] = []
@@ -296,7 +293,7 @@ class Worker:
             return
         self.world.note(self.hostname, "is killed")
         for process in (self.main, *self.children):
-            self.history.kill(process)
+            self.world.kill(process)
         self.jobs.clear()
         self.world.after(self.world.choose("seconds until a lost worker is seen", [0.1, 1.0, 5.0]), self._lost)
 
@@ -329,14 +326,11 @@ class Worker:
         for child in self.children:
             if how == "Warm" and not child.is_dead:
                 self._let_end(child)
-            self.history.kill(child)
+            self.world.kill(child)
         self.broker.restore(self)
         if how == "Warm":
             signals.worker_shutdown.send(sender=self)
-        self.main.has_ended = True
-        for do in reversed(self.main.at_exit):
-            do()
-        self.main.is_dead = True
+        self.world.end_in_order(self.main)
         self.world.after(1, self.begin)
 
     def _let_end(self, child: Process) -> None:
@@ -384,19 +378,19 @@ class Worker:
         waiting = [job for job in self.jobs if job.target and not job.child]
         for job, child in zip(waiting, free, strict=False):
             if child.is_dead:
-                self.history.start(child, child.name, self.machine)
+                self.world.start(child, child.name, self.machine)
             job.begin(child)
 
     def terminate_job(self, pid: int, _signal: int) -> None:
         for job in [job for job in self.jobs if job.child and job.child.pid == pid]:
-            self.history.kill(job.child)
+            self.world.kill(job.child)
             job.ends("TaskRevoked")
 
     def kill_child(self, child: Process) -> None:
         """``kill -9`` of a child that has a task: the main process notices."""
         job = next((job for job in self.jobs if job.child is child), None)
         if job is not None and not self.main.is_dead and not child.is_dead:
-            self.history.kill(child)
+            self.world.kill(child)
             self.world.after(self.world.choose("until a lost child is seen", [0.01, 0.5]), lambda: self.do(job.lost))
 
 
@@ -429,9 +423,9 @@ class Job:
             world.after(hard, lambda: self.worker.do(self._exceeds))
 
     def _run(self) -> None:
-        result = trace_task_ret(*self.target, app=self.worker.history.apps[self.child])
+        result = trace_task_ret(*self.target, app=self.worker.world.app_of(self.child))
         has_failed, value, _runtime = result
-        self.worker.history.told(self.delivery, _name_of_error(value) if has_failed else value)
+        self.worker.world.told(self.delivery, _name_of_error(value) if has_failed else value)
         self.worker.do(lambda: self._ready(result))
 
     def _ready(self, result: Any) -> None:
@@ -441,7 +435,7 @@ class Job:
 
     def ends(self, how: str) -> None:
         """End without a result of the child."""
-        self.worker.history.told(self.delivery, how)
+        self.worker.world.told(self.delivery, how)
         self._over()
 
     def _over(self) -> None:
@@ -461,14 +455,14 @@ class Job:
         if self in self.worker.jobs and not self.child.is_dead:
             self._fails(TimeLimitExceeded(self.limits[1]))
             self.callbacks["timeout_callback"](soft=False, timeout=self.limits[1])
-            self.worker.history.kill(self.child)
+            self.worker.world.kill(self.child)
             self.ends("TimeLimitExceeded")
 
     def lost(self) -> None:
         if self in self.worker.jobs:
             self._fails(WorkerLostError("Worker exited prematurely: signal 9 (SIGKILL)"))
             if self.delivery.is_done:  # not redelivered: a success of this id was stored before
-                self.worker.history.told(self.delivery, "stored")
+                self.worker.world.told(self.delivery, "stored")
             self._over()
 
     def _fails(self, error: Exception) -> None:

@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from .server import Store
-from .world import World
-
 EPSILON = 0.0015
 """Seconds: the server counts in milliseconds."""
 
@@ -69,41 +66,28 @@ class Checker:
     Attributes:
         calls: all calls so far.
         stored: all values so far of each key.
-        replies: when a process was answered by the server, and which.
         lost_data_at: when something outside of the lock's power last changed a key.
     """
 
     lost_data_at = -inf
     has_failed_over = False
 
-    def __init__(self, world: World, store: Store, plan: dict[str, Any]) -> None:
-        self.world, self.store, self.plan = world, store, plan
-        self.at_least: float = plan["at_least"]
-        self.problems: list[tuple[str, str]] = []
+    def __init__(self, history: Any) -> None:
+        self.history, self.store, self.problem = history, history.store, history.problem
+        self.at_least: float = history.plan.at_least
         self.calls: list[Call] = []
         self.stored: defaultdict[bytes, list[Stored]] = defaultdict(list)
-        self.replies: list[tuple[float, Any]] = []
         self._fences: Counter[str] = Counter()
-
-    def problem(self, kind: str, text: str) -> None:
-        self.problems.append((kind, text))
-        self.world.note("checker", kind.upper(), text)
 
     def running(self) -> list[Call]:
         return [call for call in self.calls if call.runs]
 
     # the server
 
-    def arrived(self, process: Any, command: list[bytes], reply: Any) -> None:
-        self.world.note("server", "executes for", process.name, tuple(command), reply)
-
-    def answered(self, process: Any) -> None:
-        self.replies.append((self.world.now, process))
-
     def changed(self, key: bytes, expiry: float | None, after: Any) -> None:
         if key.startswith(b"{"):  # one beside a lock's
             return
-        now, stored = self.world.now, self.stored[key]
+        now, stored = self.history.now, self.stored[key]
         if stored and stored[-1].until == inf:
             last = stored[-1]
             last.has_expired = expiry is not None and expiry <= now
@@ -116,11 +100,11 @@ class Checker:
         """Something outside of the lock's power changes a key: runs that are under way may believe too much."""
         for call in self.running():
             call.is_excused = True
-        self.lost_data_at = self.world.now
+        self.lost_data_at = self.history.now
 
     def fail_over(self, lag: float) -> None:
         """Undo what is younger than ``lag`` seconds."""
-        now, then = self.world.now, self.world.now - lag
+        now, then = self.history.now, self.history.now - lag
         if lag == 0:
             return
         self.data_is_lost()
@@ -132,14 +116,14 @@ class Checker:
     # calls and runs
 
     def begins(self, name: str, process: Any, key: str) -> Call:
-        call = Call(name, process, key, self.world.now)
+        call = Call(name, process, key, self.history.now)
         self.calls.append(call)
-        self.world.note(name, "calls")
+        self.history.note(name, "calls")
         return call
 
     def run_begins(self, call: Call, lock: Any) -> None:
         others = [each for each in self.running() if each.key == call.key]
-        call.lock, call.began, call.had_key = lock, self.world.now, lock.reason is None
+        call.lock, call.began, call.had_key = lock, self.history.now, lock.reason is None
         call.is_excused = self.lost_data_at >= call.asked
         for other in others:
             both_believe = other.lock.is_held and lock.is_held
@@ -147,7 +131,7 @@ class Checker:
                 self.problem("two at once", f"{call.name} began while {other.name} runs and holds its key")
         if self.at_least and call.had_key:
             self._check_at_least(call)
-        self.world.note(call.name, "runs", "with its key" if call.had_key else "without its key")
+        self.history.note(call.name, "runs", "with its key" if call.had_key else "without its key")
         self.look()
 
     def _check_at_least(self, call: Call) -> None:
@@ -171,14 +155,14 @@ class Checker:
         return not any(each.has_expired for each in kept + own)
 
     def run_ends(self, call: Call, *, succeeded: bool) -> None:
-        call.ended, call.has_succeeded = self.world.now, succeeded
-        self.world.note(call.name, "has run", "and holds its key" if call.lock.is_held else "and has lost its key")
+        call.ended, call.has_succeeded = self.history.now, succeeded
+        self.history.note(call.name, "has run", "and holds its key" if call.lock.is_held else "and has lost its key")
 
     def ends(self, call: Call, outcome: Any) -> None:
-        call.answered, call.outcome = self.world.now, outcome
+        call.answered, call.outcome = self.history.now, outcome
         getattr(outcome, "holder", None)  # as a user may ask
         shown = f"{type(outcome).__name__}: {outcome}" if isinstance(outcome, BaseException) else outcome
-        self.world.note(call.name, "gets", str(shown)[:120])
+        self.history.note(call.name, "gets", str(shown)[:120])
         package = call.process.package
         documented = (package.AlreadyRunning, package.LockLost, package.LockUnavailable, asyncio.CancelledError)
         is_users = type(outcome).__name__ in ("Interrupted", "BodyFails")
@@ -195,7 +179,7 @@ class Checker:
         if call.process.paused_until > call.asked:
             return
         for begin, end in ((call.asked, min(call.began, call.answered)), (call.ended, call.answered)):
-            was_answered = any(call.process is who and begin < at < end for at, who in self.replies)
+            was_answered = any(call.process is who and begin < at < end for at, who in self.history.host.replies)
             # Two attempts: each waits 0.5 s for a connection and 0.9 s for a reply. A server that hangs in one of these
             # ways is known in 2 s. One that answers, but slowly, is waited for: for each of its answers by itself.
             if end - begin > (4.0 if was_answered else 2.85):
@@ -204,7 +188,7 @@ class Checker:
     def event(self, process: Any, event: Any) -> None:
         kind = type(event).__name__
         if kind in ("Lost", "Reclaimed", "Down"):
-            self.world.note(process.name, "event", kind, getattr(event, "reason", ""))
+            self.history.note(process.name, "event", kind, getattr(event, "reason", ""))
         if kind != "Lost":
             return
         # A loss that is seen at the end of a run is told before it stands in the lock.
@@ -226,12 +210,12 @@ class Checker:
         if call.lock is None or call.is_excused or reason in by_time or call.asked < self.lost_data_at:
             return
         own = [each for each in self.stored[call.key_there] if each.value == call.lock.token]
-        has_expired = reason == "expired" and self.world.now >= call.lock.expires_at
+        has_expired = reason == "expired" and self.history.now >= call.lock.expires_at
         if own and not has_expired and not any(each.has_expired for each in own):
             self.problem("told of a loss that was none", f"{call.name}: {reason}")
 
     def fenced(self, call: Call, fence: int) -> None:
-        is_excused = call.is_excused or self.world.wall_step or self.lost_data_at > 0
+        is_excused = call.is_excused or self.history.wall_step or self.lost_data_at > 0
         is_known, call.fence = call.fence == fence, fence
         if fence <= self._fences[call.key] and not is_excused and not is_known:
             self.problem("a fence that is not higher", f"{call.name}: {fence}")
@@ -258,7 +242,7 @@ class Checker:
     def _check_what_is_left(self, value: Any, expiry: float) -> None:
         if not isinstance(value, bytes) or b'"only_one"' not in value:
             return
-        left = expiry - self.world.now
+        left = expiry - self.history.now
         if b'"kept"' in value:
             if left > self.at_least:
                 self.problem("a key is kept too long", f"{left:.1f} s")
@@ -269,7 +253,7 @@ class Checker:
     def _that_release_nothing(self) -> Iterator[int]:
         for process in {call.process for call in self.calls}:
             yield from process.machine.dead()
-            if any(each.startswith(f"no thread of {process.name}#") for each in self.world.faults):
+            if any(each.startswith(f"no thread of {process.name}#") for each in self.history.faults):
                 yield process.pid
 
 

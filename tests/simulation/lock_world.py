@@ -3,55 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any
+from contextlib import closing, contextmanager, suppress
+from typing import Any, ClassVar
 
 import redis
 
 from .checker import Call, Checker
-from .network import Host, Loop
-from .process import Machine, Process, history_of, patched, thread
-from .server import Store
+from .history import BodyFails, History
+from .network import Loop
+from .process import Machine, Process, thread
 from .tracing import Interrupted, Tracer
-from .world import World
 
-_FAULTS_UNTIL = 1008.0
-_PLAN: dict[str, list[Any]] = {
-    "times": [(None, None), (1.0, None), (3.0, None), (3.0, 8.0), (None, 4.0), (30.0, None)],
-    "at_least": [0.0, 0.0, 0.0, 2.0, 4.0],
-    "server": ["valkey", "valkey", "redis", "redis7", "redis6"],
-    "processes": [2, 3, 3, 4],
-    "calls": [2, 3, 4],
-    "async": [False, False, True],
-    "when_lost": ["fail", "carry_on", "callable", "fails"],
-    "when_down": ["fail", "fail", "skip", "carry_on", "fails"],
-    "keys": [["k"], ["k"], ["k", "n"]],
-    "trouble": [0, 0, 1, 2, 3],
-}
-"""What a history is made of; each is drawn from the seed. The times are lease and timeout."""
 _LOSES, _DELAYS = [0.0, 0.01, 0.03, 0.08], [0.0, 0.01, 0.05, 0.15]
 """How probable it is for each message that its connection is cut, and that it is late, by the trouble."""
-
-_FAULTS = [
-    *(("freeze", 0.15), ("freeze", 0.05), ("restart with data", 0.05), ("restart without data", 0.05)),
-    *(
-        ("delete", 0.05),
-        ("overwrite", 0.04),
-        ("overwrite", 0.06),
-        ("failover", 0.06),
-        ("flush scripts", 0.1),
-        ("refusal", 0.08),
-    ),
-    *(("cut off", 0.1), ("pause", 0.1), ("pause", 0.05), ("kill", 0.1), ("kill", 0.05), ("clock", 0.05)),
-]
-"""The methods of ``LockWorld`` that let a fault happen at some time, and how probable each is."""
 
 _SCRIPTS = (b"EVAL", b"EVALSHA")
 _WRITES = (b"SET", b"DELIFEQ", b"DELEX", *_SCRIPTS)
@@ -64,103 +32,116 @@ _REFUSALS = [
 ]
 
 
-class BodyFails(Exception):
-    """Raised by a decorated function, and by policies."""
-
-
 def fails(_error: object) -> None:
     raise BodyFails
 
 
-class LockWorld:
+class LockWorld(History):
     """One history of the lock."""
 
+    PLAN: ClassVar[dict[str, list[Any]]] = {
+        "times": [(None, None), (1.0, None), (3.0, None), (3.0, 8.0), (None, 4.0), (30.0, None)],  # lease and timeout
+        "at_least": [0.0, 0.0, 0.0, 2.0, 4.0],
+        "server": ["valkey", "valkey", "redis", "redis7", "redis6"],
+        "processes": [2, 3, 3, 4],
+        "calls": [2, 3, 4],
+        "async": [False, False, True],
+        "when_lost": ["fail", "carry_on", "callable", "fails"],
+        "when_down": ["fail", "fail", "skip", "carry_on", "fails"],
+        "keys": [["k"], ["k"], ["k", "n"]],
+        "trouble": [0, 0, 1, 2, 3],
+    }
+    FAULTS: ClassVar[dict[str, list[float]]] = {
+        "freeze": [0.15, 0.05],
+        "restart with data": [0.05],
+        "restart without data": [0.05],
+        "delete": [0.05],
+        "overwrite": [0.04, 0.06],
+        "failover": [0.06],
+        "flush scripts": [0.1],
+        "refusal": [0.08],
+        "cut off": [0.1],
+        "pause": [0.1, 0.05],
+        "kill": [0.1, 0.05],
+        "clock": [0.05],
+    }
+
     def __init__(self, processes: list[Process], seed: int, left_out: frozenset[str] = frozenset()) -> None:
-        self.world = world = World(seed, left_out)
-        self.plan = {name: world.choose(f"plan {name}", choices) for name, choices in _PLAN.items()}
-        self.store = Store(lambda: world.now, world.wall, self.plan["server"])
-        self.host = Host(world, ("server", 6379), self.store)
-        world.hosts = {self.host.address: self.host}
-        self.host.loses, self.host.delays = _LOSES[self.plan["trouble"]], _DELAYS[self.plan["trouble"]]
-        self.checker = checker = Checker(world, self.store, self.plan)
-        self.host.arrived, self.host.answered, self.store.changed = checker.arrived, checker.answered, checker.changed
-        self.machines = [Machine("alpha", is_known=world.draw("plan known") < 0.95), Machine("beta")]
-        self.store.evicts = world.draw("plan evicts") < 0.1
-        self.is_silent = world.draw("plan silent") < 0.05  # nobody hears of events
-        self.processes = processes[: self.plan["processes"]]
-        self.pids = 100
+        super().__init__(processes, seed, left_out)
+        self.processes = processes[: self.plan.processes]
+        self.machines = [Machine("alpha", is_known=self.draw("plan known") < 0.95), Machine("beta")]
+        self.host.loses, self.host.delays = _LOSES[self.plan.trouble], _DELAYS[self.plan.trouble]
+        self.is_async: bool = getattr(self.plan, "async")
+        self.store.evicts = self.draw("plan evicts") < 0.1
+        self.is_silent = self.draw("plan silent") < 0.05  # nobody hears of events
+        self.checker = Checker(self)
+        self.store.changed = self.checker.changed
         self.left: dict[Process, int] = {}  # how many calls of each process have not ended
         self.functions: dict[Process, Callable[..., Any]] = {}
 
-    def play(self) -> Checker:
-        """Let the history happen."""
-        world, host = self.world, self.host
+    def play(self) -> None:
         logging.getLogger("only_one").setLevel(logging.ERROR if self.is_silent else logging.NOTSET)
         for number, process in enumerate(self.processes):
-            self._start(process, f"p{number}", world.choose("plan machine", self.machines))
-        for label, probability in _FAULTS:
-            if world.fault(label, probability):
-                do = getattr(self, f"_{label.replace(' ', '_')}")
-                world.at(world.uniform(f"time of {label}", 1000, _FAULTS_UNTIL), do)
-        world.run(world.now + 600, lambda: not any(self.left.values()))
+            self._start(process, f"p{number}", self.choose("plan machine", self.machines))
+        faults_end = self.now + 8
+        self.plan_faults(8)
+        self.run(self.now + 600, lambda: not any(self.left.values()))
         if any(self.left.values()):
-            self.checker.problem("a call never ended", f"{sum(self.left.values())} calls")
-        world.run(max(world.now, _FAULTS_UNTIL))
-        world.quiet = True
-        calm_from = max(world.now, host.calm_from, *(process.paused_until for process in self.processes))
-        world.run(calm_from + 2 * host.latest + 3)
+            self.problem("a call never ended", f"{sum(self.left.values())} calls")
+        self.run(max(self.now, faults_end))
+        self.quiet = True
+        calm_from = max(self.now, self.host.calm_from, *(process.paused_until for process in self.processes))
+        self.run(calm_from + 2 * self.host.latest + 3)
         self.checker.at_the_end()
-        world.end()
-        return self.checker
+        self.end()
 
     # processes and their calls
 
     def _start(self, process: Process, name: str, machine: Machine) -> None:
-        self.pids += 1
-        process.begin(machine, self.pids, name, self.pids)
-        process.no_thread = self.world.choose(f"plan no_thread of {name}", [0.0] * 9 + [0.3])
+        self.start(process, name, machine)
+        process.no_thread = self.choose(f"plan no_thread of {name}", [0.0] * 9 + [0.3])
         self.functions[process] = self._decorated(process)
-        self.left[process] = self.plan["calls"]
-        run, kind = (self._run_loop, "loop") if self.plan["async"] else (self._run_calls, "main")
-        self.world.spawn(process, f"{name}/{kind}", run, process)
+        self.left[process] = self.plan.calls
+        run, kind = (self._run_loop, "loop") if self.is_async else (self._run_calls, "main")
+        self.spawn(process, f"{name}/{kind}", run, process)
 
     def _decorated(self, process: Process) -> Callable[..., Any]:
         plan, package = self.plan, process.package
         policies = {"fail": package.fail, "carry_on": package.carry_on, "skip": package.skip, "fails": fails}
-        lease, timeout = plan["times"]
-        is_refused = timeout is not None and plan["at_least"] > timeout
-        given = {"lease": lease, "timeout": timeout, "at_least": None if is_refused else plan["at_least"]}
+        lease, timeout = plan.times
+        is_refused = timeout is not None and plan.at_least > timeout
+        given = {"lease": lease, "timeout": timeout, "at_least": None if is_refused else plan.at_least}
         if not self.is_silent:
             process.package.subscribe(lambda event: self.checker.event(process, event))
         decorate = package.only_one(
             "{call.key}",
-            when_busy=self.world.choose(f"plan when_busy of {process.name}", [package.fail, package.skip, fails]),
-            when_down=policies[plan["when_down"]],
-            when_lost=policies.get(plan["when_lost"], lambda _error: None),
+            when_busy=self.choose(f"plan when_busy of {process.name}", [package.fail, package.skip, fails]),
+            when_down=policies[plan.when_down],
+            when_lost=policies.get(plan.when_lost, lambda _error: None),
             redis="redis://server:6379/0?protocol=2",
             **{option: value for option, value in given.items() if value},
         )
-        return decorate(self._async_body if plan["async"] else self._body)  # type: ignore[no-any-return]
+        return decorate(self._async_body if self.is_async else self._body)  # type: ignore[no-any-return]
 
     def _calls_of(self, process: Process) -> Iterator[tuple[str, float]]:
         """The names of the calls of a process, and the seconds before each."""
-        for number in range(self.plan["calls"]):
+        for number in range(self.plan.calls):
             name = f"{process.name}.{number}"
-            if self.world.is_left_out(f"call {name}"):
+            if self.is_left_out(f"call {name}"):
                 self.left[process] -= 1
             else:
-                yield name, self.world.choose(f"pause before {name}", [0.0, 0.001, 0.5, 1.0, 3.0])
+                yield name, self.choose(f"pause before {name}", [0.0, 0.001, 0.5, 1.0, 3.0])
 
     def _call(self, process: Process, name: str) -> Call:
-        return self.checker.begins(name, process, self.world.choose(f"key of {name}", self.plan["keys"]))
+        return self.checker.begins(name, process, self.choose(f"key of {name}", self.plan.keys))
 
     def _run_calls(self, process: Process) -> None:
         for name, pause in self._calls_of(process):
-            self.world.sleep(pause)
+            self.sleep(pause)
             with self._perhaps_interrupted(name):
                 self._call_and_check(process, name)
             self.left[process] -= 1
-            if self.world.fault(f"fork of {process.name}", 0.03):
+            if self.fault(f"fork of {process.name}", 0.03):
                 self._fork(process)
         self._end(process)
 
@@ -178,25 +159,21 @@ class LockWorld:
 
     def _fork(self, process: Process) -> None:
         """Go on as a forked child, which has no other thread; the parent is killed."""
-        self.pids += 1
-        process.fork(self.pids)
-        for each in self.world.threads:
+        process.fork(self.next_pid())
+        for each in self.threads:
             if each.process is process and each is not thread():
                 each.life = -1
-        self.world.note(process.name, "goes on as a forked child")
+        self.note(process.name, "goes on as a forked child")
 
     def _end(self, process: Process) -> None:
-        """End in order: what is registered for the end of a process is done."""
-        if self.world.draw(f"ends {process.name}") < 0.5:
-            process.has_ended = True
-            for do in reversed(process.at_exit):
-                do()
-            process.is_dead = True
-            self.world.note(process.name, "ended")
+        if self.draw(f"ends {process.name}") < 0.5:
+            self.end_in_order(process)
+            self.note(process.name, "ended")
 
     def _run_loop(self, process: Process) -> None:
-        loop = Loop(self.world, process)
-        loop.play(self._call_all(process))
+        with closing(Loop(self, process)) as loop:  # as ``asyncio.run``
+            loop.run_until_complete(self._call_all(process))
+            loop.run_until_complete(loop.shutdown_asyncgens())
         self._end(process)
 
     async def _call_all(self, process: Process) -> None:
@@ -206,10 +183,10 @@ class LockWorld:
         await asyncio.sleep(pause)
         call = self._call(process, name)
         task = asyncio.ensure_future(self.functions[process](call))
-        if self.world.fault(f"cancelled of {name}", 0.15):
-            after = self.world.choose(f"cancelled after {name}", [0.0005, 0.001, 0.003, 0.1, 1.0])
+        if self.fault(f"cancelled of {name}", 0.15):
+            after = self.choose(f"cancelled after {name}", [0.0005, 0.001, 0.003, 0.1, 1.0])
             task.get_loop().call_later(after, task.cancel)
-        if self.world.fault(f"cancelled at a command of {name}", 0.05):
+        if self.fault(f"cancelled at a command of {name}", 0.05):
             loop: Any = task.get_loop()
             loop.on_write = task.cancel
         try:
@@ -226,8 +203,8 @@ class LockWorld:
         """A run, of so many seconds, that fails at its end perhaps."""
         self.checker.run_begins(call, call.process.package.current_lock())
         try:
-            yield self.world.choose(f"length of {call.name}", [0.001, 0.05, 0.5, 2.0, 5.0])
-            if self.world.draw(f"fails {call.name}") < 0.1:
+            yield self.choose(f"length of {call.name}", [0.001, 0.05, 0.5, 2.0, 5.0])
+            if self.draw(f"fails {call.name}") < 0.1:
                 fails(call)
         except BaseException:
             self.checker.run_ends(call, succeeded=False)
@@ -237,9 +214,9 @@ class LockWorld:
     def _body(self, call: Call) -> str:
         with self._witnessed(call) as seconds:
             self._look_around(call)
-            self.world.sleep(seconds)
+            self.sleep(seconds)
             self._look_around(call)
-            if self.world.draw(f"nested in {call.name}") < 0.1:
+            if self.draw(f"nested in {call.name}") < 0.1:
                 self._call_and_check(call.process, f"{call.name}.0")
         return "done"
 
@@ -252,10 +229,10 @@ class LockWorld:
         """Use what a run can ask of its lock."""
         package = call.process.package
         errors = (package.OnlyOneError, OSError, redis.RedisError)
-        if self.world.draw(f"fence {call.name}") < 0.2:
+        if self.draw(f"fence {call.name}") < 0.2:
             with suppress(*errors):
                 self.checker.fenced(call, call.lock.fence)
-        if self.world.draw(f"extend {call.name}") < 0.1:
+        if self.draw(f"extend {call.name}") < 0.1:
             with suppress(*errors):
                 call.lock.extend(2)
 
@@ -263,11 +240,11 @@ class LockWorld:
     def _perhaps_interrupted(self, name: str) -> Iterator[None]:
         """Perhaps let an exception be raised at some line, as a signal handler does."""
         running: Any = thread()
-        if not self.world.fault(f"interrupted of {name}", 0.1):
+        if not self.fault(f"interrupted of {name}", 0.1):
             yield
             return
-        left = int(self.world.choose(f"lines before {name}", [30, 300, 1000]) * self.world.draw(f"line of {name}"))
-        before, running.tracer = running.tracer, Tracer(self.world.branches, left).trace
+        left = int(self.choose(f"lines before {name}", [30, 300, 1000]) * self.draw(f"line of {name}"))
+        before, running.tracer = running.tracer, Tracer(self.branches, left).trace
         sys.settrace(running.tracer)
         try:
             yield
@@ -278,120 +255,69 @@ class LockWorld:
     # faults: each happens at some time in some histories
 
     def _until(self, what: str, choices: list[float]) -> float:
-        return self.world.now + self.world.choose(f"seconds of {what}", choices)
+        return self.now + self.choose(f"seconds of {what}", choices)
 
     def _freeze(self) -> None:
         self.host.frozen_until = max(self.host.frozen_until, self._until("freeze", [0.5, 1.5, 4.0, 40.0]))
-        self.world.note("server", "is frozen for", self.host.frozen_until - self.world.now)
+        self.note("server", "is frozen for", self.host.frozen_until - self.now)
 
     def _restart_with_data(self) -> None:
-        self.world.note("server", "restarts")
-        self.host.stop(self.world.choose("seconds of restart", [0.01, 1.0, 5.0]))
+        self.note("server", "restarts")
+        self.host.stop(self.choose("seconds of restart", [0.01, 1.0, 5.0]))
         self._flush_scripts()
 
     def _restart_without_data(self) -> None:
         self._restart_with_data()
-        self.world.note("server", "has lost its data")
+        self.note("server", "has lost its data")
         self.checker.data_is_lost()
         for key in list(self.store.keys):
             self.store.set(key, None)
 
     def _delete(self) -> None:
-        self._set_by_hand(self.world.choose("deleted", self.plan["keys"]), None)
+        self._set_by_hand(self.choose("deleted", self.plan.keys), None)
 
     def _overwrite(self) -> None:
-        key = self.world.choose("overwritten", self.plan["keys"])
+        key = self.choose("overwritten", self.plan.keys)
         there = self.store.keys.get(b"only_one:" + key.encode(), (None,))[0]
         token = there if isinstance(there, bytes) else b""
         foreign = [b"somebody else's", [b"a list"], b"{}", b'{"only_one":1}']
         foreign += [token.replace(b'"since":', b'"since":999'), re.sub(rb'"pid":\d+', b'"pid":0', token)]
-        self._set_by_hand(key, self.world.choose("foreign value", foreign) or b"somebody's")
+        self._set_by_hand(key, self.choose("foreign value", foreign) or b"somebody's")
 
     def _set_by_hand(self, key: str, value: Any) -> None:
-        self.world.note("somebody", "deletes" if value is None else "overwrites", key)
+        self.note("somebody", "deletes" if value is None else "overwrites", key)
         self.checker.data_is_lost()
-        self.store.set(b"only_one:" + key.encode(), value, self.world.now + 2)
+        self.store.set(b"only_one:" + key.encode(), value, self.now + 2)
 
     def _failover(self) -> None:
-        lag = self.world.choose("lag of failover", [0.0, 0.01, 0.5, 2.0])
-        self.world.note("server", "fails over, and loses what is younger than", lag)
-        self.host.stop(self.world.choose("seconds of failover", [0.01, 1.0]))
+        lag = self.choose("lag of failover", [0.0, 0.01, 0.5, 2.0])
+        self.note("server", "fails over, and loses what is younger than", lag)
+        self.host.stop(self.choose("seconds of failover", [0.01, 1.0]))
         self.checker.fail_over(lag)
 
     def _flush_scripts(self) -> None:
         self.store.known.clear()
 
     def _refusal(self) -> None:
-        text, commands = self.world.choose("refusal", _REFUSALS)
+        text, commands = self.choose("refusal", _REFUSALS)
         self.host.refused = text, commands, self._until("refusal", [0.1, 1.0, 5.0])
-        self.world.note("server", "refuses with", text)
+        self.note("server", "refuses with", text)
 
     def _cut_off(self) -> None:
-        process = self.world.choose("cut off", self.processes)
+        process = self.choose("cut off", self.processes)
         self.host.cut_off[process] = self._until("cut", [0.5, 2.0, 6.0, 40.0])
-        self.world.note(process.name, "is cut off from the server")
+        self.note(process.name, "is cut off from the server")
 
     def _pause(self) -> None:
-        process = self.world.choose("paused", self.processes)
+        process = self.choose("paused", self.processes)
         process.paused_until = max(process.paused_until, self._until("pause", [0.2, 1.5, 5.0, 40.0]))
-        self.world.note(process.name, "is paused")
+        self.note(process.name, "is paused")
 
     def _kill(self) -> None:
-        process = self.world.choose("killed", self.processes)
+        process = self.choose("killed", self.processes)
         if not process.is_dead:
-            process.is_dead = True
-            self.world.note(process.name, "is killed")
+            self.kill(process)
             self.left[process] = 0
 
     def _clock(self) -> None:
-        self.world.wall_step += self.world.choose("step of the clock", [-3600.0, 3600.0])
-
-
-class Histories:
-    """The processes in which histories are played, one history after another.
-
-    Attributes:
-        greets: whether connections begin with redis-py's name in each history; else in one of eight.
-    """
-
-    def __init__(
-        self, package_path: Path | None = None, kind: Any = LockWorld, processes: int = 4, *, greets: bool = False
-    ) -> None:
-        self.processes = [Process(package_path) for _ in range(processes)]
-        self.kind, self.greets = kind, greets
-        # What is collected after a history, Python and asyncio complain about: its tasks have not ended.
-        sys.unraisablehook = lambda _: None
-        logging.getLogger("asyncio").disabled = True
-        gc.disable()  # leases are weakly referenced: when they end must not be left to chance
-        gc.collect()
-        gc.freeze()  # what outlives all histories is not looked at between them
-        self.played = 0
-
-    def play(self, seed: int, left_out: frozenset[str] = frozenset(), branches: Any = None) -> Any:
-        self.played += 1
-        if self.played % 1000 == 0:
-            gc.collect(0)
-        with warnings.catch_warnings(), patched():
-            warnings.simplefilter("ignore")
-            history = self.kind(self.processes, seed, left_out)
-            history.world.branches = branches
-            history.world.greets = self.greets or history.world.draw("plan greets") < 1 / 8
-            handler = _Errors(getattr(history, "checker", history))
-            logger = logging.getLogger("only_one")
-            logger.addHandler(handler)
-            try:
-                with history_of(history.world):
-                    return history.play()
-            finally:
-                logger.removeHandler(handler)
-
-
-class _Errors(logging.Handler):
-    def __init__(self, checker: Checker) -> None:
-        super().__init__(logging.ERROR)
-        self.checker = checker
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info and isinstance(record.exc_info[1], (Interrupted, BodyFails)):
-            return  # it was raised in a user's hook or policy, whose errors are logged
-        self.checker.problem("an error in the log", record.getMessage()[-300:])
+        self.wall_step += self.choose("step of the clock", [-3600.0, 3600.0])

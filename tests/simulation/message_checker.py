@@ -24,13 +24,8 @@ class MessageChecker:
     """Finds what must not happen, while it happens and at the end."""
 
     def __init__(self, history: Any) -> None:
-        self.history, self.plan, self.world = history, history.plan, history.world
-        self.problems: list[tuple[str, str]] = []
+        self.history, self.plan, self.problem = history, history.plan, history.problem
         self._being_sent: set[str] = set()
-
-    def problem(self, kind: str, text: str) -> None:
-        self.problems.append((kind, text))
-        self.world.note("checker", kind.upper(), text)
 
     def at_the_end(self) -> None:
         for invariant in INVARIANTS:
@@ -39,11 +34,11 @@ class MessageChecker:
 
     def only(self, *kinds: str) -> bool:
         """Whether no other kinds of faults have happened."""
-        return {each.partition(" of ")[0].partition("#")[0] for each in self.world.faults} <= set(kinds)
+        return {each.partition(" of ")[0].partition("#")[0] for each in self.history.faults} <= set(kinds)
 
     def had(self, *words: str) -> bool:
         """Whether a fault has happened with one of these words in its name."""
-        return any(word in each for each in self.world.faults for word in words)
+        return any(word in each for each in self.history.faults for word in words)
 
     @property
     def may_lose_messages(self) -> bool:
@@ -59,7 +54,7 @@ class MessageChecker:
 
     def changed(self, key: bytes, expiry: float | None, after: Any) -> None:
         """A task that waits to be begun keeps its key, whoever else has had it."""
-        has_expired = expiry is not None and expiry <= self.world.now
+        has_expired = expiry is not None and expiry <= self.history.now
         if after is not None or has_expired or key != b"only_one:k" or not self._keeps_waiting_keys:
             return
         for name in self._waiting():
@@ -110,7 +105,7 @@ class MessageChecker:
             self.problem("a duplicate of nothing", trigger.name)
 
     def _was_just_now(self, moment: float | None) -> bool:
-        return moment is not None and self.world.now - moment < _JUST_NOW
+        return moment is not None and self.history.now - moment < _JUST_NOW
 
 
 # at the end: each reads what has happened, and gives the problems

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import billiard.einfo
@@ -23,25 +23,10 @@ from celery.app.utils import Settings
 from celery.backends import cache
 from celery.exceptions import Ignore, Reject, Retry
 
-from .broker import TRANSPORTS, App, Broker, Clock, Delivery, Work, Worker, histories, name_of_this
+from .broker import TRANSPORTS, App, Broker, Clock, Delivery, Work, Worker, name_of_this
+from .history import History
 from .message_checker import MessageChecker
-from .network import Host
-from .process import Machine, Process, this
-from .server import Store
-from .world import World
-
-PLAN: dict[str, list[Any]] = {
-    "placement": ["below", "below", "above", "above", "two below", "both"],
-    "when_busy": ["default", "retry", "buffer_one", "skip", "fail"],
-    "acks_late": [True, False],
-    "lease": [None, 3.0],
-    "at_least": [None, None, 3.0],
-    "workers": [1, 2],
-    "triggers": [2, 3, 4, 6],
-    "broker": ["redis", "amqp"],
-    "has_beat": [False, False, True],
-}
-"""What a history is made of: a value of each is drawn from the seed."""
+from .process import Machine, Process, playing, this
 
 # How a task is sent.
 
@@ -155,35 +140,48 @@ class Run:
     ended: float | None = None
 
 
-class MessageWorld:
+class MessageWorld(History):
     """One history of messages."""
 
+    PLAN: ClassVar[dict[str, list[Any]]] = {
+        "placement": ["below", "below", "above", "above", "two below", "both"],
+        "when_busy": ["default", "retry", "buffer_one", "skip", "fail"],
+        "acks_late": [True, False],
+        "lease": [None, 3.0],
+        "at_least": [None, None, 3.0],
+        "workers": [1, 2],
+        "triggers": [2, 3, 4, 6],
+        "broker": ["redis", "amqp"],
+        "has_beat": [False, False, True],
+        "trouble": [0, 0, 0, 1],
+        "server": ["valkey"],
+    }
+    FAULTS: ClassVar[dict[str, list[float]]] = {
+        "killed child": [0.15, 0.15],
+        "killed worker": [0.1],
+        "shutdown": [0.15],
+        "lost connection": [0.1],
+        "revoke": [0.08],
+    }
+
     def __init__(self, processes: list[Process], seed: int, left_out: frozenset[str] = frozenset()) -> None:
-        self.world = world = World(seed, left_out)
-        self.plan = SimpleNamespace(**{name: world.choose(f"plan {name}", values) for name, values in PLAN.items()})
+        super().__init__(processes, seed, left_out)
         self.plan.is_unique = self.plan.placement in ("above", "both")
         if self.plan.is_unique and self.plan.when_busy == "retry":  # which is refused there
             self.plan.when_busy = "default"
-        self.store = Store(lambda: world.now, world.wall, "valkey")
-        self.host = Host(world, ("server", 6379), self.store)
-        world.hosts = {self.host.address: self.host}
-        self.apps = _Apps(self._app_of)
+        self.host.loses, self.host.delays = [0.0, 0.02][self.plan.trouble], [0.0, 0.03][self.plan.trouble]
+        self.apps: dict[Process, Any] = {}
         self.machines = [Machine("alpha"), Machine("beta")]
-        self.processes = processes
-        self.pids = 100
         self.triggers: dict[str, Trigger] = {}
         self.outcomes: defaultdict[Work, list[str]] = defaultdict(list)
         self.running: list[Run] = []
         self.deliveries_ended: Counter[int] = Counter()
         self.revoked: set[str | None] = set()
-        self.broker = Broker(world, self.plan.broker)
+        self.broker = Broker(self, self.plan.broker)
         self.checker = MessageChecker(self)
-        self.problems = self.checker.problems
-        self.host.arrived = self._arrived
         self.store.changed = self.checker.changed
 
-    def play(self) -> MessageWorld:
-        histories.append(self)
+    def play(self) -> None:
         cache._DUMMY_CLIENT_CACHE.clear()  # the results
         finalizers = set(_state._on_app_finalizers)
         no_text = SimpleNamespace(format_exception=lambda *_: ["not kept"])  # which takes long to make
@@ -195,71 +193,62 @@ class MessageWorld:
             ):
                 self._play()
         finally:
-            histories.pop()
             _state._on_app_finalizers.intersection_update(finalizers)
             celery.worker.state.reset_state()
-        return self
 
     def _play(self) -> None:
-        world, plan = self.world, self.plan
-        trouble = world.choose("plan trouble", [0, 0, 0, 1])
-        self.host.loses, self.host.delays = [0.0, 0.02][trouble], [0.0, 0.03][trouble]
-        given = iter(self.processes)
+        plan, given = self.plan, iter(self.processes)
         producers = ["producer", "beat"][: 1 + plan.has_beat]
         left = list(producers)
         for number, name in enumerate(producers):
             process = next(given)
             self.start(process, name, self.machines[0])
             names = [f"t{each}" for each in range(plan.triggers) if each % len(producers) == number]
-            world.spawn(process, f"{name}/main", self._produce, name, names, left)
+            self.spawn(process, f"{name}/main", self._produce, name, names, left)
         for number in range(plan.workers):
-            machine = world.choose("plan machine", self.machines)
+            machine = self.choose("plan machine", self.machines)
             own = [process for _, process in zip(range(3), given, strict=False)]
             self.broker.workers.append(Worker(self, f"w{number}", machine, own))
-        self._plan_faults()
-        world.run(world.now + 200, lambda: not left)
-        world.run(world.now + 15)
-        world.quiet = True
+        self.plan_faults(12)
+        self.run(self.now + 200, lambda: not left)
+        self.run(self.now + 15)
+        self.quiet = True
         self.host.loses = self.host.delays = 0.0
-        world.run(world.now + 120, self._is_drained)
-        world.run(world.now + 35 + (plan.at_least or 0.0))
+        self.run(self.now + 120, self._is_drained)
+        self.run(self.now + 35 + (plan.at_least or 0.0))
         if left:
-            self.checker.problem("a call never ended", f"{left} wait")
+            self.problem("a call never ended", f"{left} wait")
         self.checker.at_the_end()
-        world.end()
+        self.end()
 
     def _is_drained(self) -> bool:
         return not self.broker.queue and not self.broker.unacked and not self.running
 
-    def _plan_faults(self) -> None:
-        world, workers = self.world, self.broker.workers
+    # faults: each happens at some time in some histories
 
-        def worker() -> Any:
-            return world.choose("which worker", workers)
+    def _worker(self) -> Any:
+        return self.choose("which worker", self.broker.workers)
 
-        def kill_child() -> None:
-            chosen = worker()
-            chosen.kill_child(world.choose("which child", chosen.children))
+    def _killed_child(self) -> None:
+        worker = self._worker()
+        worker.kill_child(self.choose("which child", worker.children))
 
-        faults: list[tuple[str, float, Callable[[], None]]] = [
-            ("killed child", 0.15, kill_child),
-            ("killed child", 0.15, kill_child),
-            ("killed worker", 0.1, lambda: worker().kill()),
-            ("shutdown", 0.15, lambda: worker().shut_down(world.choose("how", ["Warm", "Soft", "Cold"]))),
-            ("lost connection", 0.1, lambda: worker().lose_connection()),
-            ("revoke", 0.08, self._revoke),
-        ]
-        for label, probability, do in faults:
-            if world.fault(label, probability):
-                world.after(world.uniform(f"time of {label}", 0, 12), do)
+    def _killed_worker(self) -> None:
+        self._worker().kill()
+
+    def _shutdown(self) -> None:
+        self._worker().shut_down(self.choose("how", ["Warm", "Soft", "Cold"]))
+
+    def _lost_connection(self) -> None:
+        self._worker().lose_connection()
 
     def _revoke(self) -> None:
         ids = [trigger.id for trigger in self.triggers.values() if trigger.id]
         if not ids:
             return
-        revoked = self.world.choose("which revoked", ids)
-        terminates = self.world.draw("terminates") < 0.5
-        self.world.note("somebody", "revokes", revoked[:8], "and terminates" if terminates else "")
+        revoked = self.choose("which revoked", ids)
+        terminates = self.draw("terminates") < 0.5
+        self.note("somebody", "revokes", revoked[:8], "and terminates" if terminates else "")
         self.revoked.add(revoked)
         celery.worker.state.revoked.add(revoked)
         jobs = [job for worker in self.broker.workers for job in worker.jobs if terminates and job.request]
@@ -269,17 +258,20 @@ class MessageWorld:
     # processes, apps and tasks
 
     def start(self, process: Process, name: str, machine: Machine) -> None:
-        self.pids += 1
-        process.begin(machine, self.pids, name, self.pids)
+        super().start(process, name, machine)
         self.apps.pop(process, None)
 
     def kill(self, process: Process) -> None:
-        """``kill -9``."""
-        process.is_dead = True
-        self.world.note(process.name, "is killed")
+        super().kill(process)
         for run in [run for run in self.running if run.process is process]:
             self.running.remove(run)
-            run.end, run.ended = "killed", self.world.now
+            run.end, run.ended = "killed", self.now
+
+    def app_of(self, process: Process) -> Any:
+        """The app of a process, made when it is first asked for."""
+        if process not in self.apps:
+            self.apps[process] = self._app_of(process)
+        return self.apps[process]
 
     def _app_of(self, process: Process) -> Any:
         """The app of a process, with the task decorated anew."""
@@ -292,7 +284,7 @@ class MessageWorld:
         given = {name: value for name, value in given.items() if value is not None}
 
         def work(task: Any, name: str) -> str:
-            return histories[-1].body(task, name)  # type: ignore[no-any-return] # the app outlives this history
+            return playing().body(task, name)  # type: ignore[no-any-return] # the app outlives this history
 
         function: Any = work
         if plan.placement != "above":
@@ -307,51 +299,49 @@ class MessageWorld:
     # producing
 
     def _produce(self, producer: str, names: list[str], left: list[str]) -> None:
-        world = self.world
         for name in names:
-            world.sleep(world.choose(f"pause before {name}", [0.0, 0.01, 1.0, 3.0]))
-            if not world.is_left_out(f"call {name}"):
+            self.sleep(self.choose(f"pause before {name}", [0.0, 0.01, 1.0, 3.0]))
+            if not self.is_left_out(f"call {name}"):
                 self._send(producer, name)
         left.remove(producer)
 
     def _send(self, producer: str, name: str) -> None:
-        world = self.world
-        ends, how = world.choose(f"ends of {name}", _ENDS), world.choose(f"how of {name}", _HOW)
+        ends, how = self.choose(f"ends of {name}", _ENDS), self.choose(f"how of {name}", _HOW)
         if how == "id":
             self._wait_for_the_last_with_that_id()
-        world.met[f"sent: {how}"] += 1
-        world.met[f"ends: {', '.join(ends)}"] += 1
-        trigger = self.triggers[name] = Trigger(name, ends, how, world.now, "same-id" if how == "id" else None)
-        world.note(producer, "sends", name, how, *ends)
+        self.met[f"sent: {how}"] += 1
+        self.met[f"ends: {', '.join(ends)}"] += 1
+        trigger = self.triggers[name] = Trigger(name, ends, how, self.now, "same-id" if how == "id" else None)
+        self.note(producer, "sends", name, how, *ends)
         with self.checker.sending(trigger):
             try:
-                result = HOW[how](self.apps[this()].tasks, (name,))
+                result = HOW[how](self.app_of(this()).tasks, (name,))
                 trigger.id = getattr(result, "id", trigger.id)
             except Exception as error:  # noqa: BLE001 - the checker says which are allowed
                 trigger.error = error
             trigger.is_sent = any(each.work.trigger == name for each in self.broker.published)
-            world.note(producer, "has sent", name, "published" if trigger.is_sent else f"duplicate {trigger.error}")
+            self.note(producer, "has sent", name, "published" if trigger.is_sent else f"duplicate {trigger.error}")
 
     def _wait_for_the_last_with_that_id(self) -> None:
         """An id is used again for new work when the work before has ended."""
         for _ in range(900):
             if not any(each.id == "same-id" for each in self.broker.alive()):
                 return
-            self.world.sleep(0.1)
+            self.sleep(0.1)
 
     # a run
 
     def body(self, task: Any, name: str) -> str:
         """Run the decorated function."""
-        world, trigger, process = self.world, self.triggers[name], this()
+        trigger, process = self.triggers[name], this()
         work = Work(name, task.request.replaced_task_nesting, task.request.retries)
-        run = Run(trigger, work, process.package.current_lock(), process, world.now)
+        run = Run(trigger, work, process.package.current_lock(), process, self.now)
         self.checker.run_begins(run)
         trigger.runs.append(run)
         self.running.append(run)
-        world.note(process.name, "runs", *work)
+        self.note(process.name, "runs", *work)
         try:
-            world.sleep(world.choose(f"length of {name}", [0.01, 0.5, 2.0, 4.0]))
+            self.sleep(self.choose(f"length of {name}", [0.01, 0.5, 2.0, 4.0]))
             if action := trigger.action_for(run):
                 _end(action, task, trigger)
             run.end = "done"
@@ -359,21 +349,18 @@ class MessageWorld:
             run.end = type(error).__name__
             raise
         finally:
-            run.ended = run.ended or world.now
+            run.ended = run.ended or self.now
             if run in self.running:
                 self.running.remove(run)
-            world.note(process.name, "has run", name, run.end)
+            self.note(process.name, "has run", name, run.end)
         return f"done {name}"
 
     def told(self, delivery: Delivery, end: str) -> None:
         """Note how a delivery has ended for Celery."""
-        self.world.note(name_of_this(), "ends", *delivery.work, end)
+        self.note(name_of_this(), "ends", *delivery.work, end)
         self.deliveries_ended[delivery.number] += 1
         if delivery.task == "work":
             self.outcomes[delivery.work].append(end)
-
-    def _arrived(self, process: Any, command: list[bytes], reply: Any) -> None:
-        self.world.note("server", "executes for", process.name, tuple(command), reply)
 
 
 class _Settings(Settings):  # type: ignore[misc]
@@ -397,18 +384,6 @@ class _Settings(Settings):  # type: ignore[misc]
             return default
 
 
-class _Apps(dict[Process, Any]):
-    """The app of each process, made when it is first asked for."""
-
-    def __init__(self, make: Callable[[Process], Any]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, process: Process) -> Any:
-        self[process] = self._make(process)
-        return self[process]
-
-
 @functools.cache
 def _app(_process: Process, broker: str, *, acks_late: bool) -> Any:
     """An app, made once: that takes longer than a history."""
@@ -426,7 +401,7 @@ def _app(_process: Process, broker: str, *, acks_late: bool) -> Any:
     object.__setattr__(app.conf, "__class__", _Settings)
 
     def tail(result: Any, name: str) -> Any:
-        histories[-1].triggers[name].received.append(result)
+        playing().triggers[name].received.append(result)
         return result
 
     def part(name: str) -> str:

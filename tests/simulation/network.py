@@ -1,12 +1,11 @@
-"""The network of the world: hosts, and connections whose messages are late or lost, for blocking code and asyncio."""
+"""The network of the world: a host, and connections whose messages are late or lost, for blocking code and asyncio."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from .server import Refusal, Store, commands_in, encode
@@ -17,7 +16,7 @@ _DELAYS = [0.3, 0.7, 1.2, 2.5, 6.0]
 
 
 class Host:
-    """A host with a server.
+    """The host with the server.
 
     Attributes:
         store: what its server stores.
@@ -28,18 +27,16 @@ class Host:
         latest: the most seconds that the network held up a message to or from it.
         loses: how probable it is for each message that the connection is cut instead.
         delays: how probable it is for each message that it is late.
-        arrived: called with each command that was executed, the process that sent it, and the reply.
-        answered: called when a reply has arrived.
+        replies: when a process was answered, and which.
     """
 
-    def __init__(self, world: World, address: tuple[str, int], store: Store) -> None:
-        self.world, self.address, self.store = world, address, store
+    def __init__(self, world: World, store: Store) -> None:
+        self.world, self.store = world, store
         self.frozen_until = self.down_until = self.latest = self.loses = self.delays = 0.0
         self.refused: tuple[str, tuple[bytes, ...], float] = ("", (), 0.0)
         self.cut_off: dict[Any, float] = {}
+        self.replies: list[tuple[float, Any]] = []
         self.links: list[Link] = []
-        self.arrived: Callable[[Any, list[bytes], Any], None] = lambda *_: None
-        self.answered: Callable[[Any], None] = lambda _: None
 
     def stop(self, seconds: float) -> None:
         """Let the server end, and begin again later: every connection is reset."""
@@ -48,11 +45,12 @@ class Host:
             link.reset()
         self.links.clear()
 
-    def execute(self, command: list[bytes]) -> Any:
+    def execute(self, process: Any, command: list[bytes]) -> Any:
         text, commands, until = self.refused
-        if until > self.world.now and command[0] in commands:
-            return Refusal(text)
-        return self.store.execute(command)
+        is_refused = until > self.world.now and command[0] in commands
+        reply = Refusal(text) if is_refused else self.store.execute(command)
+        self.world.note("server", "executes for", process.name, tuple(command), reply)
+        return reply
 
     @property
     def calm_from(self) -> float:
@@ -63,37 +61,28 @@ class Host:
 class Link:
     """A connection: in order in each direction; what was sent may arrive long after the client has closed it."""
 
-    host: Any = None
-
-    def __init__(self, world: World, process: Any) -> None:
+    def __init__(self, world: Any, process: Any) -> None:
         super().__init__()
-        self.world, self.process = world, process
+        self.world, self.process, self.host = world, process, world.host
         self.inbox = bytearray()
         self.is_reset = self.is_closed = False
         self.on_input: Callable[[], None] = lambda: None
         self._buffer = bytearray()
-        world.links.append(self)
+        self._last = {"up": 0.0, "down": 0.0}
 
-    def open(self, address: tuple[str, int]) -> float:
+    def open(self) -> float:
         """Connect, and return the seconds that it takes.
 
         Raises:
-            ConnectionRefusedError: if no server listens there.
+            ConnectionRefusedError: if no server listens.
         """
-        world, process = self.world, self.process
-        self.host = world.hosts[address]
-        if self.host.down_until > world.now:
+        if self.host.down_until > self.world.now:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
-        self._up, self._down = (
-            [f"{what} of {process.name} {way}" for what in ("latency", "cut", "late", "delay")]
-            for way in ("up", "down")
-        )
         # The system of a frozen server's machine accepts connections for it; a network that is cut accepts nothing.
-        seconds: float = self.host.cut_off.get(process, 0.0) - world.now
+        seconds: float = self.host.cut_off.get(self.process, 0.0) - self.world.now
         return max(0.0, seconds)
 
     def opened(self) -> None:
-        self._up_at = self._down_at = self.world.now
         self.host.links.append(self)
 
     def send(self, data: bytes) -> None:
@@ -101,34 +90,29 @@ class Link:
             raise _RESET
         self._buffer += data
         for command in commands_in(self._buffer):
-            self._up_at, is_lost = self._journey(self._up, self._up_at)
-            self.world.at(self._up_at, self.reset if is_lost else partial(self._arrive, command))
+            self._travel("up", partial(self._arrive, command))
 
-    def _journey(self, labels: list[str], last: float) -> tuple[float, bool]:
-        """When a message arrives, and whether the connection is cut instead."""
-        world, host = self.world, self.host
-        latency, cut, late, delayed = labels
-        delay = world.uniform(latency, 0.0002, 0.002)
-        is_lost = world.fault(cut, host.loses)
-        if world.fault(late, host.delays):
-            delay = world.choose(delayed, _DELAYS)
+    def _travel(self, way: str, arrive: Callable[[], None]) -> None:
+        """Let a message arrive, now or late, or the connection be cut instead."""
+        world, host, whose = self.world, self.host, f"of {self.process.name} {way}"
+        delay = world.uniform(f"latency {whose}", 0.0002, 0.002)
+        is_lost = world.fault(f"cut {whose}", host.loses)
+        if world.fault(f"late {whose}", host.delays):
+            delay = world.choose(f"delay {whose}", _DELAYS)
         host.latest = max(host.latest, delay)
         # Later than the last by a moment: what arrives at one time arrives in any order.
-        return max(last + 1e-7, world.now + delay, host.cut_off.get(self.process, 0.0)), is_lost
+        self._last[way] = max(self._last[way] + 1e-7, world.now + delay, host.cut_off.get(self.process, 0.0))
+        world.at(self._last[way], self.reset if is_lost else arrive)
 
     def _arrive(self, command: list[bytes]) -> None:
-        world, host = self.world, self.host
-        if host.frozen_until > world.now:
-            world.at(host.frozen_until, partial(self._arrive, command))
+        if self.host.frozen_until > self.world.now:
+            self.world.at(self.host.frozen_until, partial(self._arrive, command))
         elif not self.is_reset:
-            reply = host.execute(command)
-            host.arrived(self.process, command, reply)
-            self._down_at, is_lost = self._journey(self._down, self._down_at)
-            world.at(self._down_at, self.reset if is_lost else partial(self._deliver, reply))
+            self._travel("down", partial(self._deliver, self.host.execute(self.process, command)))
 
     def _deliver(self, reply: Any) -> None:
         if not self.is_closed and not self.is_reset:
-            self.host.answered(self.process)
+            self.host.replies.append((self.world.now, self.process))
             self.inbox += encode(reply)
             self.on_input()
 
@@ -151,17 +135,6 @@ class Link:
     def close(self) -> None:
         self.is_closed = True
 
-    def forget(self) -> None:
-        """The history is over."""
-        self.is_reset, self.on_input = True, lambda: None
-        self.world = self.process = self.host = _OVER
-
-
-_OVER: Any = SimpleNamespace(is_over=True)
-
-
-def _nothing() -> None: ...
-
 
 class BlockingSocket(Link):
     """``socket.socket`` in the world."""
@@ -170,8 +143,8 @@ class BlockingSocket(Link):
         super().__init__(thread.world, thread.process)
         self._timeout: float | None = None
 
-    def connect(self, address: tuple[str, int]) -> None:
-        seconds, limit = self.open(address[:2]), self._timeout or 1e9
+    def connect(self, _address: tuple[str, int]) -> None:
+        seconds, limit = self.open(), self._timeout or 1e9
         self.world.sleep(min(seconds + 0.0001, limit))
         if seconds > limit:
             raise TimeoutError
@@ -202,16 +175,15 @@ class BlockingSocket(Link):
 
     def setsockopt(self, *_: Any) -> None: ...
 
-    def shutdown(self, _how: int) -> None: ...
+    shutdown = setsockopt
 
 
 class Transport(Link, asyncio.Transport):
     """A connection of an event loop."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: Loop, protocol: Any) -> None:
         super().__init__(loop.world, loop.process)
-        self._loop = loop
-        self.protocol: Any = None
+        self._loop, self._protocol = loop, protocol
         self.on_input = self._on_input
 
     def _on_input(self) -> None:
@@ -223,19 +195,19 @@ class Transport(Link, asyncio.Transport):
             return
         try:
             if data := self.take():
-                self.protocol.data_received(data)
+                self._protocol.data_received(data)
         except ConnectionResetError as error:
             self._lose(error)
 
     def _lose(self, error: Exception | None) -> None:
         if not self.is_closed and not self._loop.is_closed():
-            self._loop.call_soon(self.protocol.connection_lost, error)
+            self._loop.call_soon(self._protocol.connection_lost, error)
         self.is_closed = True
 
     def write(self, data: Any) -> None:
-        if self._loop.on_write is not _nothing:
+        if self._loop.on_write is not None:
             self._loop.call_soon(self._loop.on_write)
-            self._loop.on_write = _nothing
+            self._loop.on_write = None
         try:
             self.send(bytes(data))
         except ConnectionResetError as error:
@@ -250,47 +222,34 @@ class Transport(Link, asyncio.Transport):
         return self.is_closed
 
 
-class _Selector:
-    """What an event loop waits for: here, the world."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.wake: Callable[[Any], None] = lambda _: None
-
-    def select(self, timeout: float | None) -> list[Any]:
-        if timeout is None or timeout > 0:
-            self.world.wait(lambda wake: setattr(self, "wake", wake), timeout)
-        return []
-
-
 class Loop(asyncio.BaseEventLoop):
     """An event loop whose time and connections are the world's."""
 
     def __init__(self, world: World, process: Any) -> None:
         super().__init__()
-        self.world, self.process, self._selector = world, process, _Selector(world)
-        self.on_write: Callable[[], object] = _nothing  # called once
+        self.world, self.process = world, process
+        self.on_write: Callable[[], object] | None = None  # called once
+        self._selector = self
+        self._wake: Callable[[Any], None] = lambda _: None
 
     def time(self) -> float:
         return self.world.now
 
+    def select(self, timeout: float | None) -> list[Any]:
+        """Wait for the world, as for a selector's files."""
+        if timeout is None or timeout > 0:
+            self.world.wait(lambda wake: setattr(self, "_wake", wake), timeout)
+        return []
+
     def _process_events(self, _events: Any) -> None: ...
 
     def _write_to_self(self) -> None:
-        self._selector.wake(None)
+        self._wake(None)
 
-    async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
-        transport = Transport(self)
-        await asyncio.sleep(transport.open((host, port)))
+    async def create_connection(self, protocol_factory: Any, *_: Any, **__: Any) -> Any:
+        protocol = protocol_factory()
+        transport = Transport(self, protocol)
+        await asyncio.sleep(transport.open())
         transport.opened()
-        transport.protocol = protocol_factory()
-        transport.protocol.connection_made(transport)
-        return transport, transport.protocol
-
-    def play(self, main: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine, as ``asyncio.run`` does."""
-        try:
-            self.run_until_complete(main)
-            self.run_until_complete(self.shutdown_asyncgens())
-        finally:
-            self.close()
+        protocol.connection_made(transport)
+        return transport, protocol

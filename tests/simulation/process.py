@@ -1,6 +1,7 @@
 """Processes of the world: each is a copy of the package of its own, whose clock, threads and process table are fakes.
 
 The fakes stand in the place of Python's modules while a copy is imported, so the package itself knows nothing of them.
+What redis-py does is the world's for good: a Python process that plays histories does nothing else.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import greenlet
@@ -47,8 +48,16 @@ from .tracing import handle_signal
 from .world import Thread, World
 
 _importing: list[Process] = []
-_history: list[World] = []
-"""The world of the history that is under way."""
+_playing: list[Any] = [World(0)]
+
+
+def playing() -> Any:
+    """The history that is played."""
+    return _playing[-1]
+
+
+def begin_history(history: Any) -> None:
+    _playing[:] = [history]
 
 
 def thread() -> Thread | None:
@@ -58,9 +67,12 @@ def thread() -> Thread | None:
 
 
 def this() -> Any:
-    """The process that runs."""
+    """The process that runs, or is imported."""
     running = thread()
     return running.process if running else (_importing[-1] if _importing else None)
+
+
+# Python's modules
 
 
 class Fake(ModuleType):
@@ -72,15 +84,12 @@ class Fake(ModuleType):
 
 
 def _now(*_: int) -> float:
-    return _history[-1].now if _history else time.monotonic()
-
-
-def _wall() -> float:
-    return _history[-1].wall() if _history else time.time()
+    now: float = _playing[-1].now
+    return now
 
 
 def _sleep(seconds: float) -> None:
-    _history[-1].sleep(seconds)
+    playing().sleep(seconds)
 
 
 def _kill(pid: int, _signal: int) -> None:
@@ -89,11 +98,10 @@ def _kill(pid: int, _signal: int) -> None:
 
 
 def _urandom(count: int) -> bytes:
-    return b"".join(b"%c" % int(256 * _history[-1].draw("urandom")) for _ in range(count))
+    return b"".join(b"%c" % int(256 * playing().draw("urandom")) for _ in range(count))
 
 
-def _on_fork(*, before: Any = None, after_in_parent: Any = None, after_in_child: Any = None) -> None:
-    del after_in_parent  # nothing else runs at that moment
+def _on_fork(*, before: Any = None, after_in_child: Any = None, **_: Any) -> None:
     if before is None:  # else it is a lock, that is held meanwhile
         _importing[-1].after_fork.append(after_in_child)
 
@@ -107,83 +115,73 @@ class FakeThread:
 
     _thread: Any = None
 
-    def __init__(self, target: Any, args: tuple[Any, ...] = (), name: str = "", daemon: bool = False) -> None:  # noqa: FBT001, FBT002
-        self._target, self._args, self._name, self.daemon = target, args, name, daemon
+    def __init__(self, target: Any, args: tuple[Any, ...] = (), name: str = "", **_: Any) -> None:
+        self._target, self._args, self._name = target, args, name
 
     def start(self) -> None:
-        process, world = this(), _history[-1]
-        if process.has_ended or world.fault(f"no thread of {process.name}", process.no_thread):
+        process = this()
+        if process.has_ended or playing().fault(f"no thread of {process.name}", process.no_thread):
             msg = "can't start new thread"
             raise RuntimeError(msg)
-        self._thread = world.spawn(process, f"{process.name}/{self._name}", self._target, *self._args)
+        self._thread = playing().spawn(process, f"{process.name}/{self._name}", self._target, *self._args)
 
     def join(self) -> None:
         if self._thread is not None and not self._thread.dead:
-            _history[-1].wait(self._thread.joined.append, None)
+            playing().wait(self._thread.joined.append, None)
 
 
-class _Waiting(list[Callable[[Any], None]]):
-    """The threads that wait for something."""
-
-    def wait(self, timeout: float | None) -> None:
-        _history[-1].wait(self.append, timeout)
-
-    def wake(self) -> None:
-        while self:
-            self.pop(0)(None)
-
-
-class FakeLock:
-    """``threading.Lock`` in the world."""
+class _Waited:
+    """Something for which threads wait."""
 
     def __init__(self) -> None:
-        self._holder: Thread | None = None
-        self._waiting = _Waiting()
+        self._waiting: list[Callable[[Any], None]] = []
+
+    def _wait(self, timeout: float | None) -> None:
+        playing().wait(self._waiting.append, timeout)
+
+    def _wake(self) -> None:
+        while self._waiting:
+            self._waiting.pop(0)(None)
+
+
+class FakeLock(_Waited):
+    """``threading.Lock`` in the world."""
+
+    _holder: Thread | None = None
 
     def acquire(self) -> bool:
         while self._holder is not None and self._holder.lives and not self._holder.dead:
-            self._waiting.wait(1.0)
+            self._wait(1.0)
         self._holder = thread()
         return True
 
-    def release(self) -> None:
+    def release(self, *_: object) -> None:
         self._holder = None
-        self._waiting.wake()
+        self._wake()
 
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    __enter__, __exit__ = acquire, release
 
 
-class FakeQueue:
+class FakeQueue(_Waited):
     """``SimpleQueue`` in the world."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._items: list[Any] = []
-        self._waiting = _Waiting()
 
     def put(self, item: Any) -> None:
         self._items.append(item)
-        self._waiting.wake()
+        self._wake()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:  # noqa: FBT001, FBT002
+        if block and not self._items:
+            self._wait(timeout)
+        return self.get_nowait()
 
     def get_nowait(self) -> Any:
         if not self._items:
             raise queue.Empty
         return self._items.pop(0)
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:  # noqa: FBT001, FBT002
-        if block and not self._items:
-            self._waiting.wait(timeout)
-        return self.get_nowait()
-
-
-class FakeRandom:
-    """``SystemRandom`` in the world."""
-
-    def uniform(self, low: float, high: float) -> float:
-        return _history[-1].uniform("random", low, high)
 
 
 @dataclass(frozen=True)
@@ -219,8 +217,8 @@ def _signature(function: Any) -> inspect.Signature:
     return _remembered_signature(function) if is_kept else inspect.signature(function)
 
 
-_time = Fake(time, clock_gettime=_now, monotonic=_now, perf_counter=_now, time=_wall, sleep=_sleep)
-vars(_time)["time_ns"] = lambda: round(_wall() * 1e9)
+_time = Fake(time, clock_gettime=_now, monotonic=_now, perf_counter=_now, time=lambda: playing().wall(), sleep=_sleep)
+vars(_time)["time_ns"] = lambda: round(playing().wall() * 1e9)
 _os = Fake(os, kill=_kill, urandom=_urandom, register_at_fork=_on_fork, getpid=lambda: getattr(this(), "pid", 1))
 _socket = Fake(
     socket,
@@ -228,22 +226,25 @@ _socket = Fake(
     getaddrinfo=lambda host, port, *_: [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, port))],
     gethostname=lambda: this().machine.name,
 )
-_queues: dict[str, Any] = {"SimpleQueue": FakeQueue, "Empty": queue.Empty, "Full": queue.Full}
+_queue = Fake(queue, SimpleQueue=FakeQueue)
+_random = SimpleNamespace(uniform=lambda low, high: playing().uniform("random", low, high))
 FAKES: dict[str, ModuleType] = {
     "time": _time,
     "os": _os,
     "threading": Fake(threading, Thread=FakeThread, Lock=FakeLock),
     "socket": _socket,
-    "queue": Fake(queue, **_queues),
-    "_queue": Fake(queue, **_queues),
+    "queue": _queue,
+    "_queue": _queue,
     "pathlib": Fake(pathlib, Path=FakePath),
-    "random": Fake(random, SystemRandom=FakeRandom),
+    "random": Fake(random, SystemRandom=lambda: _random),
     "inspect": Fake(inspect, signature=_signature),
     # The renewing thread formats even the exception that ends a history, which is slow.
     "traceback": Fake(traceback, format_exc=lambda: repr(sys.exc_info()[1])),
     "atexit": Fake(ModuleType("atexit"), register=_on_exit),
 }
 
+
+# redis-py
 
 _import = builtins.__import__
 
@@ -257,53 +258,41 @@ def _import_own(name: str, globals: Any = None, locals: Any = None, fromlist: An
 
 _parsed = lru_cache(redis.connection.parse_url)
 _dispatcher: Any = vars(redis.event.EventDispatcher())
-
-
-def _share_dispatcher(dispatcher: Any, *_: Any) -> None:
-    dispatcher.__dict__.update(_dispatcher)
-
-
 _driver = redis.driver_info.resolve_driver_info
 
 
 def _driver_info(*given: Any) -> Any:
-    return _driver(*given) if _history and _history[-1].greets else None
+    return _driver(*given) if playing().greets else None
 
 
-@contextmanager
-def patched() -> Iterator[None]:
-    """redis-py in the world: its sockets and sleeps are ours while histories run."""
-    changes: list[tuple[Any, str, Any]] = [
-        (redis.connection, "socket", _socket),
-        (redis.connection, "os", _os),
-        (redis.asyncio.connection, "os", _os),
-        (redis.retry, "sleep", _sleep),
-        (uuid, "os", _os),
-        (redis.connection, "resolve_driver_info", _driver_info),
-        (redis.client, "resolve_driver_info", _driver_info),
-        (redis.asyncio.connection, "resolve_driver_info", _driver_info),
-        (redis.asyncio.client, "resolve_driver_info", _driver_info),
-        # What redis-py computes anew for each client, connection or command, but from constants.
-        (redis.utils, "get_lib_version", lambda: "0"),
-        (redis.utils, "_get_filterable_args", lambda *_: {}),  # of which it would say that they are deprecated
-        (redis.client.CaseInsensitiveDict, "__init__", dict.update),  # a client's replies: all are in upper case
-        (redis.event.EventDispatcher, "__init__", _share_dispatcher),
-        (redis.connection, "get_default_socket_keepalive_options", dict),
-        (redis.connection, "parse_url", lambda url: {**_parsed(url)}),
-        (redis.connection, "get_pool_name", lambda _: "pool"),  # for metrics that nobody reads
-        (redis.retry.AbstractRetry, "__deepcopy__", lambda retry, _: copy.copy(retry)),  # its back-off has no state
-        (builtins, "__import__", _import_own),
-        (signal, "valid_signals", lambda: [handle_signal]),  # none of the program that runs the world
-        (signal, "getsignal", lambda handler: handler),
-    ]
-    before = [getattr(module, name, None) for module, name, _ in changes]
-    for module, name, value in changes:
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for (module, name, _), value in zip(changes, before, strict=True):
-            setattr(module, name, value)
+_CHANGES: list[tuple[Any, str, Any]] = [
+    (redis.connection, "socket", _socket),
+    (redis.connection, "os", _os),
+    (redis.asyncio.connection, "os", _os),
+    (redis.retry, "sleep", _sleep),
+    (uuid, "os", _os),
+    (redis.connection, "resolve_driver_info", _driver_info),
+    (redis.client, "resolve_driver_info", _driver_info),
+    (redis.asyncio.connection, "resolve_driver_info", _driver_info),
+    (redis.asyncio.client, "resolve_driver_info", _driver_info),
+    # What redis-py computes anew for each client, connection or command, but from constants.
+    (redis.utils, "get_lib_version", lambda: "0"),
+    (redis.utils, "_get_filterable_args", lambda *_: {}),  # of which it would say that they are deprecated
+    (redis.client.CaseInsensitiveDict, "__init__", dict.update),  # a client's replies: all are in upper case
+    (redis.event.EventDispatcher, "__init__", lambda dispatcher, *_: dispatcher.__dict__.update(_dispatcher)),
+    (redis.connection, "get_default_socket_keepalive_options", dict),
+    (redis.connection, "parse_url", lambda url: {**_parsed(url)}),
+    (redis.connection, "get_pool_name", lambda _: "pool"),  # for metrics that nobody reads
+    (redis.retry.AbstractRetry, "__deepcopy__", lambda retry, _: copy.copy(retry)),  # its back-off has no state
+    (builtins, "__import__", _import_own),
+    (signal, "valid_signals", lambda: [handle_signal]),  # none of the program that runs the world
+    (signal, "getsignal", lambda handler: handler),
+]
+for _module, _name, _value in _CHANGES:
+    setattr(_module, _name, _value)
+
+
+# the processes
 
 
 class Machine:
@@ -311,7 +300,7 @@ class Machine:
 
     def __init__(self, name: str, *, is_known: bool = True) -> None:
         self.name, self.is_known = name, is_known
-        self.processes: dict[int, Process] = {}
+        self.processes: dict[int, Any] = {}
 
     def is_dead(self, pid: int) -> bool:
         return pid not in self.processes or self.processes[pid].is_dead
@@ -320,32 +309,19 @@ class Machine:
         return [pid for pid in self.processes if self.is_dead(pid)]
 
 
-@contextmanager
-def _own_signals(process: Process) -> Iterator[None]:
-    """Celery's signals reach only the receivers of the process that sends them."""
-    original = Signal.connect
-
-    def connect(signal: Any, receiver: Any, **_: Any) -> Any:
-        def own(*args: Any, **kwargs: Any) -> Any:
-            return receiver(*args, **kwargs) if this() is process else None
-
-        return original(signal, own, weak=False)
-
-    Signal.connect = connect
-    try:
-        yield
-    finally:
-        Signal.connect = original
-
-
-_GONE: Any = SimpleNamespace(is_dead=True)
 _CONTAINERS: Any = (dict, set, list, WeakSet, WeakKeyDictionary, WeakValueDictionary)
 _ROOMS = ("call", "lock", "connections", "keys", "events", "celery")
-_ROOT = Path(__file__).parents[2]
+_connect = Signal.connect
 
 
-def _is_ours(name: str) -> bool:
-    return name.partition(".")[0] == "only_one"
+def _connect_own(signal: Any, receiver: Any, **_: Any) -> Any:
+    """Celery's signals reach only the receivers of the process that sends them."""
+    process = this()
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        return receiver(*args, **kwargs) if this() is process else None
+
+    return _connect(signal, own, weak=False)
 
 
 def _rebound_in(module: ModuleType) -> dict[str, Any]:
@@ -364,12 +340,12 @@ class Process:
         after_fork: what it does when it finds itself to be a forked child.
     """
 
-    def __init__(self, package_path: Path | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.at_exit: list[Callable[[], object]] = []
         self.after_fork: list[Callable[[], object]] = []
         self.machine = Machine("none")
         self.pid, self.name, self.life = 1, "none", 0
-        self.modules = self._import(package_path or _ROOT)
+        self.modules = self._import(path)
         self.package = self.modules["only_one"]
         for module in self.modules.values():
             vars(module)["__process__"] = self
@@ -379,64 +355,43 @@ class Process:
         self._contents = [(value, value.copy()) for _, value in values if isinstance(value, _CONTAINERS)]
 
     def _import(self, path: Path) -> dict[str, ModuleType]:
-        before = dict(sys.modules)
-        for name in filter(_is_ours, before):
-            del sys.modules[name]
-        sys.modules.update(FAKES)
-        sys.path.insert(0, str(path))
+        own_modules, own_path = patch.dict(sys.modules, FAKES), patch.object(sys, "path", [str(path), *sys.path])
         _importing.append(self)
-        try:
+        with own_modules, own_path, patch.object(Signal, "connect", _connect_own):
+            for name in [name for name in sys.modules if name.partition(".")[0] == "only_one"]:
+                del sys.modules[name]
             package = importlib.import_module("only_one")
-            with _own_signals(self):
-                importlib.import_module("only_one.celery.lazy_tasks")
-                importlib.import_module("only_one.celery.app_settings")
             for module in pkgutil.walk_packages(package.__path__, "only_one."):
                 if module.name.split(".")[1] in _ROOMS:
                     importlib.import_module(module.name)
-            own = {name: module for name, module in sys.modules.items() if _is_ours(name)}
-        finally:
-            _importing.pop()
-            sys.path.remove(str(path))
-            for name in [*filter(_is_ours, sys.modules)]:
-                del sys.modules[name]
-            sys.modules.update(before)
+            own = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "only_one"}
+        _importing.pop()
         return own
 
-    def begin(self, machine: Machine, pid: int, name: str, started: int) -> None:
+    def begin(self, machine: Machine, pid: int, name: str) -> None:
         """Begin anew, as a process that has just been started."""
-        self.machine, self.pid, self.name, self.started = machine, pid, name, started
+        self.machine, self.name = machine, name
         self.is_dead = self.has_ended = False
         self.paused_until, self.no_thread = 0.0, 0.0
         self.life += 1
-        machine.processes[pid] = self
         for values, first in self._at_first:
-            if first:
-                values.update(first)
+            values.update(first)
         for remembers in self._remembering:
             remembers.cache_clear()
         for container, content in self._contents:
             container.clear()
-            getattr(container, "update", getattr(container, "extend", print))(content)
-        self._begin_as_child()
+            refill = container.extend if isinstance(container, list) else container.update
+            refill(content)
+        self._begin_as_child(pid)
 
     def fork(self, pid: int) -> None:
         """Go on as a child with another id, and with all that the parent knows; the parent is gone."""
-        self.machine.processes[self.pid] = _GONE
-        self.machine.processes[pid], self.pid, self.started = self, pid, pid
-        self._begin_as_child()
+        self.machine.processes[self.pid] = SimpleNamespace(is_dead=True)
+        self._begin_as_child(pid)
 
-    def _begin_as_child(self) -> None:
+    def _begin_as_child(self, pid: int) -> None:
+        self.machine.processes[pid], self.pid, self.started = self, pid, pid
         _importing.append(self)
         for do in self.after_fork:
             do()
         _importing.pop()
-
-
-@contextmanager
-def history_of(world: World) -> Iterator[None]:
-    """Let the fakes show this world."""
-    _history.append(world)
-    try:
-        yield
-    finally:
-        _history.pop()

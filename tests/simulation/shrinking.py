@@ -27,7 +27,7 @@ def shrink(play: Play, seed: int, kind: str) -> frozenset[str]:
 
 
 def _parts(history: Any) -> list[str]:
-    return [*history.world.faults, *history.world.steps]
+    return [*history.faults, *history.steps]
 
 
 def _slices(parts: list[str], size: int) -> Iterator[list[str]]:
@@ -38,7 +38,7 @@ def _slices(parts: list[str], size: int) -> Iterator[list[str]]:
 def timeline(history: Any) -> str:
     """What has happened, a line each; what only opens connections is left out."""
     lines = []
-    for exact, who, what, *details in history.world.log:
+    for exact, who, what, *details in history.log:
         seconds = round(exact, 4)
         text = " ".join([what, *map(shown, details)])
         if "CLIENT SETINFO" not in text and "INFO memory" not in text:

@@ -14,7 +14,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
 from hashlib import blake2b
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import greenlet
@@ -24,10 +23,6 @@ from .tracing import Tracer, handle_signal
 T = TypeVar("T")
 WALL = 1_700_000_000.0
 """Seconds by which the wall clock is ahead of the clock of the world."""
-
-
-class Killed(greenlet.GreenletExit):  # type: ignore[misc]
-    """Raised in threads that have not ended when their history is over."""
 
 
 class Thread(greenlet.greenlet):  # type: ignore[misc]
@@ -59,7 +54,7 @@ class Thread(greenlet.greenlet):  # type: ignore[misc]
         sys.settrace(self.tracer)
         try:
             self._do()
-        except greenlet.GreenletExit:
+        except greenlet.GreenletExit:  # its history is over
             pass
         except BaseException as error:  # noqa: BLE001 - whoever waits for the thread sees that it has ended
             self.world.note(self.name, "died", repr(error))
@@ -69,34 +64,18 @@ class Thread(greenlet.greenlet):  # type: ignore[misc]
                 wake(None)
 
 
-class _Event:
-    """What happens at some time.
-
-    Attributes:
-        order: when it happens, of several at one time; drawn when there are.
-    """
-
-    __slots__ = ("do", "order", "serial")
-
-    def __init__(self, serial: int, do: Callable[[], None]) -> None:
-        self.serial, self.do, self.order = serial, do, 0.0
-
-
-_order = attrgetter("order")
-
-
 class World:
-    """One history.
+    """What happens in one history, and when.
 
     Attributes:
         now: seconds, by the clock that nobody sets.
         log: what has happened: the time, who, what, and details.
         faults: the faults that have happened, by label and number.
+        steps: what else can be left out.
         met: how often each kind of thing has happened.
-        greets: whether each connection begins with redis-py's name: two messages, which are half of all.
+        branches: those that were taken, if they are counted.
+        quiet: whether no fault happens any more.
     """
-
-    greets = True
 
     def __init__(self, seed: int, left_out: frozenset[str] = frozenset()) -> None:
         self.seed, self.left_out = seed, left_out
@@ -107,14 +86,10 @@ class World:
         self.faults: list[str] = []
         self.steps: list[str] = []
         self.met: Counter[str] = Counter()
-        self.branches: Counter[tuple[str, int, int]] | None = None  # those that were taken, if they are counted
-        self.hosts: dict[tuple[str, int], Any] = {}
-        self.links: list[Any] = []
-        self.is_over = False
-        self.quiet = False
-        self._times: list[float] = []
-        self._events: dict[float, list[_Event]] = {}  # by time
-        self._serial = 0
+        self.branches: Counter[tuple[str, int, int]] | None = None
+        self.is_over = self.quiet = False
+        self._events: list[tuple[float, int, Callable[[], None]]] = []  # the time, the number, and what happens
+        self._count = 0
         self._numbers: defaultdict[str, int] = defaultdict(int)
         self._hashes: dict[str, Callable[[], Any]] = {}
 
@@ -159,39 +134,37 @@ class World:
     # time
 
     def at(self, time: float, do: Callable[[], None]) -> None:
-        time = max(time, self.now)
-        self._serial += 1
-        events = self._events.get(time)
-        if events is None:
-            events = self._events[time] = []
-            heapq.heappush(self._times, time)
-        events.append(_Event(self._serial, do))
-
-    def _next(self) -> Callable[[], None]:
-        """Take an event of the earliest time; the seed chooses among several."""
-        events = self._events[self._times[0]]
-        if len(events) == 1:
-            del self._events[heapq.heappop(self._times)]
-            return events[0].do
-        for event in events:
-            event.order = event.order or self._drawn("order", event.serial)
-        first = min(events, key=_order)
-        events.remove(first)
-        return first.do
+        self._count += 1
+        heapq.heappush(self._events, (max(time, self.now), self._count, do))
 
     def after(self, seconds: float, do: Callable[[], None]) -> None:
         self.at(self.now + seconds, do)
+
+    def _next(self) -> Callable[[], None]:
+        """Go to the earliest time, and take an event of it; the seed chooses among several."""
+        events = self._events
+        first = heapq.heappop(events)
+        self.now = first[0]
+        if events and events[0][0] == self.now:
+            same = [first]
+            while events and events[0][0] == self.now:
+                same.append(heapq.heappop(events))
+            first = min(same, key=lambda event: self._drawn("order", event[1]))
+            for event in same:
+                if event is not first:
+                    heapq.heappush(events, event)
+        return first[2]
 
     def wall(self) -> float:
         return WALL + self.wall_step + self.now
 
     def run(self, until: float, done: Callable[[], bool] = lambda: False) -> None:
         """Let everything happen until a time, or until ``done``."""
-        while not done() and self._times and self._times[0] <= until:
-            self.now = self._times[0]
+        while not done():
+            if not self._events or self._events[0][0] > until:
+                self.now = max(self.now, until)
+                return
             self._next()()
-        if not done():
-            self.now = max(self.now, until)
 
     def end(self) -> None:
         """End all threads, without letting them do anything."""
@@ -199,12 +172,9 @@ class World:
         for thread in self.threads:
             if not thread.dead:
                 thread.tracer = None
-                thread.throw(Killed)
+                thread.throw()
         self.threads.clear()
-        self._times.clear()
         self._events.clear()
-        for link in self.links:  # redis-py's connections outlive their history, and must not keep it
-            link.forget()
 
     # threads
 
@@ -226,7 +196,7 @@ class World:
     def wait(self, begin: Callable[[Callable[[Any], None]], object], timeout: float | None) -> Any:
         """Let others go on until ``begin``'s argument is called with a value, or until the time is over: then None."""
         if self.is_over:
-            raise Killed
+            raise greenlet.GreenletExit
         thread: Any = greenlet.getcurrent()
         thread.waiting += 1
         waiting = thread.waiting
@@ -235,24 +205,19 @@ class World:
             self.after(timeout, partial(self.resume, thread, waiting, None))
         if thread.tracer is not None:
             sys.settrace(None)
-        loop: Any = asyncio._get_running_loop()
-        value = self.hub.switch() if loop is None else self._switch_from(loop)
+        # An event loop is put aside while its thread waits: Python keeps one for each thread of the system.
+        loop, hooks = asyncio._get_running_loop(), sys.get_asyncgen_hooks()
+        asyncio._set_running_loop(None)
+        sys.set_asyncgen_hooks(None, None)
+        value = self.hub.switch()
+        asyncio._set_running_loop(loop)
+        sys.set_asyncgen_hooks(*hooks)
         thread.waiting += 1
         if thread.interrupt is not None and not self.is_over:
             error, thread.interrupt = thread.interrupt, None
             handle_signal(error)
         if thread.tracer is not None:
             sys.settrace(thread.tracer)
-        return value
-
-    def _switch_from(self, loop: Any) -> Any:
-        """Put an event loop aside while its thread waits: Python keeps one for each thread of the system."""
-        hooks = sys.get_asyncgen_hooks()
-        asyncio._set_running_loop(None)
-        sys.set_asyncgen_hooks(None, None)
-        value = self.hub.switch()
-        asyncio._set_running_loop(loop)
-        sys.set_asyncgen_hooks(*hooks)
         return value
 
     def sleep(self, seconds: float) -> None:

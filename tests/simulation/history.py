@@ -1,0 +1,115 @@
+"""What histories of both worlds have, and the processes in which they are played."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from .network import Host
+from .process import Machine, Process, begin_history
+from .server import Store
+from .tracing import Interrupted
+from .world import World
+
+
+class BodyFails(Exception):
+    """Raised by a decorated function, and by policies."""
+
+
+class History(World):
+    """A history: one server, some processes, and what they do.
+
+    Attributes:
+        PLAN: what a history is made of; of each the seed chooses one.
+        FAULTS: which happen at some time in some histories, and how probable each is, once, twice and so on.
+            Each is a method with that name.
+        greets: whether each connection begins with redis-py's name: two messages, which are half of all.
+        problems: what must not happen, and has: which kind, and a text.
+    """
+
+    PLAN: ClassVar[dict[str, list[Any]]]
+    FAULTS: ClassVar[dict[str, list[float]]]
+
+    def __init__(self, processes: list[Process], seed: int, left_out: frozenset[str] = frozenset()) -> None:
+        super().__init__(seed, left_out)
+        self.processes = processes
+        self.plan = SimpleNamespace(**{name: self.choose(f"plan {name}", values) for name, values in self.PLAN.items()})
+        self.store = Store(lambda: self.now, self.wall, self.plan.server)
+        self.host = Host(self, self.store)
+        self.greets = self.draw("plan greets") < 1 / 8
+        self.problems: list[tuple[str, str]] = []
+        self._pids = 100
+
+    def plan_faults(self, seconds: float) -> None:
+        for label, probabilities in self.FAULTS.items():
+            do = getattr(self, f"_{label.replace(' ', '_')}")
+            for probability in probabilities:
+                if self.fault(label, probability):
+                    self.after(self.uniform(f"time of {label}", 0, seconds), do)
+
+    def start(self, process: Process, name: str, machine: Machine) -> None:
+        process.begin(machine, self.next_pid(), name)
+
+    def next_pid(self) -> int:
+        self._pids += 1
+        return self._pids
+
+    def kill(self, process: Process) -> None:
+        """``kill -9``."""
+        process.is_dead = True
+        self.note(process.name, "is killed")
+
+    def end_in_order(self, process: Process) -> None:
+        """Do what is registered for the end of a process."""
+        process.has_ended = True
+        for do in reversed(process.at_exit):
+            do()
+        process.is_dead = True
+
+    def problem(self, kind: str, text: str) -> None:
+        self.problems.append((kind, text))
+        self.note("checker", kind.upper(), text)
+
+    def play(self) -> None:
+        """Let the history happen."""
+        raise NotImplementedError
+
+
+class Histories(logging.Handler):
+    """Plays histories, one after another, in the same processes; an error in the log is a problem.
+
+    Attributes:
+        greets: whether connections begin with redis-py's name in each history; else in one of eight.
+    """
+
+    def __init__(self, kind: type[History], processes: int, package: Path, *, greets: bool = False) -> None:
+        super().__init__(logging.ERROR)
+        self.processes = [Process(package) for _ in range(processes)]
+        self.kind, self.greets = kind, greets
+        self.history: Any = None
+        logging.getLogger("only_one").addHandler(self)
+        # What is collected after a history, Python and asyncio complain about: its tasks have not ended.
+        sys.unraisablehook = lambda _: None
+        logging.getLogger("asyncio").disabled = True
+        warnings.simplefilter("ignore")
+        gc.disable()  # leases are weakly referenced: when they end must not be left to chance
+        gc.collect()
+        gc.freeze()  # what outlives all histories is not looked at between them
+
+    def play(self, seed: int, left_out: frozenset[str] = frozenset(), branches: Any = None) -> Any:
+        self.history = history = self.kind(self.processes, seed, left_out)
+        history.branches = branches
+        history.greets |= self.greets
+        begin_history(history)
+        history.play()
+        return history
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and isinstance(record.exc_info[1], (Interrupted, BodyFails)):
+            return  # it was raised in a user's hook or policy, whose errors are logged
+        self.history.problem("an error in the log", record.getMessage()[-300:])
