@@ -13,52 +13,54 @@ from .history import Histories
 from .lock_world import LockWorld
 from .message_world import MessageWorld
 from .shrinking import shrink, timeline
-from .tracing import Branches
+from .tracing import describe_rare
 
 COUNTED = 10
 """Of so many histories one counts its branches, because counting makes it slow."""
 
-_ROOT = Path(__file__).parents[2]
 _PART = 200
 """So many histories are played in one process, which ends without collecting its garbage: a seventh of the time."""
 
 
 @cache
-def _histories(package: str | None, *, messages: bool, greets: bool) -> Histories:
+def _histories(package: str, *, messages: bool, greets: bool) -> Histories:
     kind, processes = (MessageWorld, 7) if messages else (LockWorld, 4)
-    return Histories(kind, processes, Path(package or _ROOT), greets=greets)
+    return Histories(kind, processes, Path(package), greets=greets)
 
 
-def _play(given: tuple[list[int], bool, Any]) -> tuple[int, Counter[Any], dict[str, list[tuple[int, str]]]]:
+def _play(given: tuple[list[int], bool, Any]) -> tuple[int, Counter[Any], list[tuple[str, int, str]]]:
+    """Play a part of the histories; return how many, what was met, and the first problem of each that is red."""
     seeds, messages, options = given
     histories = _histories(options.package, messages=messages, greets=options.greets)
     met: Counter[Any] = Counter()
-    problems: dict[str, list[tuple[int, str]]] = {}
+    problems = []
     for seed in seeds:
         history = histories.play(seed, branches=met if seed % COUNTED == 0 else None)
         met.update(history.met)
         for kind, text in history.problems[:1]:
-            problems.setdefault(f"--messages: {kind}" if messages else kind, []).append((seed, text))
+            problems.append((f"--messages: {kind}" if messages else kind, seed, text))
     return len(seeds), met, problems
 
 
 def main() -> int:
+    root = Path(__file__).parents[2]
     parser = argparse.ArgumentParser("python -m tests.simulation", description="Search interleavings of the lock.")
     parser.add_argument("--seed", type=int, help="play this history again, shrunk, as a timeline")
     parser.add_argument("--begin", type=int, default=None, help="the first seed; by default the time, so each is fresh")
     parser.add_argument("--histories", type=int, default=10_000, help="how many are played")
     parser.add_argument("--seeds", type=int, nargs="*", help="play these")
-    parser.add_argument("--package", help="the folder with another version of only_one")
+    parser.add_argument("--package", default=str(root), help="the folder with another version of only_one")
     parser.add_argument("--messages", action="store_true", help="the world of messages, and not of the lock")
     parser.add_argument("--both", action="store_true", help="of five histories one is in the world of messages")
     parser.add_argument("--greets", action="store_true", help="redis-py tells its name in each, not in one of eight")
     parser.add_argument("--whole", action="store_true", help="with --seed: do not shrink")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
-    if given.seed is not None:
-        return _again(given)
-    started, done, met = time.monotonic(), 0, Counter[Any]()
-    problems: dict[str, list[tuple[int, str]]] = {}
+    return _search(given) if given.seed is None else _again(given)
+
+
+def _search(given: Any) -> int:
+    started, done, met, reds = time.monotonic(), 0, Counter[Any](), Counter[str]()
     begin = time.time_ns() // 1000 if given.begin is None else given.begin
     seeds = given.seeds or list(range(begin, begin + given.histories))
     slices = [seeds[at : at + _PART] for at in range(0, len(seeds), _PART)]
@@ -66,41 +68,29 @@ def main() -> int:
     for messages in {messages for _, messages, _ in parts}:  # now: each part is a fork of this process
         _histories(given.package, messages=messages, greets=given.greets)
     with multiprocessing.get_context("fork").Pool(given.jobs, maxtasksperchild=1) as pool:
-        for count, part_met, part_problems in pool.imap_unordered(_play, parts):
+        for count, part_met, problems in pool.imap_unordered(_play, parts):
             done += count
             met.update(part_met)
-            for kind, found in part_problems.items():
-                problems.setdefault(kind, []).extend(found)
-                print("\r" + "".join(f"seed {seed}: {kind}: {text}\n" for seed, text in found), end="", flush=True)
+            for kind, seed, text in problems:
+                reds[kind] += 1
+                print(f"\rseed {seed}: {kind}: {text}", flush=True)
+            red = ", ".join(f"{kind} {count}" for kind, count in reds.items()) or "no problem"
             rate = done / (time.monotonic() - started)
-            red = ", ".join(f"{kind} {len(found)}" for kind, found in problems.items())
-            print(f"\r{done} of {len(seeds)} histories, {rate:.0f}/s; {red or 'no problem'}", end="", file=sys.stderr)
+            print(f"\r{done} of {len(seeds)} histories, {rate:.0f}/s; {red}", end="", file=sys.stderr)
     print(file=sys.stderr)
-    for name, count in sorted((name, count) for name, count in met.items() if isinstance(name, str)):
+    steps = Counter({name: COUNTED * count for name, count in met.items() if not isinstance(name, str)})
+    for name, count in sorted(item for item in met.items() if isinstance(item[0], str)):
         print(f"{count:8} {name}")
-    _show_branches(Path(given.package or _ROOT) / "only_one", met)
-    for kind, found in problems.items():
-        print(f"{kind}: {len(found)}; seeds", *[seed for seed, _ in sorted(found)[:10]])
-    return bool(problems)
-
-
-def _show_branches(package: Path, met: Counter[Any]) -> None:
-    branches = Branches(package)
-    counts = branches.counts(Counter({step: count for step, count in met.items() if not isinstance(step, str)}))
-    excepted = [each for each in branches.all if branches.exception(each)]
-    rare = [each for each in branches.all if COUNTED * counts[each] < 100 and each not in excepted]
-    print(f"{len(branches.all)} branches, {len(excepted)} are excepted, {len(rare)} were met less than 100 times:")
-    for file, line, after in rare:
-        place = f"{Path(file).relative_to(package)}:{line} -> {after}"
-        print(f"{COUNTED * counts[file, line, after]:8} {place:32} {branches.texts[file, line, after]}"[:150])
+    print(*describe_rare(Path(given.package, "only_one"), steps, 100), sep="\n")
+    return bool(reds)
 
 
 def _again(given: Any) -> int:
     histories = _histories(given.package, messages=given.messages, greets=given.greets)
     history = histories.play(given.seed)
     if history.problems and not given.whole:
-        history = histories.play(given.seed, shrink(histories.play, given.seed, history.problems[0][0]))
-    print(history.plan)
+        history = shrink(histories.play, given.seed, history.problems[0][0])
+    print(vars(history.plan))
     print(timeline(history))
     print("faults:", *history.faults)
     for kind, text in history.problems:

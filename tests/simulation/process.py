@@ -98,7 +98,8 @@ def _kill(pid: int, _signal: int) -> None:
 
 
 def _urandom(count: int) -> bytes:
-    return b"".join(b"%c" % int(256 * playing().draw("urandom")) for _ in range(count))
+    draw = playing().draw
+    return bytes(int(256 * draw("urandom")) for _ in range(count))
 
 
 def _on_fork(*, before: Any = None, after_in_child: Any = None, **_: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,30 +78,26 @@ EXCEPTIONS = {
 """Branches that no history takes, by some of their first line and the line after it, and why."""
 
 
-class Branches:
-    """The branches of the lock's code: each line from which there are several ways, and the line after it."""
+def describe_rare(package: Path, steps: Counter[Branch], least: int) -> Iterator[str]:
+    """Describe the branches of the lock's code, and each of them that was taken less often than ``least`` times.
 
-    def __init__(self, package: Path) -> None:
-        self._parsers: dict[str, PythonParser] = {}
-        self.all: list[Branch] = []
-        self.texts: dict[Branch, str] = {}
-        for path in [path for room in ("call", "lock") for path in sorted((package / room).glob("*.py"))]:
-            parser = self._parsers[str(path)] = PythonParser(text=path.read_text(), filename=str(path))
-            parser.parse_source()
-            ways, lines = parser.exit_counts(), ["", *path.read_text().splitlines()]
-            found = [(str(path), *arc) for arc in sorted(parser.arcs()) if ways.get(arc[0], 0) > 1]
-            self.all += found
-            self.texts.update({each: f"{lines[each[1]].strip()}  # {lines[abs(each[2])].strip()}" for each in found})
-
-    def counts(self, steps: Counter[Branch]) -> Counter[Branch]:
-        """How often each branch was taken, by how often each line came after another."""
-        counts: Counter[Branch] = Counter()
-        own = {step: count for step, count in steps.items() if step[0] in self._parsers}  # and not of another package
-        for (file, *step), count in own.items():
-            for before, after in self._parsers[file].translate_arcs([(step[0], step[1])]):
-                counts[file, before, after] += count
-        return counts
-
-    def exception(self, branch: Branch) -> str | None:
-        """Why no history takes this branch."""
-        return next((why for text, why in EXCEPTIONS.items() if text in self.texts[branch]), None)
+    A branch is a line from which there are several ways, and the line after it. Of each step it is known how often
+    one line came after another.
+    """
+    kinds: Counter[str] = Counter()
+    for path in [path for room in ("call", "lock") for path in sorted((package / room).glob("*.py"))]:
+        parser, lines = PythonParser(text=path.read_text(), filename=str(path)), ["", *path.read_text().splitlines()]
+        parser.parse_source()
+        ways = parser.exit_counts()
+        taken: Counter[tuple[int, int]] = Counter()
+        for step in [step for step in steps if step[0] == str(path)]:
+            for branch in parser.translate_arcs([step[1:]]):
+                taken[branch] += steps[step]
+        for before, after in sorted(branch for branch in parser.arcs() if ways.get(branch[0], 0) > 1):
+            text, count = f"{lines[before].strip()}  # {lines[abs(after)].strip()}", taken[before, after]
+            kind = "excepted" if any(each in text for each in EXCEPTIONS) else "rare" if count < least else "met"
+            kinds[kind] += 1
+            if kind == "rare":
+                yield f"{count:8} {f'{path.relative_to(package)}:{before} -> {after}':32} {text}"[:150]
+    rare = f"{kinds['rare']} were met less than {least} times"
+    yield f"{kinds.total()} branches, {kinds['excepted']} are excepted, {rare}"

@@ -116,10 +116,9 @@ class World:
 
     def fault(self, label: str, probability: float) -> bool:
         """Whether a fault happens now; a shrunk history leaves some out."""
-        self._numbers[label] = number = self._numbers[label] + 1
-        if probability <= 0 or self.quiet or self._drawn(label, number) >= probability:
+        if probability <= 0 or self.quiet or self.draw(label) >= probability:
             return False
-        name = f"{label}#{number}"
+        name = f"{label}#{self._numbers[label]}"
         if name in self.left_out:
             return False
         self.faults.append(name)
