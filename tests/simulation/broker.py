@@ -15,6 +15,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
+import billiard.einfo
+import celery.worker.request
 import celery.worker.state
 from billiard.einfo import ExceptionInfo
 from celery import Celery, signals
@@ -25,7 +27,7 @@ from kombu import common
 from kombu.exceptions import OperationalError
 from kombu.transport import virtual
 
-from .process import Machine, Process, playing, thread
+from .process import FakeQueue, Machine, Process, playing, thread
 from .world import World
 
 _virtual: Any = virtual
@@ -49,20 +51,11 @@ class Channel(virtual.Channel):
         return 0
 
 
-class RedisTransport(virtual.Transport):
-    """The transport by which Celery publishes, with the name of Redis."""
-
-    Channel = Channel
-    driver_type = driver_name = "redis"
-
-
-class AmqpTransport(RedisTransport):
-    """The same with the name of RabbitMQ."""
-
-    driver_type = driver_name = "amqp"
-
-
-TRANSPORTS = {"redis": RedisTransport, "amqp": AmqpTransport}
+TRANSPORTS: dict[str, Any] = {
+    name: type(name, (virtual.Transport,), {"Channel": Channel, "driver_type": name, "driver_name": name})
+    for name in ("redis", "amqp")
+}
+"""The transports by which Celery publishes, by the name that they have."""
 
 
 class App(Celery):  # type: ignore[misc]
@@ -88,6 +81,11 @@ class Clock(datetime):
     def now(cls, _zone: Any = None) -> Any:
         """The world's time; Celery asks for it in UTC."""
         return datetime.fromtimestamp(playing().wall(), timezone.utc)
+
+
+celery.worker.request.datetime = Clock
+billiard.einfo.traceback = SimpleNamespace(format_exception=lambda *_: ["not kept"])  # which takes long to make
+billiard.einfo.Traceback = lambda _: None
 
 
 def name_of_this() -> str:
@@ -180,15 +178,11 @@ class Broker:
 
     def ack(self, delivery: Delivery) -> None:
         # Redis knows a message by its tag, which a redelivery has, too; AMQP by the connection on which it came.
-        acked = [each for each in self.unacked if each is delivery or self._is_redis_redelivery(each, delivery)]
-        for each in acked:
-            self.unacked.remove(each)
+        known_by_tag = delivery.number if self.kind == "redis" else None
+        self.unacked = [each for each in self.unacked if each is not delivery and each.number != known_by_tag]
         self.published[delivery.number].is_done = delivery.is_done = True
         self.world.note(name_of_this(), "acknowledges", f"#{delivery.number}")
         self.deliver()
-
-    def _is_redis_redelivery(self, other: Delivery, delivery: Delivery) -> bool:
-        return self.kind == "redis" and other.number == delivery.number
 
     def reject(self, delivery: Delivery, *, requeue: bool) -> None:
         self.world.note(name_of_this(), "rejects", f"#{delivery.number}", "requeue" if requeue else "")
@@ -230,7 +224,6 @@ class Worker:
         self.task_buckets: Any = defaultdict(lambda: None)
         self.apply_eta_task = self.on_task_request = self._execute
         self.receiving: Any = None
-        self._wake: Callable[[Any], None] = _nobody_waits
         self.begin()
 
     def begin(self) -> None:
@@ -240,7 +233,7 @@ class Worker:
         self.app = self.world.app_of(self.main)
         self.consumes = True
         self.jobs: list[Job] = []
-        self._inbox: list[Callable[[], None]] = []
+        self._inbox = FakeQueue()
         self._strategies: dict[str, Any] = {}
         self.world.spawn(self.main, f"{self.hostname}/main", self._serve)
         self.broker.deliver()
@@ -251,19 +244,11 @@ class Worker:
     # the main process: one thing after another
 
     def do(self, job: Callable[[], None]) -> None:
-        self._inbox.append(job)
-        wake, self._wake = self._wake, _nobody_waits
-        wake(None)
+        self._inbox.put(job)
 
     def _serve(self) -> None:
-        while self.consumes or self.jobs or self._inbox:
-            if not self._inbox:
-                self.world.wait(lambda wake: setattr(self, "_wake", wake), None)
-            self._do_all()
-
-    def _do_all(self) -> None:
-        while self._inbox:
-            self._inbox.pop(0)()
+        while self.consumes or self.jobs or self._inbox.items:
+            self._inbox.get()()
 
     def receive(self, delivery: Delivery) -> None:
         job = Job(self, delivery)
@@ -322,7 +307,8 @@ class Worker:
         gives_up = self.world.now + patience
         while any(job.child for job in self.jobs) and self.world.now < gives_up:
             self.world.sleep(0.1)
-            self._do_all()
+            while self._inbox.items:
+                self._inbox.get()()
         for child in self.children:
             if how == "Warm" and not child.is_dead:
                 self._let_end(child)
@@ -470,9 +456,6 @@ class Job:
             raise error
         except type(error):
             self.callbacks["error_callback"](ExceptionInfo())  # of the exception that is handled
-
-
-def _nobody_waits(_: Any) -> None: ...
 
 
 def _name_of_error(info: Any) -> str:

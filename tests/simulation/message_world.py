@@ -11,65 +11,33 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, ClassVar
-from unittest.mock import patch
 
-import billiard.einfo
-import celery.worker.request
 import celery.worker.state
 from celery import _state, chain, chord
-from celery.app.utils import Settings
 from celery.backends import cache
 from celery.exceptions import Ignore, Reject, Retry
 
-from .broker import TRANSPORTS, App, Broker, Clock, Delivery, Work, Worker, name_of_this
+from .broker import TRANSPORTS, App, Broker, Delivery, Work, Worker, name_of_this
 from .history import History
 from .message_checker import MessageChecker
 from .process import Machine, Process, playing, this
 
-# How a task is sent.
-
-
-def _chain(tasks: Any, args: Any) -> Any:
-    return chain(tasks["work"].s(*args), tasks["tail"].s(args[0])).apply_async().parent
-
-
-def _chord(tasks: Any, args: Any) -> Any:
-    parts = [tasks["work"].s(*args), tasks["part"].s(args[0])]
-    return chord(parts)(tasks["tail"].s(args[0])).parent.results[0]
-
-
-def _link(tasks: Any, args: Any) -> Any:
-    return tasks["work"].apply_async(args, link=tasks["tail"].s(args[0]))
-
-
-def _link_error(tasks: Any, args: Any) -> Any:
-    return tasks["work"].apply_async(args, link_error=tasks["tail"].si("failed", args[0]))
-
-
-def _by_name(tasks: Any, args: Any) -> Any:
-    return tasks["work"].app.send_task("work", args)
-
-
-def _with(**options: Any) -> Callable[[Any, Any], Any]:
-    return lambda tasks, args: tasks["work"].apply_async(args, **options)
-
-
-HOW: dict[str, Callable[[Any, Any], Any]] = {
-    "delay": _with(),
-    "id": _with(task_id="same-id"),
-    "countdown": _with(countdown=1),
-    "long countdown": _with(countdown=4),
-    "expires": _with(expires=2),
-    "soft limit": _with(soft_time_limit=1),
-    "hard limit": _with(time_limit=1),
-    "chain": _chain,
-    "chord": _chord,
-    "link": _link,
-    "link_error": _link_error,
-    "by name": _by_name,
+HOW: dict[str, Callable[[Any, Any, Any, str], Any]] = {
+    "delay": lambda work, _tail, _part, name: work.delay(name),
+    "id": lambda work, _tail, _part, name: work.apply_async((name,), task_id="same-id"),
+    "countdown": lambda work, _tail, _part, name: work.apply_async((name,), countdown=1),
+    "long countdown": lambda work, _tail, _part, name: work.apply_async((name,), countdown=4),
+    "expires": lambda work, _tail, _part, name: work.apply_async((name,), expires=2),
+    "soft limit": lambda work, _tail, _part, name: work.apply_async((name,), soft_time_limit=1),
+    "hard limit": lambda work, _tail, _part, name: work.apply_async((name,), time_limit=1),
+    "chain": lambda work, tail, _part, name: chain(work.s(name), tail.s(name)).apply_async().parent,
+    "chord": lambda work, tail, part, name: chord([work.s(name), part.s(name)])(tail.s(name)).parent.results[0],
+    "link": lambda work, tail, _part, name: work.apply_async((name,), link=tail.s(name)),
+    "link_error": lambda work, tail, _part, name: work.apply_async((name,), link_error=tail.si("failed", name)),
+    "by name": lambda work, _tail, _part, name: work.app.send_task("work", (name,)),
 }
+"""How a task is sent."""
 _HOW = [*HOW, *["delay"] * 7, *["id"] * 3, "chain", "chord", "soft limit", "hard limit"]
 
 # How the runs of a task end: the first, the second, and so on; those after the last return.
@@ -183,20 +151,8 @@ class MessageWorld(History):
 
     def play(self) -> None:
         cache._DUMMY_CLIENT_CACHE.clear()  # the results
+        celery.worker.state.reset_state()
         finalizers = set(_state._on_app_finalizers)
-        no_text = SimpleNamespace(format_exception=lambda *_: ["not kept"])  # which takes long to make
-        try:
-            with (
-                patch.object(celery.worker.request, "datetime", Clock),
-                patch.object(billiard.einfo, "traceback", no_text),
-                patch.object(billiard.einfo, "Traceback", lambda _: None),
-            ):
-                self._play()
-        finally:
-            _state._on_app_finalizers.intersection_update(finalizers)
-            celery.worker.state.reset_state()
-
-    def _play(self) -> None:
         plan, given = self.plan, iter(self.processes)
         producers = ["producer", "beat"][: 1 + plan.has_beat]
         left = list(producers)
@@ -220,6 +176,7 @@ class MessageWorld(History):
             self.problem("a call never ended", f"{left} wait")
         self.checker.at_the_end()
         self.end()
+        _state._on_app_finalizers.intersection_update(finalizers)
 
     def _is_drained(self) -> bool:
         return not self.broker.queue and not self.broker.unacked and not self.running
@@ -315,7 +272,8 @@ class MessageWorld(History):
         self.note(producer, "sends", name, how, *ends)
         with self.checker.sending(trigger):
             try:
-                result = HOW[how](self.app_of(this()).tasks, (name,))
+                tasks = self.app_of(this()).tasks
+                result = HOW[how](tasks["work"], tasks["tail"], tasks["part"], name)
                 trigger.id = getattr(result, "id", trigger.id)
             except Exception as error:  # noqa: BLE001 - the checker says which are allowed
                 trigger.error = error
@@ -363,34 +321,12 @@ class MessageWorld(History):
             self.outcomes[delivery.work].append(end)
 
 
-class _Settings(Settings):  # type: ignore[misc]
-    """An app's settings, which do not change: each is looked up once."""
-
-    def __getitem__(self, key: str) -> Any:
-        found = self.__dict__.setdefault("found", {})
-        if key not in found:
-            try:
-                found[key] = super().__getitem__(key)
-            except KeyError:
-                found[key] = KeyError
-        if found[key] is KeyError:
-            raise KeyError(key)
-        return found[key]
-
-    def get(self, key: str, default: Any = None) -> Any:
-        try:
-            return self[key]
-        except KeyError:
-            return default
-
-
 @functools.cache
 def _app(_process: Process, broker: str, *, acks_late: bool) -> Any:
     """An app, made once: that takes longer than a history."""
-    transport = TRANSPORTS[broker]
     app = App("world", broker="sim://", backend="cache+memory://", set_as_current=False)
     app.conf.update(
-        broker_transport=f"{transport.__module__}:{transport.__name__}",
+        broker_transport=TRANSPORTS[broker],
         broker_transport_options={"visibility_timeout": 60},
         task_acks_late=acks_late,
         task_reject_on_worker_lost=acks_late,
@@ -398,7 +334,7 @@ def _app(_process: Process, broker: str, *, acks_late: bool) -> Any:
         only_one_redis="redis://server:6379/0?protocol=2",
     )
     app.finalize()
-    object.__setattr__(app.conf, "__class__", _Settings)
+    app.conf.update({name: app.conf[name] for name in app.conf})  # so that Celery looks only there
 
     def tail(result: Any, name: str) -> Any:
         playing().triggers[name].received.append(result)

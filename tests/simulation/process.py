@@ -168,21 +168,21 @@ class FakeQueue(_Waited):
 
     def __init__(self) -> None:
         super().__init__()
-        self._items: list[Any] = []
+        self.items: list[Any] = []
 
     def put(self, item: Any) -> None:
-        self._items.append(item)
+        self.items.append(item)
         self._wake()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:  # noqa: FBT001, FBT002
-        if block and not self._items:
+        if block and not self.items:
             self._wait(timeout)
         return self.get_nowait()
 
     def get_nowait(self) -> Any:
-        if not self._items:
+        if not self.items:
             raise queue.Empty
-        return self._items.pop(0)
+        return self.items.pop(0)
 
 
 @dataclass(frozen=True)
