@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -196,13 +196,10 @@ class Broker:
         for delivery in [each for each in self.unacked if each.worker is worker]:
             self.again(delivery)
 
-    def alive(self) -> Iterator[Delivery]:
+    def alive(self) -> list[Delivery]:
         """The messages that wait, or are in a worker."""
-        yield from (each for each in self.published if not each.is_done)
-        yield from self.queue
-        yield from self.unacked
-        for worker in self.workers:
-            yield from (job.delivery for job in worker.jobs)
+        in_workers = [job.delivery for worker in self.workers for job in worker.jobs]
+        return [*(each for each in self.published if not each.is_done), *self.queue, *self.unacked, *in_workers]
 
 
 class Worker:
@@ -452,10 +449,7 @@ class Job:
             self._over()
 
     def _fails(self, error: Exception) -> None:
-        try:
-            raise error
-        except type(error):
-            self.callbacks["error_callback"](ExceptionInfo())  # of the exception that is handled
+        self.callbacks["error_callback"](ExceptionInfo((type(error), error, None)))
 
 
 def _name_of_error(info: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -262,12 +262,6 @@ def _is_kept_of(value: Any, call: Call) -> bool:
     return isinstance(value, bytes) and b'"kept"' in value and number in value
 
 
-def _short(command: Sequence[bytes]) -> str:
-    name, *rest = command
-    shown = [_token(each) for each in rest]
-    return f"{name.decode()} {' '.join(shown)}"[:110]
-
-
 def _token(value: bytes) -> str:
     """A word for a value: of a token the process and the number."""
     if b'"only_one"' not in value:
@@ -279,6 +273,6 @@ def _token(value: bytes) -> str:
 
 def shown(detail: Any) -> str:
     """A detail of the log, as a timeline shows it: of commands and values only what a reader needs."""
-    if isinstance(detail, tuple):
-        return _short(detail)
+    if isinstance(detail, tuple):  # a command
+        return " ".join(map(_token, detail))[:110]
     return _token(detail) if isinstance(detail, bytes) else str(detail)

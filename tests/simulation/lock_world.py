@@ -102,8 +102,18 @@ class LockWorld(History):
         process.no_thread = self.choose(f"plan no_thread of {name}", [0.0] * 9 + [0.3])
         self.functions[process] = self._decorated(process)
         self.left[process] = self.plan.calls
-        run, kind = (self._run_loop, "loop") if self.is_async else (self._run_calls, "main")
-        self.spawn(process, f"{name}/{kind}", run, process)
+        self.spawn(process, f"{name}/main", self._run, process)
+
+    def _run(self, process: Process) -> None:
+        if self.is_async:
+            with closing(Loop(self, process)) as loop:  # as ``asyncio.run``
+                loop.run_until_complete(self._call_all(process))
+                loop.run_until_complete(loop.shutdown_asyncgens())
+        else:
+            self._run_calls(process)
+        if self.draw(f"ends {process.name}") < 0.5:
+            self.end_in_order(process)
+            self.note(process.name, "ended")
 
     def _decorated(self, process: Process) -> Callable[..., Any]:
         plan, package = self.plan, process.package
@@ -143,7 +153,6 @@ class LockWorld(History):
             self.left[process] -= 1
             if self.fault(f"fork of {process.name}", 0.03):
                 self._fork(process)
-        self._end(process)
 
     def _call_and_check(self, process: Process, name: str) -> None:
         call = self._call(process, name)
@@ -164,17 +173,6 @@ class LockWorld(History):
             if each.process is process and each is not thread():
                 each.life = -1
         self.note(process.name, "goes on as a forked child")
-
-    def _end(self, process: Process) -> None:
-        if self.draw(f"ends {process.name}") < 0.5:
-            self.end_in_order(process)
-            self.note(process.name, "ended")
-
-    def _run_loop(self, process: Process) -> None:
-        with closing(Loop(self, process)) as loop:  # as ``asyncio.run``
-            loop.run_until_complete(self._call_all(process))
-            loop.run_until_complete(loop.shutdown_asyncgens())
-        self._end(process)
 
     async def _call_all(self, process: Process) -> None:
         await asyncio.gather(*[self._call_async(process, *each) for each in self._calls_of(process)])

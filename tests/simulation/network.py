@@ -15,6 +15,9 @@ _RESET = ConnectionResetError(errno.ECONNRESET, "reset")
 _DELAYS = [0.3, 0.7, 1.2, 2.5, 6.0]
 
 
+def _nobody_waits(_: object) -> None: ...
+
+
 class Host:
     """The host with the server.
 
@@ -66,7 +69,6 @@ class Link:
         self.world, self.process, self.host = world, process, world.host
         self.inbox = bytearray()
         self.is_reset = self.is_closed = False
-        self.on_input: Callable[[], None] = lambda: None
         self._buffer = bytearray()
         self._last = {"up": 0.0, "down": 0.0}
 
@@ -81,9 +83,6 @@ class Link:
         # The system of a frozen server's machine accepts connections for it; a network that is cut accepts nothing.
         seconds: float = self.host.cut_off.get(self.process, 0.0) - self.world.now
         return max(0.0, seconds)
-
-    def opened(self) -> None:
-        self.host.links.append(self)
 
     def send(self, data: bytes) -> None:
         if self.is_reset:
@@ -116,6 +115,10 @@ class Link:
             self.inbox += encode(reply)
             self.on_input()
 
+    def on_input(self) -> None:
+        """Called when something has arrived, or the connection is reset."""
+        raise NotImplementedError
+
     def take(self, count: int | None = None) -> bytes:
         """Take what has arrived.
 
@@ -142,13 +145,14 @@ class BlockingSocket(Link):
     def __init__(self, thread: Thread) -> None:
         super().__init__(thread.world, thread.process)
         self._timeout: float | None = None
+        self._wake: Callable[[object], None] = _nobody_waits
 
     def connect(self, _address: tuple[str, int]) -> None:
         seconds, limit = self.open(), self._timeout or 1e9
         self.world.sleep(min(seconds + 0.0001, limit))
         if seconds > limit:
             raise TimeoutError
-        self.opened()
+        self.host.links.append(self)
 
     def sendall(self, data: bytes) -> None:
         if self.world.is_over:
@@ -160,12 +164,12 @@ class BlockingSocket(Link):
         if not self.inbox and not self.is_reset:
             if self._timeout == 0:
                 raise BlockingIOError(errno.EWOULDBLOCK, "nothing yet")
-            if not self.world.wait(self._wake_on_input, self._timeout):
+            if not self.world.wait(lambda wake: setattr(self, "_wake", wake), self._timeout):
                 raise TimeoutError
         return self.take(count)
 
-    def _wake_on_input(self, wake: Callable[[Any], None]) -> None:
-        self.on_input = lambda: wake(True)
+    def on_input(self) -> None:
+        self._wake(True)
 
     def settimeout(self, timeout: float | None) -> None:
         self._timeout = timeout
@@ -184,9 +188,8 @@ class Transport(Link, asyncio.Transport):
     def __init__(self, loop: Loop, protocol: Any) -> None:
         super().__init__(loop.world, loop.process)
         self._loop, self._protocol = loop, protocol
-        self.on_input = self._on_input
 
-    def _on_input(self) -> None:
+    def on_input(self) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._read)
 
@@ -230,7 +233,7 @@ class Loop(asyncio.BaseEventLoop):
         self.world, self.process = world, process
         self.on_write: Callable[[], object] | None = None  # called once
         self._selector = self
-        self._wake: Callable[[Any], None] = lambda _: None
+        self._wake: Callable[[object], None] = _nobody_waits
 
     def time(self) -> float:
         return self.world.now
@@ -250,6 +253,6 @@ class Loop(asyncio.BaseEventLoop):
         protocol = protocol_factory()
         transport = Transport(self, protocol)
         await asyncio.sleep(transport.open())
-        transport.opened()
+        transport.host.links.append(transport)
         protocol.connection_made(transport)
         return transport, protocol

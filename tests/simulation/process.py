@@ -24,7 +24,6 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -185,25 +184,24 @@ class FakeQueue(_Waited):
         return self.items.pop(0)
 
 
-@dataclass(frozen=True)
-class FakePath:
+class FakePath(str):
     """``Path`` of the files below /proc that tell processes apart."""
 
-    path: str
+    __slots__ = ()
 
-    def readlink(self) -> Any:
-        if self.path == "/proc/self":
-            return FakePath(str(this().pid) if this().machine.is_known else "1")
-        return f"{self.path.rpartition('/')[2]}:[{this().machine.name}]"
+    def readlink(self) -> str:
+        if self == "/proc/self":
+            return str(this().pid) if this().machine.is_known else "1"
+        return f"{self.rpartition('/')[2]}:[{this().machine.name}]"
 
     def is_symlink(self) -> bool:
         return True
 
     def read_bytes(self) -> bytes:
         machine = this().machine
-        if self.path.endswith("boot_id"):
+        if self.endswith("boot_id"):
             return str(machine.name).encode()
-        pid = int(self.path.split("/")[2])
+        pid = int(self.split("/")[2])
         if machine.is_dead(pid):
             raise FileNotFoundError
         return b"1 (x) S " + b"0 " * 18 + b"%d" % machine.processes[pid].started + b" 0 0"

@@ -108,9 +108,7 @@ class Store:
         return self.get(key, bytes)
 
     def do_delifeq(self, key: bytes, value: bytes) -> int:
-        if self.get(key, bytes) != value:
-            return 0
-        return self.do_del(key)
+        return self.do_del(key) if self.get(key, bytes) == value else 0
 
     def do_delex(self, key: bytes, _condition: bytes, value: bytes) -> int:
         return self.do_delifeq(key, value)
@@ -219,13 +217,8 @@ class Store:
         most, policy = (b"1", b"allkeys-lru") if self.evicts else (b"0", b"noeviction")
         return b"# Memory\r\nmaxmemory:%b\r\nmaxmemory_policy:%b\r\n" % (most, policy)
 
-    def do_ping(self) -> Status:
-        return Status("PONG")
-
     def do_client(self, *_: bytes) -> Status:
         return OK
-
-    do_select = do_client
 
 
 _UNKNOWN = {"valkey": {"DELEX"}, "redis": {"DELIFEQ"}, "redis7": {"DELIFEQ", "DELEX"}, "redis6": {"DELIFEQ", "DELEX"}}
