@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -69,9 +68,8 @@ class App(Celery):  # type: ignore[misc]
             self._checkers[fun.__name__] = super().type_checker(fun, bound)
         return self._checkers[fun.__name__]
 
-    def now(self) -> datetime:
-        now: datetime = Clock.now()
-        return now
+    def now(self) -> Any:
+        return Clock.now()
 
 
 class Clock(datetime):
@@ -231,7 +229,8 @@ class Worker:
         self.consumes = True
         self.jobs: list[Job] = []
         self._inbox = FakeQueue()
-        self._strategies: dict[str, Any] = {}
+        self.do = self._inbox.put
+        self._strategies = {name: strategy_of(task, self.app, self) for name, task in self.app.tasks.items()}
         self.world.spawn(self.main, f"{self.hostname}/main", self._serve)
         self.broker.deliver()
 
@@ -239,9 +238,6 @@ class Worker:
         return self.consumes and not self.main.is_dead and len(self.jobs) < _PREFETCHED
 
     # the main process: one thing after another
-
-    def do(self, job: Callable[[], None]) -> None:
-        self._inbox.put(job)
 
     def _serve(self) -> None:
         while self.consumes or self.jobs or self._inbox.items:
@@ -258,11 +254,8 @@ class Worker:
             return  # the connection was lost on which it came
         channel = SimpleNamespace(no_ack_consumers=None, decode_body=_decode)
         message = _virtual.Message(job.delivery.payload, channel=channel)
-        name = job.delivery.task
-        if name not in self._strategies:
-            self._strategies[name] = strategy_of(self.app.tasks[name], self.app, self)
-        self.receiving = job
-        self._strategies[name](message, None, job.ack, job.reject, [], to_timestamp=lambda eta, *_: eta.timestamp())
+        self.receiving, receive = job, self._strategies[job.delivery.task]
+        receive(message, None, job.ack, job.reject, [], to_timestamp=lambda eta, *_: eta.timestamp())
         self.receiving = None  # a request that nobody needs any more is forgotten
         if job.request is None:  # a revoked task is not even received
             job.ends("TaskRevoked")
@@ -317,25 +310,24 @@ class Worker:
         self.world.after(1, self.begin)
 
     def _let_end(self, child: Process) -> None:
-        def end() -> None:
-            signals.worker_process_shutdown.send(sender=None, pid=child.pid, exitcode=0)
-
+        end = partial(signals.worker_process_shutdown.send, sender=None, pid=child.pid, exitcode=0)
         ending = self.world.spawn(child, f"{child.name}/end", end)
         self.world.wait(ending.joined.append, 10.0)
 
     # the timer, the QoS and the pool, as Celery calls them
 
     def call_at(self, when: float, do: Any, args: Any = (), **_: Any) -> None:
-        life = self.main.life
-        self.world.at(when - self.world.wall() + self.world.now, lambda: self._if_alive(life, do, args))
+        self.call_after(when - self.world.wall(), do, args)
 
     def call_after(self, seconds: float, do: Any, args: Any = (), **_: Any) -> None:
-        self.call_at(self.world.wall() + seconds, do, args)
+        life = self.main.life
 
-    def _if_alive(self, life: int, do: Any, args: Any) -> None:
-        begins = self.consumes or do != self._execute
-        if self.main.life == life and not self.main.is_dead and begins:
-            self.do(lambda: do(*args))
+        def call() -> None:
+            begins = self.consumes or do != self._execute
+            if self.main.life == life and not self.main.is_dead and begins:
+                self.do(lambda: do(*args))
+
+        self.world.after(seconds, call)
 
     def increment_eventually(self) -> None: ...
 
@@ -382,11 +374,9 @@ class Job:
 
     def __init__(self, worker: Worker, delivery: Delivery) -> None:
         self.worker, self.delivery = worker, delivery
-        self.request: Any = None
-        self.target: Any = None
         self.child: Any = None
-        self.callbacks: dict[str, Any] = {}
         self.limits: Any = (None, None)
+        self.forget()
 
     def ack(self, *_: Any) -> None:
         self.worker.broker.ack(self.delivery)
@@ -431,7 +421,9 @@ class Job:
 
     def forget(self) -> None:
         """Drop the request, which no collector of garbage frees within a history."""
-        self.request, self.target, self.callbacks = None, None, {}
+        self.request: Any = None
+        self.target: Any = None
+        self.callbacks: dict[str, Any] = {}
 
     def _exceeds(self) -> None:
         """The hard time limit is over: Celery stores the failure, and then kills the child."""

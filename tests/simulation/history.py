@@ -6,6 +6,7 @@ import gc
 import logging
 import sys
 import warnings
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -43,7 +44,7 @@ class History(World):
         self.host = Host(self, self.store)
         self.greets = self.draw("plan greets") < 1 / 8
         self.problems: list[tuple[str, str]] = []
-        self._pids = 100
+        self.pids = count(101)
 
     def plan_faults(self, seconds: float) -> None:
         for label, probabilities in self.FAULTS.items():
@@ -53,11 +54,7 @@ class History(World):
                     self.after(self.uniform(f"time of {label}", 0, seconds), do)
 
     def start(self, process: Process, name: str, machine: Machine) -> None:
-        process.begin(machine, self.next_pid(), name)
-
-    def next_pid(self) -> int:
-        self._pids += 1
-        return self._pids
+        process.begin(machine, next(self.pids), name)
 
     def kill(self, process: Process) -> None:
         """``kill -9``."""
@@ -75,10 +72,6 @@ class History(World):
         self.problems.append((kind, text))
         self.note("checker", kind.upper(), text)
 
-    def play(self) -> None:
-        """Let the history happen."""
-        raise NotImplementedError
-
 
 class Histories(logging.Handler):
     """Plays histories, one after another, in the same processes; an error in the log is a problem.
@@ -87,7 +80,7 @@ class Histories(logging.Handler):
         greets: whether connections begin with redis-py's name in each history; else in one of eight.
     """
 
-    def __init__(self, kind: type[History], processes: int, package: Path, *, greets: bool = False) -> None:
+    def __init__(self, kind: Any, processes: int, package: Path, *, greets: bool = False) -> None:
         super().__init__(logging.ERROR)
         self.processes = [Process(package) for _ in range(processes)]
         self.kind, self.greets = kind, greets

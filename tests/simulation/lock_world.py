@@ -146,10 +146,17 @@ class LockWorld(History):
         return self.checker.begins(name, process, self.choose(f"key of {name}", self.plan.keys))
 
     def _run_calls(self, process: Process) -> None:
+        running: Any = thread()
         for name, pause in self._calls_of(process):
             self.sleep(pause)
-            with self._perhaps_interrupted(name):
-                self._call_and_check(process, name)
+            counting = running.tracer
+            if self.fault(f"interrupted of {name}", 0.1):  # by an exception at some line, as of a signal handler
+                lines = self.choose(f"lines before {name}", [30, 300, 1000]) * self.draw(f"line of {name}")
+                running.tracer = Tracer(self.branches, int(lines)).trace
+                sys.settrace(running.tracer)
+            self._call_and_check(process, name)
+            running.tracer = counting
+            sys.settrace(counting)
             self.left[process] -= 1
             if self.fault(f"fork of {process.name}", 0.03):
                 self._fork(process)
@@ -168,7 +175,7 @@ class LockWorld(History):
 
     def _fork(self, process: Process) -> None:
         """Go on as a forked child, which has no other thread; the parent is killed."""
-        process.fork(self.next_pid())
+        process.fork(next(self.pids))
         for each in self.threads:
             if each.process is process and each is not thread():
                 each.life = -1
@@ -233,22 +240,6 @@ class LockWorld(History):
         if self.draw(f"extend {call.name}") < 0.1:
             with suppress(*errors):
                 call.lock.extend(2)
-
-    @contextmanager
-    def _perhaps_interrupted(self, name: str) -> Iterator[None]:
-        """Perhaps let an exception be raised at some line, as a signal handler does."""
-        running: Any = thread()
-        if not self.fault(f"interrupted of {name}", 0.1):
-            yield
-            return
-        left = int(self.choose(f"lines before {name}", [30, 300, 1000]) * self.draw(f"line of {name}"))
-        before, running.tracer = running.tracer, Tracer(self.branches, left).trace
-        sys.settrace(running.tracer)
-        try:
-            yield
-        finally:
-            running.tracer = before
-            sys.settrace(before)
 
     # faults: each happens at some time in some histories
 
