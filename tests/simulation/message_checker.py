@@ -75,8 +75,7 @@ class MessageChecker:
         history = self.history
         there = {each.work for each in history.broker.published if not each.is_done}
         begun = {job.delivery.work for worker in history.broker.workers for job in worker.jobs if job.child}
-        waiting = {work.trigger for work in there - begun - history.outcomes.keys()}
-        triggers = [trigger for name, trigger in history.triggers.items() if name in waiting]
+        triggers = [history.triggers[work.trigger] for work in there - begun - history.outcomes.keys()]
         return {each.name for each in triggers if each.is_sent and each.how in _UNIQUE and not each.runs}
 
     def _alive(self) -> set[str]:
@@ -95,17 +94,24 @@ class MessageChecker:
         if not is_unique or not self.only("publishing fails"):
             return
         after, triggers = self._alive() - {trigger.name}, self.history.triggers.values()
+        since = self.history.now - _JUST_NOW
+        just_ended = {run.trigger.name for run in self.history.runs if run.ended is not None and run.ended > since}
         keep = {each.name for each in triggers if each.how in _UNIQUE and _GIVE_UP_THEIR_KEY.isdisjoint(each.ends)}
-        keep -= {each.name for each in triggers for run in each.runs if self._was_just_now(run.ended)}
-        keep &= {each.work.trigger for each in self.history.broker.published}
+        keep &= {each.work.trigger for each in self.history.broker.published} - just_ended
         if trigger.is_sent and (others := before & after & keep) and not self._may_forget:
             self.problem("a second message", f"{trigger.name} beside {others}")
-        was_alive = before or after or any(self._was_just_now(run.ended) for each in triggers for run in each.runs)
-        if not (trigger.is_sent or trigger.error or was_alive or self.plan.at_least):
+        if not (trigger.is_sent or trigger.error or before or after or just_ended or self.plan.at_least):
             self.problem("a duplicate of nothing", trigger.name)
 
-    def _was_just_now(self, moment: float | None) -> bool:
-        return moment is not None and self.history.now - moment < _JUST_NOW
+    # of what has happened
+
+    def outcomes_of(self, *names: str) -> set[str]:
+        """How the deliveries of these triggers have ended for Celery."""
+        return {end for work, ends in self.history.outcomes.items() if work.trigger in names for end in ends}
+
+    def was_redelivered(self, trigger: Any) -> bool:
+        broker = self.history.broker
+        return any(each.number in broker.redelivered for each in broker.published if each.work.trigger == trigger.name)
 
 
 # at the end: each reads what has happened, and gives the problems
@@ -143,48 +149,44 @@ def _no_task_is_lost(history: Any, checker: MessageChecker) -> Problems:
 def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[str]) -> bool:
     """Whether it may end without a run, as is documented."""
     plan = history.plan
-    all_outcomes = [end for work, ends in history.outcomes.items() if work.trigger == trigger.name for end in ends]
-    has_succeeded = trigger.how == "id" or any(end.startswith("'done") for end in all_outcomes)
+    has_succeeded = trigger.how == "id" or any(end.startswith("'done") for end in checker.outcomes_of(trigger.name))
     if has_succeeded and checker.had("kill"):
         return True  # Celery finds the earlier success of this id, and takes it for that of the child that was killed
-    own = {each.number for each in history.broker.published if each.work.trigger == trigger.name}
-    if trigger.how == "id" and outcomes == {"Ignore"} and own & history.broker.redelivered:
-        return True  # a redelivery of the message is taken for one of an earlier message with this id
-    if trigger.how == "id" and plan.at_least and outcomes == {"Ignore"}:
-        return True  # the key is kept, by a task with the same id: to tell the two apart could cost a result
+    # A redelivery of the message is taken for one of an earlier message with this id. Or the key is kept, by a task
+    # with the same id: to tell the two apart could cost a result.
+    may_be_ignored = checker.was_redelivered(trigger) or plan.at_least
+    if trigger.how == "id" and outcomes == {"Ignore"} and may_be_ignored:
+        return True
     is_skipped = plan.when_busy in ("skip", "buffer_one") or (plan.when_busy == "default" and not trigger.runs)
     return "None" in outcomes and is_skipped
 
 
 def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
     for trigger in history.triggers.values():
-        ends = {run.end for run in trigger.runs}
         expected = {"chain": "done", "chord": "done", "link": "done", "link_error": "ValueError"}.get(trigger.how)
-        outcomes = {end for work, ends in history.outcomes.items() if work.trigger == trigger.name for end in ends}
+        if trigger.received or expected not in {run.end for run in trigger.runs}:
+            continue
+        outcomes = checker.outcomes_of(trigger.name)
         # Another delivery or attempt of the task fails, and with it the chord: it could not be requeued; or it was
         # redelivered, which the first one cannot know, and the server was away or the key was busy. If its process was
         # killed then, only the chord knows.
-        own = {each.number for each in history.broker.published if each.work.trigger == trigger.name}
         may_be_seen_by_none = trigger.how == "chord" and checker.had("killed")
         has_failed = "OperationalError" in outcomes
-        if own & history.broker.redelivered:
+        if checker.was_redelivered(trigger):
             has_failed |= may_be_seen_by_none or bool(outcomes & {"LockUnavailable", "AlreadyRunning"})
         # Celery counts the other part twice, and believes the chord to be complete.
         is_miscounted = trigger.how == "chord" and _other_part_ran_twice(history, trigger)
-        was_told = trigger.id in history.revoked or checker.may_lose_messages or has_failed or is_miscounted
-        if expected in ends and not trigger.received and not was_told:
+        if not (trigger.id in history.revoked or checker.may_lose_messages or has_failed or is_miscounted):
             yield "what follows was not called", f"{trigger.name} was sent with {trigger.how}"
 
 
 def _other_part_ran_twice(history: Any, trigger: Any) -> bool:
-    parts = [each.number for each in history.broker.published if each.task == "part"]
-    own = [number for number in parts if history.broker.published[number].work.trigger == trigger.name]
-    return any(history.deliveries_ended[number] > 1 for number in own)
+    parts = [each for each in history.broker.published if each.task == "part" and each.work.trigger == trigger.name]
+    return any(history.deliveries_ended[each.number] > 1 for each in parts)
 
 
 def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
-    runs = Counter(run.work for trigger in history.triggers.values() for run in trigger.runs)
-    for work, count in runs.items():
+    for work, count in Counter(run.work for run in history.runs).items():
         may_run_again = history.triggers[work.trigger].ends == ("requeue",)
         if count > 1 and not may_run_again and checker.only("publishing fails"):
             yield "a run too many", f"{work} ran {count} times"
@@ -194,13 +196,11 @@ def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
     if history.plan.when_busy != "buffer_one":
         return
     sent = [each for each in history.triggers.values() if each.error is None and each.ends != ("ignore",)]
-    runs = [run for each in history.triggers.values() for run in each.runs]
-    if not sent or any(run.began >= sent[-1].asked or run.trigger is sent[-1] for run in runs):
+    if not sent or any(run.began >= sent[-1].asked or run.trigger is sent[-1] for run in history.runs):
         return
     # They are numbered as they arrive, so one that was sent before may be the newest: at one time, or on a slow line.
-    asked_at_once = {each.name for each in sent if each.asked > sent[-1].asked - _JUST_NOW}
-    outcomes = {end for work, ends in history.outcomes.items() if work.trigger in asked_at_once for end in ends}
-    others = {end for ends in history.outcomes.values() for end in ends} & {"LockUnavailable", "OperationalError"}
+    outcomes = checker.outcomes_of(*(each.name for each in sent if each.asked > sent[-1].asked - _JUST_NOW))
+    others = checker.outcomes_of(*history.triggers) & {"LockUnavailable", "OperationalError"}
     if not (checker.may_lose_messages or history.revoked or outcomes - _WAITS or others):
         yield "the newest did not run", sent[-1].name
 
@@ -209,8 +209,7 @@ def _at_least(history: Any, checker: MessageChecker) -> Problems:
     """After a success no run begins until the time is over."""
     if not history.plan.at_least or not checker.only("publishing fails", "visibility timeout", "lost connection"):
         return
-    runs = sorted((run for each in history.triggers.values() for run in each.runs), key=lambda run: run.began)
-    for run, later in pairwise(runs):
+    for run, later in pairwise(history.runs):
         was_limited = "limit" in run.trigger.how  # which may have interrupted its release
         if run.end == "done" and later.began - run.began < history.plan.at_least - _JUST_NOW and not was_limited:
             yield "at_least", f"{later.work} began {later.began - run.began:.2f} s after {run.work}"

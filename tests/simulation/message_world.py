@@ -142,7 +142,7 @@ class MessageWorld(History):
         self.machines = [Machine("alpha"), Machine("beta")]
         self.triggers: dict[str, Trigger] = {}
         self.outcomes: defaultdict[Work, list[str]] = defaultdict(list)
-        self.running: list[Run] = []
+        self.runs: list[Run] = []
         self.deliveries_ended: Counter[int] = Counter()
         self.revoked: set[str | None] = set()
         self.broker = Broker(self, self.plan.broker)
@@ -177,6 +177,10 @@ class MessageWorld(History):
         self.checker.at_the_end()
         self.end()
         _state._on_app_finalizers.intersection_update(finalizers)
+
+    @property
+    def running(self) -> list[Run]:
+        return [run for run in self.runs if run.ended is None]
 
     def _is_drained(self) -> bool:
         return not self.broker.queue and not self.broker.unacked and not self.running
@@ -220,9 +224,9 @@ class MessageWorld(History):
 
     def kill(self, process: Process) -> None:
         super().kill(process)
-        for run in [run for run in self.running if run.process is process]:
-            self.running.remove(run)
-            run.end, run.ended = "killed", self.now
+        for run in self.running:
+            if run.process is process:
+                run.end, run.ended = "killed", self.now
 
     def app_of(self, process: Process) -> Any:
         """The app of a process, made when it is first asked for."""
@@ -296,7 +300,7 @@ class MessageWorld(History):
         run = Run(trigger, work, process.package.current_lock(), process, self.now)
         self.checker.run_begins(run)
         trigger.runs.append(run)
-        self.running.append(run)
+        self.runs.append(run)
         self.note(process.name, "runs", *work)
         try:
             self.sleep(self.choose(f"length of {name}", [0.01, 0.5, 2.0, 4.0]))
@@ -308,8 +312,6 @@ class MessageWorld(History):
             raise
         finally:
             run.ended = run.ended or self.now
-            if run in self.running:
-                self.running.remove(run)
             self.note(process.name, "has run", name, run.end)
         return f"done {name}"
 
