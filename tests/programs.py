@@ -84,12 +84,12 @@ def program(module: str, folder: Path, *arguments: object, **environment: str) -
             process.kill()
 
 
-def processes(without: str = "") -> dict[int, tuple[int, str]]:
-    """The living processes: the parent and the command line of each; `without` those of a state of `ps`."""
+def processes() -> dict[int, tuple[int, str]]:
+    """The living processes: the parent and the command line of each."""
     command = ["ps", "-axww", "-o", "pid=,ppid=,stat=,command="]
     listing = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     rows = [line.split(maxsplit=3) for line in listing.stdout.splitlines()]
-    return {int(pid): (int(ppid), command) for pid, ppid, stat, command in rows if stat[0] not in f"Z{without}"}
+    return {int(pid): (int(ppid), command) for pid, ppid, stat, command in rows if stat[0] != "Z"}
 
 
 def descendants(ancestor: int) -> dict[int, str]:

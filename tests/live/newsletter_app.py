@@ -5,11 +5,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
-from functools import cache, partial, wraps
-from math import inf
+from functools import cache, wraps
 from typing import Any
 
 import redis
@@ -17,14 +15,15 @@ from celery.signals import task_retry
 
 from examples.newsletter import making, recipients, sending
 from examples.newsletter.app import AGAIN, app
-from only_one import current_lock, only_one, retry, skip
-from only_one.lock.commands import now
+from only_one import only_one, retry, skip
 from tests.live.workers import note, wait_at
 
 TROUBLE = "trouble"
 """As long as this file is there, whoever retries waits, so that no attempt is used up before the test has mended it."""
 
 KEY = "{name}:{mailing}:{number}"
+
+app.conf.only_one_lease = 6
 
 
 def make(mailing: str, number: int) -> int:
@@ -80,49 +79,20 @@ def wait_until_it_is_mended(**_: object) -> None:
         time.sleep(0.01)
 
 
-def _wait_with_a_batch_in_hand(mailing: str) -> None:
-    note("send", mailing, os.getpid())
-    wait_at(mailing)
-
-
 @app.task(**AGAIN)
 def send_undecorated(mailing: str) -> int:
-    """Without the decorator."""
-    return sending.deliver(mailing, cache(partial(_wait_with_a_batch_in_hand, mailing)))
+    """Without the decorator; it waits with the first message in hand."""
 
+    @cache
+    def wait() -> None:
+        note("send", mailing, os.getpid())
+        wait_at(mailing)
 
-def _pause_for_longer_than_the_lease() -> None:
-    """Stop this process until somebody lets it go on; its lease has been renewed a minute before."""
-    lease: Any = current_lock()
-    lease.renew_at = inf
-    lease.server.client.pexpire(lease.key, 1)
-    lease.expires_at = now()
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _deliver(mailing: str, check: Callable[[], None], pause_at: int) -> int:
-    note("send", mailing, os.getpid())
-    asked = 0
-
-    def asking() -> None:
-        nonlocal asked
-        asked += 1
-        if asked == pause_at:
-            _pause_for_longer_than_the_lease()
-        check()
-
-    return sending.deliver(mailing, asking)
+    return sending.deliver(mailing, wait)
 
 
 @app.task(**AGAIN)
-@only_one("{name}:{mailing}", lease=60)
-def send_unchecked(mailing: str, pause_at: int = 0) -> int:
+@only_one("{name}:{mailing}")
+def send_unchecked(mailing: str) -> int:
     """Without `ensure_held`."""
-    return _deliver(mailing, lambda: None, pause_at)
-
-
-@app.task(**AGAIN)
-@only_one("{name}:{mailing}", lease=60)
-def send_checked(mailing: str, pause_at: int = 0) -> int:
-    """As `send` is."""
-    return _deliver(mailing, current_lock().ensure_held, pause_at)
+    return sending.deliver(mailing, lambda: None)
