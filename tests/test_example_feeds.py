@@ -55,8 +55,9 @@ def test_nothing_outlives_a_demo_that_is_broken_off(tmp_path: Path, number: int,
     assert number == signal.SIGKILL or not [*tmp_path.iterdir()]
 
 
-def test_a_worker_that_dies_is_a_failure(tmp_path: Path) -> None:
-    with program(DEMO, tmp_path) as demo:
+@pytest.mark.parametrize("module", [DEMO, "examples.newsletter"])
+def test_a_worker_that_dies_is_a_failure(tmp_path: Path, module: str) -> None:
+    with program(module, tmp_path) as demo:
         demo.kill_worker()
         assert demo.wait() == 1
     assert "failed: the worker ended early, with status -9" in demo.text

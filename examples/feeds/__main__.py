@@ -124,7 +124,7 @@ def main(duration: float, svg: str | None) -> int:
     except (OSError, ConfigurationError) as error:
         reason = str(error)
     except BaseException:
-        shutil.rmtree(directory)
+        shutil.rmtree(directory, ignore_errors=True)
         raise
     if reason:
         print(f"\nfailed: {reason} (logs: {directory})", file=sys.stderr)

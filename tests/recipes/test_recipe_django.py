@@ -128,8 +128,13 @@ def test_the_task_from_queued_to_finished(project: Place, feed: str) -> None:
 
 @pytest.mark.parametrize(
     ("project", "number"),
-    [(PATIENT, LOCKS), (DJANGO_REDIS, OTHER_CACHE), (NOTHING, BROKER)],
-    ids=["URL", "django-redis", "the broker's"],
+    [
+        (PATIENT, LOCKS),
+        (DJANGO_REDIS, OTHER_CACHE),
+        (DJANGO_REDIS.replace('("locks")', '("default")'), CACHE),
+        (NOTHING, BROKER),
+    ],
+    ids=["URL", "django-redis", "the cache's", "the broker's"],
     indirect=["project"],
 )
 def test_the_views_and_where_their_keys_are(project: Place, feed: str, number: int) -> None:
@@ -152,20 +157,8 @@ def test_the_views_and_where_their_keys_are(project: Place, feed: str, number: i
     assert [database for database, _ in held] == [number, number]
     assert held[1][1].startswith("only_one:preview-")
     assert keys(project) == [(number, queued)]
-
-
-@pytest.mark.parametrize(
-    ("project", "stay"),
-    [(PATIENT, True), (DJANGO_REDIS.replace('("locks")', '("default")'), False)],
-    ids=["a database of their own", "that of the cache"],
-    indirect=["project"],
-)
-def test_clearing_the_cache(project: Place, *, stay: bool) -> None:
-    manage(project, "import_feeds", "http://127.0.0.1:1/feed.xml")
-    held = keys(project)
-    assert len(held) == 1
     manage(project, "shell", "-c", "from django.core.cache import cache; cache.clear()")
-    assert keys(project) == (held if stay else [])
+    assert keys(project) == ([] if number == CACHE else [(number, queued)])
 
 
 def test_the_tests_of_the_project_need_no_server(project: Place) -> None:
