@@ -24,7 +24,6 @@ from .journal import note, read
 from .picture import Picture, has_recovered, problem
 
 ROWS = [*FEEDS, "SingleTask", "nightly-report"]
-TITLE = "Four feeds and a class-based task every second, a report on three machines"
 
 LIMIT = 120.0
 """Seconds to wait for anything."""
@@ -85,6 +84,7 @@ class Demo:
     def _wait_for(self, what: str, condition: Callable[[], bool]) -> None:
         """Show what happens until a condition holds."""
         deadline = time.monotonic() + LIMIT
+        self._picture.rows = read(ROWS)
         while not condition():
             if (status := self._worker.poll()) is not None:
                 msg = f"the worker ended early, with status {status}"
@@ -116,7 +116,7 @@ def main(duration: float, svg: str | None) -> int:
     Returns:
         The exit status: 0 if nothing overlapped, something was skipped, and the killed feed was imported again.
     """
-    picture = Picture(TITLE, duration)
+    picture = Picture("Four feeds and a class-based task every second, a report on three machines", duration)
     directory = Path(tempfile.mkdtemp(prefix="only_one-demo-"))
     try:
         _run(directory, picture, duration)
