@@ -1,50 +1,22 @@
 """What celery-singleton's README promises of its examples, kept by those of examples/singleton.py on real workers.
 
 What is compared is queued before there is a worker, so nothing depends on how long anything takes.
-What becomes of keys when workers are killed is in `test_queue.py` and `test_ends.py`.
+What becomes of keys when workers are killed is in `tests/live/test_queue.py` and `test_ends.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
-import redis
 
 from examples import singleton as example
 from only_one import AlreadyRunning, KeyTemplateError, only_one
-from only_one.testing import redis_server
 from rigs.waiting import LIMIT, eventually
-from tests.live.workers import celery_worker, environment, sender
-
-Worker = Callable[[str], Any]
-
-
-@pytest.fixture(autouse=True)
-def prefix(monkeypatch: pytest.MonkeyPatch) -> str:
-    """That of the examples' apps, instead of one that is configured for the test."""
-    for variable in ("ONLY_ONE_REDIS_URL", "ONLY_ONE_ACTIVE"):
-        monkeypatch.delenv(variable, raising=False)
-    return "only_one:"
+from tests.live.workers import sender
+from tests.recipes.place import Place
 
 
-@pytest.fixture
-def url() -> Iterator[str]:
-    with redis_server() as server:
-        yield server.url
-
-
-@pytest.fixture
-def worker(url: str, tmp_path: Path) -> Worker:
-    """Starts a worker of an application for the length of a `with` block."""
-    env = environment(url, tmp_path / "witness", SINGLETON_URL=url)
-    return lambda app: celery_worker(app, tmp_path / "log", env)
-
-
-def test_the_examples_on_a_real_worker(url: str, worker: Worker) -> None:
-    with sender(example.app, url), redis.Redis.from_url(url) as client:
+def test_the_examples_on_a_real_worker(place: Place) -> None:
+    with sender(example.app, place.url):
         calls = [
             example.render.delay(1, 2, 3, paper="A4"),
             example.render.delay(4, paper="A4"),
@@ -66,7 +38,7 @@ def test_the_examples_on_a_real_worker(url: str, worker: Worker) -> None:
         with pytest.raises(AlreadyRunning, match=export.id) as caught:
             example.export.delay("bob")
         assert caught.value.task_id == export.id
-        with worker("examples.singleton"):
+        with place.worker("examples.singleton", 3, SINGLETON_URL=place.url):
             assert first.get(timeout=LIMIT) == again.get(timeout=LIMIT) == "3 pages, {'paper': 'A4'}"
             assert digest.get(timeout=LIMIT) == "digest for bob, because of 99"
             with pytest.raises(ValueError, match="which index"):
@@ -77,7 +49,7 @@ def test_the_examples_on_a_real_worker(url: str, worker: Worker) -> None:
             assert reminder.get(timeout=LIMIT) == "bob was reminded"
             assert example.remind.delay("bob") == reminder
             # A run that outlives its timeout keeps nobody out, and leaves the key to the next; there, it deletes it.
-            assert eventually(lambda: not [*client.scan_iter("only_one:*poll*")])
+            assert eventually(lambda: not [*place.client.scan_iter("only_one:*poll*")])
             assert not poll.ready()
             later = example.poll.apply_async(queue="later")
             assert poll.get(timeout=LIMIT) == "polled"
@@ -90,13 +62,13 @@ def test_what_is_no_parameter_is_refused_when_decorating() -> None:
         only_one("{name}:{user_id}")(example.app.task(lambda username: username, name="misspelt"))
 
 
-def test_an_app_s_configuration_holds_for_its_tasks(url: str, worker: Worker) -> None:
-    with sender(example.configured, url, only_one_redis=url), redis.Redis.from_url(url) as client:
+def test_an_app_s_configuration_holds_for_its_tasks(place: Place) -> None:
+    with sender(example.configured, place.url, only_one_redis=place.url):
         stock, order = example.count_stock.delay("tea"), example.order_more.delay("tea")
         with pytest.raises(AlreadyRunning) as caught:
             example.count_stock.delay("tea")
         assert caught.value.key == f"mine:{example.count_stock.name}:tea"
-        assert 600_000 < client.pttl(caught.value.key) <= 900_000  # only_one_queue_timeout
+        assert 600_000 < place.client.pttl(caught.value.key) <= 900_000  # only_one_queue_timeout
         assert example.order_more.delay("tea") == order  # the decorator wins
-        with worker("examples.singleton:configured"):
+        with place.worker("examples.singleton:configured", 3, SINGLETON_URL=place.url):
             assert [each.get(timeout=LIMIT) for each in (stock, order)] == ["stock of tea", "order of tea"]
