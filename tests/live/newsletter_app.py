@@ -59,7 +59,7 @@ undecorated = variant("undecorated", lambda function: function)
 skipping = variant("skipping", only_one(KEY, when_busy=skip))
 refusing = variant("refusing", only_one(KEY))
 with_the_cookbook_s = variant("cookbook", cookbook)
-early = variant("early", only_one(KEY, when_busy=retry()), acks_late=False, reject_on_worker_lost=False)
+early = variant("acknowledged early", only_one(KEY, when_busy=retry()), acks_late=False, reject_on_worker_lost=False)
 once = variant("once", only_one(KEY, when_busy=retry()), autoretry_for=())
 
 
