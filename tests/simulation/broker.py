@@ -10,7 +10,7 @@ from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -230,7 +230,7 @@ class Worker:
         self.jobs: list[Job] = []
         self._inbox = FakeQueue()
         self.do = self._inbox.put
-        self._strategies = {name: strategy_of(task, self.app, self) for name, task in self.app.tasks.items()}
+        self._strategy = cache(lambda name: strategy_of(self.app.tasks[name], self.app, self))
         self.world.spawn(self.main, f"{self.hostname}/main", self._serve)
         self.broker.deliver()
 
@@ -254,7 +254,7 @@ class Worker:
             return  # the connection was lost on which it came
         channel = SimpleNamespace(no_ack_consumers=None, decode_body=_decode)
         message = _virtual.Message(job.delivery.payload, channel=channel)
-        self.receiving, receive = job, self._strategies[job.delivery.task]
+        self.receiving, receive = job, self._strategy(job.delivery.task)
         receive(message, None, job.ack, job.reject, [], to_timestamp=lambda eta, *_: eta.timestamp())
         self.receiving = None  # a request that nobody needs any more is forgotten
         if job.request is None:  # a revoked task is not even received

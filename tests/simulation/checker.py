@@ -179,10 +179,11 @@ class Checker:
         if call.process.paused_until > call.asked:
             return
         for begin, end in ((call.asked, min(call.began, call.answered)), (call.ended, call.answered)):
-            was_answered = any(call.process is who and begin < at < end for at, who in self.history.host.replies)
             # Two attempts: each waits 0.5 s for a connection and 0.9 s for a reply. A server that hangs in one of these
             # ways is known in 2 s. One that answers, but slowly, is waited for: for each of its answers by itself.
-            if end - begin > (4.0 if was_answered else 2.85):
+            replies = self.history.host.replies if 2.85 < end - begin <= 4.0 else []
+            was_answered = any(call.process is who and begin < at < end for at, who in replies)
+            if end - begin > 2.85 and not was_answered:
                 self.problem("too late", f"{call.name} waited {end - begin:.2f} s")
 
     def event(self, process: Any, event: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import celery.worker.state
 from celery import _state, chain, chord
+from celery.app.utils import Settings
 from celery.backends import cache
 from celery.exceptions import Ignore, Reject, Retry
 
@@ -323,6 +324,13 @@ class MessageWorld(History):
             self.outcomes[delivery.work].append(end)
 
 
+class _Settings(Settings):  # type: ignore[misc]
+    """An app's settings, when all of them stand in the first of its maps: Celery asks for them often."""
+
+    def __getitem__(self, key: str) -> Any:
+        return self.maps[0][key]
+
+
 @functools.cache
 def _app(_process: Process, broker: str, *, acks_late: bool) -> Any:
     """An app, made once: that takes longer than a history."""
@@ -336,7 +344,8 @@ def _app(_process: Process, broker: str, *, acks_late: bool) -> Any:
         only_one_redis="redis://server:6379/0?protocol=2",
     )
     app.finalize()
-    app.conf.update({name: app.conf[name] for name in app.conf})  # so that Celery looks only there
+    app.conf.update({name: app.conf[name] for name in app.conf})
+    object.__setattr__(app.conf, "__class__", _Settings)
 
     def tail(result: Any, name: str) -> Any:
         playing().triggers[name].received.append(result)

@@ -351,7 +351,8 @@ class Process:
         self._at_first = [(vars(module), _rebound_in(module)) for module in self.modules.values()]
         values = [item for module in self.modules.values() for item in vars(module).items() if item[0][:2] != "__"]
         self._remembering: list[Any] = [value for _, value in values if hasattr(value, "cache_clear")]
-        self._contents = [(value, value.copy()) for _, value in values if isinstance(value, _CONTAINERS)]
+        containers = [value for _, value in values if isinstance(value, _CONTAINERS)]
+        self._contents = [(each, getattr(each, "extend", None) or each.update, each.copy()) for each in containers]
 
     def _import(self, path: Path) -> dict[str, ModuleType]:
         own_modules, own_path = patch.dict(sys.modules, FAKES), patch.object(sys, "path", [str(path), *sys.path])
@@ -377,9 +378,8 @@ class Process:
             values.update(first)
         for remembers in self._remembering:
             remembers.cache_clear()
-        for container, content in self._contents:
+        for container, refill, content in self._contents:
             container.clear()
-            refill = container.extend if isinstance(container, list) else container.update
             refill(content)
         self._begin_as_child(pid)
 
