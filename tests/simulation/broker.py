@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from contextlib import suppress
-from dataclasses import dataclass
+from copy import deepcopy
 from datetime import datetime, timezone
 from functools import cache, partial
 from types import SimpleNamespace
@@ -100,27 +100,95 @@ class Work(NamedTuple):
     attempt: int
 
 
-@dataclass(eq=False)
 class Delivery:
-    """A message in the broker.
+    """A delivery of a message: first it waits in the broker, then it is a job of a worker.
 
     Attributes:
         payload: the message.
         number: its number; a redelivery has the same.
         worker: the worker that has received it.
         is_done: whether it is acknowledged.
+        request: Celery's request for it.
+        child: the child that has begun it.
     """
 
-    payload: dict[str, Any]
-    number: int
+    is_done = False
     worker: Any = None
-    is_done: bool = False
+    child: Any = None
+    limits: Any = (None, None)
 
-    def __post_init__(self) -> None:
-        headers = self.payload["headers"]
+    def __init__(self, payload: dict[str, Any], number: int) -> None:
+        self.payload, self.number = payload, number
+        headers = payload["headers"]
         self.id, self.task = headers["id"], headers["task"]
         names: list[str] = re.findall(r"'(t\d+)'", headers["argsrepr"])
         self.work = Work(names[-1], headers.get("replaced_task_nesting") or 0, headers["retries"])
+        self.forget()
+
+    def ack(self, *_: Any) -> None:
+        self.worker.broker.ack(self)
+
+    def reject(self, _logger: Any, _errors: Any, requeue: bool) -> None:  # noqa: FBT001
+        self.worker.broker.reject(self, requeue=requeue)
+
+    def begin(self, child: Process) -> None:
+        self.child = child
+        world = self.worker.world
+        self.worker.do(lambda: self.callbacks["accept_callback"](child.pid, 0.0))
+        running = world.spawn(child, f"{child.name}/task", self._run)
+        soft, hard = self.limits
+        if soft:
+            world.after(soft, lambda: setattr(running, "interrupt", SoftTimeLimitExceeded()))
+        if hard:
+            world.after(hard, lambda: self.worker.do(self._exceeds))
+
+    def _run(self) -> None:
+        result = trace_task_ret(*self.target, app=self.worker.world.app_of(self.child))
+        has_failed, value, _runtime = result
+        self.worker.world.told(self, _name_of_error(value) if has_failed else value)
+        self.worker.do(lambda: self._ready(result))
+
+    def _ready(self, result: Any) -> None:
+        if self.callbacks:  # else it has ended meanwhile
+            self.callbacks["callback"](result)
+            self._over()
+
+    def ends(self, how: str) -> None:
+        """End without a result of the child."""
+        self.worker.world.told(self, how)
+        self._over()
+
+    def _over(self) -> None:
+        with suppress(ValueError):  # it was killed, or has exceeded its time meanwhile
+            self.worker.jobs.remove(self)
+            self.forget()
+            self.worker.assign()
+            self.worker.broker.deliver()
+            self.worker.do(lambda: None)
+
+    def forget(self) -> None:
+        """Drop the request, which no collector of garbage frees within a history."""
+        self.request: Any = None
+        self.target: Any = None
+        self.callbacks: dict[str, Any] = {}
+
+    def _exceeds(self) -> None:
+        """The hard time limit is over: Celery stores the failure, and then kills the child."""
+        if self in self.worker.jobs and not self.child.is_dead:
+            self._fails(TimeLimitExceeded(self.limits[1]))
+            self.callbacks["timeout_callback"](soft=False, timeout=self.limits[1])
+            self.worker.world.kill(self.child)
+            self.ends("TimeLimitExceeded")
+
+    def lost(self) -> None:
+        if self in self.worker.jobs:
+            self._fails(WorkerLostError("Worker exited prematurely: signal 9 (SIGKILL)"))
+            if self.is_done:  # not redelivered: a success of this id was stored before
+                self.worker.world.told(self, "stored")
+            self._over()
+
+    def _fails(self, error: Exception) -> None:
+        self.callbacks["error_callback"](ExceptionInfo((type(error), error, None)))
 
 
 class Broker:
@@ -167,10 +235,8 @@ class Broker:
             return
         self.unacked.remove(delivery)
         self.redelivered.add(delivery.number)
-        properties = delivery.payload["properties"]
-        info = {**properties["delivery_info"], "redelivered": True}
-        headers = {**delivery.payload["headers"], "redelivered": True}
-        payload = {**delivery.payload, "headers": headers, "properties": {**properties, "delivery_info": info}}
+        payload = deepcopy(delivery.payload)
+        payload["headers"]["redelivered"] = payload["properties"]["delivery_info"]["redelivered"] = True
         self.world.note("broker", "redelivers", f"#{delivery.number}")
         self._arrive(Delivery(payload, delivery.number))
 
@@ -196,7 +262,7 @@ class Broker:
 
     def alive(self) -> list[Delivery]:
         """The messages that wait, or are in a worker."""
-        in_workers = [job.delivery for worker in self.workers for job in worker.jobs]
+        in_workers = [job for worker in self.workers for job in worker.jobs]
         return [*(each for each in self.published if not each.is_done), *self.queue, *self.unacked, *in_workers]
 
 
@@ -227,7 +293,7 @@ class Worker:
             self.world.start(child, f"{self.hostname}.{number}", self.machine)
         self.app = self.world.app_of(self.main)
         self.consumes = True
-        self.jobs: list[Job] = []
+        self.jobs: list[Delivery] = []
         self._inbox = FakeQueue()
         self.do = self._inbox.put
         self._strategy = cache(lambda name: strategy_of(self.app.tasks[name], self.app, self))
@@ -243,18 +309,17 @@ class Worker:
         while self.consumes or self.jobs or self._inbox.items:
             self._inbox.get()()
 
-    def receive(self, delivery: Delivery) -> None:
-        job = Job(self, delivery)
+    def receive(self, job: Delivery) -> None:
         self.jobs.append(job)
         self.do(lambda: self._receive(job))
 
-    def _receive(self, job: Job) -> None:
+    def _receive(self, job: Delivery) -> None:
         """As the worker's consumer does with a message: the strategy of Celery decides."""
         if job not in self.jobs:
             return  # the connection was lost on which it came
         channel = SimpleNamespace(no_ack_consumers=None, decode_body=_decode)
-        message = _virtual.Message(job.delivery.payload, channel=channel)
-        self.receiving, receive = job, self._strategy(job.delivery.task)
+        message = _virtual.Message(job.payload, channel=channel)
+        self.receiving, receive = job, self._strategy(job.task)
         receive(message, None, job.ack, job.reject, [], to_timestamp=lambda eta, *_: eta.timestamp())
         self.receiving = None  # a request that nobody needs any more is forgotten
         if job.request is None:  # a revoked task is not even received
@@ -367,81 +432,6 @@ class Worker:
         if job is not None and not self.main.is_dead and not child.is_dead:
             self.world.kill(child)
             self.world.after(self.world.choose("until a lost child is seen", [0.01, 0.5]), lambda: self.do(job.lost))
-
-
-class Job:
-    """One delivery in a worker."""
-
-    def __init__(self, worker: Worker, delivery: Delivery) -> None:
-        self.worker, self.delivery = worker, delivery
-        self.child: Any = None
-        self.limits: Any = (None, None)
-        self.forget()
-
-    def ack(self, *_: Any) -> None:
-        self.worker.broker.ack(self.delivery)
-
-    def reject(self, _logger: Any, _errors: Any, requeue: bool) -> None:  # noqa: FBT001
-        self.worker.broker.reject(self.delivery, requeue=requeue)
-
-    def begin(self, child: Process) -> None:
-        self.child = child
-        world = self.worker.world
-        self.worker.do(lambda: self.callbacks["accept_callback"](child.pid, 0.0))
-        running = world.spawn(child, f"{child.name}/task", self._run)
-        soft, hard = self.limits
-        if soft:
-            world.after(soft, lambda: setattr(running, "interrupt", SoftTimeLimitExceeded()))
-        if hard:
-            world.after(hard, lambda: self.worker.do(self._exceeds))
-
-    def _run(self) -> None:
-        result = trace_task_ret(*self.target, app=self.worker.world.app_of(self.child))
-        has_failed, value, _runtime = result
-        self.worker.world.told(self.delivery, _name_of_error(value) if has_failed else value)
-        self.worker.do(lambda: self._ready(result))
-
-    def _ready(self, result: Any) -> None:
-        if self.callbacks:  # else it has ended meanwhile
-            self.callbacks["callback"](result)
-            self._over()
-
-    def ends(self, how: str) -> None:
-        """End without a result of the child."""
-        self.worker.world.told(self.delivery, how)
-        self._over()
-
-    def _over(self) -> None:
-        with suppress(ValueError):  # it was killed, or has exceeded its time meanwhile
-            self.worker.jobs.remove(self)
-            self.forget()
-            self.worker.assign()
-            self.worker.broker.deliver()
-            self.worker.do(lambda: None)
-
-    def forget(self) -> None:
-        """Drop the request, which no collector of garbage frees within a history."""
-        self.request: Any = None
-        self.target: Any = None
-        self.callbacks: dict[str, Any] = {}
-
-    def _exceeds(self) -> None:
-        """The hard time limit is over: Celery stores the failure, and then kills the child."""
-        if self in self.worker.jobs and not self.child.is_dead:
-            self._fails(TimeLimitExceeded(self.limits[1]))
-            self.callbacks["timeout_callback"](soft=False, timeout=self.limits[1])
-            self.worker.world.kill(self.child)
-            self.ends("TimeLimitExceeded")
-
-    def lost(self) -> None:
-        if self in self.worker.jobs:
-            self._fails(WorkerLostError("Worker exited prematurely: signal 9 (SIGKILL)"))
-            if self.delivery.is_done:  # not redelivered: a success of this id was stored before
-                self.worker.world.told(self.delivery, "stored")
-            self._over()
-
-    def _fails(self, error: Exception) -> None:
-        self.callbacks["error_callback"](ExceptionInfo((type(error), error, None)))
 
 
 def _name_of_error(info: Any) -> str:

@@ -74,7 +74,7 @@ class MessageChecker:
         """The unique tasks whose message waits, and was not begun."""
         history = self.history
         there = {each.work for each in history.broker.published if not each.is_done}
-        begun = {job.delivery.work for worker in history.broker.workers for job in worker.jobs if job.child}
+        begun = {job.work for worker in history.broker.workers for job in worker.jobs if job.child}
         triggers = [history.triggers[work.trigger] for work in there - begun - history.outcomes.keys()]
         return {each.name for each in triggers if each.is_sent and each.how in _UNIQUE and not each.runs}
 
