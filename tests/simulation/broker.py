@@ -43,9 +43,6 @@ class Channel(virtual.Channel):
     def _put(self, queue: Any, message: Any, **_: Any) -> None:  # noqa: ARG002
         playing().broker.put(message)
 
-    def _has_queue(self, *_: Any, **__: Any) -> bool:
-        return True
-
     def _size(self, _queue: str) -> int:
         return 0
 
@@ -57,21 +54,6 @@ TRANSPORTS: dict[str, Any] = {
 """The transports by which Celery publishes, by the name that they have."""
 
 
-class App(Celery):  # type: ignore[misc]
-    """An app whose time is the world's."""
-
-    _checkers: ClassVar[dict[str, Any]] = {}
-
-    def type_checker(self, fun: Any, bound: bool = False) -> Any:  # noqa: FBT001, FBT002
-        """Of tasks with one name there is one signature."""
-        if fun.__name__ not in self._checkers:
-            self._checkers[fun.__name__] = super().type_checker(fun, bound)
-        return self._checkers[fun.__name__]
-
-    def now(self) -> Any:
-        return Clock.now()
-
-
 class Clock(datetime):
     """``datetime`` with the time of the world."""
 
@@ -79,6 +61,19 @@ class Clock(datetime):
     def now(cls, _zone: Any = None) -> Any:
         """The world's time; Celery asks for it in UTC."""
         return datetime.fromtimestamp(playing().wall(), timezone.utc)
+
+
+class App(Celery):  # type: ignore[misc]
+    """An app whose time is the world's."""
+
+    now = Clock.now
+    _checkers: ClassVar[dict[str, Any]] = {}
+
+    def type_checker(self, fun: Any, bound: bool = False) -> Any:  # noqa: FBT001, FBT002
+        """Of tasks with one name there is one signature."""
+        if fun.__name__ not in self._checkers:
+            self._checkers[fun.__name__] = super().type_checker(fun, bound)
+        return self._checkers[fun.__name__]
 
 
 celery.worker.request.datetime = Clock

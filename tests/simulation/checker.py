@@ -253,7 +253,7 @@ class Checker:
 
     def _that_release_nothing(self) -> Iterator[int]:
         for process in {call.process for call in self.calls}:
-            yield from process.machine.dead()
+            yield from filter(process.machine.is_dead, process.machine.processes)
             if any(each.startswith(f"no thread of {process.name}#") for each in self.history.faults):
                 yield process.pid
 

@@ -82,9 +82,8 @@ class Fake(ModuleType):
         vars(self).update({**vars(real), **own})
 
 
-def _now(*_: int) -> float:
-    now: float = _playing[-1].now
-    return now
+def _now(*_: int) -> Any:
+    return _playing[-1].now
 
 
 def _sleep(seconds: float) -> None:
@@ -303,9 +302,6 @@ class Machine:
 
     def is_dead(self, pid: int) -> bool:
         return pid not in self.processes or self.processes[pid].is_dead
-
-    def dead(self) -> list[int]:
-        return [pid for pid in self.processes if self.is_dead(pid)]
 
 
 _CONTAINERS: Any = (dict, set, list, WeakSet, WeakKeyDictionary, WeakValueDictionary)

@@ -253,15 +253,12 @@ def encode(reply: Any) -> bytes:
     """A reply as it is sent, in RESP2."""
     if reply is None:
         return b"$-1\r\n"
-    if isinstance(reply, Refusal):
-        return b"-%b\r\n" % str(reply).encode()
-    if isinstance(reply, Status):
-        return b"+%b\r\n" % reply.encode()
-    if isinstance(reply, int):
-        return b":%d\r\n" % reply
+    if isinstance(reply, bytes):
+        return b"$%d\r\n%b\r\n" % (len(reply), reply)
     if isinstance(reply, list):
         return b"*%d\r\n" % len(reply) + b"".join(map(encode, reply))
-    return b"$%d\r\n%b\r\n" % (len(reply), reply)
+    sign = {Refusal: "-", Status: "+"}.get(type(reply), ":")
+    return f"{sign}{reply}\r\n".encode()
 
 
 def commands_in(buffer: bytearray) -> Iterator[Command]:
