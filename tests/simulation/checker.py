@@ -115,7 +115,8 @@ class Checker:
 
     # calls and runs
 
-    def begins(self, name: str, process: Any, key: str) -> Call:
+    def begins(self, process: Any, name: str) -> Call:
+        key = self.history.choose(f"key of {name}", self.history.plan.keys)
         call = Call(name, process, key, self.history.now)
         self.calls.append(call)
         self.history.note(name, "calls")

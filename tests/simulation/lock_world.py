@@ -90,8 +90,9 @@ class LockWorld(History):
             self.problem("a call never ended", f"{sum(self.left.values())} calls")
         self.run(max(self.now, faults_end))
         self.quiet = True
-        calm_from = max(self.now, self.host.calm_from, *(process.paused_until for process in self.processes))
-        self.run(calm_from + 2 * self.host.latest + 3)
+        host, paused = self.host, [process.paused_until for process in self.processes]
+        calm_from = max(self.now, host.frozen_until, host.down_until, host.refused[2], *host.cut_off.values(), *paused)
+        self.run(calm_from + 2 * host.latest + 3)
         self.checker.at_the_end()
         self.end()
 
@@ -142,9 +143,6 @@ class LockWorld(History):
             else:
                 yield name, self.choose(f"pause before {name}", [0.0, 0.001, 0.5, 1.0, 3.0])
 
-    def _call(self, process: Process, name: str) -> Call:
-        return self.checker.begins(name, process, self.choose(f"key of {name}", self.plan.keys))
-
     def _run_calls(self, process: Process) -> None:
         running: Any = thread()
         for name, pause in self._calls_of(process):
@@ -162,7 +160,7 @@ class LockWorld(History):
                 self._fork(process)
 
     def _call_and_check(self, process: Process, name: str) -> None:
-        call = self._call(process, name)
+        call = self.checker.begins(process, name)
         try:
             outcome: Any = self.functions[process](call)
         except Exception as error:  # noqa: BLE001 - the checker says which are allowed
@@ -186,7 +184,7 @@ class LockWorld(History):
 
     async def _call_async(self, process: Process, name: str, pause: float) -> None:
         await asyncio.sleep(pause)
-        call = self._call(process, name)
+        call = self.checker.begins(process, name)
         task = asyncio.ensure_future(self.functions[process](call))
         if self.fault(f"cancelled of {name}", 0.15):
             after = self.choose(f"cancelled after {name}", [0.0005, 0.001, 0.003, 0.1, 1.0])

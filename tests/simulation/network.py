@@ -55,11 +55,6 @@ class Host:
         self.world.note("server", "executes for", process.name, tuple(command), reply)
         return reply
 
-    @property
-    def calm_from(self) -> float:
-        """From when on nothing is wrong with it, but for messages that are late."""
-        return max(self.frozen_until, self.down_until, self.refused[2], *self.cut_off.values(), 0.0)
-
 
 class Link:
     """A connection: in order in each direction; what was sent may arrive long after the client has closed it."""
