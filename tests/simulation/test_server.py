@@ -23,24 +23,23 @@ lives = st.sampled_from([b"60000", b"90000"])
 lasts = st.sampled_from([b"-1", b"0", b"60000"])
 conditions = st.sampled_from([b"", b"may be missing", b"may be withdrawn"])
 numbers = st.sampled_from([b"0", b"1", b"2"])
-SCRIPTS = {
-    "renew": (lock_commands.RENEW, [values, lives]),
-    "release": (lock_commands._RELEASE, [values, lasts]),
-    "replace": (lock_commands._REPLACE, [values, values, lives, conditions, lasts]),
-    "read": (redelivery._READ, [lasts]),
-    "stored": (redelivery.STORED, []),
-    "requeued": (redelivery.REQUEUED, [numbers, lives]),
-    "withdraw": (owed_key._WITHDRAW, [values, lives, numbers]),
-    "pending": (coalescing._NUMBER, [st.just(b"pending"), values, numbers, lives]),
-}
-"""The scripts that do not reply the time."""
 
 
-def script(name: str) -> st.SearchStrategy[list[Any]]:
-    text, args = SCRIPTS[name][0].text.encode(), SCRIPTS[name][1]
-    return st.tuples(st.just(b"EVAL"), st.just(text), st.just(b"%d" % len(KEYS)), *map(st.just, KEYS), *args).map(list)
+def script(script: Any, *args: st.SearchStrategy[bytes]) -> st.SearchStrategy[list[Any]]:
+    command = [b"EVAL", script.text.encode(), b"%d" % len(KEYS), *KEYS]
+    return st.tuples(*map(st.just, command), *args).map(list)
 
 
+scripts = [  # those that do not reply the time
+    script(lock_commands.RENEW, values, lives),
+    script(lock_commands._RELEASE, values, lasts),
+    script(lock_commands._REPLACE, values, values, lives, conditions, lasts),
+    script(redelivery._READ, lasts),
+    script(redelivery.STORED),
+    script(redelivery.REQUEUED, numbers, lives),
+    script(owed_key._WITHDRAW, values, lives, numbers),
+    script(coalescing._NUMBER, st.just(b"pending"), values, numbers, lives),
+]
 plain = st.one_of(
     st.tuples(st.just(b"SET"), keys, values, st.just(b"NX"), st.just(b"GET"), st.just(b"PX"), lives),
     st.tuples(st.just(b"SET"), keys, values, st.just(b"NX"), st.just(b"PX"), lives),
@@ -54,7 +53,7 @@ plain = st.one_of(
     st.tuples(st.just(b"PTTL"), keys),
     st.just((b"SCAN", b"0", b"MATCH", rb"\{\k\}*", b"COUNT", b"1000")),
 ).map(list)
-sequences = st.lists(st.one_of(plain, *map(script, SCRIPTS)), max_size=12)
+sequences = st.lists(st.one_of(plain, *scripts), max_size=12)
 
 
 @pytest.fixture

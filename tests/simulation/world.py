@@ -91,7 +91,6 @@ class World:
         self._events: list[tuple[float, int, Callable[[], None]]] = []  # the time, the number, and what happens
         self._count = 0
         self._numbers: defaultdict[str, int] = defaultdict(int)
-        self._hashes: dict[str, Callable[[], Any]] = {}
 
     # choices
 
@@ -101,12 +100,8 @@ class World:
         return self._drawn(label, number)
 
     def _drawn(self, label: str, number: int) -> float:
-        copy = self._hashes.get(label)
-        if copy is None:
-            copy = self._hashes[label] = blake2b(f"{self.seed}/{label}#".encode(), digest_size=7).copy
-        hashed = copy()
-        hashed.update(b"%d" % number)
-        return int.from_bytes(hashed.digest(), "big") / 2**56
+        digest = blake2b(f"{self.seed}/{label}#{number}".encode(), digest_size=7).digest()
+        return int.from_bytes(digest, "big") / 2**56
 
     def choose(self, label: str, choices: list[T]) -> T:
         return choices[int(self.draw(label) * len(choices))]
