@@ -88,8 +88,7 @@ class World:
         self.met: Counter[str] = Counter()
         self.branches: Counter[tuple[str, int, int]] | None = None
         self.is_over = self.quiet = False
-        self._events: list[tuple[float, int, Callable[[], None]]] = []  # the time, the number, and what happens
-        self._count = 0
+        self._events: list[tuple[float, float, Callable[[], None]]] = []  # the time, the order, and what happens
         self._numbers: defaultdict[str, int] = defaultdict(int)
 
     # choices
@@ -97,9 +96,6 @@ class World:
     def draw(self, label: str) -> float:
         """A number from 0 to 1, the same for each (seed, label, number)."""
         self._numbers[label] = number = self._numbers[label] + 1
-        return self._drawn(label, number)
-
-    def _drawn(self, label: str, number: int) -> float:
         digest = blake2b(f"{self.seed}/{label}#{number}".encode(), digest_size=7).digest()
         return int.from_bytes(digest, "big") / 2**56
 
@@ -128,26 +124,11 @@ class World:
     # time
 
     def at(self, time: float, do: Callable[[], None]) -> None:
-        self._count += 1
-        heapq.heappush(self._events, (max(time, self.now), self._count, do))
+        """Let something happen at a time; in which order, if it is one of several, the seed chooses."""
+        heapq.heappush(self._events, (max(time, self.now), self.draw("order"), do))
 
     def after(self, seconds: float, do: Callable[[], None]) -> None:
         self.at(self.now + seconds, do)
-
-    def _next(self) -> Callable[[], None]:
-        """Go to the earliest time, and take an event of it; the seed chooses among several."""
-        events = self._events
-        first = heapq.heappop(events)
-        self.now = first[0]
-        if events and events[0][0] == self.now:
-            same = [first]
-            while events and events[0][0] == self.now:
-                same.append(heapq.heappop(events))
-            first = min(same, key=lambda event: self._drawn("order", event[1]))
-            for event in same:
-                if event is not first:
-                    heapq.heappush(events, event)
-        return first[2]
 
     def wall(self) -> float:
         return WALL + self.wall_step + self.now
@@ -158,7 +139,8 @@ class World:
             if not self._events or self._events[0][0] > until:
                 self.now = max(self.now, until)
                 return
-            self._next()()
+            self.now, _, do = heapq.heappop(self._events)
+            do()
 
     def end(self) -> None:
         """End all threads, without letting them do anything."""
