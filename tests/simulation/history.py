@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from .network import Host
-from .process import Machine, Process, begin_history
+from .process import Machine, Process, begin_history, playing
 from .server import Store
 from .tracing import Interrupted
 from .world import World
@@ -73,19 +73,26 @@ class History(World):
         self.note("checker", kind.upper(), text)
 
 
-class Histories(logging.Handler):
-    """Plays histories, one after another, in the same processes; an error in the log is a problem.
+class _Errors(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and isinstance(record.exc_info[1], (Interrupted, BodyFails)):
+            return  # it was raised in a user's hook or policy, whose errors are logged
+        playing().problem("an error in the log", record.getMessage()[-300:])
+
+
+logging.getLogger("only_one").addHandler(_Errors(logging.ERROR))
+
+
+class Histories:
+    """Plays histories, one after another, in the same processes.
 
     Attributes:
         greets: whether connections begin with redis-py's name in each history; else in one of eight.
     """
 
     def __init__(self, kind: Any, processes: int, package: Path, *, greets: bool = False) -> None:
-        super().__init__(logging.ERROR)
         self.processes = [Process(package) for _ in range(processes)]
         self.kind, self.greets = kind, greets
-        self.history: Any = None
-        logging.getLogger("only_one").addHandler(self)
         # What is collected after a history, Python and asyncio complain about: its tasks have not ended.
         sys.unraisablehook = lambda _: None
         logging.getLogger("asyncio").disabled = True
@@ -95,14 +102,9 @@ class Histories(logging.Handler):
         gc.freeze()  # what outlives all histories is not looked at between them
 
     def play(self, seed: int, left_out: frozenset[str] = frozenset(), branches: Any = None) -> Any:
-        self.history = history = self.kind(self.processes, seed, left_out)
+        history = self.kind(self.processes, seed, left_out)
         history.branches = branches
         history.greets |= self.greets
         begin_history(history)
         history.play()
         return history
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info and isinstance(record.exc_info[1], (Interrupted, BodyFails)):
-            return  # it was raised in a user's hook or policy, whose errors are logged
-        self.history.problem("an error in the log", record.getMessage()[-300:])
