@@ -57,10 +57,11 @@ def test_the_examples_on_a_real_worker(place: Place) -> None:
 
 
 def test_what_is_no_parameter_is_refused_when_decorating() -> None:
+    """As `unique_on=["user_id"]` of a task that takes a `username` is there, which fails at each call."""
+
     def greet(username: str) -> str:
         return username
 
-    """As `unique_on=["user_id"]` of a task that takes a `username` is there, which fails at each call."""
     with pytest.raises(KeyTemplateError, match=r"user_id.*username"):
         only_one("{name}:{user_id}")(example.app.task(greet, name="misspelt", shared=False))
 
