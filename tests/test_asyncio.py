@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import random
 import sys
 import threading
 from collections.abc import Coroutine, Generator
@@ -20,7 +19,7 @@ from only_one import LockLost, LockUnavailable, current_lock, fail, only_one
 from only_one.connections.asyncio_client import AsyncClient, make_async_client
 from only_one.connections.server import Server
 from only_one.lock import renewal
-from only_one.lock.commands import RAW, Commands, drive_async
+from only_one.lock.commands import Commands, drive_async
 from rigs.waiting import LIMIT, eventually
 from tests.clients import KINDS, OF_ONE_SERVER, clients
 from tests.proxy import Proxy
@@ -423,72 +422,6 @@ def test_a_command_whose_connection_is_closed_is_sent_once_more(redis_url: str, 
         proxy.lose_request("GET")
         assert asyncio.run(main(client)) is None
         assert proxy.commands.count("GET") == 2
-
-
-def test_a_kept_connection_that_the_server_has_closed_is_replaced(redis: Any, redis_url: str, key: str) -> None:
-    def own() -> list[Any]:
-        return [each for each in redis.client_list() if each["name"] == key]
-
-    async def work() -> str:
-        return "done"
-
-    async def main() -> None:
-        call = only_one(work, key=NAME, timeout=600, redis=f"{redis_url}?client_name={key}")
-        for _ in range(5):
-            assert await call() == "done"
-        for _ in range(5):
-            for connection in own():
-                redis.client_kill_filter(_id=connection["id"])
-            assert await call() == "done"
-            assert len(own()) <= 2, "the thread that renews has one, too"
-
-    asyncio.run(main())
-
-
-def test_a_command_that_is_cancelled_never_leaves_its_reply_to_another(redis_url: str) -> None:
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    moments = random.Random(seed)
-
-    async def main() -> set[str]:
-        client = await Server(redis_py.Redis.from_url(redis_url)).async_client()
-
-        async def ask(number: int) -> str:
-            found = await client.execute_command("ECHO", f"{number}", **RAW)
-            return "its own" if found == b"%d" % number else "another's"
-
-        async def cancel_at_random(number: int) -> str:
-            asking = asyncio.create_task(ask(number))
-            for _ in range(moments.randrange(12)):
-                await asyncio.sleep(0)
-            if moments.random() < 1 / 2:
-                asking.cancel()
-            (result,) = await asyncio.gather(asking, return_exceptions=True)
-            return result if isinstance(result, str) else type(result).__name__
-
-        results: set[str] = set()
-        for begin in range(0, 600, 20):
-            results.update(await asyncio.gather(*map(cancel_at_random, range(begin, begin + 20))))
-        return results
-
-    assert asyncio.run(main()) == {"its own", "CancelledError"}
-
-
-def test_a_client_of_another_encoding_has_one_key_for_sync_and_async_calls(
-    redis: Any, redis_url: str, key: str
-) -> None:
-    stored = f"{key}\u00e9".encode("latin-1")
-
-    def work() -> Any:
-        return redis.exists(stored)
-
-    async def work_async() -> Any:
-        return redis.exists(stored)
-
-    with redis_py.Redis.from_url(redis_url, encoding="latin-1") as client:
-        cover: Any = only_one(key=f"{NAME}\u00e9", timeout=600, redis=client)
-        assert asyncio.run(cover(work_async)()) == 1
-        assert cover(work)() == 1
 
 
 def test_a_command_without_a_reply_while_others_have_theirs() -> None:

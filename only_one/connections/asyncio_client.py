@@ -12,7 +12,7 @@ from redis.asyncio import ConnectionPool, Redis, RedisCluster, cluster, connecti
 from only_one.errors import ConfigurationError
 from only_one.lock.commands import now
 
-from .connection_pool import packed, raise_as_connection_error
+from .connection_pool import raise_as_connection_error
 
 _sentinel: Any = sentinel  # which has no types
 
@@ -101,57 +101,6 @@ class AsyncClient:
         await self.close_what_is_left()
 
 
-class _Connections:
-    """Sends each command on a connection that it keeps, past redis-py's asyncio client and pool.
-
-    These cost as much as the command itself. A connection that the server has closed is found when a command fails on
-    it; the driver sends that command again.
-
-    Attributes:
-        connection_pool: it makes the connections, and has none of them.
-    """
-
-    def __init__(self, connection_pool: Any) -> None:
-        self.connection_pool = connection_pool
-        self._idle: list[Any] = []
-        self._all: set[Any] = set()
-
-    async def execute_command(self, *args: Any, **_options: Any) -> Any:
-        """Send a command, and return its reply as bytes."""
-        if self._idle:
-            connection = self._idle.pop()
-        else:
-            connection = self.connection_pool.make_connection()
-            self._all.add(connection)
-        try:
-            await connection.send_packed_command(self._packed(connection, args))
-            reply = await connection.read_response(disable_decoding=True)
-        except redis.ResponseError:
-            self._idle.append(connection)
-            raise
-        except BaseException as error:
-            left = [connection]
-            if isinstance(error, redis.ConnectionError):  # the server may have closed the others, too
-                left += self._idle
-                self._idle = []
-                for each in left:
-                    await each.disconnect(nowait=True)
-            # One that a signal handler's exception has left as it was is closed with all others.
-            self._all.difference_update([each for each in left if not each.is_connected])
-            raise
-        self._idle.append(connection)
-        return reply
-
-    def _packed(self, connection: Any, args: tuple[Any, ...]) -> Any:
-        is_utf8 = (connection.encoder.encoding, connection.encoder.encoding_errors) == ("utf-8", "strict")
-        return packed(args) if is_utf8 else connection.pack_command(*args)
-
-    async def aclose(self) -> None:
-        """Close all connections, also those on which a reply may be yet to come."""
-        for each in self._all:
-            await each.disconnect()
-
-
 def make_async_client(client: Any) -> AsyncClient:
     """Make the asyncio client of the server of a sync one.
 
@@ -164,16 +113,7 @@ def make_async_client(client: Any) -> AsyncClient:
     if isinstance(client, redis.RedisCluster):
         most = client.nodes_manager.connection_kwargs.get("max_connections") or redis.ConnectionPool().max_connections
         return AsyncClient(lambda: _cluster(client), most)
-    pool = client.connection_pool
-    # redis-py's pool sees that a Sentinel names another master, and gives a connection a token that was renewed.
-    needs_pool = isinstance(pool, redis.SentinelConnectionPool)
-    needs_pool |= hasattr(pool.connection_kwargs.get("credential_provider"), "on_next")
-
-    def make() -> Any:
-        made = _client(client)
-        return made if needs_pool else _Connections(made.connection_pool)
-
-    return AsyncClient(make, pool.max_connections)  # a connection for each command
+    return AsyncClient(lambda: _client(client), client.connection_pool.max_connections)  # one for each command
 
 
 def _client(client: Any) -> Any:
