@@ -200,7 +200,7 @@ def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
         return
     # They are numbered as they arrive, so one that was sent before may be the newest: at one time, or on a slow line.
     outcomes = checker.outcomes_of(*(each.name for each in sent if each.asked > sent[-1].asked - _JUST_NOW))
-    others = checker.outcomes_of(*history.triggers) & {"LockUnavailable", "OperationalError"}
+    others = checker.outcomes_of(*history.triggers) & {"LockUnavailable", "OperationalError", "TaskRevoked"}
     if not (checker.may_lose_messages or history.revoked or outcomes - _WAITS or others):
         yield "the newest did not run", sent[-1].name
 
