@@ -175,7 +175,9 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
         if checker.was_redelivered(trigger):
             has_failed |= may_be_seen_by_none or bool(outcomes & {"LockUnavailable", "AlreadyRunning"})
         # Celery counts the other part twice, and believes the chord to be complete.
-        is_miscounted = trigger.how == "chord" and _other_part_ran_twice(history, trigger)
+        # So it does where a run returns though its retry is published.
+        counts_twice = not {"retry unraised", "retry swallowed"}.isdisjoint(trigger.ends)
+        is_miscounted = trigger.how == "chord" and (counts_twice or _other_part_ran_twice(history, trigger))
         if not (trigger.id in history.revoked or checker.may_lose_messages or has_failed or is_miscounted):
             yield "what follows was not called", f"{trigger.name} was sent with {trigger.how}"
 
