@@ -367,6 +367,19 @@ def test_a_lock_that_was_extended_keeps_its_longer_time(side: Sync, client: Any,
     assert direct.exists(key) == 0
 
 
+@pytest.mark.parametrize("how", ["extend", "reacquire"])
+def test_a_lock_that_could_not_be_extended_has_its_time_as_before(
+    side: Sync, client: Any, direct: Any, key: str, how: str
+) -> None:
+    lock = side.lock(client, key, timeout=0.1)
+    assert side.do(lock.acquire)
+    assert eventually(lambda: not direct.exists(key))
+    with pytest.raises(LockNotOwnedError):
+        side.do(getattr(lock, how), *[600] * (how == "extend"))
+    with pytest.raises(LockNotOwnedError):
+        side.do(lock.release)
+
+
 # What is replaced
 
 
