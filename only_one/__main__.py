@@ -66,15 +66,13 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("key", help="the key, with or without the prefix")
     add("--json", action="store_true", help="one line of JSON")
 
-    release = commands.add_parser("release", help="free keys; the runs that hold them go on, and learn it")
-    add = release.add_mutually_exclusive_group(required=True).add_argument
-    add("keys", nargs="*", default=[], metavar="key", help="a key, with or without the prefix")
+    add = commands.add_parser("release", help="free keys; the runs that hold them go on, and learn it").add_argument
+    add("keys", nargs="*", metavar="key", help="a key, with or without the prefix")
+    add("--force", action="store_true", help="also where the holder is not known to be dead")
     add("--dead", action="store_true", help="all keys whose holder is certainly dead, seen from here")
     queued = "all keys whose task has been queued for longer than this and is in no worker: 600, 90m, 2h, 1d"
     add("--queued", type=_seconds, metavar="OLDER_THAN", help=queued)
-    add = release.add_argument
-    add("--force", action="store_true", help="also where the holder is not known to be dead")
-    add("--match", default="*", metavar="PATTERN", help="with --dead or --queued: only keys of this pattern")
+    add("--match", default="*", metavar="PATTERN", help="with these two: only keys of this pattern")
     return parser
 
 
@@ -122,6 +120,10 @@ def _show(given: argparse.Namespace, app: Any) -> int:
 
 
 def _release(given: argparse.Namespace, app: Any) -> int:
+    if given.dead + (given.queued is not None) + bool(given.keys) != 1:
+        wanted = "the keys that are to be freed, or --dead for all whose holder is dead"
+        print(f"write {wanted}, or --queued 2h for all that have been queued for longer", file=sys.stderr)
+        return 2
     if given.keys:
         return max([_free(key, held_key(key, app=app), app, force=given.force) for key in given.keys])
     if given.dead:
