@@ -64,11 +64,12 @@ class _Renewer:
             return  # another was started at the same time
         while not self.is_ending:
             self.take_turn()
+        self.is_ending, self.vacancy = False, {"for": "a thread"}  # who needs one from now on starts another
         self.ended.put(None)
 
     def end(self) -> None:
         """End the thread, and wait for that for a second: with a hub of gevent's it may crash a process that exits."""
-        if not (self.is_ending or self.vacancy):
+        if not self.vacancy:
             self.is_ending = True
             self.woken.put(-math.inf)
             with suppress(Empty):

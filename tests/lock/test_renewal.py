@@ -394,6 +394,10 @@ def test_the_thread_ends_when_it_is_told_to() -> None:
     renewer.end()
     thread.join(LIMIT)
     assert not thread.is_alive()
+    assert renewer.start_thread() is None  # another, for a lease that comes later
+    assert eventually(lambda: not renewer.vacancy)
+    renewer.end()
+    assert renewer.vacancy
 
 
 def test_where_no_thread_can_be_started(caplog: pytest.LogCaptureFixture) -> None:
