@@ -178,10 +178,13 @@ class _WaitingLease(Lease):
     """The lease of a task that waits: if another task's run takes the key over, the run stores our value again.
 
     Attributes:
-        request: the task's request; None once Celery has forgotten it.
+        request: gives the task's request; None once Celery has forgotten it.
     """
 
-    request: Callable[[], Any] = object
+    def __init__(self, request: Any, *lease: Any) -> None:
+        """See ``Lease`` for the other arguments."""
+        self.request = ref(request)
+        super().__init__(*lease)
 
     def lives_on(self, sent: float, ttl: float) -> None:
         """Note the same; a task whose request is forgotten has ended, or is in its queue again: its key may expire."""
@@ -236,7 +239,7 @@ def _receive(consumer: Any, request: Any) -> None:
     token = work.token_factory(request.task, "received").token(limit if request.expires else None)
     # However long it waits, unless it expires: then it does not run.
     ends_in = limit if request.expires else inf
-    lease = _WaitingLease(options.server, header.key, token, now(), min(DEFAULT_LEASE, limit), ends_in)
+    lease = _WaitingLease(request, options.server, header.key, token, now(), min(DEFAULT_LEASE, limit), ends_in)
     seconds = min(DEFAULT_LEASE + begins_in, limit)
     lease.lives_on(lease.begun + seconds - lease.ttl, lease.ttl)  # not renewed before it may begin: many may wait
     queued = header.token.encode() if header.token else b""
@@ -250,7 +253,6 @@ def _receive(consumer: Any, request: Any) -> None:
     if became.status == "held":
         request.request_dict.update(header._replace(token=token.decode()).as_headers())
         queued = queued or work.token_factory(request.task, "queued").token(limit)
-        lease.request = ref(request)
         _waiting[lease] = options.server, queued, queued_for
         hold(lease)
 
