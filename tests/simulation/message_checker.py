@@ -202,7 +202,8 @@ def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
         return
     # They are numbered as they arrive, so one that was sent before may be the newest: at one time, or on a slow line.
     outcomes = checker.outcomes_of(*(each.name for each in sent if each.asked > sent[-1].asked - _JUST_NOW))
-    others = checker.outcomes_of(*history.triggers) & {"LockUnavailable", "OperationalError", "TaskRevoked"}
+    at_once = [name for name, at in history.told_at.items() if at >= sent[-1].asked]
+    others = checker.outcomes_of(*at_once) & {"LockUnavailable", "OperationalError", "TaskRevoked"}
     # A number that got no answer may be drawn after it; and what `_may_end` says of an id that is used again.
     may_be_overtaken = checker.had("cut") and checker.had("late")
     may_be_overtaken |= sent[-1].how == "id" and checker.was_redelivered(sent[-1])

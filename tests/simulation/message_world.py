@@ -143,6 +143,7 @@ class MessageWorld(History):
         self.machines = [Machine("alpha"), Machine("beta")]
         self.triggers: dict[str, Trigger] = {}
         self.outcomes: defaultdict[Work, list[str]] = defaultdict(list)
+        self.told_at: dict[str, float] = {}
         self.runs: list[Run] = []
         self.deliveries_ended: Counter[int] = Counter()
         self.revoked: set[str | None] = set()
@@ -322,6 +323,7 @@ class MessageWorld(History):
         self.deliveries_ended[delivery.number] += 1
         if delivery.task == "work":
             self.outcomes[delivery.work].append(end)
+            self.told_at[delivery.work.trigger] = self.now
 
 
 class _Settings(Settings):  # type: ignore[misc]

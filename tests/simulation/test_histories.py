@@ -5,9 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
+
+import only_one
+
+from .tracing import describe_rare
 
 ROOT = Path(__file__).parents[2]
 ONCE_RED = {
@@ -15,6 +20,7 @@ ONCE_RED = {
     ("--greets", "--messages"): "60000016 60000044 60000051 60000131 60000215 60000267 60000286 60000290 60000311 "
     "60000346 60000436 60000539 60000555 60000574 60000723 60000811 60000992 60001428 60001455 60007521 60010800 "
     "60011215 73000308 73000428",
+    ("--messages",): "90017972",
 }
 """Seeds of histories that showed a defect, by the arguments for their world."""
 
@@ -36,6 +42,12 @@ def test_fresh_histories_keep_every_promise() -> None:
 def test_histories_that_were_red_once_keep_every_promise(world: tuple[str, ...]) -> None:
     played = play(*world, "--seeds", *ONCE_RED[world].split())
     assert played.returncode == 0, played.stdout
+
+
+def test_each_exception_names_a_branch() -> None:
+    lines = list(describe_rare(Path(only_one.__file__).parent, Counter(), 1))
+    assert len(lines) > 1
+    assert not [each for each in lines if each.startswith("no branch")]
 
 
 def test_a_history_is_the_same_each_time() -> None:

@@ -61,7 +61,7 @@ class Tracer:
 EXCEPTIONS = {
     "from typing_extensions import Self": "for type checkers",
     "CARRIED_ON = object()": "at import",
-    "os.register_at_fork(after_in_child=_forget_process)": "at import",
+    "os.register_at_fork(after_in_child=_this_process.cache_clear)": "at import",
     "def _task_fields": "at import, where nothing forks",
     "self._bound_key = cache(": "when a function without parameters is decorated",
     'next(iter(self.signature.parameters), None) == "self"': "when a key is refused",
@@ -85,6 +85,7 @@ def describe_rare(package: Path, steps: Counter[Branch], least: int) -> Iterator
     one line came after another.
     """
     kinds: Counter[str] = Counter()
+    unused = set(EXCEPTIONS)
     for path in [path for room in ("call", "lock") for path in sorted((package / room).glob("*.py"))]:
         parser, lines = PythonParser(text=path.read_text(), filename=str(path)), ["", *path.read_text().splitlines()]
         parser.parse_source()
@@ -95,9 +96,12 @@ def describe_rare(package: Path, steps: Counter[Branch], least: int) -> Iterator
                 taken[branch] += steps[step]
         for before, after in sorted(branch for branch in parser.arcs() if ways.get(branch[0], 0) > 1):
             text, count = f"{lines[before].strip()}  # {lines[abs(after)].strip()}", taken[before, after]
-            kind = "excepted" if any(each in text for each in EXCEPTIONS) else "rare" if count < least else "met"
+            exceptions = {each for each in EXCEPTIONS if each in text}
+            unused -= exceptions
+            kind = "excepted" if exceptions else "rare" if count < least else "met"
             kinds[kind] += 1
             if kind == "rare":
                 yield f"{count:8} {f'{path.relative_to(package)}:{before} -> {after}':32} {text}"[:150]
+    yield from (f"no branch has the exception {each!r}" for each in sorted(unused))
     rare = f"{kinds['rare']} were met less than {least} times"
     yield f"{kinds.total()} branches, {kinds['excepted']} are excepted, {rare}"
