@@ -94,6 +94,27 @@ def test_a_task_that_waits_has_its_key_again_after_another_run(tasks: Any, left:
     assert lives_for(LEFT, left("k"))
 
 
+def test_a_task_that_a_worker_receives_at_that_moment_keeps_no_other_run_out(
+    tasks: Any, redis: Redis, redis_url: str, prefix: str
+) -> None:
+    class Client(Redis):
+        """Of which the first command is answered, and then a worker receives the task."""
+
+        def execute_command(self, *args: Any, **options: Any) -> Any:
+            reply = super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+            if args[0] == "SET":
+                redis.set(f"{prefix}k", received, keepttl=True)
+            return reply
+
+    tasks()
+    queued: Any = redis.get(f"{prefix}k")
+    received = queued.replace(b'"queued"', b'"received"')
+    assert received != queued
+    with Client.from_url(redis_url) as client:
+        assert cover(key="k", redis=client)(lambda: "done")() == "done"
+    assert redis.get(f"{prefix}k") == received
+
+
 def test_a_dropped_redelivery_leaves_the_key_to_the_task_that_was_queued_meanwhile(
     app: Celery, queue: Queue, held: Any, left: Any, elsewhere: Any
 ) -> None:
