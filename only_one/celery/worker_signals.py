@@ -264,11 +264,12 @@ def _on_shutdown(**_: Any) -> None:
     """
     while _waiting:
         lease, (server, queued, queued_for) = _waiting.popitem()
-        request = lease.request()
+        request, left = lease.request(), queued_for() if lease.reason is None else 0
         try:
             if request is not None and request.acknowledged:
                 _withdraw(request.task, Context(request.request_dict))
-            elif lease.reason is None and (left := queued_for()) > 0:
+            # Asked, because the queued value may be there: by a command that was sent twice, after the task's end.
+            elif left > 0 and server.client.execute_command("GET", lease.key, **RAW) == lease.token:
                 drive(server.client, replace(lease.key, lease.token, queued, left))
         except Exception as error:  # noqa: BLE001 - the next worker that receives it says so
             _warn_once("keys of tasks that are queued again could not be lengthened", type(error).__name__)

@@ -221,6 +221,18 @@ def test_it_is_not_renewed_once_its_request_is_forgotten(task: Any, worker: Work
     assert lease.expires_at == clock[0] + A_LEASE
 
 
+def test_a_queued_value_that_comes_late_is_not_lengthened_when_the_worker_ends(
+    task: Any, worker: Worker, left: Any, redis: Redis, prefix: str
+) -> None:
+    """The producer's command was sent twice: the second arrives when the task has ended."""
+    task.delay("k")
+    queued: Any = redis.get(f"{prefix}k")
+    worker.receive(task)
+    redis.set(f"{prefix}k", queued, ex=A_LEASE)
+    worker_shutdown.send(sender=None)
+    assert left("k") <= A_LEASE
+
+
 def test_one_that_was_lost_with_its_child_when_the_worker_ends(task: Any, worker: Worker, state: Any) -> None:
     """Its message was acknowledged as it was given to the child, which was killed before it asked for the key."""
     for key, is_acknowledged in (("lost", True), ("waits", False)):

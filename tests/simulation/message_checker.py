@@ -173,7 +173,7 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
         may_be_seen_by_none = trigger.how == "chord" and checker.had("killed")
         has_failed = "OperationalError" in outcomes
         if checker.was_redelivered(trigger):
-            has_failed |= may_be_seen_by_none or bool(outcomes & {"LockUnavailable", "AlreadyRunning"})
+            has_failed |= may_be_seen_by_none or bool(outcomes & {"LockUnavailable", "AlreadyRunning", "Reject"})
         # Celery counts the other part twice, and believes the chord to be complete.
         # So it does where a run returns though its retry is published.
         counts_twice = not {"retry unraised", "retry swallowed"}.isdisjoint(trigger.ends)
