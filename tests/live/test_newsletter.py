@@ -281,9 +281,9 @@ def test_without_the_decorator_two_bodies_send_twice(house: House) -> None:
     results = [house.chord(make_chunk, live.send_undecorated.si(house.name)) for _ in range(2)]
     house.are_at_it("send", number=2)
     with redis.Redis.from_url(app.conf.broker_url) as client:
-        client.rpush(house.name, "go", "go")
-    for result in results:
-        assert result.get(timeout=LIMIT) >= IN_A_CHUNK
+        client.rpush(house.name, *["go"] * 20)  # each attempt takes one
+    for result in results:  # later they get into each other's way, and one may have to begin again
+        result.get(timeout=LIMIT)
     assert [house.accepted[each.email] for each in recipients.chunk(0)] == [2] * IN_A_CHUNK
 
 
