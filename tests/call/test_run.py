@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from weakref import finalize
 
@@ -30,8 +30,10 @@ from only_one import (
     fail,
     only_one,
 )
+from only_one.call.locked_call import LockedCall
 from only_one.connections.asyncio_client import AsyncClient
 from only_one.lock import renewal
+from only_one.lock.commands import drive, now
 from only_one.lock.holder import active_tokens
 from rigs.waiting import LIMIT, eventually
 from tests.proxy import Fault, Proxy
@@ -146,23 +148,6 @@ def interrupted(fault: Fault, error: type[BaseException]) -> Iterator[None]:
 
 
 @pytest.mark.interrupts
-def test_an_acquire_that_is_interrupted_frees_the_key(proxy: Proxy, client: Any, direct: Any, key: str) -> None:
-    """Also where it arrives when nobody waits for it any more."""
-
-    def sets() -> int:
-        return int(direct.info("commandstats")["cmdstat_set"]["calls"])
-
-    run = only_one(done, key=NAME, lease=LONG, redis=client)
-    assert run() == "done"
-    before = sets()
-    with interrupted(proxy.hold_up("SET"), HardStop):
-        run()
-    assert eventually(lambda: sets() > before)
-    assert eventually(lambda: not direct.exists(key))
-    assert run() == "done"
-
-
-@pytest.mark.interrupts
 def test_an_exception_that_interrupts_the_release_reaches_the_caller_and_the_key_is_freed(
     proxy: Proxy, client: Any, direct: Any, key: str
 ) -> None:
@@ -175,17 +160,6 @@ def test_an_exception_that_interrupts_the_release_reaches_the_caller_and_the_key
         # Or the next fault might meet what is sent in the background.
         assert eventually(lambda: all(each.key != key for each in list(renewal._renewer.cleanups.values())))
     assert run() == "done"
-
-
-@pytest.mark.interrupts
-def test_a_run_that_is_interrupted_frees_the_key(proxy: Proxy, client: Any, direct: Any, key: str) -> None:
-    @only_one(NAME, lease=LONG)
-    def run() -> None:
-        client.get("anything")
-
-    with interrupted(proxy.lose_request("GET", then="hang"), HardStop):
-        run()
-    assert not direct.exists(key)
 
 
 def test_settings_that_change_during_a_run_are_not_the_runs(direct: Any, prefix: str, key: str, proxy: Proxy) -> None:
@@ -333,6 +307,33 @@ def test_a_loop_that_ends_leaves_no_connection_open(direct: Any, redis_url: str,
 
     assert all(asyncio.run(run()) for _ in range(3))
     assert eventually(lambda: connections() <= 1)  # the one of the thread that renews, which looks at new servers
+
+
+def call_of(prefix: str) -> LockedCall:
+    """A call that is about to acquire its key."""
+    decoration: Any = only_one(done, key=NAME, timeout=LONG).__only_one__  # type: ignore[attr-defined]
+    options: Any = decoration.options_for(decoration.plain)
+    return LockedCall(options, options.server, options.server.client, decoration.plain, f"{prefix}{NAME}")
+
+
+def test_a_key_of_which_nothing_is_known_is_looked_for_until_it_has_expired(prefix: str) -> None:
+    with configure(redis="redis://127.0.0.1:1/0"), call_of(prefix) as call:
+        before = now()
+        with pytest.raises(LockUnavailable):
+            call.may_run(drive(call.client, call.acquire()))
+    cleanup = renewal._renewer.cleanups[call.token]
+    assert not cleanup.no_write_in_flight
+    assert before + LONG <= cleanup.until <= now() + LONG
+
+
+def test_a_call_that_is_interrupted_before_its_run_holds_its_key_no_more(direct: Any, prefix: str) -> None:
+    with suppress(KeyboardInterrupt), call_of(prefix) as call:
+        assert call.may_run(drive(call.client, call.acquire()))
+        assert call.lease.is_held
+        raise KeyboardInterrupt
+    assert (call.lease.is_held, call.lease.reason) == (False, "released")
+    assert call.token not in renewal._renewer.leases
+    assert eventually(lambda: not direct.exists(call.key))
 
 
 # What a call may not give

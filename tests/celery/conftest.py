@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from uuid import uuid4
 
@@ -64,13 +63,6 @@ def queue(app: Celery, redis: Redis) -> Queue:
 def server(redis_url: str) -> Server:
     """The server that the tests share, as the product sees it."""
     return find_server(redis_url)
-
-
-@pytest.fixture
-def elsewhere() -> Iterator[Callable[..., Any]]:
-    """Calls something in another thread, where no run is under way, and gives its result."""
-    with ThreadPoolExecutor(1) as pool:
-        yield lambda call: pool.submit(call).result()
 
 
 @pytest.fixture(params=["def", "async def"])

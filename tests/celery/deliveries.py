@@ -11,6 +11,7 @@ import subprocess
 import sys
 from base64 import b64decode
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from uuid import uuid4
 
@@ -109,6 +110,11 @@ class Queue:
         trace = build_tracer(task.name, task, app=self.app)
         return trace(headers["id"], args, kwargs, {**headers, **embedded, **request})[0]
 
+    def deliver_elsewhere(self, message: Any, *, redelivered: bool = False) -> Any:
+        """The same in another thread, where no run is under way."""
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(self.deliver, message, redelivered=redelivered).result()
+
 
 def a_task(app: Celery, function: Any, *, celery: Any = None, **options: Any) -> Any:
     """A task whose function is decorated, and whose message is acknowledged at the end."""
@@ -152,8 +158,8 @@ def raises(error: BaseException) -> Callable[..., None]:
     return call
 
 
-def token_of(task_id: str, *, state: str = "running", attempt: int | None = 0, is_dead: bool = False) -> bytes:
-    """The value of a run of a task: on another machine, or of a process of this one that is gone."""
+def token_of(task_id: str | None, *, state: str = "running", attempt: int | None = 0, is_dead: bool = False) -> bytes:
+    """The value of a run, of a task or a function: on another machine, or of a process of this one that is gone."""
     value = json.loads(TokenFactory("a task", task_id, attempt, state).token(600))
     if is_dead:
         with subprocess.Popen([sys.executable, "-c", ""]) as process:

@@ -114,13 +114,13 @@ def test_a_begin_that_arrives_twice_does_not_supersede_what_was_sent_in_between(
     assert note("begin", "second", newer, "a third") == newer
 
 
-def test_of_tasks_that_are_requeued_the_newest_stays(app: Celery, queue: Queue, keys: Keys, kind: Any) -> None:
+def test_of_tasks_that_are_requeued_the_newest_stays(queue: Queue, keys: Keys, kind: Any) -> None:
     def work(number: int) -> int:
         ran.append(number)
         return number
 
     ran: list[int] = []
-    task = a_task(app, kind(work), when_busy=buffer_one(), celery={"base": Awaits})
+    task = a_task(queue.app, kind(work), when_busy=buffer_one(), celery={"base": Awaits})
     keys["k"] = "somebody else"
     answers = [task.delay(number) for number in range(3)]
     first, second, third = (queue.take() for _ in range(3))
@@ -139,9 +139,9 @@ def test_of_tasks_that_are_requeued_the_newest_stays(app: Celery, queue: Queue, 
     assert [answer.result for answer in answers] == [None, 1, None]
 
 
-def test_the_newest_task_runs_under_an_id_that_was_used_before(app: Celery, queue: Queue, keys: Keys) -> None:
+def test_the_newest_task_runs_under_an_id_that_was_used_before(queue: Queue, keys: Keys) -> None:
     ran: list[int] = []
-    task = a_task(app, ran.append, when_busy=buffer_one())
+    task = a_task(queue.app, ran.append, when_busy=buffer_one())
     for number, task_id in enumerate(("rebuild", "other", "rebuild", "other", "rebuild")):
         task.apply_async((number,), task_id=task_id)
         if number > 2:
@@ -153,14 +153,14 @@ def test_the_newest_task_runs_under_an_id_that_was_used_before(app: Celery, queu
 
 
 @pytest.mark.parametrize("how", ["retry", "replace"])
-def test_a_retry_and_a_replacement_are_as_old_as_their_task(app: Celery, queue: Queue, how: str) -> None:
+def test_a_retry_and_a_replacement_are_as_old_as_their_task(queue: Queue, how: str) -> None:
     def work(self: Any, number: int) -> None:
         ran.append(number)
         if number == 0:
             raise self.retry(countdown=0) if how == "retry" else self.replace(self.s(number))
 
     ran: list[int] = []
-    task = a_task(app, work, when_busy=buffer_one(), celery={"bind": True})
+    task = a_task(queue.app, work, when_busy=buffer_one(), celery={"bind": True})
     task.delay(0)
     queue.deliver()
     task.delay(1)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
-import subprocess
-import sys
-import threading
 import time
 from base64 import b64decode
 from collections.abc import Callable, Iterator
@@ -14,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import date, datetime, timedelta, timezone
 from json import loads
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -26,7 +21,6 @@ from celery.schedules import schedule
 from celery.signals import before_task_publish
 from kombu.exceptions import EncodeError, OperationalError
 from pydantic import BaseModel
-from redis import Redis
 
 from only_one import (
     AlreadyRunning,
@@ -39,21 +33,30 @@ from only_one import (
     current_lock,
     fail,
     retry,
-    settings,
     skip,
     subscribe,
 )
 from only_one.celery.broker import waits_for
 from only_one.celery.requeue import Header
 from only_one.lock import renewal
-from rigs.servers import redis_server
-from rigs.waiting import LIMIT, eventually
-from tests.celery.deliveries import CLOSED, QUEUE_TIMEOUT, SLACK, Keys, Queue, decorated, done, raises, unique, work
+from rigs.waiting import eventually
+from tests.celery.deliveries import (
+    CLOSED,
+    QUEUE_TIMEOUT,
+    SLACK,
+    Keys,
+    Queue,
+    decorated,
+    done,
+    lambda_of,
+    raises,
+    token_of,
+    unique,
+    work,
+)
 from tests.lock.test_leases import no_more_threads
 from tests.proxy import Proxy
 from tests.renewal import later
-
-ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.usefixtures("redis", "finalizers")
 
@@ -77,11 +80,11 @@ def about_to_publish(task: Any, do: Callable[[], None]) -> Iterator[None]:
 
 @pytest.mark.parametrize("finalized", [False, True], ids=["lazy", "finalized"])
 def test_a_duplicate_is_not_published_and_gets_the_result_of_the_existing_task(
-    app: Celery, queue: Queue, keys: Keys, *, finalized: bool
+    queue: Queue, keys: Keys, *, finalized: bool
 ) -> None:
     if finalized:
-        app.finalize()
-    task = unique(app, "k-{value}")
+        queue.app.finalize()
+    task = unique(queue.app, "k-{value}")
     first = task.delay(1)
     assert isinstance(first, AsyncResult)
     assert len(queue) == 1
@@ -92,7 +95,7 @@ def test_a_duplicate_is_not_published_and_gets_the_result_of_the_existing_task(
     assert second == first
     assert hash(second) == hash(first)
     assert (second.app, second.backend, second.state) == (first.app, first.backend, "PENDING")
-    assert result_from_tuple(second.as_tuple(), app=app) == first
+    assert result_from_tuple(second.as_tuple(), app=queue.app) == first
     assert len({*GroupResult("both", [first, second]).results}) == 1
     assert task.apply_async((1,), countdown=5) == first
     assert task.apply_async(kwargs={"value": 1}) == first
@@ -101,37 +104,42 @@ def test_a_duplicate_is_not_published_and_gets_the_result_of_the_existing_task(
     assert len(queue) == 2
 
 
-def test_a_result_says_whether_its_call_has_published_a_task(app: Celery, queue: Queue) -> None:
-    task = unique(app, "k-{value}")
+def test_a_result_says_whether_its_call_has_published_a_task(queue: Queue) -> None:
+    task = unique(queue.app, "k-{value}")
     first, second = task.delay(1), task.delay(1)
     assert (first.is_duplicate, first.holder) == (False, None)
     assert (second.is_duplicate, second.holder.task_id, second.holder.state) == (True, first.id, "queued")
     brought = task.apply_async((1,), task_id="its-own")
     assert (brought.id, brought.is_duplicate) == ("its-own", False)
-    policy = unique(app, "k-{value}", when_busy=lambda error: app.AsyncResult(error.task_id))
+    policy = unique(queue.app, "k-{value}", when_busy=lambda error: queue.app.AsyncResult(error.task_id))
     assert (policy.delay(1).is_duplicate, policy.delay(1).holder.task_id) == (True, first.id)
     with configure(active=False):
         assert not task.delay(1).is_duplicate
     assert len(queue) == 3
 
 
+@pytest.mark.parametrize("value", ["somebody else", token_of(None, attempt=None)], ids=["foreign", "function"])
 @pytest.mark.parametrize(("options", "is_duplicate"), [({}, False), ({"when_busy": buffer_one()}, True)])
-def test_a_result_says_whether_its_call_has_published_a_task_while_a_function_runs(
-    app: Celery, queue: Queue, busy: Any, options: Any, *, is_duplicate: bool
+def test_a_task_is_published_while_no_task_holds_its_key_and_the_worker_decides(
+    queue: Queue, keys: Keys, value: Any, options: Any, *, is_duplicate: bool
 ) -> None:
-    task = unique(app, "k", **options)
-    with busy("k"):
-        results = [task.delay(1), task.delay(1)]
+    keys["k"] = value
+    before = keys["k"]
+    task = unique(queue.app, "k", **options)
+    results = [task.delay(1), task.delay(1)]
     assert [(each.is_duplicate, each.holder) for each in results] == [(False, None), (is_duplicate, None)]
+    with pytest.raises(AlreadyRunning) as raised:
+        unique(queue.app, "k", when_busy=fail).delay()
+    assert raised.value.task_id is None
     assert len(queue) == 2 - is_duplicate
+    assert keys["k"] == before
+    assert keys.lives_for(600)
 
 
-def test_a_task_is_queued_where_no_thread_can_be_started(
-    app: Celery, queue: Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_is_queued_where_no_thread_can_be_started(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its producer renews nothing."""
     monkeypatch.setattr(renewal, "_renewer", renewal._Renewer())
-    task = unique(app, "k")
+    task = unique(queue.app, "k")
     with no_more_threads():
         first = task.delay()
         assert task.delay() == first
@@ -161,8 +169,8 @@ def test_without_a_result_backend_a_duplicate_says_that_there_is_no_result(new_a
 
 
 @pytest.mark.parametrize("decorate", [decorated, decorated()], ids=["bare", "called"])
-def test_calls_that_mean_the_same_are_one(app: Celery, queue: Queue, decorate: Any) -> None:
-    task = decorate(app.task(work, name=f"task-{uuid4()}", shared=False))
+def test_calls_that_mean_the_same_are_one(queue: Queue, decorate: Any) -> None:
+    task = decorate(queue.app.task(work, name=f"task-{uuid4()}", shared=False))
     first = task.delay({"b": 1, "a": [2]})
     value = {"a": [2], "b": 1}
     for args, kwargs in [((value,), {}), ((value, "more"), {}), ((), {"more": "more", "value": value})]:
@@ -174,62 +182,44 @@ def test_calls_that_mean_the_same_are_one(app: Celery, queue: Queue, decorate: A
     assert len(queue) == 3
 
 
-def test_of_many_threads_one_publishes(app: Celery, queue: Queue) -> None:
-    task = unique(app, "k")
-    app.finalize()
+def test_of_many_threads_one_publishes(queue: Queue) -> None:
+    task = unique(queue.app, "k")
+    queue.app.finalize()
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: task.delay(), range(32)))
     assert len({answer.id for answer in answers}) == 1
     assert len(queue) == 1
 
 
-def test_a_task_outlives_its_producer_and_neither_its_worker_nor_its_run(
-    app: Celery, redis_url: str, queue: Queue, keys: Keys
+@pytest.mark.parametrize("takeover", [True, False])
+@pytest.mark.parametrize("state", ["queued", "received", "running"])
+def test_a_queued_task_outlives_its_producer_and_no_other_its_process(
+    queue: Queue, keys: Keys, state: str, *, takeover: bool
 ) -> None:
-    """Each of them has named a process of this machine that is no more."""
-    program = f"""
-import os, redis, signal
-from celery import Celery
-from only_one import configure, only_one
-from only_one.lock.holder import TokenFactory
-configure(redis={redis_url!r}, prefix={keys.prefix!r})
-app = Celery("producer", broker={redis_url!r}, backend={redis_url!r})
-app.conf.task_default_queue = {keys.prefix!r} + "queue"
-@only_one("k")
-@app.task(name="produced")
-def produced(): ...
-print(produced.delay().id, flush=True)
-received = TokenFactory("produced", "another", 0, "received").token(600)
-redis.Redis.from_url({redis_url!r}).set({keys.prefix!r} + "received", received, ex=600)
-only_one(lambda: os.kill(os.getpid(), signal.SIGKILL), key="running", timeout=600)()
-"""
-    produced = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    task = unique(app, "k", celery={"name": "produced"})
-    assert keys.holder().state == "queued"
-    assert task.delay().id == produced.stdout.strip() == keys.holder().task_id
-    assert len(queue) == 1
-    unique(app, "running", takeover=False).delay()
-    assert keys.state("running") == ("running", None)
-    assert unique(app, "received", takeover=False).delay().id == keys.holder("received").task_id == "another"
-    assert len(queue) == 2
-    for key in ("running", "received"):
-        answer = unique(app, key).delay()
-        assert (keys.holder(key).state, keys.holder(key).task_id) == ("queued", answer.id)
-    assert len(queue) == 4
+    keys["k"] = token_of("another", state=state, is_dead=True)
+    result = unique(queue.app, "k", takeover=takeover).delay()
+    if takeover and state != "queued":
+        assert result.id != "another"
+        assert (keys.holder().task_id, keys.state()) == (result.id, ("queued", 0))
+        assert len(queue) == 1
+    else:
+        assert result.id == keys.holder().task_id == "another"
+        assert keys.holder().state == state
+        assert len(queue) == 0
 
 
 # Policies
 
 
-def test_a_policy_is_given_the_id_of_the_existing_task(app: Celery, queue: Queue, keys: Keys) -> None:
-    first = unique(app, "k").delay()
+def test_a_policy_is_given_the_id_of_the_existing_task(queue: Queue, keys: Keys) -> None:
+    first = unique(queue.app, "k").delay()
     with pytest.raises(AlreadyRunning) as raised:
-        unique(app, "k", when_busy=fail).delay()
+        unique(queue.app, "k", when_busy=fail).delay()
     assert (raised.value.task_id, raised.value.key) == (first.id, f"{keys.prefix}k")
     assert raised.value.holder is not None
     assert raised.value.holder.state == "queued"
-    assert unique(app, "k", when_busy=skip).delay() is None
-    assert unique(app, "k", when_busy=lambda error: ["busy", error.task_id]).delay() == ["busy", first.id]
+    assert unique(queue.app, "k", when_busy=skip).delay() is None
+    assert unique(queue.app, "k", when_busy=lambda error: ["busy", error.task_id]).delay() == ["busy", first.id]
     assert len(queue) == 1
 
 
@@ -281,27 +271,27 @@ def test_a_task_that_could_not_be_published_keeps_no_other_from_its_queue(
     assert len(queue) == 1
 
 
-def test_a_server_that_is_down_is_not_published_past(app: Celery, queue: Queue) -> None:
+def test_a_server_that_is_down_is_not_published_past(queue: Queue) -> None:
     for options in ({}, {"when_down": retry()}):
         with pytest.raises(LockUnavailable):
-            unique(app, "k", redis=CLOSED, **options).delay()
-    assert unique(app, "k", redis=CLOSED, when_down=type).delay() is LockUnavailable
+            unique(queue.app, "k", redis=CLOSED, **options).delay()
+    assert unique(queue.app, "k", redis=CLOSED, when_down=type).delay() is LockUnavailable
     assert len(queue) == 0
-    task = unique(app, "k", redis=CLOSED, when_down=carry_on)
+    task = unique(queue.app, "k", redis=CLOSED, when_down=carry_on)
     assert task.delay() != task.delay()
     assert len(queue) == 2
 
 
-def test_arguments_that_do_not_fit_raise_and_leave_no_key(app: Celery, queue: Queue, keys: Keys) -> None:
+def test_arguments_that_do_not_fit_raise_and_leave_no_key(queue: Queue, keys: Keys) -> None:
     for template in ("k", "k-{value}"):
-        task = unique(app, template)
+        task = unique(queue.app, template)
         for args, kwargs in [((1, 2, 3), {}), ((), {"wrong": 1}), ((1,), {"value": 1})]:
             with pytest.raises(TypeError):
                 task.delay(*args, **kwargs)
             with pytest.raises(TypeError):
                 task.apply_async(args, kwargs)
     with pytest.raises(UnkeyableArgument, match="value"):
-        unique(app).delay(object())
+        unique(queue.app).delay(object())
     assert len(queue) == 0
     assert "k" not in keys
     assert "k-1" not in keys
@@ -314,12 +304,12 @@ def in_(seconds: float) -> datetime:
     return datetime.now(timezone.utc) + timedelta(seconds=seconds)
 
 
-def test_the_key_is_acquired_for_30_s_until_the_task_is_published(app: Celery, keys: Keys) -> None:
+def test_the_key_is_acquired_for_30_s_until_the_task_is_published(queue: Queue, keys: Keys) -> None:
     def look() -> None:
         seen.append((0 < keys.left() <= 30, keys.holder()))
 
     seen: list[Any] = []
-    task = unique(app, "k", timeout=7200)
+    task = unique(queue.app, "k", timeout=7200)
     with about_to_publish(task, look):
         first = task.delay()
     ((is_short, holder),) = seen
@@ -351,9 +341,9 @@ TIMES: dict[str, tuple[float, Any, Callable[[], Any]]] = {
 
 @pytest.mark.parametrize(("seconds", "options", "call"), TIMES.values(), ids=TIMES)
 def test_how_long_the_key_of_a_queued_task_lives(
-    app: Celery, keys: Keys, seconds: float, options: Any, call: Callable[[], Any]
+    queue: Queue, keys: Keys, seconds: float, options: Any, call: Callable[[], Any]
 ) -> None:
-    unique(app, "k", **options).apply_async(**call())
+    unique(queue.app, "k", **options).apply_async(**call())
     assert keys.lives_for(seconds)
 
 
@@ -367,23 +357,23 @@ def test_queue_timeout_is_configured_or_the_apps(new_app: Any, keys: Keys, confi
     assert keys.lives_for(seconds)
 
 
-def test_how_long_a_task_is_waited_for_to_the_second_and_until_a_date(app: Celery, keys: Keys) -> None:
+def test_how_long_a_task_is_waited_for_to_the_second_and_until_a_date(queue: Queue, keys: Keys) -> None:
     for expires, until, seconds in ((None, None, 600), (None, 60, 660), (None, -60, 600), (0, 60, 0), (60, None, 60)):
-        assert waits_for(app, 600, expires, until) == seconds
-    unique(app, "k").apply_async(eta=date.today() + timedelta(days=10))  # noqa: DTZ011 - in the app's zone
+        assert waits_for(queue.app, 600, expires, until) == seconds
+    unique(queue.app, "k").apply_async(eta=date.today() + timedelta(days=10))  # noqa: DTZ011 - in the app's zone
     assert 8 * 86_400 < keys.left() < 12 * 86_400
 
 
-def test_a_task_that_has_expired_already_keeps_no_other_from_its_queue(app: Celery, queue: Queue) -> None:
-    task = unique(app, "k")
+def test_a_task_that_has_expired_already_keeps_no_other_from_its_queue(queue: Queue) -> None:
+    task = unique(queue.app, "k")
     for expires in (-5, in_(-5), 0.0009, 0.001):
         task.apply_async(expires=expires)
     # The worker says that the first three were revoked.
     assert ["only_one" in message["headers"] for message in queue.messages()] == [False, False, False, True]
 
 
-def test_a_duplicate_does_not_lengthen_the_time(app: Celery, queue: Queue, keys: Keys) -> None:
-    task = unique(app, "k")
+def test_a_duplicate_does_not_lengthen_the_time(queue: Queue, keys: Keys) -> None:
+    task = unique(queue.app, "k")
     task.apply_async(expires=100)
     task.apply_async(expires=1000)
     task.delay()
@@ -395,11 +385,9 @@ def test_a_duplicate_does_not_lengthen_the_time(app: Celery, queue: Queue, keys:
 
 
 @pytest.mark.parametrize("how", ["task_id", "link", "link_error", "chain", "chord", "group", "group_id", "last"])
-def test_a_task_whose_result_others_wait_for_is_always_published(
-    app: Celery, queue: Queue, keys: Keys, how: str
-) -> None:
-    task = unique(app, "k", when_busy=fail)
-    plain = app.task(done, name="plain", shared=False)
+def test_a_task_whose_result_others_wait_for_is_always_published(queue: Queue, keys: Keys, how: str) -> None:
+    task = unique(queue.app, "k", when_busy=fail)
+    plain = queue.app.task(done, name="plain", shared=False)
     first = task.delay()
     calls: dict[str, tuple[int, Callable[[], Any]]] = {
         "task_id": (1, lambda: task.apply_async(task_id=str(uuid4()))),
@@ -417,8 +405,8 @@ def test_a_task_whose_result_others_wait_for_is_always_published(
     assert keys.holder().task_id == first.id
 
 
-def test_a_task_with_an_id_of_its_own_keeps_no_other_from_its_queue(app: Celery, queue: Queue, keys: Keys) -> None:
-    task = unique(app, "k")
+def test_a_task_with_an_id_of_its_own_keeps_no_other_from_its_queue(queue: Queue, keys: Keys) -> None:
+    task = unique(queue.app, "k")
     own = str(uuid4())
     assert task.apply_async(task_id=own).id == own
     answer = task.delay()
@@ -427,30 +415,18 @@ def test_a_task_with_an_id_of_its_own_keeps_no_other_from_its_queue(app: Celery,
     assert len(queue) == 2
 
 
-def test_a_holder_that_is_no_task_is_left_to_the_worker(app: Celery, queue: Queue, keys: Keys) -> None:
-    keys.redis.set(f"{keys.prefix}k", "somebody else")
-    assert isinstance(unique(app, "k").delay(), AsyncResult)
-    assert len(queue) == 1
-    assert keys["k"] == b"somebody else"
-    assert keys.redis.ttl(f"{keys.prefix}k") == -1
-    with pytest.raises(AlreadyRunning) as raised:
-        unique(app, "k", when_busy=fail).delay()
-    assert raised.value.task_id is None
-    assert len(queue) == 1
-
-
-def test_a_task_sent_by_name_or_sent_again_is_always_published(app: Celery, queue: Queue) -> None:
-    task = unique(app, "k", celery={"name": "named"})
+def test_a_task_sent_by_name_or_sent_again_is_always_published(queue: Queue) -> None:
+    task = unique(queue.app, "k", celery={"name": "named"})
     first = task.delay()
-    app.send_task("named")
+    queue.app.send_task("named")
     task.apply_async(task_id=first.id, headers=Header(first.id, 0, times=1).as_headers())
     task.apply_async(retries=1)
     assert len(queue) == 4
 
 
 @pytest.mark.parametrize("carried", [Header("of another task", 0, times=1).as_headers(), {"only_one": "by others"}])
-def test_headers_copied_from_another_message_do_not_make_a_call_unique(app: Celery, queue: Queue, carried: Any) -> None:
-    task = unique(app, "k")
+def test_headers_copied_from_another_message_do_not_make_a_call_unique(queue: Queue, carried: Any) -> None:
+    task = unique(queue.app, "k")
     answers = [task.apply_async(headers=carried) for _ in range(5)]
     assert len(set(answers)) == len(queue) == 1
 
@@ -473,36 +449,24 @@ def test_always_eager(new_app: Any, busy: Any, queue: Queue, keys: Keys) -> None
     assert len(queue) == 0
 
 
-def test_called_directly_a_task_is_decorated_like_a_function(app: Celery, busy: Any, keys: Keys) -> None:
-    task = unique(app, "k")
+def test_called_directly_a_task_is_decorated_like_a_function(queue: Queue, busy: Any, keys: Keys) -> None:
+    task = unique(queue.app, "k")
     assert task(1) == task.run(1) == (1, "more", f"{keys.prefix}k")
     assert "k" not in keys
     with busy("k"):
         assert task(1) is None
         with pytest.raises(AlreadyRunning):
-            unique(app, "k", when_busy=fail)(1)
+            unique(queue.app, "k", when_busy=fail)(1)
     with pytest.raises(ZeroDivisionError):
-        unique(app, "k", function=raises(ZeroDivisionError()))()
+        unique(queue.app, "k", function=raises(ZeroDivisionError()))()
     assert "k" not in keys
     task.delay()
     assert task(1) == (1, "more", f"{keys.prefix}k")  # what waits in a queue has not begun
 
 
-def test_called_directly_and_queued_a_task_has_one_key_on_its_apps_server(new_app: Any) -> None:
-    with redis_server() as own, Redis.from_url(own.url) as client, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settings, "_overrides", [])  # not even what each test has configured for it
-        patch.setattr(settings, "current", {})
-        keys = Keys(client, "own:")
-
-        def look() -> Any:
-            return current_lock().key, keys.lives_for(500)
-
-        app = new_app(result_backend=own.url, only_one_prefix="own:", only_one_timeout=500)
-        task = unique(app, "k", function=look)
-        assert task() == ("own:k", True)
-        first = task.delay()
-        assert keys.holder().task_id == first.id
-        assert task.delay() == first
+def test_called_directly_a_task_has_its_apps_settings(new_app: Any, keys: Keys) -> None:
+    task = unique(new_app(only_one_timeout=500), "k", function=lambda_of(lambda: keys.lives_for(500)))
+    assert task()
 
 
 # Tasks of every kind
@@ -534,10 +498,10 @@ KINDS: dict[str, Callable[[Celery], Any]] = {
 
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-def test_a_task_of_every_kind_is_unique(app: Celery, queue: Queue, keys: Keys, make: Any) -> None:
-    task = make(app)
+def test_a_task_of_every_kind_is_unique(queue: Queue, keys: Keys, make: Any) -> None:
+    task = make(queue.app)
     first = task.delay(1)
-    assert task.delay(value=1) == app.tasks[task.name].delay(1) == first
+    assert task.delay(value=1) == queue.app.tasks[task.name].delay(1) == first
     assert keys.holder("k-1").name == task.name
     with pytest.raises(TypeError):
         task.delay(wrong=1)
@@ -576,13 +540,13 @@ def test_a_task_with_a_model(new_app: Any, queue: Queue, keys: Keys) -> None:
 
 
 def test_beat_sends_no_duplicate_and_logs_it_in_one_line(
-    app: Celery, queue: Queue, keys: Keys, caplog: pytest.LogCaptureFixture
+    queue: Queue, keys: Keys, caplog: pytest.LogCaptureFixture
 ) -> None:
-    task = unique(app, "k", celery={"name": "beaten"})
-    app.finalize()
-    scheduler = Scheduler(app=app, lazy=True)
-    entry = ScheduleEntry(name="each", task="beaten", schedule=schedule(1), args=(), app=app)
-    wrong = ScheduleEntry(name="wrong", task="beaten", schedule=schedule(1), args=1, app=app)
+    task = unique(queue.app, "k", celery={"name": "beaten"})
+    queue.app.finalize()
+    scheduler = Scheduler(app=queue.app, lazy=True)
+    entry = ScheduleEntry(name="each", task="beaten", schedule=schedule(1), args=(), app=queue.app)
+    wrong = ScheduleEntry(name="wrong", task="beaten", schedule=schedule(1), args=1, app=queue.app)
     first = scheduler.apply_async(entry, advance=False)
     assert isinstance(first, AsyncResult)
     assert scheduler.apply_async(entry, advance=False) == first == task.delay()
@@ -602,29 +566,29 @@ def test_beat_sends_no_duplicate_and_logs_it_in_one_line(
 # Options of apply_async
 
 
-def test_a_task_is_unique_over_all_queues_and_connections(app: Celery, queue: Queue, keys: Keys) -> None:
-    task = unique(app, "k-{value}")
+def test_a_task_is_unique_over_all_queues_and_connections(queue: Queue, keys: Keys) -> None:
+    task = unique(queue.app, "k-{value}")
     elsewhere = f"{keys.prefix}elsewhere"
     first = task.apply_async((1,), queue=elsewhere, headers={"own": 1}, ignore_result=True)
-    with app.connection_for_write() as connection:
+    with queue.app.connection_for_write() as connection:
         assert task.apply_async((1,), connection=connection) == first
         task.apply_async((2,), connection=connection)
-    with app.producer_pool.acquire(block=True) as producer:
+    with queue.app.producer_pool.acquire(block=True) as producer:
         assert task.apply_async((1,), producer=producer) == first
         task.apply_async((3,), producer=producer)
     assert (keys.redis.llen(elsewhere), len(queue)) == (1, 2)
 
 
-def test_headers_as_a_list_are_kept(app: Celery, queue: Queue, keys: Keys) -> None:
-    unique(app, "k").apply_async(headers=[("mine", 1)])
+def test_headers_as_a_list_are_kept(queue: Queue, keys: Keys) -> None:
+    unique(queue.app, "k").apply_async(headers=[("mine", 1)])
     headers = queue.take()["headers"]
     assert headers["mine"] == 1
     expected = Header(headers["id"], 0, key=f"{keys.prefix}k", token=keys["k"].decode())
     assert headers["only_one"] == expected.as_headers()["only_one"]
 
 
-def test_options_that_celery_refuses(app: Celery, keys: Keys) -> None:
-    task = unique(app, "k")
+def test_options_that_celery_refuses(queue: Queue, keys: Keys) -> None:
+    task = unique(queue.app, "k")
     with pytest.raises(TypeError):
         task.apply_async((), {}, *[None] * 6)
     with pytest.raises(TypeError):
@@ -635,10 +599,10 @@ def test_options_that_celery_refuses(app: Celery, keys: Keys) -> None:
         task.apply_async("ab")
 
 
-def test_options_by_their_position(app: Celery, queue: Queue) -> None:
-    task = unique(app, "k-{value}")
-    after, instead = (app.task(done, name=name, shared=False) for name in ("after", "instead"))
-    with app.producer_pool.acquire(block=True) as producer:
+def test_options_by_their_position(queue: Queue) -> None:
+    task = unique(queue.app, "k-{value}")
+    after, instead = (queue.app.task(done, name=name, shared=False) for name in ("after", "instead"))
+    with queue.app.producer_pool.acquire(block=True) as producer:
         task.apply_async((1,), {"more": 2}, "mine", producer, after.s(), instead.s(), "shadow")
     message = queue.take()
     assert (message["headers"]["id"], message["headers"]["shadow"]) == ("mine", "shadow")
@@ -662,9 +626,9 @@ class Own(Task):  # type: ignore[misc]
 
 @pytest.mark.parametrize("expires", [None, 29])  # less than the 30 s for which it is acquired until it is published
 def test_a_task_keeps_the_methods_of_its_base_and_the_key_has_the_id_that_was_published(
-    app: Celery, queue: Queue, keys: Keys, expires: Any
+    queue: Queue, keys: Keys, expires: Any
 ) -> None:
-    task = unique(app, "k", celery={"base": Own})
+    task = unique(queue.app, "k", celery={"base": Own})
     first = task.apply_async(expires=expires)
     assert first.id.startswith("own-")
     assert (keys.holder().task_id, keys.state()) == (first.id, ("queued", 0))
@@ -673,12 +637,12 @@ def test_a_task_keeps_the_methods_of_its_base_and_the_key_has_the_id_that_was_pu
     assert task(2) == task.apply((2,)).get() == ("own", (2, "more", f"{keys.prefix}k"))
 
 
-def test_a_task_that_was_not_published_is_not_waited_for_an_hour(app: Celery, keys: Keys) -> None:
+def test_a_task_that_was_not_published_is_not_waited_for_an_hour(queue: Queue, keys: Keys) -> None:
     class Never(Task):  # type: ignore[misc]
         def apply_async(self, *_args: Any, **_options: Any) -> Any:
             return None
 
-    assert unique(app, "k", celery={"base": Never}).delay() is None
+    assert unique(queue.app, "k", celery={"base": Never}).delay() is None
     assert 0 < keys.left() <= 30
 
 
@@ -686,9 +650,9 @@ def test_a_task_that_was_not_published_is_not_waited_for_an_hour(app: Celery, ke
 
 
 @pytest.mark.parametrize("replacement", [0, 1])
-def test_each_task_of_buffer_one_is_numbered(app: Celery, queue: Queue, keys: Keys, replacement: int) -> None:
+def test_each_task_of_buffer_one_is_numbered(queue: Queue, keys: Keys, replacement: int) -> None:
     """Also one that brings an id, and is published though an equal one waits."""
-    task = unique(app, "k", when_busy=buffer_one())
+    task = unique(queue.app, "k", when_busy=buffer_one())
     task.delay(1)
     task.apply_async((1,), task_id="mine", replaced_task_nesting=replacement)
     first, second = (each["headers"]["only_one"] for each in queue.messages())
@@ -697,8 +661,8 @@ def test_each_task_of_buffer_one_is_numbered(app: Celery, queue: Queue, keys: Ke
     assert second == expected.as_headers()["only_one"]
 
 
-def test_the_newest_task_is_not_waited_for_when_it_has_expired(app: Celery, queue: Queue, keys: Keys) -> None:
-    task = unique(app, "k", when_busy=buffer_one())
+def test_the_newest_task_is_not_waited_for_when_it_has_expired(queue: Queue, keys: Keys) -> None:
+    task = unique(queue.app, "k", when_busy=buffer_one())
     first = task.apply_async(expires=6000)
     assert task.delay() == first
     triggers = f"{{{keys.prefix}k}}:triggers"
@@ -709,15 +673,15 @@ def test_the_newest_task_is_not_waited_for_when_it_has_expired(app: Celery, queu
     assert len(queue) == 2
 
 
-def test_the_newest_task_equals_no_other_if_it_cannot_be_compared(app: Celery, queue: Queue) -> None:
-    task = unique(app, "k", when_busy=buffer_one())
+def test_the_newest_task_equals_no_other_if_it_cannot_be_compared(queue: Queue) -> None:
+    task = unique(queue.app, "k", when_busy=buffer_one())
     for number in (1, 2):
         task.apply_async((object(),), serializer="pickle")
         assert len(queue) == number
 
 
-def test_a_duplicate_of_the_newest_task_is_a_busy_event(app: Celery, keys: Keys) -> None:
-    task = unique(app, "k", when_busy=buffer_one())
+def test_a_duplicate_of_the_newest_task_is_a_busy_event(queue: Queue, keys: Keys) -> None:
+    task = unique(queue.app, "k", when_busy=buffer_one())
     events: list[Any] = []
     end = subscribe(events.append)
     try:
@@ -734,12 +698,12 @@ def test_a_duplicate_of_the_newest_task_is_a_busy_event(app: Celery, keys: Keys)
 
 @pytest.mark.parametrize("options", [{"when_down": fail}, {"when_down": carry_on}, {"when_busy": buffer_one()}])
 def test_a_task_that_could_not_ask_for_its_key_keeps_no_other_from_its_queue(
-    app: Celery, queue: Queue, keys: Keys, redis_url: str, options: Any
+    queue: Queue, keys: Keys, redis_url: str, options: Any
 ) -> None:
     is_unique = "when_busy" not in options
     with Proxy(redis_url) as proxy, configure(redis=proxy.url):
-        task = unique(app, "k", lease=1, **options)
-        app.finalize()
+        task = unique(queue.app, "k", lease=1, **options)
+        queue.app.finalize()
         first = task.delay()
         assert task.delay() == first
         with proxy.refused():
@@ -751,10 +715,10 @@ def test_a_task_that_could_not_ask_for_its_key_keeps_no_other_from_its_queue(
         assert task.delay() != first
 
 
-def test_a_key_whose_release_fails_is_released_in_the_background(app: Celery, keys: Keys, redis_url: str) -> None:
+def test_a_key_whose_release_fails_is_released_in_the_background(queue: Queue, keys: Keys, redis_url: str) -> None:
     """No expiry explains within this test that it is free."""
     with Proxy(redis_url) as proxy, configure(redis=proxy.url), ExitStack() as stack:
-        task = unique(app, "k")
+        task = unique(queue.app, "k")
 
         def refuse() -> None:
             assert keys.redis.pexpire(f"{keys.prefix}k", 600_000)
@@ -770,29 +734,6 @@ def test_a_key_whose_release_fails_is_released_in_the_background(app: Celery, ke
             assert eventually(lambda: not renewal._renewer.cleanups)  # it is not looked for any more
 
 
-def test_a_call_that_is_interrupted_before_it_knows_that_it_has_the_key(
-    app: Celery, queue: Queue, keys: Keys, redis_url: str
-) -> None:
-    def interrupt() -> None:
-        assert eventually(lambda: keys.redis.pexpire(f"{keys.prefix}k", 600_000))
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-
-    with Proxy(redis_url) as proxy, configure(redis=f"{proxy.url}?socket_timeout={LIMIT:g}"):
-        task = unique(app, "k")
-        proxy.lose_reply("SET", then="hang")
-        with ThreadPoolExecutor(1) as pool:
-            before = signal.signal(signal.SIGUSR1, signal.default_int_handler)  # SIGINT is ignored by background jobs
-            try:
-                interrupted = pool.submit(interrupt)
-                with pytest.raises(KeyboardInterrupt):
-                    task.delay()
-                interrupted.result()
-            finally:
-                signal.signal(signal.SIGUSR1, before)
-        assert eventually(lambda: "k" not in keys)
-    assert len(queue) == 0
-
-
 @pytest.mark.parametrize(
     ("how", "options", "levels"),
     [
@@ -802,7 +743,7 @@ def test_a_call_that_is_interrupted_before_it_knows_that_it_has_the_key(
     ],
 )
 def test_a_task_is_published_though_its_key_is_not_lengthened(
-    app: Celery, queue: Queue, keys: Keys, redis_url: str, caplog: pytest.LogCaptureFixture,
+    queue: Queue, keys: Keys, redis_url: str, caplog: pytest.LogCaptureFixture,
     how: str, options: Any, levels: list[str],
 ) -> None:  # fmt: skip
     def trouble() -> None:
@@ -813,7 +754,7 @@ def test_a_task_is_published_though_its_key_is_not_lengthened(
             keys.redis.rpush(f"{keys.prefix}k", "no string")
 
     with Proxy(redis_url) as proxy, configure(redis=proxy.url), ExitStack() as stack:
-        task = unique(app, "k", **options)
+        task = unique(queue.app, "k", **options)
         caplog.set_level("DEBUG", "only_one")
         with about_to_publish(task, trouble):
             assert isinstance(task.delay(1), AsyncResult)

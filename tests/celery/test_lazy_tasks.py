@@ -56,38 +56,38 @@ def test_decorating_evaluates_nothing(kind: str) -> None:
         assert app.finalized
 
 
-def test_a_task_that_was_made_already_is_decorated_at_once(app: Celery, queue: Queue) -> None:
-    proxy = app.task(work, name="made.already", shared=False)
+def test_a_task_that_was_made_already_is_decorated_at_once(queue: Queue) -> None:
+    proxy = queue.app.task(work, name="made.already", shared=False)
     assert proxy.name == "made.already"  # which evaluates it
     with pytest.raises(KeyTemplateError, match="nothing"):
         decorated("k-{nothing}")(proxy)
-    assert decorated("k")(proxy).delay() == app.tasks["made.already"].delay()
+    assert decorated("k")(proxy).delay() == queue.app.tasks["made.already"].delay()
     assert len(queue) == 1
 
 
-def test_a_decorated_task_is_what_it_was_also_when_pickled(app: Celery, queue: Queue) -> None:
-    with is_current(app):
-        task = unique(app, "k", celery={"name": "kept", "rate_limit": "10/s", "max_retries": 7})
+def test_a_decorated_task_is_what_it_was_also_when_pickled(queue: Queue) -> None:
+    with is_current(queue.app):
+        task = unique(queue.app, "k", celery={"name": "kept", "rate_limit": "10/s", "max_retries": 7})
         first = task.delay()
-        for each in (app.tasks["kept"], pickle.loads(pickle.dumps(task)), pickle.loads(pickle.dumps(task.s(1)))):  # noqa: S301
+        for each in (queue.app.tasks["kept"], pickle.loads(pickle.dumps(task)), pickle.loads(pickle.dumps(task.s(1)))):  # noqa: S301
             assert each.delay() == first
-        assert pickle.loads(pickle.dumps(task)) is app.tasks["kept"]  # noqa: S301 - our own
+        assert pickle.loads(pickle.dumps(task)) is queue.app.tasks["kept"]  # noqa: S301 - our own
     assert len(queue) == 1
     assert isinstance(task, Task)
-    assert (task.name, task.rate_limit, task.max_retries, task.app) == ("kept", "10/s", 7, app)
+    assert (task.name, task.rate_limit, task.max_retries, task.app) == ("kept", "10/s", 7, queue.app)
     assert (task.__doc__, task.__name__) == (work.__doc__, "work")
     assert task.apply_async.__doc__ == Task.apply_async.__doc__
     assert task.s(1).task == "kept"
 
 
-def test_a_task_of_a_program_has_the_name_that_celery_knows(app: Celery, keys: Keys) -> None:
+def test_a_task_of_a_program_has_the_name_that_celery_knows(queue: Queue, keys: Keys) -> None:
     """Its function is one of ``__main__``, whose name would be the same in every program."""
 
     def report() -> str:
         return current_lock().key
 
     main = {"__name__": "__main__", "current_lock": current_lock}
-    task = unique(app, "{name}", function=FunctionType(report.__code__, main), celery={"name": "reports.nightly"})
+    task = unique(queue.app, "{name}", function=FunctionType(report.__code__, main), celery={"name": "reports.nightly"})
     assert task() == f"{keys.prefix}reports.nightly"
     assert task.delay().id == keys.holder("reports.nightly").task_id
 
@@ -149,7 +149,7 @@ def test_another_task_of_that_name_in_another_app_is_not_decorated(new_app: Any)
 
 
 @pytest.mark.parametrize("kind", ["app.task", "shared_task", "not bound"])
-def test_the_task_itself_is_no_field(app: Celery, kind: str) -> None:
+def test_the_task_itself_is_no_field(queue: Queue, kind: str) -> None:
     """Where that can be seen before the task is made."""
 
     def this(this: Any, value: int) -> Any:
@@ -157,23 +157,23 @@ def test_the_task_itself_is_no_field(app: Celery, kind: str) -> None:
 
     options = {"name": f"task-{uuid4()}", "bind": True}
     if kind == "not bound":
-        decorated("k-{self}")(app.task(bound, name=options["name"], shared=False))
+        decorated("k-{self}")(queue.app.task(bound, name=options["name"], shared=False))
         decorated("k-{value}")(shared_task(work, name=options["name"]))
         return
     is_shared = kind == "shared_task"
-    task = shared_task(bound, **options) if is_shared else app.task(this, shared=False, **options)
+    task = shared_task(bound, **options) if is_shared else queue.app.task(this, shared=False, **options)
     field = "self" if is_shared else "this"
     with pytest.raises(KeyTemplateError, match=field):
         decorated(f"k-{{{field}}}")(task)
 
 
-def test_an_error_that_is_found_later_is_raised_by_every_call(
-    app: Celery, queue: Queue, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_that_is_found_later_is_raised_by_every_call(queue: Queue, caplog: pytest.LogCaptureFixture) -> None:
     """And not only by the first, which nobody may have seen: of this lazy task nothing is known before."""
     for _ in range(2):  # its module may be loaded twice
-        task = decorated("k-{nothing}")(PromiseProxy(lambda: app.task(work, name="lazy", shared=False, lazy=False)))
-        for call in (task.delay, task.delay, task.apply_async, task, app.tasks["lazy"].delay):
+        task = decorated("k-{nothing}")(
+            PromiseProxy(lambda: queue.app.task(work, name="lazy", shared=False, lazy=False))
+        )
+        for call in (task.delay, task.delay, task.apply_async, task, queue.app.tasks["lazy"].delay):
             with pytest.raises(KeyTemplateError, match="nothing"):
                 call()
     assert len(queue) == 0
@@ -196,23 +196,23 @@ def task(): ...
 @pytest.mark.parametrize("finalized", [False, True])
 @pytest.mark.filterwarnings("ignore:.*already registered:Warning")
 def test_a_module_that_is_loaded_twice(
-    app: Celery, queue: Queue, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, finalized: bool
+    queue: Queue, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, finalized: bool
 ) -> None:
     name = f"loaded_{uuid4().hex}"
     (tmp_path / f"{name}.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    with is_current(app):
+    with is_current(queue.app):
         module = importlib.import_module(name)
         if finalized:
-            app.finalize()
+            queue.app.finalize()
         first = importlib.reload(module).task.delay()
     assert len(queue) == 1
     assert keys.holder().task_id == first.id
 
 
-def test_an_apply_async_that_others_have_put_there_is_called(app: Celery, queue: Queue) -> None:
+def test_an_apply_async_that_others_have_put_there_is_called(queue: Queue) -> None:
     """As by instrumentation, on the task before it was decorated."""
-    plain = app.task(work, name=f"task-{uuid4()}", shared=False)
+    plain = queue.app.task(work, name=f"task-{uuid4()}", shared=False)
     own, calls = plain.apply_async, []
 
     def instrumented(*args: Any, **options: Any) -> Any:
@@ -271,23 +271,23 @@ def test_every_call_of_a_task_that_celery_would_not_await_is_refused(
 
 
 @pytest.mark.parametrize("options", [{}, {"lazy": False}, RETRIED], ids=repr)
-def test_the_decorator_above_a_task_that_celery_would_not_await_is_refused(app: Celery, options: Any) -> None:
+def test_the_decorator_above_a_task_that_celery_would_not_await_is_refused(queue: Queue, options: Any) -> None:
     with pytest.raises(ConfigurationError, match="asyncio"):
-        decorated("k")(app.task(fetch, **options)).delay()
+        decorated("k")(queue.app.task(fetch, **options)).delay()
 
 
 def test_an_async_function_that_is_awaited_can_be_a_task(
-    app: Celery, keys: Keys, monkeypatch: pytest.MonkeyPatch
+    queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the class of the task, by a decorator of the user's, or by the pool of a library."""
-    app.conf.task_annotations = {"*": {"rate_limit": "7/m"}}
+    queue.app.conf.task_annotations = {"*": {"rate_limit": "7/m"}}
     function = decorated("k")(fetch)
     run = functools.wraps(function)(lambda *args: asyncio.run(function(*args)))
-    below = app.task(function, base=Awaits, name="below")
-    above = decorated("k")(app.task(fetch, base=Awaits, name="above"))
-    for task in (app.task(run), below, above):
+    below = queue.app.task(function, base=Awaits, name="below")
+    above = decorated("k")(queue.app.task(fetch, base=Awaits, name="above"))
+    for task in (queue.app.task(run), below, above):
         assert task.apply().get() == f"{keys.prefix}k"
         assert task.rate_limit == "7/m"
-    app.task(fetch, name="not decorated")().close()
+    queue.app.task(fetch, name="not decorated")().close()
     monkeypatch.setitem(sys.modules, "celery_aio_pool", sys)
-    assert asyncio.run(app.task(function, name="in a pool")()) == f"{keys.prefix}k"
+    assert asyncio.run(queue.app.task(function, name="in a pool")()) == f"{keys.prefix}k"

@@ -99,16 +99,14 @@ def test_a_task_that_a_worker_receives_at_that_moment_keeps_no_other_run_out(
     assert keys.holder().state == "received"
 
 
-def test_a_dropped_redelivery_leaves_the_key_to_the_task_that_was_queued_meanwhile(
-    app: Celery, queue: Queue, keys: Keys, elsewhere: Any
-) -> None:
+def test_a_dropped_redelivery_leaves_the_key_to_the_task_that_was_queued_meanwhile(queue: Queue, keys: Keys) -> None:
     def deliver_again() -> None:
         runs.append("run")
-        elsewhere(lambda: queue.deliver(message, redelivered=True))  # it waits for the run, and is published again
+        queue.deliver_elsewhere(message, redelivered=True)  # it waits for the run, and is published again
 
     runs: list[str] = []
-    task = unique(app, "k", function=deliver_again, celery={"acks_late": True})
-    app.finalize()
+    task = unique(queue.app, "k", function=deliver_again, celery={"acks_late": True})
+    queue.app.finalize()
     task.delay()
     message = queue.take()
     queue.deliver(message)
@@ -137,7 +135,7 @@ def test_a_run_that_keeps_its_key_keeps_it(tasks: Any, keys: Keys) -> None:
 
 @pytest.mark.parametrize("how", ["skipped", "failed", "revoked", "cut off"])
 def test_a_task_that_has_ended_meanwhile_has_no_key(
-    tasks: Any, queue: Queue, keys: Keys, elsewhere: Any, monkeypatch: pytest.MonkeyPatch, how: str
+    tasks: Any, queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     two = tasks(when_busy=fail) if how == "failed" else tasks()
     message = queue.take()
@@ -151,7 +149,7 @@ def test_a_task_that_has_ended_meanwhile_has_no_key(
         with monkeypatch.context() as cut:
             if how == "cut off":  # it cannot say that it has ended
                 cut.setattr(PinnedClient, "execute_command", raises(ConnectionError()))
-            result = elsewhere(lambda: queue.deliver(message))
+            result = queue.deliver_elsewhere(message)
         assert how == "cut off" or isinstance(result, AlreadyRunning if how == "failed" else type(None))
 
     two.run_other(end)
@@ -159,12 +157,10 @@ def test_a_task_that_has_ended_meanwhile_has_no_key(
     assert two.task.delay() != two.waits
 
 
-def test_a_dropped_redelivery_does_not_withdraw_the_message_that_waits(
-    tasks: Any, queue: Queue, keys: Keys, elsewhere: Any
-) -> None:
+def test_a_dropped_redelivery_does_not_withdraw_the_message_that_waits(tasks: Any, queue: Queue, keys: Keys) -> None:
     def deliver_twice() -> None:
         for _ in range(2):  # the first is published again, and waits
-            elsewhere(lambda: queue.deliver(message, redelivered=True))
+            queue.deliver_elsewhere(message, redelivered=True)
 
     two, message = tasks(), queue.take()
     two.run_other(deliver_twice)

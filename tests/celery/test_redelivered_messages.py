@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 import pytest
-from celery import Celery, Task
+from celery import Task
 
 from only_one import buffer_one, carry_on, configure, current_lock, fail, retry, skip
 from only_one.celery import task_run
@@ -21,18 +21,18 @@ from tests.proxy import Proxy
 
 @pytest.mark.parametrize("is_marked", [True, False], ids=["redelivered", "published twice"])
 def test_a_redelivery_is_requeued_while_its_run_lasts_and_dropped_afterwards(
-    app: Celery, queue: Queue, keys: Keys, elsewhere: Any, kind: Any, *, is_marked: bool
+    queue: Queue, keys: Keys, kind: Any, *, is_marked: bool
 ) -> None:
     def work() -> None:
         runs.append("run")
-        elsewhere(lambda: queue.deliver(message, redelivered=is_marked))
+        queue.deliver_elsewhere(message, redelivered=is_marked)
         assert keys.marked(answer.id)[b"asked"] == b"1"
         assert b"ended" not in keys.marked(answer.id)
         assert REMEMBERED - 60 < keys.redis.ttl(keys.marker(answer.id)) <= REMEMBERED
 
     runs: list[str] = []
     # The policy is not for redeliveries.
-    answer = a_task(app, kind(work), when_busy=fail, celery={"base": Awaits}).delay()
+    answer = a_task(queue.app, kind(work), when_busy=fail, celery={"base": Awaits}).delay()
     message = queue.take()
     queue.deliver(message)
     assert answer.state == "SUCCESS", answer.result
@@ -49,12 +49,12 @@ def test_a_redelivery_is_requeued_while_its_run_lasts_and_dropped_afterwards(
 
 @pytest.mark.parametrize("policy", [fail, skip, carry_on])
 def test_a_redelivery_that_finds_the_server_away_waits_unless_it_may_run_without_its_key(
-    app: Celery, queue: Queue, redis_url: str, policy: Any
+    queue: Queue, redis_url: str, policy: Any
 ) -> None:
     """Its run may be under way, so a failure, or None, would be stored over the result of that run."""
     runs: list[str] = []
     with Proxy(redis_url) as proxy, configure(redis=proxy.url):
-        answer = a_task(app, lambda_of(lambda: runs.append("run")), when_down=policy).delay()
+        answer = a_task(queue.app, lambda_of(lambda: runs.append("run")), when_down=policy).delay()
         with proxy.refused():
             queue.deliver(redelivered=True)
         if policy is not carry_on:
@@ -67,20 +67,20 @@ def test_a_redelivery_that_finds_the_server_away_waits_unless_it_may_run_without
 @pytest.mark.parametrize("setting", ["acks_on_failure_or_timeout", "acks_on_failure"])
 @pytest.mark.parametrize("is_acknowledged", [True, False])
 def test_a_failure_is_an_end_only_where_its_message_is_acknowledged(
-    app: Celery, queue: Queue, elsewhere: Any, setting: str, *, is_acknowledged: bool
+    queue: Queue, setting: str, *, is_acknowledged: bool
 ) -> None:
     """Else the message may come back by a dead-letter queue, and must do its work then."""
-    if setting not in {name for name, _ in app.Task.from_config}:
+    if setting not in {name for name, _ in queue.app.Task.from_config}:
         pytest.skip("Celery knows it since 5.7")
 
     def work() -> None:
         runs.append("run")
         if len(runs) == 1:
-            elsewhere(lambda: queue.deliver(message, redelivered=True))
+            queue.deliver_elsewhere(message, redelivered=True)
             raise ZeroDivisionError
 
     runs: list[str] = []
-    answer = a_task(app, work, celery={setting: is_acknowledged}).delay()
+    answer = a_task(queue.app, work, celery={setting: is_acknowledged}).delay()
     message = queue.take()
     queue.deliver(message)
     assert answer.state == "FAILURE"
@@ -114,18 +114,16 @@ def test_a_replacement_waits_like_any_other(
 
 @pytest.mark.parametrize("acks_late", [True, False])
 @pytest.mark.parametrize("policy", [retry(), buffer_one()], ids=["retry", "buffer_one"])
-def test_new_work_with_the_id_of_earlier_work_runs(
-    app: Celery, queue: Queue, keys: Keys, elsewhere: Any, policy: Any, *, acks_late: bool
-) -> None:
+def test_new_work_with_the_id_of_earlier_work_runs(queue: Queue, keys: Keys, policy: Any, *, acks_late: bool) -> None:
     """It comes while the earlier runs, and after it; and a redelivery of its message still does nothing."""
 
     def work(number: int) -> None:
         runs.append(number)
         if number == 1:
-            elsewhere(lambda: queue.deliver(second))
+            queue.deliver_elsewhere(second)
 
     runs: list[int] = []
-    task = a_task(app, work, when_busy=policy, celery={"acks_late": acks_late})
+    task = a_task(queue.app, work, when_busy=policy, celery={"acks_late": acks_late})
     for number in (1, 2, 3):
         task.apply_async((number,), task_id="used again")
     first, second, third = (queue.take() for _ in range(3))
@@ -139,28 +137,24 @@ def test_new_work_with_the_id_of_earlier_work_runs(
     assert runs == [1, 2, 3]
 
 
-def test_a_run_whose_key_was_lost_tells_redeliveries_of_its_end(
-    app: Celery, queue: Queue, keys: Keys, elsewhere: Any
-) -> None:
+def test_a_run_whose_key_was_lost_tells_redeliveries_of_its_end(queue: Queue, keys: Keys) -> None:
     def work() -> None:
-        elsewhere(lambda: queue.deliver(message, redelivered=True))
+        queue.deliver_elsewhere(message, redelivered=True)
         del keys["k"]
 
-    answer = a_task(app, work).delay()
+    answer = a_task(queue.app, work).delay()
     message = queue.take()
     queue.deliver(message)
     assert answer.state == "SUCCESS", answer.result
     assert keys.marked(answer.id)[b"stored"] == b"1"
 
 
-def test_without_redeliveries_the_marker_costs_no_command(
-    app: Celery, queue: Queue, keys: Keys, redis_url: str
-) -> None:
+def test_without_redeliveries_the_marker_costs_no_command(queue: Queue, keys: Keys, redis_url: str) -> None:
     def lose() -> None:
         keys.redis.delete(current_lock().key)
 
     def commands(function: Any, **options: Any) -> list[str]:
-        task = a_task(app, function, **options)
+        task = a_task(queue.app, function, **options)
         proxy.forget_commands()
         task.delay()
         queue.deliver()
@@ -182,12 +176,12 @@ def test_without_redeliveries_the_marker_costs_no_command(
 
 @pytest.mark.parametrize("minutes", [30, 31])
 def test_a_long_run_sets_the_marker_for_redeliveries_that_could_not_ask(
-    app: Celery, queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch, minutes: int
+    queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch, minutes: int
 ) -> None:
     """One of more than half of the time after which the broker redelivers."""
     monkeypatch.setattr(task_run, "now", lambda: 1000.0)
     later = lambda_of(lambda: monkeypatch.setattr(task_run, "now", lambda: 1000.0 + 60 * minutes))
-    answer = a_task(app, later).delay()
+    answer = a_task(queue.app, later).delay()
     queue.deliver()
     assert keys.marked(answer.id).get(b"stored") == (b"1" if minutes > 30 else None)
 
@@ -206,12 +200,12 @@ ENDED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize(("marker", "outcome"), ENDED.values(), ids=ENDED)
 def test_a_redelivery_after_the_end_of_its_run(
-    app: Celery, queue: Queue, keys: Keys, caplog: pytest.LogCaptureFixture, marker: Any, outcome: str
+    queue: Queue, keys: Keys, caplog: pytest.LogCaptureFixture, marker: Any, outcome: str
 ) -> None:
     """Its run is done for nothing without a result, which it has 30 s to store if it is not known to be dead."""
     caplog.set_level(logging.INFO)
     runs: list[str] = []
-    answer = a_task(app, lambda_of(lambda: runs.append("run"))).delay()
+    answer = a_task(queue.app, lambda_of(lambda: runs.append("run"))).delay()
     seconds_ago, is_dead = marker["ended_at"], marker.get("is_dead", False)
     fields = {name: marker[name] for name in ("stored", "asked") if name in marker}
     token = token_of(answer.id, is_dead=is_dead)
@@ -230,7 +224,7 @@ def test_a_redelivery_after_the_end_of_its_run(
 
 
 def test_a_task_runs_though_its_marker_cannot_be_read_or_set(
-    app: Celery, queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is no hash, by whomever: the message waits, runs and ends all the same."""
 
@@ -245,7 +239,7 @@ def test_a_task_runs_though_its_marker_cannot_be_read_or_set(
         return "done"
 
     def send() -> tuple[Any, str]:
-        answer = a_task(app, work, celery={"base": Ends}).delay()
+        answer = a_task(queue.app, work, celery={"base": Ends}).delay()
         return answer, keys.marker(answer.id)
 
     answer, marker = send()
@@ -266,13 +260,11 @@ def test_a_task_runs_though_its_marker_cannot_be_read_or_set(
     assert "Signal handler" not in caplog.text
 
 
-def test_a_server_that_is_down_is_not_asked_for_the_marker(
-    app: Celery, queue: Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_is_down_is_not_asked_for_the_marker(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each such command would wait as long as the one that has found it down."""
     asked: list[Any] = []
     monkeypatch.setattr(task_run, "drive", lambda _client, commands: asked.append(commands))
-    a_task(app, done, when_down=retry(), redis=CLOSED).delay()
+    a_task(queue.app, done, when_down=retry(), redis=CLOSED).delay()
     queue.deliver()
     assert queue.take()["headers"]["only_one"]["times"] == 1
     assert not asked

@@ -8,7 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from celery import Celery, current_task
+from celery import current_task
 from celery.signals import before_task_publish
 from kombu.exceptions import OperationalError
 
@@ -24,12 +24,12 @@ COUNTED = {"x-death": [{"count": 1}], "x-first-death-queue": "q", "x-last-death-
 
 
 @pytest.mark.parametrize("ignores", [None, False, True])
-def test_what_a_requeued_message_carries(app: Celery, queue: Queue, keys: Keys, *, ignores: bool | None) -> None:
+def test_what_a_requeued_message_carries(queue: Queue, keys: Keys, *, ignores: bool | None) -> None:
     """The user's headers, whether the message or else the task ignores its result; and no claim to a key any more.
 
     A token that is not the key's would be compared in vain, by the worker that receives it and by the run: a trip each.
     """
-    answer = a_task(app, done, when_busy=retry(), celery={"ignore_result": True}).delay()
+    answer = a_task(queue.app, done, when_busy=retry(), celery={"ignore_result": True}).delay()
     keys["k"] = "somebody else"
     message = queue.take()
     headers = message["headers"]
@@ -58,16 +58,16 @@ def test_how_long_a_requeued_message_waits(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_task_that_cannot_be_requeued_because_the_broker_is_away_fails(
-    app: Celery, queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch
+    queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a_task(app, done, when_busy=retry()).delay()
+    a_task(queue.app, done, when_busy=retry()).delay()
     keys["k"] = "somebody else"
-    monkeypatch.setattr(app.amqp, "send_task_message", raises(OperationalError("the broker is away")))
+    monkeypatch.setattr(queue.app.amqp, "send_task_message", raises(OperationalError("the broker is away")))
     assert isinstance(queue.deliver().exception, OperationalError)
 
 
-def test_a_message_is_requeued_up_to_a_limit_of_times(app: Celery, queue: Queue, keys: Keys) -> None:
-    answer = a_task(app, done, when_busy=retry(1000, max_retries=2)).delay()
+def test_a_message_is_requeued_up_to_a_limit_of_times(queue: Queue, keys: Keys) -> None:
+    answer = a_task(queue.app, done, when_busy=retry(1000, max_retries=2)).delay()
     keys["k"] = "somebody else"
     message = first = queue.take()
     for _ in range(2):
@@ -122,7 +122,7 @@ def test_what_a_header_says_of_a_message(request_: Any, header: Header) -> None:
 @pytest.mark.parametrize("is_above", [False, True], ids=["below", "above"])
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_task_is_not_lost_if_a_signal_handler_hands_on_all_headers(
-    app: Celery, queue: Queue, keys: Keys, retries: int, *, is_above: bool
+    queue: Queue, keys: Keys, retries: int, *, is_above: bool
 ) -> None:
     """As code that traces tasks does: the headers of each delivery come in the place of those that are published."""
 
@@ -131,7 +131,7 @@ def test_a_task_is_not_lost_if_a_signal_handler_hands_on_all_headers(
             headers.update(current_task.request.headers or {})
 
     before_task_publish.connect(hand_on)
-    task = a_task(app, done, when_busy=retry(max_retries=5))
+    task = a_task(queue.app, done, when_busy=retry(max_retries=5))
     if is_above:
         task = decorated(key="outer")(task)
     sent = Header(str(uuid4()), 0, times=2).as_headers()["only_one"] if retries else None
@@ -150,10 +150,10 @@ def test_a_task_is_not_lost_if_a_signal_handler_hands_on_all_headers(
 
 
 def test_a_task_that_is_requeued_while_the_server_is_down_keeps_its_key(
-    app: Celery, queue: Queue, keys: Keys, redis_url: str
+    queue: Queue, keys: Keys, redis_url: str
 ) -> None:
     with Proxy(redis_url) as proxy, configure(redis=proxy.url):
-        answer = unique(app, "k", function=done, timeout=600, when_down=retry()).delay()
+        answer = unique(queue.app, "k", function=done, timeout=600, when_down=retry()).delay()
         token = keys["k"]
         with proxy.refused():
             queue.deliver()

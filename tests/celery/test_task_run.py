@@ -35,9 +35,9 @@ from tests.celery.deliveries import (
 from tests.proxy import Proxy
 
 
-def test_a_retry_is_requeued_behind_its_previous_attempt(app: Celery, queue: Queue, keys: Keys, kind: Any) -> None:
+def test_a_retry_is_requeued_behind_its_previous_attempt(queue: Queue, keys: Keys, kind: Any) -> None:
     """Nothing waits in a worker."""
-    answer = a_task(app, kind(done), celery={"base": Awaits}).apply_async(retries=1)
+    answer = a_task(queue.app, kind(done), celery={"base": Awaits}).apply_async(retries=1)
     keys["k"] = token_of(answer.id)
     queue.deliver()
     assert len(queue) == 1
@@ -48,16 +48,14 @@ def test_a_retry_is_requeued_behind_its_previous_attempt(app: Celery, queue: Que
 
 
 @pytest.mark.parametrize("how", ["not raised", "swallowed"])
-def test_a_retry_waits_for_the_key_that_its_previous_attempt_keeps(
-    app: Celery, queue: Queue, keys: Keys, how: str
-) -> None:
+def test_a_retry_waits_for_the_key_that_its_previous_attempt_keeps(queue: Queue, keys: Keys, how: str) -> None:
     def work(self: Any) -> str:
         if not self.request.retries:
             with suppress(Retry):
                 self.retry(countdown=0, throw=how == "swallowed")
         return f"attempt {self.request.retries}"
 
-    answer = a_task(app, work, at_least=600, celery={"bind": True}).delay()
+    answer = a_task(queue.app, work, at_least=600, celery={"bind": True}).delay()
     for _ in range(2):
         queue.deliver()
         assert len(queue) == 1
@@ -82,13 +80,13 @@ HELD: list[tuple[str, int | None, int, str]] = [
 
 @pytest.mark.parametrize(("state", "attempt", "retries", "outcome"), HELD)
 def test_a_task_is_never_skipped_because_of_its_own_lock(
-    app: Celery, queue: Queue, keys: Keys, caplog: pytest.LogCaptureFixture,
+    queue: Queue, keys: Keys, caplog: pytest.LogCaptureFixture,
     state: str, attempt: int | None, retries: int, outcome: str,
 ) -> None:  # fmt: skip
     """And what is out of date is dropped."""
     caplog.set_level(logging.INFO)
     runs: list[str] = []
-    answer = a_task(app, lambda_of(lambda: runs.append("run"))).apply_async(retries=retries)
+    answer = a_task(queue.app, lambda_of(lambda: runs.append("run"))).apply_async(retries=retries)
     whose = "another" if state == "queued by another" else answer.id
     keys["k"] = token_of(whose, state=state.split(maxsplit=1)[0], attempt=attempt)
     queue.deliver()
@@ -101,7 +99,7 @@ def test_a_task_is_never_skipped_because_of_its_own_lock(
 # Calls from inside
 
 
-def test_a_call_from_inside_its_own_run_is_no_redelivery_of_it(app: Celery, queue: Queue) -> None:
+def test_a_call_from_inside_its_own_run_is_no_redelivery_of_it(queue: Queue) -> None:
     """Both have one task id, and one attempt."""
     inside: list[Any] = []
 
@@ -111,26 +109,24 @@ def test_a_call_from_inside_its_own_run_is_no_redelivery_of_it(app: Celery, queu
             inside.append(task.run())
         return "done"
 
-    task = a_task(app, work)
+    task = a_task(queue.app, work)
     task.delay()
     assert queue.deliver() == "done"
     assert inside == ["begun", None]
     assert len(queue) == 0
 
 
-def test_a_call_from_inside_the_run_of_a_bound_task_has_a_key_without_the_task(
-    app: Celery, queue: Queue, keys: Keys
-) -> None:
+def test_a_call_from_inside_the_run_of_a_bound_task_has_a_key_without_the_task(queue: Queue, keys: Keys) -> None:
     def work(self: Any, value: str) -> list[str]:  # noqa: ARG001 - the task
         return [current_lock().key, *(task.run("inner") if value == "outer" else ())]
 
-    task = a_task(app, work, key=lambda value: f"k-{value}", celery={"bind": True})
+    task = a_task(queue.app, work, key=lambda value: f"k-{value}", celery={"bind": True})
     answer = task.delay("outer")
     queue.deliver()
     assert answer.get() == [f"{keys.prefix}k-outer", f"{keys.prefix}k-inner"]
 
 
-def test_a_second_call_after_its_own_run_has_ended_waits_as_the_first(app: Celery, queue: Queue, keys: Keys) -> None:
+def test_a_second_call_after_its_own_run_has_ended_waits_as_the_first(queue: Queue, keys: Keys) -> None:
     class Twice(Task):  # type: ignore[misc]  # Celery has no types
         abstract = True
 
@@ -139,7 +135,7 @@ def test_a_second_call_after_its_own_run_has_ended_waits_as_the_first(app: Celer
             keys["k"] = "somebody else"
             self.run()
 
-    a_task(app, done, when_busy=retry(), celery={"base": Twice}).delay()
+    a_task(queue.app, done, when_busy=retry(), celery={"base": Twice}).delay()
     queue.deliver()
     assert len(queue) == 1
 
@@ -170,9 +166,9 @@ BUSY: dict[str, str] = {
 @pytest.mark.parametrize("make", [a_task, both_below, above_and_below])
 @pytest.mark.parametrize(("how", "outcome"), BUSY.items(), ids=BUSY)
 def test_a_task_whose_key_is_busy_waits_if_a_skip_would_do_harm(
-    app: Celery, queue: Queue, keys: Keys, how: str, outcome: str, make: Callable[..., Any]
+    queue: Queue, keys: Keys, how: str, outcome: str, make: Callable[..., Any]
 ) -> None:
-    task = make(app, done, **({"when_busy": retry()} if how == "retry()" else {}))
+    task = make(queue.app, done, **({"when_busy": retry()} if how == "retry()" else {}))
     after = {"chain": [dict(task.si().set(task_id=str(uuid4())))], "chord": dict(task.si())}
     keys["k"] = "somebody else"
     answer = task.apply_async(retries=int(how == "a retry"), **{how: after[how]} if how in after else {})
@@ -195,15 +191,15 @@ def test_a_task_whose_key_is_busy_waits_if_a_skip_would_do_harm(
 
 @pytest.mark.parametrize("make", [both_below, above_and_below])
 def test_each_of_two_decorators_tells_redeliveries_of_the_end(
-    app: Celery, queue: Queue, keys: Keys, elsewhere: Any, make: Callable[..., Any]
+    queue: Queue, keys: Keys, make: Callable[..., Any]
 ) -> None:
     def work() -> None:
         runs.append("run")
-        elsewhere(lambda: queue.deliver(message, redelivered=True))
+        queue.deliver_elsewhere(message, redelivered=True)
         keys.redis.hset(keys.marker(answer.id), "asked", 1)
 
     runs: list[str] = []
-    answer = make(app, work).delay()
+    answer = make(queue.app, work).delay()
     message = queue.take()
     queue.deliver(message)
     assert [keys.marked(answer.id, key)[b"stored"] for key in ("k", "outer")] == [b"1", b"1"]
@@ -212,9 +208,9 @@ def test_each_of_two_decorators_tells_redeliveries_of_the_end(
     assert len(queue) == 0
 
 
-def test_of_two_decorators_with_one_key_the_inner_one_is_busy_like_any_other(app: Celery, queue: Queue) -> None:
+def test_of_two_decorators_with_one_key_the_inner_one_is_busy_like_any_other(queue: Queue) -> None:
     """The message does not wait for ever for a key that it holds itself."""
-    answer = both_below(app, done, lambda: "outer").apply_async(retries=1)
+    answer = both_below(queue.app, done, lambda: "outer").apply_async(retries=1)
     queue.deliver()
     assert (answer.state, answer.result) == ("SUCCESS", None)
     assert len(queue) == 0
@@ -223,7 +219,7 @@ def test_of_two_decorators_with_one_key_the_inner_one_is_busy_like_any_other(app
 # Unique from queued to finished
 
 
-def test_the_value_that_is_retained_for_a_retry(app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_value_that_is_retained_for_a_retry(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a task that is sent again as it is, for as long as it is waited for."""
 
     def retained(
@@ -239,7 +235,7 @@ def test_the_value_that_is_retained_for_a_retry(app: Celery, monkeypatch: pytest
         return stored and (stored[0], stored[1] - 1000)
 
     monkeypatch.setattr(task_run, "now", lambda: 1000)
-    task = app.task(done, name=f"task-{uuid4()}", shared=False)
+    task = queue.app.task(done, name=f"task-{uuid4()}", shared=False)
     token, left = retained()
     holder: Any = Holder.parse(token)
     assert (holder.name, holder.task_id, holder.attempt, holder.state) == (task.name, "the-id", 5, "queued")
@@ -257,7 +253,7 @@ def test_the_value_that_is_retained_for_a_retry(app: Celery, monkeypatch: pytest
 
 
 def test_a_task_is_unique_from_queued_to_finished_over_a_retry(
-    app: Celery, queue: Queue, keys: Keys, redis_url: str, elsewhere: Any, kind: Any
+    queue: Queue, keys: Keys, redis_url: str, kind: Any
 ) -> None:
     """And a redelivery of the first attempt's message learns of its end."""
 
@@ -265,11 +261,11 @@ def test_a_task_is_unique_from_queued_to_finished_over_a_retry(
         states.append(keys.holder().state)
         if len(states) == 2:
             return "done"
-        elsewhere(lambda: queue.deliver(message, redelivered=True))
+        queue.deliver_elsewhere(message, redelivered=True)
         raise task.retry(countdown=0)
 
     states: list[str] = []
-    task = unique(app, "k", timeout=600, function=kind(work), celery={"acks_late": True, "base": Awaits})
+    task = unique(queue.app, "k", timeout=600, function=kind(work), celery={"acks_late": True, "base": Awaits})
     answer = task.delay()
     assert (keys.holder().task_id, keys.state()) == (answer.id, ("queued", 0))
     message = queue.take()
@@ -298,10 +294,10 @@ KEYS: list[tuple[str, int, bool, int, str]] = [
 
 @pytest.mark.parametrize(("state", "attempt", "is_its_own", "retries", "key"), KEYS)
 def test_a_first_attempt_has_the_key_that_came_with_its_message(
-    app: Celery, queue: Queue, keys: Keys, state: str, attempt: int, retries: int, key: str, *, is_its_own: bool
+    queue: Queue, keys: Keys, state: str, attempt: int, retries: int, key: str, *, is_its_own: bool
 ) -> None:
     """A retry has that of its arguments, which may be others by now."""
-    answer = unique(app, "k-{value}").delay(1)
+    answer = unique(queue.app, "k-{value}").delay(1)
     del keys["k-1"]
     message = queue.take()
     value = token_of(answer.id if is_its_own else "another", state=state, attempt=attempt)
@@ -314,10 +310,8 @@ def test_a_first_attempt_has_the_key_that_came_with_its_message(
 
 
 @pytest.mark.parametrize("settings", [{"redis": CLOSED}, {"active": False}], ids=["down", "switched off"])
-def test_a_retry_has_the_key_of_its_arguments_where_no_server_answers(
-    app: Celery, queue: Queue, keys: Keys, settings: Any
-) -> None:
-    answer = unique(app, "k-{value}", when_down=carry_on).delay(1)
+def test_a_retry_has_the_key_of_its_arguments_where_no_server_answers(queue: Queue, keys: Keys, settings: Any) -> None:
+    answer = unique(queue.app, "k-{value}", when_down=carry_on).delay(1)
     message = queue.take()
     message["headers"]["retries"] = 1
     message["headers"]["only_one"].update(key=f"{keys.prefix}kept")
@@ -326,11 +320,9 @@ def test_a_retry_has_the_key_of_its_arguments_where_no_server_answers(
     assert answer.get() == [1, "more", f"{keys.prefix}k-1"]
 
 
-def test_a_task_that_is_not_unique_any_more_has_not_the_key_in_its_message(
-    app: Celery, queue: Queue, keys: Keys
-) -> None:
+def test_a_task_that_is_not_unique_any_more_has_not_the_key_in_its_message(queue: Queue, keys: Keys) -> None:
     sent = Header(str(uuid4()), 0, key=f"{keys.prefix}other", token="queued")  # noqa: S106 - of a lock
-    task = a_task(app, lambda_of(lambda: current_lock().key))
+    task = a_task(queue.app, lambda_of(lambda: current_lock().key))
     answer = task.apply_async(task_id=sent.id, headers=sent.as_headers())
     queue.deliver()
     assert answer.get() == f"{keys.prefix}k"

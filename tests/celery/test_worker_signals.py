@@ -197,7 +197,7 @@ def end_without_a_run(task: Any, **request: Any) -> None:
 
 
 def test_the_key_of_a_lost_process_is_released(
-    app: Celery, task: Any, keys: Keys, child: subprocess.Popen[bytes]
+    queue: Queue, task: Any, keys: Keys, child: subprocess.Popen[bytes]
 ) -> None:
     for key in ("k", "error", "spared"):
         keys[key] = held_by(child.pid)
@@ -207,7 +207,7 @@ def test_the_key_of_a_lost_process_is_released(
     end(child)
     assert eventually(lambda: "k" not in keys)
     fail(task, "error", ValueError())
-    fail(a_task(app, work, key="{key}", takeover=False), "spared")
+    fail(a_task(queue.app, work, key="{key}", takeover=False), "spared")
     assert eventually(lambda: not threads())
     assert "error" in keys
     assert "spared" in keys
@@ -261,7 +261,7 @@ def test_nothing_is_done_where_the_locking_is_switched_off(task: Any, caplog: py
 
 
 def test_a_task_that_has_ended_without_having_begun_has_no_key(
-    app: Celery, task: Any, unique_task: Any, keys: Keys, caplog: pytest.LogCaptureFixture
+    queue: Queue, task: Any, unique_task: Any, keys: Keys, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "only_one")
     first = unique_task.delay("k")
@@ -279,7 +279,7 @@ def test_a_task_that_has_ended_without_having_begun_has_no_key(
     keys["k"] = token
     end_without_a_run(unique_task, id=first.id, **header)
     assert "k" not in keys
-    revoke(app.task(work, name="plain", shared=False), "k", **Header("mine", 0, key=key, trigger=1).as_headers())
+    revoke(queue.app.task(work, name="plain", shared=False), "k", **Header("mine", 0, key=key, trigger=1).as_headers())
     assert not [record for record in caplog.records if record.levelname == "ERROR" or "not be" in record.message]
 
 
@@ -297,10 +297,8 @@ def test_a_retry_that_has_ended_without_having_begun_has_no_key(unique_task: Any
 
 
 @pytest.mark.parametrize("finish", [end_without_a_run, revoke])
-def test_the_newest_task_is_not_waited_for_when_it_has_ended_without_having_begun(
-    app: Celery, queue: Queue, finish: Any
-) -> None:
-    newest = unique(app, "k", function=work, when_busy=buffer_one())
+def test_the_newest_task_is_not_waited_for_when_it_has_ended_without_having_begun(queue: Queue, finish: Any) -> None:
+    newest = unique(queue.app, "k", function=work, when_busy=buffer_one())
     first = newest.delay("k")
     assert newest.delay("k") == first
     header = {"only_one": queue.take()["headers"]["only_one"]}
@@ -310,13 +308,13 @@ def test_the_newest_task_is_not_waited_for_when_it_has_ended_without_having_begu
 
 @pytest.mark.parametrize("how", ["the server is down", "a key cannot be made", "it has not begun"])
 def test_an_error_in_a_signal_is_a_warning_with_its_traceback_once(
-    app: Celery, task: Any, unique_task: Any, keys: Keys, redis_url: str, how: str,
+    queue: Queue, task: Any, unique_task: Any, keys: Keys, redis_url: str, how: str,
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """It is no error of the worker, which goes on."""
     moments = itertools.count(now(), 6.0)  # so a server that is down is asked twice
     monkeypatch.setattr(worker_signals, "now", lambda: next(moments))
-    without_key = a_task(app, work, key=lambda key: key.missing)
+    without_key = a_task(queue.app, work, key=lambda key: key.missing)
     with Proxy(redis_url) as proxy, configure(redis=proxy.url), proxy.refused():
         for _ in range(2):
             if how == "it has not begun":
