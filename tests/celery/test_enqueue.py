@@ -94,6 +94,8 @@ def test_a_duplicate_is_not_published_and_gets_the_result_of_the_existing_task(
     assert isinstance(second, AsyncResult)
     assert second == first
     assert hash(second) == hash(first)
+    assert (first.is_duplicate, first.holder) == (False, None)
+    assert (second.is_duplicate, second.holder) == (True, holder)
     assert (second.app, second.backend, second.state) == (first.app, first.backend, "PENDING")
     assert result_from_tuple(second.as_tuple(), app=queue.app) == first
     assert len({*GroupResult("both", [first, second]).results}) == 1
@@ -104,15 +106,13 @@ def test_a_duplicate_is_not_published_and_gets_the_result_of_the_existing_task(
     assert len(queue) == 2
 
 
-def test_a_result_says_whether_its_call_has_published_a_task(queue: Queue) -> None:
+def test_a_result_that_is_no_duplicate_of_a_task_says_so(queue: Queue) -> None:
     task = unique(queue.app, "k-{value}")
-    first, second = task.delay(1), task.delay(1)
-    assert (first.is_duplicate, first.holder) == (False, None)
-    assert (second.is_duplicate, second.holder.task_id, second.holder.state) == (True, first.id, "queued")
+    first = task.delay(1)
     brought = task.apply_async((1,), task_id="its-own")
     assert (brought.id, brought.is_duplicate) == ("its-own", False)
-    policy = unique(queue.app, "k-{value}", when_busy=lambda error: queue.app.AsyncResult(error.task_id))
-    assert (policy.delay(1).is_duplicate, policy.delay(1).holder.task_id) == (True, first.id)
+    policy = unique(queue.app, "k-{value}", when_busy=lambda error: queue.app.AsyncResult(error.task_id)).delay(1)
+    assert (policy.is_duplicate, policy.holder.task_id) == (True, first.id)
     with configure(active=False):
         assert not task.delay(1).is_duplicate
     assert len(queue) == 3

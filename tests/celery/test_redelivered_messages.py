@@ -19,9 +19,10 @@ from tests.live import brokers as brokers  # which names the transport "unmarked
 from tests.proxy import Proxy
 
 
+@pytest.mark.parametrize("loses_its_key", [True, False])
 @pytest.mark.parametrize("is_marked", [True, False], ids=["redelivered", "published twice"])
 def test_a_redelivery_is_requeued_while_its_run_lasts_and_dropped_afterwards(
-    queue: Queue, keys: Keys, kind: Any, *, is_marked: bool
+    queue: Queue, keys: Keys, kind: Any, *, is_marked: bool, loses_its_key: bool
 ) -> None:
     def work() -> None:
         runs.append("run")
@@ -29,6 +30,8 @@ def test_a_redelivery_is_requeued_while_its_run_lasts_and_dropped_afterwards(
         assert keys.marked(answer.id)[b"asked"] == b"1"
         assert b"ended" not in keys.marked(answer.id)
         assert REMEMBERED - 60 < keys.redis.ttl(keys.marker(answer.id)) <= REMEMBERED
+        if loses_its_key:
+            del keys["k"]
 
     runs: list[str] = []
     # The policy is not for redeliveries.
@@ -135,18 +138,6 @@ def test_new_work_with_the_id_of_earlier_work_runs(queue: Queue, keys: Keys, pol
             queue.deliver()
         queue.deliver(message, redelivered=True)
     assert runs == [1, 2, 3]
-
-
-def test_a_run_whose_key_was_lost_tells_redeliveries_of_its_end(queue: Queue, keys: Keys) -> None:
-    def work() -> None:
-        queue.deliver_elsewhere(message, redelivered=True)
-        del keys["k"]
-
-    answer = a_task(queue.app, work).delay()
-    message = queue.take()
-    queue.deliver(message)
-    assert answer.state == "SUCCESS", answer.result
-    assert keys.marked(answer.id)[b"stored"] == b"1"
 
 
 def test_without_redeliveries_the_marker_costs_no_command(queue: Queue, keys: Keys, redis_url: str) -> None:

@@ -35,18 +35,6 @@ from tests.celery.deliveries import (
 from tests.proxy import Proxy
 
 
-def test_a_retry_is_requeued_behind_its_previous_attempt(queue: Queue, keys: Keys, kind: Any) -> None:
-    """Nothing waits in a worker."""
-    answer = a_task(queue.app, kind(done), celery={"base": Awaits}).apply_async(retries=1)
-    keys["k"] = token_of(answer.id)
-    queue.deliver()
-    assert len(queue) == 1
-    assert answer.state == "PENDING"
-    del keys["k"]
-    queue.deliver()
-    assert answer.get() == "done"
-
-
 @pytest.mark.parametrize("how", ["not raised", "swallowed"])
 def test_a_retry_waits_for_the_key_that_its_previous_attempt_keeps(queue: Queue, keys: Keys, how: str) -> None:
     def work(self: Any) -> str:
@@ -68,6 +56,7 @@ HELD: list[tuple[str, int | None, int, str]] = [
     ("kept", 1, 1, "dropped"),
     ("kept", 2, 1, "dropped"),
     ("kept", 0, 1, "requeued"),
+    ("running", 0, 1, "requeued"),  # behind its previous attempt: nothing waits in a worker
     ("running", 2, 1, "dropped"),
     ("queued", 2, 1, "dropped"),
     ("running", 1, 1, "requeued"),
@@ -80,13 +69,14 @@ HELD: list[tuple[str, int | None, int, str]] = [
 
 @pytest.mark.parametrize(("state", "attempt", "retries", "outcome"), HELD)
 def test_a_task_is_never_skipped_because_of_its_own_lock(
-    queue: Queue, keys: Keys, caplog: pytest.LogCaptureFixture,
+    queue: Queue, keys: Keys, kind: Any, caplog: pytest.LogCaptureFixture,
     state: str, attempt: int | None, retries: int, outcome: str,
 ) -> None:  # fmt: skip
     """And what is out of date is dropped."""
     caplog.set_level(logging.INFO)
     runs: list[str] = []
-    answer = a_task(queue.app, lambda_of(lambda: runs.append("run"))).apply_async(retries=retries)
+    task = a_task(queue.app, kind(lambda_of(lambda: runs.append("run"))), celery={"base": Awaits})
+    answer = task.apply_async(retries=retries)
     whose = "another" if state == "queued by another" else answer.id
     keys["k"] = token_of(whose, state=state.split(maxsplit=1)[0], attempt=attempt)
     queue.deliver()
@@ -94,6 +84,11 @@ def test_a_task_is_never_skipped_because_of_its_own_lock(
     assert answer.state == ("SUCCESS" if outcome == "run" else "PENDING")
     dropped = [vars(record)["only_one_key"] for record in caplog.records if "it is out of date" in record.getMessage()]
     assert dropped == [f"{keys.prefix}k"] * (outcome == "dropped")
+    if outcome == "requeued":
+        del keys["k"]
+        queue.deliver()
+        assert answer.state == "SUCCESS"
+        assert len(runs) == 1
 
 
 # Calls from inside
@@ -283,41 +278,33 @@ def test_a_task_is_unique_from_queued_to_finished_over_a_retry(
     assert len(queue) == 0
 
 
-KEYS: list[tuple[str, int, bool, int, str]] = [
-    ("queued", 1, True, 1, "k-1"),
-    ("queued", 1, False, 1, "k-1"),
-    ("running", 0, True, 1, "k-1"),
-    ("queued", 0, True, 0, "kept"),
-    ("queued", 0, False, 0, "kept"),
+KEYS: list[tuple[str, int, bool, int, str, Any]] = [
+    ("queued", 1, True, 1, "k-1", {}),
+    ("queued", 1, False, 1, "k-1", {}),
+    ("running", 0, True, 1, "k-1", {}),
+    ("running", 0, True, 1, "k-1", {"redis": CLOSED}),
+    ("running", 0, True, 1, "k-1", {"active": False}),
+    ("queued", 0, True, 0, "kept", {}),
+    ("queued", 0, False, 0, "kept", {}),
 ]
 
 
-@pytest.mark.parametrize(("state", "attempt", "is_its_own", "retries", "key"), KEYS)
+@pytest.mark.parametrize(("state", "attempt", "is_its_own", "retries", "key", "settings"), KEYS)
 def test_a_first_attempt_has_the_key_that_came_with_its_message(
-    queue: Queue, keys: Keys, state: str, attempt: int, retries: int, key: str, *, is_its_own: bool
+    queue: Queue, keys: Keys, state: str, attempt: int, retries: int, key: str, settings: Any, *, is_its_own: bool
 ) -> None:
-    """A retry has that of its arguments, which may be others by now."""
-    answer = unique(queue.app, "k-{value}").delay(1)
+    """A retry has that of its arguments, which may be others by now; also where no server answers."""
+    answer = unique(queue.app, "k-{value}", when_down=carry_on).delay(1)
     del keys["k-1"]
     message = queue.take()
     value = token_of(answer.id if is_its_own else "another", state=state, attempt=attempt)
     message["headers"]["retries"] = retries
     message["headers"]["only_one"].update(key=f"{keys.prefix}kept", attempt=retries, token=value.decode())
     keys["kept"] = value
-    queue.deliver(message)
-    assert answer.get() == [1, "more", f"{keys.prefix}{key}"]
-    assert ("kept" in keys) == (key != "kept")
-
-
-@pytest.mark.parametrize("settings", [{"redis": CLOSED}, {"active": False}], ids=["down", "switched off"])
-def test_a_retry_has_the_key_of_its_arguments_where_no_server_answers(queue: Queue, keys: Keys, settings: Any) -> None:
-    answer = unique(queue.app, "k-{value}", when_down=carry_on).delay(1)
-    message = queue.take()
-    message["headers"]["retries"] = 1
-    message["headers"]["only_one"].update(key=f"{keys.prefix}kept")
     with configure(**settings):
         queue.deliver(message)
-    assert answer.get() == [1, "more", f"{keys.prefix}k-1"]
+    assert answer.get() == [1, "more", f"{keys.prefix}{key}"]
+    assert ("kept" in keys) == (key != "kept")
 
 
 def test_a_task_that_is_not_unique_any_more_has_not_the_key_in_its_message(queue: Queue, keys: Keys) -> None:
