@@ -139,8 +139,7 @@ def interrupted(fault: Fault, error: type[BaseException]) -> Iterator[None]:
     sender = threading.Thread(target=send)
     sender.start()
     try:
-        with pytest.raises(error):
-            yield
+        yield
     finally:
         sender.join()
         signal.signal(signal.SIGUSR1, before)
@@ -154,7 +153,7 @@ def test_an_exception_that_interrupts_the_release_reaches_the_caller_and_the_key
     run = only_one(done, key=NAME, lease=LONG, redis=client)
     assert run() == "done"
     for error in (SoftTimeLimitExceeded, Terminated, Ignore, HardStop):
-        with interrupted(proxy.hold_up(*RELEASES), error):
+        with interrupted(proxy.hold_up(*RELEASES), error), pytest.raises(error):
             run()
         assert eventually(lambda: not direct.exists(key))
         # Or the next fault might meet what is sent in the background.

@@ -231,7 +231,7 @@ def test_the_policy_may_be_configured_or_the_apps(new_app: Any, queue: Queue) ->
     with configure(when_busy=skip):
         assert task.delay() is None
     with configure(when_busy=retry()):  # which is for tasks that run
-        assert task.delay() == first
+        assert task.delay() == unique(queue.app, "k").delay() == first
     assert len(queue) == 1
 
 
@@ -612,7 +612,7 @@ def test_options_by_their_position(queue: Queue) -> None:
 
 
 class Own(Task):  # type: ignore[misc]
-    """Sends under an id of its own, and tells what is called through it."""
+    """Sends under an id of its own, and marks what is called through it."""
 
     abstract = True
 
