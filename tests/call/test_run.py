@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from weakref import finalize
 
@@ -30,8 +30,10 @@ from only_one import (
     fail,
     only_one,
 )
+from only_one.call.locked_call import LockedCall
 from only_one.connections.asyncio_client import AsyncClient
 from only_one.lock import renewal
+from only_one.lock.commands import drive, now
 from only_one.lock.holder import active_tokens
 from rigs.waiting import LIMIT, eventually
 from tests.proxy import Fault, Proxy
@@ -50,8 +52,8 @@ def key(prefix: str) -> str:
 
 
 @pytest.fixture
-def direct(redis_url: str, prefix: str) -> Iterator[Any]:  # noqa: ARG001 - its settings are put back after ours
-    """A client past every proxy; what the test covers takes its keys on the same server."""
+def direct(redis_url: str, prefix: str) -> Iterator[Any]:  # noqa: ARG001 - its settings are restored after ours
+    """A client past every proxy; what the test decorates acquires its keys on the same server."""
     with redis.Redis.from_url(redis_url) as client, configure(redis=redis_url):
         yield client
 
@@ -67,6 +69,27 @@ def client(proxy: Proxy) -> Iterator[Any]:
     """A client through the proxy that waits for as long as it takes, and does not ask twice."""
     with redis.Redis.from_url(proxy.url, socket_timeout=None, retry=Retry(NoBackoff(), 0)) as client:
         yield client
+
+
+@pytest.fixture(params=["def", "async def"])
+def decorate(request: pytest.FixtureRequest) -> Callable[..., Callable[[], Any]]:
+    """Decorates a function of each kind, and gives what calls it."""
+
+    def sync(work: Callable[[], Any], **options: Any) -> Callable[[], Any]:
+        return only_one(work, key=NAME, lease=LONG, **options)
+
+    def via_asyncio(work: Callable[[], Any], **options: Any) -> Callable[[], Any]:
+        async def work_async() -> Any:
+            return work()
+
+        decorated: Any = only_one(work_async, key=NAME, lease=LONG, **options)
+        return lambda: asyncio.run(decorated())
+
+    return sync if request.param == "def" else via_asyncio
+
+
+def done() -> str:
+    return "done"
 
 
 # Trouble at the end
@@ -90,7 +113,7 @@ def test_an_exception_says_nothing_of_a_release_that_failed(proxy: Proxy, client
 
 
 class HardStop(BaseException):
-    """What a signal handler raises that nobody is to catch."""
+    """What a signal handler raises that nobody must catch."""
 
 
 @contextmanager
@@ -124,30 +147,10 @@ def interrupted(fault: Fault, error: type[BaseException]) -> Iterator[None]:
 
 
 @pytest.mark.interrupts
-def test_an_acquire_that_is_interrupted_frees_the_key(proxy: Proxy, client: Any, direct: Any, key: str) -> None:
-    """Also where it arrives when nobody waits for it any more."""
-
-    @only_one(NAME, lease=LONG, redis=client)
-    def run() -> str:
-        return "done"
-
-    assert run() == "done"
-    sets = direct.info("commandstats")["cmdstat_set"]["calls"]
-    with interrupted(proxy.hold_up("SET"), HardStop), pytest.raises(HardStop):
-        run()
-    assert eventually(lambda: direct.info("commandstats")["cmdstat_set"]["calls"] > sets)
-    assert eventually(lambda: not direct.exists(key))
-    assert run() == "done"
-
-
-@pytest.mark.interrupts
 def test_an_exception_that_interrupts_the_release_reaches_the_caller_and_the_key_is_freed(
     proxy: Proxy, client: Any, direct: Any, key: str
 ) -> None:
-    @only_one(NAME, lease=LONG, redis=client)
-    def run() -> str:
-        return "done"
-
+    run = only_one(done, key=NAME, lease=LONG, redis=client)
     assert run() == "done"
     for error in (SoftTimeLimitExceeded, Terminated, Ignore, HardStop):
         with interrupted(proxy.hold_up(*RELEASES), error), pytest.raises(error):
@@ -158,20 +161,7 @@ def test_an_exception_that_interrupts_the_release_reaches_the_caller_and_the_key
     assert run() == "done"
 
 
-@pytest.mark.interrupts
-def test_a_run_that_is_interrupted_frees_the_key(proxy: Proxy, client: Any, direct: Any, key: str) -> None:
-    fault = proxy.lose_request("GET", then="hang")
-
-    @only_one(NAME, lease=LONG)
-    def run() -> None:
-        client.get("anything")
-
-    with interrupted(fault, HardStop), pytest.raises(HardStop):
-        run()
-    assert not direct.exists(key)
-
-
-def test_settings_that_change_during_a_run(direct: Any, prefix: str, key: str, proxy: Proxy) -> None:
+def test_settings_that_change_during_a_run_are_not_the_runs(direct: Any, prefix: str, key: str, proxy: Proxy) -> None:
     @only_one(NAME, lease=LONG)
     def run() -> bool:
         configure(prefix=f"{prefix}other:", redis=proxy.url, active=False)
@@ -185,8 +175,9 @@ def test_settings_that_change_during_a_run(direct: Any, prefix: str, key: str, p
 # What is left when it is over
 
 
-@pytest.mark.parametrize("kind", ["def", "async def"])
-def test_what_has_ended_is_not_seen_to_any_more(proxy: Proxy, client: Any, direct: Any, key: str, kind: str) -> None:
+def test_nothing_is_left_of_a_call_that_has_ended(
+    proxy: Proxy, client: Any, direct: Any, key: str, decorate: Any
+) -> None:
     """However it has ended: nothing of it is kept, and nothing is sent for it."""
     tokens: list[bytes] = []
     before = set(active_tokens)
@@ -196,35 +187,27 @@ def test_what_has_ended_is_not_seen_to_any_more(proxy: Proxy, client: Any, direc
         assert tokens[-1] in renewal._renewer.leases
         raise ValueError(NAME)
 
-    async def work_async() -> None:
-        work()
-
-    def cover(**options: Any) -> Callable[[], Any]:
-        if kind == "def":
-            return only_one(work, key=NAME, lease=LONG, redis=client, **options)
-        covered: Any = only_one(work_async, key=NAME, lease=LONG, redis=client, **options)
-        return lambda: asyncio.run(covered())
-
+    run = decorate(work, redis=client)
     with pytest.raises(ValueError, match=NAME):
-        cover()()
+        run()
     direct.set(key, "somebody else's")
     with pytest.raises(AlreadyRunning):
-        cover(when_busy=fail)()
-    assert cover()() is None
+        decorate(work, redis=client, when_busy=fail)()
+    assert run() is None
     direct.delete(key)
     assert not renewal._renewer.cleanups
 
     direct.hset(key, "of another", "type")
     with pytest.raises(LockUnavailable):
-        cover()()
+        run()
     direct.delete(key)
-    assert eventually(lambda: not renewal._renewer.cleanups)  # as the server has refused, "gone" is final
+    assert eventually(lambda: not renewal._renewer.cleanups)  # as the server has refused, "missing" is final
 
     with proxy.refused(), pytest.raises(LockUnavailable):
-        cover()()
+        run()
     fault = proxy.lose_request(*RELEASES, times=2)
     with pytest.raises(ValueError, match=NAME):
-        cover()()
+        run()
     assert fault.met.is_set()
     assert eventually(lambda: tokens[-1] not in renewal._renewer.cleanups)
     assert not {*tokens} & {*renewal._renewer.leases}
@@ -264,17 +247,13 @@ def test_a_result_is_freed_at_once_when_the_caller_drops_it(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("direct")
-@pytest.mark.parametrize("kind", ["def", "async def"])
-def test_a_key_that_is_taken_by_a_call_that_does_not_know_it_yet(
-    redis_url: str, kind: str, monkeypatch: pytest.MonkeyPatch
+def test_a_key_that_is_acquired_by_a_call_that_does_not_know_it_yet_is_busy(
+    redis_url: str, decorate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It names this process, but is none that was forgotten in it."""
     others: list[Any] = []
-    other = only_one(lambda: "ran", key=NAME)
-    assert other() == "ran"
-
-    async def work() -> str:
-        return "ran"
+    other = only_one(done, key=NAME)
+    assert other() == "done"
 
     class Client(redis.Redis):
         def execute_command(self, *args: Any, **options: Any) -> Any:
@@ -293,24 +272,67 @@ def test_a_key_that_is_taken_by_a_call_that_does_not_know_it_yet(
 
     monkeypatch.setattr(AsyncClient, "execute_command", execute_async)
     with Client.from_url(redis_url) as client:
-        covered: Any = only_one(other.__wrapped__ if kind == "def" else work, key=NAME, redis=client)  # type: ignore[attr-defined]
-        assert (covered() if kind == "def" else asyncio.run(covered())) == "ran"
+        assert decorate(done, redis=client)() == "done"
     assert others == [None]
 
 
-@pytest.mark.usefixtures("direct")
-def test_what_is_in_force_is_found_out_once() -> None:
-    def work() -> str:
-        return "done"
+def test_a_run_that_is_still_under_way_when_its_loop_ends_frees_its_key(direct: Any, key: str) -> None:
+    ended: list[str] = []
 
-    run: Any = only_one(work, key=NAME)
-    assert run() == "done"
-    (plan,) = run.__only_one__._options_by_app.values()
-    assert run() == "done"
-    assert run.__only_one__.options_for(run.__only_one__.plain) is plan
-    with configure(lease=LONG):
-        assert run() == "done"
-        assert run.__only_one__._options_by_app[None].ttl == LONG
+    @only_one(NAME, lease=LONG)
+    async def run() -> None:
+        try:
+            await asyncio.sleep(LIMIT)
+        finally:
+            ended.append("run")
+
+    async def main() -> None:
+        tasks.append(asyncio.ensure_future(run()))
+        assert await asyncio.to_thread(eventually, lambda: direct.exists(key))
+
+    tasks: list[asyncio.Future[Any]] = []
+    asyncio.run(main())
+    assert ended == ["run"]
+    assert eventually(lambda: not direct.exists(key))
+
+
+def test_a_loop_that_ends_leaves_no_connection_open(direct: Any, redis_url: str, prefix: str) -> None:
+    def connections() -> int:
+        return sum(each["name"] == prefix for each in direct.client_list())
+
+    @only_one(NAME, redis=f"{redis_url}?client_name={prefix}")
+    async def run() -> bool:
+        return connections() > 0
+
+    assert all(asyncio.run(run()) for _ in range(3))
+    assert eventually(lambda: connections() <= 1)  # the one of the thread that renews, which looks at new servers
+
+
+def call_of(prefix: str) -> LockedCall:
+    """A call that is about to acquire its key."""
+    decoration: Any = only_one(done, key=NAME, timeout=LONG).__only_one__  # type: ignore[attr-defined]
+    options: Any = decoration.options_for(decoration.plain)
+    return LockedCall(options, options.server, options.server.client, decoration.plain, f"{prefix}{NAME}")
+
+
+def test_a_key_of_which_nothing_is_known_is_looked_for_until_it_has_expired(prefix: str) -> None:
+    with configure(redis="redis://127.0.0.1:1/0"), call_of(prefix) as call:
+        before = now()
+        with pytest.raises(LockUnavailable):
+            call.may_run(drive(call.client, call.acquire()))
+    cleanup = renewal._renewer.cleanups[call.token]
+    assert not cleanup.no_write_in_flight
+    assert before + LONG <= cleanup.until <= now() + LONG
+
+
+def test_a_call_that_is_interrupted_before_its_run_holds_its_key_no_more(direct: Any, prefix: str) -> None:
+    with suppress(KeyboardInterrupt), call_of(prefix) as call:
+        assert call.may_run(drive(call.client, call.acquire()))
+        assert call.lease.is_held
+        raise KeyboardInterrupt
+    assert (call.lease.is_held, call.lease.reason) == (False, "released")
+    assert call.token not in renewal._renewer.leases
+    assert eventually(lambda: not direct.exists(call.key))
 
 
 # What a call may not give
@@ -328,8 +350,8 @@ async def async_generator() -> Any:
 
 
 @pytest.mark.parametrize("unfinished", [coroutine, generator, async_generator])
-def test_what_has_yet_to_run_is_refused(direct: Any, key: str, unfinished: Callable[[], Any]) -> None:
-    """The key would be given back before the work begins; and nothing warns of a coroutine that is never awaited."""
+def test_a_result_that_has_yet_to_run_is_refused(direct: Any, key: str, unfinished: Callable[[], Any]) -> None:
+    """The key would be released before the work begins; and nothing warns of a coroutine that is never awaited."""
 
     @only_one(NAME)
     def run() -> object:
@@ -375,54 +397,3 @@ def test_current_lock_is_that_of_the_context() -> None:
         return name_
 
     asyncio.run(outer())
-
-
-def test_a_task_that_is_still_running_when_its_loop_ends(direct: Any, key: str) -> None:
-    ended: list[str] = []
-
-    @only_one(NAME, lease=LONG)
-    async def run() -> None:
-        try:
-            await asyncio.sleep(LIMIT)
-        finally:
-            ended.append("run")
-
-    async def main() -> None:
-        tasks.append(asyncio.ensure_future(run()))
-        assert await asyncio.to_thread(eventually, lambda: direct.exists(key))
-
-    tasks: list[asyncio.Future[Any]] = []
-    asyncio.run(main())
-    assert ended == ["run"]
-    assert eventually(lambda: not direct.exists(key))
-
-
-def test_a_loop_that_ends_leaves_no_connection_open(direct: Any, redis_url: str, prefix: str) -> None:
-    def connections() -> int:
-        return sum(each["name"] == prefix for each in direct.client_list())
-
-    @only_one(NAME, redis=f"{redis_url}?client_name={prefix}")
-    async def run() -> bool:
-        return connections() > 0
-
-    assert all(asyncio.run(run()) for _ in range(3))
-    assert eventually(lambda: connections() <= 1)  # the one of the thread that renews, which looks at new servers
-
-
-def test_what_carries_on_without_its_key_knows_it(proxy: Proxy, client: Any) -> None:
-    @only_one(NAME, redis=client, when_down=carry_on)
-    def run() -> str:
-        lock = current_lock()
-        assert not lock.is_held
-        assert lock.expires_in == 0
-        with pytest.raises(Exception, match="unavailable"):
-            lock.ensure_held()
-        return "done"
-
-    @only_one(NAME, redis=client)
-    def fails() -> None: ...
-
-    with proxy.refused():
-        assert run() == "done"
-        with pytest.raises(LockUnavailable):
-            fails()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from uuid import uuid4
 
@@ -12,8 +11,8 @@ from celery import Celery, _state
 from redis import Redis
 
 from only_one.celery import lazy_tasks as lazy_tasks  # which listens to all apps from now on
-from only_one.lock.holder import Holder
-from tests.celery.deliveries import Queue
+from only_one.connections.server import Server, find_server
+from tests.celery.deliveries import Keys, Queue
 
 
 @pytest.fixture
@@ -46,36 +45,13 @@ def new_app(redis_url: str, prefix: str) -> Iterator[Callable[..., Celery]]:
 
 @pytest.fixture
 def app(new_app: Callable[..., Celery]) -> Celery:
-    """An app that is not finalized yet, so its tasks are promises."""
+    """An app that is not finalized yet, so its tasks are lazy."""
     return new_app()
 
 
 @pytest.fixture
-def queued(redis: Redis, prefix: str) -> Callable[..., Any]:
-    """Tells how many messages are in a queue."""
-    return lambda queue="queue": redis.llen(f"{prefix}{queue}")
-
-
-@pytest.fixture
-def held(redis: Redis, prefix: str) -> Callable[..., Holder | None]:
-    """Tells who holds a key."""
-
-    def read(key: str) -> Holder | None:
-        value: Any = redis.get(f"{prefix}{key}")
-        return None if value is None else Holder.parse(value)
-
-    return read
-
-
-@pytest.fixture
-def left(redis: Redis, prefix: str) -> Callable[..., float]:
-    """Tells for how many seconds a key is there: -2 if it is not, -0.001 if it does not expire."""
-
-    def read(key: str) -> float:
-        milliseconds: Any = redis.pttl(f"{prefix}{key}")
-        return -2.0 if milliseconds == -2 else milliseconds / 1000
-
-    return read
+def keys(redis: Redis, prefix: str) -> Keys:
+    return Keys(redis, prefix)
 
 
 @pytest.fixture
@@ -84,7 +60,19 @@ def queue(app: Celery, redis: Redis) -> Queue:
 
 
 @pytest.fixture
-def elsewhere() -> Iterator[Callable[..., Any]]:
-    """Calls something in another thread, where no run is under way, and gives its result."""
-    with ThreadPoolExecutor(1) as pool:
-        yield lambda call: pool.submit(call).result()
+def server(redis_url: str) -> Server:
+    """The server that the tests share, as the product sees it."""
+    return find_server(redis_url)
+
+
+@pytest.fixture(params=["def", "async def"])
+def kind(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Makes a function one of this kind."""
+
+    def as_async(function: Callable[..., Any]) -> Callable[..., Any]:
+        async def call(*args: Any) -> Any:
+            return function(*args)
+
+        return call
+
+    return as_async if request.param == "async def" else lambda function: function

@@ -10,6 +10,8 @@ import json
 import subprocess
 import sys
 from base64 import b64decode
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from uuid import uuid4
 
@@ -17,14 +19,65 @@ from celery import Celery, Task
 from celery.app.trace import build_tracer
 from redis import Redis
 
-from only_one import only_one
-from only_one.lock.holder import TokenFactory
-
-REMEMBERED = 7200
-"""Seconds for which word of copies is kept, for a broker that delivers again after an hour."""
+from only_one import current_lock, only_one
+from only_one.lock.holder import Holder, TokenFactory
 
 CLOSED = "redis://127.0.0.1:1/0"
-cover: Any = only_one
+HOUR = 3600
+QUEUE_TIMEOUT = HOUR
+REMEMBERED = 7200
+"""Seconds for which a completion marker is kept, for a broker that delivers again after an hour."""
+
+SLACK = 60
+"""Seconds that a test may take between two commands, on a machine that has other things to do too."""
+
+OUTCOMES = {"dropped": (0, 0), "requeued": (0, 1), "run": (1, 0), "run again": (1, 0)}
+"""How many runs, and how many messages that wait, are left of a delivery."""
+
+decorated: Any = only_one
+
+
+class Keys:
+    """The values at this test's keys, by their names without its prefix; most tests use the key "k"."""
+
+    def __init__(self, client: Redis, prefix: str) -> None:
+        self.redis: Any = client
+        self.prefix = prefix
+
+    def __contains__(self, key: str) -> bool:
+        return bool(self.redis.exists(f"{self.prefix}{key}"))
+
+    def __getitem__(self, key: str) -> Any:
+        return self.redis.get(f"{self.prefix}{key}")
+
+    def __setitem__(self, key: str, value: str | bytes) -> None:
+        self.redis.set(f"{self.prefix}{key}", value, ex=600)
+
+    def __delitem__(self, key: str) -> None:
+        self.redis.delete(f"{self.prefix}{key}")
+
+    def holder(self, key: str = "k") -> Any:
+        return Holder.parse(self[key] or b"")
+
+    def state(self, key: str = "k") -> tuple[str, int | None] | None:
+        """The holder's state and attempt."""
+        holder = self.holder(key)
+        return (holder.state, holder.attempt) if holder else None
+
+    def left(self, key: str = "k") -> float:
+        """For how many seconds a key is there: about 0 if it is not, or does not expire."""
+        return int(self.redis.pttl(f"{self.prefix}{key}")) / 1000
+
+    def lives_for(self, seconds: float, key: str = "k") -> bool:
+        left = self.left(key)
+        return max(0, seconds - SLACK) < left <= seconds + 0.5
+
+    def marker(self, task_id: str, key: str = "k") -> str:
+        """The name of the completion marker of a task's first attempt."""
+        return f"{{{self.prefix}{key}}}:copy:{task_id}:0"
+
+    def marked(self, task_id: str, key: str = "k") -> Any:
+        return self.redis.hgetall(self.marker(task_id, key))
 
 
 class Queue:
@@ -38,25 +91,47 @@ class Queue:
     def __len__(self) -> int:
         return int(self._client.llen(self._name))
 
+    def messages(self) -> list[Any]:
+        """The messages that wait, the first first."""
+        return [json.loads(each) for each in reversed(self._client.lrange(self._name, 0, -1))]
+
     def take(self) -> Any:
         """The message that was published first."""
         return json.loads(self._client.rpop(self._name))
 
-    def deliver(self, message: Any, *, redelivered: bool = False) -> Any:
-        """See to a message from its begin to its end; returns the result, or the exception that has ended it."""
+    def deliver(self, message: Any = None, *, redelivered: bool = False) -> Any:
+        """See to a message, or to the first, until its end; returns the result, or the exception that has ended it."""
+        message = message or self.take()
         headers = message["headers"]
         args, kwargs, embedded = json.loads(b64decode(message["body"]))
-        told = {"delivery_info": {"redelivered": redelivered}, "properties": message["properties"]}
-        told |= {"is_eager": False, "args": args, "kwargs": kwargs}
+        request = {"delivery_info": {"redelivered": redelivered}, "properties": message["properties"]}
+        request |= {"is_eager": False, "args": args, "kwargs": kwargs}
         task: Any = self.app.tasks[headers["task"]]
         trace = build_tracer(task.name, task, app=self.app)
-        return trace(headers["id"], args, kwargs, {**headers, **embedded, **told})[0]
+        return trace(headers["id"], args, kwargs, {**headers, **embedded, **request})[0]
+
+    def deliver_elsewhere(self, message: Any, *, redelivered: bool = False) -> Any:
+        """The same in another thread, where no run is under way."""
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(self.deliver, message, redelivered=redelivered).result()
 
 
 def a_task(app: Celery, function: Any, *, celery: Any = None, **options: Any) -> Any:
-    """A task whose function is covered, and whose message is acknowledged at the end."""
-    said = {"name": f"task-{uuid4()}", "shared": False, "acks_late": True, **(celery or {})}
-    return app.task(cover(function, key="k", timeout=600, **options), **said)
+    """A task whose function is decorated, and whose message is acknowledged at the end."""
+    options = {"key": "k", "timeout": 600, **options}
+    settings = {"name": f"task-{uuid4()}", "shared": False, "acks_late": True, **(celery or {})}
+    return app.task(decorated(function, **options), **settings)
+
+
+def work(value: Any = None, more: Any = "more") -> Any:
+    """Says which key it has."""
+    return value, more, current_lock().key
+
+
+def unique(app: Celery, *template: Any, function: Any = work, celery: Any = None, **options: Any) -> Any:
+    """A task that is unique from queued to finished."""
+    task = app.task(function, **{"name": f"task-{uuid4()}", "shared": False, **(celery or {})})
+    return decorated(*template, **options)(task)
 
 
 def done() -> str:
@@ -67,21 +142,32 @@ async def done_async() -> str:
     return "done"
 
 
-def hash_of(redis: Redis, prefix: str, task_id: str, attempt: int = 0) -> Any:
-    """What copies of a message have left."""
-    return redis.hgetall(f"{{{prefix}k}}:copy:{task_id}:{attempt}")
+def lambda_of(call: Callable[[], Any]) -> Callable[[], Any]:
+    """A function without arguments that Celery takes for a task: one with a name."""
+
+    def function() -> Any:
+        return call()
+
+    return function
 
 
-def token_of(task_id: str, *, state: str = "running", attempt: int | None = 0, is_dead: bool = False) -> bytes:
-    """The value of a run of a task: on another machine, or of a process of this one that is gone."""
-    found = json.loads(TokenFactory("a task", task_id, attempt, state).token(600))
+def raises(error: BaseException) -> Callable[..., None]:
+    def call(*_: object, **__: object) -> None:
+        raise error
+
+    return call
+
+
+def token_of(task_id: str | None, *, state: str = "running", attempt: int | None = 0, is_dead: bool = False) -> bytes:
+    """The value of a run, of a task or a function: on another machine, or of a process of this one that is gone."""
+    value = json.loads(TokenFactory("a task", task_id, attempt, state).token(600))
     if is_dead:
         with subprocess.Popen([sys.executable, "-c", ""]) as process:
             process.wait()
-        found.update(pid=process.pid)
+        value.update(pid=process.pid)
     else:
-        found.update(machine="another")
-    return json.dumps(found, separators=(",", ":")).encode()
+        value.update(machine="another")
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 class Awaits(Task):  # type: ignore[misc]  # Celery has no types
@@ -90,5 +176,5 @@ class Awaits(Task):  # type: ignore[misc]  # Celery has no types
     abstract = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().__call__(*args, **kwargs)
+        result = self.run(*args, **kwargs)
         return asyncio.run(result) if asyncio.iscoroutine(result) else result

@@ -26,7 +26,7 @@ DELAY = ".".join("0" * 27 + "1")
 
 
 class Says:
-    """A transport that says after how long it delivers again, as that of SQS does."""
+    """A transport that says after how long it redelivers, as that of SQS does."""
 
     driver_type = "says"
 
@@ -38,22 +38,30 @@ def app_with(**settings: Any) -> Any:
     return Celery("brokers", set_as_current=False, changes=settings)
 
 
-def test_after_how_long_it_delivers_again() -> None:
-    for url in (
-        "redis://host",
-        "rediss://host",
-        "sentinel://host",
-        "redis+socket:///path",
-        "sentinel://a;sentinel://b",
-    ):
-        assert visibility_timeout(app_with(broker_url=url)) == 3600, url
-    assert visibility_timeout(app_with(broker_url="memory://", broker_read_url="redis://host")) == 3600
-    assert visibility_timeout(app_with(broker_url=["redis://a", "redis://b"])) == 3600
-    assert visibility_timeout(app_with(broker_url="//host", broker_transport="tests.celery.test_broker:Says")) == 77
-    for settings in ({"broker_url": "amqp://host"}, {"broker_url": "memory://"}, {}):
-        assert visibility_timeout(app_with(**settings)) == 1800
-    options = {"visibility_timeout": 60}
-    assert visibility_timeout(app_with(broker_url="redis://host", broker_transport_options=options)) == 60
+REDIS, AMQP = (3600, False, True), (1800, True, True)
+BROKERS: list[tuple[Any, tuple[float, bool, bool]]] = [
+    ({"broker_url": "redis://host"}, REDIS),
+    ({"broker_url": "rediss://host"}, REDIS),
+    ({"broker_url": "sentinel://host"}, REDIS),
+    ({"broker_url": "redis+socket:///path"}, REDIS),
+    ({"broker_url": "sentinel://a;sentinel://b"}, REDIS),
+    ({"broker_url": ["redis://a", "redis://b"]}, REDIS),
+    ({"broker_url": "memory://", "broker_read_url": "redis://host"}, REDIS),
+    ({"broker_url": "redis://host", "broker_transport_options": {"visibility_timeout": 60}}, (60, False, True)),
+    ({"broker_url": "amqp://host"}, AMQP),
+    ({"broker_url": "pyamqp://host"}, AMQP),
+    ({}, AMQP),
+    ({"broker_url": "memory://"}, (1800, False, False)),
+    ({"broker_url": "//host", "broker_transport": "tests.celery.test_broker:Says"}, (77, False, False)),
+]
+
+
+@pytest.mark.parametrize(("settings", "expected"), BROKERS, ids=str)
+def test_when_a_broker_redelivers(settings: Any, expected: tuple[float, bool, bool]) -> None:
+    app = app_with(**settings)
+    # The app of a task that is not registered is a proxy.
+    for each in (app, Proxy(lambda: app_with(**settings))):
+        assert (visibility_timeout(each), redelivers_at_any_time(each), marks_redeliveries(each)) == expected
 
 
 def test_the_settings_are_read_once_and_again_when_a_function_gets_its_options() -> None:
@@ -65,95 +73,73 @@ def test_the_settings_are_read_once_and_again_when_a_function_gets_its_options()
     assert visibility_timeout(app) == 90
 
 
-def test_the_app_of_a_task_that_is_not_registered_is_a_proxy() -> None:
-    app = app_with(broker_url="redis://host")
-    proxy: Any = Proxy(lambda: app)
-    assert (visibility_timeout(proxy), marks_redeliveries(proxy)) == (3600, True)
+@pytest.mark.parametrize(("seconds", "longest", "remembered"), [(60, 20, 3600), (3600, 1200, 7200)])
+def test_what_follows_from_the_visibility_timeout(seconds: int, longest: int, remembered: int) -> None:
+    app = app_with(broker_url="redis://host", broker_transport_options={"visibility_timeout": seconds})
+    assert (longest_countdown(app), remembered_for(app)) == (longest, remembered)
+    for countdown in (None, longest):
+        check_countdown(app, countdown)
+    with pytest.raises(ConfigurationError, match=f"write at most {longest} seconds"):
+        check_countdown(app, longest + 1)
 
 
-def test_what_follows_from_it() -> None:
-    for seconds, longest, remembered in [(60, 20, 3600), (3600, 1200, 7200)]:
-        app = app_with(broker_url="redis://host", broker_transport_options={"visibility_timeout": seconds})
-        assert (longest_countdown(app), remembered_for(app)) == (longest, remembered)
-        for countdown in (None, longest):
-            check_countdown(app, countdown)
-        with pytest.raises(ConfigurationError, match=f"write at most {longest} seconds"):
-            check_countdown(app, longest + 1)
-
-
-@pytest.mark.parametrize(
-    ("url", "at_any_time", "marked"),
-    [
-        ("amqp://", True, True),
-        ("pyamqp://", True, True),
-        ("redis://", False, True),
-        ("sentinel://", False, True),
-        ("memory://", False, False),
-    ],
-)
-def test_when_it_delivers_again(url: str, *, at_any_time: bool, marked: bool) -> None:
-    app = app_with(broker_url=url)
-    assert (redelivers_at_any_time(app), marks_redeliveries(app)) == (at_any_time, marked)
+def test_a_call_without_a_countdown_needs_no_transport() -> None:
+    check_countdown(app_with(broker_url="nobody.has.it:Transport://host"), None)
 
 
 def queue(name: str, kind: str, **more: Any) -> Any:
     return Queue(name, Exchange(f"{name}s", type=kind), routing_key=name, **more)  # type: ignore[no-untyped-call]
 
 
-QUORUM: Any = {"queue_arguments": {"x-queue-type": "quorum"}}
-
-
 def bound(exchange: str, kind: str) -> Any:
     return binding(Exchange(exchange, type=kind), routing_key="key")  # type: ignore[no-untyped-call]
 
 
-QUORUM_APP = app_with(
-    broker_url="amqp://",
-    task_queues=[
-        queue("delayed", "topic", **QUORUM),
-        queue("direct", "direct"),
-        Queue("bound", [bound("media", "direct"), bound("boundary", "topic")]),  # type: ignore[no-untyped-call]
-    ],
-)
+QUORUM: Any = {"queue_arguments": {"x-queue-type": "quorum"}}
+
+
+@pytest.fixture
+def quorum_app() -> Any:
+    bindings = [bound("media", "direct"), bound("boundary", "topic")]
+    both: Any = Queue("bound", bindings)  # type: ignore[no-untyped-call]
+    queues = [queue("delayed", "topic", **QUORUM), queue("direct", "direct"), both]
+    return app_with(broker_url="amqp://", task_queues=queues)
 
 
 @pytest.mark.parametrize(
     ("exchange", "key", "expected"),
     [
-        ("", "delayed", ("delayeds", "topic", "delayed")),
-        ("delayeds", "delayed", ("delayeds", "topic", "delayed")),
-        ("boundary", "feeds.new", ("boundary", "topic", "feeds.new")),
-        ("celery_delayed_delivery", f"{DELAY}.delayed", ("celery_delayed_delivery", "topic", "delayed")),
-        ("celery_delayed_0", f"{DELAY}.1.0", ("celery_delayed_0", "topic", "1.0")),
+        ("", "delayed", ("delayeds", "delayed")),
+        ("delayeds", "delayed", ("delayeds", "delayed")),
+        ("boundary", "feeds.new", ("boundary", "feeds.new")),
+        ("celery_delayed_delivery", f"{DELAY}.delayed", ("celery_delayed_delivery", "delayed")),
+        ("celery_delayed_0", f"{DELAY}.1.0", ("celery_delayed_0", "1.0")),
     ],
 )
 def test_with_quorum_queues_the_broker_delays_what_came_by_a_topic_exchange(
-    exchange: str, key: str, expected: tuple[str, str, str]
+    quorum_app: Any, exchange: str, key: str, expected: tuple[str, str]
 ) -> None:
-    (found,) = way_back(QUORUM_APP, {"exchange": exchange, "routing_key": key}).values()
-    assert (found.exchange.name, found.exchange.type, found.routing_key) == expected
+    (way,) = way_back(quorum_app, {"exchange": exchange, "routing_key": key}).values()
+    assert (way.exchange.name, way.exchange.type, way.routing_key) == (expected[0], "topic", expected[1])
 
 
 @pytest.mark.parametrize("exchange", ["directs", "media", "celery.pidbox", "nobody knows it"])
-def test_with_quorum_queues_a_worker_delays_what_came_by_another_exchange(exchange: str) -> None:
-    way = way_back(QUORUM_APP, {"exchange": exchange, "routing_key": "key"})
-    assert way.pop("queue").exchange.type == "direct"  # by which Celery sees that the broker is not to
+def test_with_quorum_queues_a_worker_delays_what_came_by_another_exchange(quorum_app: Any, exchange: str) -> None:
+    way = way_back(quorum_app, {"exchange": exchange, "routing_key": "key"})
+    assert way.pop("queue").exchange.type == "direct"  # by which Celery sees that the broker must not
     assert way == {"exchange": exchange, "routing_key": "key", "declare": []}
 
 
-@pytest.mark.parametrize("queue", ["direct", "nobody knows it"])
-def test_with_quorum_queues_a_worker_delays_what_came_by_the_queue_itself(queue: str) -> None:
-    for creates in (True, False):
-        QUORUM_APP.conf.task_create_missing_queues = QUORUM_APP.amqp.queues.create_missing = creates
-        assert way_back(QUORUM_APP, {"exchange": "", "routing_key": queue}) == {}
-        QUORUM_APP.amqp.queues.pop("nobody knows it", None)
+@pytest.mark.parametrize("creates", [True, False])
+@pytest.mark.parametrize("key", ["direct", "nobody knows it"])
+def test_with_quorum_queues_a_worker_delays_what_came_by_the_queue_itself(
+    quorum_app: Any, key: str, *, creates: bool
+) -> None:
+    quorum_app.conf.task_create_missing_queues = quorum_app.amqp.queues.create_missing = creates
+    assert way_back(quorum_app, {"exchange": "", "routing_key": key}) == {}
 
 
 @pytest.mark.parametrize(("url", "more"), [("amqp://", {}), ("redis://", QUORUM)])
-def test_where_nothing_is_delayed_by_the_broker(url: str, more: Any) -> None:
+def test_without_quorum_queues_nothing_is_delayed_by_the_broker(url: str, more: Any) -> None:
     app = app_with(broker_url=url, task_queues=[queue("delayed", "topic", **more)])
     assert way_back(app, {"exchange": "delayeds", "routing_key": "delayed"}) == {}
-
-
-def test_a_call_without_a_countdown_needs_no_transport() -> None:
-    check_countdown(app_with(broker_url="nobody.has.it:Transport://host"), None)

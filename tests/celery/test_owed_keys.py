@@ -19,8 +19,7 @@ from only_one.connections.connection_pool import PinnedClient
 from only_one.lock import commands
 from only_one.lock.commands import now
 from rigs.waiting import eventually
-from tests.celery.deliveries import Queue
-from tests.celery.enqueueing import QUEUE_TIMEOUT, a_task, cover, lives_for
+from tests.celery.deliveries import QUEUE_TIMEOUT, Keys, Queue, decorated, done, done_async, raises, unique
 
 pytestmark = pytest.mark.usefixtures("redis", "finalizers")
 
@@ -34,38 +33,28 @@ class Tasks:
         meanwhile: what the run of that message calls.
     """
 
-    def __init__(self, app: Celery, queue: Queue, redis: Redis, key: str, **options: Any) -> None:
-        self.meanwhile: Callable[[], Any] = lambda: None
+    def __init__(self, app: Celery, queue: Queue, keys: Keys, **options: Any) -> None:
 
         def run() -> None:
             self.meanwhile()
 
-        self.task = a_task(app, "k", function=run, **options)
+        self.task = unique(app, "k", function=run, **options)
         app.finalize()
-        self._queue, self._redis, self._key = queue, redis, key
         self.task.apply_async(task_id=f"{uuid4()}")
-        self._other = queue.take()
         self.waits = self.task.delay()
-        self._value = redis.get(key)
-        redis.pexpire(key, round(LEFT * 1000))
+        self.value = keys["k"]
+        keys.redis.pexpire(f"{keys.prefix}k", round(LEFT * 1000))
+        self._queue, self._other = queue, queue.take()
+        self.meanwhile: Callable[[], Any] = done
 
-    def run_other(self) -> Any:
-        return self._queue.deliver(self._other)
-
-    def are_as_before(self) -> bool:
-        return self._redis.get(self._key) == self._value and self.task.delay() == self.waits
+    def run_other(self, meanwhile: Callable[[], Any] = done) -> None:
+        self.meanwhile = meanwhile
+        self._queue.deliver(self._other)
 
 
 @pytest.fixture
-def tasks(app: Celery, queue: Queue, redis: Redis, prefix: str) -> Callable[..., Tasks]:
-    return lambda **options: Tasks(app, queue, redis, f"{prefix}k", **options)
-
-
-def raises(error: BaseException) -> Callable[..., None]:
-    def call(*_: object, **__: object) -> None:
-        raise error
-
-    return call
+def tasks(app: Celery, queue: Queue, keys: Keys) -> Callable[..., Tasks]:
+    return lambda **options: Tasks(app, queue, keys, **options)
 
 
 def retry() -> None:
@@ -73,29 +62,27 @@ def retry() -> None:
     raise task.retry(countdown=60)
 
 
-async def work() -> str:
-    return "done"
+RUNS: dict[str, Callable[[Tasks], object]] = {
+    "it returns": lambda two: two.run_other(),
+    "it raises": lambda two: two.run_other(raises(ValueError())),
+    "it is ignored": lambda two: two.run_other(raises(Ignore())),
+    "it is retried": lambda two: two.run_other(retry),
+    "of a function": lambda _: decorated(key="k")(done)(),
+    "of an async function": lambda _: asyncio.run(decorated(key="k")(done_async)()),
+}
 
 
-@pytest.mark.parametrize(
-    "how", ["returns", "raises", "is ignored", "is retried", "of a function", "of an async function"]
-)
-def test_a_task_that_waits_has_its_key_again_after_another_run(tasks: Any, left: Any, how: str) -> None:
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_a_task_that_waits_has_its_key_again_after_another_run(tasks: Any, keys: Keys, run: Any) -> None:
     two = tasks()
-    ends: dict[str, Any] = {"raises": raises(ValueError()), "is ignored": raises(Ignore()), "is retried": retry}
-    two.meanwhile = ends.get(how, two.meanwhile)
-    if how == "of a function":
-        assert cover(key="k")(lambda: "done")() == "done"
-    elif how == "of an async function":
-        assert asyncio.run(cover(key="k")(work)()) == "done"
-    else:
-        two.run_other()
-    assert two.are_as_before()
-    assert lives_for(LEFT, left("k"))
+    run(two)
+    assert keys["k"] == two.value
+    assert two.task.delay() == two.waits
+    assert keys.lives_for(LEFT)
 
 
 def test_a_task_that_a_worker_receives_at_that_moment_keeps_no_other_run_out(
-    tasks: Any, redis: Redis, redis_url: str, prefix: str
+    tasks: Any, redis_url: str, keys: Keys
 ) -> None:
     class Client(Redis):
         """Of which the first command is answered, and then a worker receives the task."""
@@ -103,28 +90,23 @@ def test_a_task_that_a_worker_receives_at_that_moment_keeps_no_other_run_out(
         def execute_command(self, *args: Any, **options: Any) -> Any:
             reply = super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
             if args[0] == "SET":
-                redis.set(f"{prefix}k", received, keepttl=True)
+                keys["k"] = received
             return reply
 
-    tasks()
-    queued: Any = redis.get(f"{prefix}k")
-    received = queued.replace(b'"queued"', b'"received"')
-    assert received != queued
+    received = tasks().value.replace(b'"queued"', b'"received"')
     with Client.from_url(redis_url) as client:
-        assert cover(key="k", redis=client)(lambda: "done")() == "done"
-    assert redis.get(f"{prefix}k") == received
+        assert decorated(key="k", redis=client)(done)() == "done"
+    assert keys.holder().state == "received"
 
 
-def test_a_dropped_redelivery_leaves_the_key_to_the_task_that_was_queued_meanwhile(
-    app: Celery, queue: Queue, held: Any, left: Any, elsewhere: Any
-) -> None:
+def test_a_dropped_redelivery_leaves_the_key_to_the_task_that_was_queued_meanwhile(queue: Queue, keys: Keys) -> None:
     def deliver_again() -> None:
         runs.append("run")
-        elsewhere(lambda: queue.deliver(message, redelivered=True))  # it waits for the run, and is published again
+        queue.deliver_elsewhere(message, redelivered=True)  # it waits for the run, and is published again
 
     runs: list[str] = []
-    task = a_task(app, "k", function=deliver_again, celery={"acks_late": True})
-    app.finalize()
+    task = unique(queue.app, "k", function=deliver_again, celery={"acks_late": True})
+    queue.app.finalize()
     task.delay()
     message = queue.take()
     queue.deliver(message)
@@ -132,73 +114,55 @@ def test_a_dropped_redelivery_leaves_the_key_to_the_task_that_was_queued_meanwhi
     waits = task.delay()
     queue.deliver(redelivery)
     assert runs == ["run"]
-    assert held("k").task_id == waits.id
+    assert keys.holder().task_id == waits.id
     assert task.delay() == waits
-    assert lives_for(QUEUE_TIMEOUT, left("k"))
+    assert keys.lives_for(QUEUE_TIMEOUT)
 
 
-def test_at_the_end_of_its_time_the_key_is_free(tasks: Any, left: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_whose_time_has_come_to_its_end_has_no_key(
+    tasks: Any, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     two = tasks()
-    two.meanwhile = lambda: monkeypatch.setattr(commands, "now", lambda: now() + LEFT)
-    two.run_other()
-    assert left("k") == -2
+    two.run_other(lambda: monkeypatch.setattr(commands, "now", lambda: now() + LEFT))
+    assert "k" not in keys
     assert two.task.delay() != two.waits
 
 
-def test_a_run_that_keeps_its_key_keeps_it(tasks: Any, held: Any) -> None:
-    two = tasks(at_least=600)
-    two.run_other()
-    assert held("k").state == "kept"
+def test_a_run_that_keeps_its_key_keeps_it(tasks: Any, keys: Keys) -> None:
+    tasks(at_least=600).run_other()
+    assert keys.holder().state == "kept"
 
 
-@pytest.mark.parametrize("how", ["skipped", "failed", "revoked"])
+@pytest.mark.parametrize("how", ["skipped", "failed", "revoked", "cut off"])
 def test_a_task_that_has_ended_meanwhile_has_no_key(
-    tasks: Any, queue: Queue, redis: Redis, left: Any, elsewhere: Any, how: str
+    tasks: Any, queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     two = tasks(when_busy=fail) if how == "failed" else tasks()
     message = queue.take()
 
-    def revoke() -> None:
-        headers = message["headers"]
-        request = SimpleNamespace(**headers, headers=None, args=(), kwargs={})
-        task_revoked.send(sender=two.task, request=request, terminated=False)
-        assert eventually(lambda: redis.keys(f"*withdrawn:{headers['id']}:*"))
-
     def end() -> None:
-        result = elsewhere(lambda: queue.deliver(message))
-        assert isinstance(result, AlreadyRunning) if how == "failed" else result is None
-
-    two.meanwhile = revoke if how == "revoked" else end
-    two.run_other()
-    assert left("k") == -2
-    assert two.task.delay() != two.waits
-
-
-def test_a_task_that_has_ended_and_could_not_say_so_has_no_key_soon(
-    tasks: Any, queue: Queue, left: Any, elsewhere: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def end_while_cut_off() -> None:
+        if how == "revoked":
+            request = SimpleNamespace(**message["headers"], headers=None, args=(), kwargs={})
+            task_revoked.send(sender=two.task, request=request, terminated=False)
+            assert eventually(lambda: keys.redis.keys(f"*withdrawn:{two.waits.id}:*"))
+            return
         with monkeypatch.context() as cut:
-            cut.setattr(PinnedClient, "execute_command", raises(ConnectionError()))
-            elsewhere(lambda: queue.deliver(message))
+            if how == "cut off":  # it cannot say that it has ended
+                cut.setattr(PinnedClient, "execute_command", raises(ConnectionError()))
+            result = queue.deliver_elsewhere(message)
+        assert how == "cut off" or isinstance(result, AlreadyRunning if how == "failed" else type(None))
 
-    two, message = tasks(), queue.take()
-    two.meanwhile = end_while_cut_off
-    two.run_other()
-    assert eventually(lambda: left("k") == -2)
+    two.run_other(end)
+    assert eventually(lambda: "k" not in keys) if how == "cut off" else "k" not in keys
     assert two.task.delay() != two.waits
 
 
-def test_a_dropped_redelivery_does_not_withdraw_the_message_that_waits(
-    tasks: Any, queue: Queue, redis: Redis, elsewhere: Any
-) -> None:
-    two, message = tasks(), queue.take()
-
+def test_a_dropped_redelivery_does_not_withdraw_the_message_that_waits(tasks: Any, queue: Queue, keys: Keys) -> None:
     def deliver_twice() -> None:
         for _ in range(2):  # the first is published again, and waits
-            elsewhere(lambda: queue.deliver(message, redelivered=True))
+            queue.deliver_elsewhere(message, redelivered=True)
 
-    two.meanwhile = deliver_twice
-    two.run_other()
+    two, message = tasks(), queue.take()
+    two.run_other(deliver_twice)
     assert len(queue) == 1
-    assert not redis.keys("*withdrawn:*")
+    assert not keys.redis.keys("*withdrawn:*")

@@ -1,62 +1,53 @@
-"""What is put back, and how: see `deliveries`."""
+"""How a message is requeued, and what it carries: see `deliveries`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import datetime, timezone
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
 import pytest
-from celery import Celery, current_task
+from celery import current_task
 from celery.signals import before_task_publish
 from kombu.exceptions import OperationalError
-from redis import Redis
 
-from only_one import configure, only_one, retry
+from only_one import configure, retry
 from only_one.celery import requeue
 from only_one.celery.requeue import Header, header_of
 from only_one.lock import renewal
-from tests.celery.deliveries import Queue, a_task, cover, done
+from tests.celery.deliveries import Keys, Queue, a_task, decorated, done, raises, unique
 from tests.proxy import Proxy
 
-
-def raises(error: Exception) -> Callable[..., None]:
-    def call(*_: object, **__: object) -> None:
-        raise error
-
-    return call
+# RabbitMQ counts by queue how often a message died, and drops one that seems to go round in a circle.
+COUNTED = {"x-death": [{"count": 1}], "x-first-death-queue": "q", "x-last-death-queue": "q", "x-delivery-count": 2}
 
 
-def test_what_is_put_back_has_no_claim_to_a_key_any_more(app: Celery, queue: Queue, redis: Redis, prefix: str) -> None:
-    """A token that is not the key's is compared in vain, by the worker that receives it and by the run: a trip each."""
-    task = a_task(app, done, when_busy=retry())
-    redis.set(f"{prefix}k", "somebody else's")
-    answer = task.delay()
+@pytest.mark.parametrize("ignores", [None, False, True])
+def test_what_a_requeued_message_carries(queue: Queue, keys: Keys, *, ignores: bool | None) -> None:
+    """The user's headers, whether the message or else the task ignores its result; and no claim to a key any more.
+
+    A token that is not the key's would be compared in vain, by the worker that receives it and by the run: a trip each.
+    """
+    answer = a_task(queue.app, done, when_busy=retry(), celery={"ignore_result": True}).delay()
+    keys["k"] = "somebody else"
     message = queue.take()
-    message["headers"].update(Header(answer.id, 0, key=f"{prefix}k", token="t").as_headers())  # noqa: S106
-    queue.deliver(message)
-    again = queue.take()["headers"]["only_one"]
-    assert (again["key"], again["times"], again.get("token")) == (f"{prefix}k", 1, None)
-
-
-def test_what_is_put_back_has_the_users_headers_and_none_in_which_the_broker_counts(
-    app: Celery, queue: Queue, redis: Redis, prefix: str
-) -> None:
-    """RabbitMQ counts by queue how often a message died, and drops one that seems to go round in a circle."""
-    a_task(app, done, when_busy=retry()).delay()
-    redis.set(f"{prefix}k", "somebody else", ex=600)
-    message = queue.take()
-    counted = {"x-death": [{"count": 1}], "x-first-death-queue": "q", "x-last-death-queue": "q", "x-delivery-count": 2}
-    message["headers"]["headers"] = {"x-mine": 1, **counted}
+    headers = message["headers"]
+    headers |= Header(answer.id, 0, key=f"{keys.prefix}k", token="t").as_headers()  # noqa: S106
+    headers["headers"] = {"x-mine": 1, **COUNTED}
+    del headers["ignore_result"]
+    if ignores is not None:
+        headers["ignore_result"] = ignores
     queue.deliver(message)
     again = queue.take()["headers"]
     assert again["x-mine"] == 1
-    assert not counted.keys() & again.keys()
+    assert not COUNTED.keys() & again.keys()
+    assert again["ignore_result"] is (ignores is not False)
+    ours = again["only_one"]
+    assert (ours["key"], ours["times"], ours.get("token")) == (f"{keys.prefix}k", 1, None)
 
 
-def test_how_long_it_waits_when_it_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_long_a_requeued_message_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second that doubles to ten, of which half is left to chance."""
     for bound in (min, max):
         monkeypatch.setattr(requeue, "_random", SimpleNamespace(uniform=bound))
@@ -66,20 +57,18 @@ def test_how_long_it_waits_when_it_is_put_back(monkeypatch: pytest.MonkeyPatch) 
         assert requeue._delay(5, 3) == 3 * part
 
 
-def test_a_task_that_cannot_be_put_back_because_the_broker_is_away_fails(
-    app: Celery, queue: Queue, redis: Redis, prefix: str, monkeypatch: pytest.MonkeyPatch
+def test_a_task_that_cannot_be_requeued_because_the_broker_is_away_fails(
+    queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = a_task(app, done, when_busy=retry())
-    task.delay()
-    redis.set(f"{prefix}k", "somebody else", ex=600)
-    monkeypatch.setattr(app.amqp, "send_task_message", raises(OperationalError("the broker is away")))
-    failure = queue.deliver(queue.take())
-    assert isinstance(failure.exception, OperationalError)
+    a_task(queue.app, done, when_busy=retry()).delay()
+    keys["k"] = "somebody else"
+    monkeypatch.setattr(queue.app.amqp, "send_task_message", raises(OperationalError("the broker is away")))
+    assert isinstance(queue.deliver().exception, OperationalError)
 
 
-def test_a_limit_of_times(app: Celery, queue: Queue, redis: Redis, prefix: str) -> None:
-    answer = a_task(app, done, when_busy=retry(1000, max_retries=2)).delay()
-    redis.set(f"{prefix}k", "somebody else", ex=600)
+def test_a_message_is_requeued_up_to_a_limit_of_times(queue: Queue, keys: Keys) -> None:
+    answer = a_task(queue.app, done, when_busy=retry(1000, max_retries=2)).delay()
+    keys["k"] = "somebody else"
     message = first = queue.take()
     for _ in range(2):
         queue.deliver(message)
@@ -91,58 +80,49 @@ def test_a_limit_of_times(app: Celery, queue: Queue, redis: Redis, prefix: str) 
         assert "trigger" not in message["headers"]["only_one"]  # none takes the place of another
     queue.deliver(first, redelivered=True)
     assert len(queue) == 0, "a later message waits"
-    redis.delete(f"{prefix}k")
+    del keys["k"]
     queue.deliver(first, redelivered=True)
     assert answer.state == "PENDING", "a later message waits"
-    redis.set(f"{prefix}k", "somebody else", ex=600)
+    keys["k"] = "somebody else"
     queue.deliver(message)
     assert len(queue) == 0
     assert answer.state == "FAILURE"
 
 
-@pytest.mark.parametrize("said", [None, False, True])
-def test_whether_its_result_is_ignored_is_what_the_message_says_or_else_the_task(
-    app: Celery,
-    queue: Queue,
-    redis: Redis,
-    prefix: str,
-    said: bool | None,  # noqa: FBT001 - a parameter of the test
-) -> None:
-    a_task(app, done, when_busy=retry(), celery={"ignore_result": True}).delay()
-    redis.set(f"{prefix}k", "somebody else", ex=600)
-    message = queue.take()
-    del message["headers"]["ignore_result"]
-    if said is not None:
-        message["headers"]["ignore_result"] = said
-    queue.deliver(message)
-    assert queue.take()["headers"]["ignore_result"] is (said is not False)
+# Headers
 
 
-def test_what_a_header_says_of_another_attempt() -> None:
+def request_of(headers: Any, retries: int = 0, **more: Any) -> Any:
+    return SimpleNamespace(id="the-id", retries=retries, headers=headers, **more)
+
+
+FULL = Header("the-id", 0, times=3, key="k", token="t", trigger=7).as_headers()  # noqa: S106
+OF_ANOTHER = Header("another", 0, times=3, key="k", token="t", trigger=7).as_headers()  # noqa: S106
+OF_ANOTHER_VERSION = {"only_one": {"id": "the-id", "attempt": 0, "times": 3, "number": 3, "later": {"a": 1}}}
+HEADERS: dict[str, tuple[Any, Header]] = {
+    "its own": (request_of(FULL), Header("the-id", 0, times=3, key="k", token="t", trigger=7)),  # noqa: S106
+    "beside": (request_of({"sentry-trace": "x"}, **FULL), Header("the-id", 0, times=3, key="k", token="t", trigger=7)),  # noqa: S106
+    "copied from another task": (request_of(OF_ANOTHER), Header("the-id", 0)),
+    "of another version": (request_of(OF_ANOTHER_VERSION), Header("the-id", 0, times=3)),
+    "of the previous attempt": (request_of(FULL, 1), Header("the-id", 1, key="k", trigger=7)),
+    # A replacement may have other arguments, and so another key.
+    "replaced": (request_of(FULL, 1, replaced_task_nesting=1), Header("the-id", 1, replacement=1, trigger=7)),
+    "none": (request_of(None), Header("the-id", 0)),
+    "of others": (request_of({"only_one": {"of": "somebody else"}}), Header("the-id", 0)),
+}
+
+
+@pytest.mark.parametrize(("request_", "header"), HEADERS.values(), ids=HEADERS)
+def test_what_a_header_says_of_a_message(request_: Any, header: Header) -> None:
+    assert header_of(request_) == header
     fields = {"id": "the-id", "attempt": 0, "replacement": 0, "times": 0, "number": 0}
     assert Header("the-id", 0).as_headers() == {"only_one": fields}
-    said = Header("the-id", 0, times=3, key="k", token="t", trigger=7).as_headers()  # noqa: S106
-    request = SimpleNamespace(id="the-id", retries=1, headers=said)
-    assert header_of(request) == Header("the-id", 1, key="k", trigger=7)
-    request.replaced_task_nesting = 1  # it may have other arguments, and so another key
-    assert header_of(request) == Header("the-id", 1, replacement=1, trigger=7)
-    del request.replaced_task_nesting
-    for foreign in (None, {}, {"only_one": {"of": "somebody else"}}):
-        request.headers = foreign
-        assert header_of(request) == Header("the-id", 1)
-
-
-def test_a_header_of_another_version_is_read() -> None:
-    """Unknown fields are ignored, and those that the first version did not have may be missing."""
-    said = {"id": "the-id", "attempt": 0, "times": 3, "number": 3, "of a later version": {"a": 1}}
-    request = SimpleNamespace(id="the-id", retries=0, headers={"only_one": said})
-    assert header_of(request) == Header("the-id", 0, times=3)
 
 
 @pytest.mark.parametrize("is_above", [False, True], ids=["below", "above"])
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_task_is_not_lost_if_a_signal_handler_hands_on_all_headers(
-    app: Celery, queue: Queue, redis: Redis, prefix: str, retries: int, *, is_above: bool
+    queue: Queue, keys: Keys, retries: int, *, is_above: bool
 ) -> None:
     """As code that traces tasks does: the headers of each delivery come in the place of those that are published."""
 
@@ -151,34 +131,33 @@ def test_a_task_is_not_lost_if_a_signal_handler_hands_on_all_headers(
             headers.update(current_task.request.headers or {})
 
     before_task_publish.connect(hand_on)
-    options: Any = {"key": "k", "timeout": 600, "when_busy": retry(max_retries=5)}
-    function = only_one(done, **options)
-    said = {"name": f"task-{uuid4()}", "shared": False, "acks_late": True}
-    task = only_one(app.task(function, **said), key="outer") if is_above else app.task(function, **said)
+    task = a_task(queue.app, done, when_busy=retry(max_retries=5))
+    if is_above:
+        task = decorated(key="outer")(task)
     sent = Header(str(uuid4()), 0, times=2).as_headers()["only_one"] if retries else None
     answer = task.apply_async(task_id=sent and sent["id"], retries=retries, headers={"only_one": sent} if sent else {})
-    redis.set(f"{prefix}k", "somebody else", ex=600)
-    first = queue.take()
-    for message in (first, *(queue.take for _ in range(3))):
-        queue.deliver(message() if callable(message) else message)
+    keys["k"] = "somebody else"
+    first = message = queue.take()
+    for _ in range(4):
+        queue.deliver(message)
         queue.deliver(first, redelivered=True)
         assert len(queue) == 1
-    redis.delete(f"{prefix}k")
-    queue.deliver(queue.take())
+        message = queue.take()
+    del keys["k"]
+    queue.deliver(message)
     assert (answer.state, answer.result) == ("SUCCESS", "done")
     before_task_publish.disconnect(hand_on)
 
 
-def test_what_is_put_back_while_the_server_is_down_keeps_the_key_of_its_place_in_the_queue(
-    app: Celery, queue: Queue, redis: Redis, redis_url: str, prefix: str
+def test_a_task_that_is_requeued_while_the_server_is_down_keeps_its_key(
+    queue: Queue, keys: Keys, redis_url: str
 ) -> None:
     with Proxy(redis_url) as proxy, configure(redis=proxy.url):
-        task = cover(app.task(done, name=f"task-{uuid4()}", shared=False), key="k", timeout=600, when_down=retry())
-        answer = task.delay()
-        token = redis.get(f"{prefix}k")
+        answer = unique(queue.app, "k", function=done, timeout=600, when_down=retry()).delay()
+        token = keys["k"]
         with proxy.refused():
-            queue.deliver(queue.take())
+            queue.deliver()
             assert token not in renewal._renewer.cleanups
-        assert redis.get(f"{prefix}k") == token
-        queue.deliver(queue.take())
+        assert keys["k"] == token
+        queue.deliver()
     assert answer.get() == "done"
