@@ -1,4 +1,4 @@
-"""One taken key, by a clock that stands still: what is known of it, and when exactly it is lost."""
+"""One lease, by a clock that stands still: what is known of it, and when exactly its key is lost."""
 
 from __future__ import annotations
 
@@ -9,35 +9,24 @@ from typing import Any
 import pytest
 
 from only_one import ConfigurationError, LockLost
-from only_one.connections.server import Server
-from only_one.lock import current_lock
 from only_one.lock.current_lock import Lease
 from rigs.waiting import LIMIT
+from tests.lock.watched import LONG, Watch
 from tests.renewal import MOMENT, Clock
-
-LONG = 4096.0
 
 Make = Callable[..., Lease]
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch, current_lock)
+def make(watch: Watch, redis_url: str) -> Make:
+    """A callable that makes the lease of a held key for `ttl` seconds, to be renewed until `limit`."""
+    return lambda ttl, limit: watch.lease(watch.server(redis_url), ttl=ttl, limit=limit)
 
 
-@pytest.fixture
-def make(clock: Clock, redis: Any, prefix: str) -> Make:
-    """A callable that takes a key for `ttl` seconds, to be renewed until `limit`."""
-
-    def make(ttl: float, limit: float) -> Lease:
-        redis.set(f"{prefix}k", "token")
-        return Lease(Server(redis), f"{prefix}k", b"token", clock.moment, ttl, limit)
-
-    return make
-
-
-def reason_of(lost: LockLost | None) -> str | None:
-    return None if lost is None else lost.reason
+def loss_of(lock: Lease) -> LockLost:
+    lost = lock.loss()
+    assert lost is not None
+    return lost
 
 
 @pytest.mark.parametrize(("limit", "reason"), [(LONG, "overrun"), (2 * LONG, "expired")])
@@ -46,10 +35,9 @@ def test_it_is_lost_at_its_end_and_not_before(clock: Clock, make: Make, limit: f
     clock.moment += LONG - 1
     assert (lock.is_held, lock.expires_in, lock.loss()) == (True, 1.0, None)
     clock.moment += 1
-    lost = lock.loss()
-    assert (lock.is_held, lock.expires_in, reason_of(lost)) == (False, 0.0, reason)
-    assert lost is not None
-    assert (lost.value, lost.__cause__) == ("", None)
+    lost = loss_of(lock)
+    assert (lock.is_held, lock.expires_in) == (False, 0.0)
+    assert (lost.reason, lost.value, lost.__cause__) == (reason, "", None)
     clock.moment += 1
     assert lock.expires_in == 0.0
     for ask in (lambda: lock.fence, lambda: lock.extend(60)):  # though the key is still there
@@ -63,8 +51,7 @@ def test_the_first_reason_counts(make: Make) -> None:
     lock.trouble = OSError()
     assert lock.lose("deleted") == "deleted"
     assert lock.lose("taken", b"other") == "deleted"
-    lost = lock.loss()
-    assert lost is not None
+    lost = loss_of(lock)
     assert (lost.reason, lost.value, lost.__cause__) == ("deleted", "", None)
     assert (lock.is_held, lock.expires_in) == (False, 0.0)
 
@@ -73,12 +60,9 @@ def test_the_trouble_of_a_renewal_is_why_it_has_expired(clock: Clock, make: Make
     lock = make(LONG, 2 * LONG)
     lock.trouble = OSError()
     clock.moment += LONG
-    lost = lock.loss()
-    assert lost is not None
-    assert lost.__cause__ is lock.trouble
+    assert loss_of(lock).__cause__ is lock.trouble
     lock.lose("taken", b"\xff")
-    lost = lock.loss()
-    assert lost is not None
+    lost = loss_of(lock)
     assert (lost.value, lost.__cause__) == (r"\xff", None)
 
 

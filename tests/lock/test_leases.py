@@ -22,8 +22,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from only_one import LockLost, LockUnavailable, only_one, subscribe
-from only_one.events import Lost
+from only_one import LockLost, LockUnavailable, only_one
+from only_one.events import Event, Lost
 from only_one.lock import renewal
 from only_one.lock.commands import now
 from rigs.servers import RedisServer
@@ -40,37 +40,21 @@ KINDS = (Running, RunningAsync)
 RELEASES = ("DELIFEQ", "DELEX", "EVAL")
 
 
-@pytest.fixture
-def key(prefix: str) -> str:
-    """The key as it is in Redis."""
-    return f"{prefix}{NAME}"
-
-
-@pytest.fixture
-def proxy(redis_url: str) -> Iterator[Proxy]:
-    with Proxy(redis_url) as proxy:
-        yield proxy
-
-
 def hasty_client(url: str, seconds: float = 1) -> Any:
     """A client that soon gives up, and does not ask twice."""
     options = {"socket_timeout": seconds, "socket_connect_timeout": seconds}
     return redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **options)
 
 
-@pytest.fixture
-def losses() -> Iterator[list[Lost]]:
-    """The keys whose loss was told."""
-    events: list[Lost] = []
-    unsubscribe = subscribe(lambda event: events.append(event) if isinstance(event, Lost) else None)
-    yield events
-    unsubscribe()
+def losses_in(events: list[Event]) -> list[tuple[str, str]]:
+    """The keys whose loss was told, with the reasons."""
+    return sorted((event.key, event.reason) for event in events if isinstance(event, Lost))
 
 
 # Runs that are longer than their lease
 
 
-def test_runs_are_renewed_again_and_again(direct: Any, prefix: str, losses: list[Lost]) -> None:
+def test_runs_are_renewed_again_and_again(direct: Any, prefix: str, happened: list[Event]) -> None:
     """In threads and in event loops, each for a whole lease, and when a third of it has gone by."""
     week = 7 * 24 * LONG
     with Running("thread", lease=week) as thread, RunningAsync("async", lease=week) as run_async:
@@ -87,7 +71,7 @@ def test_runs_are_renewed_again_and_again(direct: Any, prefix: str, losses: list
                 assert is_awaited(lock)
             assert direct.get(lock.key) == token == lock.token
     assert direct.exists(f"{prefix}thread", f"{prefix}async") == 0
-    assert losses == []
+    assert losses_in(happened) == []
 
 
 # The thread
@@ -139,7 +123,7 @@ def no_more_threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_loss_that_no_thread_can_be_started_for(direct: Any, kind: type[Running], losses: list[Lost]) -> None:
+def test_a_loss_that_no_thread_can_be_started_for(direct: Any, kind: type[Running], happened: list[Event]) -> None:
     """The run tells of it at its end, and others are renewed as before."""
     told: list[str] = []
     with (
@@ -157,7 +141,7 @@ def test_a_loss_that_no_thread_can_be_started_for(direct: Any, kind: type[Runnin
         assert told == ["deleted"]
         assert is_renewed(other.lock)
     assert run.result == other.result == "done"
-    assert [lost.reason for lost in losses] == ["deleted"]
+    assert losses_in(happened) == [(run.lock.key, "deleted")]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -251,7 +235,7 @@ def test_why_a_renewal_failed(proxy: Proxy, direct: Any, caplog: pytest.LogCaptu
     assert "ConnectionError" in told[0]
 
 
-def test_scripts_that_are_flushed_during_a_run(direct: Any, key: str, losses: list[Lost]) -> None:
+def test_scripts_that_are_flushed_during_a_run(direct: Any, key: str, happened: list[Event]) -> None:
     with Running(lease=LONG) as run:
         for _ in range(2):
             direct.script_flush()
@@ -260,13 +244,13 @@ def test_scripts_that_are_flushed_during_a_run(direct: Any, key: str, losses: li
         direct.script_flush()
     assert run.result == "done"
     assert direct.exists(key) == 0
-    assert losses == []
+    assert losses_in(happened) == []
 
 
 # Keys that are taken away
 
 
-def test_keys_that_are_taken_away_during_a_run(direct: Any, prefix: str, losses: list[Lost]) -> None:
+def test_keys_that_are_taken_away_during_a_run(direct: Any, prefix: str, happened: list[Event]) -> None:
     """Deleted, overwritten, or of another type: the run is told, and leaves alone what is stored by then."""
     values: dict[str, Any] = {
         "none": None,
@@ -300,11 +284,11 @@ def test_keys_that_are_taken_away_during_a_run(direct: Any, prefix: str, losses:
         assert runs[name].result == "done"
         assert (direct.hgetall if name == "hash" else direct.get)(prefix + name) == value
         assert direct.pttl(prefix + name) == (-2 if value is None else -1)
-    assert sorted((lost.key, lost.reason) for lost in losses) == sorted(reasons.items())
+    assert losses_in(happened) == sorted(reasons.items())
 
 
 def test_a_renewal_that_is_answered_when_its_run_has_ended(
-    proxy: Proxy, direct: Any, key: str, losses: list[Lost]
+    proxy: Proxy, direct: Any, key: str, happened: list[Event]
 ) -> None:
     """The key is gone by then, and was not lost."""
     with Running(lease=LONG, redis=proxy.url) as run, Running("other", lease=LONG, redis=proxy.url) as other:
@@ -320,7 +304,7 @@ def test_a_renewal_that_is_answered_when_its_run_has_ended(
         held.let_go()
         assert is_renewed(other.lock)
     assert eventually(lambda: "only_one-lost" not in {thread.name for thread in threading.enumerate()})
-    assert losses == []
+    assert losses_in(happened) == []
 
 
 # Acquires that are not confirmed, and releases that fail
@@ -491,7 +475,7 @@ def test_an_acquire_that_is_cancelled(proxy: Proxy, direct: Any, key: str, arriv
     assert not direct.exists(key)
 
 
-def test_a_connection_that_is_gone_at_the_end_of_a_run(proxy: Proxy, direct: Any, losses: list[Lost]) -> None:
+def test_a_connection_that_is_gone_at_the_end_of_a_run(proxy: Proxy, direct: Any, happened: list[Event]) -> None:
     runs = [Running("sync", lease=LONG, redis=proxy.url), RunningAsync("async", lease=LONG, redis=proxy.url)]
     with runs[0], runs[1]:
         keys = [run.lock.key for run in runs]
@@ -502,4 +486,4 @@ def test_a_connection_that_is_gone_at_the_end_of_a_run(proxy: Proxy, direct: Any
                 assert run.result == "done"
             assert direct.exists(*keys) == 2
         assert eventually(lambda: not direct.exists(*keys))
-    assert losses == []
+    assert losses_in(happened) == []

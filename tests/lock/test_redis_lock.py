@@ -25,7 +25,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import LockError, LockNotOwnedError
 from redis.retry import Retry
 
-from only_one import AlreadyRunning, LockUnavailable, carry_on, current_lock, fail, only_one, skip, subscribe
+from only_one import AlreadyRunning, LockUnavailable, carry_on, current_lock, fail, only_one, skip
 from only_one.events import Busy, Down, Event, Lost, Released
 from only_one.lock import commands, renewal
 from only_one.lock.commands import Commands, Features, MarkerUpdate, ReleaseResult, Retained, now
@@ -33,6 +33,7 @@ from only_one.lock.holder import Holder
 from only_one.lock.redis_lock import AsyncLock, Lock
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
+from tests.lock.test_leases import RELEASES, freed, sets
 from tests.proxy import Proxy, Then
 
 HANGS_FOR = 2.0
@@ -40,7 +41,6 @@ HANGS_FOR = 2.0
 
 NAME = "k"
 LOST = (redis.ConnectionError, redis.TimeoutError)
-RELEASES = ("DELIFEQ", "DELEX", "EVAL")
 HELD = ReleaseResult("held")
 BINARY = b"\x00\xff\r\n somebody \x1b[31melse's"
 NO_RETRY = Retry(NoBackoff(), 0)
@@ -94,34 +94,6 @@ def url(request: pytest.FixtureRequest) -> str:
     """Each kind of server in turn."""
     found: str = request.getfixturevalue(request.param)
     return found
-
-
-@pytest.fixture
-def key(prefix: str) -> str:
-    """A key as it is in Redis, of which a decorated function names the last part."""
-    return f"{prefix}{NAME}"
-
-
-@pytest.fixture
-def direct(url: str) -> Iterator[Any]:
-    """A client to look with, past every proxy."""
-    with redis.Redis.from_url(url) as client:
-        yield client
-
-
-@pytest.fixture
-def proxy(url: str) -> Iterator[Proxy]:
-    with Proxy(url) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def happened() -> Iterator[list[Event]]:
-    """All events of the test."""
-    events: list[Event] = []
-    unsubscribe = subscribe(events.append)
-    yield events
-    unsubscribe()
 
 
 class Sync:
@@ -242,33 +214,24 @@ def test_a_run_over_a_unix_socket(side: Sync, ours: RedisServer, decoded: str) -
 # What redis-py's lock does, ours does too; for redis-py's own tests see `test_redis_py`
 
 
-def test_it_is_a_lock_of_redis_py(side: Sync, client: Any, direct: Any, key: str) -> None:
+def test_a_lock_is_released_by_its_owner_only_and_before_it_has_expired(
+    side: Sync, client: Any, direct: Any, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lock, other = side.lock(client, key, timeout=600), side.lock(client, key, timeout=600)
-    assert isinstance(lock, (redis.lock.Lock, redis.asyncio.lock.Lock))
+    assert isinstance(other, (redis.lock.Lock, redis.asyncio.lock.Lock))
     assert side.do(lock.acquire, blocking=False)
     assert not side.do(other.acquire, blocking=False)
     assert direct.get(key) == lock.local.token
     with pytest.raises(LockError):
         side.do(other.release)
-    side.do(lock.release)
-    assert direct.exists(key) == 0
-
-
-def test_a_lock_of_another_owner_or_that_has_expired_is_not_released(
-    side: Sync, client: Any, direct: Any, key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lock = side.lock(client, key, timeout=600)
-    assert side.do(lock.acquire)
     direct.set(key, BINARY)
     with pytest.raises(LockNotOwnedError):
         side.do(lock.release)
     assert direct.get(key) == BINARY
 
     direct.delete(key)
-    theirs = side.lock(client, key, timeout=600)
-    theirs.local.token = b"another's"  # by whom it was acquired: until when, is not known here
-    side.do(theirs.release)
-
+    other.local.token = b"another's"  # by whom it was acquired: until when, is not known here
+    side.do(other.release)
     assert side.do(lock.acquire)
     direct.delete(key)
     monkeypatch.setattr("only_one.lock.redis_lock.now", lambda: lock.expires_at)
@@ -302,7 +265,7 @@ def test_a_lock_that_could_not_be_extended_has_its_time_as_before(
     lock = side.lock(client, key, timeout=0.1)
     assert side.do(lock.acquire)
     expires_at = lock.expires_at
-    assert eventually(lambda: not direct.exists(key))
+    assert freed(direct, key)
     for action in (lambda: lock.extend(600), lock.reacquire, lock.release):
         with pytest.raises(LockNotOwnedError):
             side.do(action)
@@ -545,7 +508,7 @@ def test_a_run_whose_acquire_got_no_reply(
         assert ours == []
 
     assert lost.met.is_set()
-    assert eventually(lambda: not direct.exists(key))
+    assert freed(direct, key)
     assert run() == "result"
     assert all(ours)
     assert not [event for event in happened if isinstance(event, (Busy, Lost))]
@@ -560,47 +523,23 @@ def test_a_run_whose_acquire_never_gets_a_reply_leaves_no_key(
         run = side.decorate(lambda: "result", redis=client, when_down=policy)
         proxy.lose_reply("SET", times=2)
         assert run() == expected
-        assert eventually(lambda: not direct.exists(key))
+        assert freed(direct, key)
 
 
 @over_new_and_old
-@pytest.mark.parametrize("raises", [False, True], ids=["returns", "raises"])
 @pytest.mark.parametrize("way", ["lose_reply", "lose_request"])
 def test_a_run_whose_release_got_no_reply(
-    side: Sync,
-    patient: Any,
-    proxy: Proxy,
-    direct: Any,
-    key: str,
-    way: str,
-    happened: list[Event],
-    caplog: pytest.LogCaptureFixture,
-    *,
-    raises: bool,
+    side: Sync, patient: Any, proxy: Proxy, direct: Any, key: str, way: str, happened: list[Event], caplog: Any
 ) -> None:
-    problem = RuntimeError("the run's own")
-
-    def work() -> str:
-        if raises:
-            raise problem
-        return "result"
-
-    def run_once() -> object:
-        try:
-            return run()
-        except RuntimeError as error:
-            return error
-
-    run = side.decorate(work, redis=patient)
-    expected = problem if raises else "result"
-    assert run_once() is expected  # the first one finds out how the server is to be asked
+    run = side.decorate(lambda: "result", redis=patient)
+    assert run() == "result"  # finds out how the server is to be asked
     lost = getattr(proxy, way)(*RELEASES)
     happened.clear()
     with caplog.at_level(logging.INFO, "only_one"):
-        assert run_once() is expected
+        assert run() == "result"
         assert lost.met.is_set()
-        assert eventually(lambda: not direct.exists(key))
-        assert run_once() is expected
+        assert freed(direct, key)
+        assert run() == "result"
     assert not [event for event in happened if isinstance(event, (Busy, Lost, Down))]
     assert len([event for event in happened if isinstance(event, Released)]) == 2
     assert caplog.messages == []
@@ -620,12 +559,6 @@ def impatient(request: pytest.FixtureRequest, proxy: Proxy) -> Iterator[Any]:
     with redis.Redis(connection_pool=kind.from_url(proxy.url, **options)) as client:
         yield client
         client.connection_pool.disconnect()
-
-
-def sets(direct: Any) -> int:
-    """How many SETs the server has carried out."""
-    found: int = direct.info("commandstats").get("cmdstat_set", {"calls": 0})["calls"]
-    return found
 
 
 @over_new_and_old
@@ -652,7 +585,7 @@ def test_a_set_that_was_sent_twice_leaves_no_key_when_the_first_comes_after_the_
     before = sets(direct)
     held.let_go()
     assert eventually(lambda: sets(direct) > before)
-    assert eventually(lambda: not direct.exists(key))
+    assert freed(direct, key)
 
 
 @over_new_and_old
@@ -700,23 +633,11 @@ def test_an_own_client_waits_for_no_more_than_two_replies(
 # Other values that may be stored at a key
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        BINARY,
-        b"",
-        b"1",
-        b"null",
-        b"[]",
-        b"{}",
-        b'{"only_one":99,"state":"running"}',
-        b'{"only_one":1,"state":"running","name":1}',
-        b"[" * 100_000,
-        b"x" * 1_000_000,
-        b"\x1b]0;owned\x07\x1b[2J",
-    ],
-    ids=lambda value: repr(value[:20]),
-)
+FOREIGN = [BINARY, b"", b"1", b"null", b"[]", b"{}", b"[" * 100_000, b"x" * 1_000_000, b"\x1b]0;owned\x07\x1b[2J"]
+FOREIGN += [b'{"only_one":99,"state":"running"}', b'{"only_one":1,"state":"running","name":1}']
+
+
+@pytest.mark.parametrize("value", FOREIGN, ids=lambda value: repr(value[:20]))
 @pytest.mark.parametrize("url", ["redis_url"], indirect=True)
 def test_a_value_that_is_not_ours_makes_the_key_busy(
     side: Sync, url: str, direct: Any, key: str, happened: list[Event], value: bytes
