@@ -34,7 +34,6 @@ sys.stdin.read()
 CONTAINER = unshare(*MACHINE)
 FOREIGN_PROC = unshare("--pid", "--uts")
 HIDDEN_PROC = unshare("--mount")
-TIME = unshare("--time", "--boottime", "1000")
 
 in_container = pytest.mark.skipif(CONTAINER is None, reason="no pid namespace can be made here")
 
@@ -47,10 +46,9 @@ class Process:
         pid: its process id as we see it.
     """
 
-    def __init__(self, inside: Sequence[str]) -> None:
-        command = [*inside, sys.executable, "-c", ACQUIRES]
+    def __init__(self) -> None:
         # Not guarded: it is for the test to say when it is waited for. It ends with us, as its stdin does.
-        self.popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.popen = subprocess.Popen([sys.executable, "-c", ACQUIRES], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.popen.stdout is not None
         self.value = self.popen.stdout.readline().strip()
         self.pid = self.popen.pid
@@ -62,10 +60,9 @@ class Process:
 
 
 @contextmanager
-def started(inside: Sequence[str] | None = ()) -> Iterator[Process]:
+def started() -> Iterator[Process]:
     """A process that lives until the end of the block, unless it is ended there."""
-    assert inside is not None
-    process = Process(inside)
+    process = Process()
     with process.popen:
         try:
             yield process
@@ -306,20 +303,6 @@ def test_a_process_of_another_user_that_is_hidden_is_alive() -> None:
 # Other machines
 
 
-@in_container
-def test_a_container_of_the_same_name_is_another_machine() -> None:
-    with started(CONTAINER) as process:
-        its = json.loads(process.value)
-        assert (its["host"], its["pid"]) == (socket.gethostname(), 1)
-        assert its["machine"] != holder.machine()
-        assert not is_dead(process.value)
-        process.kill()
-        assert not is_dead(process.value)
-        # Nor where its number is nobody's here, or another's.
-        assert not is_dead(changed(process.value, pid=process.pid))
-        assert not is_dead(changed(process.value, process_start=1))
-
-
 @pytest.mark.parametrize(("part", "other"), [(0, "another"), (1, "another"), (2, "pid:[1]"), (3, "time:[1]")])
 def test_another_host_or_boot_or_namespace_is_another_machine(dead: bytes, part: int, other: str) -> None:
     parts = json.loads(dead)["machine"].split("/")
@@ -398,14 +381,6 @@ def test_a_kernel_without_time_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert holder.machine() == f"{socket.gethostname()}/the-boot/pid:[1]/"
 
 
-@pytest.mark.skipif(TIME is None, reason="no time namespace can be made here")
-def test_a_process_whose_clock_counts_from_another_boot_is_alive() -> None:
-    with started(TIME) as process:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii").split()
-        assert children == [str(json.loads(process.value)["pid"])]  # it is there, in our own pid namespace
-        assert not is_dead(process.value)
-
-
 # Values that name no process that could be dead
 
 
@@ -428,7 +403,7 @@ def test_a_task_that_was_received_is_dead_with_its_worker(dead: bytes) -> None:
 PIDS: list[object] = [0, -1, -99_999_999, 2**31, 2**63, 2**64, 10**30, True, "1", None, 1.5, [], {}]
 
 
-@pytest.mark.parametrize("pid", PIDS, ids=str)
+@pytest.mark.parametrize("pid", PIDS)
 def test_a_forged_process_id_is_not_dead(dead: bytes, pid: object) -> None:
     assert not is_dead(changed(dead, pid=pid))
     assert not is_gone(changed(dead, pid=pid))
@@ -442,7 +417,6 @@ def test_a_forged_process_id_is_not_dead(dead: bytes, pid: object) -> None:
         {"replacement": "2"},
         *({name: far} for name in ("since", "limit") for far in (-(10**14) - 1, 10**14 + 1, 10**1000)),
     ],
-    ids=lambda changes: str(changes)[:30],
 )
 def test_another_state_or_version_or_time_is_not_dead(dead: bytes, changes: dict[str, object]) -> None:
     """Of a time that is further away no date could be made."""

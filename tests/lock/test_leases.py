@@ -287,26 +287,6 @@ def test_keys_that_are_taken_away_during_a_run(direct: Any, prefix: str, happene
     assert losses_in(happened) == sorted(reasons.items())
 
 
-def test_a_renewal_that_is_answered_when_its_run_has_ended(
-    proxy: Proxy, direct: Any, key: str, happened: list[Event]
-) -> None:
-    """The key is gone by then, and was not lost."""
-    with Running(lease=LONG, redis=proxy.url) as run, Running("other", lease=LONG, redis=proxy.url) as other:
-        assert is_awaited(run.lock)
-        pool = run.lock.server.node_of("").client.connection_pool
-        pool.connection_kwargs["socket_timeout"] = LIMIT
-        pool.disconnect()
-        held = proxy.hold_up("EVAL")
-        renew_now(run.lock)
-        assert held.met.wait(LIMIT)
-        run.__exit__()
-        assert not direct.exists(key)
-        held.let_go()
-        assert is_renewed(other.lock)
-    assert eventually(lambda: "only_one-lost" not in {thread.name for thread in threading.enumerate()})
-    assert losses_in(happened) == []
-
-
 # Acquires that are not confirmed, and releases that fail
 
 
