@@ -26,7 +26,7 @@ from only_one.keys import digest as encoding
 from only_one.keys.digest import _digest_of_short, digest
 from tests.keys.calls import LONG, Colour, Feed, Level, Mode, Number, Point, Sheet, Text, carried, importer, maker
 
-# Confusable on purpose: equal when printed, equal for Python, or a part of how another one is spelt.
+# Confusable on purpose: equal when printed, equal for Python, or a part of how another one is encoded.
 confusable_scalars: list[Any] = [None, "None", "null", True, "True", "true", False, 0, "0", 0.0, -0.0, 1, "1", 1.0]
 confusable_scalars += ["1.0", b"1", b"", "", "b'1'", "a", b"a", "a,b", ",", ":", "[", "[]", "{}", '"', "'", '["a"]']
 confusable_scalars += ["i1:1", "l0:", Decimal(1), Decimal("1.0"), UUID(int=1), str(UUID(int=1)), UUID(int=1).hex]
@@ -47,7 +47,7 @@ confusable = st.recursive(
 
 
 def model(value: object) -> object:
-    """What decides whether two values are the same for us, spelt by other means than the product's."""
+    """What decides whether two values are the same for us, decided by other means than the product's."""
     if isinstance(value, (list, tuple)):
         return "list", tuple(map(model, value))
     if isinstance(value, dict):
@@ -127,7 +127,7 @@ def test_an_enum_is_its_value_wherever_it_stands(value: Any) -> None:
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_these_are_one(value: object, same: object) -> None:
+def test_equal_values_have_one_digest(value: object, same: object) -> None:
     assert digest(value) == digest(same)
     assert digest([value]) == digest((same,))
 
@@ -149,7 +149,7 @@ def test_digests_are_equal_exactly_where_values_are(first: Any, second: Any) -> 
     assert (digest(first) == digest(second)) == (model(first) == model(second))
 
 
-def test_these_differ() -> None:
+def test_different_values_have_different_digests() -> None:
     containers = [[1], {"1": 1}, {1}, [[1]], (b"1",), [], {}, frozenset(), [""], [None], {"": ""}]
     dataclasses = [Feed("a"), Feed("b"), Feed("a", ["x"]), Sheet("a"), {"url": "a", "tags": []}]
     huge = [10**5000, 10**5000 + 1, -(10**5000), 2**64, 2**64 + 1, 2.0**64]

@@ -111,7 +111,7 @@ USER = SimpleNamespace(id=7, team=SimpleNamespace(name="ops"))
         ("{a!s:md5}", (1,), {}, digest("1")),
     ],
 )
-def test_fields(template: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: str) -> None:
+def test_the_text_of_a_field(template: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: str) -> None:
     def function(a: Any, b: Any = 2, *rest: Any, c: Any = 3, **others: Any) -> None: ...
 
     assert maker(template, function)(*args, **kwargs) == key

@@ -43,7 +43,7 @@ def test_when_a_cleanup_is_tried_again(
         assert cleanup.try_at == MOMENT + (cleanup.pause if pause > 0.05 else 0)
 
 
-def test_a_token_is_looked_for_once_more_when_it_has_expired(watch: Watch, redis_url: str) -> None:
+def test_a_cleanup_is_tried_once_more_when_the_token_has_expired(watch: Watch, redis_url: str) -> None:
     """Or a SET that has come since the time before would keep the key for a whole lease."""
     left = watch.cleanup(watch.server(redis_url), no_write_in_flight=False)
     left.pause, left.until = 0.5, MOMENT + 0.75
@@ -94,7 +94,7 @@ def test_of_too_many_cleanups_the_oldest_is_forgotten(watch: Watch, redis_url: s
 
 
 @pytest.mark.parametrize(("url", "slept"), [(None, []), (DOWN, [0.05] * 41)], ids=["up", "down"])
-def test_the_end_of_the_process(
+def test_the_cleanups_at_the_end_of_the_process(
     watch: Watch, redis_url: str, monkeypatch: pytest.MonkeyPatch, url: str | None, slept: list[float]
 ) -> None:
     """It tries for two seconds, until a server has answered; for what may still arrive it does not wait."""
@@ -162,7 +162,7 @@ for number in range(10):
 """
 
 
-def test_a_process_that_ends_asks_once_more_for_what_it_leaves_behind(direct: Any, redis_url: str, prefix: str) -> None:
+def test_a_process_that_ends_tries_its_cleanups_once_more(direct: Any, redis_url: str, prefix: str) -> None:
     """Also where a delayed SET may still arrive, as nobody will ask after it."""
     with Program(ENDS, redis_url, prefix) as program:
         assert program.line() == ""

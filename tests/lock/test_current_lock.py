@@ -30,7 +30,7 @@ def loss_of(lock: Lease) -> LockLost:
 
 
 @pytest.mark.parametrize(("limit", "reason"), [(LONG, "overrun"), (2 * LONG, "expired")])
-def test_it_is_lost_at_its_end_and_not_before(clock: Clock, make: Make, limit: float, reason: str) -> None:
+def test_a_lease_is_lost_at_its_end_and_not_before(clock: Clock, make: Make, limit: float, reason: str) -> None:
     lock = make(LONG, limit)
     clock.moment += LONG - 1
     assert (lock.is_held, lock.expires_in, lock.loss()) == (True, 1.0, None)
@@ -56,7 +56,7 @@ def test_the_first_reason_counts(make: Make) -> None:
     assert (lock.is_held, lock.expires_in) == (False, 0.0)
 
 
-def test_the_trouble_of_a_renewal_is_why_it_has_expired(clock: Clock, make: Make) -> None:
+def test_the_error_of_the_last_renewal_is_the_cause_of_an_expiry(clock: Clock, make: Make) -> None:
     lock = make(LONG, 2 * LONG)
     lock.trouble = OSError()
     clock.moment += LONG
@@ -76,8 +76,8 @@ def test_a_loss_is_told_once(make: Make) -> None:
 
 
 @pytest.mark.parametrize(("renewed", "gets"), [(False, 3 * LONG - 1), (True, LONG)])
-def test_more_time(clock: Clock, make: Make, redis: Any, *, renewed: bool, gets: float) -> None:
-    """One that is renewed gets what it was taken for, and is renewed later, and for longer."""
+def test_a_lease_that_is_extended(clock: Clock, make: Make, redis: Any, *, renewed: bool, gets: float) -> None:
+    """One that is renewed gets its lease again, and is renewed for longer."""
     lock = make(LONG, 2 * LONG) if renewed else make(2 * LONG, 2 * LONG)
     assert lock.renew_at == MOMENT + (LONG / 3 if renewed else 2 * LONG)
     clock.moment += 1
@@ -106,13 +106,13 @@ def test_a_key_that_is_not_ours_any_more(
     assert (lock.ends_at, lock.expires_at) == (MOMENT + LONG, MOMENT + LONG)
 
 
-def test_a_time_that_could_not_work(make: Make) -> None:
+def test_an_extension_that_could_not_work_is_refused(make: Make) -> None:
     with pytest.raises(ConfigurationError, match=r"^extend=.*to release the key, return"):
         make(LONG, LONG).extend(0)
 
 
 @pytest.mark.usefixtures("clock")
-def test_where_the_locking_is_off() -> None:
+def test_a_lease_where_the_locking_is_off() -> None:
     """Fencing tokens are the machine's own time, and all time is given that is asked for."""
     lock = Lease(None, "k", b"", MOMENT, LONG, LONG)
     assert lock.fence == pytest.approx(time.time() * 1_000_000, abs=LIMIT * 1_000_000)

@@ -40,7 +40,7 @@ KINDS = (Running, RunningAsync)
 RELEASES = ("DELIFEQ", "DELEX", "EVAL")
 
 
-def hasty_client(url: str, seconds: float = 1) -> Any:
+def brief_client(url: str, seconds: float = 1) -> Any:
     """A client that soon gives up, and does not ask twice."""
     options = {"socket_timeout": seconds, "socket_connect_timeout": seconds}
     return redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **options)
@@ -247,7 +247,7 @@ def test_scripts_that_are_flushed_during_a_run(direct: Any, key: str, happened: 
     assert losses_in(happened) == []
 
 
-# Keys that are taken away
+# Keys that are deleted or acquired by others
 
 
 def test_keys_that_are_taken_away_during_a_run(direct: Any, prefix: str, happened: list[Event]) -> None:
@@ -341,8 +341,8 @@ def test_a_server_that_is_frozen_during_an_acquire(
     record_property("seed", seed)
     pauses = random.Random(seed)
     late = 0
-    with redis.Redis.from_url(server.url) as client, hasty_client(server.url, 0.1) as hasty:
-        call = decorate(hasty)
+    with redis.Redis.from_url(server.url) as client, brief_client(server.url, 0.1) as brief:
+        call = decorate(brief)
         for _ in range(50):
             assert eventually(lambda: succeeds(call))
             before = sets(client)
@@ -362,15 +362,15 @@ def test_a_server_that_is_frozen_during_an_acquire(
 def test_a_command_that_arrives_long_after_its_caller_has_given_up(
     proxy: Proxy, direct: Any, key: str, decorate: Callable[..., Any]
 ) -> None:
-    with hasty_client(proxy.url) as hasty:
-        call = decorate(hasty)
+    with brief_client(proxy.url) as brief:
+        call = decorate(brief)
         assert eventually(lambda: succeeds(call))
         held = proxy.hold_up("SET", times=2)
         with pytest.raises(LockUnavailable):
             call()
         assert held.met.is_set()
         proxy.forget_commands()
-        assert eventually(lambda: len(proxy.commands) >= 3)  # "it is not there" is not taken for an answer
+        assert eventually(lambda: len(proxy.commands) >= 3)  # "missing" is not final
         assert not direct.exists(key)
 
         before = sets(direct)
@@ -384,8 +384,8 @@ def test_a_set_that_a_server_carries_out_after_being_frozen_for_longer_than_the_
     proxy: Proxy, direct: Any, key: str, decorate: Callable[..., Any]
 ) -> None:
     """The proxy is the frozen server: nothing is answered, and of all that was sent the SET is carried out last."""
-    with hasty_client(proxy.url) as hasty:
-        call = decorate(hasty)
+    with brief_client(proxy.url) as brief:
+        call = decorate(brief)
         assert eventually(lambda: succeeds(call))
         held, frozen = proxy.hold_up("SET", times=2), proxy.lose_request(*RELEASES, times=10**6, then="hang")
         with pytest.raises(LockUnavailable):

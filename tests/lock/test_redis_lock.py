@@ -293,7 +293,7 @@ def test_the_completion_marker_is_set_for_redeliveries_that_wait_or_may_come(
     direct: Any, key: str, *, waits: bool, lasts: int
 ) -> None:
     """And nothing is left for others."""
-    marker = MarkerUpdate(f"{{{key}}}:copy", lasts)
+    marker = MarkerUpdate(f"{{{key}}}:marker", lasts)
     has_redeliveries = waits or lasts > 0
     for retained in (Retained(b"kept", now() + 60), None):
         direct.set(key, b"ours")
@@ -312,7 +312,7 @@ def test_the_completion_marker_is_set_for_redeliveries_that_wait_or_may_come(
 
 
 def test_a_key_of_others_is_neither_replaced_nor_deleted_for_the_marker(direct: Any, key: str) -> None:
-    marker, retained = MarkerUpdate(f"{{{key}}}:copy", 0), Retained(b"kept", now() + 60)
+    marker, retained = MarkerUpdate(f"{{{key}}}:marker", 0), Retained(b"kept", now() + 60)
     direct.set(key, b"kept")
     assert commands.drive(direct, commands.end(Features(), key, b"ours", retained, marker)) == HELD  # sent again
     assert 30_000 < direct.pttl(key) <= 60_000
@@ -549,7 +549,7 @@ def test_a_run_whose_release_got_no_reply(
 
 
 @pytest.fixture(params=["own", "pinned", "guarded"])
-def impatient(request: pytest.FixtureRequest, proxy: Proxy) -> Iterator[Any]:
+def sends_again(request: pytest.FixtureRequest, proxy: Proxy) -> Iterator[Any]:
     """Each kind of `redis=`, which sends a command again after a time-out; the asyncio client is made from it."""
     if request.param == "own":
         yield f"{proxy.url}?socket_timeout={HANGS_FOR}&socket_connect_timeout={LIMIT}"
@@ -564,9 +564,9 @@ def impatient(request: pytest.FixtureRequest, proxy: Proxy) -> Iterator[Any]:
 @over_new_and_old
 @pytest.mark.parametrize("other", [None, "another's"], ids=["runs", "is skipped"])
 def test_a_set_that_was_sent_twice_leaves_no_key_when_the_first_comes_after_the_call(
-    side: Sync, impatient: Any, proxy: Proxy, direct: Any, key: str, other: str | None
+    side: Sync, sends_again: Any, proxy: Proxy, direct: Any, key: str, other: str | None
 ) -> None:
-    run = side.decorate(lambda: "result", redis=impatient, timeout=LIMIT * 100)
+    run = side.decorate(lambda: "result", redis=sends_again, timeout=LIMIT * 100)
 
     def leaves_nothing() -> bool:
         of_others = set(renewal._renewer.cleanups)
@@ -590,9 +590,9 @@ def test_a_set_that_was_sent_twice_leaves_no_key_when_the_first_comes_after_the_
 
 @over_new_and_old
 def test_a_release_that_was_sent_twice_while_another_acquired_the_key_is_no_loss(
-    side: Sync, impatient: Any, proxy: Proxy, direct: Any, key: str, happened: list[Event]
+    side: Sync, sends_again: Any, proxy: Proxy, direct: Any, key: str, happened: list[Event]
 ) -> None:
-    run = side.decorate(lambda: "result", redis=impatient, when_lost=fail)
+    run = side.decorate(lambda: "result", redis=sends_again, when_lost=fail)
     assert [run(), run()] == ["result", "result"]
     happened.clear()
     proxy.lose_reply(*RELEASES)

@@ -1,4 +1,4 @@
-"""What the thread that renews does when, by a clock that stands still: each step is taken by the test itself."""
+"""The renewing thread: what it does when, by a clock that stands still; the test itself takes each step."""
 
 from __future__ import annotations
 
@@ -351,12 +351,12 @@ def test_a_cleanup_that_comes_when_it_is_about_to_sleep(idle: Any) -> None:
 def test_a_step_that_fails_is_logged_and_the_next_waits_a_moment(
     watch: Watch, monkeypatch: pytest.MonkeyPatch, fails: int
 ) -> None:
-    taken: list[int] = []
+    steps_taken: list[int] = []
     paused: list[float] = []
     logged: list[tuple[Any, ...]] = []
 
     def step(number: int) -> Any:
-        taken.append(number)
+        steps_taken.append(number)
         return 1 / (number - fails)
 
     monkeypatch.setattr(renewal, "time", SimpleNamespace(sleep=paused.append))
@@ -365,7 +365,7 @@ def test_a_step_that_fails_is_logged_and_the_next_waits_a_moment(
     for number, name in enumerate(steps):
         monkeypatch.setattr(f"only_one.lock.renewal._renewer.{name}", partial(step, number))
     watch.renewer.take_turn()
-    assert taken == [0, 1, 2, 3]
+    assert steps_taken == [0, 1, 2, 3]
     assert paused == [0.1]
     ((level, text, trace),) = logged
     assert (level, text) == (logging.ERROR, "the thread that renews goes on after:\n%s")
@@ -379,7 +379,7 @@ def test_the_thread_ends_when_it_is_told_to() -> None:
     assert renewer.start_thread() is None
     (thread,) = set(threading.enumerate()) - before
     assert eventually(lambda: not renewer.vacancy)
-    second = threading.Thread(target=renewer.run, daemon=True)  # started at the same time, it finds the place taken
+    second = threading.Thread(target=renewer.run, daemon=True)  # started at the same time, it finds that one runs
     second.start()
     second.join(LIMIT)
     assert [thread.is_alive(), second.is_alive()] == [True, False]
@@ -425,9 +425,9 @@ def test_a_node_that_cannot_be_reached_backs_off_for_longer_each_time(watch: Wat
     """Until it answers; or for as long as it is told."""
     reached = node(watch.server(redis_url))
     assert reached.backs_off_until == 0.0
-    for rest in (0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0):
+    for pause in (0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0):
         reached.fail()
-        assert reached.backs_off_until == pytest.approx(MOMENT + rest)
+        assert reached.backs_off_until == pytest.approx(MOMENT + pause)
     reached.fail(2.0)
     assert reached.backs_off_until == MOMENT + 2
     assert reached.send([("GET", watch.key())], {}) == [b"token"]
