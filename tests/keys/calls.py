@@ -105,15 +105,15 @@ carried_scalars = (
 json_keys = st.text(max_size=3) | st.integers() | st.booleans() | st.none() | st.floats()
 
 
-def as_json_spells(key: object) -> str:
-    """How the json module spells a scalar as the key of an object."""
-    (spelt,) = json.loads(json.dumps({key: 0}))
-    return str(spelt)
+def as_json_serializes(key: object) -> str:
+    """How the json module serializes a scalar as the key of an object."""
+    (text,) = json.loads(json.dumps({key: 0}))
+    return str(text)
 
 
 def dicts_of(values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[Any, Any]]:
-    """Dicts that JSON does not shorten: no two keys are spelt alike."""
-    items = st.lists(st.tuples(json_keys, values), max_size=3, unique_by=lambda item: as_json_spells(item[0]))
+    """Dicts that JSON does not shorten: no two keys are serialized alike."""
+    items = st.lists(st.tuples(json_keys, values), max_size=3, unique_by=lambda item: as_json_serializes(item[0]))
     return items.map(dict)
 
 

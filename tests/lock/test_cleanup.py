@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,41 +23,41 @@ from tests.renewal import MOMENT, later
 
 
 @pytest.mark.parametrize(
-    ("settled", "reply", "is_done", "pauses"),
+    ("no_write_in_flight", "reply", "is_over", "pauses"),
     [
         (True, 1, True, [0.05]),
         (False, 1, False, [0.1, 0.2, 0.4, 0.8, 1.6]),
         (True, OSError(), False, [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]),
         (False, ResponseError("OOM"), False, [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]),
-        (False, ResponseError("unknown command"), False, [0.05] * 3),  # it is due at once, by another
+        (False, ResponseError("unknown command"), False, [0.05, 0.05, 0.1]),  # it is due at once, by another command
     ],
 )
-def test_when_a_token_is_asked_for_again(
-    watch: Watch, redis_url: str, reply: object, pauses: list[float], *, settled: bool, is_done: bool
+def test_when_a_cleanup_is_tried_again(
+    watch: Watch, redis_url: str, reply: object, pauses: list[float], *, no_write_in_flight: bool, is_over: bool
 ) -> None:
-    pending = watch.pending(watch.server(redis_url), settled=settled)
-    assert pending.try_at == MOMENT
+    cleanup = watch.cleanup(watch.server(redis_url), no_write_in_flight=no_write_in_flight)
+    assert cleanup.try_at == MOMENT
     for pause in pauses:
-        assert pending.is_over(("DELIFEQ", "k"), reply) is is_done
-        assert pending.pause == pytest.approx(pause)
-        assert pending.try_at == MOMENT + (pending.pause if pause > 0.05 else 0)
+        assert cleanup.is_over(cleanup.command(), reply) is is_over
+        assert cleanup.pause == pytest.approx(pause)
+        assert cleanup.try_at == MOMENT + (cleanup.pause if pause > 0.05 else 0)
 
 
-def test_a_token_is_looked_for_once_more_when_it_has_expired(watch: Watch, redis_url: str) -> None:
+def test_a_cleanup_is_tried_once_more_when_the_token_has_expired(watch: Watch, redis_url: str) -> None:
     """Or a SET that has come since the time before would keep the key for a whole lease."""
-    pending = watch.pending(watch.server(redis_url), settled=False)
-    pending.pause, pending.until = 0.5, MOMENT + 0.75
-    assert not pending.is_over(("DELIFEQ", "k"), 0)
-    watch.clock.moment = pending.try_at
-    assert pending.try_at == MOMENT + 0.75
-    assert pending.is_over(("DELIFEQ", "k"), 0)
+    left = watch.cleanup(watch.server(redis_url), no_write_in_flight=False)
+    left.pause, left.until = 0.5, MOMENT + 0.75
+    assert not left.is_over(("DELIFEQ", "k"), 0)
+    watch.clock.moment = left.try_at
+    assert left.try_at == MOMENT + 0.75
+    assert left.is_over(("DELIFEQ", "k"), 0)
 
 
-def test_tokens_that_are_due(watch: Watch, redis_url: str) -> None:
-    """Those that have waited longest come first, and a node that rests is not asked."""
+def test_cleanups_that_are_due(watch: Watch, redis_url: str) -> None:
+    """Those that have waited longest come first, and a node that backs off is not asked."""
     server, down = watch.server(redis_url), watch.server(redis_url)
     first, second, later, waits = (
-        watch.pending(each, name) for each, name in zip([server] * 3 + [down], ("1", "2", "3", "4"), strict=True)
+        watch.cleanup(each, name) for each, name in zip([server] * 3 + [down], ("1", "2", "3", "4"), strict=True)
     )
     first.try_at, second.try_at, later.try_at = MOMENT, MOMENT - 1, math.nextafter(MOMENT, math.inf)
     node(down).backs_off_until = MOMENT + 2
@@ -77,13 +75,13 @@ def test_a_release_that_takes_long_gives_others_the_next_turn(watch: Watch, redi
         servers = [watch.server(redis_url) for _ in range(2)]
         watch.renewer.cleanups.clear()
         for number, server in enumerate(servers):
-            watch.pending(server, str(number))
+            watch.cleanup(server, str(number))
             node(server).takes = takes if number == 0 else 0.0
         watch.renewer.cleanups.release_due()
         assert [len(node(server).trips) for server in servers] == trips
 
 
-def test_of_too_many_tokens_the_oldest_is_forgotten(watch: Watch, redis_url: str) -> None:
+def test_of_too_many_cleanups_the_oldest_is_forgotten(watch: Watch, redis_url: str) -> None:
     server = watch.server(redis_url)
     for number in range(10_001):
         assert len(watch.renewer.cleanups) == number
@@ -96,7 +94,7 @@ def test_of_too_many_tokens_the_oldest_is_forgotten(watch: Watch, redis_url: str
 
 
 @pytest.mark.parametrize(("url", "slept"), [(None, []), (DOWN, [0.05] * 41)], ids=["up", "down"])
-def test_the_end_of_the_process(
+def test_the_cleanups_at_the_end_of_the_process(
     watch: Watch, redis_url: str, monkeypatch: pytest.MonkeyPatch, url: str | None, slept: list[float]
 ) -> None:
     """It tries for two seconds, until a server has answered; for what may still arrive it does not wait."""
@@ -108,74 +106,44 @@ def test_the_end_of_the_process(
 
     monkeypatch.setattr(cleanup, "time", SimpleNamespace(sleep=sleep))
     server = watch.server(url or redis_url)
-    watch.pending(server, "settled")
-    watch.pending(server, "other", settled=False)
+    watch.cleanup(server, "none in flight")
+    watch.cleanup(server, "other", no_write_in_flight=False)
     renewal._renewer.cleanups.finish()
     assert len(paused) == pytest.approx(len(slept), abs=1)
     assert paused == slept[: len(paused)]
     trips = keys(node(server).trips)
-    assert [sorted(trip) for trip in trips] == [["other", "settled"]] * len(trips)
+    assert [sorted(trip) for trip in trips] == [["none in flight", "other"]] * len(trips)
     assert len(trips) == len(paused) or not url
 
 
-MANY = 1000
-
-
-@pytest.fixture
-def left_behind(server: RedisServer, prefix: str) -> Iterator[Callable[..., list[str]]]:
-    """A callable that takes many keys whose runs are gone, while the thread that renews takes their server for down."""
-    names = [f"{prefix}{number}" for number in range(MANY)]
-
-    def leave(*, settled: bool) -> list[str]:
-        theirs = servers.find_server(server.url)
-        theirs.node_of(names[0]).fail(LONG)
-        with redis.Redis.from_url(server.url) as client:
-            client.mset({name: name for name in names})
-        for name in names:
-            renewal.release_later(Cleanup(theirs, name, name.encode(), now() + 2 * LONG, no_write_in_flight=settled))
-        return names
-
-    yield leave
-    for name in names:
-        renewal._renewer.cleanups.pop(name.encode(), None)
-
-
-def are_tried(names: list[str]) -> bool:
-    """Whether the thread that renews comes to have seen to all tokens: each is gone, or is asked for again."""
-    left = renewal._renewer.cleanups
-    return eventually(lambda: all(left[name.encode()].pause > 0.05 for name in names if name.encode() in left))
-
-
-@pytest.mark.parametrize("settled", [True, False], ids=["settled", "on their way"])
+@pytest.mark.parametrize("no_write_in_flight", [True, False], ids=["none in flight", "on their way"])
 @pytest.mark.parametrize("release", ["DELIFEQ", "EVAL"])
 def test_many_tokens_of_unknown_fate_are_released_in_a_few_trips(
-    server: RedisServer, left_behind: Callable[..., list[str]], release: Any, settled: Any
+    server: RedisServer, prefix: str, release: Any, *, no_write_in_flight: bool
 ) -> None:
     """However the server releases: of what is sent in one trip, it reads much at a time."""
-    servers.find_server(server.url).features.release = release
-    names = left_behind(settled=settled)
+    names = [f"{prefix}{number}" for number in range(1000)]
+    theirs, left = servers.find_server(server.url), renewal._renewer.cleanups
+    theirs.features.release = release
+
+    def are_tried() -> bool:
+        """Each is gone, or is asked for again."""
+        return all(left[name.encode()].pause > 0.05 for name in names if name.encode() in left)
+
     with redis.Redis.from_url(server.url) as client:
+        client.mset({name: name for name in names})
+        theirs.node_of(names[0]).fail(LONG)
+        for name in names:
+            cleanup = Cleanup(theirs, name, name.encode(), now() + 2 * LONG, no_write_in_flight=no_write_in_flight)
+            renewal.release_later(cleanup)
         before = client.info("stats")["total_reads_processed"]
         with later(LONG):
-            assert are_tried(names)
-        assert client.info("stats")["total_reads_processed"] - before < MANY / 2
+            assert eventually(are_tried)
+        assert client.info("stats")["total_reads_processed"] - before < len(names) / 2
         assert client.exists(*names) == 0
-        if not settled:  # "missing" is not final
+        if not no_write_in_flight:  # "missing" is not final
             client.set(names[0], names[0])
             assert freed(client, names[0])
-
-
-def test_many_tokens_of_unknown_fate_on_a_server_that_refuses_the_newer_commands(
-    server: RedisServer, left_behind: Callable[..., list[str]]
-) -> None:
-    with redis.Redis.from_url(server.url) as client:
-        for command in ("delifeq", "delex"):
-            with suppress(redis.ResponseError):  # there is no such command
-                client.execute_command("ACL", "SETUSER", "default", f"-{command}")
-        names = left_behind(settled=True)
-        with later(LONG):
-            assert eventually(lambda: not client.exists(*names))
-    assert servers.find_server(server.url).features.release == "EVAL"
 
 
 ENDS = """
@@ -194,7 +162,7 @@ for number in range(10):
 """
 
 
-def test_a_process_that_ends_asks_once_more_for_what_it_leaves_behind(direct: Any, redis_url: str, prefix: str) -> None:
+def test_a_process_that_ends_tries_its_cleanups_once_more(direct: Any, redis_url: str, prefix: str) -> None:
     """Also where a delayed SET may still arrive, as nobody will ask after it."""
     with Program(ENDS, redis_url, prefix) as program:
         assert program.line() == ""

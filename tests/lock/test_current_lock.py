@@ -1,4 +1,4 @@
-"""One taken key, by a clock that stands still: what is known of it, and when exactly it is lost."""
+"""One lease, by a clock that stands still: what is known of it, and when exactly its key is lost."""
 
 from __future__ import annotations
 
@@ -9,47 +9,35 @@ from typing import Any
 import pytest
 
 from only_one import ConfigurationError, LockLost
-from only_one.connections.server import Server
-from only_one.lock import current_lock
 from only_one.lock.current_lock import Lease
 from rigs.waiting import LIMIT
+from tests.lock.watched import LONG, Watch
 from tests.renewal import MOMENT, Clock
-
-LONG = 4096.0
 
 Make = Callable[..., Lease]
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch, current_lock)
+def make(watch: Watch, redis_url: str) -> Make:
+    """A callable that makes the lease of a held key for `ttl` seconds, to be renewed until `limit`."""
+    return lambda ttl, limit: watch.lease(watch.server(redis_url), ttl=ttl, limit=limit)
 
 
-@pytest.fixture
-def make(clock: Clock, redis: Any, prefix: str) -> Make:
-    """A callable that takes a key for `ttl` seconds, to be renewed until `limit`."""
-
-    def make(ttl: float, limit: float) -> Lease:
-        redis.set(f"{prefix}k", "token")
-        return Lease(Server(redis), f"{prefix}k", b"token", clock.moment, ttl, limit)
-
-    return make
-
-
-def reason_of(lost: LockLost | None) -> str | None:
-    return None if lost is None else lost.reason
+def loss_of(lock: Lease) -> LockLost:
+    lost = lock.loss()
+    assert lost is not None
+    return lost
 
 
 @pytest.mark.parametrize(("limit", "reason"), [(LONG, "overrun"), (2 * LONG, "expired")])
-def test_it_is_lost_at_its_end_and_not_before(clock: Clock, make: Make, limit: float, reason: str) -> None:
+def test_a_lease_is_lost_at_its_end_and_not_before(clock: Clock, make: Make, limit: float, reason: str) -> None:
     lock = make(LONG, limit)
     clock.moment += LONG - 1
     assert (lock.is_held, lock.expires_in, lock.loss()) == (True, 1.0, None)
     clock.moment += 1
-    lost = lock.loss()
-    assert (lock.is_held, lock.expires_in, reason_of(lost)) == (False, 0.0, reason)
-    assert lost is not None
-    assert (lost.value, lost.__cause__) == ("", None)
+    lost = loss_of(lock)
+    assert (lock.is_held, lock.expires_in) == (False, 0.0)
+    assert (lost.reason, lost.value, lost.__cause__) == (reason, "", None)
     clock.moment += 1
     assert lock.expires_in == 0.0
     for ask in (lambda: lock.fence, lambda: lock.extend(60)):  # though the key is still there
@@ -63,22 +51,18 @@ def test_the_first_reason_counts(make: Make) -> None:
     lock.trouble = OSError()
     assert lock.lose("deleted") == "deleted"
     assert lock.lose("taken", b"other") == "deleted"
-    lost = lock.loss()
-    assert lost is not None
+    lost = loss_of(lock)
     assert (lost.reason, lost.value, lost.__cause__) == ("deleted", "", None)
     assert (lock.is_held, lock.expires_in) == (False, 0.0)
 
 
-def test_the_trouble_of_a_renewal_is_why_it_has_expired(clock: Clock, make: Make) -> None:
+def test_the_error_of_the_last_renewal_is_the_cause_of_an_expiry(clock: Clock, make: Make) -> None:
     lock = make(LONG, 2 * LONG)
     lock.trouble = OSError()
     clock.moment += LONG
-    lost = lock.loss()
-    assert lost is not None
-    assert lost.__cause__ is lock.trouble
+    assert loss_of(lock).__cause__ is lock.trouble
     lock.lose("taken", b"\xff")
-    lost = lock.loss()
-    assert lost is not None
+    lost = loss_of(lock)
     assert (lost.value, lost.__cause__) == (r"\xff", None)
 
 
@@ -92,8 +76,8 @@ def test_a_loss_is_told_once(make: Make) -> None:
 
 
 @pytest.mark.parametrize(("renewed", "gets"), [(False, 3 * LONG - 1), (True, LONG)])
-def test_more_time(clock: Clock, make: Make, redis: Any, *, renewed: bool, gets: float) -> None:
-    """One that is renewed gets what it was taken for, and is renewed later, and for longer."""
+def test_a_lease_that_is_extended(clock: Clock, make: Make, redis: Any, *, renewed: bool, gets: float) -> None:
+    """One that is renewed gets its lease again, and is renewed for longer."""
     lock = make(LONG, 2 * LONG) if renewed else make(2 * LONG, 2 * LONG)
     assert lock.renew_at == MOMENT + (LONG / 3 if renewed else 2 * LONG)
     clock.moment += 1
@@ -122,13 +106,13 @@ def test_a_key_that_is_not_ours_any_more(
     assert (lock.ends_at, lock.expires_at) == (MOMENT + LONG, MOMENT + LONG)
 
 
-def test_a_time_that_could_not_work(make: Make) -> None:
+def test_an_extension_that_could_not_work_is_refused(make: Make) -> None:
     with pytest.raises(ConfigurationError, match=r"^extend=.*to release the key, return"):
         make(LONG, LONG).extend(0)
 
 
 @pytest.mark.usefixtures("clock")
-def test_where_the_locking_is_off() -> None:
+def test_a_lease_where_the_locking_is_off() -> None:
     """Fencing tokens are the machine's own time, and all time is given that is asked for."""
     lock = Lease(None, "k", b"", MOMENT, LONG, LONG)
     assert lock.fence == pytest.approx(time.time() * 1_000_000, abs=LIMIT * 1_000_000)

@@ -1,4 +1,4 @@
-"""What the thread that renews does when, by a clock that stands still: each step is taken by the test itself."""
+"""The renewing thread: what it does when, by a clock that stands still; the test itself takes each step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +18,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 
 from only_one import LockLost
 from only_one.connections import cluster as nodes
-from only_one.connections.server import Server
-from only_one.lock import cleanup, renewal
+from only_one.lock import renewal
 from only_one.lock.commands import now
 from only_one.lock.current_lock import Lease
 from rigs.waiting import LIMIT, eventually
@@ -27,11 +27,11 @@ from tests.lock.watched import DOWN, LONG, SOON, TTL, Watch, keys, node
 from tests.proxy import Proxy
 from tests.renewal import MOMENT
 
-# What is due
+# Leases that are due
 
 
-def test_what_is_renewed_and_what_is_not_yet(watch: Watch, redis_url: str) -> None:
-    """What is due within a fiftieth of its lease goes with the others; a moment later, and what is not renewed, not."""
+def test_which_leases_are_renewed_and_which_not_yet(watch: Watch, redis_url: str) -> None:
+    """One that is due within a fiftieth of its time goes with the others; a moment later, or without renewal, not."""
     server = watch.server(redis_url)
     due, late, plain = watch.lease(server, "due"), watch.lease(server, "late"), watch.lease(server, "plain", TTL)
     off = watch.lease(None, "off")
@@ -44,11 +44,17 @@ def test_what_is_renewed_and_what_is_not_yet(watch: Watch, redis_url: str) -> No
     assert late.renew_at > MOMENT + SOON
 
 
-@pytest.mark.parametrize(("limit", "reason"), [(TTL, "overrun"), (LONG, "expired")])
-def test_what_is_lost_by_the_clock(watch: Watch, redis_url: str, limit: float, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("limit", "expires_in", "reason"), [(TTL, TTL, "overrun"), (LONG, TTL, "expired"), (TTL, LONG, "overrun")]
+)
+def test_a_lease_that_is_lost_by_the_clock(
+    watch: Watch, redis_url: str, limit: float, expires_in: float, reason: str
+) -> None:
+    """Its end may come before its expiry, as that of a task that is to begin later."""
     server = watch.server(redis_url)
     told: list[LockLost] = []
     lock = watch.lease(server, limit=limit)
+    lock.expires_at = MOMENT + expires_in
     lock.on_loss.append(told.append)
     watch.clock.moment += TTL
     lock.renew_at = MOMENT
@@ -61,24 +67,21 @@ def test_what_is_lost_by_the_clock(watch: Watch, redis_url: str, limit: float, r
     assert lock.on_loss
 
 
-def test_what_nobody_is_to_be_told_of_starts_no_thread(
-    watch: Watch, redis_url: str, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The names of the threads that would have been started, with what they would have run."""
+    threads: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(renewal, "_start_native_thread", lambda *thread: threads.append(thread))
+    return threads
+
+
+def test_a_loss_of_which_nobody_is_to_be_told_starts_no_thread(
+    watch: Watch, redis_url: str, started: list[Any]
 ) -> None:
-    """A worker loses each key that it has received when its run takes that."""
-    started: list[str] = []
-    monkeypatch.setattr(renewal, "_start_native_thread", lambda name, *_: started.append(name))
+    """A worker loses each key that it has received when the run acquires it."""
     lock = watch.lease(watch.server(redis_url))
     watch.renewer.lost(lock, "taken")
     assert (lock.reason, started) == ("taken", [])
-
-
-def test_an_end_that_comes_before_the_expiry(watch: Watch, redis_url: str) -> None:
-    """As of a task that is to begin later."""
-    lock = watch.lease(watch.server(redis_url), limit=2 * TTL)
-    lock.expires_at = MOMENT + LONG
-    watch.clock.moment += 2 * TTL
-    watch.renewer.renew_what_is_due()
-    assert lock.reason == "overrun"
 
 
 def test_the_last_renewal_lasts_until_the_end(watch: Watch, redis_url: str) -> None:
@@ -94,18 +97,12 @@ def test_the_last_renewal_lasts_until_the_end(watch: Watch, redis_url: str) -> N
         assert (TTL - LIMIT) * 1000 < watch.redis.pttl(lock.key) <= TTL * 1000
 
 
-def test_what_has_ended_before_it_is_sent_lives_for_a_millisecond(watch: Watch, redis_url: str) -> None:
+def test_a_lease_that_has_ended_before_it_is_sent_lives_for_a_millisecond(watch: Watch, redis_url: str) -> None:
     server = watch.server(redis_url)
     lock = watch.lease(server, limit=TTL)
     watch.clock.moment += TTL + 1
-    sent: list[Any] = []
-    node(server).client = SimpleNamespace(
-        pipeline=lambda **_: SimpleNamespace(
-            execute_command=lambda *command, **_: sent.append(command[-1]), execute=lambda **_: [1]
-        )
-    )
     watch.renewer.renew(node(server), [lock])
-    assert sent == [1]
+    assert lock.expires_at == watch.clock.moment + 0.001
 
 
 def test_a_trip_that_takes_long_gives_others_the_next_turn(watch: Watch, redis_url: str) -> None:
@@ -126,22 +123,17 @@ def test_many_go_in_trips_of_five_hundred(watch: Watch, redis_url: str) -> None:
     down, server = watch.server(redis_url), watch.server(redis_url)
     node(down).backs_off_until = MOMENT
     those = [SimpleNamespace(server=each, key="k") for each in [down, *[server] * 1001]]
-    trips = nodes.trips(those)
-    assert [(found, len(due)) for found, due in trips] == [
-        *[(node(server), size) for size in (500, 500, 1)],
-        (node(down), 1),
-    ]
+    trips = [(each, len(due)) for each, due in nodes.trips(those)]
+    assert trips == [*((node(server), size) for size in (500, 500, 1)), (node(down), 1)]
 
 
-# What fails
+# Renewals that fail
 
 
-def test_what_fails_is_tried_again_after_a_tenth_of_the_lease(
-    watch: Watch, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_renewal_that_fails_is_tried_again_after_a_tenth_of_the_lease(
+    watch: Watch, caplog: pytest.LogCaptureFixture, started: list[Any]
 ) -> None:
-    """A second at the most, and not when it has expired; the node rests for as long as the shortest of them."""
-    logged: list[tuple[str, Any]] = []
-    monkeypatch.setattr(renewal, "_start_native_thread", lambda name, _, *rest: logged.append((name, rest)))
+    """A second at the most, and not when it has expired; the node backs off for as long as the shortest of them."""
     caplog.set_level(logging.DEBUG, "only_one")
     server = watch.server(DOWN)
     locks = [watch.lease(server, str(ttl), ttl=ttl) for ttl in (8.0, 2.0, 32.0)]
@@ -155,7 +147,7 @@ def test_what_fails_is_tried_again_after_a_tenth_of_the_lease(
         assert brief.renew_at == brief.expires_at
         assert node(server).backs_off_until == pytest.approx(MOMENT + 0.2)
         assert all(isinstance(lock.trouble, redis_py.ConnectionError) for lock in locks)
-        ((name, (level, text, *rest)),) = logged  # once
+        ((name, _, level, text, *rest),) = started  # once
         assert (name, level) == ("only_one-log", logging.DEBUG)
         assert (text % tuple(rest)).startswith(f"{locks[0].key} and 3 others could not be renewed")
         node(server).backs_off_until = MOMENT
@@ -163,10 +155,12 @@ def test_what_fails_is_tried_again_after_a_tenth_of_the_lease(
     locks[0].trouble = None
     locks[0].renew_at = MOMENT
     watch.renewer.renew_what_is_due()
-    assert len(logged) == 1
+    assert len(started) == 1
+    renewal._log(logging.INFO, "%s", "k")
+    assert [thread[0] for thread in started] == ["only_one-log"] * 2
 
 
-def test_a_node_that_rests_is_not_asked(watch: Watch, redis_url: str) -> None:
+def test_a_node_that_backs_off_is_not_asked(watch: Watch, redis_url: str) -> None:
     server = watch.server(redis_url)
     lock, brief = watch.lease(server, "lock"), watch.lease(server, "brief")
     node(server).backs_off_until = MOMENT + 2
@@ -181,7 +175,7 @@ def test_a_node_that_rests_is_not_asked(watch: Watch, redis_url: str) -> None:
     assert keys(node(server).trips) == [["lock", "brief"]]
 
 
-def test_what_a_reply_says(watch: Watch, redis_url: str) -> None:
+def test_what_the_reply_to_a_renewal_says(watch: Watch, redis_url: str) -> None:
     server = watch.server(redis_url)
     for reply, reason, value in [
         (b"other", "taken", b"other"),
@@ -198,9 +192,9 @@ def test_what_a_reply_says(watch: Watch, redis_url: str) -> None:
     assert lock.trouble is None
 
 
-def test_how_it_is_told_why(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[tuple[int, str]] = []
-    monkeypatch.setattr(renewal, "_log", lambda level, text, *rest: said.append((level, text % rest)))
+def test_why_leases_could_not_be_renewed_is_logged(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[tuple[int, str]] = []
+    monkeypatch.setattr(renewal, "_log", lambda level, text, *rest: logged.append((level, text % rest)))
     locks = [watch.lease(None, str(number)) for number in range(3)]
     locks[0].trouble = NoPermissionError("no permission")
     renewal._explain(locks[:1])
@@ -208,11 +202,11 @@ def test_how_it_is_told_why(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> No
     locks[0].trouble = OSError("down")
     renewal._explain(locks)
     first = locks[0].key
-    assert [level for level, _ in said] == [logging.WARNING, logging.WARNING, logging.DEBUG]
-    assert said[0][1].startswith(f"{first} cannot be renewed, and will be lost")
-    assert "no permission: give it what docs/access-rights.md lists" in said[0][1]
-    assert said[1][1].startswith(f"{first} and 1 others cannot")
-    assert said[2][1] == f"{first} and 2 others could not be renewed, and will be tried again: OSError('down')"
+    assert [level for level, _ in logged] == [logging.WARNING, logging.WARNING, logging.DEBUG]
+    assert logged[0][1].startswith(f"{first} cannot be renewed, and will be lost")
+    assert "no permission: give it what docs/access-rights.md lists" in logged[0][1]
+    assert logged[1][1].startswith(f"{first} and 1 others cannot")
+    assert logged[2][1] == f"{first} and 2 others could not be renewed, and will be tried again: OSError('down')"
 
 
 # Servers that nobody has looked at
@@ -244,7 +238,7 @@ def test_a_server_is_looked_at_once(watch: Watch, redis_url: str) -> None:
 # The sleep
 
 
-def test_what_is_in_its_care(watch: Watch, redis_url: str) -> None:
+def test_only_runs_that_are_under_way_are_in_its_care(watch: Watch, redis_url: str) -> None:
     """Runs that have ended, or are gone, leave nothing."""
     server = watch.server(redis_url)
     lost, kept = watch.lease(server, "lost"), watch.lease(server, "kept")
@@ -260,64 +254,46 @@ def test_what_is_in_its_care(watch: Watch, redis_url: str) -> None:
     assert watch.renewer.held() == [kept]
     assert sorted(watch.renewer.leases) == [b"kept", b"lost"]
     assert watch.renewer.next_due() == kept.renew_at
-    pending = watch.pending(server)
-    assert watch.renewer.next_due() == pending.try_at < kept.renew_at
-    pending.try_at = kept.renew_at + 1
+    cleanup = watch.cleanup(server)
+    assert watch.renewer.next_due() == cleanup.try_at < kept.renew_at
+    cleanup.try_at = kept.renew_at + 1
     assert watch.renewer.next_due() == kept.renew_at
 
 
-ROUNDS = 10_000
-"""Of sleeps of some microseconds, of which one in some 1,500 did not end."""
-
-
-class Idle:
-    """A renewer that sleeps in a thread, by the real clock.
-
-    Attributes:
-        renewer: the renewer.
-    """
-
-    def __init__(self, client: Any) -> None:
-        self.renewer: Any = renewal._Renewer()
-        self.renewer.vacancy.clear()
-        self._server = Server(client)
-
-    def sleep(self) -> Future[None]:
-        """Have it sleep, once."""
-        done: Future[None] = Future()
-        threading.Thread(target=lambda: done.set_result(self.renewer.sleep()), daemon=True).start()
-        return done
-
-    def pending(self) -> Any:
-        """A token that is due now, and not yet in its care."""
-        return cleanup.Cleanup(self._server, "k", b"k", LONG, no_write_in_flight=True)
-
-
 @pytest.fixture
-def idle(redis: Any) -> Idle:
-    return Idle(redis)
+def idle() -> Any:
+    """A renewer that sleeps when the test says so, by the real clock."""
+    renewer = renewal._Renewer()
+    renewer.vacancy.clear()
+    return renewer
 
 
-def test_it_sleeps_until_something_is_due(idle: Idle) -> None:
-    pending = idle.pending()
-    pending.try_at = now() + 0.05
-    idle.renewer.cleanups[b"k"] = pending
-    assert idle.sleep().result(LIMIT) is None
-    assert now() >= pending.try_at == idle.renewer.wakes_at
+def asleep(renewer: Any) -> Future[None]:
+    """Have it sleep, once, in a thread."""
+    done: Future[None] = Future()
+    threading.Thread(target=lambda: done.set_result(renewer.sleep()), daemon=True).start()
+    return done
 
 
-def test_it_sleeps_for_ever_and_is_woken_for_what_comes_sooner(idle: Idle) -> None:
-    sleeps = idle.sleep()
-    assert eventually(lambda: idle.renewer.wakes_at == math.inf)
+def test_it_sleeps_until_something_is_due(idle: Any) -> None:
+    due = now() + 0.05
+    idle.cleanups[b"k"] = SimpleNamespace(try_at=due)
+    assert asleep(idle).result(LIMIT) is None
+    assert now() >= due == idle.wakes_at
+
+
+def test_it_sleeps_for_ever_and_is_woken_for_what_comes_sooner(idle: Any) -> None:
+    sleeps = asleep(idle)
+    assert eventually(lambda: idle.wakes_at == math.inf)
     far = now() + 1000
-    idle.renewer.see_to_it_by(far)
-    assert eventually(lambda: idle.renewer.wakes_at == far)
+    idle.see_to_it_by(far)
+    assert eventually(lambda: idle.wakes_at == far)
     for due in (far, far + 1):
-        idle.renewer.see_to_it_by(due)
-        assert idle.renewer.woken.empty()
+        idle.see_to_it_by(due)
+        assert idle.woken.empty()
     assert not sleeps.done()
-    idle.renewer.woken.put(far + 1)  # by another that has looked before
-    idle.renewer.see_to_it_by(now() - 1)
+    idle.woken.put(far + 1)  # by another that has looked before
+    idle.see_to_it_by(now() - 1)
     assert sleeps.result(LIMIT) is None
 
 
@@ -333,55 +309,67 @@ def test_a_new_lease_wakes_the_thread_only_if_something_is_due_sooner(watch: Wat
     assert watch.renewer.woken.empty()
 
 
-def test_it_sleeps_for_some_microseconds(idle: Idle) -> None:
+def test_it_sleeps_for_some_microseconds(idle: Any) -> None:
     """After something has come while it was awake, CPython's queue may wait for ever where a time-out is so short."""
+    rounds = 10_000  # of which one in some 1,500 did not end
     done: Future[int] = Future()
 
     def sleep_often() -> None:
-        for number in range(ROUNDS):
-            idle.renewer.woken.put(0.0)
-            idle.renewer.woken.get()
+        for number in range(rounds):
+            idle.woken.put(0.0)
+            idle.woken.get()
             due = now() + number % 40 * 1e-7
-            idle.renewer.next_due = lambda: due  # noqa: B023 - for this round
-            idle.renewer.sleep()
-        done.set_result(ROUNDS)
+            idle.next_due = lambda: due  # noqa: B023 - for this round
+            idle.sleep()
+        done.set_result(rounds)
 
     threading.Thread(target=sleep_often, daemon=True).start()
-    assert done.result(LIMIT) == ROUNDS
+    assert done.result(LIMIT) == rounds
 
 
-def test_what_comes_when_it_is_about_to_sleep(idle: Idle) -> None:
+def test_a_cleanup_that_comes_when_it_is_about_to_sleep(idle: Any) -> None:
     """It does not know yet that it is to be woken for it."""
-    looks = idle.renewer.next_due
-    pending = idle.pending()
+    looks, due = idle.next_due, now()
 
     def next_due() -> float:
         before: float = looks()
-        if not idle.renewer.cleanups:
-            idle.renewer.cleanups[b"k"] = pending
-            idle.renewer.see_to_it_by(pending.try_at)
+        if not idle.cleanups:
+            idle.cleanups[b"k"] = SimpleNamespace(try_at=due)
+            idle.see_to_it_by(due)
         return before
 
-    idle.renewer.next_due = next_due
-    assert idle.sleep().result(LIMIT) is None
-    assert idle.renewer.woken.empty()
-    assert idle.renewer.wakes_at == pending.try_at
+    idle.next_due = next_due
+    assert asleep(idle).result(LIMIT) is None
+    assert idle.woken.empty()
+    assert idle.wakes_at == due
 
 
 # The thread
 
 
-def test_a_step_that_fails_is_told_of_and_the_next_waits(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", range(4))
+def test_a_step_that_fails_is_logged_and_the_next_waits_a_moment(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, fails: int
+) -> None:
+    steps_taken: list[int] = []
     paused: list[float] = []
-    said: list[tuple[object, ...]] = []
+    logged: list[tuple[Any, ...]] = []
+
+    def step(number: int) -> Any:
+        steps_taken.append(number)
+        return 1 / (number - fails)
+
     monkeypatch.setattr(renewal, "time", SimpleNamespace(sleep=paused.append))
-    monkeypatch.setattr(renewal, "_log", lambda *rest: said.append(rest))
-    monkeypatch.setattr(watch.renewer, "sleep", lambda: 1 / 0)
+    monkeypatch.setattr(renewal, "_log", lambda *rest: logged.append(rest))
+    steps = ("renew_all_that_is_due", "cleanups.release_due", "look_at_a_new_server", "sleep")
+    for number, name in enumerate(steps):
+        monkeypatch.setattr(f"only_one.lock.renewal._renewer.{name}", partial(step, number))
     watch.renewer.take_turn()
+    assert steps_taken == [0, 1, 2, 3]
     assert paused == [0.1]
-    ((level, text, trace),) = said
+    ((level, text, trace),) = logged
     assert (level, text) == (logging.ERROR, "the thread that renews goes on after:\n%s")
-    assert "ZeroDivisionError" in str(trace)
+    assert "ZeroDivisionError" in trace
 
 
 def test_the_thread_ends_when_it_is_told_to() -> None:
@@ -391,6 +379,10 @@ def test_the_thread_ends_when_it_is_told_to() -> None:
     assert renewer.start_thread() is None
     (thread,) = set(threading.enumerate()) - before
     assert eventually(lambda: not renewer.vacancy)
+    second = threading.Thread(target=renewer.run, daemon=True)  # started at the same time, it finds that one runs
+    second.start()
+    second.join(LIMIT)
+    assert [thread.is_alive(), second.is_alive()] == [True, False]
     renewer.end()
     thread.join(LIMIT)
     assert not thread.is_alive()
@@ -409,27 +401,11 @@ def test_where_no_thread_can_be_started(caplog: pytest.LogCaptureFixture) -> Non
         "no thread can be started: until one can, no key is renewed, nor released later"
     ]
     caplog.clear()
-    begun, names = threading.Event(), []
-
-    def run() -> None:
-        names.append(threading.current_thread().name)
-        begun.set()
-
-    renewer.run = run  # type: ignore[method-assign]
+    name: Future[str] = Future()
+    renewer.run = lambda: name.set_result(threading.current_thread().name)  # type: ignore[method-assign]
     renewer.see_to_it_by(MOMENT)
-    assert begun.wait(LIMIT)
-    assert names == ["only_one-leases"]
+    assert name.result(LIMIT) == "only_one-leases"
     assert caplog.records == []
-
-
-def test_what_is_not_logged_starts_no_thread(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[str] = []
-    monkeypatch.setattr(renewal, "_start_native_thread", lambda name, *_: started.append(name))
-    caplog.set_level(logging.INFO, "only_one")
-    renewal._log(logging.DEBUG, "%s", "k")
-    assert started == []
-    renewal._log(logging.INFO, "%s", "k")
-    assert started == ["only_one-log"]
 
 
 def test_what_a_connection_imports_is_there_before_the_thread() -> None:
@@ -445,20 +421,24 @@ def test_what_a_connection_imports_is_there_before_the_thread() -> None:
 # Nodes
 
 
-def test_a_node_that_cannot_be_reached_rests_for_longer_each_time(watch: Watch, redis_url: str) -> None:
+def test_a_node_that_cannot_be_reached_backs_off_for_longer_each_time(watch: Watch, redis_url: str) -> None:
     """Until it answers; or for as long as it is told."""
-    rests = node(watch.server(redis_url))
-    assert rests.backs_off_until == 0.0
-    for rest in (0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0):
-        rests.fail()
-        assert rests.backs_off_until == pytest.approx(MOMENT + rest)
-    rests.fail(2.0)
-    assert rests.backs_off_until == MOMENT + 2
-    assert rests.send([("GET", watch.key())], {}) == [b"token"]
-    rests.fail()
-    assert rests.backs_off_until == pytest.approx(MOMENT + 0.05)
+    reached = node(watch.server(redis_url))
+    assert reached.backs_off_until == 0.0
+    for pause in (0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0):
+        reached.fail()
+        assert reached.backs_off_until == pytest.approx(MOMENT + pause)
+    reached.fail(2.0)
+    assert reached.backs_off_until == MOMENT + 2
+    assert reached.send([("GET", watch.key())], {}) == [b"token"]
+    reached.fail()
+    assert reached.backs_off_until == pytest.approx(MOMENT + 0.05)
     down = node(watch.server(DOWN))
-    assert [type(each) for each in down.send([("GET", "a"), ("GET", "b")], {})] == [redis_py.ConnectionError] * 2
+    commands = [("GET", "a"), ("GET", "b")]
+    assert [type(each) for each in down.send(commands, {})] == [redis_py.ConnectionError] * 2
+    assert down.backs_off_until == pytest.approx(MOMENT + 0.05)
+    broken = nodes.Node(object())  # a client that fails in a way that redis-py knows nothing of
+    assert [type(each) for each in broken.send(commands, {})] == [AttributeError] * 2
     assert down.backs_off_until == pytest.approx(MOMENT + 0.05)
 
 
@@ -474,26 +454,24 @@ def test_a_node_carries_out_all_that_it_does_not_refuse(watch: Watch, redis_url:
 # Their connections
 
 
-def test_a_connection_for_the_thread_gives_up_soon() -> None:
-    given = {
-        "host": "h",
-        "orig_host_address": "h",
-        "oss_cluster_maint_notifications_handler": object(),
-        "maint_notifications_pool_handler": object(),
-        "connection_pool": object(),
-    }
-    soon = {"socket_timeout": 0.5, "socket_connect_timeout": 0.25}
-    assert nodes._short_timeouts(given) == {"host": "h", **soon}
-    assert nodes._short_timeouts({"socket_timeout": None, "socket_connect_timeout": 9}) == soon
-    sooner = {"socket_timeout": 0.125, "socket_connect_timeout": 0.125}
-    assert nodes._short_timeouts(sooner) == sooner
-    found = nodes._short_timeouts({"retry": redis_py.retry.Retry(redis_py.backoff.NoBackoff(), 3)})
-    assert found["retry"]._retries == 0
-    assert nodes._short_timeouts({"maint_notifications_config": None})["maint_notifications_config"] is None
-    told = SimpleNamespace
-    assert nodes._short_timeouts({"maint_notifications_config": told(enabled=True)})[
-        "maint_notifications_config"
-    ] == told(enabled=False)
+SOON_OVER = {"socket_timeout": 0.5, "socket_connect_timeout": 0.25}
+SOONER = dict.fromkeys(SOON_OVER, 0.125)
+NOTICES = "maint_notifications_config"
+OF_THE_USERS_OWN = ("orig_host_address", "oss_cluster_handler", "maint_notifications_pool_handler", "connection_pool")
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ({"host": "h", **dict.fromkeys(OF_THE_USERS_OWN)}, {"host": "h", **SOON_OVER}),
+        ({"socket_timeout": None, "socket_connect_timeout": 9}, SOON_OVER),
+        (SOONER, SOONER),
+        ({NOTICES: None}, {NOTICES: None, **SOON_OVER}),
+        ({NOTICES: SimpleNamespace(enabled=True)}, {NOTICES: SimpleNamespace(enabled=False), **SOON_OVER}),
+    ],
+)
+def test_a_connection_for_the_thread_gives_up_soon(given: dict[str, Any], made: dict[str, Any]) -> None:
+    assert nodes._short_timeouts(given) == made
 
 
 @pytest.mark.parametrize("url", ["redis://h:7/3", "rediss://h:7", "unix:///s"])
@@ -502,25 +480,25 @@ def test_a_client_for_the_thread_is_one_of_the_same_server(url: str, kind: Any) 
     pool = kind.from_url(url, max_connections=1, timeout=None)
     made = nodes.with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
     assert (type(made), made.connection_class) == (redis_py.ConnectionPool, pool.connection_class)
-    given = {name: pool.connection_kwargs.get(name) for name in ("host", "port", "db", "path")}
-    assert {name: made.connection_kwargs.get(name) for name in given} == given
+    for name in ("host", "port", "db", "path"):
+        assert made.connection_kwargs.get(name) == pool.connection_kwargs.get(name)
     assert made.connection_kwargs["retry"]._retries == 0
     assert made.max_connections > 1
 
 
-def test_a_client_for_the_thread_that_asks_the_same_sentinels() -> None:
+@pytest.mark.parametrize("options", [{}, {"is_master": False, "check_connection": True, "ssl": True}])
+def test_a_client_for_the_thread_that_asks_the_same_sentinels(options: dict[str, bool]) -> None:
     kind: Any = redis_py.sentinel.Sentinel
     manager = kind([("h", 7), ("h", 8)])
-    for options in ({}, {"is_master": False, "check_connection": True, "ssl": True}):
-        pool = redis_py.sentinel.SentinelConnectionPool("mine", manager, **options)  # type: ignore[no-untyped-call]
-        made = nodes.with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
-        assert made is not pool
-        for name in ("service_name", "is_master", "check_connection", "connection_class"):
-            assert getattr(made, name) == getattr(pool, name)
-        for each in (made, *(sentinel.connection_pool for sentinel in made.sentinel_manager.sentinels)):
-            assert each.connection_kwargs["socket_timeout"] == 0.5
-            assert each.connection_kwargs["retry"]._retries == 0
+    pool = redis_py.sentinel.SentinelConnectionPool("mine", manager, **options)  # type: ignore[no-untyped-call]
+    made = nodes.with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
+    assert made is not pool
+    for name in ("service_name", "is_master", "check_connection", "connection_class"):
+        assert getattr(made, name) == getattr(pool, name)
     assert len(made.sentinel_manager.sentinels) == 2
+    for each in (made, *(sentinel.connection_pool for sentinel in made.sentinel_manager.sentinels)):
+        assert each.connection_kwargs["socket_timeout"] == 0.5
+        assert each.connection_kwargs["retry"]._retries == 0
     assert manager.sentinels[0].connection_pool.connection_kwargs.get("socket_timeout") != 0.5
 
 

@@ -64,7 +64,7 @@ class Watch:
         return server
 
     def key(self, name: str = "k") -> str:
-        """A key that is taken."""
+        """A key that is held."""
         self.redis.set(self._prefix + name, "token", px=600_000)
         return self._prefix + name
 
@@ -75,10 +75,10 @@ class Watch:
         self._leases.append(made)
         return made
 
-    def pending(self, server: Any, name: str = "k", *, settled: bool = True) -> Any:
-        """A token in its care."""
+    def cleanup(self, server: Any, name: str = "k", *, no_write_in_flight: bool = True) -> Any:
+        """A cleanup in its care."""
         key = self.key(name)
-        made = cleanup.Cleanup(server, key, b"token", MOMENT + LONG, no_write_in_flight=settled)
+        made = cleanup.Cleanup(server, key, b"token", MOMENT + LONG, no_write_in_flight=no_write_in_flight)
         self.renewer.cleanups[name.encode()] = made
         made.token = name.encode()  # so that each has its own place
         return made
@@ -89,8 +89,8 @@ class Watch:
 
 
 def node(server: Any) -> Watched:
-    found: Watched = server.node_of("")
-    return found
+    watched: Watched = server.node_of("")
+    return watched
 
 
 def keys(trips: list[Trip]) -> list[list[str]]:
