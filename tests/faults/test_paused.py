@@ -19,25 +19,24 @@ from tests.renewal import is_renewed
 
 url, prefix, lease = sys.argv[1:]
 only_one.configure(redis=url, prefix=prefix)
-LEASE, TIMEOUT = {"lease": float(lease)}, {"timeout": float(lease)}
 begun = threading.Semaphore(0)
 others_know = threading.Event()
 
 def say(*what):
     print(json.dumps(what) + "\\n", end="", flush=True)  # at once: several threads do
 
-def begin():
-    begun.release()
-    return only_one.current_lock()
-
-def run(key, **options):
+def run(key):
     def tell(lost):
         say(key, "told", lost.reason, threading.current_thread().name)
-    options.setdefault("when_lost", tell)
 
-    @only_one.only_one(key, **options)
+    times = {"lease": 3600 if key == "kept" else float(lease)}
+    if "timeout" in key:
+        times = {"timeout": float(lease)}
+
+    @only_one.only_one(key, when_lost=only_one.fail if "fails" in key else tell, **times)
     def work():
-        lock = begin()
+        lock = only_one.current_lock()
+        begun.release()
         if key == "kept":
             others_know.wait()
             return is_renewed(lock)
@@ -45,9 +44,9 @@ def run(key, **options):
             time.sleep(0.005)
         return False
 
-    @only_one.only_one(key, **options)
+    @only_one.only_one(key, when_lost=only_one.fail, **times)
     async def work_async():
-        begin()
+        begun.release()
         await asyncio.sleep(3600)
 
     try:
@@ -55,18 +54,13 @@ def run(key, **options):
     except LockLost as error:
         say(key, "raised", error.reason)
 
-RUNS = {
-    "lease": LEASE, "timeout": TIMEOUT, "free": LEASE, "kept": {"lease": 3600},
-    "lease fails": {**LEASE, "when_lost": only_one.fail}, "timeout fails": {**TIMEOUT, "when_lost": only_one.fail},
-    "lease fails, async": {**LEASE, "when_lost": only_one.fail},
-    "timeout fails, async": {**TIMEOUT, "when_lost": only_one.fail},
-}
-threads = {key: threading.Thread(target=run, args=[key], kwargs=options) for key, options in RUNS.items()}
+KEYS = ["lease", "timeout", "free", "kept", "lease fails", "timeout fails", "lease fails async", "timeout fails async"]
+threads = {key: threading.Thread(target=run, args=[key]) for key in KEYS}
 for thread in threads.values():
     thread.start()
 for _ in threads:
     begun.acquire()
-say("all have begun", *RUNS)
+say("all have begun", *KEYS)
 kept = threads.pop("kept")
 for thread in threads.values():
     thread.join()
@@ -76,7 +70,7 @@ kept.join()
 
 
 def test_a_paused_holder_is_told_that_it_has_lost(redis: Any, redis_url: str, prefix: str) -> None:
-    """Once, in another thread than the one that renews; and what it gives back is not the next one's."""
+    """Once, in another thread than the one that renews; and what it releases is not the next one's."""
     with Program(RUNS, redis_url, prefix, str(LEASE)) as holder:
         reports = [holder.says()]
         while reports[-1][0] != "all have begun":  # and some are over, on a slow machine
@@ -95,7 +89,7 @@ def test_a_paused_holder_is_told_that_it_has_lost(redis: Any, redis_url: str, pr
         for key, *what in reports + holder.rest():
             said[key].append(what)
     assert kept
-    # Nobody takes back what nobody has taken, and a lease that is not over is kept.
+    # Nobody acquires again what nobody has taken, and a lease that is not over is kept.
     assert [redis.get(f"{prefix}{key}") for key in taken] == [b"the next one"] * len(taken)
     assert not redis.exists(f"{prefix}free", f"{prefix}kept")
     assert said.pop("kept") == [["returned", True]]
