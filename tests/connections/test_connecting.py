@@ -24,11 +24,11 @@ from tests.interruptions import handled
 pytestmark = pytest.mark.usefixtures("prefix")
 
 
-def call(client: Any) -> str:
+def call(client: Any) -> str | None:
     return only_one(lambda: "done", key="k", redis=client)()
 
 
-def call_async(client: Any) -> str:
+def call_async(client: Any) -> str | None:
     async def work() -> str:
         return "done"
 
@@ -84,7 +84,7 @@ kinds = pytest.mark.parametrize("kind", [redis_py.Redis, Subclass])
 @kinds
 @pytest.mark.parametrize("calls", [call, call_async], ids=["sync", "async"])
 def test_whatever_is_raised_while_connecting(
-    redis_url: str, prefix: str, kind: type[redis_py.Redis], calls: Callable[[Any], str]
+    redis_url: str, prefix: str, kind: type[redis_py.Redis], calls: Callable[[Any], str | None]
 ) -> None:
     def refuse() -> Any:
         raise SecretsAreElsewhere

@@ -63,7 +63,8 @@ class Watched:
                 if port == self.master.port:
                     # It is under way, or the replica is not good enough, or it has been given up for want of time.
                     self._sentinel.execute_command("SENTINEL FAILOVER", "watched")
-                return port == self._replica.port and self.on_replica.info("replication")["role"] == "master"
+                is_master: bool = self.on_replica.info("replication")["role"] == "master"
+                return is_master and port == self._replica.port
             return False
 
         return eventually(has_happened)
