@@ -24,7 +24,6 @@ import redis as redis_py
 from celery.exceptions import SoftTimeLimitExceeded
 
 from only_one import AlreadyRunning, ConfigurationError, current_lock, events, fail, only_one, subscribe
-from only_one.events import Event
 from only_one.lock import renewal
 from rigs.servers import redis_server
 from rigs.waiting import LIMIT, eventually
@@ -152,7 +151,10 @@ def test_a_call_that_is_interrupted(
     left: list[bytes | None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """With somebody who hears of its events, so that there are more lines to be interrupted at."""
     monkeypatch.setattr(events.logger, "disabled", True)  # or most places of a takeover are those of the log
+    heard: list[events.Event] = []
+    unsubscribe = subscribe(heard.append)
     decorated = only_one(work, key="{which}", **options)
     assert decorated("first") == "done"
     tokens: list[bytes] = []
@@ -161,7 +163,11 @@ def test_a_call_that_is_interrupted(
     assert dead != tokens[0]
     if stored == DEAD:
         stored, left = dead, [None, dead]
-    check_every_place(redis, prefix, kind, decorated, stored=stored, left=left)
+    try:
+        check_every_place(redis, prefix, kind, decorated, stored=stored, left=left)
+    finally:
+        unsubscribe()
+    assert heard
 
 
 def test_a_call_that_is_interrupted_by_celery_s_time_limit(redis: Any, prefix: str) -> None:
@@ -197,19 +203,6 @@ def test_an_async_call_that_is_interrupted(redis: Any, prefix: str, kind: type[A
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         loop.close()
-
-
-def test_a_call_that_is_interrupted_where_events_are_heard(redis: Any, prefix: str) -> None:
-    """There are more lines to be interrupted at."""
-    decorated = only_one(work, key="{which}", timeout=600)
-    heard: list[Event] = []
-    unsubscribe = subscribe(heard.append)
-    try:
-        assert decorated("first") == "done"
-        check_every_place(redis, prefix, AtLine, decorated)
-    finally:
-        unsubscribe()
-    assert heard
 
 
 def test_a_call_that_is_interrupted_while_its_server_is_down(redis: Any, prefix: str) -> None:

@@ -145,17 +145,6 @@ class Cluster:
         assert eventually(lambda: all(is_known(node) for node in self.nodes))
         return replica
 
-    def put_in_place_of(self, lost: Node, replica: Node) -> None:
-        """Have a replica take over from a master that is lost, and be one of the three."""
-        replica.client.execute_command("CLUSTER FAILOVER TAKEOVER")
-        assert eventually(lambda: replica.client.info("replication")["role"] == "master")
-        self.nodes[self.nodes.index(lost)] = replica
-
-    def forget(self, lost: Node) -> None:
-        """Have all others forget a node."""
-        for node in self.nodes:
-            node.client.execute_command("CLUSTER FORGET", lost.id)
-
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[Cluster]:
@@ -372,24 +361,17 @@ class Said:
         self.replies: dict[int, Callable[[str], Any]] = {}
         self.asked: list[tuple[int, str]] = []
         self.names = [self.theirs._at(node.address) for node in cluster.nodes]
+        self.ports = [node.server.port for node in cluster.nodes]
 
         def send_here(node: nodes.Node, commands: Any, _options: Any, pause: float | None = None) -> list[Any]:
-            return self._send(node, commands, pause)
+            port = node.client.connection_pool.connection_kwargs["port"]
+            self.asked += [(port, command[0]) for command in commands]
+            replies = [self.replies[port](command[0]) for command in commands]
+            if any(isinstance(reply, redis_py.ConnectionError) for reply in replies):
+                node.fail(pause)
+            return replies
 
         monkeypatch.setattr(nodes.Node, "send_here", send_here)
-
-    def _send(self, node: nodes.Node, commands: Any, pause: float | None) -> list[Any]:
-        port = self.port(node)
-        self.asked += [(port, command[0]) for command in commands]
-        found = [self.replies[port](command[0]) for command in commands]
-        if any(isinstance(reply, redis_py.ConnectionError) for reply in found):
-            node.fail(pause)
-        return found
-
-    def port(self, node: nodes.Node) -> int:
-        """Where it is."""
-        port: int = node.client.connection_pool.connection_kwargs["port"]
-        return port
 
     def send(self, number: int, *commands: str) -> list[Any]:
         """What comes of commands that are sent to a node, and `asked` anew."""
@@ -405,7 +387,7 @@ def said(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Said:
 
 def test_nodes_that_send_on_to_each_other(said: Said) -> None:
     """They are not asked for ever: where a slot has moved is learnt, and asked the next time."""
-    one, other = (said.port(node) for node in said.names[:2])
+    one, other, _ = said.ports
     said.replies[one] = lambda _: MovedError(f"5 127.0.0.1:{other}")
     said.replies[other] = lambda _: MovedError(f"5 :{one}")
     for number, asked, said_to_have in ((0, one, other), (1, other, one)):
@@ -418,7 +400,7 @@ def test_nodes_that_send_on_to_each_other(said: Said) -> None:
 
 
 def test_a_slot_that_moves_to_a_node_that_cannot_be_reached(said: Said) -> None:
-    one, other = (said.port(node) for node in said.names[:2])
+    one, other, _ = said.ports
     said.replies[one] = lambda name: AskError("5 away:7") if name == "ASKED" else MovedError(f"5 127.0.0.1:{other}")
     said.replies[other] = lambda _: redis_py.ConnectionError()
     # It is asked for the slots, once, and no other besides.
@@ -443,7 +425,7 @@ def test_a_slot_that_moves_to_a_node_that_cannot_be_reached(said: Said) -> None:
 @pytest.mark.parametrize("error", [redis_py.ConnectionError(), redis_py.ReadOnlyError()], ids=["down", "replica"])
 def test_a_node_that_may_have_been_replaced(said: Said, error: Exception) -> None:
     """Another is asked which has which slot, one that could be reached, before that one is asked again."""
-    one, other, third = (said.port(node) for node in said.names)
+    one, other, third = said.ports
     said.replies[one] = lambda command: 1 if command == "GET" else error
     said.replies[other] = lambda _: redis_py.ConnectionError()
     said.replies[third] = lambda _: [[3, 5, ["", 7, "id"]], [9, 9, ["127.0.0.1", other, "id"]]]
@@ -467,13 +449,6 @@ def test_a_node_that_may_have_been_replaced(said: Said, error: Exception) -> Non
     assert ("127.0.0.1", 7) in said.theirs._nodes
 
 
-def test_an_error_that_says_something_of_the_key_is_no_reason_to_look_elsewhere(said: Said) -> None:
-    said.replies[said.port(said.names[0])] = lambda _: redis_py.ResponseError("WRONGTYPE")
-    for _ in range(2):
-        said.send(0, "GET")
-        assert len(said.asked) == 1
-
-
 def test_a_slot_that_nobody_is_known_to_have(said: Said) -> None:
     """The node that could be reached for the longest time is asked, and will know."""
     for number, node in enumerate(said.names):
@@ -482,11 +457,17 @@ def test_a_slot_that_nobody_is_known_to_have(said: Said) -> None:
     assert said.theirs.of("k") is said.names[2]
 
 
+def test_an_error_that_says_something_of_the_key_is_no_reason_to_look_elsewhere(said: Said) -> None:
+    said.replies[said.ports[0]] = lambda _: redis_py.ResponseError("WRONGTYPE")
+    for _ in range(2):
+        said.send(0, "GET")
+        assert len(said.asked) == 1
+
+
 def test_a_cluster_of_one(said: Said) -> None:
     """There is nobody else to be asked."""
-    node = said.names[0]
-    said.theirs._nodes = {("127.0.0.1", said.port(node)): node}
-    said.replies[said.port(node)] = lambda _: redis_py.ConnectionError()
+    said.theirs._nodes = {("127.0.0.1", said.ports[0]): said.names[0]}
+    said.replies[said.ports[0]] = lambda _: redis_py.ConnectionError()
     for _ in range(3):
         said.send(0, "GET")
         assert len(said.asked) == 1
@@ -562,21 +543,26 @@ def test_all_nodes_are_looked_at(cluster: Cluster, names: list[str], prefix: str
 # Replicas
 
 
-def test_a_replica_that_takes_over_during_a_run(cluster: Cluster, names: list[str], prefix: str) -> None:
+def test_a_replica_that_takes_over_during_a_run(prefix: str) -> None:
     """What the master had passed on is renewed at the new one, though nobody that is alive ever said MOVED."""
     told: list[object] = []
-    (master, *_), (name, *_) = cluster.nodes, names
-    key = f"{prefix}{name}"
-    replica = cluster.replica_of(master)
-    with Running(name, lease=600, when_lost=told.append) as run:
-        master.client.wait(1, round(LIMIT * 1000))
-        assert replica.client.info("keyspace")  # only the slot's master answers for the key itself
-        master.server.kill()
-        cluster.put_in_place_of(master, replica)
-        assert is_renewed(replica.client.execute_command, run.lock)
-        assert replica.client.get(key) == run.lock.token
-        assert run.lock.fence > 0
-    assert (run.result, told) == ("done", [])
-    assert eventually(lambda: not replica.client.exists(key))
-    assert only_one(lambda: "next", key=name)() == "next"
-    cluster.forget(master)
+    with ExitStack() as stack:
+        cluster = Cluster(stack)
+        assert eventually(cluster.is_well)
+        stack.enter_context(configure(redis=stack.enter_context(cluster.connect())))
+        master = cluster.nodes[0]
+        name = cluster.name_on(master, prefix)
+        key = f"{prefix}{name}"
+        replica = cluster.replica_of(master)
+        with Running(name, lease=600, when_lost=told.append) as run:
+            master.client.wait(1, round(LIMIT * 1000))
+            assert replica.client.info("keyspace")  # only the slot's master answers for the key itself
+            master.server.kill()
+            replica.client.execute_command("CLUSTER FAILOVER TAKEOVER")
+            assert eventually(lambda: replica.client.info("replication")["role"] == "master")
+            assert is_renewed(replica.client.execute_command, run.lock)
+            assert replica.client.get(key) == run.lock.token
+            assert run.lock.fence > 0
+        assert (run.result, told) == ("done", [])
+        assert eventually(lambda: not replica.client.exists(key))
+        assert only_one(lambda: "next", key=name)() == "next"

@@ -60,27 +60,7 @@ class Told:
         self._then()
 
 
-# A callable
-
-
-@both
-@pytest.mark.parametrize(("value", "reason"), [(None, "deleted"), (HAND, "taken")])
-def test_a_callable_is_told_once(redis: Any, key: str, kind: type[Running], value: bytes | None, reason: str) -> None:
-    """Of a key that was deleted or overwritten; while the run goes on, and not by the thread that renews."""
-    told = Told()
-    with kind(lease=LONG, when_lost=told) as run, Running("another", lease=LONG) as another:
-        redis.set(key, value) if value else redis.delete(key)
-        renew_now(run.lock)
-        assert eventually(lambda: told.losses)
-        assert not run.lock.is_held
-        renew_now(run.lock)
-        assert is_renewed(another.lock)  # after which it would have been told again
-        assert run.result is None
-    assert run.result == "done"
-    (lost,) = told.losses
-    assert (lost.key, lost.reason, lost.value) == (key, reason, SHOWN if value else "")
-    assert told.threads == ["only_one-lost"]
-    assert redis.get(key) == value
+# A callable; that it is told once of a key that is taken away is in `lock/test_leases.py`, and in `test_paused.py`
 
 
 @both
