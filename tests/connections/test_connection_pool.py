@@ -6,6 +6,7 @@ Replies are checked against their commands: each `ECHO` has a text of its own.
 from __future__ import annotations
 
 import gc
+import math
 import os
 import random
 import signal
@@ -38,9 +39,10 @@ from only_one.lock.redis_lock import Lock
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
 from tests.clients import Subclass, clients
+from tests.faults.programs import Running
 from tests.interruptions import AtLine, Interruption, handled, interrupt, is_interrupted_after, traced
 from tests.proxy import Proxy
-from tests.renewal import is_idle
+from tests.renewal import is_idle, is_renewed
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -162,11 +164,12 @@ def with_own_connections(url: str) -> Any:
 
 
 class Without:
-    """What the user has put around a client: it sends commands, and shows no pool."""
+    """What the user has put around a client: it has what a lock needs, and shows no pool."""
 
     def __init__(self, url: str) -> None:
         self._client = redis_py.Redis.from_url(url)
         self.execute_command, self.register_script = self._client.execute_command, self._client.register_script
+        self.pipeline = self._client.pipeline
 
     def __enter__(self) -> Self:
         return self
@@ -209,9 +212,14 @@ def is_used_as_it_is(client: Any) -> bool:
 @pytest.mark.usefixtures("prefix")
 @pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
 def test_clients_that_are_used_as_they_are(redis_url: str, make: Callable[[str], Any]) -> None:
+    """And are renewed all the same, and asked whether they evict keys, where they show which server they ask."""
     with make(redis_url) as client:
         assert is_used_as_it_is(client)
-        assert only_one(lambda: "done", key="k", timeout=600, redis=client)() == "done"
+        with Running(lease=60, redis=client) as run:
+            assert is_idle()
+            assert is_renewed(run.lock)
+            assert run.lock.server.looked_at_from == math.inf
+        assert run.result == "done"
         if hasattr(client, "seen"):
             assert client.seen[0] == "SET"
 
@@ -518,18 +526,6 @@ def test_no_more_than_16_connections_are_kept(client: Any, pinned: PinnedClient)
     assert lent(client) == 16  # and the user has the other, as it is
     assert client.connection_pool._available_connections[0]._sock is not None
     pinned.kept.clear()
-
-
-def test_more_threads_than_connections_are_kept(redis: Any, name: str, client: Any, pinned: PinnedClient) -> None:
-    threads = 3 * _MOST_KEPT
-    assert len(fill(pinned, threads)) <= _MOST_KEPT + 2  # some may come at the same time
-    with ThreadPoolExecutor(threads) as pool:
-        work = [pool.submit(lambda: [echo(pinned) for _ in range(100)]) for _ in range(threads)]
-        while not all(each.done() for each in work):
-            echo(client)
-        for each in work:
-            each.result()
-    assert len(connections(redis, name)) <= threads + 1
 
 
 @pytest.mark.parametrize("how", ["close", "disconnect", "reset"])

@@ -20,7 +20,7 @@ from rigs.waiting import LIMIT, eventually
 from tests.clients import clients
 from tests.faults.programs import Running, RunningAsync
 from tests.proxy import Proxy
-from tests.renewal import is_idle, is_renewed, renew_now
+from tests.renewal import is_renewed, renew_now
 
 
 @pytest.fixture(scope="module")
@@ -130,24 +130,6 @@ def test_what_sentinels_watch_is_warned_of_by_its_name_and_theirs(monkeypatch: p
                 text = str(eviction.may_evict(client))
                 assert text.startswith(f"watched of Sentinel 127.0.0.1:{port} evicts keys")
                 assert eviction.may_evict(client) is None
-
-
-class WithoutPool:
-    """A client that has no more than what a lock needs."""
-
-    def __init__(self, client: Any) -> None:
-        self.execute_command = client.execute_command
-        self.register_script = client.register_script
-        self.pipeline = client.pipeline
-
-
-def test_a_client_without_a_pool_is_renewed_all_the_same(their_server: RedisServer, prefix: str) -> None:
-    assert prefix
-    with redis_py.Redis.from_url(their_server.url) as client, Running(redis=WithoutPool(client), lease=60) as run:
-        assert is_idle()
-        assert run.lock.server.node_of(run.lock.key).backs_off_until == 0.0
-        assert is_renewed(run.lock)
-        assert run.lock.server.looked_at_from == math.inf
 
 
 def test_a_user_who_may_not_ask(evicting: Any, proxy: Proxy, warnings: Callable[[], list[str]]) -> None:

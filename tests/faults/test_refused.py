@@ -14,7 +14,7 @@ from only_one import LockUnavailable, carry_on, configure, current_lock, fail, o
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import Running
-from tests.renewal import fails_to_renew, is_renewed, later
+from tests.renewal import fails_to_renew, is_renewed
 
 
 @contextmanager
@@ -207,17 +207,3 @@ def test_a_server_that_runs_out_of_memory_during_a_run_goes_on_renewing(
     assert run.result == "done"
     assert not client.exists(f"{prefix}k")
     assert told == []
-
-
-def test_a_server_that_becomes_a_replica_during_a_run(server: RedisServer, client: Any) -> None:
-    """As in a failover: a lease that can be renewed again in time is kept, and another is lost when it is over."""
-    told: list[str] = []
-    with Running(lease=60, when_lost=lambda lost: told.append(lost.reason)) as run:
-        with read_only(server, client):
-            assert fails_to_renew(run.lock)
-        assert is_renewed(run.lock)
-        assert told == []
-        with read_only(server, client), later(60):
-            assert eventually(lambda: told)
-    assert run.result == "done"
-    assert told == ["expired"]
