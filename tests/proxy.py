@@ -234,22 +234,20 @@ class Proxy(AbstractContextManager["Proxy"]):
             client = self._listener.accept()[0]
             if self._tls:
                 client = self._tls.wrap_socket(client, server_side=True, do_handshake_on_connect=False)
-            self._take_connection(client)
+            with self._lock:
+                if self._cut:
+                    client.close()
+                    continue
+                self._lines.add(client)
+            handler = threading.Thread(target=self._serve, args=(client,), name="proxy", daemon=True)
+            self._handlers.append(handler)
+            handler.start()
         self._woken.recv(1)
 
-    def _take_connection(self, client: socket.socket) -> None:
-        with self._lock:
-            if self._cut:
-                client.close()
-                return
-            self._lines.add(client)
-        handler = threading.Thread(target=self._serve, args=(client,), name="proxy", daemon=True)
-        self._handlers.append(handler)
-        handler.start()
-
     def _serve(self, client: socket.socket) -> None:
+        address = (self._parts.hostname or "127.0.0.1", self._parts.port or 6379)
         try:
-            with client, self._connect() as server:
+            with client, socket.create_connection(address) as server:
                 server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with self._lock:
@@ -264,9 +262,6 @@ class Proxy(AbstractContextManager["Proxy"]):
         finally:
             with self._lock:
                 self._lines.discard(client)
-
-    def _connect(self) -> socket.socket:
-        return socket.create_connection((self._parts.hostname or "127.0.0.1", self._parts.port or 6379))
 
     def _serve_one(self, client: socket.socket, server: socket.socket, asks: BinaryIO, answers: BinaryIO) -> None:
         command, raw = _read_command(asks)

@@ -75,35 +75,22 @@ def test_a_pipeline_and_a_transaction_come_through(client: Any, key: str) -> Non
 
 
 @pytest.mark.parametrize("then", ["close", "hang"])
-def test_a_lost_reply_is_that_of_a_command_that_was_carried_out(
-    proxy: Proxy, client: Any, direct: Any, key: str, then: Then
+@pytest.mark.parametrize("carried_out", [True, False], ids=["reply", "request"])
+def test_what_is_lost_of_a_named_command(
+    proxy: Proxy, client: Any, direct: Any, key: str, then: Then, *, carried_out: bool
 ) -> None:
-    client.ping()
-    proxy.lose_reply("SET", then=then)
-
-    assert lost(lambda: client.set(key, "a"))
-    assert direct.get(key) == b"a"
-    assert client.set(key, "b")
-
-
-@pytest.mark.parametrize("then", ["close", "hang"])
-def test_a_lost_request_is_never_carried_out(proxy: Proxy, client: Any, direct: Any, key: str, then: Then) -> None:
-    proxy.lose_request("SET", "GET", times=2, then=then)
-
-    assert lost(lambda: client.set(key, "a"))
-    assert lost(lambda: client.get(key))
-    assert direct.get(key) is None
-    assert client.set(key, "b")
-
-
-def test_only_the_named_commands_meet_a_fault(proxy: Proxy, client: Any, key: str) -> None:
-    fault = proxy.lose_reply("GET")
-
-    client.set(key, "a")
-
+    """A lost reply is that of a command that was carried out, and a lost request is never carried out."""
+    lose = proxy.lose_reply if carried_out else proxy.lose_request
+    fault = lose("RPUSH", "LPUSH", times=2, then=then)
+    assert client.ping()
     assert not fault.met.is_set()
-    assert lost(lambda: client.get(key))
+
+    assert lost(lambda: client.rpush(key, "a"))
     assert fault.met.is_set()
+    assert direct.llen(key) == carried_out
+    assert lost(lambda: client.lpush(key, "b"))
+    assert direct.llen(key) == 2 * carried_out
+    assert client.rpush(key, "c") == 2 * carried_out + 1
 
 
 def test_what_is_held_up_arrives_when_its_client_has_long_gone(
@@ -131,13 +118,6 @@ def test_what_is_held_up_is_answered_if_its_client_still_waits(proxy: Proxy, key
     assert replies == [True]
 
 
-def test_what_is_still_held_up_at_the_end_is_dropped(redis_url: str, direct: Any, key: str) -> None:
-    with Proxy(redis_url) as proxy, connect(proxy) as client:
-        proxy.hold_up("SET")
-        assert lost(lambda: client.set(key, "a"))
-    assert direct.get(key) is None
-
-
 def test_cut_refused_and_swallowed_until_the_end_of_the_block(proxy: Proxy, client: Any, key: str) -> None:
     client.ping()
     for broken, error in (
@@ -153,12 +133,14 @@ def test_cut_refused_and_swallowed_until_the_end_of_the_block(proxy: Proxy, clie
         assert client.get(key) is None
 
 
-def test_no_thread_and_no_open_port_is_left(redis_url: str, key: str) -> None:
+def test_no_thread_no_open_port_and_no_command_is_left(redis_url: str, direct: Any, key: str) -> None:
     before = set(threading.enumerate())
     with Proxy(redis_url) as proxy, connect(proxy) as client, connect(proxy) as other:
-        client.ping()
-        proxy.lose_reply("SET", then="hang")
+        proxy.hold_up("SET")
         assert lost(lambda: client.set(key, "a"))
-        other.delete(key)
+        proxy.lose_reply("RPUSH", then="hang")
+        assert lost(lambda: client.rpush(f"{key}list", "a"))
+        other.delete(f"{key}list")
     assert set(threading.enumerate()) <= before
     assert lost(connect(proxy).ping)
+    assert direct.get(key) is None

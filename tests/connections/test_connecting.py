@@ -1,15 +1,15 @@
-"""Clients that say how to connect: the asyncio client made from one connects, too, and what fails is told as such."""
+"""Clients that say how to connect: the asyncio client made from one connects, too, and what fails is told as such.
+
+A client of django-redis, which names its parser, is in `tests/recipes/test_recipe_django.py`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,47 +18,24 @@ import redis.connection
 from celery.exceptions import SoftTimeLimitExceeded
 
 from only_one import ConfigurationError, LockUnavailable, only_one
-from rigs.waiting import LIMIT
 from tests.clients import Subclass
+from tests.interruptions import handled
 
-IN_DJANGO = """
-import asyncio, sys
-from django.conf import settings
-
-options = {"CONNECTION_POOL_KWARGS": {"max_connections": 10}}
-cache = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": sys.argv[1], "OPTIONS": options}
-settings.configure(CACHES={"default": cache})
-
-from django_redis import get_redis_connection
-from only_one import configure, only_one
-
-client = get_redis_connection("default")
-assert "parser_class" in client.connection_pool.connection_kwargs
-configure(redis=client, prefix=sys.argv[2])
-
-@only_one("{number}")
-async def work(number):
-    return number
-
-async def all_at_once():
-    return await asyncio.gather(*(work(number) for number in range(1000)))
-
-assert only_one(lambda: "done", key="k")() == "done"
-assert asyncio.run(all_at_once()) == list(range(1000))
-print("all ran")
-"""
+pytestmark = pytest.mark.usefixtures("prefix")
 
 
-def test_the_client_of_django_redis(redis: Any, redis_url: str, prefix: str) -> None:
-    command = [sys.executable, "-c", IN_DJANGO, redis_url, prefix]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "all ran\n"
-    assert not redis.keys(f"{prefix}*")
+def call(client: Any) -> str | None:
+    return only_one(lambda: "done", key="k", redis=client)()
 
 
-def test_a_pool_that_names_its_parser_and_what_is_done_when_connected(redis_url: str, prefix: str) -> None:
-    assert prefix
+def call_async(client: Any) -> str | None:
+    async def work() -> str:
+        return "done"
+
+    return asyncio.run(only_one(work, key="k", redis=client)())
+
+
+def test_a_pool_that_names_its_parser_and_what_is_done_when_connected(redis_url: str) -> None:
     connected: list[type[Any]] = []
 
     def connect(connection: Any) -> None:
@@ -67,12 +44,8 @@ def test_a_pool_that_names_its_parser_and_what_is_done_when_connected(redis_url:
 
     options: dict[str, Any] = {"parser_class": redis.connection.DefaultParser, "redis_connect_func": connect}
     with redis_py.Redis(connection_pool=redis_py.ConnectionPool.from_url(redis_url, **options)) as client:
-
-        async def work() -> str:
-            return "done"
-
-        assert asyncio.run(only_one(work, key="k", redis=client)()) == "done"
-        assert only_one(lambda: "done", key="k", redis=client)() == "done"
+        assert call_async(client) == "done"
+        assert call(client) == "done"
     assert {*connected} == {redis.connection.Connection}
 
 
@@ -80,17 +53,12 @@ class OfOurOwn(redis.connection.Connection):
     """A way to connect that asyncio does not know."""
 
 
-def test_a_way_to_connect_that_has_no_like_in_asyncio(redis_url: str, prefix: str) -> None:
-    assert prefix
-
-    async def work() -> str:
-        return "done"
-
+def test_a_way_to_connect_that_has_no_like_in_asyncio(redis_url: str) -> None:
     pool = redis_py.ConnectionPool.from_url(redis_url, connection_class=OfOurOwn)
     with redis_py.Redis(connection_pool=pool) as client:
-        assert only_one(lambda: "done", key="k", redis=client)() == "done"
+        assert call(client) == "done"
         with pytest.raises(ConfigurationError, match=r"OfOurOwn.*: give redis= as a URL"):
-            asyncio.run(only_one(work, key="k", redis=client)())
+            call_async(client)
 
 
 class SecretsAreElsewhere(Exception):
@@ -110,33 +78,27 @@ class Provider(redis_py.CredentialProvider):
         return self.refuse()
 
 
-KINDS: list[type[redis_py.Redis]] = [redis_py.Redis, Subclass]
+kinds = pytest.mark.parametrize("kind", [redis_py.Redis, Subclass])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_whatever_is_raised_while_connecting(redis_url: str, prefix: str, kind: type[redis_py.Redis]) -> None:
+@kinds
+@pytest.mark.parametrize("calls", [call, call_async], ids=["sync", "async"])
+def test_whatever_is_raised_while_connecting(
+    redis_url: str, prefix: str, kind: type[redis_py.Redis], calls: Callable[[Any], str | None]
+) -> None:
     def refuse() -> Any:
         raise SecretsAreElsewhere
 
-    async def work() -> str:
-        return "done"
-
-    with kind.from_url(redis_url, credential_provider=Provider(refuse)) as client:
-        for call in (
-            only_one(lambda: "done", key="k", redis=client),
-            lambda: asyncio.run(only_one(work, key="k", redis=client)()),
-        ):
-            with pytest.raises(LockUnavailable, match=f"{prefix}k.*SecretsAreElsewhere"):
-                call()
+    client = kind.from_url(redis_url, credential_provider=Provider(refuse))
+    with client, pytest.raises(LockUnavailable, match=f"{prefix}k.*SecretsAreElsewhere"):
+        calls(client)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@kinds
 def test_what_a_signal_raises_while_connecting_is_no_trouble_of_the_server(
-    redis_url: str, prefix: str, kind: type[redis_py.Redis]
+    redis_url: str, kind: type[redis_py.Redis]
 ) -> None:
-    assert prefix
-
-    def soft_time_limit(_number: int, _frame: FrameType | None) -> None:
+    def soft_time_limit(*_: object) -> None:
         raise SoftTimeLimitExceeded
 
     def interrupt() -> tuple[()]:
@@ -144,11 +106,9 @@ def test_what_a_signal_raises_while_connecting_is_no_trouble_of_the_server(
             os.kill(os.getpid(), signal.SIGUSR1)
         return ()
 
-    before = signal.signal(signal.SIGUSR1, soft_time_limit)
-    try:
-        with kind.from_url(redis_url, credential_provider=Provider(interrupt)) as client:
-            call = only_one(lambda: "done", key="k", redis=client)
-            with pytest.raises(SoftTimeLimitExceeded):
-                call()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with (
+        handled(soft_time_limit, signal.SIGUSR1),
+        kind.from_url(redis_url, credential_provider=Provider(interrupt)) as client,
+        pytest.raises(SoftTimeLimitExceeded),
+    ):
+        call(client)

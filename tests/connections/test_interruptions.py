@@ -16,8 +16,6 @@ import threading
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import count
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -26,32 +24,29 @@ import redis.asyncio.connection
 import redis.connection
 from celery.exceptions import SoftTimeLimitExceeded
 
-from only_one import LockUnavailable, inspection, only_one
+from only_one import LockUnavailable, current_lock, inspection, only_one
 from only_one.connections.connection_pool import guarded
 from only_one.connections.server import Server
 from rigs.waiting import LIMIT, eventually
 from tests.clients import KINDS, Clients, clients
+from tests.interruptions import Interruption, handled, interrupt
 
 MOST = 100
-"""Moments to one call; there are some ten."""
-
-
-class Interruption(BaseException):
-    """What a signal handler may raise."""
-
-
-def interrupt() -> None:
-    """What a handler does."""
-    raise Interruption
+"""Moments in one call; there are some ten."""
 
 
 class Moments:
-    """At which something may be raised in this thread: before a reply is read, and when a lock is taken."""
+    """When something may be raised in this thread: before a reply is read, and when a lock is taken.
+
+    Attributes:
+        has_come: whether the last one that something was to be raised at has come.
+    """
+
+    has_come = True
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._left = 0
-        self._error: type[BaseException] = Interruption
 
     def is_next(self) -> None:
         """One has come."""
@@ -60,58 +55,65 @@ class Moments:
             if not self._left:
                 os.kill(os.getpid(), signal.SIGUSR1)
 
-    def interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        """The handler of the signal."""
-        raise self._error
+    def each(self) -> Iterator[int]:
+        """The number of each in turn, and the first of which there is none."""
+        for number in range(1, MOST):
+            yield number
+            if not self.has_come:
+                assert number > 1
+                return
+        pytest.fail(f"there are more than {MOST} moments")
 
     @contextmanager
-    def interrupted_at(self, number: int, error: type[BaseException]) -> Iterator[Callable[[], bool]]:
-        """Raise `error` at the n-th from now on; what it gives says afterwards whether that has happened."""
-        left = 0
-        self._left, self._error = number, error
-        yield lambda: left <= 0
-        left, self._left = self._left, 0
+    def interrupted_at(self, number: int, error: type[BaseException]) -> Iterator[None]:
+        """Raise `error` at the n-th from now on."""
+
+        def handle(*_: object) -> None:
+            raise error
+
+        self._left = number
+        with handled(handle, signal.SIGUSR1), suppress(error):
+            yield
+        self.has_come, self._left = self._left <= 0, 0
 
 
 @pytest.fixture
-def moments(monkeypatch: pytest.MonkeyPatch) -> Iterator[Moments]:
+def moments(monkeypatch: pytest.MonkeyPatch) -> Moments:
     """Those at which something is raised; and no reply is there when a pool looks for one."""
-    found = Moments()
+    own = Moments()
     sync: Any = redis.connection.AbstractConnection
-    twin: Any = redis.asyncio.connection.AbstractConnection
-    read, read_async = sync.read_response, twin.read_response
+    asynchronous: Any = redis.asyncio.connection.AbstractConnection
+    read, read_async = sync.read_response, asynchronous.read_response
 
     def read_response(self: Any, *args: Any, **options: Any) -> Any:
-        found.is_next()
+        own.is_next()
         return read(self, *args, **options)
 
     async def read_response_async(self: Any, *args: Any, **options: Any) -> Any:
-        found.is_next()
+        own.is_next()
         return await read_async(self, *args, **options)
 
     def enter(condition: Any) -> Any:
         assert condition.acquire(timeout=LIMIT)
-        found.is_next()
+        own.is_next()
         return True
 
     async def enter_async(lock: Any) -> None:
         await lock.acquire()
-        found.is_next()
+        own.is_next()
 
     async def can_read_async(*_args: Any, **_options: Any) -> bool:
         return False
 
     monkeypatch.setattr(sync, "read_response", read_response)
-    monkeypatch.setattr(twin, "read_response", read_response_async)
+    monkeypatch.setattr(asynchronous, "read_response", read_response_async)
     monkeypatch.setattr(sync, "can_read", lambda *_args, **_options: False)
     monkeypatch.setattr(threading.Condition, "__enter__", enter)
     for kind in (asyncio.Lock, asyncio.Semaphore):
         monkeypatch.setattr(kind, "__aenter__", enter_async)
     for name in ("can_read", "can_read_destructive"):
-        monkeypatch.setattr(twin, name, can_read_async, raising=False)
-    before = signal.signal(signal.SIGUSR1, found.interrupt)
-    yield found
-    signal.signal(signal.SIGUSR1, before)
+        monkeypatch.setattr(asynchronous, name, can_read_async, raising=False)
+    return own
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -128,22 +130,20 @@ both = pytest.mark.parametrize("error", [SoftTimeLimitExceeded, Interruption])
 def test_a_command_that_is_interrupted(
     those: Clients, moments: Moments, prefix: str, which: str, error: type[BaseException]
 ) -> None:
-    for number in count(1):
-        assert number < MOST
+    """Its SET, what its run asks of its lock, its release; and a search for all keys."""
+    for number in moments.each():
         with those.connected() as client:
-            call = only_one(lambda: "done", key="k", timeout=600, redis=client)
+            call = only_one(lambda: current_lock().extend(5), key="k", timeout=600, redis=client)
+            next_call = only_one(lambda: "done", key="k", timeout=600, redis=client)
             ask: Callable[[], Any] = call if which == "call" else lambda: list(inspection.held(redis=client))
             those.witness.set(f"{prefix}other", "to be found")
-            with moments.interrupted_at(number, error) as has_happened, suppress(error):
+            with moments.interrupted_at(number, error):
                 ask()
             those.witness.set(f"{prefix}k", "somebody else")
-            assert [call() for _ in range(3)] == [None] * 3, f"interrupted at {number}"
+            assert [next_call() for _ in range(3)] == [None] * 3, f"interrupted at {number}"
             assert len(list(inspection.held(redis=client))) == 2
             those.witness.delete(f"{prefix}k")
-            assert call() == "done"
-        if not has_happened():
-            break
-    assert number > 2
+            assert next_call() == "done"
 
 
 @both
@@ -153,8 +153,7 @@ def test_commands_of_one_trip_that_are_interrupted_when_they_are_sent_again(
     """By redis-py, as their connection was broken: a cluster's client sends each by itself then."""
     names = [f"{{{prefix}}}{which}" for which in "ab"]
     those.witness.mset(dict(zip(names, "ab", strict=True)))
-    for number in count(1):
-        assert number < MOST
+    for number in moments.each():
         with those.connected() as client:
             ours = guarded(client)
             assert ours.get(names[0]) == b"a"
@@ -163,117 +162,93 @@ def test_commands_of_one_trip_that_are_interrupted_when_they_are_sent_again(
                 pipeline.get(name)
             those.break_connections()
             # What is raised while redis-py looks at a cluster anew, it takes for an error of the node.
-            with moments.interrupted_at(number, error) as has_happened, suppress(error, redis_py.RedisError):
+            with moments.interrupted_at(number, error), suppress(redis_py.RedisError):
                 pipeline.execute()
             assert [ours.get(name) for name in (*names, *names)] == [b"a", b"b", b"a", b"b"], f"at {number}"
-        if not has_happened():
-            break
-    assert number > 1
 
 
 @both
 def test_a_command_of_an_event_loop_that_is_interrupted(
     those: Clients, moments: Moments, prefix: str, error: type[BaseException]
 ) -> None:
-    async def is_interrupted_at(number: int, call: Callable[[], Awaitable[Any]]) -> bool:
+    async def check(number: int, call: Callable[[], Awaitable[Any]]) -> None:
         # What is raised while redis-py first looks at a cluster, it takes for an error of the node.
-        with moments.interrupted_at(number, error) as has_happened, suppress(error, LockUnavailable):
+        with moments.interrupted_at(number, error), suppress(LockUnavailable):
             await call()
         those.witness.set(f"{prefix}k", "somebody else")
         assert [await asyncio.wait_for(call(), LIMIT) for _ in range(3)] == [None] * 3, f"interrupted at {number}"
         those.witness.delete(f"{prefix}k")
         assert await call() == "done"
-        return has_happened()
 
     async def work() -> str:
         return "done"
 
-    for number in count(1):
-        assert number < MOST
+    for number in moments.each():
         with those.connected() as client:
-            call = only_one(work, key="k", timeout=600, redis=client)
-            if not asyncio.run(is_interrupted_at(number, call)):
-                break
-    assert number > 2
+            asyncio.run(check(number, only_one(work, key="k", timeout=600, redis=client)))
 
 
-def test_who_waits_for_a_connection_when_a_command_is_interrupted(
-    redis_url: str, moments: Moments, prefix: str
-) -> None:
-    assert prefix
-
+@pytest.mark.usefixtures("prefix")
+def test_who_waits_for_a_connection_when_a_command_is_interrupted(redis_url: str, moments: Moments) -> None:
     async def work(which: str) -> str:
         return which
 
-    async def is_interrupted_at(number: int, call: Callable[[str], Awaitable[str]]) -> bool:
-        with moments.interrupted_at(number, Interruption) as has_happened:
+    async def check(number: int, call: Callable[[str], Awaitable[str]]) -> None:
+        with moments.interrupted_at(number, Interruption):
             calls = asyncio.gather(*map(call, "abc"), return_exceptions=True)
             replies = await asyncio.wait_for(calls, LIMIT)
         interrupted = [each for each in replies if isinstance(each, Interruption)]
-        assert len(interrupted) == has_happened()
+        assert len(interrupted) == moments.has_come
         assert {*replies} - {*interrupted} <= {*"abc"}
-        return has_happened()
 
-    for number in count(1):
-        assert number < MOST
+    for number in moments.each():
         with redis_py.Redis.from_url(redis_url, max_connections=1) as client:
-            if not asyncio.run(is_interrupted_at(number, only_one(work, key="{which}", timeout=600, redis=client))):
-                break
-    assert number > 2
+            asyncio.run(check(number, only_one(work, key="{which}", timeout=600, redis=client)))
 
 
-async def begin(server: Server) -> Any:
-    """Send a command whose reply nobody waits for."""
-    twin = await server.async_client()
-    await twin.execute_command("GET", "k")
-    command = twin.execute_command("GET", "k")
-    command.send(None)
-    return command
-
-
-@pytest.mark.parametrize("then", ["the loop ends", "the next command"])
-def test_a_command_that_is_forgotten_and_collected_outside_of_its_event_loop(those: Clients, then: str) -> None:
-    """As what awaits it was interrupted; redis-py raises that no loop is running, and keeps the connection."""
-
-    with those.connected() as client, warnings.catch_warnings(record=True) as said:
+@pytest.fixture
+def warned() -> Iterator[list[warnings.WarningMessage]]:
+    """What Python warns of, such as of connections that nobody has closed."""
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
-        server = Server(client)
-        loop = asyncio.new_event_loop()
-        connected = 0
-        for _ in range(2):
-            command = loop.run_until_complete(begin(server))
-            connected = connected or len(those.witness.client_list())
-            if then == "the next command":
-                assert eventually(lambda: len(those.witness.client_list()) == connected)  # noqa: B023
-            with suppress(RuntimeError):
-                command.close()
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
-        del command, loop, server
-        gc.collect()
-    assert [str(each.message) for each in said] == []
+        yield messages
 
 
-def test_commands_that_are_forgotten_one_after_the_other(those: Clients) -> None:
-    """The second was sent by the client that the first has left, and leaves the one that there is by now as it is."""
+def test_commands_that_are_forgotten_and_collected_outside_of_their_event_loop(
+    those: Clients, warned: list[warnings.WarningMessage]
+) -> None:
+    """As what awaits them was interrupted; redis-py raises that no loop is running, and keeps their connections.
+
+    The second was sent by the client that the first has left, and leaves the present one as it is.
+    """
 
     async def send(server: Server) -> None:
         await (await server.async_client()).execute_command("GET", "k")
 
-    with those.connected() as client, warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    async def begin(server: Server) -> Any:
+        await send(server)
+        command = (await server.async_client()).execute_command("GET", "k")
+        command.send(None)
+        return command
+
+    with those.connected() as client:
         server = Server(client)
         loop = asyncio.new_event_loop()
         commands = [loop.run_until_complete(begin(server)) for _ in range(2)]
+        connected = len(those.witness.client_list())
         for command in commands:
             with suppress(RuntimeError):
                 command.close()
             loop.run_until_complete(send(server))
+        assert eventually(lambda: len(those.witness.client_list()) < connected)
+        command = loop.run_until_complete(begin(server))  # after which no other follows
+        with suppress(RuntimeError):
+            command.close()
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
         del command, commands, loop, server
         gc.collect()
-    assert [str(each.message) for each in said] == []
+    assert [str(each.message) for each in warned] == []
 
 
 def test_the_users_client_keeps_its_connections(those: Clients) -> None:
@@ -299,10 +274,11 @@ def test_the_users_client_keeps_its_connections(those: Clients) -> None:
     those.witness.delete("k")
 
 
-def test_what_renews_closes_its_connections_when_it_is_collected(those: Clients) -> None:
+def test_what_renews_closes_its_connections_when_it_is_collected(
+    those: Clients, warned: list[warnings.WarningMessage]
+) -> None:
     """The garbage collector may come to them first, as to what is younger here, and would warn of each."""
-    with those.connected() as client, warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with those.connected() as client:
         server: Any = Server(client)
         server.itself = server
         node = server.node_of("k")
@@ -314,7 +290,7 @@ def test_what_renews_closes_its_connections_when_it_is_collected(those: Clients)
         del server, node
         gc.collect()
         assert eventually(lambda: len(those.witness.client_list()) < connected)
-    assert [str(each.message) for each in said] == []
+    assert [str(each.message) for each in warned] == []
 
 
 def test_connections_that_others_use_are_left_to_them(those: Clients) -> None:

@@ -1,4 +1,4 @@
-"""Covered runs in processes and threads of their own, for tests that stop and kill them."""
+"""Decorated runs in processes and threads of their own, for tests that stop and kill them."""
 
 from __future__ import annotations
 
@@ -24,31 +24,18 @@ SLACK = 1.5
 
 # The process reports each thing that happens as a line of JSON, and goes on until it is ended.
 HOLDER = """
-import asyncio, json, signal, sys, threading, time
+import asyncio, json, sys, time
 import only_one
-from only_one.errors import LockLost
-from tests.renewal import is_renewed
 
-url, prefix, is_async, key, options = json.loads(sys.argv[1])
+url, prefix, is_async, key, seconds, options = json.loads(sys.argv[1])
+only_one.configure(redis=url, prefix=prefix)
 
-def say(what, *rest):
-    print(json.dumps([what, *rest]), flush=True)
-
-def begin():
-    lock = only_one.current_lock()
-    signal.signal(signal.SIGUSR1, lambda *_: say("renewed", is_renewed(lock)))
-    say("begun", lock.token.decode())
-
-def lost(error):
-    say("when_lost", error.reason, threading.current_thread().name)
-
-options["when_lost"] = {"carry_on": only_one.carry_on, "fail": only_one.fail, "say": lost}[options["when_lost"]]
-seconds, options["redis"] = options.pop("seconds"), url
-only_one.configure(prefix=prefix)
+def say(*what):
+    print(json.dumps(what), flush=True)
 
 @only_one.only_one(key, **options)
 def hold():
-    begin()
+    say("begun", only_one.current_lock().token.decode())
     until = time.monotonic() + seconds
     while time.monotonic() < until and only_one.current_lock().is_held:
         time.sleep(0.005)
@@ -56,16 +43,11 @@ def hold():
 
 @only_one.only_one(key, **options)
 async def hold_async():
-    begin()
+    say("begun", only_one.current_lock().token.decode())
     await asyncio.sleep(seconds)
     return "done"
 
-try:
-    result = asyncio.run(hold_async()) if is_async else hold()
-except LockLost as error:
-    say("raised", error.reason)
-else:
-    say("returned", result)
+say("returned", asyncio.run(hold_async()) if is_async else hold())
 """
 
 
@@ -133,7 +115,7 @@ class Holder(Program):
     """A process that holds a key for as long as it lives.
 
     Attributes:
-        token: what stands under the key.
+        token: what is stored at the key.
     """
 
     def __init__(
@@ -145,7 +127,6 @@ class Holder(Program):
         is_async: bool = False,
         inside: Sequence[str] = (),
         seconds: float = LIMIT,
-        when_lost: str = "carry_on",
         **options: Any,
     ) -> None:
         """Start it; it holds the key on return.
@@ -157,11 +138,9 @@ class Holder(Program):
             is_async: whether the run is one of an event loop.
             inside: a command that starts it, such as `unshare`.
             seconds: how long the run lasts at the most; a sync one ends when it finds its key lost.
-            when_lost: "carry_on", "fail", or "say" for a callable.
             options: other options of the decorator.
         """
-        options.update(when_lost=when_lost, seconds=seconds)
-        super().__init__(HOLDER, json.dumps([url, prefix, is_async, key, options]), inside=inside)
+        super().__init__(HOLDER, json.dumps([url, prefix, is_async, key, seconds, options]), inside=inside)
         try:
             begun, token = self.says()
             assert begun == "begun"
@@ -169,13 +148,6 @@ class Holder(Program):
             self.process.close()
             raise
         self.token: bytes = token.encode()
-
-    def is_renewed(self) -> bool:
-        """Whether its lease is renewed when it is its turn, which it is now; the report is what it says next."""
-        self.process.send_signal(signal.SIGUSR1)
-        what, answer = self.says()
-        assert what == "renewed", what
-        return bool(answer)
 
 
 def _state(pid: int) -> str | None:
@@ -188,7 +160,7 @@ def _state(pid: int) -> str | None:
 
 
 class Running(AbstractContextManager["Running"]):
-    """A covered run in a thread of its own, until the end of the block.
+    """A decorated run in a thread of its own, until the end of the block.
 
     Attributes:
         lock: what `current_lock()` gave it.
@@ -203,10 +175,10 @@ class Running(AbstractContextManager["Running"]):
         self.result: Any = None
         self._ends = ends
         self._started = threading.Event()
-        self._call = self._cover(key, options)
+        self._call = self._decorated(key, options)
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def _cover(self, key: str, options: dict[str, Any]) -> Callable[[], Any]:
+    def _decorated(self, key: str, options: dict[str, Any]) -> Callable[[], Any]:
         @only_one(key, **options)
         def work() -> object:
             self._begin()
@@ -247,7 +219,7 @@ class Running(AbstractContextManager["Running"]):
 class RunningAsync(Running):
     """The same in an event loop of its own, where it can be cancelled."""
 
-    def _cover(self, key: str, options: dict[str, Any]) -> Callable[[], Any]:
+    def _decorated(self, key: str, options: dict[str, Any]) -> Callable[[], Any]:
         @only_one(key, **options)
         async def work() -> object:
             self._begin()

@@ -12,100 +12,61 @@ LEASE = 3.0
 
 # All runs of one process, so that all leases run out in the time of one.
 RUNS = """
-import asyncio, json, sys, threading, time
+import json, sys, threading
 import only_one
-from only_one.errors import LockLost
+from rigs.waiting import eventually
+from tests.faults.programs import Running, RunningAsync
 from tests.renewal import is_renewed
 
-url, prefix, lease = sys.argv[1:]
+url, prefix, seconds = sys.argv[1:]
 only_one.configure(redis=url, prefix=prefix)
-LEASE, TIMEOUT = {"lease": float(lease)}, {"timeout": float(lease)}
-begun = threading.Semaphore(0)
-others_know = threading.Event()
+told = []
 
-def say(*what):
-    print(json.dumps(what) + "\\n", end="", flush=True)  # at once: several threads do
+def tell(lost):
+    told.append([lost.key.removeprefix(prefix), lost.reason, threading.current_thread().name])
 
-def begin():
-    begun.release()
-    return only_one.current_lock()
-
-def run(key, **options):
-    def tell(lost):
-        say(key, "told", lost.reason, threading.current_thread().name)
-    options.setdefault("when_lost", tell)
-
-    @only_one.only_one(key, **options)
-    def work():
-        lock = begin()
-        if key == "kept":
-            others_know.wait()
-            return is_renewed(lock)
-        while lock.is_held:
-            time.sleep(0.005)
-        return False
-
-    @only_one.only_one(key, **options)
-    async def work_async():
-        begin()
-        await asyncio.sleep(3600)
-
-    try:
-        say(key, "returned", asyncio.run(work_async()) if "async" in key else work())
-    except LockLost as error:
-        say(key, "raised", error.reason)
-
-RUNS = {
-    "lease": LEASE, "timeout": TIMEOUT, "free": LEASE, "kept": {"lease": 3600},
-    "lease fails": {**LEASE, "when_lost": only_one.fail}, "timeout fails": {**TIMEOUT, "when_lost": only_one.fail},
-    "lease fails, async": {**LEASE, "when_lost": only_one.fail},
-    "timeout fails, async": {**TIMEOUT, "when_lost": only_one.fail},
-}
-threads = {key: threading.Thread(target=run, args=[key], kwargs=options) for key, options in RUNS.items()}
-for thread in threads.values():
-    thread.start()
-for _ in threads:
-    begun.acquire()
-say("all have begun", *RUNS)
-kept = threads.pop("kept")
-for thread in threads.values():
-    thread.join()
-others_know.set()
-kept.join()
+kept = Running("kept", lease=3600, when_lost=tell)
+runs = {}
+for times in ("lease", "timeout"):
+    options = {times: float(seconds)}
+    runs[f"{times} free"] = Running(f"{times} free", when_lost=tell, **options)
+    runs[f"{times} told"] = Running(f"{times} told", when_lost=tell, **options)
+    runs[f"{times} fails"] = Running(f"{times} fails", when_lost=only_one.fail, **options)
+    runs[f"{times} fails async"] = RunningAsync(f"{times} fails async", when_lost=only_one.fail, **options)
+for run in (kept, *runs.values()):
+    run.__enter__()
+print(json.dumps([*runs]), flush=True)
+for key, run in runs.items():
+    if "async" not in key:  # which is cancelled
+        eventually(lambda: not run.lock.is_held)
+        run.finish.set()
+    run.join()
+is_kept = is_renewed(kept.lock)
+kept.__exit__()
+results = {key: getattr(run.result, "reason", run.result) for key, run in runs.items()}
+print(json.dumps([is_kept, kept.result, results, told]), flush=True)
 """
 
 
 def test_a_paused_holder_is_told_that_it_has_lost(redis: Any, redis_url: str, prefix: str) -> None:
-    """Once, in another thread than the one that renews; and what it gives back is not the next one's."""
+    """Once, in another thread than the one that renews; and what it releases is not the next one's."""
     with Program(RUNS, redis_url, prefix, str(LEASE)) as holder:
-        reports = [holder.says()]
-        while reports[-1][0] != "all have begun":  # and some are over, on a slow machine
-            reports.append(holder.says())
-        _, *keys = reports.pop()
+        lost = holder.says()
         holder.stop()
-        kept = redis.get(f"{prefix}kept")
         redis.pexpire(f"{prefix}kept", 600_000)
-        lost = [key for key in keys if key != "kept"]
-        assert eventually(lambda: not redis.exists(*(prefix + key for key in lost)))
-        taken = [key for key in lost if key != "free"]
+        assert eventually(lambda: not redis.exists(*(f"{prefix}{key}" for key in lost)))
+        taken = [f"{prefix}{key}" for key in lost if "free" not in key]
         for key in taken:
-            redis.set(f"{prefix}{key}", "the next one")
+            redis.set(key, "the next one")
         holder.resume()
-        said: dict[str, list[Any]] = {key: [] for key in keys}
-        for key, *what in reports + holder.rest():
-            said[key].append(what)
-    assert kept
-    # Nobody takes back what nobody has taken, and a lease that is not over is kept.
-    assert [redis.get(f"{prefix}{key}") for key in taken] == [b"the next one"] * len(taken)
-    assert not redis.exists(f"{prefix}free", f"{prefix}kept")
-    assert said.pop("kept") == [["returned", True]]
-    for key, what in said.items():
-        by_now = {"overrun"} if "timeout" in key else {"expired", "taken", "deleted"}
-        if "fails" in key:
-            ((how, reason),) = what
-            assert how == "raised"
-        else:
-            ((_, reason, thread),) = [each for each in what if each[0] == "told"]
-            assert [each for each in what if each[0] != "told"] == [["returned", False]]
-            assert thread != "only_one-leases"
-        assert reason in by_now, key
+        is_kept, result, results, told = holder.says()
+    # Nobody acquires again what nobody has taken, and a lease that is not over is kept.
+    assert [redis.get(key) for key in taken] == [b"the next one"] * len(taken)
+    assert not redis.exists(*(f"{prefix}{key}" for key in ("kept", "lease free", "timeout free")))
+    assert (is_kept, result) == (True, "done")
+    assert sorted(key for key, *_ in told) == sorted(key for key in lost if "fails" not in key)
+    assert "only_one-leases" not in {thread for *_, thread in told}
+    reasons = {key: reason for key, reason, _ in told} | {key: results[key] for key in lost if "fails" in key}
+    for key, reason in reasons.items():
+        assert reason in ({"overrun"} if "timeout" in key else {"expired", "taken", "deleted"}), key
+    assert {results[key] for key in lost if "fails" not in key} == {"done"}

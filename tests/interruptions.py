@@ -1,0 +1,128 @@
+"""What comes out of nowhere: an exception, or a signal handler's call, at a chosen line of ours or after a time."""
+
+from __future__ import annotations
+
+import dis
+import gc
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import only_one as package
+
+OURS = str(Path(package.__file__).parent)
+
+Trace = Callable[[FrameType, str, Any], Any]
+
+
+class Interruption(BaseException):
+    """What a signal handler may raise, as Celery's does at a soft time limit."""
+
+
+def interrupt(*_: object) -> None:
+    """What such a handler does."""
+    raise Interruption
+
+
+class AtLine:
+    """Does something, such as to raise, before the n-th line of ours that a call comes to.
+
+    Attributes:
+        where: the place, once the call has come to it.
+    """
+
+    def __init__(self, number: int, then: Callable[[], object] = interrupt) -> None:
+        self._left = number
+        self._then = then
+        self.where = ""
+
+    def __call__(self, frame: FrameType, event: str, _argument: Any) -> Trace | None:
+        """What `sys.settrace` is given: looks at the calls of functions."""
+        is_ours = frame.f_code.co_filename.startswith(OURS)
+        return self.look if is_ours and event == "call" else None
+
+    def look(self, frame: FrameType, event: str, _argument: Any) -> Trace:
+        if event == "line":
+            self.count(frame)
+        return self.look
+
+    def count(self, frame: FrameType) -> None:
+        self._left -= 1
+        if not self._left:
+            self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            sys.settrace(None)  # it is costly, and has done its work
+            self._then()
+
+
+class AfterCall(AtLine):
+    """The same, where Python itself looks for signals: when a function begins, and after each call that it makes."""
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Trace | None:
+        look = super().__call__(frame, event, argument)
+        if look is not None:
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return look
+
+    def look(self, frame: FrameType, event: str, _argument: Any) -> Trace:
+        if event == "opcode" and frame.f_lasti in _after_calls(frame.f_code):
+            self.count(frame)
+        return self.look
+
+
+@cache
+def _after_calls(code: CodeType) -> set[int]:
+    """The instructions of a function that come after a call, and its first one."""
+    offsets, was_call = {0}, False
+    for each in dis.get_instructions(code):
+        if was_call:
+            offsets.add(each.offset)
+        was_call = each.opname.startswith(("CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE")) or each.opname == "RESUME"
+    return offsets
+
+
+PLACES: dict[str, type[AtLine]] = {"lines": AtLine}
+if sys.version_info < (3, 12):  # whose tracing shows every instruction
+    PLACES["after calls"] = AfterCall
+
+
+@contextmanager
+def traced(trace: Trace) -> Iterator[None]:
+    """Have this thread traced; coverage, if it is at work, goes on after it.
+
+    No garbage is collected meanwhile: the lines in which an earlier call's coroutine ends are none of this call's.
+    """
+    before = sys.gettrace()
+    gc.disable()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+        gc.enable()
+
+
+@contextmanager
+def handled(handle: Callable[..., object], number: int = signal.SIGALRM) -> Iterator[None]:
+    """Have a signal handled until the end of the block, at which no alarm is left."""
+    before = signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(number, before)
+
+
+def is_interrupted_after(seconds: float, call: Callable[[], object]) -> bool:
+    """Call, and have an alarm in the middle of it; returns whether it was interrupted."""
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        call()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except Interruption:
+        return True
+    return False
