@@ -50,6 +50,11 @@ def decorated_async(body: Function, key: Any = "k", **options: Any) -> Function:
     return call
 
 
+def call_both(body: Function = lambda: "ran", key: Any = "k", **options: Any) -> list[Any]:
+    """The results of a sync call and of an async one, which comes after it."""
+    return [decorate(body, key, **options)() for decorate in (decorated, decorated_async)]
+
+
 both = pytest.mark.parametrize("decorate", [decorated, decorated_async], ids=["sync", "async"])
 
 

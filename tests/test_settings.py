@@ -334,6 +334,7 @@ only_one.only_one("k", 600, redis={own_server.url!r})(lambda: os.kill(os.getpid(
         ("takeover", None, None, None, KEY),
         ("takeover", False, None, None, None),
         ("takeover", True, False, None, None),
+        ("takeover", None, None, False, None),
         ("takeover", False, None, True, KEY),
         ("takeover", False, True, None, KEY),
         ("active", None, None, None, None),
