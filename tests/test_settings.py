@@ -24,7 +24,7 @@ import pytest
 from celery import Celery, _state, shared_task
 from redis import Redis
 
-from only_one import AlreadyRunning, ConfigurationError, configure, current_lock, fail, only_one, retry, settings, skip
+from only_one import AlreadyRunning, ConfigurationError, configure, current_lock, fail, only_one, settings, skip
 from only_one.celery import app_settings
 from only_one.celery.app_settings import current_app, server_of
 from only_one.connections import server as servers_of_product
@@ -694,21 +694,3 @@ def test_a_setting_that_is_not_read_is_warned_of_once(
         assert run(a_task(app)) == KEY
     (warned,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert f"has {name}, which is not read: write {read}, " in warned
-
-
-def test_a_call_from_inside_its_own_run_has_the_apps_settings_and_is_busy(url: str) -> None:
-    app = an_app(only_one_redis=url, only_one_prefix="the-apps:")
-    keys: list[str] = []
-
-    def work() -> Any:
-        keys.append(own_key())
-        assert len(keys) == 1, "it has run inside of its own run"
-        with pytest.raises(AlreadyRunning) as raised:
-            task.run()
-        return raised.value.key
-
-    for policy in (fail, retry()):
-        task = a_task(app, work, when_busy=policy)
-        assert run(task) == "the-apps:k"
-        assert [*keys] == ["the-apps:k"]
-        keys.clear()
