@@ -412,17 +412,6 @@ def test_a_timeout_of_the_app_never_makes_at_least_invalid(url: str) -> None:
         assert 300 < client.ttl(KEY) <= 600
 
 
-@pytest.mark.parametrize("options", [{"timeout": 60}, {"lease": 60}], ids=repr)
-def test_the_expiry_in_redis_is_the_one_that_the_run_knows(redis: Redis, options: Any) -> None:
-    def work() -> bool:
-        lock = current_lock()
-        left: Any = redis.pttl(lock.key)
-        # The run counts from before the command was sent, and is read a moment later.
-        return bool(lock.expires_in - 0.002 <= left / 1000 <= 60)
-
-    assert decorated(work, **options)()
-
-
 # --- switched off ------------------------------------------------------------------------------------------------
 
 
@@ -605,26 +594,20 @@ def test_a_wrong_value_of_an_app_says_what_to_write(url: str, name: str, value: 
 # --- whose settings ----------------------------------------------------------------------------------------------
 
 
-def test_two_apps_with_one_shared_task(own_server: RedisServer, url: str) -> None:
+def test_a_shared_task_has_the_settings_of_the_app_in_which_it_runs(own_server: RedisServer, url: str) -> None:
+    """And of no other, where a task of one app calls that of another."""
+
+    def work(*others: Any) -> list[Any]:
+        return [places(own_server), *(run(each) for each in others), places(own_server)]
+
     name = f"shared-{uuid4()}"
-
-    def work() -> list[str]:
-        return places(own_server)
-
     shared_task(name=name)(decorated(work))
     first = an_app(only_one_redis=url_of(own_server, 1), only_one_prefix="first:")
     second = an_app(result_backend=url_of(own_server, 2))
+    outer, inner = ["1 first:k"], ["1 first:k", f"2 {KEY}"]
     for _ in range(2):
-        assert run(first.tasks[name]) == ["1 first:k"]
-        assert run(second.tasks[name]) == [f"2 {KEY}"]
-
-
-def test_a_task_inside_another_apps_task_has_its_own_apps_settings(own_server: RedisServer, url: str) -> None:
-    first = an_app(only_one_redis=url_of(own_server, 1), only_one_prefix="first:")
-    second = an_app(only_one_redis=url_of(own_server, 2), only_one_prefix="second:")
-    inner = a_task(second, lambda: places(own_server))
-    seen = run(a_task(first, lambda: [places(own_server), run(inner), places(own_server)]))
-    assert seen == [["1 first:k"], ["1 first:k", "2 second:k"], ["1 first:k"]]
+        assert run(first.tasks[name], second.tasks[name]) == [outer, [inner, inner], outer]
+        assert run(second.tasks[name]) == [[f"2 {KEY}"]] * 2
 
 
 def test_a_task_that_is_called_as_a_plain_function_has_no_apps_settings(own_server: RedisServer, url: str) -> None:

@@ -11,20 +11,23 @@ import os
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis as redis_py
 
-from only_one import Reclaimed, current_lock
+from only_one import Reclaimed, configure, current_lock
 from only_one.lock.holder import Holder as HolderOf
 from rigs.namespaces import HOST_NAMED
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Busy, Decorate, both, call_both, decorated, events
-from tests.faults.programs import Holder, Program, Running
+from tests.faults.programs import Holder, Running
 from tests.lock.test_holder import CONTAINER, changed, in_container
 from tests.proxy import Proxy
 from tests.renewal import is_renewed
@@ -136,41 +139,26 @@ def test_the_key_that_is_taken_over_is_the_run_s_own(redis: Any, key: str, dead:
     assert not redis.exists(key)
 
 
-SUCCESSORS = """
-import json, os, random, sys, time
-import redis
-import only_one
-from rigs.waiting import LIMIT
-url, prefix, witness, rounds, processes, seed = json.loads(sys.argv[1])
-number, jitter = int(sys.argv[2]), random.Random(f"{seed}/{sys.argv[2]}")
-only_one.configure(redis=url, prefix=prefix)
-client = redis.Redis.from_url(url)
-lines = os.open(witness, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-taken_over = []
-only_one.subscribe(lambda event: taken_over.append(event) if isinstance(event, only_one.Reclaimed) else None)
+def run_after_dead_holders(url: str, prefix: str, witness: Path, rounds: int, processes: int, seed: str) -> int:
+    """In each round, call as soon as all processes are there; returns how many keys this one has taken over."""
 
-def wait_for(name, count):
-    until = time.monotonic() + LIMIT
-    while int(client.get(prefix + name) or 0) < count:
-        if time.monotonic() > until:
-            sys.exit(f"waited too long for {name}")
-        time.sleep(0.0005)
+    def work(round_: int) -> bool:
+        os.write(lines, f"begin {round_} {os.getpid()}\n".encode())
+        # Until all others were skipped, so that a second one could not come after the first.
+        assert eventually(lambda: client.llen(f"{prefix}skipped:{round_}") == processes - 1, pause=0.0005)
+        os.write(lines, f"end {round_} {os.getpid()}\n".encode())
+        return True
 
-@only_one.only_one("dead:{round_}", timeout=600)
-def run(round_):
-    os.write(lines, f"begin {round_} {number}\\n".encode())
-    wait_for(f"skipped:{round_}", processes - 1)  # so that a second one could not come after the first
-    os.write(lines, f"end {round_} {number}\\n".encode())
-    return True
-
-for round_ in range(rounds):
-    client.incr(f"{prefix}ready:{round_}")
-    wait_for(f"ready:{round_}", processes)
-    time.sleep(jitter.choice([0, 0, jitter.uniform(0, 0.002)]))
-    if not run(round_):
-        client.incr(f"{prefix}skipped:{round_}")
-print(json.dumps([number, len(taken_over)]), flush=True)
-"""
+    jitter, lines = random.Random(seed), os.open(witness, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    with redis_py.Redis.from_url(url) as client, configure(redis=url, prefix=prefix), events(Reclaimed) as taken_over:
+        function = decorated(work, "dead:{round_}", timeout=TIMEOUT)
+        for round_ in range(rounds):
+            client.rpush(f"{prefix}ready:{round_}", seed)
+            assert eventually(lambda: client.llen(f"{prefix}ready:{round_}") == processes, pause=0.0005)  # noqa: B023
+            time.sleep(jitter.choice([0, 0, jitter.uniform(0, 0.002)]))
+            if not function(round_):
+                client.rpush(f"{prefix}skipped:{round_}", seed)
+    return len(taken_over)
 
 
 @pytest.mark.soak
@@ -178,35 +166,26 @@ def test_of_eight_that_find_the_same_dead_holder_one_runs(
     server: RedisServer, prefix: str, tmp_path: Path, token: bytes, record_property: Callable[[str, object], None]
 ) -> None:
     """Each round has the key of a dead holder; the runs write to a file that knows nothing of the lock."""
-    seed, rounds, processes = int(os.environ.get("ONLY_ONE_SOAK_SEED", random.randrange(2**32))), 60, 8
+    seed, rounds, processes = os.environ.get("ONLY_ONE_SOAK_SEED") or str(random.randrange(2**32)), 60, 8
     print("seed", seed)
     record_property("seed", seed)
-    witness = tmp_path / "witness"
-    with redis_py.Redis.from_url(server.url) as client:
+    shared = server.url, prefix, tmp_path / "witness", rounds, processes
+    with redis_py.Redis.from_url(server.url) as client, ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         for round_ in range(rounds):
             client.set(f"{prefix}dead:{round_}", token, px=TIMEOUT * 1000)
-        shared = json.dumps([server.url, prefix, str(witness), rounds, processes, seed])
-        programs = [Program(SUCCESSORS, shared, str(number)) for number in range(processes)]
-        try:
-            counts = [program.says() for program in programs]
-        finally:
-            for program in programs:
-                program.__exit__()
-        assert [number for number, _ in counts] == list(range(processes))
-        assert sum(count for _, count in counts) == rounds
-        stats = client.info("commandstats")
-        tried = stats["cmdstat_eval"]["calls"]
-        print("taken over", rounds, "times in", tried, "attempts")
+        calls = [pool.submit(run_after_dead_holders, *shared, f"{seed}/{number}") for number in range(processes)]
+        assert sum(each.result() for each in calls) == rounds
+        attempts = client.info("commandstats")["cmdstat_eval"]["calls"]
         record_property("taken over", rounds)
-        record_property("attempts", tried)
-        assert tried > rounds * 1.2  # they did meet
+        record_property("attempts", attempts)
+        assert attempts > rounds * 1.2  # they did meet
         assert not list(client.scan_iter(match=f"{prefix}dead:*"))
-    lines = [line.split() for line in witness.read_text(encoding="ascii").splitlines()]
+    lines = [line.split() for line in (tmp_path / "witness").read_text(encoding="ascii").splitlines()]
     assert len(lines) == 2 * rounds
     for round_ in range(rounds):
-        own = [line for line in lines if line[1] == str(round_)]
-        assert [what for what, *_ in own] == ["begin", "end"]
-        assert own[0][2] == own[1][2]
+        begin, end = (line for line in lines if line[1] == str(round_))
+        assert (begin[0], end[0]) == ("begin", "end")
+        assert begin[2] == end[2]
 
 
 # Holders that live
