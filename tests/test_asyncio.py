@@ -77,7 +77,7 @@ class CancelledAt:
             self.waited += 1
             if self.waited == self._number:
                 if self._when_done and future is not None:
-                    # Before the task is told: it is cancelled when what it waits for is there already.
+                    # Before the task goes on: it is cancelled when what it waits for is there already.
                     future.add_done_callback(lambda _: task.cancel())
                 else:
                     task.cancel()

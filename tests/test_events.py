@@ -137,9 +137,9 @@ def test_a_loss(redis: Redis, prefix: str, options: Any, change: Any, reason: st
     def work() -> str:
         token = seen[0].token
         if reason == "overrun":
-            told = overrun()
+            learnt = overrun()
             redis.delete(f"{prefix}k")
-            return told
+            return learnt
         value = change(token)
         redis.set(f"{prefix}k", value) if value else redis.delete(f"{prefix}k")
         renew_now(current_lock())

@@ -227,7 +227,7 @@ print(command.pid, flush=True)
         (SERVER_IN_PARENT, signal.SIGINT, 2),
         (SERVER_IN_PARENT, signal.SIGHUP, 2),
         (IGNORES_SIGTERM, signal.SIGKILL, 3),
-        (FORKS, signal.SIGKILL, 2),
+        (FORKS, signal.SIGKILL, None),
         (FORGETS, None, None),
     ],
     ids=["server-KILL", "server-TERM", "server-INT", "server-HUP", "ignores SIGTERM", "forks", "forgets"],
@@ -245,8 +245,8 @@ def test_all_processes_of_a_command_end_with_the_parent_that_started_it(
             pids = [pid, *group_of(pid)]
             if number is not None:
                 parent.send_signal(number)
-                assert len(set(pids)) == processes
             parent.wait(LIMIT)
+            assert processes in (None, len(set(pids)))
             assert all_gone(pids)
             assert all(map(is_running, forks))
         finally:
