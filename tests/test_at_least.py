@@ -80,15 +80,6 @@ def test_it_is_free_at_once_after_an_exception(
 
 
 @kinds
-def test_it_is_free_at_once_after_a_longer_run(redis: Any, key: str, kind: type[Running]) -> None:
-    with events(Released) as releases, kind(at_least=600, lease=6000) as run, later(600):
-        run.__exit__()
-    assert run.result == "done"
-    assert not redis.exists(key)
-    assert [event.outcome for event in releases] == ["held"]
-
-
-@kinds
 @pytest.mark.parametrize("value", [None, b"another's"])
 def test_a_key_that_was_lost_is_not_kept(redis: Any, key: str, kind: type[Running], value: bytes | None) -> None:
     with kind(at_least=6000) as run:

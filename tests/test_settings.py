@@ -8,9 +8,7 @@ import asyncio
 import inspect
 import logging
 import math
-import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,9 +28,9 @@ from only_one.celery.app_settings import current_app, server_of
 from only_one.connections import server as servers_of_product
 from only_one.errors import OnlyOneError
 from only_one.inspection import held
-from only_one.lock.holder import Holder
 from rigs.servers import RedisServer, redis_server
-from tests.decorated import decorated, decorated_async
+from tests.decorated import call_both, decorated
+from tests.faults.programs import Holder
 
 NOWHERE = {"broker_url": "memory://", "result_backend": "cache+memory://"}
 KEY = "only_one:k"
@@ -109,8 +107,8 @@ def call_with(levels: Levels, body: Any) -> Any:
                 patch.setenv(f"ONLY_ONE_{name.upper()}", value)
             if "app" in levels:
                 return run(a_task(an_app(**levels["app"]), body, **given))
-            result = decorated(body, **given)()
-            assert decorated_async(body, **given)() == result
+            result, of_async = call_both(body, **given)
+            assert of_async == result
             return result
     except OnlyOneError as error:
         return type(error)
@@ -303,16 +301,11 @@ def own_policy(error: OnlyOneError) -> str:
 
 @pytest.fixture(scope="module")
 def of_a_dead_holder(own_server: RedisServer) -> bytes:
-    """What a holder has stored that was killed."""
-    program = f"""
-import os, signal, only_one
-only_one.only_one("k", 600, redis={own_server.url!r})(lambda: os.kill(os.getpid(), signal.SIGKILL))()
-"""
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
-    with Redis.from_url(own_server.url) as client:
-        value: Any = client.getdel(KEY)
-    assert Holder.parse(value) is not None
-    return bytes(value)
+    """The value that a holder had stored when it was killed."""
+    with Holder(own_server.url, "only_one:", timeout=600) as holder, Redis.from_url(own_server.url) as client:
+        holder.kill()
+        client.delete(KEY)
+    return holder.token
 
 
 @pytest.mark.parametrize(
