@@ -69,7 +69,7 @@ def program(module: str, folder: Path, *arguments: object, **environment: str) -
         module: its module.
         folder: for its files, and for what it prints.
         arguments: its command line.
-        environment: what it is told besides.
+        environment: further variables of its environment.
     """
     log = folder.with_name(f"{folder.name}-{len(list(folder.parent.iterdir()))}.log")
     command = [sys.executable, "-m", module, *map(str, arguments)]

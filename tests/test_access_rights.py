@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.celery.deliveries import token_of
 from tests.celery.enqueueing import withdraw
+from tests.decorated import call_both, decorated, decorated_async
 from tests.faults.programs import Running
 from tests.faults.test_cluster import OPTIONS
 from tests.renewal import is_renewed
@@ -70,27 +70,17 @@ def used(client: Any) -> set[str]:
 
 
 def use_functions(client: Any, url: str) -> None:
-    """All that a covered function does."""
-
-    @only_one("async")
-    async def outer() -> Any:
-        return await inner()
-
-    @only_one("async")
-    async def inner() -> str:
-        return "not skipped"
-
-    assert asyncio.run(outer()) is None
+    """All that a decorated function does."""
     with Running(lease=60, timeout=600) as run:
-        assert only_one("k")(lambda: "not skipped")() is None
+        assert call_both() == [None, None]
         assert is_renewed(run.lock)
         assert run.lock.fence > 0
         run.lock.extend(60)
     assert run.result == "done"
     client.set("only_one:dead", TokenFactory("dead").token(None), px=600_000)
-    assert only_one("dead", at_least=600)(lambda: "done")() == "done"
+    assert decorated_async(lambda: "done", "dead", at_least=600)() == "done"
     client.set("only_one:queued", TokenFactory("a task", "its id", 0, "queued").token(600), px=600_000)
-    assert only_one("queued")(lambda: "done")() == "done"
+    assert decorated(lambda: "done", "queued")() == "done"
     server, key = servers.find_server(url), "only_one:left"
     client.set(key, key)
     renewal.release_later(Cleanup(server, key, key.encode(), now() + 600, no_write_in_flight=True))
@@ -136,16 +126,16 @@ def use_tasks(client: Any, url: str) -> None:
     client.set("only_one:not sent", token_of("its id", is_dead=True), px=600_000)
     task_failure.send(sender=renames, task_id="its id", exception=WorkerLostError(), args=("sent",), kwargs={})
     assert eventually(lambda: not client.exists("only_one:not sent"))
-    server, key, note = servers.find_server(url), "only_one:noted", "{only_one:noted}:copy:1"
-    for steps in (
-        redelivery.read_marker(key, note, 60),
-        evaluate(redelivery.REQUEUED, key, 1, 60_000, beside=(note,)),
-        commands.release(server.features, key, b"ours", MarkerUpdate(note, 60_000)),
-        commands.end(server.features, key, b"ours", Retained(b"kept", now() + 1), MarkerUpdate(note, 60_000)),
-        evaluate(redelivery.STORED, key, beside=(note,)),
-        redelivery.read_marker(key, note),
+    server, key, marker = servers.find_server(url), "only_one:marked", "{only_one:marked}:copy:1"
+    for commands_ in (
+        redelivery.read_marker(key, marker, 60),
+        evaluate(redelivery.REQUEUED, key, 1, 60_000, beside=(marker,)),
+        commands.release(server.features, key, b"ours", MarkerUpdate(marker, 60_000)),
+        commands.end(server.features, key, b"ours", Retained(b"kept", now() + 1), MarkerUpdate(marker, 60_000)),
+        evaluate(redelivery.STORED, key, beside=(marker,)),
+        redelivery.read_marker(key, marker),
     ):
-        drive(server.client, steps)
+        drive(server.client, commands_)
     number: Any = None
     for what in ("arrive", "pending", "begin"):
         number = coalescing.note(server, key, app, what, "1", number)
@@ -184,7 +174,7 @@ def test_the_rights_that_the_page_lists_are_enough_and_none_is_in_vain(
     assert in_vain <= (set() if what == "functions" else rights("functions"))
 
 
-def test_who_looks_only(their_server: RedisServer, admin: Any) -> None:
+def test_three_commands_are_enough_to_look(their_server: RedisServer, admin: Any) -> None:
     url = add_user(admin, their_server.url, {"scan", "get", "pttl"})
     with configure(redis=their_server.url, prefix="only_one:"), Running("looked-at"):
         assert "only_one:looked-at" in {each.key for each in held(redis=url)}
@@ -196,26 +186,22 @@ def test_without_eval_a_timeout_is_enough(their_server: RedisServer, admin: Any)
     except redis.ResponseError:
         pytest.skip("the server has no DELIFEQ")
     with configure(redis=url, prefix="only_one:"):
-        assert only_one("short", timeout=600)(lambda: "done")() == "done"
-    assert not admin.exists("only_one:short")
+        assert decorated(lambda: "done", timeout=600)() == "done"
+    assert not admin.exists("only_one:k")
 
 
 def test_another_database(their_server: RedisServer, admin: Any) -> None:
     url = add_user(admin, their_server.url, rights("functions") | rights("a database other than 0"))
     with configure(redis=url.removesuffix("0") + "1", prefix="only_one:"):
-        assert only_one("k", lease=60)(lambda: is_renewed(current_lock()))()
+        assert decorated(lambda: is_renewed(current_lock()), lease=60)()
 
 
 def test_a_cluster() -> None:
-    @only_one("async")
-    async def work() -> str:
-        return "done"
-
     with redis_server(*OPTIONS) as server, redis.Redis.from_url(server.url) as client:
         client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
         assert eventually(lambda: client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
         url = add_user(client, server.url, rights("functions") | rights("a cluster"))
         with redis.RedisCluster.from_url(url) as cluster, configure(redis=cluster, prefix="only_one:"):
-            assert only_one("k", lease=60)(lambda: is_renewed(current_lock()))()
-            assert asyncio.run(work()) == "done"
+            assert decorated(lambda: is_renewed(current_lock()), lease=60)()
+            assert decorated_async(lambda: "done")() == "done"
         assert not client.keys("*")

@@ -1,4 +1,4 @@
-"""Covered coroutines: cancelled at every place where they wait, in one event loop after the other, and many at once."""
+"""Decorated async functions: cancelled wherever they wait, in one event loop after the other, and many at a time."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ import gc
 import sys
 import threading
 from collections.abc import Coroutine, Generator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis as redis_py
 
-from only_one import LockLost, LockUnavailable, current_lock, fail, only_one
+from only_one import LockUnavailable, current_lock, only_one
 from only_one.connections.asyncio_client import AsyncClient, make_async_client
 from only_one.connections.server import Server
 from only_one.lock import renewal
 from only_one.lock.commands import Commands, drive_async
 from rigs.waiting import LIMIT, eventually
 from tests.clients import KINDS, OF_ONE_SERVER, clients
+from tests.decorated import decorated
 from tests.proxy import Proxy
 from tests.renewal import renew_now
 
-NAME = "k"
 MANY = 1000
 """Calls at a time."""
 OTHERS = 4
@@ -38,7 +36,18 @@ MOST = 500
 @pytest.fixture
 def key(prefix: str) -> str:
     """The key as it is in Redis."""
-    return f"{prefix}{NAME}"
+    return f"{prefix}k"
+
+
+async def work(number: int = 0) -> int:
+    assert current_lock().is_held
+    await asyncio.sleep(0)
+    return number
+
+
+def held() -> list[Any]:
+    """The locks that are renewed."""
+    return renewal._renewer.held()
 
 
 class CancelledAt:
@@ -68,7 +77,7 @@ class CancelledAt:
             self.waited += 1
             if self.waited == self._number:
                 if self._when_done and future is not None:
-                    # Before the task is told: it is cancelled when what it waits for is there already.
+                    # Before the task goes on: it is cancelled when what it waits for is there already.
                     future.add_done_callback(lambda _: task.cancel())
                 else:
                     task.cancel()
@@ -79,123 +88,92 @@ class CancelledAt:
                 error = raised
 
 
-async def drive(steps: CancelledAt) -> Any:
-    return await steps
+CASES: dict[str, tuple[dict[str, Any], bytes | None]] = {
+    "lease": ({"lease": 600}, None),
+    "kept": ({"timeout": 600, "at_least": 1}, None),
+    "busy": ({"timeout": 600}, b"another's"),
+}
 
 
-def held() -> list[Any]:
-    """What is renewed."""
-    return renewal._renewer.held()
-
-
-TIMES = {"lease": {"lease": 600}, "kept": {"timeout": 600, "at_least": 1}}
-
-
-@pytest.mark.parametrize("times", TIMES.values(), ids=TIMES)
+@pytest.mark.parametrize(("options", "stored"), CASES.values(), ids=CASES)
 @pytest.mark.parametrize("when_done", [False, True], ids=["while it waits", "when it has waited"])
-def test_a_call_that_is_cancelled_wherever_it_waits(
-    redis: Any, redis_url: str, key: str, times: Any, *, when_done: bool
+def test_a_call_that_is_cancelled_wherever_it_waits_leaves_no_key(
+    redis: Any, redis_url: str, key: str, options: Any, stored: bytes | None, *, when_done: bool
 ) -> None:
-    async def work() -> str:
-        await asyncio.sleep(0.001)
-        return "done"
-
-    def is_free() -> bool:
+    def is_as_before() -> bool:
         value = redis.get(key)
-        return value is None or (b'"kept"' in value and redis.pttl(key) <= 1000)
+        is_kept = value is not None and b'"kept"' in value and redis.pttl(key) <= 1000
+        return value == stored or is_kept
+
+    async def drive(call: CancelledAt) -> Any:
+        return await call
 
     cancelled = 0
     for number in range(1, MOST):
+        if stored:
+            redis.set(key, stored)
         with redis_py.Redis.from_url(redis_url) as client:  # a fresh one: to connect is to wait, too
-            call: Any = only_one(work, key=NAME, redis=client, **times)
+            call = decorated(work, redis=client, **options)
             steps = CancelledAt(number, call(), when_done=when_done)
             try:
-                assert asyncio.run(drive(steps)) == "done"
+                assert asyncio.run(drive(steps)) == (None if stored else 0)
             except asyncio.CancelledError:
                 cancelled += 1
             assert not held()
-            assert eventually(is_free), f"cancelled at {number}: {redis.pttl(key)} ms {redis.get(key)}"
+            assert eventually(is_as_before), f"cancelled at {number}: {redis.pttl(key)} ms {redis.get(key)}"
             redis.delete(key)
-            assert asyncio.run(call()) == "done"
+            assert asyncio.run(call()) == 0
             redis.delete(key)
         if steps.waited < number:
             break
     print(f"{steps.waited} places, {cancelled} times cancelled")
-    assert steps.waited > 4
-    # redis-py's wait_for loses one that meets the reply, and tasks do not count theirs before Python 3.11:
+    assert steps.waited > (1 if stored else 4)
+    # redis-py's wait_for loses one that comes with the reply, and tasks do not count theirs before Python 3.11:
     # there only that of the work itself is certain to come.
-    assert cancelled >= (steps.waited / 2 if sys.version_info >= (3, 11) else 1)
+    least = steps.waited / 2 if sys.version_info >= (3, 11) else 1
+    assert stored or cancelled >= least
 
 
-def test_a_call_that_is_cancelled_while_busy(redis: Any, redis_url: str, key: str) -> None:
-    redis.set(key, "somebody else")
-    call: Any
-    for number in range(1, MOST):
-        with redis_py.Redis.from_url(redis_url) as client:
-
-            async def work() -> str:
-                return "done"
-
-            call = only_one(work, key=NAME, redis=client, timeout=600)
-            steps = CancelledAt(number, call(), when_done=False)
-            with suppress(asyncio.CancelledError):
-                assert asyncio.run(drive(steps)) is None
-        assert redis.get(key) == b"somebody else"
-        if steps.waited < number:
-            break
-    assert steps.waited > 1
-    redis.delete(key)
-
-
-def test_cancelled_twice(redis: Any, key: str) -> None:
-    """The second time while the key is given back."""
-
-    @only_one(NAME, timeout=600)
-    async def work() -> None:
+def test_a_run_that_is_cancelled_again_while_it_releases_its_key(redis: Any, key: str) -> None:
+    @only_one("k", timeout=600)
+    async def wait() -> None:
         await asyncio.sleep(LIMIT)
 
-    async def cancel(twice: int) -> None:
-        task = asyncio.ensure_future(work())
+    async def cancel(again: int) -> None:
+        task = asyncio.ensure_future(wait())
         assert await asyncio.to_thread(eventually, lambda: redis.exists(key))
         task.cancel()
-        for _ in range(twice):
+        for _ in range(again):
             await asyncio.sleep(0)
             task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert await asyncio.to_thread(eventually, lambda: not redis.exists(key))
 
-    for twice in range(4):
-        asyncio.run(cancel(twice))
+    for again in range(4):
+        asyncio.run(cancel(again))
         assert not held()
 
 
-def open_files() -> int:
-    """How many files and sockets this process has open."""
-    return len(list(Path("/dev/fd").iterdir()))
-
-
-def loops() -> int:
-    """How many event loops are alive."""
+def are_open(redis: Any) -> list[int]:
+    """How many files and sockets this process has open, how many event loops live, and the server's connections."""
     gc.collect()
     # Not by isinstance, which would ask those that weak proxies stand for, and that are gone.
-    return sum(issubclass(type(each), asyncio.AbstractEventLoop) for each in gc.get_objects())
+    loops = sum(issubclass(type(each), asyncio.AbstractEventLoop) for each in gc.get_objects())
+    return [len(list(Path("/dev/fd").iterdir())), loops, len(redis.client_list())]
 
 
 @pytest.mark.skipif(not Path("/dev/fd").exists(), reason="open files cannot be counted")
-def test_one_event_loop_after_the_other(redis: Any, key: str) -> None:
+def test_one_event_loop_after_the_other_leaves_nothing_open(redis: Any, key: str) -> None:
     begun = threading.Event()
+    function = decorated(work)
 
-    @only_one(NAME)
-    async def work() -> str:
-        return "done"
-
-    @only_one(NAME)
+    @only_one("k")
     async def never() -> None:
         begun.set()
         await asyncio.sleep(LIMIT)
 
-    async def cancelled() -> str:
+    async def cancel_and_call_again() -> Any:
         begun.clear()
         task = asyncio.ensure_future(never())
         # Not by the key alone: a cancellation that comes with the reply may be lost by redis-py.
@@ -203,28 +181,20 @@ def test_one_event_loop_after_the_other(redis: Any, key: str) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return await work() or ""
+        return await function()
 
-    def both() -> None:
-        assert asyncio.run(work()) == "done"
-        assert asyncio.run(cancelled()) == "done"
-
-    for _ in range(3):
-        both()
-
-    def are_open() -> list[int]:
-        return [open_files(), loops(), len(redis.client_list())]
-
-    before = are_open()
-    for _ in range(20):
-        both()
+    before: list[int] = []
+    for number in range(23):
+        if number == 3:
+            before = are_open(redis)
+        assert asyncio.run(function()) == asyncio.run(cancel_and_call_again()) == 0
     # Some connections may be the renewing thread's; it is one for each loop that must not be left.
-    assert eventually(lambda: all(now < was + 10 for now, was in zip(are_open(), before, strict=True))), before
+    assert eventually(lambda: all(now < was + 10 for now, was in zip(are_open(redis), before, strict=True))), before
     assert not redis.exists(key)
 
 
 def test_clients_of_closed_loops_are_forgotten(redis_url: str) -> None:
-    """Those that were not shut down before, so that nothing else has told us."""
+    """Those of loops that were not shut down before, so that nothing else closes the clients."""
     server = Server(redis_py.Redis.from_url(redis_url))
     loops = [asyncio.new_event_loop() for _ in range(3)]
     first, second = (loop.run_until_complete(server.async_client()) for loop in loops[:2])
@@ -260,147 +230,74 @@ def test_threads_that_each_run_an_event_loop_of_their_own(redis_url: str) -> Non
     assert loop not in server._async_clients
 
 
-def renewing_threads() -> list[threading.Thread]:
-    return [each for each in threading.enumerate() if each.name == "only_one-leases"]
+def test_many_runs_share_one_thread_and_are_renewed_while_their_event_loop_is_busy(
+    redis: Any, redis_url: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a client without time-outs, because a loop that opens many connections at once answers late."""
 
+    def threads() -> int:
+        return sum(each.name == "only_one-leases" for each in threading.enumerate())
 
-def test_many_runs_share_one_thread(redis: Any, redis_url: str, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two event loops at a time, and they are renewed while these are busy.
-
-    By a client without time-outs, as a loop that opens many connections at once answers late.
-    """
     monkeypatch.setattr(renewal, "_renewer", renewal._Renewer())  # other tests have left threads of their own
-    of_others = len(renewing_threads())
-    many = 50
-    keys = [f"{prefix}{number}" for number in range(2 * many)]
-    waiting, renewed = threading.Barrier(3), threading.Event()
+    of_others, many = threads(), 100
+    begun: list[str] = []
+    renewed = asyncio.Event()
 
-    client = redis_py.Redis.from_url(redis_url)
-
-    @only_one("{number}", lease=60, redis=client)
-    async def work(number: int, begun: list[int], all_have: asyncio.Event, enough: asyncio.Event) -> bool:
-        begun.append(number)
-        if len(begun) == many:
-            all_have.set()
-        await enough.wait()
+    async def run(number: int) -> bool:
+        begun.append(f"{prefix}{number}")
+        if len(begun) == many:  # none of the others gets a turn meanwhile
+            locks = held()
+            assert sorted(lock.key for lock in locks) == sorted(begun)
+            for each in begun:
+                redis.pexpire(each, 30_000)
+            renew_now(*locks)
+            assert eventually(lambda: all(redis.pttl(each) > 30_000 for each in begun))
+            assert threads() == of_others + 1
+            renewed.set()
+        await asyncio.wait_for(renewed.wait(), LIMIT)
         return current_lock().is_held
 
-    async def some(numbers: range) -> list[bool | None]:
-        begun: list[int] = []
-        all_have, enough = asyncio.Event(), asyncio.Event()
-        runs = [asyncio.ensure_future(work(number, begun, all_have, enough)) for number in numbers]
-        await all_have.wait()
-        # Not awaited: neither loop gets a turn before the test says so.
-        waiting.wait(LIMIT)
-        renewed.wait(LIMIT)
-        enough.set()
-        return list(await asyncio.gather(*runs))
+    async def all_at_once() -> Any:
+        return await asyncio.gather(*(call(number) for number in range(many)))
 
-    with ThreadPoolExecutor(2) as pool:
-        loops = [pool.submit(asyncio.run, some(range(first, first + many))) for first in (0, many)]
-        waiting.wait(LIMIT)
-        try:
-            locks = held()
-            assert sorted(lock.key for lock in locks) == sorted(keys)
-            for key in keys:
-                redis.pexpire(key, 30_000)
-            renew_now(*locks)
-            assert eventually(lambda: all(redis.pttl(key) > 30_000 for key in keys))
-            assert len(renewing_threads()) == of_others + 1
-        finally:
-            renewed.set()
-        assert [loop.result(LIMIT) for loop in loops] == [[True] * many] * 2
-    client.close()
-    assert redis.exists(*keys) == 0
+    with redis_py.Redis.from_url(redis_url) as client:
+        call = decorated(run, "{number}", lease=60, redis=client)
+        assert asyncio.run(all_at_once()) == [True] * many
+    assert redis.exists(*begun) == 0
     assert not held()
-
-
-@pytest.mark.parametrize(("value", "reason"), [(None, "deleted"), (b"somebody else", "taken")])
-def test_a_run_that_fails_when_it_has_lost_its_key_is_cancelled(
-    redis: Any, key: str, value: bytes | None, reason: str
-) -> None:
-    seen: list[str] = []
-
-    @only_one(NAME, lease=60, when_lost=fail)
-    async def work() -> None:
-        try:
-            redis.set(key, value) if value else redis.delete(key)
-            renew_now(current_lock())
-            await asyncio.sleep(LIMIT)
-        except asyncio.CancelledError:
-            seen.append("cancelled")
-            raise
-
-    async def main() -> str:
-        with pytest.raises(LockLost, match=reason):
-            await work()
-        await asyncio.sleep(0)  # nothing of the cancellation is left
-        return "went on"
-
-    assert asyncio.run(main()) == "went on"
-    assert seen == ["cancelled"]
-    assert redis.get(key) == value
-    redis.delete(key)
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="cancellations are counted from Python 3.11")
-def test_a_run_that_is_cancelled_by_others_is_cancelled(redis: Any, key: str) -> None:
-    """Though it would fail when it has lost its key, and has lost it as well."""
-
-    @only_one(NAME, lease=60, when_lost=fail)
-    async def work() -> None:
-        await asyncio.sleep(LIMIT)
-
-    async def main() -> None:
-        task = asyncio.ensure_future(work())
-        assert await asyncio.to_thread(eventually, lambda: redis.exists(key))
-        redis.delete(key)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(main())
 
 
 @pytest.mark.parametrize("most", [1, 10, None])
 @pytest.mark.parametrize("kind", KINDS)
-def test_more_calls_at_a_time_than_connections(kind: str, most: int | None, prefix: str) -> None:
-    """They wait for one another, as threads do; each has a key of its own, and all run."""
+def test_more_calls_at_a_time_than_connections_wait_for_one_another(kind: str, most: int | None, prefix: str) -> None:
+    """As threads do; each has a key of its own, and all run."""
     many = MANY if kind == "plain" else MANY // 10
     options: dict[str, Any] = {} if most is None else {"max_connections": most}
     options |= {"socket_timeout": LIMIT, "socket_connect_timeout": LIMIT}  # after which redis-py connects again
 
-    async def work(number: int) -> int:
-        assert current_lock().is_held
-        return number
-
-    async def all_at_once(call: Any) -> Any:
+    async def all_at_once() -> Any:
         return await asyncio.gather(*(call(number) for number in range(many)))
 
     with clients(kind) as those, those.connected(**options) as client:
-        call = only_one(work, key="{number}", timeout=600, redis=client)
+        call = decorated(work, "{number}", timeout=600, redis=client)
         begun = those.witness.info("stats")["total_connections_received"]
-        assert asyncio.run(all_at_once(call)) == list(range(many))
+        assert asyncio.run(all_at_once()) == list(range(many))
         opened = those.witness.info("stats")["total_connections_received"] - begun
         assert opened <= (most or many) + OTHERS
         assert not those.witness.keys(f"*{prefix}*")
 
 
-def test_calls_that_wait_for_a_connection_to_a_server_that_is_down(redis_url: str, prefix: str) -> None:
-    """Those that have one find out, each twice, as they are told to; none of those that wait asks again."""
-    assert prefix
+@pytest.mark.usefixtures("prefix")
+def test_calls_that_wait_for_a_connection_to_a_server_that_is_down(redis_url: str) -> None:
+    """Those that have one find out, each twice, as their client says; none of those that wait asks again."""
     with Proxy(redis_url) as proxy:
         proxy.lose_request("SET", times=MANY, then="hang")
         with redis_py.Redis.from_url(proxy.url, max_connections=2, socket_timeout=0.5) as client:
+            call = decorated(work, "{number}", timeout=600, redis=client)
 
             async def all_at_once() -> Any:
-                calls = (call(number) for number in range(50))
-                return await asyncio.gather(*calls, return_exceptions=True)
+                return await asyncio.gather(*(call(number) for number in range(50)), return_exceptions=True)
 
-            async def work(number: int) -> int:
-                return number
-
-            call = only_one(work, key="{number}", timeout=600, redis=client)
             results = asyncio.run(all_at_once())
         assert {type(each) for each in results} == {LockUnavailable}
         assert proxy.commands.count("SET") <= 4
@@ -424,88 +321,88 @@ def test_a_command_whose_connection_is_closed_is_sent_once_more(redis_url: str, 
         assert proxy.commands.count("GET") == 2
 
 
-def test_a_command_without_a_reply_while_others_have_theirs() -> None:
-    """The server is not down then: what waits for the connection has its turn."""
+class Client:
+    """A client of which each command ends as its name says.
 
-    class Client:
-        """Of which one command ends when the test says so, and one never."""
+    Attributes:
+        closed: the clients that were closed.
+        goes_on: ends what is "late", and what "times out".
+    """
 
-        async def execute_command(self, command: str) -> str:
-            if command == "times out":
-                await time_is_over.wait()
-                raise redis_py.TimeoutError
-            if command == "takes long":
-                await asyncio.Event().wait()
-            return command
+    closed: list[Any]
+    goes_on: asyncio.Event
+
+    async def execute_command(self, command: str) -> str:
+        if command in ("late", "times out"):
+            await self.goes_on.wait()
+        if command == "times out":
+            raise redis_py.TimeoutError
+        if command == "interrupted":
+            raise KeyboardInterrupt
+        if command == "takes long":
+            await asyncio.Event().wait()
+        return command
+
+    async def aclose(self) -> None:
+        self.closed.append(self)
+
+
+@pytest.fixture
+def asyncio_client() -> AsyncClient:
+    """A client with two connections."""
+    Client.closed, Client.goes_on = [], asyncio.Event()
+    return AsyncClient(Client, 2)
+
+
+def test_a_command_that_times_out_while_others_have_their_replies(asyncio_client: AsyncClient) -> None:
+    """The server is not down then: a command that waits for the connection has its turn."""
+
+    def send(command: str) -> asyncio.Task[Any]:
+        return asyncio.create_task(asyncio_client.execute_command(command))
 
     async def main() -> None:
-        twin = AsyncClient(Client, 2)
-
-        def send(command: str) -> asyncio.Task[Any]:
-            return asyncio.create_task(twin.execute_command(command))
-
-        timed_out = send("times out")
-        assert await send("first") == "first"
+        timed_out, first = send("times out"), send("first")
+        assert await first == "first"
         takes_long, waits = send("takes long"), send("waits")
         await asyncio.sleep(0)
-        time_is_over.set()
+        Client.goes_on.set()
         with pytest.raises(redis_py.TimeoutError):
             await timed_out
         assert await waits == "waits"
         takes_long.cancel()
 
-    time_is_over = asyncio.Event()
     asyncio.run(main())
 
 
-def test_a_command_that_ends_when_its_client_has_been_left() -> None:
-    """As another was interrupted: it may have connected once more, and the next command closes that."""
-    closed: list[Any] = []
+def test_a_command_that_ends_when_its_client_has_been_left(asyncio_client: AsyncClient) -> None:
+    """Because another was interrupted: it may have connected once more, and the next command closes that."""
 
-    class Client:
-        """Of which one command ends when the test says so, and one is interrupted."""
-
-        async def execute_command(self, command: str) -> str:
-            if command == "late":
-                await goes_on.wait()
-            if command == "interrupted":
-                raise KeyboardInterrupt
-            return command
-
-        async def aclose(self) -> None:
-            closed.append(self)
+    async def next_command_closes(expected: set[Any]) -> None:
+        Client.closed.clear()
+        assert await asyncio_client.execute_command("next") == "next"
+        assert set(Client.closed) == expected
 
     async def main() -> None:
-        twin = AsyncClient(Client, 2)
-        before = twin.client
-        late = asyncio.create_task(twin.execute_command("late"))
+        before = asyncio_client.client
+        late = asyncio.create_task(asyncio_client.execute_command("late"))
         await asyncio.sleep(0)
         with pytest.raises(KeyboardInterrupt):
-            await twin.execute_command("interrupted")
-        assert await twin.execute_command("next") == "next"
-        assert closed == [before]
-        goes_on.set()
+            await asyncio_client.execute_command("interrupted")
+        await next_command_closes({before})
+        Client.goes_on.set()
         assert await late == "late"
-        closed.clear()
-        assert await twin.execute_command("next") == "next"
-        assert set(closed) == {before}
-        closed.clear()
-        assert await twin.execute_command("next") == "next"
-        assert not closed
+        await next_command_closes({before})
+        await next_command_closes(set())
 
-    goes_on = asyncio.Event()
     asyncio.run(main())
 
 
 def test_a_call_that_is_cancelled_while_it_waits_for_a_connection(redis: Any, redis_url: str, prefix: str) -> None:
     """It takes no connection from those that wait behind it."""
     with Proxy(redis_url) as proxy, redis_py.Redis.from_url(proxy.url, max_connections=1) as client:
-
-        async def work(number: int) -> int:
-            return number
+        call = decorated(work, "{number}", timeout=600, redis=client)
 
         async def cancel_in_the_middle() -> Any:
-            call: Any = only_one(work, key="{number}", timeout=600, redis=client)
             assert await call(0) == 0
             held_up = proxy.hold_up("SET")
             tasks = [asyncio.create_task(call(number)) for number in range(5)]

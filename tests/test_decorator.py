@@ -1,6 +1,6 @@
-"""One decorator above a function: what overlaps is skipped, and everything else about the function stays as it was."""
+"""One decorator above a function: calls that overlap are skipped, and everything else about the function stays."""
 
-# ruff: noqa: ARG001, ARG002, ARG003 - what is covered here has arguments for the sake of its keys
+# ruff: noqa: ARG001, ARG002, ARG003 - the decorated functions have arguments for the sake of their keys
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import pickle
 import random
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
@@ -29,95 +28,23 @@ import pytest
 from celery import Celery, Task
 from redis import ConnectionPool, Redis
 
-from only_one import (
-    ConfigurationError,
-    LockLost,
-    OnlyOneError,
-    configure,
-    current_lock,
-    only_one,
-)
+from only_one import LockLost, OnlyOneError, configure, current_lock, only_one
 from only_one.inspection import key_of
 from only_one.keys.digest import digest
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
+from tests.decorated import Busy, Decorate, Function, as_async, both, decorated, decorated_async
 from tests.renewal import is_idle, is_renewed
 
-README = Path(__file__).parents[1] / "README.md"
-KeyIsBusy = Callable[..., AbstractContextManager[None]]
-Function = Callable[..., Any]
 pytestmark = pytest.mark.usefixtures("redis")
-spawn = get_context("spawn")
 
 
-class Job:
-    """Work that goes on until it is told to end, and that knows by itself whether it overlapped."""
-
-    def __init__(self) -> None:
-        self.begun, self.end = threading.Event(), threading.Event()
-        self.runs = self.inside = self.most = 0
-        self._counting = threading.Lock()
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """One more run for the length of the block."""
-        with self._counting:
-            self.runs += 1
-            self.inside += 1
-            self.most = max(self.most, self.inside)
-        try:
-            yield
-        finally:
-            with self._counting:
-                self.inside -= 1
-
-    def work(self) -> str:
-        """What a covered function does in these tests."""
-        with self.counted():
-            self.begun.set()
-            assert self.end.wait(LIMIT)
-        return "done"
-
-    async def work_async(self) -> str:
-        """The same on an event loop."""
-        with self.counted():
-            self.begun.set()
-            await until(self.end.is_set)
-        return "done"
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition."""
-
-    async def wait() -> None:
-        while not condition():  # noqa: ASYNC110 - conditions of other threads have no event
-            await asyncio.sleep(0.001)
-
-    await asyncio.wait_for(wait(), LIMIT)
-
-
-@contextmanager
-def while_runs(job: Job, call: Callable[[], Any]) -> Iterator[Future[Any]]:
-    """Have a call run in another thread; it is told to end when the block ends."""
-    with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(call)
-        run.add_done_callback(lambda _: job.begun.set())
-        try:
-            assert job.begun.wait(LIMIT)
-            yield run
-        finally:
-            job.end.set()
-            run.exception(LIMIT)
-
-
-def run_of(function: Function, *args: Any, **kwargs: Any) -> Any:
-    """The result of a call, of a coroutine function, too."""
-    result = function(*args, **kwargs)
-    return asyncio.run(result) if inspect.iscoroutine(result) else result
+def own_key(*_: object) -> str:
+    return current_lock().key
 
 
 def keys_of(redis: Redis, prefix: str) -> list[str]:
-    """What this test has left in Redis."""
+    """The keys of this test that are in Redis."""
     return [key.decode() for key in redis.scan_iter(match=f"*{prefix}*", count=1000)]
 
 
@@ -138,33 +65,29 @@ FORMS: dict[str, tuple[Any, str, float]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["def", "async def"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["def", "async def"])
 @pytest.mark.parametrize(("form", "key", "seconds"), FORMS.values(), ids=FORMS)
-def test_every_form_covers(
-    redis: Redis, prefix: str, form: Callable[[Function], Any], key: str, seconds: float, kind: str
+def test_every_form_decorates(
+    redis: Redis, prefix: str, form: Function, key: str, seconds: float, *, is_async: bool
 ) -> None:
-    job = Job()
+    runs: list[float] = []
 
     def work(a: int) -> str:
-        return job.work()
+        assert keys_of(redis, prefix) == [expected]
+        runs.append(redis.pttl(expected) / 1000)
+        return "done"
 
-    async def work_async(a: int) -> str:
-        return await job.work_async()
+    def call() -> Any:
+        return asyncio.run(function(1)) if is_async else function(1)
 
-    function: Function = work if kind == "def" else work_async
-    covered = form(function)
-    name = f"{function.__module__}.{function.__qualname__}"
-    with while_runs(job, lambda: run_of(covered, 1)) as run:
-        (taken,) = keys_of(redis, prefix)
-        assert taken == prefix + key.format(name=name, md5=digest([1]))
-        assert seconds / 2 < redis.pttl(taken) / 1000 <= seconds
-        assert run_of(covered, 1) is None
-        assert not run.done()
-    assert run.result() == "done"
-    assert job.runs == job.most == 1
+    function = form(as_async(work) if is_async else work)
+    expected = prefix + key.format(name=f"{__name__}.{work.__qualname__}", md5=digest([1]))
+    assert call() == "done"
+    assert seconds / 2 < runs[0] <= seconds
     assert keys_of(redis, prefix) == []
-    assert run_of(covered, 1) == "done"
-    assert job.runs == 2
+    redis.set(expected, "another's")
+    assert call() is None
+    assert len(runs) == 1
 
 
 def test_methods(redis: Redis, prefix: str) -> None:
@@ -179,26 +102,26 @@ def test_methods(redis: Redis, prefix: str) -> None:
 
         @only_one("feed:{self.url}:{more}")
         async def load_async(self, more: int = 1) -> tuple[str, str]:
-            return self.url, current_lock().key
+            return self.url, own_key()
 
         @staticmethod
         @only_one("static:{a}")
         def static(a: int) -> tuple[int, str]:
-            return a, current_lock().key
+            return a, own_key()
 
         @classmethod
         @only_one("class:{a}")
         def of_class(cls, a: int) -> tuple[str, str]:
-            return cls.__name__, current_lock().key
+            return cls.__name__, own_key()
 
         @property
         @only_one("property:{self.url}")
         def size(self) -> str:
-            return current_lock().key
+            return own_key()
 
         @only_one("call:{self.url}")
         def __call__(self) -> str:
-            return current_lock().key
+            return own_key()
 
     one, other = Feed("a"), Feed("b")
     seen: list[object] = []
@@ -208,9 +131,7 @@ def test_methods(redis: Redis, prefix: str) -> None:
     assert Feed.static(1) == one.static(1) == (1, f"{prefix}static:1")
     assert Feed.of_class(1) == one.of_class(a=1) == ("Feed", f"{prefix}class:1")
     assert one.size == f"{prefix}property:a"
-    assert one() == f"{prefix}call:a"
-    assert only_one(one.__call__, key="bound")() == f"{prefix}call:a"
-    assert only_one(one.static, key="again")(1) == (1, f"{prefix}static:1")
+    assert one() == only_one(one.__call__, key="bound")() == f"{prefix}call:a"
     assert keys_of(redis, prefix) == []
 
 
@@ -221,14 +142,14 @@ def test_methods_whose_object_has_a_digest_or_is_a_task(prefix: str) -> None:
 
         @only_one
         def load(self) -> str:
-            return current_lock().key
+            return own_key()
 
     class Work(Task):  # type: ignore[misc]
         name = "a-task-of-a-class"
 
         @only_one
         def run(self, a: int) -> str:
-            return current_lock().key
+            return own_key()
 
     app = Celery(set_as_current=False)
     assert Feed("a").load() == Feed("a").load() != Feed("b").load()
@@ -236,31 +157,21 @@ def test_methods_whose_object_has_a_digest_or_is_a_task(prefix: str) -> None:
     assert key.startswith(f"{prefix}a-task-of-a-class:")
 
 
-def test_one_decorator_above_two_functions(prefix: str) -> None:
+def test_one_decorator_above_two_functions_and_two_above_one(prefix: str) -> None:
     once = only_one("{name}", timeout=60)
 
     @once
     def first() -> tuple[str, Any]:
-        return current_lock().key, second()
+        return own_key(), second()
 
     @once
+    @only_one("another key")
     def second() -> tuple[str, Any]:
-        return current_lock().key, first()
+        return own_key(), first()
 
-    seen: Any = first()
-    outer, (inner, skipped) = seen
-    assert outer == f"{prefix}{__name__}.{first.__qualname__}"
-    assert inner == f"{prefix}{__name__}.{second.__qualname__}"
-    assert skipped is None
-
-
-def test_a_function_covered_twice_by_different_keys() -> None:
-    @only_one("outer")
-    @only_one("inner:{a}")
-    def work(a: int) -> str:
-        return current_lock().key.rpartition("inner")[2]
-
-    assert work(1) == ":1"
+    expected = (f"{prefix}{__name__}.{first.__qualname__}", (f"{prefix}another key", None))
+    assert first() == expected
+    assert key_of(second) == f"{prefix}{__name__}.{second.__qualname__}"
 
 
 # --- what is kept ------------------------------------------------------------------------------------------------
@@ -272,54 +183,44 @@ def original(a: int, b: str = "x", *rest: int, c: float = 1.5, **others: bytes) 
 
 
 original.colour = "green"  # type: ignore[attr-defined]
-module_level = only_one("module-level")(original)
-
-
-async def original_async(a: int, b: str = "x") -> str:
-    """Does it later."""
-    return f"{a}{b}"
-
-
-@pytest.mark.parametrize("function", [original, original_async])
-@pytest.mark.parametrize("decorator", [only_one, only_one("k", 3)])
-def test_what_is_known_of_a_function_is_kept(decorator: Any, function: Function) -> None:
-    covered = decorator(function)
-    assert inspect.isfunction(covered)
-    assert covered is not function
-    assert covered.__wrapped__ is function  # type: ignore[attr-defined]
-    for attribute in ("__name__", "__qualname__", "__module__", "__doc__", "__annotations__"):
-        assert getattr(covered, attribute) == getattr(function, attribute)
-    assert inspect.signature(covered) == inspect.signature(function)
-    assert vars(covered)["__signature__"] == inspect.signature(function)
-    assert inspect.iscoroutinefunction(covered) == inspect.iscoroutinefunction(function)
-    assert getattr(covered, "colour", None) == getattr(function, "colour", None)
-
-
-def test_a_covered_function_pickles_by_its_name() -> None:
-    assert pickle.loads(pickle.dumps(pickled)) is pickled  # noqa: S301
 
 
 @only_one("pickled")
 def pickled() -> None:
-    """Stands under its own name in the module."""
+    """Has its own name in the module."""
 
 
-def test_arguments_and_result_go_through() -> None:
-    assert module_level(1, "y", 2, 3, c=4.5, more=b"") == ["1", "y", "4.5", "2", "3", "more"]
-    assert module_level(a=1) == ["1", "x", "1.5"]
+@pytest.mark.parametrize("function", [original, as_async(original)])
+@pytest.mark.parametrize("decorator", [only_one, only_one("k", 3)])
+def test_the_metadata_of_a_function_is_kept(decorator: Any, function: Any) -> None:
+    kept = decorator(function)
+    assert inspect.isfunction(kept)
+    assert kept is not function
+    assert kept.__wrapped__ is function  # type: ignore[attr-defined]
+    for attribute in ("__name__", "__qualname__", "__module__", "__doc__", "__annotations__", "colour"):
+        assert getattr(kept, attribute) == getattr(function, attribute)
+    assert vars(kept)["__signature__"] == inspect.signature(kept) == inspect.signature(function)
+    assert inspect.iscoroutinefunction(kept) == inspect.iscoroutinefunction(function)
+    assert pickle.loads(pickle.dumps(pickled)) is pickled  # noqa: S301
+
+
+@both
+def test_arguments_and_result_are_passed_through(decorate: Decorate) -> None:
+    function = decorate(original)
+    assert function(1, "y", 2, 3, c=4.5, more=b"") == ["1", "y", "4.5", "2", "3", "more"]
+    assert function(a=1) == ["1", "x", "1.5"]
     result = object()
-    assert only_one("k")(lambda: result)() is result
-    assert asyncio.run(only_one("k")(original_async)(1, b="z")) == "1z"
+    assert decorate(lambda: result)() is result
 
 
 @pytest.mark.parametrize("key", ["k", "{a}", "{name}:{md5}"])
-def test_a_call_that_does_not_bind_fails_as_without_us(redis: Redis, prefix: str, key: str) -> None:
+def test_a_call_that_does_not_bind_fails_as_without_the_decorator(redis: Redis, prefix: str, key: str) -> None:
     def work(a: int, b: int = 1) -> None: ...
 
-    covered: Any = only_one(key)(work)
+    function: Any = only_one(key)(work)
     for args, kwargs in [((), {}), ((1, 2, 3), {}), ((1,), {"nope": 1}), ((1,), {"a": 1})]:
         with pytest.raises(TypeError) as raised:
-            covered(*args, **kwargs)
+            function(*args, **kwargs)
         assert not isinstance(raised.value, OnlyOneError)
     assert keys_of(redis, prefix) == []
 
@@ -340,130 +241,101 @@ def test_celery_still_checks_the_arguments_of_delay() -> None:
 # --- overlap -----------------------------------------------------------------------------------------------------
 
 
-def test_event_loops_and_threads_exclude_each_other() -> None:
-    job = Job()
-    sync, async_ = only_one("both")(job.work), only_one("both")(job.work_async)
-    other = only_one("other")(lambda: "at once")
+def test_calls_of_event_loops_and_threads_exclude_each_other(busy: Busy) -> None:
+    skipped: list[object] = []
+    of_a_thread = decorated(lambda: "ran in a thread")
 
-    ended: list[str | None] = []
+    @only_one("k", when_busy=skipped.append)
+    async def of_a_loop() -> list[Any]:
+        while len(skipped) < 7:  # noqa: ASYNC110 - a policy is no coroutine
+            await asyncio.sleep(0)
+        return [of_a_thread(), await asyncio.to_thread(of_a_thread), decorated(lambda: "ran", "other")()]
 
-    async def one() -> None:
-        ended.append(await async_())
+    async def eight_calls() -> Any:
+        return await asyncio.wait_for(asyncio.gather(*(of_a_loop() for _ in range(8))), LIMIT)
 
-    async def eight() -> None:
-        await asyncio.gather(*(one() for _ in range(8)))
-
-    with while_runs(job, lambda: asyncio.run(eight())):
-        assert eventually(lambda: len(ended) == 7)  # all others have asked while the one runs
-        assert sync() is None
-        assert asyncio.run(async_()) is None
-        assert other() == "at once"
-    assert Counter(ended) == {None: 7, "done": 1}
-    job.begun.clear()
-    job.end.clear()
-    with while_runs(job, sync):
-        assert sync() is None
-        assert asyncio.run(async_()) is None
-    assert job.runs == 2
-    assert job.most == 1
+    assert sorted(asyncio.run(eight_calls()), key=bool) == [None] * 7 + [[None, None, "ran"]]
+    with busy("k"):
+        assert asyncio.run(of_a_loop()) is None
+        assert of_a_thread() is None
+    assert len(skipped) == 8
 
 
-def test_a_call_from_inside_its_own_run_is_busy() -> None:
-    @only_one("{a}")
+def test_a_call_from_inside_its_own_run_is_busy_and_the_outer_run_still_holds_its_key(redis: Redis) -> None:
     def work(a: int, deeper: int) -> list[Any]:
-        return [current_lock().key[-1], work(a, deeper - 1) if deeper else None, work(a + 1, 0) if deeper else None]
-
-    assert work(1, 1) == ["1", None, ["2", None, None]]
-
-    @only_one("async")
-    async def work_async(deeper: int) -> list[Any]:
-        return ["ran", await work_async(deeper - 1) if deeper else None]
-
-    assert asyncio.run(work_async(1)) == ["ran", None]
-
-
-def test_after_a_call_from_inside_the_outer_run_still_holds(redis: Redis, prefix: str) -> None:
-    inner = only_one("inner")(lambda: current_lock().key)
-
-    @only_one("outer")
-    def outer() -> list[Any]:
         lock = current_lock()
-        seen = [inner(), outer(), current_lock() is lock, lock.is_held]
-        return [*seen, redis.exists(lock.key)]
+        calls = [function(a, deeper - 1), function(a + 1, 0)] if deeper else []
+        return [lock.key[-1], *calls, current_lock() is lock, lock.is_held, redis.exists(lock.key)]
 
-    assert outer() == [f"{prefix}inner", None, True, True, 1]
+    async def work_async(deeper: int) -> list[Any]:
+        return ["ran", await function_async(deeper - 1) if deeper else None]
+
+    function, function_async = only_one("{a}")(work), only_one("async")(work_async)
+    assert function(1, 1) == ["1", None, ["2", True, True, 1], True, True, 1]
+    assert asyncio.run(function_async(1)) == ["ran", None]
 
 
-def count(url: str, prefix: str, folder: Path, times: int, *, asynchronous: bool) -> Counter[str]:
-    """In a process of its own: read, wait, write; without exclusion this counts too little."""
-    outcome: Counter[str] = Counter()
+def call_at_random(url: str, prefix: str, folder: Path, seed: str) -> Counter[str]:
+    """Call functions of three keys in a process of its own, from several threads and event loops."""
+    overlaps: list[str] = []
 
-    def add_one(key: str) -> bool:
-        file = folder / key
-        seen = int(file.read_text())
-        witness = folder / f"{key}.inside"
+    def work(key: str, seconds: float, ends_by: str) -> str:
+        witness = folder / f"{key}.runs"
         try:
             witness.open("x").close()
         except FileExistsError:
-            outcome["overlaps"] += 1
-        time.sleep(0.001)
-        file.write_text(str(seen + 1))
+            overlaps.append(key)
+        time.sleep(seconds)
         witness.unlink(missing_ok=True)
-        outcome["runs"] += 1
-        return True
+        if ends_by == "exception":
+            raise LookupError(key)
+        return "ran"
 
-    async def add_one_async(key: str) -> bool:
-        return add_one(key)
+    functions = [decorated(work, "{key}", timeout=600), decorated_async(work, "{key}")]
 
-    covered = only_one("count:{key}")(add_one)
-    covered_async = only_one("count:{key}")(add_one_async)
-    left = dict.fromkeys("ab", times)
-
-    async def main() -> None:
-        deadline = time.monotonic() + LIMIT
-        while any(left.values()):
-            assert time.monotonic() < deadline, f"still to be counted: {left}"
-            for key in left:
-                if not left[key]:
-                    continue
-                if await covered_async(key) if asynchronous else covered(key):
-                    left[key] -= 1
-                else:
-                    outcome["skips"] += 1
-                    await asyncio.sleep(random.uniform(0, 0.002))
+    def calls(number: int) -> Counter[str]:
+        chance = random.Random(f"{seed}/{number}")
+        results: Counter[str] = Counter()
+        for _ in range(30):
+            seconds = chance.choice([0, 0, chance.uniform(0, 0.004)])
+            ends_by = chance.choice(["return", "return", "exception"])
+            try:
+                result = chance.choice(functions)(chance.choice("abc"), seconds, ends_by)
+            except LookupError:
+                result = "raised"
+            results[str(result)] += 1
+            time.sleep(chance.choice([0, 0, chance.uniform(0, 0.002)]))
+        return results
 
     with configure(redis=url, prefix=prefix):
-        (folder / f"{os.getpid()}.ready").touch()
-        assert eventually((folder / "go").exists)
-        asyncio.run(main())
-    return outcome
+        assert [function("a", 0, "return") for function in functions] == [None, None], "the parent's run has this key"
+        (folder / f"{os.getpid()}.skipped").touch()
+        with ThreadPoolExecutor(3) as pool:
+            return sum(pool.map(calls, range(3)), Counter({"overlaps": len(overlaps)}))
 
 
-def test_processes_that_contend_lose_no_count(redis: Redis, redis_url: str, prefix: str, tmp_path: Path) -> None:
-    processes, times = 3, 25
-    for key in "ab":
-        (tmp_path / key).write_text("0")
-    with ProcessPoolExecutor(processes, spawn) as pool:
-        # They begin when all are there, and find the first key taken by this process: so they do meet.
-        calls = [
-            pool.submit(count, redis_url, prefix, tmp_path, times, asynchronous=bool(number % 2))
-            for number in range(processes)
-        ]
+def test_processes_threads_and_event_loops_that_call_at_random_never_overlap(
+    redis: Redis, redis_url: str, prefix: str, tmp_path: Path
+) -> None:
+    seed = os.environ.get("ONLY_ONE_TEST_SEED") or str(random.randrange(2**32))
+    print(f"ONLY_ONE_TEST_SEED={seed}")
+    patient = f"{redis_url}?socket_timeout={LIMIT}&socket_connect_timeout={LIMIT}"
 
-        @only_one("count:a")
-        def first() -> None:
-            (tmp_path / "go").touch()
-            assert eventually(lambda: (tmp_path / "b").read_text() != "0")  # so one of them was skipped
+    @only_one("a")
+    def until_each_process_has_been_skipped() -> None:
+        assert eventually(lambda: len(list(tmp_path.glob("*.skipped"))) == 3)
 
-        assert eventually(lambda: len(list(tmp_path.glob("*.ready"))) == processes)
-        first()
-        outcome = sum((call.result(LIMIT) for call in calls), Counter[str]())
-    assert [(tmp_path / key).read_text() for key in "ab"] == [str(processes * times)] * 2
-    assert outcome["runs"] == processes * times * 2
-    assert outcome["overlaps"] == 0
-    assert outcome["skips"] > 0, "they never met, so nothing was shown"
+    with ProcessPoolExecutor(3, get_context("spawn")) as pool:
+        calls = [pool.submit(call_at_random, patient, prefix, tmp_path, f"{seed}/{each}") for each in range(3)]
+        until_each_process_has_been_skipped()
+        results = sum((each.result(LIMIT) for each in calls), Counter[str]())
+    assert results["overlaps"] == 0
+    assert min(results["ran"], results["raised"], results["None"]) > 0
+    assert results.total() == 3 * 3 * 30
     assert keys_of(redis, prefix) == []
 
+
+# --- the name of a function --------------------------------------------------------------------------------------
 
 PROGRAM = """
 import asyncio, sys
@@ -482,11 +354,14 @@ print(main(), asyncio.run(main_async()), "celery" in sys.modules)
 """
 
 
+def python(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *command], cwd=folder, text=True, capture_output=True, check=False)
+
+
 def test_the_name_of_a_function_in_main_needs_the_m_switch(redis_url: str, prefix: str, tmp_path: Path) -> None:
     def run(key: str, *command: str) -> subprocess.CompletedProcess[str]:
         (tmp_path / "nightly_report.py").write_text(PROGRAM.replace("{key}", key))
-        command = (sys.executable, *command, redis_url, prefix)
-        return subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, check=False)
+        return python(tmp_path, *command, redis_url, prefix)
 
     refused = run("", "nightly_report.py")
     assert refused.returncode == 1
@@ -529,158 +404,40 @@ print(work(1), work(2), asyncio.run(work_async(3)))
 def test_a_function_of_main_that_cloudpickle_sends_to_another_process_has_the_same_key(
     redis_url: str, prefix: str, tmp_path: Path
 ) -> None:
-    """As Ray and Dask do: the first call meets the sender's own run."""
+    """As Ray and Dask do: the first call finds the key busy with the sender's own run."""
     (tmp_path / "sender.py").write_text(SENDER)
     (tmp_path / "receiver.py").write_text(RECEIVER)
-    command = [sys.executable, "-m", "sender", redis_url, prefix]
-    sent = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, check=False)
+    sent = python(tmp_path, "-m", "sender", redis_url, prefix)
     key, key_async = f"{prefix}sender.work:2", f"{prefix}sender.work_async:3"
     assert sent.stdout == f"None {(key, None)} {(key_async, key_async)}\n", sent.stderr
 
 
-def test_the_name_of_a_function_in_a_process_that_was_spawned_by_such_a_program(prefix: str) -> None:
+def test_the_name_of_a_function_in_a_spawned_process_and_of_one_of_c(prefix: str) -> None:
     def work() -> str:
-        return current_lock().key
+        return own_key()
 
     work.__module__ = "__mp_main__"
     assert only_one("{name}")(work)() == f"{prefix}{__name__}.{work.__qualname__}"
-
-
-def test_the_name_of_a_function_of_c(prefix: str) -> None:
-    covered = only_one("{name}")(math.factorial)
-    assert covered(3) == 6
-    assert key_of(covered, 3) == f"{prefix}math.factorial"
+    of_c = only_one("{name}")(math.factorial)
+    assert of_c(3) == 6
+    assert key_of(of_c, 3) == f"{prefix}math.factorial"
 
 
 @pytest.mark.parametrize("made", [functools.cache, functools.singledispatch, functools.partial])
 def test_what_python_makes_of_a_function_can_be_decorated(prefix: str, made: Any) -> None:
-    def work(*args: object) -> str:
-        return current_lock().key
-
-    decorated: Function = only_one("k")(functools.update_wrapper(made(work), work))
-    assert decorated(1) == f"{prefix}k"
-
-
-def test_random_timing(redis: Redis, prefix: str) -> None:
-    seed = int(os.environ.get("ONLY_ONE_TEST_SEED") or random.randrange(2**32))
-    print(f"ONLY_ONE_TEST_SEED={seed}")
-    witness = {key: threading.Lock() for key in "abc"}
-    outcome: Counter[str] = Counter()
-
-    def work(key: str, seconds: float, ends_by: str) -> str:
-        if not witness[key].acquire(blocking=False):
-            outcome["overlaps"] += 1
-            return "overlap"
-        time.sleep(seconds)
-        witness[key].release()
-        if ends_by == "exception":
-            raise LookupError(key)
-        return "ran"
-
-    async def work_async(key: str, seconds: float, ends_by: str) -> str:
-        return await asyncio.to_thread(work, key, seconds, ends_by)
-
-    covered = only_one("{key}", timeout=600)(work)
-    covered_async = only_one("{key}")(work_async)
-
-    def calls(number: int) -> Counter[str]:
-        chance = random.Random(f"{seed}/{number}")
-        seen: Counter[str] = Counter()
-        for _ in range(30):
-            key, seconds = chance.choice("abc"), chance.choice([0, 0, chance.uniform(0, 0.004)])
-            ends_by = chance.choice(["return", "return", "exception"])
-            try:
-                if chance.random() < 0.3:
-                    result = asyncio.run(covered_async(key, seconds, ends_by))
-                else:
-                    result = covered(key, seconds, ends_by)
-            except LookupError:
-                result = "raised"
-            seen[str(result)] += 1
-            time.sleep(chance.choice([0, 0, chance.uniform(0, 0.002)]))
-        return seen
-
-    with ThreadPoolExecutor(6) as pool:
-        seen = sum(pool.map(calls, range(6)), Counter[str]())
-    assert outcome["overlaps"] == 0
-    assert seen["ran"] > 0
-    assert seen["raised"] > 0
-    assert seen["None"] > 0
-    assert seen.total() == 6 * 30
-    assert keys_of(redis, prefix) == []
+    function: Function = only_one("k")(functools.update_wrapper(made(own_key), own_key))
+    assert function(1) == f"{prefix}k"
 
 
 # --- the end of a run --------------------------------------------------------------------------------------------
 
 
 class Trouble(Exception):
-    """What a run raises."""
-
-
-def end_of_run(kind: str, during: Callable[[str], object], *, raises: bool) -> None:
-    """A run during which something happens to the server or to the key has its own result or exception."""
-
-    @only_one("k")
-    def work() -> str:
-        during(current_lock().key)
-        if raises:
-            raise Trouble
-        return "result"
-
-    @only_one("k")
-    async def work_async() -> str:
-        during(current_lock().key)
-        if raises:
-            raise Trouble
-        return "result"
-
-    def call() -> str | None:
-        return work() if kind == "def" else asyncio.run(work_async())
-
-    if raises:
-        with pytest.raises(Trouble) as raised:
-            call()
-        assert raised.value.__context__ is None
-        assert raised.value.__cause__ is None
-    else:
-        assert call() == "result"
-
-
-both = pytest.mark.parametrize("kind", ["def", "async def"])
-ends = pytest.mark.parametrize("raises", [False, True], ids=["return", "exception"])
-
-
-@both
-@ends
-def test_a_result_is_kept_where_the_server_goes_away(server: RedisServer, kind: str, *, raises: bool) -> None:
-    end_of_run(kind, lambda _: server.kill(), raises=raises)
-
-
-@both
-def test_a_result_is_kept_where_the_server_does_not_answer(server: RedisServer, kind: str) -> None:
-    end_of_run(kind, lambda _: server.pause(), raises=False)
-    server.resume()
-    covered = only_one("k")(lambda: "ran")
-    assert eventually(lambda: covered() == "ran"), "the key that could not be given back never came free"
-
-
-@both
-@ends
-@pytest.mark.parametrize("other", ["gone", "somebody else's"])
-def test_a_result_is_kept_and_nobody_elses_key_is_touched(
-    redis: Redis, prefix: str, kind: str, other: str, *, raises: bool
-) -> None:
-    def during(key: str) -> None:
-        redis.delete(key)
-        if other != "gone":
-            redis.set(key, other)
-
-    end_of_run(kind, during, raises=raises)
-    assert redis.get(f"{prefix}k") == (None if other == "gone" else other.encode())
+    """Raised by a run, and by a client."""
 
 
 class BreakingPool(ConnectionPool):
-    """Of a client whose code is at fault, not its server."""
+    """The pool of a client whose own code is at fault, not its server."""
 
     is_broken = False
 
@@ -691,16 +448,58 @@ class BreakingPool(ConnectionPool):
         return super().get_connection(*args, **options)
 
 
-def test_a_result_is_kept_where_the_client_breaks_and_other_runs_keep_their_keys(server: RedisServer) -> None:
-    pool = BreakingPool.from_url(server.url)
+def breaks(_server: RedisServer, redis: Redis, _key: str) -> None:
+    pool: Any = redis.connection_pool
+    pool.is_broken = True
 
-    def break_it() -> str:
-        pool.is_broken = True
+
+DURING: dict[str, Callable[[RedisServer, Redis, str], object]] = {
+    "the server is killed": lambda server, _, __: server.kill(),
+    "the server does not answer": lambda server, _, __: server.pause(),
+    "the client breaks": breaks,
+    "the key is deleted": lambda _, redis, key: redis.delete(key),
+    "another acquires the key": lambda _, redis, key: redis.set(key, "another's"),
+}
+
+
+@both
+@pytest.mark.parametrize("raises", [False, True], ids=["return", "exception"])
+@pytest.mark.parametrize("during", DURING)
+def test_the_result_of_a_run_is_its_own_whatever_happens_to_its_key(
+    server: RedisServer, prefix: str, decorate: Decorate, during: str, *, raises: bool
+) -> None:
+    pool = BreakingPool.from_url(f"{server.url}?socket_timeout=0.5")
+    client = Redis(connection_pool=pool)
+
+    def work() -> str:
+        DURING[during](server, client, own_key())
+        if raises:
+            raise Trouble
         return "result"
+
+    function = decorate(work, redis=client)
+    if raises:
+        with pytest.raises(Trouble) as raised:
+            function()
+        assert raised.value.__context__ is raised.value.__cause__ is None
+    else:
+        assert function() == "result"
+    pool.is_broken = False
+    if during == "another acquires the key":
+        assert client.get(f"{prefix}k") == b"another's"
+    elif during != "the server is killed":
+        server.resume()
+        again = decorate(lambda: "ran", when_down=lambda _: "down")
+        assert eventually(lambda: again() == "ran"), "the key was never released"
+    pool.disconnect()
+
+
+def test_a_client_that_breaks_costs_no_other_run_its_key(server: RedisServer) -> None:
+    pool = BreakingPool.from_url(server.url)
 
     @only_one("long", lease=60)
     def long() -> bool:
-        assert only_one("k", redis=Redis(connection_pool=pool))(break_it)() == "result"
+        decorated(lambda: breaks(server, Redis(connection_pool=pool), "k"), redis=Redis(connection_pool=pool))()
         return is_renewed(current_lock())
 
     assert long()
@@ -711,79 +510,58 @@ def test_a_result_is_kept_where_the_client_breaks_and_other_runs_keep_their_keys
 # --- current_lock ------------------------------------------------------------------------------------------------
 
 
-def test_current_lock(prefix: str) -> None:
-    @only_one("{a}", timeout=600)
-    def work(a: str) -> None:
+def test_current_lock_says_what_the_run_holds(redis: Redis, prefix: str) -> None:
+    def work(a: str) -> list[Any]:
         lock = current_lock()
-        assert lock.key == f"{prefix}{a}"
-        assert lock.is_held
-        assert 0 < lock.expires_in <= 600
         lock.ensure_held()
-        assert lock.holder is not None
-        assert lock.holder.pid == os.getpid()
-        assert lock.holder.name == f"{__name__}.{work.__qualname__}"
-        assert lock.holder.task_id is None
-        assert lock.holder.state == "running"
-        assert lock.holder.deadline == pytest.approx(time.time() + 600, abs=LIMIT)
-        assert lock.holder.since == pytest.approx(time.time(), abs=LIMIT)
-        seen.append(a)
+        value: Any = redis.get(lock.key)
+        return [lock, lock.is_held, lock.expires_in, value]
 
-    seen: list[str] = []
-    work("x")
-    assert seen == ["x"]
-
-
-def test_after_its_run_a_lock_is_not_held_any_more() -> None:
-    async def work_async() -> object:
-        return current_lock()
-
-    locks: list[Any] = [only_one("k")(current_lock)(), asyncio.run(only_one("k")(work_async)())]
-    for lock in locks:
-        assert not lock.is_held
-        assert lock.expires_in == 0
-        with pytest.raises(LockLost) as lost:
-            lock.ensure_held()
-        assert lost.value.reason == "released"
-
-
-def test_no_argument_is_in_what_stands_in_redis(redis: Redis, prefix: str) -> None:
-    @only_one("{name}:{a:md5}")
-    def work(a: str) -> object:
-        return redis.get(current_lock().key)
-
-    value = work("hunter2")
-    assert isinstance(value, bytes)
-    assert b"work" in value
+    function = only_one("{name}:{a:md5}", timeout=600)(work)
+    result = function("hunter2")
+    assert result is not None
+    lock, is_held, expires_in, value = result
+    assert lock.key == key_of(function, "hunter2")
+    assert is_held
+    assert 0 < expires_in <= 600
+    holder = lock.holder
+    assert (holder.pid, holder.name) == (os.getpid(), f"{__name__}.{work.__qualname__}")
+    assert (holder.task_id, holder.state) == (None, "running")
+    assert holder.deadline == pytest.approx(time.time() + 600, abs=LIMIT)
+    assert holder.since == pytest.approx(time.time(), abs=LIMIT)
+    assert value == lock.token
     assert b"hunter2" not in value
 
 
-def test_outside_of_a_run_there_is_no_lock() -> None:
-    with pytest.raises(ConfigurationError, match="@only_one"):
-        current_lock()
-    only_one("k")(lambda: None)()
-    with pytest.raises(ConfigurationError, match="@only_one"):
-        current_lock()
+@both
+def test_after_its_run_a_lock_is_held_no_more(decorate: Decorate) -> None:
+    lock = decorate(current_lock)()
+    assert not lock.is_held
+    assert lock.expires_in == 0
+    with pytest.raises(LockLost) as lost:
+        lock.ensure_held()
+    assert lost.value.reason == "released"
 
 
-def test_what_is_in_force_is_worked_out_once() -> None:
+def test_the_effective_options_are_merged_once() -> None:
     def work(a: int, b: int) -> None: ...
 
-    covered: Any = only_one("k")(work)
-    cover = covered.__only_one__
-    covered(1, 2)
-    plan = cover._options_by_app[None]
-    covered(1, 2)
-    assert cover._options_by_app[None] is cover.options_for(cover.plain) is plan
+    function: Any = only_one("k")(work)
+    decoration = function.__only_one__
+    function(1, 2)
+    options = decoration._options_by_app[None]
+    function(1, 2)
+    assert decoration._options_by_app[None] is decoration.options_for(decoration.plain) is options
     with configure(takeover=False):
-        assert cover.options_for(cover.plain) is not plan
-    assert cover.digest((1,), {"b": 2}) == digest([1, 2])
+        assert decoration.options_for(decoration.plain) is not options
+    assert decoration.digest((1,), {"b": 2}) == digest([1, 2])
 
 
 # --- what it costs -----------------------------------------------------------------------------------------------
 
 
 def round_trips(redis: Redis, calls: Callable[[], object]) -> int:
-    """How many commands the server has been sent meanwhile; what scripts call themselves is no trip."""
+    """How many commands the server has been sent meanwhile; a command that a script calls is no trip."""
 
     def counts() -> Counter[str]:
         stats: dict[str, dict[str, int]] = redis.info("commandstats")
@@ -799,25 +577,21 @@ def round_trips(redis: Redis, calls: Callable[[], object]) -> int:
     return spent.total()
 
 
-@both
+@pytest.mark.parametrize("is_async", [False, True], ids=["def", "async def"])
 @pytest.mark.parametrize("options", [{"timeout": 600}, {"lease": 600}], ids=repr)
-def test_a_run_is_two_round_trips_and_a_skip_is_one(redis: Redis, busy: KeyIsBusy, kind: str, options: Any) -> None:
+def test_a_run_is_two_round_trips_and_a_skip_is_one(redis: Redis, busy: Busy, options: Any, *, is_async: bool) -> None:
+    def work(a: int) -> None: ...
+
     skip_costs = 1 if int(redis.info("server")["redis_version"].split(".")[0]) >= 7 else 2
-
-    @only_one("{a}", **options)
-    def work(a: int) -> str:
-        return "ran"
-
-    @only_one("{a}", **options)
-    async def work_async(a: int) -> str:
-        return "ran"
+    function = decorated(work, "{a}", **options)
+    function_async = decorated(as_async(work), "{a}", **options)
 
     async def ten_times(a: int) -> None:
         for _ in range(10):
-            await work_async(a)
+            await function_async(a)
 
     def ten(a: int) -> object:
-        return [work(a) for _ in range(10)] if kind == "def" else runner.run_until_complete(ten_times(a))
+        return runner.run_until_complete(ten_times(a)) if is_async else [function(a) for _ in range(10)]
 
     runner = asyncio.new_event_loop()
     with closing(runner), busy("1", lease=600):

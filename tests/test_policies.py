@@ -1,17 +1,16 @@
-"""What a call gives when its key is taken, and when the server cannot be asked: of functions, and of tasks."""
+"""The results of calls whose key is busy, and of calls whose server is down: of functions, and of tasks."""
 
 # ruff: noqa: ARG001 - fixtures that configure something are asked for by name
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -34,82 +33,47 @@ from only_one import (
     carry_on,
     current_lock,
     fail,
-    only_one,
     retry,
     skip,
 )
 from only_one.connections.server import find_server
 from only_one.policies import RequeueRequest
 from rigs.servers import RedisServer
-from rigs.waiting import eventually
-
-KeyIsBusy = Callable[..., AbstractContextManager[None]]
-Make = Callable[..., Callable[[], Any]]
-CLOSED = "redis://127.0.0.1:1/0"
-cover: Any = only_one
-
-
-@pytest.fixture(params=["def", "async def"])
-def make(request: pytest.FixtureRequest) -> Make:
-    """What covers a function, sync or async, that gives the lock under which it ran: `make("k", timeout=3)`."""
-
-    def sync(*args: Any, **options: Any) -> Any:
-        return cover(current_lock, *args, **options)
-
-    def async_(*args: Any, **options: Any) -> Callable[[], Any]:
-        async def work() -> object:
-            return current_lock()
-
-        covered = cover(work, *args, **options)
-        assert inspect.iscoroutinefunction(covered)
-        return lambda: asyncio.run(covered())
-
-    return sync if request.param == "def" else async_
-
+from tests.decorated import CLOSED, Busy, Decorate, both, decorated
 
 # --- busy --------------------------------------------------------------------------------------------------------
 
 
-def test_the_default_gives_none(redis: Redis, busy: KeyIsBusy, make: Make) -> None:
-    assert make(key="k")() is not None
-    with busy("k"):
-        assert make(key="k")() is None
-        assert make(key="k", when_down=carry_on)() is None  # the server is not down
-        assert make(key="k", when_lost=fail)() is None  # nothing is lost by who never had it
-
-
-def test_fail_raises_with_the_holder(redis: Redis, prefix: str, busy: KeyIsBusy, make: Make) -> None:
-    with busy("k", timeout=600), pytest.raises(AlreadyRunning) as raised:
-        make(key="k", when_busy=fail)()
-    error = raised.value
-    assert error.key == f"{prefix}k"
-    assert error.task_id is None
-    assert error.holder is not None
-    assert error.holder.pid == os.getpid()
-    assert error.holder.host == socket.gethostname()
-    assert error.holder.name.endswith("hold_it")
-    assert error.holder.state == "running"
-    assert error.holder.deadline == pytest.approx(time.time() + 600, abs=120)
-    for part in (f"{prefix}k", "hold_it", str(os.getpid())):
-        assert part in str(error)
-    assert "{" not in str(error), "the value as it stands in Redis is not for people"
-
-
-def test_a_callable_is_told_the_error_and_gives_the_result(
-    redis: Redis, prefix: str, busy: KeyIsBusy, make: Make
+@both
+def test_the_policy_for_a_busy_key_gets_the_error_and_gives_the_result(
+    redis: Redis, prefix: str, busy: Busy, decorate: Decorate
 ) -> None:
-    told: list[AlreadyRunning] = []
+    errors: list[AlreadyRunning] = []
 
     def policy(error: AlreadyRunning) -> str:
-        told.append(error)
+        errors.append(error)
         return "instead"
 
-    covered = make(key="k", when_busy=policy)
-    assert covered() != "instead"
-    assert told == []
-    with busy("k"):
-        assert covered() == "instead"
-    assert [(type(error), error.key) for error in told] == [(AlreadyRunning, f"{prefix}k")]
+    function = decorate(lambda: "ran", when_busy=policy)
+    assert function() == "ran"
+    with busy("k", timeout=600):
+        assert decorate(lambda: "ran")() is None
+        assert decorate(lambda: "ran", when_down=carry_on)() is None  # the server is not down
+        assert decorate(lambda: "ran", when_lost=fail)() is None  # a call that never had the key has not lost it
+        assert function() == "instead"
+        with pytest.raises(AlreadyRunning) as raised:
+            decorate(lambda: "ran", when_busy=fail)()
+    for error in (raised.value, *errors):
+        assert (error.key, error.task_id) == (f"{prefix}k", None)
+        holder = error.holder
+        assert holder is not None
+        assert (holder.pid, holder.host, holder.state) == (os.getpid(), socket.gethostname(), "running")
+        assert holder.name.endswith("hold_it")
+        assert holder.deadline == pytest.approx(time.time() + 600, abs=120)
+        for part in (f"{prefix}k", "hold_it", str(os.getpid())):
+            assert part in str(error)
+        assert "{" not in str(error), "the value as it is stored in Redis is not for people"
+    assert len(errors) == 1
 
 
 # --- down --------------------------------------------------------------------------------------------------------
@@ -138,61 +102,49 @@ def accepts_nothing() -> Iterator[int]:
         for _ in range(20):
             waiting = lines.enter_context(socket.socket())
             waiting.settimeout(0.2)
-            if connects_in_time(waiting, line.getsockname()):
-                continue
-            yield line.getsockname()[1]
-            return
+            try:
+                waiting.connect(line.getsockname())
+            except TimeoutError:
+                yield line.getsockname()[1]
+                return
         pytest.fail("this system's queues have no end")
 
 
-def connects_in_time(line: socket.socket, address: tuple[str, int]) -> bool:
-    """Whether somebody takes the connection."""
-    try:
-        line.connect(address)
-    except TimeoutError:
-        return False
-    return True
+faults = pytest.mark.parametrize("fault", [refuses, never_answers, accepts_nothing])
 
 
-FAULTS: list[Any] = [refuses, never_answers, accepts_nothing]
-
-
-def url_of(port: int) -> str:
-    """Where a client connects."""
-    return f"redis://127.0.0.1:{port}/0"
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_server_that_is_down_is_told(prefix: str, make: Make, fault: Any) -> None:
+@both
+@faults
+def test_a_server_that_is_down_is_named(prefix: str, decorate: Decorate, fault: Any) -> None:
     with fault() as port, pytest.raises(LockUnavailable, match=f"{prefix}k") as raised:
-        make(key="k", redis=url_of(port), when_busy=skip)()
+        decorate(current_lock, redis=f"redis://127.0.0.1:{port}/0", when_busy=skip)()
     assert raised.value.key == f"{prefix}k"
     assert isinstance(raised.value.__cause__, RedisError)
 
 
-def test_a_server_that_is_down_is_one_error_with_one_cause_as_short_as_redis_py_s_own(make: Make) -> None:
-    with pytest.raises(RedisError) as of_redis_py:
-        Redis.from_url(CLOSED, retry=Retry(NoBackoff(), 0)).ping()
-    with pytest.raises(LockUnavailable) as raised:
-        make(key="k", redis=CLOSED)()
-    shown = [traceback.format_exception(each.value) for each in (raised, of_redis_py)]
-    assert "".join(shown[0]).count("\nTraceback") <= 1  # that of the call itself
-    assert shown[0][0].startswith("redis.exceptions.ConnectionError: ")
-    assert len(shown[0]) <= len(shown[1])
+@pytest.mark.soak
+@both
+@faults
+def test_a_server_that_is_down_is_known_soon(decorate: Decorate, fault: Any, record_property: Any) -> None:
+    with fault() as port:
+        function = decorate(current_lock, redis=f"redis://127.0.0.1:{port}/0")
+        begun = time.monotonic()
+        with pytest.raises(LockUnavailable):
+            function()
+        seconds = time.monotonic() - begun
+    record_property("known after seconds", seconds)
+    assert seconds < 2.3
 
 
 def test_a_client_that_is_made_here_waits_for_two_seconds_at_most() -> None:
-    """A second attempt included, which is made at once; the time itself is in the next test."""
+    """A second attempt included, which is made at once; the time itself is in the test before."""
+    server = find_server(CLOSED)
 
-    async def twin() -> Any:
+    async def asyncio_client() -> Any:
         return await server.async_client()
 
-    server = find_server(CLOSED)
-    asyncio_client = asyncio.run(twin())
-    for client, pool in (
-        (server.client, server.client.connection_pool),
-        (asyncio_client, asyncio_client.client.connection_pool),
-    ):
+    own: Any = asyncio.run(asyncio_client())
+    for client, pool in ((server.client, server.client.connection_pool), (own, own.client.connection_pool)):
         options = pool.connection_kwargs
         assert options["retry"]._retries == 0  # or a command would be sent again by two
         attempts = 1 + client.sends_again
@@ -202,67 +154,57 @@ def test_a_client_that_is_made_here_waits_for_two_seconds_at_most() -> None:
         assert pool.max_connections >= 2**31  # as many as there are calls at a time
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_server_that_is_down_is_known_soon(make: Make, fault: Any, record_property: Any) -> None:
-    with fault() as port:
-        covered = make(key="k", redis=url_of(port))
-        begun = time.monotonic()
-        with pytest.raises(LockUnavailable):
-            covered()
-        seconds = time.monotonic() - begun
-    record_property("known after seconds", seconds)
-    assert seconds < 2.3
+@both
+def test_a_server_that_is_down_is_one_error_with_one_cause_as_short_as_redis_py_s_own(decorate: Decorate) -> None:
+    with pytest.raises(RedisError) as of_redis_py:
+        Redis.from_url(CLOSED, retry=Retry(NoBackoff(), 0)).ping()
+    with pytest.raises(LockUnavailable) as raised:
+        decorate(current_lock, redis=CLOSED)()
+    shown = [traceback.format_exception(each.value) for each in (raised, of_redis_py)]
+    assert "".join(shown[0]).count("\nTraceback") <= 1  # that of the call itself
+    assert shown[0][0].startswith("redis.exceptions.ConnectionError: ")
+    assert len(shown[0]) <= len(shown[1])
 
 
-def test_carry_on_runs_without_the_key(prefix: str, make: Make) -> None:
-    lock: Any = make(key="k", redis=CLOSED, when_down=carry_on)()
-    assert lock.key == f"{prefix}k"
-    assert lock.is_held is False
-    assert lock.reason == "unavailable"
-    assert lock.expires_in == 0
-    with pytest.raises(LockLost) as raised:
+@both
+def test_the_policy_for_a_server_that_is_down_gives_the_result(prefix: str, decorate: Decorate) -> None:
+    assert decorate(current_lock, redis=CLOSED, when_down=skip)() is None
+    with pytest.raises(LockUnavailable) as unavailable:
+        decorate(current_lock, redis=CLOSED, when_down=fail)()
+    for error in (unavailable.value, decorate(current_lock, redis=CLOSED, when_down=lambda error: error)()):
+        assert type(error) is LockUnavailable
+        assert error.key == f"{prefix}k"
+        assert isinstance(error.__cause__, RedisError)
+        assert "connecting to 127.0.0.1:1" in str(error), "the cause is not in the message"
+
+
+@both
+def test_carry_on_runs_without_the_key(prefix: str, decorate: Decorate) -> None:
+    lock = decorate(current_lock, redis=CLOSED, when_down=carry_on)()
+    assert (lock.key, lock.is_held, lock.expires_in) == (f"{prefix}k", False, 0)
+    with pytest.raises(LockLost) as lost:
         lock.ensure_held()
-    assert (raised.value.key, raised.value.reason, raised.value.holder) == (f"{prefix}k", "unavailable", None)
-    assert f"{prefix}k" in str(raised.value)
+    assert (lost.value.key, lost.value.reason, lost.value.holder) == (f"{prefix}k", lock.reason, None)
+    assert lock.reason == "unavailable"
+    assert f"{prefix}k" in str(lost.value)
 
-
-def test_carry_on_keeps_the_exception_of_the_run() -> None:
     def work() -> None:
         assert not current_lock().is_held
         raise LookupError
 
     with pytest.raises(LookupError) as raised:
-        only_one(work, key="k", redis=CLOSED, when_down=carry_on)()
+        decorate(work, redis=CLOSED, when_down=carry_on)()
     assert raised.value.__context__ is None
 
 
-def test_other_policies_when_the_server_is_down(prefix: str, make: Make) -> None:
-    assert make(key="k", redis=CLOSED, when_down=skip)() is None
-    told: Any = make(key="k", redis=CLOSED, when_down=lambda error: error)()
-    assert type(told) is LockUnavailable
-    assert told.key == f"{prefix}k"
-    assert isinstance(told.__cause__, RedisError)
-    assert "connecting to 127.0.0.1:1" in str(told), "the cause is not told"
-    with pytest.raises(LockUnavailable):
-        make(key="k", redis=CLOSED, when_down=fail)()
-
-
-def test_a_server_that_is_back_is_used_at_once(server: RedisServer, make: Make) -> None:
-    covered = make(key="k", when_down=lambda _: "down")
-    assert covered() != "down"
+@both
+def test_a_server_that_is_back_is_used_at_once(server: RedisServer, decorate: Decorate) -> None:
+    function = decorate(lambda: "ran", when_down=lambda _: "down")
+    assert function() == "ran"
     server.kill()
-    assert covered() == "down"
+    assert function() == "down"
     server.start()
-    assert covered() != "down"
-
-
-def test_a_call_that_gave_up_leaves_no_ghost(server: RedisServer, make: Make) -> None:
-    covered = make(key="k", when_down=lambda _: "down", when_busy=lambda error: error)
-    server.pause()
-    assert covered() == "down"
-    server.resume()  # and now it carries out what it was sent
-    assert eventually(lambda: not isinstance(covered(), AlreadyRunning)), "still taken by a call that has given up"
+    assert function() == "ran"
 
 
 # --- tasks, where there is no worker -----------------------------------------------------------------------------
@@ -276,12 +218,12 @@ def app(redis: Redis) -> Iterator[Celery]:
     app.close()
 
 
-def a_task(app: Celery, function: Any = None, *, key: str = "k", bind: bool = False, **options: Any) -> Any:
-    def work(value: Any = None) -> Any:
-        return value or current_lock().key
+def own_key(*_: Any) -> str:
+    return current_lock().key
 
-    covered = cover(function or work, key=key, **options)
-    return app.task(covered, name=f"task-{uuid4()}", shared=False, bind=bind)
+
+def a_task(app: Celery, function: Any = own_key, *, bind: bool = False, **options: Any) -> Any:
+    return app.task(decorated(function, **options), name=f"task-{uuid4()}", shared=False, bind=bind)
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {
@@ -289,11 +231,14 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "apply": lambda task: task.apply().get(),
     "called": lambda task: task(),
     "its run": lambda task: task.run(),
+    "a plain function": lambda task: task.__wrapped__(),
 }
 
 
 @pytest.mark.parametrize("how", CALLS)
-def test_where_nothing_can_be_put_back(app: Celery, busy: KeyIsBusy, prefix: str, how: str) -> None:
+def test_where_there_is_no_message_to_requeue_the_error_is_raised(
+    app: Celery, busy: Busy, prefix: str, how: str
+) -> None:
     call = CALLS[how]
     for policy in (retry(), retry(countdown=0.1, max_retries=3), buffer_one()):
         task = a_task(app, when_busy=policy)
@@ -301,200 +246,155 @@ def test_where_nothing_can_be_put_back(app: Celery, busy: KeyIsBusy, prefix: str
             call(task)
         assert raised.value.key == f"{prefix}k"
         assert raised.value.holder is not None
-        assert shows_no_request(raised.value)
+        assert "RequeueRequest" not in "".join(traceback.format_exception(raised.value))
         assert call(task) == f"{prefix}k"
     with busy("k"):
         assert call(a_task(app)) is None
     with pytest.raises(LockUnavailable) as unavailable:
         call(a_task(app, redis=CLOSED, when_down=retry()))
     assert isinstance(unavailable.value.__cause__, RedisError)
-    assert shows_no_request(unavailable.value)
+    assert "RequeueRequest" not in "".join(traceback.format_exception(unavailable.value))
 
 
-def shows_no_request(error: Exception) -> bool:
-    """Whether the traceback of an error has nothing of how a policy asks for a requeue."""
-    return "RequeueRequest" not in "".join(traceback.format_exception(error))
-
-
-def test_a_plain_function_has_no_task_to_put_back(redis: Redis, busy: KeyIsBusy) -> None:
-    for policy in (retry(), buffer_one()):
-        with busy("k"), pytest.raises(AlreadyRunning) as raised:
-            only_one("k", when_busy=policy)(lambda: None)()
-        assert shows_no_request(raised.value)
-
-
-@pytest.mark.parametrize("options", [{}, {"when_busy": retry()}, {"when_busy": buffer_one()}], ids=repr)
-def test_a_retry_within_its_own_run_is_not_skipped_behind_itself(
-    app: Celery, redis: Redis, prefix: str, options: Any
+@pytest.mark.parametrize("policy", [None, fail, retry(), buffer_one()], ids=["default", "fail", "retry", "buffer_one"])
+@pytest.mark.parametrize("by", ["retry", "autoretry", "another key"])
+def test_a_retry_within_its_own_run_is_not_skipped_because_of_itself(
+    app: Celery, redis: Redis, prefix: str, by: str, policy: Any
 ) -> None:
     seen = []
 
-    def work(self: Any) -> str:
-        seen.append((self.request.retries, current_lock().is_held))
-        if self.request.retries < 2:
-            raise self.retry(countdown=0)
-        return "done"
-
-    assert a_task(app, work, bind=True, **options).delay().get() == "done"
-    assert seen == [(0, True), (1, True), (2, True)]
-    assert not redis.exists(f"{prefix}k")
-
-
-def test_an_autoretry_within_its_own_run(app: Celery, redis: Redis, prefix: str) -> None:
-    seen = []
-
-    @app.task(bind=True, autoretry_for=(OSError,), default_retry_delay=0, shared=False, name=f"auto-{uuid4()}")  # type: ignore[untyped-decorator]
-    @only_one("k", when_busy=fail)
-    def work(self: Any) -> str:
-        seen.append(self.request.retries)
-        if self.request.retries < 2:
+    def work(self: Any, number: int) -> str:
+        seen.append((own_key(), self.request.retries, current_lock().is_held))
+        if self.request.retries == 2:
+            return "done"
+        if by == "autoretry":
             raise OSError
-        return "done"
+        raise self.retry(args=(number + (by == "another key"),), countdown=0)
 
-    assert work.delay().get() == "done"
-    assert seen == [0, 1, 2]
-    assert not redis.exists(f"{prefix}k")
+    function = decorated(work, key="{number}", **({"when_busy": policy} if policy else {}))
+    task = app.task(
+        function, bind=True, autoretry_for=(OSError,), default_retry_delay=0, name=f"t-{uuid4()}", shared=False
+    )
+    assert task.delay(1).get() == "done"
+    keys = [1, 2, 3] if by == "another key" else [1, 1, 1]
+    assert seen == [(f"{prefix}{key}", attempt, True) for attempt, key in enumerate(keys)]
+    assert not redis.exists(*(f"{prefix}{key}" for key in keys))
 
 
-def test_a_retry_with_other_arguments_takes_the_other_key(app: Celery, prefix: str) -> None:
-    seen = []
-
+def test_a_callable_that_makes_the_key_of_a_bound_task_does_not_get_the_task(app: Celery, prefix: str) -> None:
     def work(self: Any, number: int) -> str:
-        seen.append(current_lock().key.removeprefix(prefix))
-        if number < 3:
-            raise self.retry(args=(number + 1,), countdown=0)
-        return "done"
-
-    assert a_task(app, work, key="k-{number}", bind=True, when_busy=fail).delay(1).get() == "done"
-    assert seen == ["k-1", "k-2", "k-3"]
-
-
-def test_a_callable_that_makes_the_key_of_a_bound_task_is_not_given_the_task(app: Celery, prefix: str) -> None:
-    def work(self: Any, number: int) -> str:
-        return current_lock().key
+        return own_key()
 
     made: Any = {"key": lambda number: f"k-{number}"}
     assert a_task(app, work, bind=True, **made).delay(1).get() == f"{prefix}k-1"
-    covered: Any = only_one(**made)(work)
-    with pytest.raises(KeyTemplateError, match="self"):  # for a plain function, of which it could not be known before
-        covered(None, 1)
+    with pytest.raises(KeyTemplateError, match="self"):  # of a plain function, of which it could not be known before
+        decorated(work, **made)(None, 1)
 
 
 def test_another_run_from_inside_a_run_is_busy(app: Celery) -> None:
-    seen: list[Any] = []
-
-    def work(depth: int) -> str:
-        if depth:
-            seen.extend([task.delay(depth - 1).result, task(depth - 1), task.run(depth - 1)])
-        return "ran"
+    def work(depth: int) -> list[Any]:
+        return [task.delay(depth - 1).result, task(depth - 1), task.run(depth - 1)] if depth else ["ran"]
 
     task = a_task(app, work)
-    assert task.delay(1).get() == "ran"
-    assert seen == [None, None, None]
+    assert task.delay(1).get() == [None, None, None]
 
 
 def gather(values: list[Any]) -> list[Any]:
     return values
 
 
-def test_an_eager_chord_and_group(app: Celery, busy: KeyIsBusy, prefix: str) -> None:
+def test_an_eager_chord_and_group(app: Celery, busy: Busy, prefix: str) -> None:
     first, other, total = a_task(app), a_task(app, key="other"), app.task(gather, name="total", shared=False)
     with busy("k"):
         assert group(first.si(), other.si()).apply().get() == [None, f"{prefix}other"]
-        # None of these is said by Celery to have others after it.
+        # Of none of these Celery says that others come after it.
         assert chord([first.si(), other.si()], total.s()).apply().get() == [None, f"{prefix}other"]
         assert chain(first.si(), total.s()).apply().get() is None
     assert chord([first.si(), other.si()], total.s()).apply().get() == [f"{prefix}k", f"{prefix}other"]
 
 
-def test_a_base_class_with_a_call_of_its_own(app: Celery, busy: KeyIsBusy, prefix: str) -> None:
-    calls = []
+class Calls(Task):  # type: ignore[misc]  # Celery has no types
+    """A base class with a call of its own."""
 
-    class Base(Task):  # type: ignore[misc]  # Celery has no types
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            calls.append(args)
-            return super().__call__(*args, **kwargs)
+    calls: list[Any]
 
-    @app.task(base=Base, shared=False, name="based")  # type: ignore[untyped-decorator]
-    @only_one("k", when_busy=fail)
-    def work(value: int) -> list[Any]:
-        return [value, current_lock().key]
-
-    assert work.delay(1).get() == [1, f"{prefix}k"]
-    with busy("k"), pytest.raises(AlreadyRunning):
-        work.delay(2).get()
-    assert calls == [(1,), (2,)]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(args)
+        return super().__call__(*args, **kwargs)
 
 
-def test_a_task_with_a_model(app: Celery, busy: KeyIsBusy, prefix: str) -> None:
-    class Feed(BaseModel):
-        key: str
-        pages: int = 1
+class Feed(BaseModel):
+    """A task's argument, and its result."""
 
+    key: str
+    pages: int = 1
+
+
+def test_a_task_with_a_base_class_and_a_model(app: Celery, busy: Busy, prefix: str) -> None:
     def work(feed: Feed) -> Feed:
-        return Feed(key=current_lock().key, pages=feed.pages)
+        return Feed(key=own_key(), pages=feed.pages)
 
-    work.__annotations__.update(feed=Feed, **{"return": Feed})  # which are local to this test
-    covered = only_one("{feed.key}", when_busy=fail)(work)
-    task = app.task(pydantic=True, shared=False, name="modelled")(covered)
+    function = decorated(work, key="{feed.key}", when_busy=fail)
+    task = app.task(function, base=Calls, pydantic=True, shared=False, name=f"t-{uuid4()}")
+    task.calls = []
     assert task.delay({"key": "k", "pages": 3}).get() == {"key": f"{prefix}k", "pages": 3}
     with busy("k"), pytest.raises(AlreadyRunning):
         task.delay({"key": "k"}).get()
+    assert len(task.calls) == 2
 
 
 # --- countdowns --------------------------------------------------------------------------------------------------
 
 
-def test_countdowns_that_work() -> None:
-    assert retry(1).countdown == retry(timedelta(seconds=1)).countdown == 1
-    assert buffer_one(timedelta(seconds=2)).countdown == 2
-    assert retry(max_retries=0).max_retries == 0
-    assert retry().countdown is retry().max_retries is buffer_one().countdown is None
-    assert retry(0.001).countdown == 0.001
-    assert retry(timedelta(days=10 * 365)).countdown == 10 * 365 * 24 * 3600
-
-
 @pytest.mark.parametrize(
-    ("policy", "shown", "wish"),
+    ("make", "arguments", "shown", "asks_for"),
     [
-        (retry(2, 3), "retry(countdown=2.0, max_retries=3)", (2, 3, False)),
-        (buffer_one(2), "buffer_one(countdown=2.0)", (2, None, True)),
-        (retry(), "retry(countdown=None, max_retries=None)", (None, None, False)),
+        (retry, (), "retry(countdown=None, max_retries=None)", (None, None, False)),
+        (retry, (2, 3), "retry(countdown=2.0, max_retries=3)", (2, 3, False)),
+        (retry, (0.001, 0), "retry(countdown=0.001, max_retries=0)", (0.001, 0, False)),
+        (retry, (timedelta(days=3650),), "retry(countdown=315360000.0, max_retries=None)", (315360000, None, False)),
+        (buffer_one, (), "buffer_one(countdown=None)", (None, None, True)),
+        (buffer_one, (timedelta(seconds=2),), "buffer_one(countdown=2.0)", (2, None, True)),
     ],
 )
-def test_what_a_policy_wishes(policy: Any, shown: str, wish: Any) -> None:
-    error = AlreadyRunning("k")
+def test_a_policy_asks_for_a_requeue_and_can_be_shared(make: Any, arguments: Any, shown: str, asks_for: Any) -> None:
+    error, policy = AlreadyRunning("k"), make(*arguments)
     with pytest.raises(RequeueRequest) as raised:
         policy(error)
-    assert raised.value.error is error
-    assert (raised.value.countdown, raised.value.max_retries, raised.value.only_newest) == wish
+    request = raised.value
+    assert request.error is error
+    assert (request.countdown, request.max_retries, request.only_newest) == asks_for
     assert repr(policy) == shown
-    bare = RequeueRequest(error)
+    with pytest.raises(AttributeError):  # nobody can change it for the others that have it
+        policy.countdown = 3
+    assert {policy: "found"}[make(*arguments)] == "found"
+    assert policy != make(3)
+
+
+def test_a_request_asks_for_nothing_by_itself() -> None:
+    bare = RequeueRequest(AlreadyRunning("k"))
     assert (bare.countdown, bare.max_retries, bare.only_newest) == (None, None, False)
 
 
-@pytest.mark.parametrize("make_policy", [retry, buffer_one])
-def test_a_policy_can_be_shared(make_policy: Callable[..., Any]) -> None:
-    """Nobody can change it for the others that were given it, and it can be looked up by its value."""
-    policy = make_policy(2)
-    with pytest.raises(AttributeError):
-        policy.countdown = 3
-    assert policy.countdown == 2
-    assert {policy: "found"}[make_policy(2)] == "found"
-    assert policy != make_policy(3)
-
-
-@pytest.mark.parametrize("policy", [retry(1.1), buffer_one(1.1)], ids=repr)
-def test_a_countdown_that_would_make_the_broker_deliver_copies(app: Celery, redis_url: str, policy: Any) -> None:
-    app.conf.update(broker_url=redis_url, broker_transport_options={"visibility_timeout": 3})
-    with pytest.raises(ConfigurationError, match=r"countdown=.*visibility_timeout|visibility timeout"):
-        a_task(app, when_busy=policy).delay().get()
-    app.conf.update(broker_transport_options={"visibility_timeout": 3600})
-    assert a_task(app, when_busy=policy).delay(1).get() == 1
-
-
-def test_a_countdown_against_the_brokers_default(app: Celery, redis_url: str) -> None:
-    app.conf.update(broker_url=redis_url)
-    assert a_task(app, when_busy=retry(1200)).delay(1).get() == 1
-    with pytest.raises(ConfigurationError, match="1201"):
-        a_task(app, when_busy=retry(1201)).delay().get()
+@pytest.mark.parametrize(
+    ("policy", "transport", "accepted"),
+    [
+        (retry(1.1), {"visibility_timeout": 3}, False),
+        (buffer_one(1.1), {"visibility_timeout": 3}, False),
+        (retry(1.1), {"visibility_timeout": 3600}, True),
+        (buffer_one(1.1), {"visibility_timeout": 3600}, True),
+        (retry(1200), {}, True),
+        (retry(1201), {}, False),
+    ],
+    ids=repr,
+)
+def test_a_countdown_that_would_make_the_broker_redeliver_is_refused(
+    app: Celery, redis_url: str, prefix: str, policy: Any, transport: Any, *, accepted: bool
+) -> None:
+    app.conf.update(broker_url=redis_url, broker_transport_options=transport)
+    task = a_task(app, when_busy=policy)
+    if accepted:
+        assert task.delay().get() == f"{prefix}k"
+    else:
+        with pytest.raises(ConfigurationError, match=r"countdown=.*visibility_timeout|visibility timeout"):
+            task.delay().get()

@@ -137,26 +137,12 @@ def sources(pytestconfig: pytest.Config) -> Path:
 def test_redis_pys_own_tests_of_its_locks(sources: Path, server: RedisServer, tmp_path: Path) -> None:
     (tmp_path / "our_locks.py").write_text(PLUGIN)
     # As they are, and not as our own pytest.ini would have them; nor with a real pytest_asyncio, if there is one.
-    plugins = ["-p", "our_locks", "-p", "no:asyncio", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *plugins, "-c", os.devnull, "--rootdir", str(sources)]
-    done = subprocess.run(
-        # Nor are the folders above looked into, as those of temporary files, which may be somebody else's.
-        [
-            *command,
-            "--confcutdir",
-            str(sources),
-            "-rs",
-            "--redis-url",
-            server.url,
-            "tests/test_lock.py",
-            "tests/test_asyncio/test_lock.py",
-        ],
-        cwd=sources,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    # Nor are the folders above looked into, as those of temporary files, which may be somebody else's.
+    options = f"-p our_locks -p no:asyncio -p no:cacheprovider -c {os.devnull} -rs --redis-url {server.url}".split()
+    command = [sys.executable, "-m", "pytest", *options, "--rootdir", str(sources), "--confcutdir", str(sources)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    files = ["tests/test_lock.py", "tests/test_asyncio/test_lock.py"]
+    done = subprocess.run([*command, *files], cwd=sources, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-1_000:]
     summary = done.stdout.rstrip().rpartition("\n")[2]
     print(summary)
