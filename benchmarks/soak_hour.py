@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import redis
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.soak_hour_app import AT_LEAST, BROKER, LOCKS, NAME, PREFIX, QUEUE_TIMEOUT, WITNESS, Witness
 from only_one import testing
@@ -65,6 +64,7 @@ CALM = (0.5, 4.0)
 SHORT, LONG = (0.1, 0.8), (3.2, 6.0)
 """Seconds of a pause or a fault of the network: shorter, and longer than every lease."""
 
+SHOWN_EVERY = 30.0
 STARTS_WITHIN = 60.0
 DRAINED_WITHIN = 120.0
 PATIENCE = 3.0
@@ -444,24 +444,35 @@ class Soak:
         for each in self._parts:
             self._wait_for_start(each, 0)
 
-    def run(self, seconds: float, show: Callable[[], None]) -> None:
+    def run(self, seconds: float) -> None:
         """Let everything run for so long, with a fault every few seconds; then let it end, and look for what is left.
 
         Raises:
             TimeoutError: if a process does not start.
         """
-        ends_at = now() + seconds
+        self._began_at = self._shown_at = now()
+        ends_at = self._began_at + seconds
         while now() < ends_at:
             next_at = min(now() + self._random.uniform(*CALM), ends_at)
             while now() < next_at:
                 self._end_faults()
-                show()
                 time.sleep(0.1)
+            self._show()
             self._restart_ended(self._parts)
             fault = self._random.choices(list(self._weights), list(self._weights.values()))[0]
             self._cause(fault)
             self.faults[fault] += 1
-        self._finish(show)
+        self._finish()
+
+    def _show(self) -> None:
+        """Print a line, every half a minute."""
+        if now() < self._shown_at + SHOWN_EVERY:
+            return
+        self._shown_at = now()
+        self.history.read()
+        runs, overlaps = len(self.history.runs), len(self.history.violations()["overlaps"])
+        passed = self._shown_at - self._began_at
+        print(f"{passed:5.0f} s: {runs} runs; {self.faults.total()} faults; {overlaps} overlaps", flush=True)
 
     # The faults
 
@@ -590,7 +601,7 @@ class Soak:
 
     # The end
 
-    def _finish(self, show: Callable[[], None]) -> None:
+    def _finish(self) -> None:
         """End all calls, let the workers do the rest, end them, and look for keys that stay."""
         self._wait(lambda: not self._ends, 2 * LONG[1], "a fault does not end")
         for caller in self._callers:
@@ -601,7 +612,7 @@ class Soak:
             nonlocal looks_at
             self._restart_ended(self._workers)
             self.history.read()
-            show()
+            self._show()
             if self.postman and now() > looks_at:
                 looks_at = now() + PATIENCE
                 self.postman.send_again(self.history)
@@ -672,27 +683,9 @@ def main() -> None:
             stack.callback(shutil.copytree, folder, options.log, dirs_exist_ok=True)
         soak = Soak(options, folder, stack)
         print("two workers,", "each on a machine of its own" if soak.inside else "on one machine", flush=True)
-        progress = stack.enter_context(Progress(BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}")))
-        bar = progress.add_task("", total=options.minutes * 60)
-        began_at = shown_at = now()
-
-        def show() -> None:
-            nonlocal shown_at
-            before, shown_at = shown_at, max(shown_at, int(now()))
-            if shown_at == before:
-                return
-            soak.history.read()
-            runs, passed = len(soak.history.runs), now() - began_at
-            text = f"{runs} runs, {runs / passed:.1f}/s; {soak.faults.total()} faults"
-            progress.update(bar, completed=passed, description=text)
-            if int(passed) % 30 == 0:
-                overlaps = len(soak.history.violations()["overlaps"])
-                progress.console.print(f"{passed:5.0f} s: {text}; {overlaps} overlaps")
-
         try:
-            soak.run(options.minutes * 60, show)
+            soak.run(options.minutes * 60)
         finally:
-            progress.stop()
             is_well = soak.report()
     print(f"seed {options.seed}: {'all is well' if is_well else 'NOT WELL'}")
     sys.exit(not is_well)
