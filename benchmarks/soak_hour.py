@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 
@@ -73,19 +73,6 @@ PATIENCE = 3.0
 KINDS = {"below", "early", "above", "again", "newest", "spaced", "plain", "plain_async"}
 
 
-@dataclass(frozen=True, order=True)
-class Claim:
-    """A time in which no other run of a key may begin, and how long a restart without data excuses one that does."""
-
-    begins_at: float
-    ends_at: float
-    kind: str
-    key: str
-    run: str
-    asked_at: float
-    ttl: float
-
-
 @dataclass
 class Run:
     """A run, as the witness saw it.
@@ -112,11 +99,19 @@ class Run:
 
     def claims(self) -> Iterator[Claim]:
         """The times in which no other run of the key may begin."""
-        same = (self.key, self.id, self.asked_at, self.ttl)
         if self.held_until is not None:
-            yield Claim(self.begun_at, self.held_until, "overlaps", *same)
+            yield Claim(self.begun_at, self.held_until, "overlaps", self)
         if self.kind == "spaced" and self.end == "done" and self.is_held and self.released_at:
-            yield Claim(self.released_at, self.asked_at + AT_LEAST, "runs within at_least of a success", *same)
+            yield Claim(self.released_at, self.asked_at + AT_LEAST, "runs within at_least of a success", self)
+
+
+class Claim(NamedTuple):
+    """A time in which no other run of a key may begin."""
+
+    begins_at: float
+    ends_at: float
+    kind: str
+    run: Run
 
 
 class History:
@@ -198,26 +193,28 @@ class History:
         kinds = ["overlaps", "runs within at_least of a success"]
         problems: dict[str, list[str]] = {name: [] for kind in kinds for name in (kind, f"{kind}, excused")}
         latest: dict[tuple[str, str], Claim] = {}
-        for claim in sorted(claim for run in self.runs.values() for claim in run.claims()):
+        claims = [claim for run in self.runs.values() for claim in run.claims()]
+        for claim in sorted(claims, key=lambda claim: claim.begins_at):
             for kind in kinds if claim.kind == "overlaps" else []:  # a run begins
-                before = latest.get((kind, claim.key))
+                before = latest.get((kind, claim.run.key))
                 if before is not None and claim.begins_at < before.ends_at:
                     name = f"{kind}, excused" if self._is_excused(before, claim) else kind
-                    problems[name].append(f"{self.runs[before.run]} and {self.runs[claim.run]}")
-            before = latest.get((claim.kind, claim.key))
+                    problems[name].append(f"{before.run} and {claim.run}")
+            before = latest.get((claim.kind, claim.run.key))
             if before is None or claim.ends_at > before.ends_at:
-                latest[claim.kind, claim.key] = claim
+                latest[claim.kind, claim.run.key] = claim
         return problems
 
     def _is_excused(self, before: Claim, claim: Claim) -> bool:
         """Whether the server had lost the key of the earlier run, or could not be asked to keep it."""
+        asked_at = before.run.asked_at
         if before.kind == "overlaps":  # the earlier run is told within its lease
             return any(
-                before.asked_at <= up_at and killed_at <= claim.begins_at and before.ends_at <= up_at + before.ttl
+                asked_at <= up_at and killed_at <= claim.begins_at and before.ends_at <= up_at + before.run.ttl
                 for killed_at, up_at in self._outages["data lost"]
             )
         outages = [*self._outages["outage"], *self._outages["data lost"]]
-        return any(began < claim.begins_at and before.asked_at < ended + PATIENCE for began, ended in outages)
+        return any(began < claim.begins_at and asked_at < ended + PATIENCE for began, ended in outages)
 
     def lost(self) -> list[str]:
         """The tasks with late acknowledgement that neither ran, nor were skipped, nor failed with an error of ours."""
