@@ -40,9 +40,10 @@ dev: .venv/dev.stamp ## make .venv, with all that the commands below need
 test: .venv/dev.stamp ## all that must pass before a commit: lint, types, interrupts, suite and site
 	@$(MAKE) --no-print-directory -j 5 lint types interrupts suite site
 
-lint: .venv/dev.stamp ## ruff: rules and format
+lint: .venv/dev.stamp ## ruff: rules and format; import-linter: which module may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 
 types: .venv/dev.stamp ## mypy and pyright
 	$(BIN)/mypy

@@ -90,18 +90,15 @@ LUA_CHANGES = [
 
 def lua_mutants(source: str) -> Iterator[tuple[str, str]]:
     """Each change of a Lua text in a module: how it is told, and the module's source with it."""
-    starts = [0]
-    for line in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
     nodes = list(ast.walk(ast.parse(source)))
     parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in nodes:
-        if not isinstance(node, (ast.Constant, ast.JoinedStr)) or id(node) in parts or node.end_lineno is None:
+        if not isinstance(node, (ast.Constant, ast.JoinedStr)) or id(node) in parts:
             continue
-        begin = starts[node.lineno - 1] + node.col_offset
-        text = source[begin : starts[node.end_lineno - 1] + (node.end_col_offset or 0)]
+        text = ast.get_source_segment(source, node) or ""
         if "redis.call(" not in text:
             continue
+        begin = source.index(text)
         for pattern, new in LUA_CHANGES:
             for found in re.finditer(pattern, text):
                 at, end = begin + found.start(), begin + found.end()

@@ -35,18 +35,8 @@ FILES = (
     "call/locked_call.py",
     "call/owed_key.py",
 )
-TOLD = {
-    "_explain",
-    "_log",
-    "__str__",
-    "look_at_a_new_server",
-    "wanted",
-    "emit",
-    "debug",
-    "warning",
-    "exception",
-    "info",
-}
+TOLD = {"_explain", "_log", "__str__", "look_at_a_new_server", "wanted", "emit"}
+TOLD |= {"debug", "warning", "exception", "info"}  # of a logger
 """Functions, and functions that are called, which log or send events, and decide nothing."""
 
 PART = 250
@@ -58,40 +48,26 @@ SLOWER = 10
 
 
 class Mutant(NamedTuple):
-    """A change of one place in one file.
-
-    Attributes:
-        file: the file, within the package.
-        line: the number of the line.
-        begin: where the place begins in the text of the file.
-        end: where it ends.
-        new: what stands there instead.
-        old: what stood there.
-    """
+    """A change of one place in one file: how it is told, and the text of the file with it."""
 
     file: str
-    line: int
-    begin: int
-    end: int
-    new: str
-    old: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line} {' '.join(self.old.split())!r} -> {self.new!r}"
+    told: str
+    text: str
 
 
 def mutants_of(file: str) -> Iterator[Mutant]:
     """All mutants of one file that the rule gives."""
     text = (ROOT / "only_one" / file).read_text()
-    starts = [0]
-    for line in text.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line.encode()))
 
-    def change(node: ast.AST, new: str) -> Mutant:
+    def change(node: ast.AST, new: str, begin: int = 0, end: int | None = None) -> Mutant:
+        """Another text for a node, or for a part of its text."""
         place: ast.expr = node  # type: ignore[assignment]
-        begin = starts[place.lineno - 1] + place.col_offset
-        end = starts[(place.end_lineno or 0) - 1] + (place.end_col_offset or 0)
-        return Mutant(file, place.lineno, begin, end, new, text.encode()[begin:end].decode())
+        lines = text.splitlines(keepends=True)
+        at = sum(map(len, lines[: place.lineno - 1])) + place.col_offset
+        old = ast.get_source_segment(text, place) or ""
+        new = old[:begin] + new + old[len(old) if end is None else end :]
+        told = f"{file}:{place.lineno} {' '.join(old.split())!r} -> {new!r}"
+        return Mutant(file, told, text[:at] + new + text[at + len(old) :])
 
     for node in _without_what_tells(ast.parse(text)):
         if isinstance(node, (ast.If, ast.While, ast.IfExp)):
@@ -103,10 +79,8 @@ def mutants_of(file: str) -> Iterator[Mutant]:
         elif _is_left_out(node):
             yield change(node, "pass")
         elif isinstance(node, ast.Constant) and "redis.call" in str(node.value):
-            whole = change(node, "")
-            for found in re.finditer("==|<=|>", whole.old):
-                new = {"==": "~=", "<=": ">", ">": "<="}[found[0]]
-                yield change(node, whole.old[: found.start()] + new + whole.old[found.end() :])
+            for found in re.finditer("==|<=|>", ast.get_source_segment(text, node) or ""):
+                yield change(node, {"==": "~=", "<=": ">", ">": "<="}[found[0]], *found.span())
 
 
 def _without_what_tells(node: ast.AST) -> Iterator[ast.AST]:
@@ -146,9 +120,7 @@ def histories_until_seen(mutant: Mutant, most: int, limit: float) -> int | None:
     """How many histories of each world it takes until one is red; None if none of ``most`` is."""
     with TemporaryDirectory() as directory:
         shutil.copytree(ROOT / "only_one", Path(directory, "only_one"))
-        path = Path(directory, "only_one", mutant.file)
-        content = path.read_bytes()
-        path.write_bytes(content[: mutant.begin] + mutant.new.encode() + content[mutant.end :])
+        Path(directory, "only_one", mutant.file).write_text(mutant.text)
         for begin in range(0, most, PART):
             for world in WORLDS:
                 part: Any = {"args": command(world, Path(directory), begin), "timeout": limit}
@@ -171,16 +143,16 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="only say which they are")
     given = parser.parse_args()
     every = [each for file in FILES for each in mutants_of(file)]
-    taken = sorted(every, key=lambda each: md5(str(each).encode(), usedforsecurity=False).hexdigest())[: given.mutants]
+    taken = sorted(every, key=lambda each: md5(each.told.encode(), usedforsecurity=False).hexdigest())[: given.mutants]
     if given.list:
-        print(*taken, sep="\n")
+        print(*(each.told for each in taken), sep="\n")
         return 0
     seen, limit = 0, longest()
     with ThreadPoolExecutor(given.jobs) as threads:
         results = threads.map(lambda each: histories_until_seen(each, given.histories, limit), taken)
         for mutant, took in zip(taken, results, strict=True):
             seen += took is not None
-            print(f"{took or 'not seen':>8}  {mutant}", flush=True)
+            print(f"{took or 'not seen':>8}  {mutant.told}", flush=True)
     print(f"{seen} of {len(taken)} mutants were seen, of {len(every)}")
     return int(seen < 0.9 * len(taken))
 

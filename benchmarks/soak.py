@@ -13,14 +13,11 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Generator
 from dataclasses import dataclass, field
-from io import TextIOWrapper
 from typing import Any
 
 import pytest
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 SEED = "ONLY_ONE_SOAK_SEED"
@@ -43,50 +40,22 @@ class Result:
 
 
 class Soak:
-    """A plugin of pytest: a progress bar in place of its dots, and a table at the end.
+    """A plugin of pytest: a table at the end.
 
     Args:
         seed: of the tests that are random.
-        progress: the bar.
     """
 
-    def __init__(self, seed: int, progress: Progress) -> None:
+    def __init__(self, seed: int) -> None:
         self.results: dict[str, Result] = {}
         self._seed = seed
-        self._progress = progress
-        self._bar = progress.add_task("collecting", total=None)
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Now the number of tests is known."""
-        self._progress.update(self._bar, total=len(session.items))
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Show which test runs."""
-        self._progress.update(self._bar, description=nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note what became of it."""
+        """Note what became of a test."""
         self.results.setdefault(report.nodeid, Result()).add(report)
-
-    def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        """Print it above the bar, which a log does not show."""
-        result = self.results[nodeid]
-        self._progress.console.print(f"{result.outcome:7} {result.seconds:7.1f} s  {nodeid}")
-        self._progress.advance(self._bar)
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_report_teststatus(self) -> Generator[None, tuple[str, str, Any], tuple[str, str, Any]]:
-        """Print no dot.
-
-        Returns:
-            The category of an outcome, its letter, which is none, and its word.
-        """
-        category, _, word = yield
-        return category, "", word
 
     def pytest_terminal_summary(self) -> None:
         """Print the table after the output of what failed."""
-        self._progress.stop()
         table = Table(title=f"seed {self._seed}", title_justify="left")
         for heading in ("test", "outcome", "seconds", "figures"):
             table.add_column(heading, justify="right" if heading == "seconds" else "left", overflow="fold")
@@ -107,14 +76,7 @@ def main() -> None:
     options, rest = parser.parse_known_args()
     os.environ[SEED] = str(options.seed)
     print(f"seed {options.seed}", flush=True)
-    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    # pytest captures what is written to the standard streams while a test runs, so the bar has a line of its own.
-    with TextIOWrapper(os.fdopen(os.dup(2), "wb", 0), write_through=True) as line:
-        progress = Progress(*columns, console=Console(file=line, markup=False, soft_wrap=True), transient=True)
-        with progress:
-            arguments = ["-m", "soak", "-q", "-o", "console_output_style=classic", *rest]
-            status = pytest.main(arguments, plugins=[Soak(options.seed, progress)])
-    sys.exit(status)
+    sys.exit(pytest.main(["-m", "soak", "-v", *rest], plugins=[Soak(options.seed)]))
 
 
 if __name__ == "__main__":

@@ -27,10 +27,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.soak_hour_app import AT_LEAST, BROKER, LOCKS, NAME, PREFIX, QUEUE_TIMEOUT, WITNESS, Witness
 from only_one import testing
@@ -65,25 +64,13 @@ CALM = (0.5, 4.0)
 SHORT, LONG = (0.1, 0.8), (3.2, 6.0)
 """Seconds of a pause or a fault of the network: shorter, and longer than every lease."""
 
+SHOWN_EVERY = 30.0
 STARTS_WITHIN = 60.0
 DRAINED_WITHIN = 120.0
 PATIENCE = 3.0
 """Seconds after a fault of the network in which a release may still be unconfirmed."""
 
 KINDS = {"below", "early", "above", "again", "newest", "spaced", "plain", "plain_async"}
-
-
-@dataclass(frozen=True, order=True)
-class Claim:
-    """A time in which no other run of a key may begin, and how long a restart without data excuses one that does."""
-
-    begins_at: float
-    ends_at: float
-    kind: str
-    key: str
-    run: str
-    asked_at: float
-    ttl: float
 
 
 @dataclass
@@ -112,11 +99,19 @@ class Run:
 
     def claims(self) -> Iterator[Claim]:
         """The times in which no other run of the key may begin."""
-        same = (self.key, self.id, self.asked_at, self.ttl)
         if self.held_until is not None:
-            yield Claim(self.begun_at, self.held_until, "overlaps", *same)
+            yield Claim(self.begun_at, self.held_until, "overlaps", self)
         if self.kind == "spaced" and self.end == "done" and self.is_held and self.released_at:
-            yield Claim(self.released_at, self.asked_at + AT_LEAST, "runs within at_least of a success", *same)
+            yield Claim(self.released_at, self.asked_at + AT_LEAST, "runs within at_least of a success", self)
+
+
+class Claim(NamedTuple):
+    """A time in which no other run of a key may begin."""
+
+    begins_at: float
+    ends_at: float
+    kind: str
+    run: Run
 
 
 class History:
@@ -198,26 +193,28 @@ class History:
         kinds = ["overlaps", "runs within at_least of a success"]
         problems: dict[str, list[str]] = {name: [] for kind in kinds for name in (kind, f"{kind}, excused")}
         latest: dict[tuple[str, str], Claim] = {}
-        for claim in sorted(claim for run in self.runs.values() for claim in run.claims()):
+        claims = [claim for run in self.runs.values() for claim in run.claims()]
+        for claim in sorted(claims, key=lambda claim: claim.begins_at):
             for kind in kinds if claim.kind == "overlaps" else []:  # a run begins
-                before = latest.get((kind, claim.key))
+                before = latest.get((kind, claim.run.key))
                 if before is not None and claim.begins_at < before.ends_at:
                     name = f"{kind}, excused" if self._is_excused(before, claim) else kind
-                    problems[name].append(f"{self.runs[before.run]} and {self.runs[claim.run]}")
-            before = latest.get((claim.kind, claim.key))
+                    problems[name].append(f"{before.run} and {claim.run}")
+            before = latest.get((claim.kind, claim.run.key))
             if before is None or claim.ends_at > before.ends_at:
-                latest[claim.kind, claim.key] = claim
+                latest[claim.kind, claim.run.key] = claim
         return problems
 
     def _is_excused(self, before: Claim, claim: Claim) -> bool:
         """Whether the server had lost the key of the earlier run, or could not be asked to keep it."""
+        asked_at = before.run.asked_at
         if before.kind == "overlaps":  # the earlier run is told within its lease
             return any(
-                before.asked_at <= up_at and killed_at <= claim.begins_at and before.ends_at <= up_at + before.ttl
+                asked_at <= up_at and killed_at <= claim.begins_at and before.ends_at <= up_at + before.run.ttl
                 for killed_at, up_at in self._outages["data lost"]
             )
         outages = [*self._outages["outage"], *self._outages["data lost"]]
-        return any(began < claim.begins_at and before.asked_at < ended + PATIENCE for began, ended in outages)
+        return any(began < claim.begins_at and asked_at < ended + PATIENCE for began, ended in outages)
 
     def lost(self) -> list[str]:
         """The tasks with late acknowledgement that neither ran, nor were skipped, nor failed with an error of ours."""
@@ -444,24 +441,35 @@ class Soak:
         for each in self._parts:
             self._wait_for_start(each, 0)
 
-    def run(self, seconds: float, show: Callable[[], None]) -> None:
+    def run(self, seconds: float) -> None:
         """Let everything run for so long, with a fault every few seconds; then let it end, and look for what is left.
 
         Raises:
             TimeoutError: if a process does not start.
         """
-        ends_at = now() + seconds
+        self._began_at = self._shown_at = now()
+        ends_at = self._began_at + seconds
         while now() < ends_at:
             next_at = min(now() + self._random.uniform(*CALM), ends_at)
             while now() < next_at:
                 self._end_faults()
-                show()
                 time.sleep(0.1)
+            self._show()
             self._restart_ended(self._parts)
             fault = self._random.choices(list(self._weights), list(self._weights.values()))[0]
             self._cause(fault)
             self.faults[fault] += 1
-        self._finish(show)
+        self._finish()
+
+    def _show(self) -> None:
+        """Print a line, every half a minute."""
+        if now() < self._shown_at + SHOWN_EVERY:
+            return
+        self._shown_at = now()
+        self.history.read()
+        runs, overlaps = len(self.history.runs), len(self.history.violations()["overlaps"])
+        passed = self._shown_at - self._began_at
+        print(f"{passed:5.0f} s: {runs} runs; {self.faults.total()} faults; {overlaps} overlaps", flush=True)
 
     # The faults
 
@@ -590,7 +598,7 @@ class Soak:
 
     # The end
 
-    def _finish(self, show: Callable[[], None]) -> None:
+    def _finish(self) -> None:
         """End all calls, let the workers do the rest, end them, and look for keys that stay."""
         self._wait(lambda: not self._ends, 2 * LONG[1], "a fault does not end")
         for caller in self._callers:
@@ -601,7 +609,7 @@ class Soak:
             nonlocal looks_at
             self._restart_ended(self._workers)
             self.history.read()
-            show()
+            self._show()
             if self.postman and now() > looks_at:
                 looks_at = now() + PATIENCE
                 self.postman.send_again(self.history)
@@ -672,27 +680,9 @@ def main() -> None:
             stack.callback(shutil.copytree, folder, options.log, dirs_exist_ok=True)
         soak = Soak(options, folder, stack)
         print("two workers,", "each on a machine of its own" if soak.inside else "on one machine", flush=True)
-        progress = stack.enter_context(Progress(BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}")))
-        bar = progress.add_task("", total=options.minutes * 60)
-        began_at = shown_at = now()
-
-        def show() -> None:
-            nonlocal shown_at
-            before, shown_at = shown_at, max(shown_at, int(now()))
-            if shown_at == before:
-                return
-            soak.history.read()
-            runs, passed = len(soak.history.runs), now() - began_at
-            text = f"{runs} runs, {runs / passed:.1f}/s; {soak.faults.total()} faults"
-            progress.update(bar, completed=passed, description=text)
-            if int(passed) % 30 == 0:
-                overlaps = len(soak.history.violations()["overlaps"])
-                progress.console.print(f"{passed:5.0f} s: {text}; {overlaps} overlaps")
-
         try:
-            soak.run(options.minutes * 60, show)
+            soak.run(options.minutes * 60)
         finally:
-            progress.stop()
             is_well = soak.report()
     print(f"seed {options.seed}: {'all is well' if is_well else 'NOT WELL'}")
     sys.exit(not is_well)

@@ -1,8 +1,7 @@
-"""What the tables of docs/celery.md say, for the tests that see whether it is so."""
+"""What the tables of a page say, for the tests that see whether it is so."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 PAGE = Path(__file__).parents[1] / "docs" / "celery.md"
@@ -11,22 +10,25 @@ BROKERS = {"redis": "Redis, Valkey", "classic": "RabbitMQ, classic queues", "quo
 """The columns in which the table of brokers says it."""
 
 
-def _tables() -> Iterator[list[dict[str, str]]]:
-    """The rows of each table, by the heads of their columns; that of the first is ""."""
-    for block in PAGE.read_text().split("\n\n"):
-        lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
-        if block.startswith("|"):
-            names = ["", *lines[0][1:]]
-            yield [dict(zip(names, line, strict=True)) for line in lines[2:]]
+def tables(text: str) -> list[list[list[str]]]:
+    """The cells of each table, row by row, without the line below its head."""
+    blocks = [block.strip().splitlines() for block in text.split("\n\n") if block.lstrip().startswith("|")]
+    rows = [[[cell.strip() for cell in line.strip("|").split("|")] for line in block] for block in blocks]
+    return [[head, *body] for head, _, *body in rows]
 
 
 def rows_with(column: str) -> list[dict[str, str]]:
-    """The rows of the tables that have such a column."""
-    return [row for table in _tables() for row in table if column in row]
+    """The rows of docs/celery.md's tables that have such a column, by the heads of the columns; the first's is ""."""
+    return [
+        dict(zip(["", *head[1:]], row, strict=True))
+        for head, *body in tables(PAGE.read_text())
+        if column in head[1:]
+        for row in body
+    ]
 
 
 def documented(promise: str, column: str) -> str:
-    """One cell.
+    """One cell of docs/celery.md.
 
     Raises:
         ValueError: unless there is just one.

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -17,8 +17,7 @@ from benchmarks.words import longest_sentence, pages
 from only_one import inspection, testing
 
 ROOT = Path(__file__).parents[1]
-API = (ROOT / "docs" / "api.md").read_text()
-MAKEFILE = (ROOT / "Makefile").read_text()
+README = (ROOT / "README.md").read_text()
 
 LONGEST_README = 900
 LONGEST_SENTENCE = 40
@@ -26,23 +25,13 @@ LONGEST_SENTENCE = 40
 
 # --- docs/api.md: the site is built from what is declared there, and `make site` refuses what cannot be built ---------
 
-
-class Entry(NamedTuple):
-    """What the page declares of a name: the signature that is written there, if any, and the members to show."""
-
-    signature: str
-    members: set[str]
-
-
-def entries() -> Iterator[tuple[str, Entry]]:
-    """By name, as it is written there."""
-    declared = r"^\.\. auto\w+:: ([\w.]+)(?:\((.*)\))?((?:\n {3}:.*)*)$"
-    for name, signature, options in re.findall(declared, API, re.MULTILINE):
-        members = re.search(":members: (.*)", options)
-        yield name, Entry(signature, set(members[1].split(", ") if members else ()))
-
-
-ENTRIES = dict(entries())
+# Of each name that the page declares: the signature that is written there, if any, and the options.
+DECLARED = {
+    name: (signature, options)
+    for name, signature, options in re.findall(
+        r"^\.\. auto\w+:: ([\w.]+)(?:\((.*)\))?((?:\n {3}:.*)*)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE
+    )
+}
 CURRENT_LOCK = {"key", "holder", "expires_in", "is_held", "ensure_held", "extend", "fence"}
 
 
@@ -55,10 +44,8 @@ def public_names() -> Iterator[str]:
     yield from (f"only_one.{name}" for name in only_one.__all__)
     for module in (inspection, testing):
         for node in ast.parse(inspect.getsource(module)).body:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                names = [node.name]
-            else:
-                names = [ast.unparse(target) for target in node.targets] if isinstance(node, ast.Assign) else []
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            names = [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else map(ast.unparse, targets)
             yield from (f"{module.__name__}.{name}" for name in names if not name.startswith("_"))
 
 
@@ -68,52 +55,44 @@ def described(thing: Any) -> set[str]:
     return {name for section in sections for name in re.findall(r"^ {4}\*{0,2}(\w+): ", section, re.MULTILINE)}
 
 
-def bases(kind: type) -> list[type]:
-    """A class and those of ours that it is made from."""
-    return [each for each in kind.__mro__ if each.__module__.startswith("only_one")]
-
-
 def what_it_has(kind: type) -> set[str]:
     """The fields of a class, or the parameters of one that users call; its public properties and methods."""
     made_by: Any = kind.__init__  # type: ignore[misc]
     parameters = list(inspect.signature(made_by).parameters)[1:] if inspect.isfunction(made_by) else []
-    fields = getattr(kind, "_fields", parameters)
-    shown = (property, classmethod, staticmethod)
-    return set(fields) | {
-        name
-        for base in bases(kind)
-        for name, value in vars(base).items()
-        if name[0] != "_" and (isinstance(value, shown) or inspect.isfunction(value))
-    }
+    shown = [name for name, _ in inspect.getmembers(kind, lambda each: callable(each) or isinstance(each, property))]
+    return {name for name in [*getattr(kind, "_fields", parameters), *shown] if is_own(kind, name)}
+
+
+def is_own(kind: type, name: str) -> bool:
+    """Whether a name is public, and not that of a base class of another package."""
+    others = [base for base in kind.__mro__ if not base.__module__.startswith("only_one")]
+    return name[0] != "_" and not any(name in vars(base) for base in others)
 
 
 @pytest.mark.parametrize("name", [*public_names()])
 def test_each_public_name_is_on_the_page(name: str) -> None:
-    assert name in ENTRIES
+    assert name in DECLARED
     assert inspect.getdoc(thing_of(name))
 
 
-@pytest.mark.parametrize("name", [name for name in ENTRIES if inspect.isclass(thing_of(name))])
+@pytest.mark.parametrize("name", [name for name in DECLARED if inspect.isclass(thing_of(name))])
 def test_each_field_is_on_the_page(name: str) -> None:
     kind = thing_of(name)
-    on_page = [thing_of(each) for each in ENTRIES]
-    found = ENTRIES[name].members.union(*(described(base) for base in bases(kind) if base in on_page))
+    members = re.findall(r"\w+", DECLARED[name][1].partition(":members:")[2])
+    on_page = {thing_of(each) for each in DECLARED}
+    found = set(members).union(*(described(base) for base in kind.__mro__ if base in on_page))
     assert (CURRENT_LOCK if name.endswith(".Lease") else what_it_has(kind)) <= found
 
 
-@pytest.mark.parametrize("name", [name for name in ENTRIES if inspect.isfunction(thing_of(name))])
+@pytest.mark.parametrize("name", [name for name in DECLARED if inspect.isfunction(thing_of(name))])
 def test_each_parameter_is_on_the_page(name: str) -> None:
     """Where a docstring describes parameters, it describes all of them; those of these two it must describe."""
-    parameters = set(inspect.signature(thing_of(name)).parameters)
-    found = described(thing_of(name))
+    parameters, found = set(inspect.signature(thing_of(name)).parameters), described(thing_of(name))
     assert found == parameters or (not found and name not in {"only_one.only_one", "only_one.configure"})
-
-
-@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if entry.signature])
-def test_a_signature_that_the_page_writes_itself_has_each_parameter(name: str) -> None:
-    declared: Any = ast.parse(f"def function({ENTRIES[name].signature}): ...").body[0]
-    written = {each.arg for each in declared.args.args + declared.args.kwonlyargs}
-    assert written == set(inspect.signature(thing_of(name)).parameters) - {"function_or_key"}
+    if signature := DECLARED[name][0]:
+        declared: Any = ast.parse(f"def function({signature}): ...").body[0]
+        written = {each.arg for each in declared.args.args + declared.args.kwonlyargs}
+        assert written == parameters - {"function_or_key"}
 
 
 # --- what other pages name --------------------------------------------------------------------------------------------
@@ -127,24 +106,20 @@ def test_each_file_that_is_named_exists(page: str) -> None:
 
 
 def test_each_command_of_make_is_listed_and_each_that_is_named_exists() -> None:
-    phony = re.search(r"^\.PHONY:((?:.*\\\n)*.*)$", MAKEFILE, re.MULTILINE)
-    assert phony
-    listed = set(re.findall(r"^([\w-]+):.* ## \S", MAKEFILE, re.MULTILINE))
-    assert listed == set(phony[1].replace("\\\n", " ").split())
-    named = {
-        name for page in pages() for name in re.findall(r"(?:`|^)make ([a-z][\w-]*)", page.read_text(), re.MULTILINE)
-    }
-    assert named <= listed
+    makefile = (ROOT / "Makefile").read_text()
+    (phony,) = re.findall(r"^\.PHONY:((?:.*\\\n)*.*)$", makefile, re.MULTILINE)
+    listed = set(re.findall(r"^([\w-]+):.* ## \S", makefile, re.MULTILINE))
+    assert listed == set(phony.replace("\\\n", " ").split())
+    text = "\n".join(page.read_text() for page in pages())
+    assert set(re.findall(r"(?:`|^)make ([a-z][\w-]*)", text, re.MULTILINE)) <= listed
 
 
 def test_each_link_of_the_readme_leads_to_a_page_of_the_site() -> None:
     """They are whole addresses, because PyPI shows the README, too."""
     site = re.escape("https://only-one.readthedocs.io/en/latest/")
-    links = re.findall(r"\]\(([^)]*)\)", (ROOT / "README.md").read_text())
-    pages_named = [re.fullmatch(rf"{site}([\w/-]+)\.(html|svg)", link) for link in links]
-    assert len(links) > 10
-    assert [link for link, page in zip(links, pages_named, strict=True) if page is None] == []
-    files = [page[1] + {"html": ".md", "svg": ".svg"}[page[2]] for page in pages_named if page]
+    links = re.findall(r"\]\(([^)]*)\)", README)
+    files = [re.sub(r"\.html$", ".md", link) for link in re.findall(rf"\]\({site}([\w/-]+\.(?:html|svg))\)", README)]
+    assert len(links) == len(files) > 10
     assert [name for name in files if not (ROOT / "docs" / name).exists()] == []
 
 
@@ -152,8 +127,7 @@ def test_each_link_of_the_readme_leads_to_a_page_of_the_site() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    words = len((ROOT / "README.md").read_text().split())  # as `wc -w` counts
-    assert words <= LONGEST_README
+    assert len(README.split()) <= LONGEST_README  # as `wc -w` counts
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))

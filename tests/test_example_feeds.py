@@ -72,41 +72,27 @@ def row(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     return read(["feed"])["feed"]
 
 
-@pytest.mark.parametrize(
-    ("row", "overlaps"),
-    [
-        ([(0, "start", 1), (1, "end", 1), (1, "start", 2), (2, "end", 2)], 0),
-        ([(0, "start", 1), (1, "start", 2), (2, "end", 1), (3, "end", 2)], 1),
-        ([(0, "start", 1), (1, "start", 2), (2, "end", 2), (3, "start", 2), (4, "end", 2), (5, "end", 1)], 2),
-        ([(0, "start", 1), (1, "kill", 1), (2, "start", 2), (3, "end", 2)], 0),
-        ([(0, "start", 1), (9, "start", 2), (10, "end", 2)], 1),
-        ([(0, "start", 1), (1, "fail", 1), (2, "start", 1), (3, "end", 1)], 0),
-    ],
-    indirect=["row"],
-)
-def test_overlaps_are_counted_by_start_and_end(row: Row, overlaps: int) -> None:
-    assert len(row.overlaps) == overlaps
-
-
 def good(without: str = "", *more: tuple[float, str, int]) -> Lines:
     """A journal as it should be, changed a little."""
     return [*(line for line in GOOD if line[1] != without), *more]
 
 
 @pytest.mark.parametrize(
-    ("row", "reason"),
+    ("row", "overlaps", "reason"),
     [
-        (good(), None),
-        (good("skip"), "nothing was skipped"),
-        (good("kill"), "two runs overlapped"),
-        (good("kill", (1.9, "end", 1)), "no import was killed and made again"),
-        (good("end", (5.5, "fail", 2)), "a run failed"),
-        (good("", (3.0, "tick", 1)), "not every tick became a run or a skip"),
-        (good("", (5.0, "start", 3), (6.0, "end", 3)), "two runs overlapped"),
+        (good(), 0, None),
+        (good("skip"), 0, "nothing was skipped"),
+        (good("kill"), 1, "two runs overlapped"),
+        (good("kill", (1.9, "end", 1)), 0, "no import was killed and made again"),
+        (good("end", (5.5, "fail", 2), (5.5, "start", 3), (6.0, "end", 3)), 0, "a run failed"),
+        (good("", (3.0, "tick", 1)), 0, "not every tick became a run or a skip"),
+        (good("", (4.1, "start", 3), (4.2, "end", 3), (4.3, "start", 3), (6.0, "end", 3)), 2, "two runs overlapped"),
+        (good("", (5.5, "start", 2), (6.0, "end", 2)), 0, "not every tick became a run or a skip"),
     ],
     indirect=["row"],
 )
-def test_the_verdict(row: Row, reason: str | None) -> None:
+def test_the_verdict_of_a_journal_and_the_overlaps_in_it(row: Row, overlaps: int, reason: str | None) -> None:
+    assert len(row.overlaps) == overlaps
     assert problem({"feed": row}) == reason
 
 

@@ -21,14 +21,19 @@ from tests.live.workers import note, wait_at
 TROUBLE = "trouble"
 """As long as this file is there, whoever retries waits, so that no attempt is used up before the test has mended it."""
 
+STUCK = 1
+"""The chunk to which things happen."""
+
 KEY = "{name}:{mailing}:{number}"
 
 app.conf.only_one_lease = 6
 
 
 def make(mailing: str, number: int) -> int:
-    """Make a chunk, as `make_chunk` does."""
+    """Make a chunk, as `make_chunk` does; that to which things happen, when the test says so."""
     note("make", mailing, number, os.getpid())
+    if number == STUCK:
+        wait_at(mailing)
     return making.make(mailing, number)
 
 

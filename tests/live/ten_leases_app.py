@@ -1,7 +1,6 @@
 """Runs of ten leases, and those who call for their keys meanwhile: `python -m tests.live.ten_leases_app HOW KEY...`.
 
-A run writes down its start and its end in a file that is opened to append, which is the test's witness: it does not use
-the lock.
+A run writes down its start and its end with the test's witness, which does not use the lock.
 """
 
 from __future__ import annotations
@@ -10,76 +9,63 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import contextmanager
 
 from celery import Celery
 
 from only_one import configure, current_lock, only_one
 from rigs.waiting import LIMIT
+from tests.live.workers import URL, note
 
 LEASE = 1.0
 LEASES = 10.0
-COPIES = 3
+CALLS = 3
 """Calls with one key in one process, of which one runs."""
 
 app = Celery("ten leases", set_as_current=False)
 
-if "TEN_URL" in os.environ:  # not in the test
-    app.conf.broker_url = os.environ["TEN_URL"]
+if URL in os.environ:  # not in the test
+    app.conf.broker_url = os.environ[URL]
     app.conf.broker_connection_retry_on_startup = True
-    configure(redis=os.environ["TEN_URL"])
+    configure(redis=os.environ[URL])
 
 
-def note(*words: object) -> None:
-    """Append a line to the witness's file, which other processes do, too."""
-    line = " ".join(map(str, [*words, os.getpid(), time.monotonic()]))
-    with Path(os.environ["TEN_WITNESS"]).open("ab", buffering=0) as file:
-        file.write(line.encode() + b"\n")
+@contextmanager
+def noted(key: str) -> Iterator[None]:
+    """Write down the start of a run, and its end, or that it has lost its key."""
+    note(key, "start")
+    yield
+    note(key, "end" if current_lock().is_held else "lost")
 
 
 def work(key: str) -> None:
     """Compute, or wait, for ten leases; under gevent only the latter lets other greenlets run."""
-    until = time.monotonic() + LEASES * LEASE
-    while time.monotonic() < until:
-        if key.endswith("CPU"):
-            sum(number * number for number in range(1000))
-        else:
-            time.sleep(0.05)
+    with noted(key):
+        until = time.monotonic() + LEASES * LEASE
+        while time.monotonic() < until:
+            if key.endswith("CPU"):
+                sum(number * number for number in range(1000))
+            else:
+                time.sleep(0.05)
 
 
-@only_one("{key}", lease=LEASE)
-def run(key: str) -> None:
-    note("start", key)
-    work(key)
-    note("end" if current_lock().is_held else "lost", key)
+run = only_one(work, key="{key}", lease=LEASE)
+task = app.task(name="work", ignore_result=True)(run)
 
 
 @only_one("{key}", lease=LEASE)
 async def run_async(key: str) -> None:
-    note("start", key)
     if key.endswith("CPU"):
         work(key)
     else:
-        await asyncio.sleep(LEASES * LEASE)
-    note("end" if current_lock().is_held else "lost", key)
-
-
-@app.task(ignore_result=True)  # type: ignore[untyped-decorator]
-@only_one("{key}", lease=LEASE)
-def task(key: str) -> None:
-    note("start", key)
-    work(key)
-    note("end" if current_lock().is_held else "lost", key)
-
-
-def in_threads(key: str) -> None:
-    with ThreadPoolExecutor(COPIES) as pool:
-        list(pool.map(run, [key] * COPIES))
+        with noted(key):
+            await asyncio.sleep(LEASES * LEASE)
 
 
 async def in_a_loop(key: str) -> None:
-    await asyncio.gather(*[run_async(key) for _ in range(COPIES)])
+    await asyncio.gather(*[run_async(key) for _ in range(CALLS)])
 
 
 def contend(key: str) -> int:
@@ -87,9 +73,8 @@ def contend(key: str) -> int:
 
     @only_one("{key}", lease=LEASE)
     def get(key: str) -> bool:
-        note("start", key)
-        note("end", key)
-        return True
+        with noted(key):
+            return True
 
     calls, until = 0, time.monotonic() + LIMIT
     while not get(key) and time.monotonic() < until:
@@ -100,7 +85,8 @@ def contend(key: str) -> int:
 
 def main(how: str, *keys: str) -> None:
     if how == "threads":
-        in_threads(*keys)
+        with ThreadPoolExecutor(CALLS) as pool:
+            list(pool.map(run, keys * CALLS))
     elif how == "asyncio":
         asyncio.run(in_a_loop(*keys))
     else:

@@ -25,6 +25,7 @@ from only_one.inspection import holder_of
 from only_one.testing import Guarded, redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.live import newsletter_app as live
+from tests.live.newsletter_app import STUCK
 from tests.live.workers import Witness, celery_worker, closed_results, environment, sender
 from tests.programs import descendants
 
@@ -35,8 +36,6 @@ PEOPLE = CHUNKS * IN_A_CHUNK
 MANY = 50 * SIZE
 
 CHILDREN = 2
-STUCK = 1
-"""The chunk that things happen to."""
 
 
 class House:
@@ -44,10 +43,10 @@ class House:
 
     name = ""
     numbers = range(0)
-    log_before = 0
 
-    def __init__(self, folder: Path, smtp: Guarded, worker: Guarded, witness: Witness) -> None:
-        self.folder, self.worker, self.witness = folder, worker, witness
+    def __init__(self, folder: Path, smtp: Guarded, worker: Guarded, client: redis.Redis) -> None:
+        self.folder, self.worker, self.client = folder, worker, client
+        self.witness = Witness(folder / "witness")
         self._smtp = smtp
 
     def begin(self, name: str, people: int = CHUNKS * SIZE) -> None:
@@ -57,7 +56,6 @@ class House:
         recipients.have_people(people)
         self.numbers = range(recipients.chunks())
         os.truncate(self.folder / "accepted", 0)
-        self.log_before = len((self.folder / "worker.log").read_text())
 
     @property
     def chosen(self) -> Counter[str]:
@@ -69,12 +67,7 @@ class House:
         """Who has got it, and how often, as the SMTP server says."""
         return Counter((self.folder / "accepted").read_text().split())
 
-    @property
-    def log(self) -> str:
-        """What the worker has said since the test began."""
-        return (self.folder / "worker.log").read_text()[self.log_before :]
-
-    def chunks(self, task: Any) -> Any:
+    def chunks(self, task: Any) -> list[Any]:
         """Each chunk, made by a task."""
         return [task.si(self.name, number) for number in self.numbers]
 
@@ -82,27 +75,9 @@ class House:
         """A mailing's chord, of this task."""
         return chord(self.chunks(task))(body or live.collect.s())
 
-    def parts(self) -> list[Path]:
-        """Where each child of the worker would write the chunk that things happen to."""
-        final = making.path(self.name, STUCK)
-        final.parent.mkdir(exist_ok=True)
-        assert eventually(lambda: len(descendants(self.worker.pid)) == CHILDREN)
-        return [final.with_suffix(f".{child}.part") for child in descendants(self.worker.pid)]
-
-    @contextmanager
-    def stuck(self) -> Iterator[None]:
-        """Let each run that makes the chunk wait on a pipe that nobody reads; afterwards it fails, and is retried."""
-        pipes = self.parts()
-        for pipe in pipes:
-            os.mkfifo(pipe)
-        try:
-            yield
-        finally:
-            readers = [os.open(pipe, os.O_RDONLY | os.O_NONBLOCK) for pipe in pipes]
-            for pipe in pipes:
-                pipe.unlink(missing_ok=True)
-            for reader in readers:
-                os.close(reader)
+    def let_go(self) -> None:
+        """Let the runs go on that wait for the test, and those that come."""
+        self.client.rpush(self.name, *["go"] * 20)
 
     @contextmanager
     def frozen_smtp(self) -> Iterator[None]:
@@ -133,19 +108,20 @@ class House:
 @pytest.fixture(scope="module")
 def shared_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     folder = tmp_path_factory.mktemp("newsletter")
-    witness = Witness(folder / "witness")
-    with redis_server() as server, smtp_server(folder / "accepted") as (smtp, process), sender(app, server.url):
-        ours = {"NEWSLETTER_DIRECTORY": str(folder), "NEWSLETTER_CHUNK": str(SIZE), "NEWSLETTER_SMTP": smtp}
-        env = environment(server.url, witness.path, NEWSLETTER_BROKER_URL=server.url, NEWSLETTER_RETRIES="2", **ours)
-        log = folder / "worker.log"
-        with (
-            celery_worker("tests.live.newsletter_app", log, env, size=CHILDREN) as worker,
-            configure(redis=server.url),
-            pytest.MonkeyPatch.context() as patch,
-        ):
-            patch.setenv("NEWSLETTER_DIRECTORY", str(folder))
-            patch.setattr(recipients, "SIZE", SIZE)
-            yield House(folder, process, worker, witness)
+    with (
+        redis_server() as server,
+        redis.Redis.from_url(server.url) as client,
+        smtp_server(folder / "accepted") as (smtp, process),
+        sender(app, server.url),
+        configure(redis=server.url),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        ours = {"NEWSLETTER_CHUNK": str(SIZE), "NEWSLETTER_SMTP": smtp, "NEWSLETTER_RETRIES": "2"}
+        patch.setenv("NEWSLETTER_DIRECTORY", str(folder))
+        patch.setattr(recipients, "SIZE", SIZE)
+        env = environment(server.url, folder / "witness", NEWSLETTER_BROKER_URL=server.url, **ours)
+        with celery_worker("tests.live.newsletter_app", folder / "worker.log", env, size=CHILDREN) as worker:
+            yield House(folder, process, worker, client)
 
 
 @pytest.fixture
@@ -189,7 +165,10 @@ def test_a_start_while_another_sends_sends_nothing(house: House) -> None:
 def test_a_chunk_that_fails_for_good_means_that_nothing_is_sent_and_the_next_start_makes_only_that(
     house: House,
 ) -> None:
-    parts = house.parts()
+    chunk = making.path(house.name, STUCK)
+    chunk.parent.mkdir(exist_ok=True)
+    assert eventually(lambda: len(descendants(house.worker.pid)) == CHILDREN)
+    parts = [chunk.with_suffix(f".{child}.part") for child in descendants(house.worker.pid)]
     for part in parts:
         part.symlink_to("/dev/full")
     assert "No space left on device" in failure(start(house.name))
@@ -197,7 +176,7 @@ def test_a_chunk_that_fails_for_good_means_that_nothing_is_sent_and_the_next_sta
     with pytest.raises(sending.IncompleteError, match=f"1 of 4 chunks of {house.name} are missing, the first is 1"):
         send.delay(house.name).get(timeout=LIMIT)  # by hand
     assert house.accepted == Counter()
-    made = {file: file.stat().st_ino for file in parts[0].parent.glob("??????")}
+    made = {file: file.stat().st_ino for file in chunk.parent.glob("??????")}
     for part in parts:
         part.unlink()
     assert start(house.name).get(timeout=LIMIT) == PEOPLE
@@ -219,6 +198,7 @@ def test_trouble_with_the_database_is_tried_again(house: House) -> None:
 
 
 def test_without_autoretry_it_fails_for_good(house: House) -> None:
+    house.let_go()
     with house.without_database():
         assert "unable to open database file" in failure(house.chord(live.once, send.si(house.name)))
     assert house.accepted == Counter()
@@ -240,18 +220,19 @@ def test_who_unsubscribes_when_the_message_is_made_does_not_get_it(house: House)
     "task", [live.whole, live.skipping, live.refusing, live.undecorated], ids=lambda task: task.name
 )
 def test_a_second_start_meets_a_chunk_that_is_being_made(house: House, task: Any) -> None:
-    with house.stuck():
-        first = house.chord(task)
-        house.are_at_it("make", STUCK)
-        second = house.chord(task)
-        if task is live.undecorated:
-            assert len({*house.are_at_it("make", STUCK, number=2)}) == 2, "two processes make the same chunk"
-        elif task is live.skipping:
-            assert second.get(timeout=LIMIT)[STUCK] is None, "the body runs without the chunk"
-        elif task is live.refusing:
-            assert AlreadyRunning.__name__ in failure(second)
-        else:
-            assert eventually(lambda: "did not run" in house.log)
+    first = house.chord(task)
+    house.are_at_it("make", STUCK)
+    second = house.chord(task)
+    if task is live.undecorated:
+        assert len({*house.are_at_it("make", STUCK, number=2)}) == 2, "two processes make the same chunk"
+    elif task is live.skipping:
+        assert second.get(timeout=LIMIT)[STUCK] is None, "the body runs without the chunk"
+    elif task is live.refusing:
+        assert AlreadyRunning.__name__ in failure(second)
+    else:
+        requeued = f"did not run: only_one:whole:{house.name}:{STUCK} "
+        assert eventually(lambda: requeued in (house.folder / "worker.log").read_text())
+    house.let_go()
     made = first.get(timeout=LIMIT)
     assert making.missing(house.name) == []
     if task is live.whole:
@@ -264,9 +245,9 @@ def test_a_second_start_meets_a_chunk_that_is_being_made(house: House, task: Any
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_the_process_that_makes_a_chunk_is_killed(house: House, task: Any, made: int | str | None) -> None:
-    with house.stuck():
-        result = house.chord(task)
-        os.kill(house.are_at_it("make", STUCK)[0], signal.SIGKILL)
+    result = house.chord(task)
+    os.kill(house.are_at_it("make", STUCK)[0], signal.SIGKILL)
+    house.let_go()
     if isinstance(made, str):
         assert made in failure(result)
     else:
@@ -280,8 +261,7 @@ def test_the_process_that_makes_a_chunk_is_killed(house: House, task: Any, made:
 def test_without_the_decorator_two_bodies_send_twice(house: House) -> None:
     results = [house.chord(make_chunk, live.send_undecorated.si(house.name)) for _ in range(2)]
     house.are_at_it("send", number=2)
-    with redis.Redis.from_url(app.conf.broker_url) as client:
-        client.rpush(house.name, *["go"] * 20)  # each attempt takes one
+    house.let_go()
     for result in results:  # later they get into each other's way, and one may have to begin again
         result.get(timeout=LIMIT)
     assert [house.accepted[each.email] for each in recipients.chunk(0)] == [2] * IN_A_CHUNK

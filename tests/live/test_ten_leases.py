@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +15,15 @@ import redis as redis_py
 
 from only_one.lock.holder import Holder
 from only_one.testing import Guarded, redis_server
-from rigs.waiting import LIMIT, eventually
+from rigs.waiting import eventually
 from tests.live.ten_leases_app import LEASE, LEASES, app, task
+from tests.live.workers import ROOT, MarkerUpdate, Witness, celery_worker, environment, sender
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 pytest.importorskip("gevent")
 
-ROOT = Path(__file__).parents[2]
 APP = "tests.live.ten_leases_app"
 PREFIX = "only_one:"
 
@@ -38,38 +36,19 @@ POOLS = {"prefork": 4, "gevent": 10}
 HEAD = ["kind", "work", "leases", "contending calls", "looks", "overlaps", "key gone", "ended"]
 
 
-@dataclass
-class Line:
-    """What a run has written down."""
-
-    word: str
-    key: str
-    pid: int
-    moment: float
+def lines_of(witness: Witness, key: str) -> list[MarkerUpdate]:
+    """What the runs of one key have written down."""
+    return witness.notes(*key.split())
 
 
-class Witness:
-    """What runs have written down, in its order."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        path.touch()
-
-    def lines(self, key: str) -> list[Line]:
-        """What the runs of one key have written down."""
-        found = []
-        for line in self._path.read_text().splitlines():
-            word, *names, pid, moment = line.split()
-            found.append(Line(word, " ".join(names), int(pid), float(moment)))
-        return [line for line in found if line.key == key]
-
-    def overlaps(self, key: str) -> int:
-        """How often a run started while another had not ended."""
-        running = overlaps = 0
-        for line in self.lines(key):
-            overlaps += line.word == "start" and running > 0
-            running += 1 if line.word == "start" else -1
-        return overlaps
+def overlaps_of(witness: Witness, key: str) -> int:
+    """How often a run started while another had not ended."""
+    running = overlaps = 0
+    for line in lines_of(witness, key):
+        is_start = line.rest == ["start"]
+        overlaps += is_start and running > 0
+        running += 1 if is_start else -1
+    return overlaps
 
 
 class Watch:
@@ -87,11 +66,11 @@ class Watch:
     def _watch(self, keys: list[str]) -> None:
         with redis_py.Redis.from_url(self._url) as client:
             while not self._ended.wait(0.005):
-                begun = [key for key in keys if self._witness.lines(key)]
+                begun = [key for key in keys if lines_of(self._witness, key)]
                 found = client.mget([PREFIX + key for key in begun]) if begun else []
                 for key, value in zip(begun, found, strict=True):
                     # Read before the key was and after: what had begun then, and has not ended by now.
-                    if len(self._witness.lines(key)) == 1:
+                    if len(lines_of(self._witness, key)) == 1:
                         self.looks[key] += 1
                         self.gone[key] += value != self.values.setdefault(key, value or b"")
 
@@ -102,22 +81,6 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
-
-
-@contextmanager
-def workers(environment: dict[str, str], folder: Path) -> Iterator[None]:
-    """A worker of each pool, each with a queue of its own."""
-    with ExitStack() as stack:
-        logs = []
-        for pool, size in POOLS.items():
-            worker = [sys.executable, "-W", "ignore", "-m", "celery", "-A", APP, "worker", "-P", pool, "-c", str(size)]
-            command = [*worker, "-Q", pool, "-n", f"{pool}@%h", "-l", "INFO", "--without-gossip", "--without-mingle"]
-            logs.append(folder / f"{pool}.log")
-            output = stack.enter_context(logs[-1].open("wb"))
-            stack.enter_context(Guarded(command, cwd=ROOT, env=environment, stdout=output, stderr=output, grace=1))
-        ready = eventually(lambda: all(b" ready." in log.read_bytes() for log in logs), LIMIT)
-        assert ready, [log.read_text()[-2000:] for log in logs]
-        yield
 
 
 def begin(key: str, environment: dict[str, str], stack: ExitStack) -> None:
@@ -133,9 +96,9 @@ def begin(key: str, environment: dict[str, str], stack: ExitStack) -> None:
 
 def row(key: str, witness: Witness, watch: Watch, calls: int) -> list[Any]:
     """What has been seen of one combination."""
-    start, end, *_ = witness.lines(key)
-    took = (end.moment - start.moment) / LEASE
-    return [*key.split(), round(took, 1), calls, watch.looks[key], witness.overlaps(key), watch.gone[key], end.word]
+    start, end, *_ = lines_of(witness, key)
+    leases = round((end.at - start.at) / LEASE, 1)
+    return [*key.split(), leases, calls, watch.looks[key], overlaps_of(witness, key), watch.gone[key], *end.rest]
 
 
 def show(rows: list[list[Any]]) -> None:
@@ -147,27 +110,26 @@ def show(rows: list[list[Any]]) -> None:
 def test_nothing_overlaps_and_no_key_is_lost(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     rows: list[list[Any]] = []
     witness = Witness(tmp_path / "witness")
-    with redis_server() as server:
-        environment = {**os.environ, "TEN_URL": server.url, "TEN_WITNESS": str(tmp_path / "witness")}
-        app.conf.broker_url = server.url
-        with workers(environment, tmp_path):
-            for keys in TOGETHER:
-                with ExitStack() as stack:
-                    watch = stack.enter_context(Watch(server.url, witness, keys))
-                    for key in keys:
-                        begin(key, environment, stack)
-                    assert eventually(lambda keys=keys: all(map(witness.lines, keys)), LIMIT)  # type: ignore[misc]
-                    contend = [sys.executable, "-m", APP, "contend", *keys]
-                    others = Guarded(contend, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-                    stack.enter_context(others)
-                    assert others.stdout is not None
-                    counts = others.stdout.readline().split()
-                rows += [row(key, witness, watch, int(calls)) for key, calls in zip(keys, counts, strict=True)]
+    with redis_server() as server, sender(app, server.url), ExitStack() as workers:
+        env = environment(server.url, witness.path)
+        for pool, size in POOLS.items():
+            options = ["-Q", pool, "-n", f"{pool}@%h"]
+            workers.enter_context(celery_worker(APP, tmp_path / pool, env, *options, pool=pool, size=size))
+        for keys in TOGETHER:
+            with Watch(server.url, witness, keys) as watch, ExitStack() as stack:
                 for key in keys:
-                    holder = Holder.parse(watch.values[key])
-                    assert holder is not None
-                    assert holder.pid == witness.lines(key)[0].pid, key
-        app.close()
+                    begin(key, env, stack)
+                assert eventually(lambda keys=keys: all(lines_of(witness, key) for key in keys))  # type: ignore[misc]
+                contend = [sys.executable, "-m", APP, "contend", *keys]
+                others = Guarded(contend, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+                stack.enter_context(others)
+                assert others.stdout is not None
+                counts = others.stdout.readline().split()
+            rows += [row(key, witness, watch, int(calls)) for key, calls in zip(keys, counts, strict=True)]
+            for key in keys:
+                holder = Holder.parse(watch.values[key])
+                assert holder is not None
+                assert holder.pid == lines_of(witness, key)[0].pid, key
     show(rows)
     for name, total in zip(HEAD[3:7], map(sum, list(zip(*rows, strict=True))[3:7]), strict=True):
         record_property(name, total)
@@ -181,5 +143,5 @@ def test_nothing_overlaps_and_no_key_is_lost(tmp_path: Path, record_property: Ca
         assert calls > 10 * LEASES, where
         assert looks > 10 * LEASES, where
         # The run, and one of those who had called for its key.
-        assert [line.word for line in witness.lines(where)] == ["start", "end"] * 2, where
+        assert [line.rest for line in lines_of(witness, where)] == [["start"], ["end"]] * 2, where
     assert len(rows) == 8

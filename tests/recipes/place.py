@@ -63,11 +63,6 @@ class Place:
         options = ["-n", f"{name}@%h", "-Ofair"]
         return celery_worker(module, self.folder / name, {**self.env, **env}, *options, size=size)
 
-    def beat(self, module: str, name: str = "beat") -> AbstractContextManager[Guarded]:
-        """A beat."""
-        options = ["-l", "INFO", "--pidfile", "", "--schedule", f"schedule of {name}"]
-        return self.running(name, "celery", "-A", module, "beat", *options)
-
     @contextmanager
     def serving(self, application: str, *options: str) -> Iterator[tuple[str, Guarded]]:
         """An application under uvicorn: its address, and its process, as soon as it answers."""

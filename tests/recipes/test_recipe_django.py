@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from threading import Event, Thread
 
 import httpx
 import pytest
 from redis import Redis
 
-from only_one.lock.holder import Holder
 from rigs.waiting import LIMIT, eventually
 from tests.live.workers import ROOT
 from tests.recipes.place import PAGES, Place
@@ -23,10 +20,9 @@ from tests.recipes.place import PAGES, Place
 CACHE, BROKER, LOCKS, OTHER_CACHE = range(4)
 """The databases of the project."""
 
-SETTINGS = "from config.settings import *\n"
-PATIENT = f'{SETTINGS}CELERY_ONLY_ONE_REDIS += "?socket_timeout={LIMIT}&socket_connect_timeout={LIMIT}"'
-NOTHING = f"{SETTINGS}del CELERY_ONLY_ONE_REDIS"
-DJANGO_REDIS = f"""{SETTINGS}
+PATIENT = f'CELERY_ONLY_ONE_REDIS += "?socket_timeout={LIMIT}&socket_connect_timeout={LIMIT}"'
+NOTHING = "del CELERY_ONLY_ONE_REDIS"
+DJANGO_REDIS = f"""
 def locks():
     from django_redis import get_redis_connection
 
@@ -41,37 +37,27 @@ CELERY_ONLY_ONE_REDIS = locks
 """A function that returns a client of django-redis, whose pool is as small as can be."""
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Serves a feed when the test says so."""
+class Feed:
+    """A web server with one feed, which is answered when the test says so."""
 
-    asked, answers = Event(), Event()
+    def __init__(self, listener: socket.socket) -> None:
+        listener.settimeout(LIMIT)
+        self._listener = listener
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/feed.xml"
 
-    def do_GET(self) -> None:
-        self.asked.set()
-        assert self.answers.wait(10 * LIMIT)
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"<feed/>")
+    def wait_for_request(self) -> None:
+        self._connection, _ = self._listener.accept()
 
-    def log_message(self, *_: object) -> None:
-        """It is not of interest."""
+    def answer(self) -> None:
+        with self._connection as connection:
+            assert connection.recv(65536).startswith(b"GET /feed.xml ")
+            connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n<feed/>")
 
 
 @pytest.fixture
-def feed() -> Iterator[str]:
-    """The URL of a feed."""
-    for each in (Handler.asked, Handler.answers):
-        each.clear()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/feed.xml"
-        Handler.answers.set()
-        server.shutdown()
-
-
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("django") / "project"
+def feed() -> Iterator[Feed]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield Feed(listener)
 
 
 def manage(place: Place, *arguments: str, **env: str) -> str:
@@ -82,18 +68,13 @@ def manage(place: Place, *arguments: str, **env: str) -> str:
 
 
 @pytest.fixture
-def project(place: Place, template: Path, request: pytest.FixtureRequest) -> Place:
-    """What a user has copied from the page, with its tables, and settings of the test."""
-    is_new = not template.exists()
-    source = ROOT / "examples" / "django_feeds" if is_new else template
+def project(place: Place) -> Place:
+    """What a user has copied from the page."""
+    source = ROOT / "examples" / "django_feeds"
     shutil.copytree(source, place.folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
-    (place.folder / "config" / "of_the_test.py").write_text(getattr(request, "param", PATIENT))
-    place.env |= {"DJANGO_SETTINGS_MODULE": "config.of_the_test", "REDIS": place.url.removesuffix("/0")}
-    del place.env["ONLY_ONE_REDIS_URL"], place.env["CELERY_BROKER_URL"], place.env["CELERY_RESULT_BACKEND"]
-    if is_new:
-        manage(place, "makemigrations", "feeds")
-        manage(place, "migrate")
-        shutil.copytree(place.folder, template)
+    place.env["REDIS"] = place.url.removesuffix("/0")
+    for name in ("ONLY_ONE_REDIS_URL", "CELERY_BROKER_URL", "CELERY_RESULT_BACKEND"):
+        del place.env[name]
     return place
 
 
@@ -101,33 +82,13 @@ def keys(place: Place) -> list[tuple[int, str]]:
     """The keys that are held, each with its database."""
     found = []
     for number in range(4):
-        with Redis.from_url(f"{place.url.removesuffix('/0')}/{number}") as client:
+        with Redis.from_url(f"{place.env['REDIS']}/{number}") as client:
             found += [(number, key.decode()) for key in client.scan_iter("only_one:*")]
     return sorted(found, key=lambda each: each[1])
 
 
-def test_the_task_from_queued_to_finished(project: Place, feed: str) -> None:
-    """The two commands of the page, a worker, and what comes after."""
-    first = manage(project, "import_feeds", feed)
-    task_id = first.split()[-1]
-    assert first == f"{feed}: queued as task {task_id}\n"
-    assert manage(project, "import_feeds") == f"{feed}: a duplicate of task {task_id}\n"
-    ((_, key),) = keys(project)
-    assert key.startswith("only_one:feeds.tasks.import_feed-lock-")
-    with project.running("worker", "celery", "-A", "config", "worker", "-l", "INFO", "-c", "2"):
-        assert Handler.asked.wait(LIMIT)
-        with Redis.from_url(f"{project.url.removesuffix('/0')}/{LOCKS}") as locks:
-            running = Holder.parse(locks.get(key) or b"")
-        assert running is not None
-        assert (running.state, running.task_id) == ("running", task_id)
-        Handler.answers.set()
-        assert eventually(lambda: keys(project) == [])
-    document = "from feeds.models import Feed; print(repr(Feed.objects.get().document))"
-    assert manage(project, "shell", "-c", document).splitlines()[-1] == "'<feed/>'"
-
-
 @pytest.mark.parametrize(
-    ("project", "number"),
+    ("setting", "number"),
     [
         (PATIENT, LOCKS),
         (DJANGO_REDIS, OTHER_CACHE),
@@ -135,12 +96,23 @@ def test_the_task_from_queued_to_finished(project: Place, feed: str) -> None:
         (NOTHING, BROKER),
     ],
     ids=["URL", "django-redis", "the cache's", "the broker's"],
-    indirect=["project"],
 )
-def test_the_views_and_where_their_keys_are(project: Place, feed: str, number: int) -> None:
-    task_id = manage(project, "import_feeds", feed).split()[-1]
-    ((database, queued),) = keys(project)
+def test_the_commands_the_views_and_the_worker_and_where_their_keys_are(
+    project: Place, feed: Feed, setting: str, number: int
+) -> None:
+    (project.folder / "config" / "of_the_test.py").write_text(f"from config.settings import *\n{setting}")
+    project.env["DJANGO_SETTINGS_MODULE"] = "config.of_the_test"
+    manage(project, "makemigrations", "feeds")
+    manage(project, "migrate")
+
+    queued = manage(project, "import_feeds", feed.url)
+    task_id = queued.split()[-1]
+    assert queued == f"{feed.url}: queued as task {task_id}\n"
+    assert manage(project, "import_feeds") == f"{feed.url}: a duplicate of task {task_id}\n"
+    ((database, key),) = keys(project)
     assert database == number
+    assert key.startswith("only_one:feeds.tasks.import_feed-lock-")
+
     (token,) = re.findall("^token=(.*)$", (PAGES / "django.md").read_text(), re.MULTILINE)
     headers = {"Cookie": f"csrftoken={token}", "X-CSRFToken": token}
     with project.serving("config.asgi:application") as (url, _), ThreadPoolExecutor(1) as pool:
@@ -148,20 +120,31 @@ def test_the_views_and_where_their_keys_are(project: Place, feed: str, number: i
         answer = httpx.post(f"{url}/feeds/1/import/", headers=headers, timeout=LIMIT)
         assert (answer.status_code, answer.json()) == (202, {"task_id": task_id, "is_duplicate": True})
         first = pool.submit(httpx.get, f"{url}/feeds/1/preview/", timeout=10 * LIMIT)
-        assert Handler.asked.wait(LIMIT)
-        held = keys(project)
+        feed.wait_for_request()
+        assert [(each, name.partition("-")[0]) for each, name in keys(project)] == [
+            (number, "only_one:feeds.tasks.import_feed"),
+            (number, "only_one:preview"),
+        ]
         others = [httpx.get(f"{url}/feeds/1/preview/", timeout=LIMIT) for _ in range(5)]
-        Handler.answers.set()
+        feed.answer()
         assert (first.result(LIMIT).status_code, first.result().text) == (200, "<feed/>")
     assert {(other.status_code, other.text) for other in others} == {(409, "is being fetched already")}
-    assert [database for database, _ in held] == [number, number]
-    assert held[1][1].startswith("only_one:preview-")
-    assert keys(project) == [(number, queued)]
-    manage(project, "shell", "-c", "from django.core.cache import cache; cache.clear()")
-    assert keys(project) == ([] if number == CACHE else [(number, queued)])
+    assert keys(project) == [(number, key)]
+
+    with project.running("worker", "celery", "-A", "config", "worker", "-l", "INFO", "-c", "2"):
+        feed.wait_for_request()
+        assert keys(project) == [(number, key)]
+        manage(project, "shell", "-c", "from django.core.cache import cache; cache.clear()")
+        assert keys(project) == ([] if number == CACHE else [(number, key)])
+        feed.answer()
+        project.wait_for("worker", "succeeded in")
+        assert eventually(lambda: keys(project) == [])
+    document = "from feeds.models import Feed; print(repr(Feed.objects.get().document))"
+    assert manage(project, "shell", "-c", document).splitlines()[-1] == "'<feed/>'"
 
 
 def test_the_tests_of_the_project_need_no_server(project: Place) -> None:
+    manage(project, "makemigrations", "feeds", DJANGO_SETTINGS_MODULE="config.settings")
     said = manage(project, "test", DJANGO_SETTINGS_MODULE="config.test_settings", REDIS="redis://127.0.0.1:1")
     assert "Ran 3 tests in " in said
     assert "\nOK\n" in said

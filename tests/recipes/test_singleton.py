@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from examples import singleton as example
-from only_one import AlreadyRunning, KeyTemplateError, only_one
+from only_one import AlreadyRunning
 from rigs.waiting import LIMIT, eventually
 from tests.live.workers import sender
 from tests.recipes.place import Place
@@ -48,22 +48,12 @@ def test_the_examples_on_a_real_worker(place: Place) -> None:
             reminder = example.remind.delay("bob")
             assert reminder.get(timeout=LIMIT) == "bob was reminded"
             assert example.remind.delay("bob") == reminder
-            # A run that outlives its timeout keeps nobody out, and leaves the key to the next; there, it deletes it.
+            # A run that outlives its timeout excludes nobody, and leaves the key to the next; there, it deletes it.
             assert eventually(lambda: not [*place.client.scan_iter("only_one:*poll*")])
             assert not poll.ready()
             later = example.poll.apply_async(queue="later")
             assert poll.get(timeout=LIMIT) == "polled"
             assert example.poll.delay() == later != poll
-
-
-def test_what_is_no_parameter_is_refused_when_decorating() -> None:
-    """As `unique_on=["user_id"]` of a task that takes a `username` is there, which fails at each call."""
-
-    def greet(username: str) -> str:
-        return username
-
-    with pytest.raises(KeyTemplateError, match=r"user_id.*username"):
-        only_one("{name}:{user_id}")(example.app.task(greet, name="misspelt", shared=False))
 
 
 def test_an_app_s_configuration_holds_for_its_tasks(place: Place) -> None:

@@ -1,4 +1,4 @@
-"""What type checkers know of covered functions: never run, but checked by mypy and pyright."""
+"""What type checkers know of decorated functions: never run, but checked by mypy and pyright."""
 
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 # ruff: noqa: ARG001, ARG005 - nothing here is ever called
@@ -42,115 +42,47 @@ if TYPE_CHECKING:
 
 @only_one
 def bare(a: int, b: str = "x", *rest: bytes, c: float = 1) -> float:
-    """`@only_one`."""
+    """With parameters of each kind."""
     return c
 
 
-@only_one()
-def empty(a: int) -> float:
-    """`@only_one()`."""
-    return a
-
-
-@only_one("k")
-def key(a: int) -> float:
-    """`@only_one("k")`."""
-    return a
-
-
-@only_one("k", 300)
-def positional(a: int) -> float:
-    """`@only_one("k", 300)`."""
-    return a
-
-
-@only_one(key="k", timeout=300.5)
-def keywords(a: int) -> float:
-    """`@only_one(key="k", timeout=300)`."""
-    return a
-
-
-@only_one("k", timedelta(minutes=5), lease=timedelta(seconds=10))
-def deltas(a: int) -> float:
-    """Times may be timedeltas."""
-    return a
-
-
-@only_one(timeout=300, lease=10)
-def no_key(a: int) -> float:
-    """Times alone."""
-    return a
-
-
-@only_one(key=lambda a: f"k{a}")
-def computed(a: int) -> float:
-    """The key is made by a callable."""
-    return a
-
-
 def plain(a: int, b: str = "x") -> float:
-    """Covered below."""
+    """Decorated below."""
     return a
 
 
 async def plain_async(a: int, b: str = "x") -> float:
-    """Covered below."""
+    """Decorated below."""
     return a
 
 
 def forms() -> None:
-    """What the forms above give."""
+    """Each way to decorate."""
     assert_type(bare(1, "x", b"", c=2.0), float | None)
     assert_type(bare(a=1), float | None)
-    assert_type(empty(1), float | None)
-    assert_type(key(1), float | None)
-    assert_type(positional(1), float | None)
-    assert_type(keywords(a=1), float | None)
-    assert_type(deltas(1), float | None)
-    assert_type(no_key(1), float | None)
-    assert_type(computed(1), float | None)
     assert_type(only_one(plain)(1, b="y"), float | None)
     assert_type(only_one(plain, key="k", timeout=300)(1, b="y"), float | None)
     assert_type(only_one(plain, key=lambda a, b: f"{a}")(1), float | None)
     assert_type(only_one(plain, 300, lease=10)(1), float | None)
+    assert_type(only_one()(plain)(1), float | None)
     assert_type(only_one("k")(plain)(1, "y"), float | None)
     assert_type(only_one("k")(lambda: "x")(), str | None)
-
-
-@only_one
-async def async_bare(a: int, b: str = "x") -> float:
-    """`@only_one`."""
-    return a
-
-
-@only_one()
-async def async_empty(a: int) -> float:
-    """`@only_one()`."""
-    return a
-
-
-@only_one("k", 300, lease=10)
-async def async_key(a: int) -> float:
-    """`@only_one("k", 300)`."""
-    return a
-
-
-@only_one(key=lambda a: f"k{a}")
-async def async_computed(a: int) -> float:
-    """The key is made by a callable."""
-    return a
+    assert_type(only_one("k", 300)(plain)(1), float | None)
+    assert_type(only_one(key="k", timeout=300.5)(plain)(a=1), float | None)
+    assert_type(only_one("k", timedelta(minutes=5), lease=timedelta(seconds=10))(plain)(1), float | None)
+    assert_type(only_one(timeout=300, lease=10)(plain)(1), float | None)
+    assert_type(only_one(key=lambda a, b: f"k{a}")(plain)(1), float | None)
 
 
 async def async_forms() -> None:
-    """What the async forms above give."""
-    assert_type(await async_bare(1, b="y"), float | None)
-    assert_type(await async_empty(1), float | None)
-    assert_type(await async_key(1), float | None)
-    assert_type(await async_computed(a=1), float | None)
-    assert_type(await only_one(plain_async)(1), float | None)
+    """The same for what is awaited."""
+    assert_type(await only_one(plain_async)(1, b="y"), float | None)
+    assert_type(await only_one()(plain_async)(1), float | None)
+    assert_type(await only_one("k", 300, lease=10)(plain_async)(1), float | None)
+    assert_type(await only_one(key=lambda a, b: f"k{a}")(plain_async)(a=1), float | None)
     assert_type(await only_one(plain_async, key="k", timeout=300)(1, b="y"), float | None)
     assert_type(await only_one("k")(plain_async)(1), float | None)
-    await assert_type(async_bare(1), Coroutine[Any, Any, float | None])
+    await assert_type(only_one(plain_async)(1), Coroutine[Any, Any, float | None])
 
 
 # --- what policies add ---------------------------------------------------------------------------------------------
@@ -200,12 +132,7 @@ async def async_policies() -> None:
     assert_type(await only_one("k", when_busy=who)(plain_async)(1), float | str)
     assert_type(await only_one("k", when_busy=fail, when_down=why)(plain_async)(1), float | bytes)
     assert_type(await only_one(plain_async, key="k", when_busy=fail, when_down=carry_on)(1), float)
-
-
-@only_one("k", when_busy=who)
-async def async_who(a: int) -> float:
-    """With a policy of its own."""
-    return a
+    assert_type(returns_nothing(), None)
 
 
 @only_one("k", when_busy=fail)
@@ -213,17 +140,11 @@ def returns_nothing() -> None:
     """For a function without a result."""
 
 
-async def decorated_policies() -> None:
-    """What the two above give."""
-    assert_type(await async_who(1), float | str)
-    assert_type(returns_nothing(), None)
-
-
 # --- methods -------------------------------------------------------------------------------------------------------
 
 
 class Feed:
-    """Has covered methods of every kind."""
+    """Has decorated methods of every kind."""
 
     @only_one("feed:{self.url}")
     def load(self, a: int) -> float:
@@ -347,7 +268,7 @@ class FeedTask:
 
 
 def tasks(feed: FeedTask, unknown: Any) -> None:
-    """Covered from queued to finished."""
+    """Unique from queued to finished."""
     assert_type(only_one("k")(feed), FeedTask)
     assert_type(only_one(timeout=5, when_busy=fail)(feed), FeedTask)
     assert_type(only_one(feed, key="k", timeout=5), FeedTask)

@@ -9,43 +9,43 @@ from only_one import AlreadyRunning, LockUnavailable, configure, current_lock, f
 
 
 def plain(a: int, b: str = "x") -> float:
-    """Covered below."""
+    """Decorated below."""
     return a
 
 
 @only_one("k")
-def covered(a: int, b: str = "x") -> float:
-    """A covered function."""
+def decorated(a: int, b: str = "x") -> float:
+    """A decorated function."""
     return a
 
 
 @only_one("k")
-async def covered_async(a: int) -> float:
-    """A covered async function."""
+async def decorated_async(a: int) -> float:
+    """A decorated async function."""
     return a
 
 
 async def calls() -> None:
     """The parameters are those of the function."""
-    covered()  # type: ignore[call-arg]
-    covered("x")  # type: ignore[arg-type]
-    covered(1, "x", 2)  # type: ignore[call-arg]
-    covered(1, c=3)  # type: ignore[call-arg]
+    decorated()  # type: ignore[call-arg]
+    decorated("x")  # type: ignore[arg-type]
+    decorated(1, "x", 2)  # type: ignore[call-arg]
+    decorated(1, c=3)  # type: ignore[call-arg]
     only_one(plain)("x")  # type: ignore[arg-type]
     only_one(plain, key="k", timeout=3)()  # type: ignore[call-arg]
-    await covered_async("x")  # type: ignore[arg-type]
-    await covered(1)  # type: ignore[misc]
+    await decorated_async("x")  # type: ignore[arg-type]
+    await decorated(1)  # type: ignore[misc]
 
 
 async def results() -> None:
     """A call may have been skipped."""
-    skipped: float = covered(1)  # type: ignore[assignment]
-    skipped = await covered_async(1)  # type: ignore[assignment]
+    skipped: float = decorated(1)  # type: ignore[assignment]
+    skipped = await decorated_async(1)  # type: ignore[assignment]
     sure: float = only_one("k", when_busy=fail)(plain)(1)
     sure = only_one("k", when_busy=lambda _: "busy")(plain)(1)  # type: ignore[assignment]
     sure = only_one("k", when_busy=fail, when_down=lambda _: None)(plain)(1)  # type: ignore[assignment]
-    covered(1).is_integer()  # type: ignore[union-attr]
-    covered_async(1) + 1  # type: ignore[operator]
+    decorated(1).is_integer()  # type: ignore[union-attr]
+    decorated_async(1) + 1  # type: ignore[operator]
     del skipped, sure
 
 
