@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from only_one.clock import now
 from only_one.connections import server as servers
 from only_one.lock import renewal
-from only_one.lock.commands import now
 from rigs.waiting import eventually
 
 MOMENT = 128.0
@@ -94,6 +94,6 @@ def _wait_no_longer() -> None:
     nodes = [node for each in every for node in getattr(each._nodes, "_nodes", {0: each._nodes}).values() if node]
     for node in nodes:
         node.backs_off_until = min(node.backs_off_until, now())
-    for pending in list(renewal._renewer.cleanups.values()):
+    for pending in list(renewal._renewer.pending_releases.values()):
         pending.try_at = min(pending.try_at, now())
     renewal._renewer.see_to_it_by(-math.inf)

@@ -15,10 +15,10 @@ from only_one import ConfigurationError, current_lock, only_one, subscribe
 from only_one.call import locked_call
 from only_one.call.locked_call import LockedCall
 from only_one.events import Event, Released
+from only_one.holder import Holder as Value
 from only_one.lock import renewal
 from only_one.lock.commands import Retained
-from only_one.lock.holder import Holder as Value
-from only_one.lock.holder import kept
+from only_one.lock.token import kept
 from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import Holder, Running, RunningAsync
 from tests.proxy import Proxy
@@ -162,7 +162,7 @@ def test_it_is_kept_beyond_its_process(redis: Any, redis_url: str, prefix: str, 
 
 def wait_for_another_attempt(key: str) -> None:
     """To release the key in the background, which fails, or is put off while the server is known to be away."""
-    pending = next(each for each in renewal._renewer.cleanups.values() if each.key == key)
+    pending = next(each for each in renewal._renewer.pending_releases.values() if each.key == key)
     before = pending.try_at
     assert eventually(lambda: pending.try_at != before)
 

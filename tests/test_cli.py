@@ -23,7 +23,7 @@ from redis import Redis
 
 from only_one import current_lock, only_one
 from only_one.__main__ import _cell, main
-from only_one.lock.holder import TokenFactory
+from only_one.lock.token import TokenFactory
 from rigs.waiting import LIMIT
 from tests.proxy import Proxy
 

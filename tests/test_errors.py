@@ -30,7 +30,7 @@ from only_one import (
     current_lock,
     only_one,
 )
-from only_one.lock.holder import TokenFactory
+from only_one.lock.token import TokenFactory
 
 KeyIsBusy = Callable[..., AbstractContextManager[None]]
 CLOSED = "redis://127.0.0.1:1/0"

@@ -40,8 +40,8 @@ from only_one.celery import app_settings
 from only_one.celery.app_settings import current_app, server_of
 from only_one.connections import server as servers_of_product
 from only_one.errors import OnlyOneError
+from only_one.holder import Holder
 from only_one.inspection import held
-from only_one.lock.holder import Holder
 from rigs.servers import RedisServer, redis_server
 
 KeyIsBusy = Callable[..., AbstractContextManager[None]]

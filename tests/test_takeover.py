@@ -22,7 +22,7 @@ import redis as redis_py
 
 from only_one import configure, current_lock, only_one, subscribe
 from only_one.events import Event, Reclaimed
-from only_one.lock.holder import Holder as HolderOf
+from only_one.holder import Holder as HolderOf
 from rigs.namespaces import HOST_NAMED
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually

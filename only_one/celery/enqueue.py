@@ -16,16 +16,19 @@ from redis.exceptions import ResponseError
 from only_one.call.effective_options import Decoration, EffectiveOptions, Policy
 from only_one.call.locked_call import LockedCall
 from only_one.connections.server import Server
+from only_one.driver import TROUBLE, drive
 from only_one.errors import AlreadyRunning, OnlyOneError
 from only_one.events import Busy, emit, logger
-from only_one.lock.commands import TROUBLE, drive, expiry_in, release_now, replace
-from only_one.lock.holder import Holder, TokenFactory, is_dead
+from only_one.holder import Holder
+from only_one.lock.commands import expiry_in, release_now, replace
+from only_one.lock.liveness import is_dead
+from only_one.lock.token import TokenFactory
 from only_one.policies import BufferOne, RequeueRequest
 
 from . import coalescing, redelivery
 from .broker import waits_for
+from .delivery import TaskCaller
 from .requeue import HEADER, Header
-from .task_run import TaskCaller
 
 _UNTIL_PUBLISHED = 30.0
 """Seconds for which the key is acquired at first, so a producer that dies before it has published blocks nobody."""
@@ -146,7 +149,7 @@ class Publication(TaskCaller):
         with call:
             problem = drive(call.client, call.acquire())
             if problem is not None:
-                return self._publish() if call.may_run(problem) else call.result
+                return self._publish() if call.resolve_acquire(problem) else call.result
             try:
                 result = self._publish(Header(self.id, 0, key=call.key, token=call.token.decode()))
             except BaseException:
@@ -171,16 +174,16 @@ class Publication(TaskCaller):
     def _queue_newest(self, call: LockedCall, digest: str, seconds: float) -> Any:
         """Publish the task with its number; or, if the newest task is equal, give that task's result."""
         try:
-            number = coalescing.note(call.server, call.key, self.app, "anew", self.id, 0, digest, round(seconds * 1000))
+            trigger = coalescing.queue_anew(call.server, call.key, self.app, self.id, digest, seconds)
         except TROUBLE as error:
-            return self._publish() if call.may_run(error) else call.result
-        if isinstance(number, bytes):
+            return self._publish() if call.resolve_acquire(error) else call.result
+        if isinstance(trigger, bytes):
             emit(Busy(call.key, self.name, b""))
-            return self._task.AsyncResult(number.decode())
+            return self._task.AsyncResult(trigger.decode())
         replacement = self._options.get("replaced_task_nesting", 0)
-        result = self._publish(Header(self.id, 0, key=call.key, trigger=number, replacement=replacement))
+        result = self._publish(Header(self.id, 0, key=call.key, trigger=trigger, replacement=replacement))
         with redelivery.unless_down(self.id):
-            coalescing.note(call.server, call.key, self.app, "pending", "", number)
+            coalescing.note_published(call.server, call.key, self.app, trigger)
         return result
 
 

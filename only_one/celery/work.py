@@ -2,7 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from only_one.lock.holder import Holder, TokenFactory
+from only_one.holder import Holder
+from only_one.lock.token import TokenFactory
 
 
 class Work(NamedTuple):

@@ -9,8 +9,8 @@ import redis
 from redis import backoff, exceptions
 from redis.asyncio import ConnectionPool, Redis, RedisCluster, cluster, connection, retry, sentinel
 
+from only_one.clock import now
 from only_one.errors import ConfigurationError
-from only_one.lock.commands import now
 
 from .connection_pool import raise_as_connection_error
 

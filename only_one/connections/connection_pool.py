@@ -21,7 +21,7 @@ from weakref import WeakSet, finalize
 
 import redis
 
-from only_one.lock.commands import RAW, Command, note_unanswered
+from only_one.driver import RAW, Command, note_unanswered
 
 _MOST_KEPT = 16
 """The most connections that are kept. The pool has the others, and lends them to the user's own commands, too."""

@@ -10,8 +10,9 @@ from redis import Redis
 
 from only_one import LockUnavailable, configure, only_one
 from only_one.call.locked_call import LockedCall
+from only_one.clock import now
+from only_one.driver import drive
 from only_one.lock import renewal
-from only_one.lock.commands import drive, now
 from rigs.waiting import eventually
 
 CLOSED = "redis://127.0.0.1:1/0"
@@ -29,15 +30,15 @@ def test_a_key_of_which_nothing_is_known_is_looked_for_until_it_has_expired(pref
     with configure(redis=CLOSED), call_of(prefix) as call:
         before = now()
         with pytest.raises(LockUnavailable):
-            call.may_run(drive(call.client, call.acquire()))
-    cleanup = renewal._renewer.cleanups[call.token]
+            call.resolve_acquire(drive(call.client, call.acquire()))
+    cleanup = renewal._renewer.pending_releases[call.token]
     assert not cleanup.no_write_in_flight
     assert before + TTL <= cleanup.until <= now() + TTL
 
 
 def test_a_call_that_is_interrupted_before_its_run_holds_its_key_no_more(redis: Redis, prefix: str) -> None:
     with suppress(KeyboardInterrupt), call_of(prefix) as call:
-        assert call.may_run(drive(call.client, call.acquire()))
+        assert call.resolve_acquire(drive(call.client, call.acquire()))
         assert call.lease.is_held
         raise KeyboardInterrupt
     assert (call.lease.is_held, call.lease.reason) == (False, "released")

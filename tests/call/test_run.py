@@ -32,7 +32,7 @@ from only_one import (
 )
 from only_one.connections.asyncio_client import AsyncClient
 from only_one.lock import renewal
-from only_one.lock.holder import active_tokens
+from only_one.lock.token import active_tokens
 from rigs.waiting import LIMIT, eventually
 from tests.proxy import Fault, Proxy
 
@@ -154,7 +154,7 @@ def test_an_exception_that_interrupts_the_release_reaches_the_caller_and_the_key
             run()
         assert eventually(lambda: not direct.exists(key))
         # Or the next fault might meet what is sent in the background.
-        assert eventually(lambda: all(each.key != key for each in list(renewal._renewer.cleanups.values())))
+        assert eventually(lambda: all(each.key != key for each in list(renewal._renewer.pending_releases.values())))
     assert run() == "done"
 
 
@@ -212,13 +212,13 @@ def test_what_has_ended_is_not_seen_to_any_more(proxy: Proxy, client: Any, direc
         cover(when_busy=fail)()
     assert cover()() is None
     direct.delete(key)
-    assert not renewal._renewer.cleanups
+    assert not renewal._renewer.pending_releases
 
     direct.hset(key, "of another", "type")
     with pytest.raises(LockUnavailable):
         cover()()
     direct.delete(key)
-    assert eventually(lambda: not renewal._renewer.cleanups)  # as the server has refused, "gone" is final
+    assert eventually(lambda: not renewal._renewer.pending_releases)  # as the server has refused, "gone" is final
 
     with proxy.refused(), pytest.raises(LockUnavailable):
         cover()()
@@ -226,7 +226,7 @@ def test_what_has_ended_is_not_seen_to_any_more(proxy: Proxy, client: Any, direc
     with pytest.raises(ValueError, match=NAME):
         cover()()
     assert fault.met.is_set()
-    assert eventually(lambda: tokens[-1] not in renewal._renewer.cleanups)
+    assert eventually(lambda: tokens[-1] not in renewal._renewer.pending_releases)
     assert not {*tokens} & {*renewal._renewer.leases}
     assert active_tokens == before
 

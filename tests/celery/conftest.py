@@ -12,7 +12,7 @@ from celery import Celery, _state
 from redis import Redis
 
 from only_one.celery import lazy_tasks as lazy_tasks  # which listens to all apps from now on
-from only_one.lock.holder import Holder
+from only_one.holder import Holder
 from tests.celery.deliveries import Queue
 
 

@@ -18,7 +18,7 @@ from celery.app.trace import build_tracer
 from redis import Redis
 
 from only_one import only_one
-from only_one.lock.holder import TokenFactory
+from only_one.lock.token import TokenFactory
 
 REMEMBERED = 7200
 """Seconds for which word of copies is kept, for a broker that delivers again after an hour."""

@@ -14,7 +14,7 @@ from redis import Redis
 from only_one import current_lock, only_one
 from only_one.call.owed_key import Withdrawal
 from only_one.celery import coalescing
-from only_one.lock.commands import now
+from only_one.clock import now
 
 CLOSED = "redis://127.0.0.1:1/0"
 QUEUE_TIMEOUT = 3600

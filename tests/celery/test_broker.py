@@ -12,10 +12,10 @@ from kombu.transport import virtual
 
 from only_one import ConfigurationError
 from only_one.celery.broker import (
-    check_countdown,
     longest_countdown,
     marks_redeliveries,
     redelivers_at_any_time,
+    refuse_long_countdown,
     remembered_for,
     visibility_timeout,
     way_back,
@@ -61,7 +61,7 @@ def test_the_settings_are_read_once_and_again_when_a_function_gets_its_options()
     assert visibility_timeout(app) == 60
     app.conf.broker_transport_options = {"visibility_timeout": 90}
     assert visibility_timeout(app) == 60
-    check_countdown(app, None)
+    refuse_long_countdown(app, None)
     assert visibility_timeout(app) == 90
 
 
@@ -76,9 +76,9 @@ def test_what_follows_from_it() -> None:
         app = app_with(broker_url="redis://host", broker_transport_options={"visibility_timeout": seconds})
         assert (longest_countdown(app), remembered_for(app)) == (longest, remembered)
         for countdown in (None, longest):
-            check_countdown(app, countdown)
+            refuse_long_countdown(app, countdown)
         with pytest.raises(ConfigurationError, match=f"write at most {longest} seconds"):
-            check_countdown(app, longest + 1)
+            refuse_long_countdown(app, longest + 1)
 
 
 @pytest.mark.parametrize(
@@ -156,4 +156,4 @@ def test_where_nothing_is_delayed_by_the_broker(url: str, more: Any) -> None:
 
 
 def test_a_call_without_a_countdown_needs_no_transport() -> None:
-    check_countdown(app_with(broker_url="nobody.has.it:Transport://host"), None)
+    refuse_long_countdown(app_with(broker_url="nobody.has.it:Transport://host"), None)

@@ -19,17 +19,17 @@ class Noted:
     """What is noted of a task, by what becomes of it."""
 
     def arrive(self, server: Server, key: str, app: Celery, task_id: str, number: int | None) -> Any:
-        return coalescing.note(server, key, app, "arrive", task_id, number) or None
+        return coalescing.arrive(server, key, app, task_id, number, "") or None
 
     def arrive_anew(self, server: Server, key: str, app: Celery, task_id: str, digest: str, seconds: int) -> Any:
-        reply = coalescing.note(server, key, app, "anew", task_id, 0, digest, seconds * 1000)
+        reply = coalescing.queue_anew(server, key, app, task_id, digest, seconds)
         return reply if isinstance(reply, int) else reply.decode()
 
     def begin(self, server: Server, key: str, app: Celery, task_id: str, number: int | None) -> bool:
-        return bool(coalescing.note(server, key, app, "begin", task_id, number))
+        return bool(coalescing.begin(server, key, app, task_id, number, ""))
 
     def published(self, server: Server, key: str, app: Celery, number: int) -> None:
-        coalescing.note(server, key, app, "pending", "", number)
+        coalescing.note_published(server, key, app, number)
 
     def withdraw(self, server: Server, key: str, _app: Celery, number: int) -> None:
         withdraw(server, key, number)
@@ -50,7 +50,7 @@ def microseconds(redis: Redis) -> int:
 
 
 def test_triggers_are_numbered_as_they_arrive(app: Celery, server: Server, redis: Redis, prefix: str) -> None:
-    where: Any = (server, f"{prefix}k", app)
+    where = (server, f"{prefix}k", app)
     triggers = f"{{{prefix}k}}:triggers"
     before = microseconds(redis)
     first, second = (buffered.arrive(*where, name, None) for name in ("first", "second"))
@@ -94,7 +94,7 @@ def test_triggers_are_numbered_as_they_arrive(app: Celery, server: Server, redis
 
 def test_a_trigger_is_given_to_one_that_is_like_it(app: Celery, server: Server, prefix: str) -> None:
     """While it waits, and is the newest."""
-    where: Any = (server, f"{prefix}k", app)
+    where = (server, f"{prefix}k", app)
     numbers = []
 
     def arrives(task_id: str, digest: str = "like") -> Any:
@@ -197,9 +197,9 @@ def test_a_retry_and_a_replacement_are_as_old_as_their_task(app: Celery, queue: 
 def test_a_begin_that_arrives_twice_does_not_supersede_what_was_triggered_in_between(
     app: Celery, server: Server, prefix: str
 ) -> None:
-    where: Any = (server, f"{prefix}k", app)
-    begin: Any = (*where, "begin", "first", coalescing.NEWEST, "one command")
-    began = coalescing.note(*begin)
-    newer = coalescing.note(*where, "arrive", "second", coalescing.NEWEST, "another")
-    assert coalescing.note(*begin) == began < newer
-    assert coalescing.note(*where, "begin", "second", newer, "a third") == newer
+    where = (server, f"{prefix}k", app)
+    first = (*where, "first", coalescing.NEWEST, "one command")
+    began = coalescing.begin(*first)
+    newer = coalescing.arrive(*where, "second", coalescing.NEWEST, "another")
+    assert coalescing.begin(*first) == began < newer
+    assert coalescing.begin(*where, "second", newer, "a third") == newer

@@ -46,8 +46,8 @@ from only_one import (
 )
 from only_one.celery.broker import waits_for
 from only_one.celery.requeue import Header, header_of
+from only_one.holder import Holder
 from only_one.lock import renewal
-from only_one.lock.holder import Holder
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.celery.enqueueing import (
@@ -238,7 +238,7 @@ def test_a_producer_that_is_gone_and_a_run_that_is_dead(
 import os, redis, signal
 from celery import Celery
 from only_one import configure, only_one
-from only_one.lock.holder import TokenFactory
+from only_one.lock.token import TokenFactory
 configure(redis={redis_url!r}, prefix={prefix!r})
 app = Celery("producer", broker={redis_url!r}, backend={redis_url!r})
 app.conf.task_default_queue = {prefix!r} + "queue"
@@ -924,7 +924,7 @@ def test_the_key_of_a_task_that_could_not_ask_for_it_is_free_when_the_server_is_
             assert ("LockUnavailable" in str(result)) == (policy is fail)
             assert redis.exists(f"{prefix}k")
         assert eventually(lambda: not redis.exists(f"{prefix}k"))
-        assert eventually(lambda: not renewal._renewer.cleanups)  # it is not looked for again
+        assert eventually(lambda: not renewal._renewer.pending_releases)  # it is not looked for again
 
 
 def test_a_newest_task_that_could_not_ask_for_its_key_is_no_longer_the_one_that_waits(
@@ -938,7 +938,7 @@ def test_a_newest_task_that_could_not_ask_for_its_key_is_no_longer_the_one_that_
         assert task.delay() == first
         with proxy.refused():
             queue.deliver(queue.take())
-        assert eventually(lambda: not renewal._renewer.cleanups)
+        assert eventually(lambda: not renewal._renewer.pending_releases)
         assert task.delay() != first
 
 
@@ -976,7 +976,7 @@ def test_a_key_that_cannot_be_given_back_is_in_the_background(
         assert redis.exists(f"{prefix}k")
         stack.close()
         assert eventually(lambda: not redis.exists(f"{prefix}k"))
-        assert eventually(lambda: not renewal._renewer.cleanups)  # it is not looked for any more
+        assert eventually(lambda: not renewal._renewer.pending_releases)  # it is not looked for any more
 
 
 def test_a_call_that_is_interrupted_before_it_knows_that_it_has_the_key(

@@ -18,7 +18,7 @@ from celery.local import PromiseProxy
 from redis import Redis
 
 from only_one import ConfigurationError, KeyTemplateError, current_lock, fail
-from only_one.lock.holder import Holder
+from only_one.holder import Holder
 from tests.celery.enqueueing import (
     CLOSED,
     QUEUE_TIMEOUT,

@@ -18,11 +18,12 @@ from kombu.asynchronous.timer import Timer
 from redis import Redis
 
 from only_one import buffer_one, configure, only_one
-from only_one.celery import worker_signals
+from only_one.celery import received_tasks
 from only_one.celery.requeue import Header
+from only_one.clock import now
 from only_one.connections.connection_pool import PinnedClient
-from only_one.lock.commands import now
-from only_one.lock.holder import Holder, TokenFactory
+from only_one.holder import Holder
+from only_one.lock.token import TokenFactory
 from rigs.waiting import eventually
 from tests.proxy import Proxy
 from tests.renewal import fails_to_renew, is_renewed, later
@@ -41,10 +42,10 @@ cover: Any = only_one
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time as the worker sees it, which stands still; and nothing has been received."""
     found = [now()]
-    monkeypatch.setattr(worker_signals, "now", lambda: found[0])
-    monkeypatch.setattr(worker_signals, "_waiting", {})
-    monkeypatch.setattr(worker_signals, "_swept_at", 0.0)
-    monkeypatch.setattr(worker_signals, "_backs_off_until", 0.0)
+    monkeypatch.setattr(received_tasks, "now", lambda: found[0])
+    monkeypatch.setattr(received_tasks, "_waiting", {})
+    monkeypatch.setattr(received_tasks, "_swept_at", 0.0)
+    monkeypatch.setattr(received_tasks, "_backs_off_until", 0.0)
     return found
 
 
@@ -141,7 +142,7 @@ def test_the_key_lives_with_its_worker_and_the_run_has_its_token(
     assert state("k") == ("received", 0)
     assert is_about(A_LEASE, left("k"))
     assert headers["only_one"]["token"].encode() == redis.get(f"{prefix}k")
-    (lease,) = worker_signals._waiting
+    (lease,) = received_tasks._waiting
     redis.pexpire(f"{prefix}k", HOUR * 1000)
     assert is_renewed(lease)
     assert is_about(A_LEASE, left("k"))
@@ -154,7 +155,7 @@ def test_it_keeps_its_key_for_longer_than_queue_timeout_while_its_worker_lives(
     with configure(queue_timeout=2 * A_LEASE):
         task.delay("k")
         worker.receive(task)
-        (lease,) = worker_signals._waiting
+        (lease,) = received_tasks._waiting
         for seconds in range(A_LEASE // 2, 4 * A_LEASE, A_LEASE // 2):
             before = lease.expires_at
             with later(seconds):
@@ -168,7 +169,7 @@ def test_it_keeps_its_key_for_longer_than_queue_timeout_while_its_worker_lives(
 def test_it_has_its_key_again_after_the_run_of_another(task: Any, worker: Worker, state: Any, left: Any) -> None:
     task.delay("k")
     worker.receive(task)
-    (lease,) = worker_signals._waiting
+    (lease,) = received_tasks._waiting
     assert cover(lambda: fails_to_renew(lease), key="k")()
     assert state("k") == ("received", 0)
     assert is_renewed(lease)
@@ -178,7 +179,7 @@ def test_it_has_its_key_again_after_the_run_of_another(task: Any, worker: Worker
 def test_one_that_is_waited_for_less_long(task: Any, worker: Worker, left: Any) -> None:
     task.delay("k")
     worker.receive(task, expires=A_LEASE - 1)
-    (lease,) = worker_signals._waiting
+    (lease,) = received_tasks._waiting
     assert not lease.renews
     assert lease.ttl == A_LEASE - 1
     assert left("k") <= A_LEASE - 1
@@ -187,7 +188,7 @@ def test_one_that_is_waited_for_less_long(task: Any, worker: Worker, left: Any) 
 def test_it_is_not_renewed_before_it_may_begin(task: Any, worker: Worker, left: Any, clock: list[float]) -> None:
     task.delay("k")
     worker.receive(task, eta=datetime.now(timezone.utc) + timedelta(seconds=HOUR))
-    (lease,) = worker_signals._waiting
+    (lease,) = received_tasks._waiting
     assert is_about(HOUR + A_LEASE, left("k"))
     assert is_about(HOUR + A_LEASE, lease.expires_at - clock[0])
     assert is_about(HOUR + A_LEASE / 3, lease.renew_at - clock[0])
@@ -201,7 +202,7 @@ def test_it_is_queued_again_when_the_worker_ends(
         task.delay(key)
         tokens.append(redis.get(f"{prefix}{key}"))
         worker.receive(task)
-    lease = list(worker_signals._waiting)[-1]
+    lease = list(received_tasks._waiting)[-1]
     lease.lose("taken", lease.token)
     worker_shutdown.send(sender=None)
     assert [state(key) for key in ("a", "b", "begun")] == [("queued", 0), ("queued", 0), ("received", 0)]
@@ -213,7 +214,7 @@ def test_it_is_not_renewed_once_its_request_is_forgotten(task: Any, worker: Work
     """It has ended, though the key may name it again: by a command that was sent twice, and arrives late."""
     task.delay("k")
     worker.receive(task)
-    (lease,) = worker_signals._waiting
+    (lease,) = received_tasks._waiting
     assert lease.renew_at < lease.ends_at
     worker.requests.clear()
     lease.lives_on(clock[0], A_LEASE)
@@ -313,7 +314,7 @@ def test_a_key_that_others_have_is_theirs(
     redis.set(f"{prefix}k", value)
     worker.receive(task, Header("own", 1, key=f"{prefix}k"))
     assert redis.get(f"{prefix}k") == value
-    assert not worker_signals._waiting
+    assert not received_tasks._waiting
     assert not worker.timer.queue
     goes_on(task, worker, state)
 
@@ -330,7 +331,7 @@ def test_a_key_that_is_gone_stays_so(task: Any, worker: Worker, state: Any, redi
     redis.delete(f"{prefix}k")
     worker.receive(task)
     assert state("k") is None
-    assert not worker_signals._waiting
+    assert not received_tasks._waiting
     goes_on(task, worker, state)
 
 
@@ -348,7 +349,7 @@ def test_what_has_no_key_of_its_own(app: Celery, task: Any, worker: Worker, stat
     newest.delay("newest")
     worker.receive(newest)
     assert state("newest") is None
-    assert not worker_signals._waiting
+    assert not received_tasks._waiting
     goes_on(task, worker, state)
 
 
@@ -360,7 +361,7 @@ def test_one_that_has_expired(task: Any, worker: Worker, state: Any) -> None:
     goes_on(task, worker, state)
     task.delay("last second")
     worker.receive(task, expires=1)
-    assert len(worker_signals._waiting) == 2
+    assert len(received_tasks._waiting) == 2
 
 
 def test_a_server_that_does_not_answer_is_told_once_and_not_asked_for_a_while(
@@ -391,17 +392,17 @@ def test_a_server_that_does_not_answer_is_asked_once_when_the_worker_ends(
             worker.receive(task)
         with proxy.refused():
             worker_shutdown.send(sender=None)
-    assert len(worker_signals._waiting) == 1
+    assert len(received_tasks._waiting) == 1
 
 
 def test_what_has_begun_or_ended_is_forgotten_after_a_while(task: Any, worker: Worker, clock: list[float]) -> None:
     def receive(key: str) -> str:
         task.delay(key)
         worker.receive(task)
-        return "".join(lease.key[-1] for lease in worker_signals._waiting)
+        return "".join(lease.key[-1] for lease in received_tasks._waiting)
 
     assert receive("a") == "a"
-    (lease,) = worker_signals._waiting
+    (lease,) = received_tasks._waiting
     lease.lose("taken", lease.token)
     assert receive("b") == "ab"
     del worker.requests[-1]  # as where it was skipped: its key was another run's

@@ -10,10 +10,12 @@ from celery import Celery, Task
 from redis import Redis
 
 from only_one import buffer_one, carry_on, configure, current_lock, fail, retry, skip
-from only_one.celery import task_run
+from only_one.celery import delivery
 from only_one.celery.redelivery import REQUEUED, STORED, CompletionMarker, read_marker
+from only_one.clock import now
 from only_one.connections.server import Server, find_server
-from only_one.lock.commands import drive, evaluate, now
+from only_one.driver import drive
+from only_one.lock.commands import evaluate
 from rigs.waiting import eventually
 from tests.celery.deliveries import CLOSED, REMEMBERED, Awaits, Queue, a_task, done, hash_of, token_of
 from tests.live import brokers as brokers  # which names the transport "unmarked"
@@ -208,9 +210,9 @@ def test_a_long_run_leaves_word_for_copies_that_could_not_ask(
     """Of more than half of the time after which the broker delivers again."""
 
     def work() -> None:
-        monkeypatch.setattr(task_run, "now", lambda: 1000.0 + 60 * minutes)
+        monkeypatch.setattr(delivery, "now", lambda: 1000.0 + 60 * minutes)
 
-    monkeypatch.setattr(task_run, "now", lambda: 1000.0)
+    monkeypatch.setattr(delivery, "now", lambda: 1000.0)
     answer = a_task(app, work).delay()
     message = queue.take()
     queue.deliver(message)
@@ -290,7 +292,7 @@ def test_word_of_copies_that_cannot_be_read_or_left(
             redis.set(note, "not ours")
 
     def work() -> str:
-        monkeypatch.setattr(task_run, "now", lambda: now() + 3600)
+        monkeypatch.setattr(delivery, "now", lambda: now() + 3600)
         return "done"
 
     def send() -> tuple[Any, str]:
@@ -338,7 +340,7 @@ def test_a_server_that_is_down_is_not_asked_about_copies(
         asked.append(steps)
         return drive(client, steps)
 
-    monkeypatch.setattr(task_run, "drive", ask)
+    monkeypatch.setattr(delivery, "drive", ask)
     a_task(app, done, when_down=retry(), redis=CLOSED).delay()
     queue.deliver(queue.take())
 

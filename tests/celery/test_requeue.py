@@ -178,7 +178,7 @@ def test_what_is_put_back_while_the_server_is_down_keeps_the_key_of_its_place_in
         token = redis.get(f"{prefix}k")
         with proxy.refused():
             queue.deliver(queue.take())
-            assert token not in renewal._renewer.cleanups
+            assert token not in renewal._renewer.pending_releases
         assert redis.get(f"{prefix}k") == token
         queue.deliver(queue.take())
     assert answer.get() == "done"

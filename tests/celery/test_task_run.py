@@ -15,10 +15,10 @@ from celery.exceptions import Retry
 from redis import Redis
 
 from only_one import carry_on, configure, current_lock, retry
-from only_one.celery import task_run
+from only_one.celery import delivery
+from only_one.celery.delivery import Delivery
 from only_one.celery.requeue import Header
-from only_one.celery.task_run import MessageRun
-from only_one.lock.holder import Holder
+from only_one.holder import Holder
 from tests.celery.deliveries import CLOSED, Awaits, Queue, a_task, cover, done, done_async, hash_of, token_of
 from tests.proxy import Proxy
 
@@ -247,13 +247,13 @@ def test_what_stays_under_the_key_for_a_retry(app: Celery, monkeypatch: pytest.M
         told = {"id": "the-id", "retries": 4, "args": ["a"], "kwargs": {"b": 1}, "expires": None, "delivery_info": None}
         of_task: Any = SimpleNamespace(headers=None, **{**told, **request})
         decoration: Any = SimpleNamespace(task=task if is_unique_in_queue else None)
-        delivered = MessageRun(task, of_task, bound=False, decoration=decoration)
+        delivered = Delivery(task, of_task, bound=False, decoration=decoration)
         sig = task.s("a", b=1) if said is None else said
         plan: Any = SimpleNamespace(queue_timeout=seconds)
         stored = delivered.retained_value(plan, "k", ended_by or Retry(when=when, sig=sig))
         return stored and (stored[0], stored[1] - 1000)
 
-    monkeypatch.setattr(task_run, "now", lambda: 1000)
+    monkeypatch.setattr(delivery, "now", lambda: 1000)
     task = app.task(done, name=f"task-{uuid4()}", shared=False)
     token, left = stays()
     holder = Holder.parse(token)

@@ -24,11 +24,11 @@ from celery.signals import task_failure, task_postrun, task_revoked
 from redis import Redis
 
 from only_one import buffer_one, configure, only_one
-from only_one.celery import worker_signals
+from only_one.celery import ended_tasks
 from only_one.celery.requeue import Header
+from only_one.clock import now
 from only_one.connections.server import find_server
-from only_one.lock.commands import now
-from only_one.lock.holder import TokenFactory, process_start
+from only_one.lock.token import TokenFactory, process_start
 from rigs.waiting import LIMIT, eventually
 from tests.proxy import Proxy
 
@@ -46,7 +46,7 @@ def test_no_child_is_forked_while_a_thread_is_at_work() -> None:
     meanwhile = []
 
     def work() -> None:
-        with worker_signals._at_work:
+        with ended_tasks._at_work:
             begun.set()
             assert about_to_fork.wait(LIMIT)
             meanwhile.append(forked.wait(0.2))  # at once, if the lock were not waited for
@@ -56,13 +56,13 @@ def test_no_child_is_forked_while_a_thread_is_at_work() -> None:
     assert begun.wait(LIMIT)
     child = os.fork()
     if not child:
-        is_free = worker_signals._at_work.acquire(timeout=LIMIT)
+        is_free = ended_tasks._at_work.acquire(timeout=LIMIT)
         os._exit(0 if is_free else 1)
     thread.join()
 
     assert meanwhile == [False]
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert not worker_signals._at_work.locked()
+    assert not ended_tasks._at_work.locked()
 
 
 COVERS_A_FUNCTION = """
@@ -72,10 +72,10 @@ from only_one import only_one
 def function(): ...
 
 only_one(function, key="k")
-assert "only_one.celery.worker_signals" not in sys.modules
+assert "only_one.celery.ended_tasks" not in sys.modules
 import celery
 only_one(function, key="k")
-assert "only_one.celery.worker_signals" in sys.modules
+assert "only_one.celery.ended_tasks" in sys.modules
 """
 
 
@@ -134,7 +134,7 @@ def is_released(redis: Redis, redis_url: str, prefix: str) -> Callable[..., tupl
         key = f"{prefix}k"
         if value is not None:
             redis.set(key, value)
-        done = worker_signals._is_free(find_server(redis_url), key, "mine", takeover=takeover)
+        done = ended_tasks._is_free(find_server(redis_url), key, "mine", takeover=takeover)
         return done, not redis.exists(key)
 
     return look
@@ -172,9 +172,9 @@ def test_its_death_is_waited_for(
     redis.set(f"{prefix}k", held_by(child.pid))
     moments = [0.0, 0.0, PATIENCE - 1, PATIENCE]
     pauses: list[float] = []
-    monkeypatch.setattr(worker_signals, "now", lambda: moments.pop(0))
-    monkeypatch.setattr(worker_signals, "time", SimpleNamespace(sleep=pauses.append))
-    worker_signals._release_when_dead(task, task.run.__only_one__, "mine", ("k",), {}, None)
+    monkeypatch.setattr(ended_tasks, "now", lambda: moments.pop(0))
+    monkeypatch.setattr(ended_tasks, "time", SimpleNamespace(sleep=pauses.append))
+    ended_tasks._release_when_dead(task, task.run.__only_one__, "mine", ("k",), {}, None)
     assert not moments
     assert len(pauses) == 2
     assert redis.exists(f"{prefix}k")
@@ -249,7 +249,7 @@ def test_nothing_is_done_where_nothing_is_covered(app: Celery, caplog: pytest.Lo
     caplog.set_level(logging.DEBUG)
     task = a_task(app)
     with configure(active=False):
-        worker_signals._release_when_dead(task, task.run.__only_one__, "mine", ("k",), {}, None)
+        ended_tasks._release_when_dead(task, task.run.__only_one__, "mine", ("k",), {}, None)
     assert not [record for record in caplog.records if record.name == "only_one"]
 
 
@@ -333,7 +333,7 @@ def test_an_error_in_a_signal_is_a_warning_with_its_traceback_once(
 ) -> None:
     """It is no error of the worker, which goes on."""
     moments = itertools.count(now(), 6.0)  # so a server that is down is asked twice
-    monkeypatch.setattr(worker_signals, "now", lambda: next(moments))
+    monkeypatch.setattr(ended_tasks, "now", lambda: next(moments))
     task = a_task(app) if how == "the server is down" else a_task(app, key=lambda key: key.missing)
     unique = cover("{key}")(app.task(work, name=f"task-{uuid4()}", shared=False))
     with Proxy(redis_url) as proxy, configure(redis=proxy.url), proxy.refused():

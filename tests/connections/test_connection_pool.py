@@ -33,8 +33,8 @@ from only_one import configure, only_one, subscribe
 from only_one.connections import connection_pool
 from only_one.connections.connection_pool import _MOST_KEPT, PinnedClient, _Pinned, packed
 from only_one.connections.server import Server
+from only_one.driver import RAW
 from only_one.events import Down, Event
-from only_one.lock.commands import RAW
 from only_one.lock.redis_lock import Lock
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
@@ -764,7 +764,7 @@ HEAD = """
 import os, sys, threading, time
 import redis
 from only_one.connections.connection_pool import PinnedClient
-from only_one.lock.commands import RAW
+from only_one.driver import RAW
 from tests.connections.test_connection_pool import echo, fill, kept
 
 url = sys.argv[1]

@@ -19,12 +19,13 @@ from redis.exceptions import AskError, MovedError, RedisClusterException, RedisE
 from redis.retry import Retry
 
 from only_one import LockLost, LockUnavailable, configure, only_one, skip
-from only_one.connections import cluster as nodes
+from only_one.clock import now
+from only_one.connections import cluster as clusters
+from only_one.connections import node as nodes
 from only_one.connections import server as servers
 from only_one.inspection import held, release_key
 from only_one.lock import renewal
-from only_one.lock.cleanup import Cleanup
-from only_one.lock.commands import now
+from only_one.lock.pending_releases import PendingRelease
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import SLACK, Holder, Running, RunningAsync
@@ -263,10 +264,14 @@ def test_many_tokens_of_unknown_fate(cluster: Cluster, names: list[str], prefix:
         for number in range(200):
             name = f"{{{key}}}{number}"
             cluster.client.set(name, name)
-            renewal.release_later(Cleanup(server, name, name.encode(), now() + 2 * LIMIT, no_write_in_flight=True))
+            renewal.release_later(
+                PendingRelease(server, name, name.encode(), now() + 2 * LIMIT, no_write_in_flight=True)
+            )
     reads = [node.client.info("stats")["total_reads_processed"] for node in cluster.nodes]
     with later(LIMIT):
-        assert eventually(lambda: not any(each.server is server for each in list(renewal._renewer.cleanups.values())))
+        assert eventually(
+            lambda: not any(each.server is server for each in list(renewal._renewer.pending_releases.values()))
+        )
     for node, before in zip(cluster.nodes, reads, strict=True):
         assert node.client.info("stats")["total_reads_processed"] - before < 100
         assert not list(node.client.scan_iter(match=f"*{prefix}*", count=1000))
@@ -404,7 +409,7 @@ def test_what_is_learnt_of_the_slots(cluster: Cluster, names: list[str], prefix:
     key, beside = f"{prefix}{name}", f"{{{prefix}{name}}}beside"
     slot, other = key_slot(key.encode()), key_slot(cluster.name_on(source, "").encode())
     assert slot != other
-    theirs = nodes.ClusterNodes(cluster.connect())
+    theirs = clusters.ClusterNodes(cluster.connect())
     known = slots_of(cluster)
     assert theirs._owners == known
     assert {node.client.connection_pool.connection_kwargs["port"] for node in theirs._nodes.values()} == {
@@ -441,7 +446,7 @@ class Said:
 
     def __init__(self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = Clock(monkeypatch, nodes)
-        self.theirs = nodes.ClusterNodes(cluster.client)
+        self.theirs = clusters.ClusterNodes(cluster.client)
         self.replies: dict[int, Callable[[str], Any]] = {}
         self.asked: list[tuple[int, str]] = []
         self.names = [self.theirs._at(known_as(node)) for node in cluster.nodes]
@@ -566,7 +571,7 @@ def test_a_cluster_of_one(said: Said) -> None:
 
 
 def test_the_connections_of_the_thread_that_renews(cluster: Cluster) -> None:
-    theirs = nodes.ClusterNodes(cluster.client)
+    theirs = clusters.ClusterNodes(cluster.client)
     for node in theirs._nodes.values():
         options = node.client.connection_pool.connection_kwargs
         assert (options["socket_timeout"], options["socket_connect_timeout"]) == (0.5, 0.25)

@@ -121,7 +121,7 @@ def test_what_a_sentinel_watches_is_warned_of_by_its_name(monkeypatch: pytest.Mo
         those.witness.config_set("maxmemory-policy", "allkeys-lru")
         (sentinel,) = client.connection_pool.sentinel_manager.sentinels
         port = sentinel.connection_pool.connection_kwargs["port"]
-        assert str(eviction.may_evict(client)).startswith(f"watched of Sentinel 127.0.0.1:{port} evicts keys")
+        assert str(eviction.eviction_warning(client)).startswith(f"watched of Sentinel 127.0.0.1:{port} evicts keys")
 
 
 def test_two_deployments_of_sentinel_with_one_service_name_are_each_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_two_deployments_of_sentinel_with_one_service_name_are_each_asked(monkey
     with clients("Sentinel") as those, clients("Sentinel") as others:
         for each in (those, others, those):
             with each.connected() as client:
-                eviction.may_evict(client)
+                eviction.eviction_warning(client)
         assert len(eviction._asked) == 2
 
 
@@ -171,7 +171,7 @@ def test_a_user_who_may_not_ask(evicting: Any, proxy: Proxy, warnings: Callable[
     evicting.acl_setuser("limited", enabled=True, passwords=["+secret"], keys=["*"], commands=["+@all", "-info"])
     url = proxy.url.replace("redis://", "redis://limited:secret@")
     with redis_py.Redis.from_url(url.replace("127.0.0.1", "localhost")) as client:
-        assert eviction.may_evict(client) is None
+        assert eviction.eviction_warning(client) is None
     assert run(url) == "done"
     assert eventually(lambda: "INFO" in proxy.commands)
     assert_all_is_said(url)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from only_one import only_one
-from only_one.lock.holder import Holder as HolderOf
+from only_one.holder import Holder as HolderOf
 from tests.faults.programs import Program
 
 # The clock is the process's own: to set the machine's would harm all that runs beside the test.

@@ -20,15 +20,18 @@ from typing import Any
 
 import pytest
 
-from only_one.lock import holder
-from only_one.lock.commands import now
-from only_one.lock.holder import Holder, TokenFactory, active_tokens, is_dead, is_gone, kept, printable, process_start
+from only_one.lock import token as holder
+from only_one.clock import now
+from only_one.holder import Holder, printable
+from only_one.lock import token
+from only_one.lock.liveness import is_dead, is_gone
+from only_one.lock.token import TokenFactory, active_tokens, kept, process_start
 from rigs.namespaces import MACHINE, unshare
 from rigs.waiting import LIMIT, eventually
 
 SPELLS = """
 import sys
-from only_one.lock.holder import TokenFactory
+from only_one.lock.token import TokenFactory
 print(TokenFactory("work").token(600).decode(), flush=True)
 sys.stdin.read()
 """
@@ -108,7 +111,7 @@ def test_clones_of_a_process_do_not_spell_the_same_token(monkeypatch: pytest.Mon
     identity, moment = TokenFactory("work"), time.time_ns()
     tokens = []
     for microseconds in (1, 2):
-        monkeypatch.setattr(holder._this_process(), "numbers", itertools.count(7))
+        monkeypatch.setattr(token.this_process(), "numbers", itertools.count(7))
         monkeypatch.setattr(time, "time_ns", lambda later=microseconds: moment // 10**6 * 10**6 + later * 1000)
         tokens.append(identity.token(600))
     assert tokens[0] != tokens[1]
@@ -123,7 +126,7 @@ def test_what_a_call_has_in_common_is_spelt_once(monkeypatch: pytest.MonkeyPatch
     """And anew for another limit."""
     identity = TokenFactory("work")
     first = identity.token(60)
-    monkeypatch.setattr(holder._this_process(), "serialized", None)
+    monkeypatch.setattr(token.this_process(), "serialized", None)
     second = identity.token(60)
     monkeypatch.undo()
     limits = [json.loads(token)["limit"] for token in (first, second, identity.token(30), identity.token(None))]
@@ -244,7 +247,8 @@ def begins_now() -> int | None:
 REUSED = """
 import os, sys, time
 from pathlib import Path
-from only_one.lock.holder import TokenFactory, is_dead, process_start
+from only_one.lock.token import TokenFactory, process_start
+from only_one.lock.liveness import is_dead
 
 def child():
     ours, theirs = os.pipe()
@@ -294,7 +298,8 @@ def test_a_number_that_is_given_to_another_process(before: str) -> None:
 
 FORKED = """
 import os, time
-from only_one.lock.holder import TokenFactory, is_dead, active_tokens
+from only_one.lock.token import TokenFactory, active_tokens
+from only_one.lock.liveness import is_dead
 
 def parent():
     mine = TokenFactory("work").token(600)
@@ -331,7 +336,8 @@ def test_a_forked_child_is_another_process_than_its_parent() -> None:
 
 FORKED_BETWEEN_CALLS = """
 import os
-from only_one.lock.holder import Holder, TokenFactory
+from only_one.holder import Holder
+from only_one.lock.token import TokenFactory
 
 factory = TokenFactory("work")
 before = Holder.parse(factory.token(600))
@@ -353,7 +359,8 @@ def test_a_function_that_has_run_before_a_fork_runs_as_the_child_after_it() -> N
 
 OTHERS = """
 import json, os, sys, time
-from only_one.lock.holder import TokenFactory, is_dead, process_start
+from only_one.lock.token import TokenFactory, process_start
+from only_one.lock.liveness import is_dead
 
 def changed(value, **changes):
     return json.dumps({**json.loads(value), **changes}, separators=(",", ":")).encode()
@@ -428,7 +435,7 @@ def test_a_container_of_the_same_name_is_another_machine() -> None:
     with started(CONTAINER) as process:
         its = json.loads(process.value)
         assert its["host"] == socket.gethostname()
-        assert its["machine"] != holder.machine()
+        assert its["machine"] != token.machine()
         assert its["pid"] == 1
         assert not is_dead(process.value)
         process.kill()
@@ -459,8 +466,9 @@ def test_another_host_or_boot_or_namespace_is_another_machine(dead: bytes, chang
 
 GONE = """
 import os
-from only_one.lock import holder
-from only_one.lock.holder import TokenFactory, is_dead
+from only_one.lock import token as holder
+from only_one.lock.token import TokenFactory
+from only_one.lock.liveness import is_dead
 
 ours, theirs = os.pipe()
 pid = os.fork()
@@ -470,8 +478,8 @@ if not pid:
 value = os.read(ours, 10_000)
 os.waitpid(pid, 0)
 own = TokenFactory("work").token(600)
-holder.active_tokens.add(own)
-print(holder.machine(), is_dead(value), is_dead(own), os.path.exists("/proc/self"))
+token.active_tokens.add(own)
+print(token.machine(), is_dead(value), is_dead(own), os.path.exists("/proc/self"))
 """
 
 
@@ -509,8 +517,8 @@ def test_on_a_platform_without_a_proc_nobody_is_dead(
     dead: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(holder, "Path", lambda path: tmp_path / str(path).lstrip("/"))
-    monkeypatch.setattr(holder, "_this_process", holder._Process)
-    assert holder.machine() is None
+    monkeypatch.setattr(holder, "_this_process", token._Process)
+    assert token.machine() is None
     assert process_start(os.getpid()) is None
     mine = Holder.parse(TokenFactory("work").token(600))
     assert mine is not None
@@ -533,7 +541,7 @@ def test_a_kernel_without_time_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(
         holder, "Path", lambda path: tmp_path / path.lstrip("/") if path.startswith("/") else Path(path)
     )
-    assert holder.machine() == f"{socket.gethostname()}/the-boot/pid:[1]/"
+    assert token.machine() == f"{socket.gethostname()}/the-boot/pid:[1]/"
 
 
 @pytest.mark.skipif(TIME is None, reason="no time namespace can be made here")

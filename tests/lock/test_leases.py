@@ -25,10 +25,10 @@ from redis.credentials import CredentialProvider
 from redis.retry import Retry
 
 from only_one import LockLost, LockUnavailable, only_one, skip, subscribe
-from only_one.connections import cluster as nodes
+from only_one.clock import now
+from only_one.connections import node as nodes
 from only_one.events import Event, Lost
 from only_one.lock import renewal
-from only_one.lock.commands import now
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import Program, Running, RunningAsync
@@ -253,7 +253,7 @@ def test_a_call_whose_key_no_thread_could_renew_says_so(
             return
         with pytest.raises(LockUnavailable, match=r"can't start new thread.*: write timeout= without lease="):
             call()
-    assert renewal._renewer.cleanups == {}
+    assert renewal._renewer.pending_releases == {}
     assert not direct.exists(key)
     assert call() == "done"
 
@@ -761,7 +761,7 @@ def test_a_set_that_a_server_carries_out_after_being_frozen_for_longer_than_the_
         with pytest.raises(LockUnavailable):
             call()
         with later(LONG):  # and it is asked for in vain
-            left = renewal._renewer.cleanups
+            left = renewal._renewer.pending_releases
             assert eventually(lambda: all(each.try_at > now() + LONG for each in list(left.values())))
         before, frozen.left = sets(direct), 0
         held.let_go()

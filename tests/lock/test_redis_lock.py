@@ -26,26 +26,23 @@ from redis.exceptions import LockError, LockNotOwnedError
 from redis.retry import Retry
 
 from only_one import AlreadyRunning, LockUnavailable, carry_on, current_lock, fail, only_one, skip, subscribe
+from only_one.clock import now
+from only_one.connections.server_features import Features, is_forbidden
+from only_one.driver import Commands, drive, drive_async
 from only_one.events import Busy, Down, Event, Lost, Released
+from only_one.holder import Holder
 from only_one.lock import renewal
 from only_one.lock.commands import (
-    Commands,
     Expiry,
-    Features,
     MarkerUpdate,
     ReleaseResult,
     Retained,
     acquire,
-    drive,
-    drive_async,
     end,
     expiry_in,
-    is_forbidden,
-    now,
     release,
     replace,
 )
-from only_one.lock.holder import Holder
 from only_one.lock.redis_lock import AsyncLock, Lock
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
@@ -470,9 +467,9 @@ def test_what_another_thread_has_learnt_stays() -> None:
     """Several may have sent the same command before the first learns that it is refused."""
     features, unknown = Features(), redis.ResponseError("unknown command")
     for refused, then in [("DELIFEQ", "DELEX"), ("DELIFEQ", "DELEX"), ("DELEX", "EVAL"), ("DELIFEQ", "EVAL")]:
-        assert features.fall_back_from(refused, unknown)
+        assert features.fall_back(refused, unknown)
         assert features.release == then
-    assert not features.fall_back_from("EVAL", unknown)
+    assert not features.fall_back("EVAL", unknown)
 
 
 def test_whose_a_key_is_that_the_second_command_has_left_alone() -> None:
@@ -510,7 +507,7 @@ def test_another_refusal_teaches_nothing() -> None:
     features = Features()
     for error in (redis.ResponseError("WRONGTYPE"), redis.ResponseError("OOM")):
         assert not is_forbidden(error)
-        assert not features.fall_back_from("DELIFEQ", error)
+        assert not features.fall_back("DELIFEQ", error)
         assert features.release == "DELIFEQ"
     assert not is_forbidden(PermissionError("no permission to open a socket"))
 
@@ -803,9 +800,9 @@ def test_a_set_that_was_sent_twice_leaves_no_key_when_the_first_comes_after_the_
     run = side.cover(lambda: "result", redis=impatient, timeout=LIMIT * 100)
 
     def leaves_nothing() -> bool:
-        of_others = set(renewal._renewer.cleanups)
+        of_others = set(renewal._renewer.pending_releases)
         assert [run(), run()] == ["result", "result"]  # finds out how the server is to be asked
-        return set(renewal._renewer.cleanups) <= of_others
+        return set(renewal._renewer.pending_releases) <= of_others
 
     # What is sent once costs nothing. On a busy machine a reply may come too late, and the command is sent again.
     assert any(leaves_nothing() for _ in range(5))

@@ -16,10 +16,11 @@ import redis as redis_py
 from redis.exceptions import NoPermissionError, ResponseError
 
 from only_one import LockLost
-from only_one.connections import cluster as nodes
+from only_one.clock import now
+from only_one.connections import node as nodes
+from only_one.connections import short_timeouts
 from only_one.connections.server import Server
-from only_one.lock import cleanup, renewal
-from only_one.lock.commands import now
+from only_one.lock import pending_releases, renewal
 from only_one.lock.current_lock import Lease
 from rigs.waiting import LIMIT, eventually
 from tests.lock.test_leases import no_more_threads
@@ -290,7 +291,7 @@ class Idle:
 
     def pending(self) -> Any:
         """A token that is due now, and not yet in its care."""
-        return cleanup.Cleanup(self._server, "k", b"k", LONG, no_write_in_flight=True)
+        return pending_releases.PendingRelease(self._server, "k", b"k", LONG, no_write_in_flight=True)
 
 
 @pytest.fixture
@@ -301,7 +302,7 @@ def idle(redis: Any) -> Idle:
 def test_it_sleeps_until_something_is_due(idle: Idle) -> None:
     pending = idle.pending()
     pending.try_at = now() + 0.05
-    idle.renewer.cleanups[b"k"] = pending
+    idle.renewer.pending_releases[b"k"] = pending
     assert idle.sleep().result(LIMIT) is None
     assert now() >= pending.try_at == idle.renewer.wakes_at
 
@@ -357,8 +358,8 @@ def test_what_comes_when_it_is_about_to_sleep(idle: Idle) -> None:
 
     def next_due() -> float:
         before: float = looks()
-        if not idle.renewer.cleanups:
-            idle.renewer.cleanups[b"k"] = pending
+        if not idle.renewer.pending_releases:
+            idle.renewer.pending_releases[b"k"] = pending
             idle.renewer.see_to_it_by(pending.try_at)
         return before
 
@@ -435,7 +436,7 @@ def test_what_is_not_logged_starts_no_thread(caplog: pytest.LogCaptureFixture, m
 def test_what_a_connection_imports_is_there_before_the_thread() -> None:
     """Forked while the thread imports it, a child would wait for it for ever."""
     text = (
-        "import sys; from only_one.lock import cleanup, renewal; renewal._Renewer.run = lambda _: None; "
+        "import sys; from only_one.lock import pending_releases, renewal; renewal._Renewer.run = lambda _: None; "
         "renewal._renewer.see_to_it_by(0); print('encodings.idna' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=LIMIT, check=True)
@@ -483,15 +484,15 @@ def test_a_connection_for_the_thread_gives_up_soon() -> None:
         "connection_pool": object(),
     }
     soon = {"socket_timeout": 0.5, "socket_connect_timeout": 0.25}
-    assert nodes._short_timeouts(given) == {"host": "h", **soon}
-    assert nodes._short_timeouts({"socket_timeout": None, "socket_connect_timeout": 9}) == soon
+    assert short_timeouts.short_timeouts(given) == {"host": "h", **soon}
+    assert short_timeouts.short_timeouts({"socket_timeout": None, "socket_connect_timeout": 9}) == soon
     sooner = {"socket_timeout": 0.125, "socket_connect_timeout": 0.125}
-    assert nodes._short_timeouts(sooner) == sooner
-    found = nodes._short_timeouts({"retry": redis_py.retry.Retry(redis_py.backoff.NoBackoff(), 3)})
+    assert short_timeouts.short_timeouts(sooner) == sooner
+    found = short_timeouts.short_timeouts({"retry": redis_py.retry.Retry(redis_py.backoff.NoBackoff(), 3)})
     assert found["retry"]._retries == 0
-    assert nodes._short_timeouts({"maint_notifications_config": None})["maint_notifications_config"] is None
+    assert short_timeouts.short_timeouts({"maint_notifications_config": None})["maint_notifications_config"] is None
     told = SimpleNamespace
-    assert nodes._short_timeouts({"maint_notifications_config": told(enabled=True)})[
+    assert short_timeouts.short_timeouts({"maint_notifications_config": told(enabled=True)})[
         "maint_notifications_config"
     ] == told(enabled=False)
 
@@ -500,7 +501,7 @@ def test_a_connection_for_the_thread_gives_up_soon() -> None:
 @pytest.mark.parametrize("kind", [redis_py.ConnectionPool, redis_py.BlockingConnectionPool])
 def test_a_client_for_the_thread_is_one_of_the_same_server(url: str, kind: Any) -> None:
     pool = kind.from_url(url, max_connections=1, timeout=None)
-    made = nodes.with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
+    made = short_timeouts.with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
     assert (type(made), made.connection_class) == (redis_py.ConnectionPool, pool.connection_class)
     given = {name: pool.connection_kwargs.get(name) for name in ("host", "port", "db", "path")}
     assert {name: made.connection_kwargs.get(name) for name in given} == given
@@ -513,7 +514,7 @@ def test_a_client_for_the_thread_that_asks_the_same_sentinels() -> None:
     manager = kind([("h", 7), ("h", 8)])
     for options in ({}, {"is_master": False, "check_connection": True, "ssl": True}):
         pool = redis_py.sentinel.SentinelConnectionPool("mine", manager, **options)  # type: ignore[no-untyped-call]
-        made = nodes.with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
+        made = short_timeouts.with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
         assert made is not pool
         for name in ("service_name", "is_master", "check_connection", "connection_class"):
             assert getattr(made, name) == getattr(pool, name)
@@ -526,4 +527,4 @@ def test_a_client_for_the_thread_that_asks_the_same_sentinels() -> None:
 
 def test_a_client_of_which_none_can_be_made() -> None:
     for client in (object(), SimpleNamespace(connection_pool=object())):
-        assert nodes.with_short_timeouts(client) is client
+        assert short_timeouts.with_short_timeouts(client) is client

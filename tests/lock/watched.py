@@ -9,9 +9,10 @@ from weakref import ref
 
 import redis as redis_py
 
-from only_one.connections import cluster as nodes
+from only_one.connections import node as nodes
+from only_one.connections import short_timeouts
 from only_one.connections.server import Server
-from only_one.lock import cleanup, renewal
+from only_one.lock import pending_releases, renewal
 from only_one.lock.current_lock import Lease
 from tests.renewal import MOMENT, Clock
 
@@ -59,7 +60,7 @@ class Watch:
         """A server with a node that is watched."""
         client = redis_py.Redis.from_url(url)
         server: Any = Server(client)
-        server._nodes = Watched(nodes.with_short_timeouts(client), self.clock)
+        server._nodes = Watched(short_timeouts.with_short_timeouts(client), self.clock)
         self._clients += [client, server._nodes.client]
         return server
 
@@ -78,8 +79,8 @@ class Watch:
     def pending(self, server: Any, name: str = "k", *, settled: bool = True) -> Any:
         """A token in its care."""
         key = self.key(name)
-        made = cleanup.Cleanup(server, key, b"token", MOMENT + LONG, no_write_in_flight=settled)
-        self.renewer.cleanups[name.encode()] = made
+        made = pending_releases.PendingRelease(server, key, b"token", MOMENT + LONG, no_write_in_flight=settled)
+        self.renewer.pending_releases[name.encode()] = made
         made.token = name.encode()  # so that each has its own place
         return made
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from redis import Redis
 
-from only_one.lock.holder import Holder
+from only_one.holder import Holder
 from rigs.waiting import LIMIT, eventually
 from tests.live.workers import ROOT
 from tests.recipes.place import PAGES, Place
