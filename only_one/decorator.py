@@ -319,7 +319,10 @@ def _check_method(function: Callable[..., Any], first: str) -> None:
     body = inspect.currentframe()
     while body is not None and body.f_locals.get("__qualname__") != owner:
         body = body.f_back
-    if body is None or (first == "self" and (name == "run" or "__annotations__" in body.f_locals)):
+    if body is None:
+        return
+    may_have_digest = name == "run" or "__annotations__" in body.f_locals
+    if first == "self" and may_have_digest:
         return
     instead = f"{name}:{{self.id}}" if first == "self" else name
     msg = (

@@ -86,8 +86,9 @@ class LockedCall:
                 self.clean_up(no_write_in_flight=False)
         if self._stage != "kept later":  # of which others in this process see that it is not free
             active_tokens.discard(self.token)
-        if error is None and self.lost is not None and self.options.when_lost is fail:
-            raise self.lost
+        lost = self.lost if self.options.when_lost is fail else None
+        if error is None and lost is not None:
+            raise lost
 
     def acquire(self) -> Commands[bytes | Exception | None]:
         """Acquire the key: None if it is ours, else the value stored there, or the error of the server."""
@@ -207,9 +208,11 @@ class LockedCall:
         became: ReleaseResult | None = None
         try:
             became = yield from end(self.server.features, self.key, self.token, retained, marker)
-            if marker and (became.has_redeliveries or became.status != "held"):
+            is_marked = became.has_redeliveries or became.status != "held"
+            if marker and is_marked:
                 self.caller.on_marked(self.server, self.key)
-            if retained and became.status == "gone" and now() > self.lease.expires_at:  # while it was released
+            has_expired = became.status == "gone" and now() > self.lease.expires_at  # while it was released
+            if retained and has_expired:
                 became = None
         except Exception as error:
             if is_of_signal_handler(error):

@@ -38,8 +38,10 @@ def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[A
     """
     bound = bool(args) and isinstance(args[0], Task) and wrapper in functions_of(args[0])
     task = _state.get_current_task()
-    if task is None or (request := task.request).called_directly or wrapper not in functions_of(task):
+    is_its_run = task is not None and not task.request.called_directly and wrapper in functions_of(task)
+    if task is None or not is_its_run:
         return decoration.plain_bound if bound else decoration.plain
+    request = task.request
     under_way = vars(request).get("only_one_under_way")
     is_inside = under_way and decoration in under_way.values()  # a call from inside its own run
     if is_inside or request.is_eager:  # which has no message
@@ -156,7 +158,8 @@ class Delivery(TaskCaller):
         request.only_one_key = key  # a task that was sent with an id of its own has none in its message
         if options.when_busy is not None:
             return options.when_busy
-        if self.work.attempt or self.work.replacement or self.may_have_begun:
+        is_continued = bool(self.work.attempt or self.work.replacement)
+        if is_continued or self.may_have_begun:
             return retry()
         return fail if request.chord or request.chain else skip
 
@@ -174,9 +177,11 @@ class Delivery(TaskCaller):
         has_to_wait = isinstance(options.when_busy, (RetryPolicy, BufferOne))
         # A kept key may be that of earlier work with this id, for which a message waits that is requeued by now.
         may_be_new = self.is_first_delivery or (is_kept and not self.may_be_redelivered)
-        if has_to_wait and may_be_new and held >= self.work:
+        decides = has_to_wait and may_be_new
+        if decides and held >= self.work:
             return
-        if held > self.work or (is_kept and held == self.work):
+        is_done = is_kept and held == self.work
+        if is_done or held > self.work:
             self._drop(key, "it is out of date")
         if held == self.work:
             self._wait_for_run(server, key)
@@ -238,7 +243,8 @@ class Delivery(TaskCaller):
         trigger = self.header.trigger
         # A retry and a replacement go on with what their task's id has; new work is newer than all before it.
         is_the_first = not (self.work.attempt or self.work.replacement)
-        if trigger is None and is_the_first and self.is_first_delivery:
+        is_new = is_the_first and self.is_first_delivery
+        if trigger is None and is_new:
             trigger = coalescing.NEWEST
         return server, key, self.app, self.work.id, trigger, uuid()
 

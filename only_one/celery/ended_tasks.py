@@ -96,7 +96,9 @@ def _is_free(server: Server, key: str | bytes, task_id: str, *, takeover: bool) 
     with _at_work:
         value = server.client.execute_command("GET", key, **RAW) or b""
         holder = Holder.parse(value)
-        if holder is None or holder.task_id != task_id or not (takeover or is_queued(value)):
+        may_release = takeover or is_queued(value)
+        is_of_task = holder is not None and holder.task_id == task_id
+        if holder is None or not (is_of_task and may_release):
             return True
         # A task that is queued may just have begun: then its process is waited for.
         is_over = is_queued(value) or is_dead(value) or _has_ended(holder)

@@ -68,7 +68,8 @@ class Publication(TaskCaller):
         if isinstance(result, ResultBase):
             marked: Any = result
             marked.is_duplicate, marked.holder = not self._is_published, self._holder
-            if marked.is_duplicate and isinstance(marked.backend, RPCBackend) and marked.app not in _warned:
+            may_never_come = marked.is_duplicate and isinstance(marked.backend, RPCBackend)
+            if may_never_come and marked.app not in _warned:
                 _warned.add(marked.app)
                 logger.warning(
                     "%s was queued already: get() of this duplicate may wait for ever, as rpc:// gives a result only "
@@ -84,8 +85,9 @@ class Publication(TaskCaller):
         carried = dict(given.get("headers") or {}).get(HEADER)
         is_requeued = isinstance(carried, dict) and carried.get("id") == self.id
         is_sent_again = given.get("retries") or is_requeued
-        # Celery refuses other types.
-        if is_sent_again or self.app.conf.task_always_eager or not isinstance(self._args or (), (list, tuple)):
+        is_refused = not isinstance(self._args or (), (list, tuple))  # by Celery
+        goes_past = is_sent_again or is_refused
+        if goes_past or self.app.conf.task_always_eager:
             return self._publish()
         options = decoration.options_for(self)
         delay, expires = given.get("countdown") or given.get("eta"), given.get("expires", self._task.expires)
@@ -93,8 +95,9 @@ class Publication(TaskCaller):
         only_newest = isinstance(options.when_busy, BufferOne)
         # Somebody waits for a task that is called with one of these: it is always published, and the worker decides.
         is_waited_for = any(given.get(each) for each in ("task_id", "link", "link_error", "chain", "chord", "group_id"))
-        # If no time is left, the worker says that the task has expired.
-        if options.server is None or seconds * 1000 < 1 or (is_waited_for and not only_newest):
+        is_expired = seconds * 1000 < 1  # the worker says so
+        always = is_expired or (is_waited_for and not only_newest)
+        if options.server is None or always:
             return self._publish()
         args, kwargs = self._as_sent()
         key = options.prefix + decoration.make_key(self, args, kwargs)

@@ -35,7 +35,9 @@ def check_lazy(proxy: Any, key: Any, signature_of: Callable[..., Any]) -> tuple[
         return None, None
     signature = signature_of(function)
     # A shared task does not say whether it is its function's first argument.
-    if takes_task or (takes_task is None and next(iter(signature.parameters), None) == "self"):
+    if takes_task is None:
+        takes_task = next(iter(signature.parameters), None) == "self"
+    if takes_task:
         signature = inspect.Signature(list(signature.parameters.values())[1:])
     compile_key(key, signature)
     return function, name

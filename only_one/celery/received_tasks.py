@@ -106,7 +106,8 @@ def _receive(consumer: Any, request: Any) -> None:
     begins_in = waits_for(request.app, 0, None, request.eta)
     queued_for = partial(waits_for, request.app, options.queue_timeout, request.expires, request.eta)
     limit = queued_for()
-    if header.key is None or not (header.token or header.attempt) or limit <= 0:
+    was_queued_with_key = header.key is not None and (header.token or header.attempt)
+    if header.key is None or not was_queued_with_key or limit <= 0:
         return
     token = work.token_factory(request.task, "received").token(limit if request.expires else None)
     # However long it waits, unless it expires: then it does not run.
@@ -162,7 +163,8 @@ def withdraw(task: Any, request: Any) -> str | None:
     """
     options, header, work = queue_options_of(task), header_of(request), work_of(request)
     key: str | None = vars(request).get("only_one_key", header.key)
-    if options is None or (server := options.server) is None or key is None:
+    server = options.server if options else None
+    if options is None or server is None or key is None:
         return None
     withdrawal = Withdrawal(
         server,

@@ -47,7 +47,8 @@ def decorate_task(task_or_proxy: Any, key: Any, options: Options, signature_of: 
     words = [f"{each.__module__}.{each.__qualname__}" if hasattr(each, "__qualname__") else each for each in values]
     install = functools.partial(_install_late, wrap, key, options, repr(words))
     kind = type(task_or_proxy)  # any other question evaluates it
-    if issubclass(kind, Task) or (hasattr(kind, "__then__") and task_or_proxy.__evaluated__()):
+    is_evaluated = hasattr(kind, "__then__") and task_or_proxy.__evaluated__()
+    if is_evaluated or issubclass(kind, Task):
         task = task_behind(task_or_proxy)
         _install(wrap, key, options, repr(words), task)
         function, name = [*functions_of(task)][-1], task.name

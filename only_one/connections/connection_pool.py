@@ -87,7 +87,8 @@ class PinnedClient(redis.Redis):
 
         And whether its commands are packed, sent and read as here: a later redis-py may do that in another way.
         """
-        if type(client) is not redis.Redis or "execute_command" in vars(client) or client.connection is not None:
+        is_altered = "execute_command" in vars(client) or client.connection is not None
+        if is_altered or type(client) is not redis.Redis:
             return False
         pool, codec = client.connection_pool, client.get_encoder()
         is_plain = type(pool) is redis.ConnectionPool and getattr(pool, "cache", None) is None
@@ -242,7 +243,8 @@ class _GuardedPool:
         connection.deregister_connect_callback(self.note_sent_again)
         error = sys.exc_info()[1]
         lent_during = vars(connection).pop("lent_during", None)
-        if error is not None and not isinstance(error, redis.ResponseError) and id(error) != lent_during:
+        is_new = error is not None and id(error) != lent_during
+        if is_new and not isinstance(error, redis.ResponseError):
             note_unanswered()  # a cluster's client sends the command again on another connection
             connection.disconnect()
             # It may have been asking where the master is, by clients that are the user's own.

@@ -60,7 +60,8 @@ class _Common:
     def _release(self: Any, token: bytes) -> Commands[None]:
         became = yield from commands.release(self.features, self.name, token)
         # A key that is gone before its time was deleted by a release of ours whose reply was lost.
-        if became.status == "taken" or (became.status == "gone" and now() >= self.expires_at):
+        has_expired = became.status == "gone" and now() >= self.expires_at
+        if has_expired or became.status == "taken":
             msg = "Cannot release a lock that's no longer owned"
             raise LockNotOwnedError(msg)
 

@@ -150,7 +150,7 @@ class _Renewer:
             if moment >= min(lease.expires_at, lease.ends_at):
                 self.lost(lease, "overrun" if moment >= lease.ends_at else "expired")
             # It may come early by a fiftieth of the lease, to go with others in one trip.
-            elif lease.server and lease.renews and lease.renew_at <= moment + lease.ttl / 50:
+            elif lease.renews and lease.renew_at <= moment + lease.ttl / 50:
                 due.append(lease)
         left, until = trips(due), now() + LONG
         while left and now() <= until:
