@@ -87,8 +87,9 @@ class PinnedClient(redis.Redis):
 
         And whether its commands are packed, sent and read as here: a later redis-py may do that in another way.
         """
-        is_altered = "execute_command" in vars(client) or client.connection is not None
-        if is_altered or type(client) is not redis.Redis:
+        if type(client) is not redis.Redis:
+            return False
+        if "execute_command" in vars(client) or client.connection is not None:
             return False
         pool, codec = client.connection_pool, client.get_encoder()
         is_plain = type(pool) is redis.ConnectionPool and getattr(pool, "cache", None) is None
