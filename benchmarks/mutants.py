@@ -29,7 +29,10 @@ ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_name("mutants.csv")
 COLUMNS = ("module", "killed", "survived", "percent", "tests")
 SELECTION = ["-m", "not soak and not interrupts"]
-TESTS = {"__main__": "cli", "option_values": "bad_input"}
+TESTS = {
+    **{"__main__": "test_cli.py", "option_values": "test_bad_input.py"},
+    **dict.fromkeys(("clock", "driver", "holder"), "lock"),
+}
 """The tests of modules in no room, where they have another name."""
 
 NO_TESTS = 33
@@ -45,7 +48,7 @@ LUA_TAKES = 900
 def tests_of(module: Path) -> str:
     """The tests of a module's room."""
     room = module.parent.name
-    return f"tests/test_{TESTS.get(module.stem, module.stem)}.py" if room == "only_one" else f"tests/{room}"
+    return f"tests/{TESTS.get(module.stem, f'test_{module.stem}.py')}" if room == "only_one" else f"tests/{room}"
 
 
 def python_survivors(module: Path, tests: list[str], jobs: int, sample: str) -> tuple[int, list[str]]:

@@ -27,11 +27,14 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 FILES = (
+    "driver.py",
     "lock/commands.py",
-    "lock/cleanup.py",
+    "lock/pending_releases.py",
     "lock/renewal.py",
     "lock/current_lock.py",
-    "lock/holder.py",
+    "holder.py",
+    "lock/token.py",
+    "lock/liveness.py",
     "call/locked_call.py",
     "call/owed_key.py",
 )

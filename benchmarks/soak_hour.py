@@ -33,7 +33,7 @@ import redis
 
 from benchmarks.soak_hour_app import AT_LEAST, BROKER, LOCKS, NAME, PREFIX, QUEUE_TIMEOUT, WITNESS, Witness
 from only_one import testing
-from only_one.lock.commands import now
+from only_one.clock import now
 from only_one.testing import Guarded
 from rigs.namespaces import elsewhere
 from rigs.rabbitmq import rabbitmq_server

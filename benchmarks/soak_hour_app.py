@@ -23,7 +23,7 @@ from celery.signals import after_task_publish, beat_init, before_task_publish, t
 from kombu.exceptions import OperationalError
 
 from only_one import OnlyOneError, buffer_one, configure, current_lock, only_one, retry
-from only_one.lock.commands import now
+from only_one.clock import now
 from rigs.sweeps import soon
 
 LOCKS = "SOAK_LOCKS"

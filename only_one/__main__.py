@@ -16,8 +16,8 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from .errors import OnlyOneError
+from .holder import printable
 from .inspection import Held, held, held_key, release_key
-from .lock.holder import printable
 from .settings import UNSET, configure
 
 _COLUMNS = ("key", "state", "task", "id", "host", "pid", "since", "age", "free_by", "process")

@@ -160,9 +160,9 @@ def _decorate(key: Any, options: Options, target: Any) -> Any:
     """Decorate a function or a task. One decorator may stand above several functions: they share no state."""
     # Only the type of `target` is looked at, because almost anything else evaluates a lazy Celery task.
     if is_task(target):
-        from only_one.celery import lazy_tasks  # noqa: PLC0415 - not before Celery is there
+        from only_one.celery import unique_tasks  # noqa: PLC0415 - not before Celery is there
 
-        return lazy_tasks.decorate_task(target, key, options, signature_of, wrap)
+        return unique_tasks.decorate_task(target, key, options, signature_of, wrap)
     return wrap(target, key, options)
 
 
@@ -176,7 +176,7 @@ def configured_by_app(app: Any) -> tuple[Options, Callable[[], Source | None]]:
     if _CELERY not in sys.modules:
         return {}, lambda: None
     from only_one.celery import app_settings  # noqa: PLC0415 - not before Celery is there
-    from only_one.celery import worker_signals as worker_signals  # noqa: PLC0415 - it listens
+    from only_one.celery import ended_tasks as ended_tasks  # noqa: PLC0415 - it listens
 
     return app_settings.app_options(app)
 
@@ -214,19 +214,19 @@ def wrap(function: Any, key: Any, options: Options, task: Any = None) -> Any:
     wrapper.__signature__ = signature
     wrapper.__only_one__ = decoration
     if "celery" in sys.modules:
-        from only_one.celery import lazy_tasks  # noqa: PLC0415 - it listens, in the main process, too
+        from only_one.celery import async_tasks, ended_tasks  # noqa: F401, PLC0415 - it listens, in the main process, too
 
         if wrapper is async_wrapper:
-            lazy_tasks.refuse_async_tasks()
+            async_tasks.refuse_async_tasks()
     return wrapper
 
 
 def _caller_of(decoration: Decoration, wrapper: Any, args: tuple[Any, ...]) -> Caller:
     if _CELERY not in sys.modules:
         return decoration.plain
-    from only_one.celery import task_run  # noqa: PLC0415 - not before Celery is there
+    from only_one.celery import delivery  # noqa: PLC0415 - not before Celery is there
 
-    return task_run.caller_of(decoration, wrapper, args)
+    return delivery.caller_of(decoration, wrapper, args)
 
 
 def signature_of(function: Any) -> inspect.Signature:
@@ -319,7 +319,10 @@ def _check_method(function: Callable[..., Any], first: str) -> None:
     body = inspect.currentframe()
     while body is not None and body.f_locals.get("__qualname__") != owner:
         body = body.f_back
-    if body is None or (first == "self" and (name == "run" or "__annotations__" in body.f_locals)):
+    if body is None:
+        return
+    may_have_digest = name == "run" or "__annotations__" in body.f_locals
+    if first == "self" and may_have_digest:
         return
     instead = f"{name}:{{self.id}}" if first == "self" else name
     msg = (

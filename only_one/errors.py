@@ -15,7 +15,7 @@ An error is built from plain strings. So it survives pickle and Celery's JSON, w
 
 from typing import Any
 
-from .lock.holder import Holder, printable, task_id_of
+from .holder import Holder, printable, task_id_of
 
 
 class HasHolder:

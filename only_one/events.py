@@ -8,7 +8,7 @@ from logging import DEBUG, INFO, WARNING, getLogger
 from typing import Literal
 
 from .errors import HasHolder, LockUnavailable
-from .lock.holder import Holder, printable
+from .holder import Holder, printable
 from .option_values import check_callable
 
 logger = getLogger("only_one")

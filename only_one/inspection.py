@@ -12,9 +12,12 @@ from redis.exceptions import ResponseError
 from . import settings
 from .connections.server import Server, Source, find_server
 from .decorator import configured_by_app, is_task
+from .driver import RAW
 from .errors import ConfigurationError
-from .lock.commands import RAW, release_now
-from .lock.holder import Holder, is_dead, machine
+from .holder import Holder
+from .lock.commands import release_now
+from .lock.liveness import is_dead
+from .lock.token import machine
 
 _AT_ONCE = 500
 
@@ -172,11 +175,11 @@ def _configured(redis: Source | None, app: Any) -> tuple[Server, str]:
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Server, str]:
     """The server and the key of a call."""
     if is_task(function):
-        from only_one.celery import lazy_tasks, task_run  # noqa: PLC0415 - not before Celery is there
+        from only_one.celery import delivery, lazy_tasks  # noqa: PLC0415 - not before Celery is there
 
         function = lazy_tasks.task_behind(function)
-        decoration = next(iter(task_run.decorations_of(function)), None)
-        caller = task_run.caller_from_outside(function, decoration) if decoration else None
+        decoration = next(iter(delivery.decorations_of(function)), None)
+        caller = delivery.caller_from_outside(function, decoration) if decoration else None
     else:
         decoration = getattr(function, "__only_one__", None)
         caller = decoration.plain if decoration else None

@@ -61,7 +61,8 @@ def check_prefix(name: str, value: object) -> str:
     Raises:
         ConfigurationError: for any other value.
     """
-    if not isinstance(value, str) or "{" in value or "}" in value:
+    has_braces = isinstance(value, str) and not {"{", "}"}.isdisjoint(value)
+    if has_braces or not isinstance(value, str):
         msg = f"{name}={value!r}: write a str without braces, such as {name}='myapp:only_one:'"
         raise ConfigurationError(msg)
     return value

@@ -100,7 +100,8 @@ def retry(countdown: Seconds | None = None, max_retries: int | None = None) -> R
     Raises:
         ConfigurationError: for a time or a number that cannot work.
     """
-    if max_retries is not None and (type(max_retries) is not int or max_retries < 0):
+    is_number = type(max_retries) is int and max_retries >= 0
+    if max_retries is not None and not is_number:
         msg = f"retry(max_retries={max_retries!r}): write a number such as 10, or leave it out for no limit"
         raise ConfigurationError(msg)
     return Retry(_countdown("retry", countdown), max_retries)
@@ -156,7 +157,8 @@ def check_policy(name: str, policy: Any) -> Any:
         msg = f"{name}={policy.__name__}: write {name}={policy.__name__}(), with parentheses"
         raise ConfigurationError(msg)
     for option, unfit, why in _UNFIT:
-        if name == option and (policy is unfit or type(policy) is unfit):
+        is_unfit = policy is unfit or type(policy) is unfit
+        if is_unfit and name == option:
             msg = f"{name}={getattr(policy, '__name__', repr(policy))} {why}"
             raise ConfigurationError(msg)
     check_callable(name, policy, 1, instead)

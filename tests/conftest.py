@@ -72,7 +72,7 @@ def prefix(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     own = f"test:{uuid4().hex}:"
     with configure(prefix=own):
         yield own
-    renewal._renewer.cleanups.clear()
+    renewal._renewer.pending_releases.clear()
 
 
 @pytest.fixture

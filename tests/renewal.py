@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from only_one.clock import now
 from only_one.connections import server as servers
 from only_one.lock import renewal
-from only_one.lock.commands import now
 from rigs.waiting import eventually
 
 MOMENT = 128.0

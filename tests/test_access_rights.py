@@ -17,12 +17,14 @@ from celery.signals import task_failure, worker_shutdown
 
 from only_one import buffer_one, configure, current_lock, only_one
 from only_one.celery import coalescing, redelivery
+from only_one.clock import now
 from only_one.connections import server as servers
+from only_one.driver import drive
 from only_one.inspection import held, holder_of, key_of, release, release_key
 from only_one.lock import commands, renewal
-from only_one.lock.cleanup import Cleanup
-from only_one.lock.commands import MarkerUpdate, Retained, drive, evaluate, now
-from only_one.lock.holder import TokenFactory
+from only_one.lock.commands import MarkerUpdate, Retained, evaluate
+from only_one.lock.pending_releases import PendingRelease
+from only_one.lock.token import TokenFactory
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.celery.deliveries import token_of
@@ -83,8 +85,10 @@ def use_functions(client: Any, url: str) -> None:
     assert decorated(lambda: "done", "queued")() == "done"
     server, key = servers.find_server(url), "only_one:left"
     client.set(key, key)
-    renewal.release_later(Cleanup(server, key, key.encode(), now() + 600, no_write_in_flight=True))
-    assert eventually(lambda: not [each for each in list(renewal._renewer.cleanups.values()) if each.key == key])
+    renewal.release_later(PendingRelease(server, key, key.encode(), now() + 600, no_write_in_flight=True))
+    assert eventually(
+        lambda: not [each for each in list(renewal._renewer.pending_releases.values()) if each.key == key]
+    )
 
 
 def use_tasks(client: Any, url: str) -> None:

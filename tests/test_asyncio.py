@@ -16,8 +16,8 @@ import redis as redis_py
 from only_one import LockUnavailable, current_lock, only_one
 from only_one.connections.asyncio_client import AsyncClient, make_async_client
 from only_one.connections.server import Server
+from only_one.driver import Commands, drive_async
 from only_one.lock import renewal
-from only_one.lock.commands import Commands, drive_async
 from rigs.waiting import LIMIT, eventually
 from tests.clients import KINDS, OF_ONE_SERVER, clients
 from tests.decorated import decorated

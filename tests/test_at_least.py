@@ -15,8 +15,7 @@ from only_one.call import locked_call
 from only_one.call.locked_call import LockedCall
 from only_one.lock import renewal
 from only_one.lock.commands import Retained
-from only_one.lock.holder import Holder as Value
-from only_one.lock.holder import kept
+from only_one.lock.token import kept
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, both, call_both, decorated, events
 from tests.faults.programs import Holder, Running, RunningAsync

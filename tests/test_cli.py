@@ -20,7 +20,7 @@ from redis import Redis
 
 from only_one import current_lock
 from only_one.__main__ import _cell, main
-from only_one.lock.holder import TokenFactory
+from only_one.lock.token import TokenFactory
 from rigs.waiting import LIMIT
 from tests.decorated import Busy, decorated
 from tests.proxy import Proxy

@@ -15,7 +15,7 @@ from redis.exceptions import NoPermissionError
 
 from only_one import ConfigurationError, UnkeyableArgument, configure, current_lock, only_one, settings
 from only_one.inspection import held, held_key, holder_of, key_of, release, release_key
-from only_one.lock.holder import TokenFactory
+from only_one.lock.token import TokenFactory
 from only_one.testing import redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Busy, decorated

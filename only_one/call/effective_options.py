@@ -12,7 +12,7 @@ from only_one.connections.server import Server, Source, find_server
 from only_one.errors import KeyTemplateError, OnlyOneError
 from only_one.keys.template import compile_key
 from only_one.lock.commands import Expiry, MarkerUpdate, Retained, expiry_in
-from only_one.lock.holder import TokenFactory
+from only_one.lock.token import TokenFactory
 from only_one.policies import RequeueRequest, skip
 
 Args = tuple[Any, ...]
@@ -81,7 +81,7 @@ class Caller:
         """
         raise how.error from how.error.__cause__  # not in the context of the request
 
-    def is_current(self, options: EffectiveOptions, server: Server, key: str) -> bool:  # noqa: ARG002
+    def claim_work(self, options: EffectiveOptions, server: Server, key: str) -> bool:  # noqa: ARG002
         """Whether the work is still to be done, now that the key is ours; a task may raise to end the call."""
         return True
 

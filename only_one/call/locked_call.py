@@ -11,15 +11,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from redis.exceptions import ResponseError
 
+from only_one.clock import now
 from only_one.connections.connection_pool import is_of_signal_handler
 from only_one.connections.server import Server
+from only_one.driver import TROUBLE, Commands, unanswered
 from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable
 from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, logger, wanted
-from only_one.lock.cleanup import Cleanup
-from only_one.lock.commands import TROUBLE, Commands, ReleaseResult, Retained, acquire, end, now, replace, unanswered
+from only_one.holder import is_queued
+from only_one.lock.commands import ReleaseResult, Retained, acquire, end, replace
 from only_one.lock.current_lock import Lease
-from only_one.lock.holder import active_tokens, is_dead, is_queued, kept
+from only_one.lock.liveness import is_dead
+from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import hold, let_go, release_later, start_thread
+from only_one.lock.token import active_tokens, kept
 from only_one.policies import CarryOn, RequeueRequest, fail, skip
 
 from .effective_options import Caller, EffectiveOptions
@@ -42,7 +46,7 @@ class LockedCall:
         caller: the plain function or the task that calls.
         key: the key as it is in Redis.
         token: the value that says who owns the key.
-        lease: the lock as the run sees it; there is none before ``may_run``.
+        lease: the lock as the run sees it; there is none before ``resolve_acquire``.
         result: the result of the call.
         has_succeeded: whether the function has returned.
         ended_by: the exception that the function has raised.
@@ -82,8 +86,9 @@ class LockedCall:
                 self.clean_up(no_write_in_flight=False)
         if self._stage != "kept later":  # of which others in this process see that it is not free
             active_tokens.discard(self.token)
-        if error is None and self.lost is not None and self.options.when_lost is fail:
-            raise self.lost
+        lost = self.lost if self.options.when_lost is fail else None
+        if error is None and lost is not None:
+            raise lost
 
     def acquire(self) -> Commands[bytes | Exception | None]:
         """Acquire the key: None if it is ours, else the value stored there, or the error of the server."""
@@ -125,7 +130,7 @@ class LockedCall:
             return self.caller.can_take_queued(self.options, value)
         return self.options.takeover and is_dead(value)
 
-    def may_run(self, acquired: bytes | Exception | None) -> bool:
+    def resolve_acquire(self, acquired: bytes | Exception | None) -> bool:
         """Whether the function may run, by the result of ``acquire``. If not, ``result`` is the result of the call."""
         if isinstance(acquired, bytes):
             self._stage = "over"
@@ -148,9 +153,9 @@ class LockedCall:
             emit(Acquired(self.key, self.caller.name, self.token))
         return True
 
-    def is_current(self) -> bool:
+    def claim_work(self) -> bool:
         """Whether the work is still to be done, now that the key is ours."""
-        return self._stage != "held" or self.caller.is_current(self.options, self.server, self.key)
+        return self._stage != "held" or self.caller.claim_work(self.options, self.server, self.key)
 
     def busy(self, value: bytes) -> Any:
         """The result that ``when_busy`` gives if the key holds ``value``."""
@@ -203,9 +208,11 @@ class LockedCall:
         became: ReleaseResult | None = None
         try:
             became = yield from end(self.server.features, self.key, self.token, retained, marker)
-            if marker and (became.has_redeliveries or became.status != "held"):
+            is_marked = became.has_redeliveries or became.status != "held"
+            if marker and is_marked:
                 self.caller.on_marked(self.server, self.key)
-            if retained and became.status == "gone" and now() > self.lease.expires_at:  # while it was released
+            has_expired = became.status == "gone" and now() > self.lease.expires_at  # while it was released
+            if retained and has_expired:
                 became = None
         except Exception as error:
             if is_of_signal_handler(error):
@@ -219,7 +226,7 @@ class LockedCall:
         self._stage = "kept later" if retained else "over"
         is_final = no_write_in_flight and not self._may_come_late
         until = now() + self.options.ttl
-        release_later(Cleanup(self.server, self.key, self.token, until, is_final, retained))
+        release_later(PendingRelease(self.server, self.key, self.token, until, is_final, retained))
 
     def _kept(self) -> Retained | None:
         """The value to store at the key after a successful run, for the rest of ``at_least``; None if that is over."""
@@ -280,7 +287,7 @@ class AsyncLockedCall(LockedCall):
         self._task: Any = asyncio.current_task()
         self._is_over = self._is_cancelled = False
 
-    def is_withdrawn(self) -> bool:
+    def withdraw_cancellation(self) -> bool:
         """Withdraw our cancellation, if there was one, and return whether it was the only one."""
         if not self._is_cancelled:
             return False
@@ -290,7 +297,7 @@ class AsyncLockedCall(LockedCall):
     def release(self) -> Commands[None]:
         """The same, and from here on the run is not cancelled."""
         self._is_over = True
-        self.is_withdrawn()  # if the run has suppressed it
+        self.withdraw_cancellation()  # if the run has suppressed it
         return super().release()
 
     def _lost(self, lost: LockLost) -> None:

@@ -6,9 +6,11 @@ its value is deleted, and a note beside the key tells the call that nothing is o
 
 from dataclasses import dataclass
 
-from only_one.lock.cleanup import Cleanup
-from only_one.lock.commands import Command, Commands, Retained, Script, now
-from only_one.lock.holder import Holder, is_queued, task_id_of
+from only_one.clock import now
+from only_one.driver import Command, Commands
+from only_one.holder import Holder, is_queued, task_id_of
+from only_one.lock.commands import Retained, Script
+from only_one.lock.pending_releases import PendingRelease
 from only_one.settings import DEFAULT_LEASE
 
 # Only the value of a task that waits is deleted: its run releases the key by itself.
@@ -22,7 +24,7 @@ if waits and has(ARGV[1]) then return redis.call('del', KEYS[1]) end""")
 
 
 @dataclass(eq=False, kw_only=True)
-class Withdrawal(Cleanup):
+class Withdrawal(PendingRelease):
     """A task that waits for its key no more, which the server must still be told.
 
     Attributes:

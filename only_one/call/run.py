@@ -6,8 +6,9 @@ from math import inf
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
+from only_one.clock import now
+from only_one.driver import drive, drive_async
 from only_one.errors import ConfigurationError
-from only_one.lock.commands import drive, drive_async, now
 from only_one.lock.current_lock import Lease, current
 
 from .effective_options import Args, Caller, Decoration, Kwargs
@@ -23,7 +24,7 @@ def run(decoration: Decoration, caller: Caller, args: Args, kwargs: Kwargs) -> A
     if options.server is None:  # switched off: for all that the run can see, it holds its key
         return _run_as(Lease(None, key, b"", now(), inf, inf), decoration, args, kwargs)
     with LockedCall(options, options.server, options.server.client, caller, key) as call:
-        if call.may_run(drive(call.client, call.acquire())):
+        if call.resolve_acquire(drive(call.client, call.acquire())):
             _run_and_release(call, decoration, args, kwargs)
     return call.result
 
@@ -31,7 +32,7 @@ def run(decoration: Decoration, caller: Caller, args: Args, kwargs: Kwargs) -> A
 # A function of its own: an exception that arrives on the line of a `try` inside of a `with` skips its `__exit__`.
 def _run_and_release(call: LockedCall, decoration: Decoration, args: Args, kwargs: Kwargs) -> None:
     try:
-        if call.is_current():
+        if call.claim_work():
             call.result = _run_as(call.lease, decoration, args, kwargs)
             call.has_succeeded = True
     except BaseException as error:
@@ -55,19 +56,19 @@ async def run_async(decoration: Decoration, caller: Caller, args: Args, kwargs: 
         acquired = await drive_async(client, call.acquire())
         if cancelling() > cancellations:  # redis-py loses one that comes with the reply
             raise asyncio.CancelledError
-        if call.may_run(acquired):
+        if call.resolve_acquire(acquired):
             await _run_and_release_async(call, decoration, args, kwargs)
     return call.result
 
 
 async def _run_and_release_async(call: AsyncLockedCall, decoration: Decoration, args: Args, kwargs: Kwargs) -> None:
     try:
-        if call.is_current():
+        if call.claim_work():
             call.result = await _run_as_async(call.lease, decoration, args, kwargs)
             call.has_succeeded = True
     except BaseException as error:
         call.ended_by = error
-        if not isinstance(error, asyncio.CancelledError) or not call.is_withdrawn():
+        if not isinstance(error, asyncio.CancelledError) or not call.withdraw_cancellation():
             raise
     finally:
         await drive_async(call.client, call.release())

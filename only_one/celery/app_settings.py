@@ -69,7 +69,8 @@ def _warn_of_others(app: Celery) -> None:
     ours = [f"only_one_{name}" for name in CONFIGURABLE]
     read = [(namespace + each).upper() if namespace.isupper() else (namespace + each).lower() for each in ours]
     for name in map(str, app.conf):
-        if _NEARLY_OURS.fullmatch(name) and name not in {*ours, *read} and (app.main, name) not in _warned:
+        is_unread = _NEARLY_OURS.fullmatch(name) and name not in {*ours, *read}
+        if is_unread and (app.main, name) not in _warned:
             _warned.add((app.main, name))
             text = "the configuration of the app %r has %s, which is not read: write %s"
             logger.warning(text, app.main, name, ", ".join(read))

@@ -95,7 +95,7 @@ def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
     return {"queue": _kombu.Queue(exchange=source, routing_key=key), **beside}
 
 
-def check_countdown(app: Celery, countdown: float | None) -> None:
+def refuse_long_countdown(app: Celery, countdown: float | None) -> None:
     """Refuse a countdown after which the broker would redeliver the message.
 
     Raises:

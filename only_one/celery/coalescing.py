@@ -10,7 +10,8 @@ from typing import Any
 from celery import Celery
 
 from only_one.connections.server import Server
-from only_one.lock.commands import Script, drive, evaluate
+from only_one.driver import drive
+from only_one.lock.commands import Script, evaluate
 
 from .broker import remembered_for
 
@@ -53,31 +54,57 @@ redis.call('pexpire', KEYS[2], ARGV[4])
 value = number""")
 
 NEWEST = -1
-"""For ``note``: a task that has just been sent, and is newer than all, also if its id is known from an earlier task."""
+"""In place of a trigger: a task that has just been sent, and is newer than all, also if its id was used before."""
 
 
-def note(server: Server, key: str, app: Celery, what: str, task_id: str, number: int | None, *digest: Any) -> Any:
-    """Note what happens to a task.
+def arrive(server: Server, key: str, app: Celery, task_id: str, trigger: int | None, call: str) -> int:
+    """Number a task that has to wait.
 
     Args:
         server: the server that stores the key.
         key: the key as it is in Redis.
         app: the task's app.
-        what: "arrive": it has to wait. "anew": it is about to be queued. "pending": its message is in the queue, so
-            it is the pending task from now on, unless a newer one is. "begin": it has the key, and supersedes every
-            earlier task, unless it is itself superseded.
-        task_id: the task's id; "pending" needs none.
-        number: its number, if its message carries one; ``NEWEST`` for a new number; None for that which its id has.
-        digest: for "anew": the MD5 of its arguments, by which equal calls are known, empty if they cannot be compared;
-            and the milliseconds for which other tasks with the same digest wait for it. For "arrive" and "begin": what
-            tells this command from all others, so that it numbers a task once if it is sent, and arrives, twice.
+        task_id: the task's id.
+        trigger: its number, if its message carries one; ``NEWEST`` for a new number; None for that which its id has.
+        call: what tells this command from all others: it numbers a task once, also if it is sent, and arrives, twice.
 
     Returns:
-        Its number; 0 if a newer task waits or has run; the id of the pending task if that is the newest and has the
-        same digest.
+        Its number; 0 if a newer task waits or has run.
     """
+    return int(_send(server, key, app, "arrive", task_id, trigger, call))
+
+
+def begin(server: Server, key: str, app: Celery, task_id: str, trigger: int | None, call: str) -> int:
+    """Number a task that has the key: it supersedes every earlier task. See ``arrive`` for the arguments and result."""
+    return int(_send(server, key, app, "begin", task_id, trigger, call))
+
+
+def queue_anew(server: Server, key: str, app: Celery, task_id: str, digest: str, seconds: float) -> int | bytes:
+    """Number a task that is about to be queued.
+
+    Args:
+        server: the server that stores the key.
+        key: the key as it is in Redis.
+        app: the task's app.
+        task_id: the task's id.
+        digest: the MD5 of its arguments, by which equal calls are known; empty if they cannot be compared.
+        seconds: for so long it may wait, and other tasks with the same digest get its result.
+
+    Returns:
+        Its number; the id of the pending task if that is the newest and has the same digest.
+    """
+    reply: int | bytes = _send(server, key, app, "anew", task_id, 0, digest, round(seconds * 1000))
+    return reply
+
+
+def note_published(server: Server, key: str, app: Celery, trigger: int) -> None:
+    """Note that a task's message is in the queue: it is the pending task from now on, unless a newer one is."""
+    _send(server, key, app, "pending", "", trigger)
+
+
+def _send(server: Server, key: str, app: Celery, what: str, task_id: str, trigger: int | None, *more: Any) -> Any:
     lasts, beside = round(remembered_for(app) * 1000), (triggers_of(key),)
-    return drive(server.client, evaluate(_NUMBER, key, what, task_id, number or 0, lasts, *digest, beside=beside))
+    return drive(server.client, evaluate(_NUMBER, key, what, task_id, trigger or 0, lasts, *more, beside=beside))
 
 
 def triggers_of(key: str) -> str:

@@ -16,16 +16,19 @@ from redis.exceptions import ResponseError
 from only_one.call.effective_options import Decoration, EffectiveOptions, Policy
 from only_one.call.locked_call import LockedCall
 from only_one.connections.server import Server
+from only_one.driver import TROUBLE, drive
 from only_one.errors import AlreadyRunning, OnlyOneError
 from only_one.events import Busy, emit, logger
-from only_one.lock.commands import TROUBLE, drive, expiry_in, release_now, replace
-from only_one.lock.holder import Holder, TokenFactory, is_dead
+from only_one.holder import Holder
+from only_one.lock.commands import expiry_in, release_now, replace
+from only_one.lock.liveness import is_dead
+from only_one.lock.token import TokenFactory
 from only_one.policies import BufferOne, RequeueRequest
 
 from . import coalescing, redelivery
 from .broker import waits_for
+from .delivery import TaskCaller
 from .requeue import HEADER, Header
-from .task_run import TaskCaller
 
 _UNTIL_PUBLISHED = 30.0
 """Seconds for which the key is acquired at first, so a producer that dies before it has published blocks nobody."""
@@ -65,7 +68,8 @@ class Publication(TaskCaller):
         if isinstance(result, ResultBase):
             marked: Any = result
             marked.is_duplicate, marked.holder = not self._is_published, self._holder
-            if marked.is_duplicate and isinstance(marked.backend, RPCBackend) and marked.app not in _warned:
+            may_never_come = marked.is_duplicate and isinstance(marked.backend, RPCBackend)
+            if may_never_come and marked.app not in _warned:
                 _warned.add(marked.app)
                 logger.warning(
                     "%s was queued already: get() of this duplicate may wait for ever, as rpc:// gives a result only "
@@ -81,8 +85,9 @@ class Publication(TaskCaller):
         carried = dict(given.get("headers") or {}).get(HEADER)
         is_requeued = isinstance(carried, dict) and carried.get("id") == self.id
         is_sent_again = given.get("retries") or is_requeued
-        # Celery refuses other types.
-        if is_sent_again or self.app.conf.task_always_eager or not isinstance(self._args or (), (list, tuple)):
+        is_refused = not isinstance(self._args or (), (list, tuple))  # by Celery
+        goes_past = is_sent_again or is_refused
+        if goes_past or self.app.conf.task_always_eager:
             return self._publish()
         options = decoration.options_for(self)
         delay, expires = given.get("countdown") or given.get("eta"), given.get("expires", self._task.expires)
@@ -90,8 +95,9 @@ class Publication(TaskCaller):
         only_newest = isinstance(options.when_busy, BufferOne)
         # Somebody waits for a task that is called with one of these: it is always published, and the worker decides.
         is_waited_for = any(given.get(each) for each in ("task_id", "link", "link_error", "chain", "chord", "group_id"))
-        # If no time is left, the worker says that the task has expired.
-        if options.server is None or seconds * 1000 < 1 or (is_waited_for and not only_newest):
+        is_expired = seconds * 1000 < 1  # the worker says so
+        always = is_expired or (is_waited_for and not only_newest)
+        if options.server is None or always:
             return self._publish()
         args, kwargs = self._as_sent()
         key = options.prefix + decoration.make_key(self, args, kwargs)
@@ -146,7 +152,7 @@ class Publication(TaskCaller):
         with call:
             problem = drive(call.client, call.acquire())
             if problem is not None:
-                return self._publish() if call.may_run(problem) else call.result
+                return self._publish() if call.resolve_acquire(problem) else call.result
             try:
                 result = self._publish(Header(self.id, 0, key=call.key, token=call.token.decode()))
             except BaseException:
@@ -171,16 +177,16 @@ class Publication(TaskCaller):
     def _queue_newest(self, call: LockedCall, digest: str, seconds: float) -> Any:
         """Publish the task with its number; or, if the newest task is equal, give that task's result."""
         try:
-            number = coalescing.note(call.server, call.key, self.app, "anew", self.id, 0, digest, round(seconds * 1000))
+            trigger = coalescing.queue_anew(call.server, call.key, self.app, self.id, digest, seconds)
         except TROUBLE as error:
-            return self._publish() if call.may_run(error) else call.result
-        if isinstance(number, bytes):
+            return self._publish() if call.resolve_acquire(error) else call.result
+        if isinstance(trigger, bytes):
             emit(Busy(call.key, self.name, b""))
-            return self._task.AsyncResult(number.decode())
+            return self._task.AsyncResult(trigger.decode())
         replacement = self._options.get("replaced_task_nesting", 0)
-        result = self._publish(Header(self.id, 0, key=call.key, trigger=number, replacement=replacement))
+        result = self._publish(Header(self.id, 0, key=call.key, trigger=trigger, replacement=replacement))
         with redelivery.unless_down(self.id):
-            coalescing.note(call.server, call.key, self.app, "pending", "", number)
+            coalescing.note_published(call.server, call.key, self.app, trigger)
         return result
 
 

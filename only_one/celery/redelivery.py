@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from celery.exceptions import Ignore, Reject, Retry
 
+from only_one.driver import TROUBLE, Commands
 from only_one.events import logger
-from only_one.lock.commands import TROUBLE, Commands, MarkerUpdate, Script, evaluate
+from only_one.lock.commands import MarkerUpdate, Script, evaluate
 
 from .broker import redelivers_at_any_time, remembered_for, visibility_timeout
 
@@ -41,13 +42,13 @@ class CompletionMarker(NamedTuple):
     """What is known of the messages of one attempt of a task.
 
     Attributes:
-        number: how often the latest of them was requeued; the others do not count.
+        times: how often the latest of them was requeued; the others do not count.
         ended: the token of the run that has ended, if redeliveries waited for it; else empty.
         is_stored: whether its result is stored, and the tasks after it are published.
         age: seconds since it ended.
     """
 
-    number: int
+    times: int
     ended: bytes
     is_stored: bool
     age: int
@@ -64,8 +65,8 @@ def read_marker(key: str, marker: str, waits: float = 0) -> Commands[CompletionM
     Returns:
         The fields of the marker.
     """
-    number, ended, stored, age = yield from evaluate(_READ, key, round(waits * 1000), beside=(marker,))
-    return CompletionMarker(int(number), ended, bool(int(stored)), int(age))
+    times, ended, stored, age = yield from evaluate(_READ, key, round(waits * 1000), beside=(marker,))
+    return CompletionMarker(int(times), ended, bool(int(stored)), int(age))
 
 
 def marker_update(task: Any, marker: str, ended_by: BaseException | None, seconds: float) -> MarkerUpdate | None:

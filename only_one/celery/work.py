@@ -2,7 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from only_one.lock.holder import Holder, TokenFactory
+from only_one.holder import Holder
+from only_one.lock.token import TokenFactory
 
 
 class Work(NamedTuple):
@@ -36,6 +37,8 @@ def work_of(request: Any) -> Work:
 
 def work_held_by(holder: Holder | None) -> Work | None:
     """The work whose message holds a key; None if no task's message does."""
-    if holder is None or holder.task_id is None or holder.attempt is None:
+    if holder is None:
+        return None
+    if holder.task_id is None or holder.attempt is None:
         return None
     return Work(holder.task_id, holder.replacement, holder.attempt)

@@ -9,10 +9,10 @@ import redis
 from redis import backoff, exceptions
 from redis.asyncio import ConnectionPool, Redis, RedisCluster, cluster, connection, retry, sentinel
 
+from only_one.clock import now
 from only_one.errors import ConfigurationError
-from only_one.lock.commands import now
 
-from .connection_pool import raise_as_connection_error
+from .connection_pool import packed, raise_as_connection_error
 
 _sentinel: Any = sentinel  # which has no types
 
@@ -101,6 +101,60 @@ class AsyncClient:
         await self.close_what_is_left()
 
 
+class _KeptConnections:
+    """Sends each command on a connection that it keeps, past redis-py's asyncio client and pool.
+
+    These cost as much as the command itself. A connection that the server has closed is found when a command fails on
+    it: the driver sends that command again.
+
+    Attributes:
+        connection_pool: it makes the connections, and has none of them.
+    """
+
+    def __init__(self, connection_pool: Any) -> None:
+        self.connection_pool = connection_pool
+        self._idle: list[Any] = []
+        self._broken: list[Any] = []
+        self._in_use: set[Any] = set()
+
+    async def execute_command(self, *args: Any, **_options: Any) -> Any:
+        """Send a command, and return its reply as bytes."""
+        while self._broken:
+            await self._broken.pop().disconnect(nowait=True)
+        connection = self._idle.pop() if self._idle else self.connection_pool.make_connection()
+        self._in_use.add(connection)
+        try:
+            await connection.send_packed_command(_packed(connection, args))
+            reply = await connection.read_response(disable_decoding=True)
+        except redis.ResponseError:
+            self._in_use.discard(connection)
+            self._idle.append(connection)
+            raise
+        except BaseException as error:
+            self._in_use.discard(connection)
+            self._broken.append(connection)
+            if isinstance(error, redis.ConnectionError):  # the server may have closed the others, too
+                self._broken += self._idle
+                self._idle = []
+            raise
+        self._in_use.discard(connection)
+        self._idle.append(connection)
+        return reply
+
+    async def aclose(self) -> None:
+        """Close all connections, also those of commands that were forgotten."""
+        left = [*self._idle, *self._broken, *self._in_use]
+        self._idle, self._broken, self._in_use = [], [], set()
+        for each in left:
+            await each.disconnect()
+
+
+def _packed(connection: Any, command: Any) -> Any:
+    codec = connection.encoder
+    is_utf8 = (codec.encoding, codec.encoding_errors) == ("utf-8", "strict")
+    return (packed(command),) if is_utf8 else connection.pack_command(*command)
+
+
 def make_async_client(client: Any) -> AsyncClient:
     """Make the asyncio client of the server of a sync one.
 
@@ -113,7 +167,16 @@ def make_async_client(client: Any) -> AsyncClient:
     if isinstance(client, redis.RedisCluster):
         most = client.nodes_manager.connection_kwargs.get("max_connections") or redis.ConnectionPool().max_connections
         return AsyncClient(lambda: _cluster(client), most)
-    return AsyncClient(lambda: _client(client), client.connection_pool.max_connections)  # one for each command
+    pool = client.connection_pool
+    # redis-py's pool sees that a Sentinel names another master, and gives a connection a token that was renewed.
+    needs_pool = isinstance(pool, redis.SentinelConnectionPool)
+    needs_pool |= hasattr(pool.connection_kwargs.get("credential_provider"), "on_next")
+
+    def make() -> Any:
+        made = _client(client)
+        return made if needs_pool else _KeptConnections(made.connection_pool)
+
+    return AsyncClient(make, pool.max_connections)  # a connection for each command
 
 
 def _client(client: Any) -> Any:

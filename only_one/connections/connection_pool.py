@@ -21,7 +21,7 @@ from weakref import WeakSet, finalize
 
 import redis
 
-from only_one.lock.commands import RAW, Command, note_unanswered
+from only_one.driver import RAW, Command, note_unanswered
 
 _MOST_KEPT = 16
 """The most connections that are kept. The pool has the others, and lends them to the user's own commands, too."""
@@ -87,7 +87,9 @@ class PinnedClient(redis.Redis):
 
         And whether its commands are packed, sent and read as here: a later redis-py may do that in another way.
         """
-        if type(client) is not redis.Redis or "execute_command" in vars(client) or client.connection is not None:
+        if type(client) is not redis.Redis:
+            return False
+        if "execute_command" in vars(client) or client.connection is not None:
             return False
         pool, codec = client.connection_pool, client.get_encoder()
         is_plain = type(pool) is redis.ConnectionPool and getattr(pool, "cache", None) is None
@@ -242,7 +244,8 @@ class _GuardedPool:
         connection.deregister_connect_callback(self.note_sent_again)
         error = sys.exc_info()[1]
         lent_during = vars(connection).pop("lent_during", None)
-        if error is not None and not isinstance(error, redis.ResponseError) and id(error) != lent_during:
+        is_new = error is not None and id(error) != lent_during
+        if is_new and not isinstance(error, redis.ResponseError):
             note_unanswered()  # a cluster's client sends the command again on another connection
             connection.disconnect()
             # It may have been asking where the master is, by clients that are the user's own.

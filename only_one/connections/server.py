@@ -14,12 +14,14 @@ from redis.client import Pipeline
 
 from only_one.errors import ConfigurationError
 from only_one.events import logger
-from only_one.lock.commands import Features
 from only_one.option_values import check_callable
 
 from .asyncio_client import NO_LIMIT, AsyncClient, make_async_client
-from .cluster import ClusterNodes, Node, with_short_timeouts
+from .cluster import ClusterNodes
 from .connection_pool import PinnedClient, guarded
+from .node import Node
+from .server_features import Features
+from .short_timeouts import with_short_timeouts
 
 Source = Union[str, Any, Callable[[], Any]]
 """A URL, a client, or a callable that returns a client."""
@@ -184,7 +186,7 @@ def _address(pool: Any) -> str:
 _asked: set[str] = set()
 
 
-def may_evict(client: Any) -> str | None:
+def eviction_warning(client: Any) -> str | None:
     """Ask a server whether it evicts keys when its memory is full: one round trip, once in the life of the process.
 
     The ``volatile-`` policies evict our keys, too, because these expire.

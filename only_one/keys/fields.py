@@ -202,10 +202,9 @@ def _follow(field: Field, steps: list[tuple[str, str]], value: Any) -> Any:
         for attribute, item in steps:
             if attribute:
                 value = getattr(value, attribute)
-            elif item.isdecimal() and not (isinstance(value, Mapping) and item in value):
-                value = value[int(item)]  # or a dict's key that the broker made a str
             else:
-                value = value[item]
+                is_key = isinstance(value, Mapping) and item in value  # which the broker may have made a str
+                value = value[int(item) if item.isdecimal() and not is_key else item]
     except (AttributeError, LookupError, TypeError) as error:
         problem = f"{field} cannot be read from the parameter {field.parameter!r} ({type(error).__name__}: {error})"
         raise _unkeyable(problem, "pass a value that has it, or write key=callable") from error
@@ -214,8 +213,9 @@ def _follow(field: Field, steps: list[tuple[str, str]], value: Any) -> Any:
 
 def _formatted(field: Field, spec: str, value: object) -> str:
     value = plain(value)
-    if not isinstance(value, _TEXTUAL) and (isinstance(value, Iterable) or type(value).__str__ is object.__str__):
-        # The text of a container differs for equal ones: a set's order by process, a tuple's brackets by the broker.
+    # The text of a container differs for equal ones: a set's order by process, a tuple's brackets by the broker.
+    is_unstable = isinstance(value, Iterable) or type(value).__str__ is object.__str__
+    if is_unstable and not isinstance(value, _TEXTUAL):
         problem = f"the parameter {field.parameter!r} is a {type_name(value)}, which has no stable text"
         raise _unkeyable(problem, f"write {{{field.path}:md5}}, or {_identity(field.path, value)}key=callable")
     if isinstance(value, bytes) and not field.conversion:

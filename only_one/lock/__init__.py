@@ -1,1 +1,1 @@
-"""The lock of one key: redis-py's lock, its commands, its renewal, and the cleanup of keys that may be left behind."""
+"""The lock of one key: redis-py's lock, its commands, tokens, renewal and pending releases."""

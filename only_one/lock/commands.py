@@ -1,40 +1,15 @@
-"""The lock's commands and Lua scripts, the drivers that send them, sync and async, and the clock of all deadlines.
+"""The lock's commands and Lua scripts, as command generators: acquire, release, replace, and the scripts of others."""
 
-Each command function is a generator: it yields one command at a time and is sent its reply, or thrown its error.
-So it decides without sending, and one piece of code serves both drivers. The idea is that of httpx's auth flows.
-"""
+from typing import Any, Literal, NamedTuple, Union
 
-import time
-from collections.abc import Generator
-from contextvars import ContextVar
-from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar, Union
+from redis.exceptions import ResponseError
 
-import redis
-from redis.exceptions import RedisClusterException, RedisError, ResponseError
+from only_one.clock import now
+from only_one.connections.server_features import Features
+from only_one.driver import Command, Commands, drive, unanswered
 
-T = TypeVar("T")
 Key = Union[str, bytes]
-Command = tuple[Union[str, bytes, int], ...]
-Commands = Generator[Command, Any, T]
 Expiry = tuple[bytes, ...]
-
-now = partial(time.clock_gettime, time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic
-"""Seconds by the clock of all deadlines: nobody sets it, and if the system can, it runs on through a suspend."""
-
-TROUBLE = (RedisError, RedisClusterException, OSError)
-"""The errors that redis-py raises when the server could not be asked, or refused."""
-
-unanswered: ContextVar[int] = ContextVar("unanswered", default=0)
-"""How many attempts to send a command got no answer in this context, whoever has sent the command again.
-
-If the number has grown meanwhile, a command may have been sent twice, and the first of the two may be yet to arrive.
-"""
-
-
-def note_unanswered() -> None:
-    """Count an attempt that got no answer."""
-    unanswered.set(unanswered.get() + 1)
 
 
 class Retained(NamedTuple):
@@ -110,13 +85,13 @@ end""")
 # The redeliveries of a task's message say in a hash beside the key that they wait; see `celery.redelivery`.
 # Without a completion marker there is no such key, and `lasts` is -1.
 _SET_MARKER = """
-local copies, lasts = 0, tonumber(ARGV[#ARGV])
+local redeliveries, lasts = 0, tonumber(ARGV[#ARGV])
 if lasts > 0 or (lasts == 0 and redis.call('exists', KEYS[2]) == 1) then
     redis.call('hset', KEYS[2], 'ended', ARGV[1], 'ended_at', redis.call('time')[1], 'stored', 0)
-    copies = 1
+    redeliveries = 1
 end
 if lasts > 0 then redis.call('pexpire', KEYS[2], lasts) end"""
-_RELEASE = Script(f"{_SET_MARKER}\nif value == ARGV[1] then return redis.call('del', KEYS[1]) + copies end")
+_RELEASE = Script(f"{_SET_MARKER}\nif value == ARGV[1] then return redis.call('del', KEYS[1]) + redeliveries end")
 # The new value may be there already, if the reply was lost and the command was sent again.
 _REPLACE = Script(f"""{_SET_MARKER}
 local may_be_missing, may_be_withdrawn = ARGV[4] == 'may be missing', ARGV[4] == 'may be withdrawn'
@@ -126,43 +101,17 @@ if value == ARGV[1] or value == ARGV[2] or (not value and may_be_missing) then
     else
         redis.call('set', KEYS[1], ARGV[2], 'PX', ARGV[3])
     end
-    return 1 + copies
+    return 1 + redeliveries
 end""")
 
 
-class Features:
-    """The server features: which commands one server knows, learnt from its refusals.
-
-    Attributes:
-        sets_and_gets: whether it knows ``SET NX GET`` (from Redis 7.0, and Valkey).
-        release: how it compares and deletes: ``DELIFEQ`` (Valkey 9), ``DELEX`` (Redis 8.4), or a script (all).
-    """
-
-    sets_and_gets = True
-    release: Literal["DELIFEQ", "DELEX", "EVAL"] = "DELIFEQ"
-
-    def release_command(self, key: Key, token: bytes) -> Command:
-        """The command that deletes ``key`` if it holds ``token``."""
-        if self.release == "DELIFEQ":
-            return ("DELIFEQ", key, token)
-        if self.release == "DELEX":
-            return ("DELEX", key, "IFEQ", token)
-        return _RELEASE.command((key,), token, -1)
-
-    def fall_back_from(self, refused: object, error: ResponseError) -> bool:
-        """Whether there is another command to release with, after this one was refused."""
-        # The server does not know the command, or does not let this user call it.
-        is_unknown = "unknown command" in str(error).lower() or is_forbidden(error)
-        has_other = refused in ("DELIFEQ", "DELEX") and is_unknown
-        if has_other and refused == self.release:
-            self.release = "DELEX" if refused == "DELIFEQ" else "EVAL"
-        return has_other
-
-
-def is_forbidden(error: object) -> bool:
-    """Whether the error says that this user lacks a right, for a command or in a script."""
-    text = str(error).lower()
-    return isinstance(error, ResponseError) and ("permission" in text or "can't run this command" in text)
+def release_command(features: Features, key: Key, token: bytes) -> Command:
+    """The command that deletes ``key`` if it holds ``token``, among those that the server knows."""
+    if features.release == "DELIFEQ":
+        return ("DELIFEQ", key, token)
+    if features.release == "DELEX":
+        return ("DELEX", key, "IFEQ", token)
+    return _RELEASE.command((key,), token, -1)
 
 
 def expiry_in(seconds: float | None) -> Expiry:
@@ -216,11 +165,11 @@ def release(features: Features, key: Key, token: bytes, marker: MarkerUpdate | N
         ResponseError: if the server refuses each of our commands.
     """
     while marker is None and features.release != "EVAL":
-        command = features.release_command(key, token)
+        command = release_command(features, key, token)
         try:
             reply = yield command
         except ResponseError as error:
-            if not features.fall_back_from(command[0], error):
+            if not features.fall_back(command[0], error):
                 raise
         else:
             # The native commands do not say who owns a key that is not ours.
@@ -277,61 +226,6 @@ def end(
 def evaluate(script: Script, key: Key, *args: bytes | str | int, beside: tuple[str, ...] = ()) -> Commands[Any]:
     """Run a script for a key, and others beside it in its slot."""
     return (yield script.command((key, *beside), *args))
-
-
-RAW = {"NEVER_DECODE": True, "get": True}
-"""Options of redis-py: replies come as bytes, also from clients that decode, and SET with GET gives the old value."""
-
-
-def _after(error: Exception, commands: Commands[T], command: Command, *, sends_again: bool) -> tuple[Command, bool]:
-    """The command to send after an error, and whether the next one that gets no answer is sent again.
-
-    A command of our own client that got no answer is sent again, once for each generator: so the client knows in the
-    time of two attempts that a server is down. Other clients send again by themselves.
-    """
-    if isinstance(error, (redis.ConnectionError, redis.TimeoutError)):
-        note_unanswered()
-        if sends_again:
-            return command, False
-    return commands.throw(error), sends_again
-
-
-def drive(client: Any, commands: Commands[T]) -> T:
-    """Send the commands of a generator, and return the generator's result."""
-    sends_again = getattr(client, "sends_again", False)
-    try:
-        command = next(commands)
-        while True:
-            try:
-                reply = client.execute_command(*command, **RAW)
-            except Exception as error:  # noqa: BLE001 - the generator says which errors end it
-                command, sends_again = _after(error, commands, command, sends_again=sends_again)
-            else:
-                command = commands.send(reply)
-    except StopIteration as stop:
-        result: T = stop.value
-        return result
-    finally:
-        commands.close()  # now: what a signal handler raises while it is collected is lost
-
-
-async def drive_async(client: Any, commands: Commands[T]) -> T:
-    """Send the commands of a generator, and return the generator's result."""
-    sends_again = getattr(client, "sends_again", False)
-    try:
-        command = next(commands)
-        while True:
-            try:
-                reply = await client.execute_command(*command, **RAW)
-            except Exception as error:  # noqa: BLE001 - the generator says which errors end it
-                command, sends_again = _after(error, commands, command, sends_again=sends_again)
-            else:
-                command = commands.send(reply)
-    except StopIteration as stop:
-        result: T = stop.value
-        return result
-    finally:
-        commands.close()  # now: what a signal handler raises while it is collected is lost
 
 
 def release_now(client: Any, features: Features, key: Key, token: bytes) -> ReleaseResult:

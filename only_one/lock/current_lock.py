@@ -7,11 +7,13 @@ from math import inf
 from typing import Any
 
 from only_one import option_values
+from only_one.clock import now
 from only_one.connections.server import Server
+from only_one.driver import drive
 from only_one.errors import ConfigurationError, LockLost
+from only_one.holder import Holder
 
-from .commands import FENCE, RENEW, Script, drive, evaluate, now
-from .holder import Holder
+from .commands import FENCE, RENEW, Script, evaluate
 
 
 class Lease:
@@ -43,7 +45,7 @@ class Lease:
             key: the key as it is in Redis.
             token: the value with which the key was acquired.
             begun: when the command that acquired the key was about to be sent, by
-                ``commands.now()``.
+                ``clock.now()``.
             ttl: seconds for which the key was acquired, and which each renewal gives.
             limit: seconds after which the key is not renewed any more; infinity for never.
         """

@@ -7,8 +7,11 @@ import redis.asyncio.lock
 import redis.lock
 from redis.exceptions import LockNotOwnedError
 
+from only_one.clock import now
+from only_one.connections.server_features import Features
+from only_one.driver import Commands, drive, drive_async
+
 from . import commands
-from .commands import Commands, Features, now
 
 
 class _Common:
@@ -16,7 +19,7 @@ class _Common:
 
     Attributes:
         features: which commands the server knows.
-        expires_at: when the key that was acquired last expires, by ``commands.now()``.
+        expires_at: when the key that was acquired last expires, by ``clock.now()``.
     """
 
     local: Any
@@ -57,7 +60,8 @@ class _Common:
     def _release(self: Any, token: bytes) -> Commands[None]:
         became = yield from commands.release(self.features, self.name, token)
         # A key that is gone before its time was deleted by a release of ours whose reply was lost.
-        if became.status == "taken" or (became.status == "gone" and now() >= self.expires_at):
+        has_expired = became.status == "gone" and now() >= self.expires_at
+        if has_expired or became.status == "taken":
             msg = "Cannot release a lock that's no longer owned"
             raise LockNotOwnedError(msg)
 
@@ -65,7 +69,7 @@ class _Common:
 class Lock(_Common, redis.lock.Lock):
     """A drop-in replacement for redis-py's ``Lock``."""
 
-    _drive = staticmethod(commands.drive)
+    _drive = staticmethod(drive)
 
     def _living_until(self, expires_at: float, done: Any) -> Any:
         self.expires_at = expires_at
@@ -75,7 +79,7 @@ class Lock(_Common, redis.lock.Lock):
 class AsyncLock(_Common, redis.asyncio.lock.Lock):
     """A drop-in replacement for redis-py's asyncio ``Lock``."""
 
-    _drive = staticmethod(commands.drive_async)
+    _drive = staticmethod(drive_async)
 
     async def _living_until(self, expires_at: float, doing: Any) -> Any:
         done = await doing

@@ -1,4 +1,4 @@
-"""Renewal: the thread of a process that renews its leases, tells runs of lost keys, and does the cleanup."""
+"""Renewal: the thread of a process that renews its leases, tells runs of lost keys, and sends pending releases."""
 
 import atexit
 import logging
@@ -16,24 +16,27 @@ from weakref import ref
 
 from redis.exceptions import ResponseError
 
-from only_one.connections.cluster import LONG, Node, trips
-from only_one.connections.server import Server, may_evict
+from only_one.clock import now
+from only_one.connections.node import LONG, Node, trips
+from only_one.connections.server import Server, eviction_warning
+from only_one.connections.server_features import is_forbidden
+from only_one.driver import RAW
 from only_one.events import logger
 
-from .cleanup import Cleanup, Cleanups
-from .commands import RAW, RENEW, is_forbidden, now
+from .commands import RENEW
 from .current_lock import Lease
+from .pending_releases import PendingRelease, PendingReleases
 
 _LOOKED_AT_AGAIN_AFTER = 60.0
 
 
 class _Renewer:
-    """The thread of one process, and the leases and cleanups in its care."""
+    """The thread of one process, and the leases and pending releases in its care."""
 
     def __init__(self) -> None:
         # Weak references: a lease lives as long as its run, and an interrupted run ends its renewal too.
         self.leases: dict[bytes, ref[Lease]] = {}
-        self.cleanups = Cleanups()
+        self.pending_releases = PendingReleases()
         self.unknown: dict[Server, str] = {}
         self.woken: SimpleQueue[float] = SimpleQueue()
         self.wakes_at = -math.inf
@@ -43,7 +46,7 @@ class _Renewer:
         self.ended: SimpleQueue[None] = SimpleQueue()
 
     def see_to_it_by(self, due: float) -> None:
-        """Wake the thread in time for a new lease or cleanup."""
+        """Wake the thread in time for a new lease or pending release."""
         if self.start_thread():
             logger.warning("no thread can be started: until one can, no key is renewed, nor released later")
         elif due < self.wakes_at:
@@ -77,7 +80,12 @@ class _Renewer:
 
     def take_turn(self) -> None:
         """Do all that is due, then sleep. An error in one step does not keep the other steps from their turn."""
-        for step in (self.renew_all_that_is_due, self.cleanups.release_due, self.look_at_a_new_server, self.sleep):
+        for step in (
+            self.renew_all_that_is_due,
+            self.pending_releases.release_due,
+            self.look_at_a_new_server,
+            self.sleep,
+        ):
             try:
                 step()
             except BaseException:  # noqa: BLE001 - all later leases need this thread
@@ -86,7 +94,7 @@ class _Renewer:
                 time.sleep(LONG)
 
     def sleep(self) -> None:
-        """Sleep until something is due, including leases and cleanups that are added meanwhile.
+        """Sleep until something is due, including leases and pending releases that are added meanwhile.
 
         A lease that comes and goes again does not wake the thread twice: a wake costs a run more than all else here.
         """
@@ -110,7 +118,7 @@ class _Renewer:
 
     def next_due(self) -> float:
         dues = [lease.renew_at for lease in self.held()]
-        dues += [cleanup.try_at for cleanup in list(self.cleanups.values())]
+        dues += [pending.try_at for pending in list(self.pending_releases.values())]
         return -math.inf if self.unknown else min(dues, default=math.inf)
 
     def look_at_a_new_server(self) -> None:
@@ -120,7 +128,7 @@ class _Renewer:
         server, key = self.unknown.popitem()
         node = server.node_of(key)
         try:
-            if warning := may_evict(node.client):
+            if warning := eviction_warning(node.client):
                 _log(logging.WARNING, "%s", warning)
         except Exception:  # noqa: BLE001 - the thread has other keys to see to
             node.fail()
@@ -142,7 +150,7 @@ class _Renewer:
             if moment >= min(lease.expires_at, lease.ends_at):
                 self.lost(lease, "overrun" if moment >= lease.ends_at else "expired")
             # It may come early by a fiftieth of the lease, to go with others in one trip.
-            elif lease.server and lease.renews and lease.renew_at <= moment + lease.ttl / 50:
+            elif lease.renews and lease.renew_at <= moment + lease.ttl / 50:
                 due.append(lease)
         left, until = trips(due), now() + LONG
         while left and now() <= until:
@@ -238,12 +246,12 @@ with suppress(AttributeError):  # where nothing forks
     os.register_at_fork(after_in_child=lambda: _Renewer.__init__(_renewer))
 
 
-def finish_cleanups() -> None:
+def finish_pending_releases() -> None:
     """At the end of the process, release the keys that could not be released at the end of a run."""
-    _renewer.cleanups.finish()
+    _renewer.pending_releases.finish()
 
 
-atexit.register(finish_cleanups)
+atexit.register(finish_pending_releases)
 
 
 def start_thread() -> RuntimeError | None:
@@ -267,7 +275,7 @@ def let_go(lease: Lease) -> None:
     lease.on_loss.clear()
 
 
-def release_later(cleanup: Cleanup) -> None:
+def release_later(pending: PendingRelease) -> None:
     """Release a key in the background, repeatedly: its acquire is unconfirmed, or its release has failed."""
-    _renewer.cleanups.add(cleanup)
-    _renewer.see_to_it_by(cleanup.try_at)
+    _renewer.pending_releases.add(pending)
+    _renewer.see_to_it_by(pending.try_at)

@@ -157,7 +157,7 @@ def test_an_exception_that_interrupts_the_release_reaches_the_caller_and_the_key
             run()
         assert eventually(lambda: not direct.exists(key))
         # Or the next fault might meet what is sent in the background.
-        assert eventually(lambda: all(each.key != key for each in list(renewal._renewer.cleanups.values())))
+        assert eventually(lambda: all(each.key != key for each in list(renewal._renewer.pending_releases.values())))
     assert run() == "done"
 
 
@@ -195,7 +195,7 @@ def test_nothing_is_left_of_a_call_that_has_ended(
         decorate(work, redis=client, when_busy=fail)()
     assert run() is None
     direct.delete(key)
-    assert not renewal._renewer.cleanups
+    assert not renewal._renewer.pending_releases
 
     direct.hset(key, "of another", "type")
     with pytest.raises(LockUnavailable):
@@ -209,7 +209,7 @@ def test_nothing_is_left_of_a_call_that_has_ended(
     with pytest.raises(ValueError, match=NAME):
         run()
     assert fault.met.is_set()
-    assert eventually(lambda: tokens[-1] not in renewal._renewer.cleanups)
+    assert eventually(lambda: tokens[-1] not in renewal._renewer.pending_releases)
     assert not {*tokens} & {*renewal._renewer.leases}
     assert active_tokens == before
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from only_one.call.owed_key import Withdrawal
 from only_one.celery import coalescing
-from only_one.lock.commands import now
+from only_one.clock import now
 
 
 def withdraw(server: Any, key: str, number: int) -> None:

@@ -12,10 +12,10 @@ from kombu.transport import virtual
 
 from only_one import ConfigurationError
 from only_one.celery.broker import (
-    check_countdown,
     longest_countdown,
     marks_redeliveries,
     redelivers_at_any_time,
+    refuse_long_countdown,
     remembered_for,
     visibility_timeout,
     way_back,
@@ -69,7 +69,7 @@ def test_the_settings_are_read_once_and_again_when_a_function_gets_its_options()
     assert visibility_timeout(app) == 60
     app.conf.broker_transport_options = {"visibility_timeout": 90}
     assert visibility_timeout(app) == 60
-    check_countdown(app, None)
+    refuse_long_countdown(app, None)
     assert visibility_timeout(app) == 90
 
 

@@ -15,9 +15,9 @@ from celery.signals import task_revoked
 from redis import Redis
 
 from only_one import AlreadyRunning, fail
+from only_one.clock import now
 from only_one.connections.connection_pool import PinnedClient
 from only_one.lock import commands
-from only_one.lock.commands import now
 from rigs.waiting import eventually
 from tests.celery.deliveries import QUEUE_TIMEOUT, Keys, Queue, decorated, done, done_async, raises, unique
 

@@ -276,7 +276,7 @@ def test_a_task_that_has_begun_or_ended_is_forgotten_after_a_while(
         return "".join(lease.key[-1] for lease in worker_signals._waiting)
 
     assert receive("a") == "a"
-    (lease,) = worker_signals._waiting
+    (lease,) = received_tasks._waiting
     lease.lose("taken", lease.token)
     assert receive("b") == "ab"
     del worker.requests[-1]  # as where it was skipped: its key was another run's

@@ -9,7 +9,7 @@ import pytest
 from celery import Task
 
 from only_one import buffer_one, carry_on, configure, current_lock, fail, retry, skip
-from only_one.celery import task_run
+from only_one.celery import delivery
 from only_one.celery.redelivery import REQUEUED, STORED, CompletionMarker, read_marker
 from only_one.connections.server import Server
 from only_one.lock.commands import drive, evaluate, now
@@ -226,7 +226,7 @@ def test_a_task_runs_though_its_marker_cannot_be_read_or_set(
             keys.redis.set(marker, "not ours")
 
     def work() -> str:
-        monkeypatch.setattr(task_run, "now", lambda: now() + 3600)
+        monkeypatch.setattr(delivery, "now", lambda: now() + 3600)
         return "done"
 
     def send() -> tuple[Any, str]:

@@ -15,7 +15,8 @@ from celery import Celery, Task
 from celery.exceptions import Retry
 
 from only_one import carry_on, configure, current_lock, retry
-from only_one.celery import task_run
+from only_one.celery import delivery
+from only_one.celery.delivery import Delivery
 from only_one.celery.requeue import Header
 from only_one.celery.task_run import MessageRun
 from only_one.lock.holder import Holder

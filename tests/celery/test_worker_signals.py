@@ -42,7 +42,7 @@ def test_no_child_is_forked_while_a_thread_is_at_work() -> None:
     meanwhile = []
 
     def work() -> None:
-        with worker_signals._at_work:
+        with ended_tasks._at_work:
             begun.set()
             assert about_to_fork.wait(LIMIT)
             meanwhile.append(forked.wait(0.2))  # at once, if the lock were not waited for
@@ -52,13 +52,13 @@ def test_no_child_is_forked_while_a_thread_is_at_work() -> None:
     assert begun.wait(LIMIT)
     child = os.fork()
     if not child:
-        is_free = worker_signals._at_work.acquire(timeout=LIMIT)
+        is_free = ended_tasks._at_work.acquire(timeout=LIMIT)
         os._exit(0 if is_free else 1)
     thread.join()
 
     assert meanwhile == [False]
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert not worker_signals._at_work.locked()
+    assert not ended_tasks._at_work.locked()
 
 
 DECORATES_A_FUNCTION = """
@@ -68,10 +68,10 @@ from only_one import only_one
 def function(): ...
 
 only_one(function, key="k")
-assert "only_one.celery.worker_signals" not in sys.modules
+assert "only_one.celery.ended_tasks" not in sys.modules
 import celery
 only_one(function, key="k")
-assert "only_one.celery.worker_signals" in sys.modules
+assert "only_one.celery.ended_tasks" in sys.modules
 """
 
 
@@ -166,9 +166,9 @@ def test_the_death_of_a_process_is_waited_for(
     keys["k"] = held_by(child.pid)
     moments = [0.0, 0.0, PATIENCE - 1, PATIENCE]
     pauses: list[float] = []
-    monkeypatch.setattr(worker_signals, "now", lambda: moments.pop(0))
-    monkeypatch.setattr(worker_signals, "time", SimpleNamespace(sleep=pauses.append))
-    worker_signals._release_when_dead(task, task.run.__only_one__, "mine", ("k",), {}, None)
+    monkeypatch.setattr(ended_tasks, "now", lambda: moments.pop(0))
+    monkeypatch.setattr(ended_tasks, "time", SimpleNamespace(sleep=pauses.append))
+    ended_tasks._release_when_dead(task, task.run.__only_one__, "mine", ("k",), {}, None)
     assert not moments
     assert len(pauses) == 2
     assert "k" in keys
@@ -253,7 +253,7 @@ def test_the_key_of_a_revoked_task_is_released(
 def test_nothing_is_done_where_the_locking_is_switched_off(task: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with configure(active=False):
-        worker_signals._release_when_dead(task, task.run.__only_one__, "mine", ("k",), {}, None)
+        ended_tasks._release_when_dead(task, task.run.__only_one__, "mine", ("k",), {}, None)
     assert not [record for record in caplog.records if record.name == "only_one"]
 
 

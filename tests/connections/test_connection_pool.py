@@ -33,8 +33,8 @@ from only_one import only_one, subscribe
 from only_one.connections import connection_pool
 from only_one.connections.connection_pool import _MOST_KEPT, PinnedClient, _Pinned, packed
 from only_one.connections.server import Server
+from only_one.driver import RAW
 from only_one.events import Down, Event
-from only_one.lock.commands import RAW
 from only_one.lock.redis_lock import Lock
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually

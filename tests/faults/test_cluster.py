@@ -19,8 +19,7 @@ from only_one.connections import cluster as nodes
 from only_one.connections import server as servers
 from only_one.inspection import held, release_key
 from only_one.lock import renewal
-from only_one.lock.cleanup import Cleanup
-from only_one.lock.commands import now
+from only_one.lock.pending_releases import PendingRelease
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import Holder, Running, RunningAsync
@@ -357,7 +356,7 @@ class Said:
 
     def __init__(self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = Clock(monkeypatch, nodes)
-        self.theirs = nodes.ClusterNodes(cluster.client)
+        self.theirs = clusters.ClusterNodes(cluster.client)
         self.replies: dict[int, Callable[[str], Any]] = {}
         self.asked: list[tuple[int, str]] = []
         self.names = [self.theirs._at(node.address) for node in cluster.nodes]
@@ -474,7 +473,7 @@ def test_a_cluster_of_one(said: Said) -> None:
 
 
 def test_the_connections_of_the_thread_that_renews(cluster: Cluster) -> None:
-    theirs = nodes.ClusterNodes(cluster.client)
+    theirs = clusters.ClusterNodes(cluster.client)
     for node in theirs._nodes.values():
         options = node.client.connection_pool.connection_kwargs
         assert (options["socket_timeout"], options["socket_connect_timeout"]) == (0.5, 0.25)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from only_one import LockLost, carry_on, current_lock, fail, only_one
-from only_one.lock.commands import now
+from only_one.clock import now
 from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import SLACK, Program, Running, RunningAsync
 from tests.proxy import Proxy

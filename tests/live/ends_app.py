@@ -15,9 +15,9 @@ from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from pydantic import RootModel
 
 from only_one import configure, only_one
+from only_one.clock import now
 from only_one.connections.server import find_server
-from only_one.lock.cleanup import Cleanup
-from only_one.lock.commands import now
+from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import release_later
 from rigs.waiting import LIMIT
 from tests.live.brokers import options_for_redis
@@ -98,7 +98,7 @@ def leave_a_release(key: str) -> None:
     server = find_server(os.environ[URL])
     server.node_of(key).fail(TIMEOUT)
     server.client.set(key, key)
-    release_later(Cleanup(server, key, key.encode(), now() + TIMEOUT, no_write_in_flight=True))
+    release_later(PendingRelease(server, key, key.encode(), now() + TIMEOUT, no_write_in_flight=True))
 
 
 @app.task(bind=True)  # type: ignore[untyped-decorator]

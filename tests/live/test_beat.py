@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import redis
 
-from only_one.lock.holder import Holder
+from only_one.holder import Holder
 from only_one.testing import Guarded, redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.live.beat_app import MEANWHILE

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from only_one.lock.holder import Holder
+from only_one.holder import Holder
 from only_one.testing import redis_server
 from rigs.waiting import eventually
 from tests.live.workers import ROOT, Witness, celery_worker, environment

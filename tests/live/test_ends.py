@@ -22,7 +22,7 @@ from uuid import uuid4
 import pytest
 
 from only_one import configure, only_one
-from only_one.lock.holder import Holder
+from only_one.holder import Holder
 from only_one.testing import Guarded
 from rigs.waiting import LIMIT, eventually, is_gone
 from tests.live import ends_app as ends

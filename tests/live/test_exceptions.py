@@ -11,7 +11,7 @@ import redis
 from celery import group
 
 from only_one import AlreadyRunning, LockLost, LockUnavailable
-from only_one.lock.holder import Holder
+from only_one.holder import Holder
 from only_one.testing import redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.live import errors_app as live

@@ -19,7 +19,7 @@ from celery import chain, chord, group
 from celery.exceptions import ChordError, TaskRevokedError
 
 from only_one import AlreadyRunning, configure, only_one
-from only_one.lock.holder import Holder
+from only_one.holder import Holder
 from rigs.waiting import LIMIT, eventually
 from tests.documented import BROKERS, documented
 from tests.live import queue_app as live

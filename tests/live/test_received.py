@@ -14,8 +14,8 @@ import pytest
 
 from only_one import configure
 from only_one.__main__ import main
+from only_one.holder import Holder
 from only_one.inspection import held
-from only_one.lock.holder import Holder
 from rigs.waiting import LIMIT, eventually
 from tests.live import queue_app as live
 from tests.live.workers import PREFIX, World, answered, kill_tree, world

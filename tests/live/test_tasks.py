@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from only_one import ConfigurationError
-from only_one.lock.holder import Holder
+from only_one.holder import Holder
 from only_one.testing import redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.live import app as live

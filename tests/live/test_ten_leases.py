@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import redis as redis_py
 
-from only_one.lock.holder import Holder
+from only_one.holder import Holder
 from only_one.testing import Guarded, redis_server
 from rigs.waiting import eventually
 from tests.live.ten_leases_app import LEASE, LEASES, app, task

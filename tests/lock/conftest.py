@@ -22,7 +22,7 @@ from tests.renewal import Clock
 def clock() -> Iterator[Clock]:
     """The process's own thread may look at it, too, and is woken afterwards: by this clock it would sleep for a day."""
     with pytest.MonkeyPatch.context() as patch:
-        yield Clock(patch, renewal, cleanup, current_lock, nodes)
+        yield Clock(patch, renewal, pending_releases, current_lock, nodes)
     if not renewal._renewer.vacancy:
         renewal._renewer.see_to_it_by(-math.inf)
 

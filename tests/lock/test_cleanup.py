@@ -10,10 +10,10 @@ import pytest
 import redis
 from redis.exceptions import ResponseError
 
+from only_one.clock import now
 from only_one.connections import server as servers
-from only_one.lock import cleanup, renewal
-from only_one.lock.cleanup import Cleanup
-from only_one.lock.commands import now
+from only_one.lock import pending_releases, renewal
+from only_one.lock.pending_releases import PendingRelease
 from only_one.testing import RedisServer
 from rigs.waiting import eventually
 from tests.faults.programs import Program
@@ -61,36 +61,36 @@ def test_cleanups_that_are_due(watch: Watch, redis_url: str) -> None:
     )
     first.try_at, second.try_at, later.try_at = MOMENT, MOMENT - 1, math.nextafter(MOMENT, math.inf)
     node(down).backs_off_until = MOMENT + 2
-    watch.renewer.cleanups.release_due()
+    watch.renewer.pending_releases.release_due()
     assert keys(node(server).trips) == [["2", "1"]]
     assert node(down).trips == []
     assert (later.try_at, waits.try_at) == (math.nextafter(MOMENT, math.inf), MOMENT + 2)
     watch.clock.moment += 2
-    watch.renewer.cleanups.release_due()
+    watch.renewer.pending_releases.release_due()
     assert keys(node(down).trips) == [["4"]]
 
 
 def test_a_release_that_takes_long_gives_others_the_next_turn(watch: Watch, redis_url: str) -> None:
     for takes, trips in [(0.0, [1, 1]), (0.1, [1, 1]), (0.125, [1, 0])]:
         servers = [watch.server(redis_url) for _ in range(2)]
-        watch.renewer.cleanups.clear()
+        watch.renewer.pending_releases.clear()
         for number, server in enumerate(servers):
             watch.cleanup(server, str(number))
             node(server).takes = takes if number == 0 else 0.0
-        watch.renewer.cleanups.release_due()
+        watch.renewer.pending_releases.release_due()
         assert [len(node(server).trips) for server in servers] == trips
 
 
 def test_of_too_many_cleanups_the_oldest_is_forgotten(watch: Watch, redis_url: str) -> None:
     server = watch.server(redis_url)
     for number in range(10_001):
-        assert len(watch.renewer.cleanups) == number
-        renewal.release_later(Cleanup(server, "k", b"%d" % number, MOMENT, no_write_in_flight=True))
-    assert len(watch.renewer.cleanups) == 10_000
-    assert next(iter(watch.renewer.cleanups)) == b"1"
-    renewal.release_later(Cleanup(server, "k", b"last", MOMENT, no_write_in_flight=True))
-    assert len(watch.renewer.cleanups) == 10_000
-    assert list(watch.renewer.cleanups)[::9_999] == [b"2", b"last"]
+        assert len(watch.renewer.pending_releases) == number
+        renewal.release_later(PendingRelease(server, "k", b"%d" % number, MOMENT, no_write_in_flight=True))
+    assert len(watch.renewer.pending_releases) == 10_000
+    assert next(iter(watch.renewer.pending_releases)) == b"1"
+    renewal.release_later(PendingRelease(server, "k", b"last", MOMENT, no_write_in_flight=True))
+    assert len(watch.renewer.pending_releases) == 10_000
+    assert list(watch.renewer.pending_releases)[::9_999] == [b"2", b"last"]
 
 
 @pytest.mark.parametrize(("url", "slept"), [(None, []), (DOWN, [0.05] * 41)], ids=["up", "down"])
@@ -104,7 +104,7 @@ def test_the_cleanups_at_the_end_of_the_process(
         paused.append(seconds)
         watch.clock.moment += seconds
 
-    monkeypatch.setattr(cleanup, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(pending_releases, "time", SimpleNamespace(sleep=sleep))
     server = watch.server(url or redis_url)
     watch.cleanup(server, "none in flight")
     watch.cleanup(server, "other", no_write_in_flight=False)
@@ -151,14 +151,14 @@ import sys
 import redis
 from only_one.connections import server as servers
 from only_one.lock import renewal
-from only_one.lock.cleanup import Cleanup
-from only_one.lock.commands import now
+from only_one.lock.cleanup import PendingRelease
+from only_one.clock import now
 server = servers.find_server(sys.argv[1])
 for number in range(10):
     key = f"{sys.argv[2]}{number}"
     server.node_of(key).fail(600)
     server.client.set(key, key)
-    renewal.release_later(Cleanup(server, key, key.encode(), now() + 600, no_write_in_flight=bool(number % 2)))
+    renewal.release_later(PendingRelease(server, key, key.encode(), now() + 600, no_write_in_flight=bool(number % 2)))
 """
 
 

@@ -18,15 +18,18 @@ from pathlib import Path
 
 import pytest
 
-from only_one.lock import holder
-from only_one.lock.commands import now
-from only_one.lock.holder import Holder, TokenFactory, active_tokens, is_dead, is_gone, kept, printable, process_start
+from only_one.lock import token as holder
+from only_one.clock import now
+from only_one.holder import Holder, printable
+from only_one.lock import token
+from only_one.lock.liveness import is_dead, is_gone
+from only_one.lock.token import TokenFactory, active_tokens, kept, process_start
 from rigs.namespaces import MACHINE, unshare
 from rigs.waiting import LIMIT
 
 ACQUIRES = """
 import sys
-from only_one.lock.holder import TokenFactory
+from only_one.lock.token import TokenFactory
 print(TokenFactory("work").token(600).decode(), flush=True)
 sys.stdin.read()
 """
@@ -119,7 +122,7 @@ def test_clones_of_a_process_do_not_spell_the_same_token(monkeypatch: pytest.Mon
     identity, moment = TokenFactory("work"), time.time_ns()
     tokens = []
     for microseconds in (1, 2):
-        monkeypatch.setattr(holder._this_process(), "numbers", itertools.count(7))
+        monkeypatch.setattr(token.this_process(), "numbers", itertools.count(7))
         monkeypatch.setattr(time, "time_ns", lambda later=microseconds: moment // 10**6 * 10**6 + later * 1000)
         tokens.append(identity.token(600))
     assert tokens[0] != tokens[1]
@@ -134,7 +137,7 @@ def test_what_the_tokens_of_a_function_have_in_common_is_serialized_once(monkeyp
     """And anew for another limit."""
     identity = TokenFactory("work")
     first = identity.token(60)
-    monkeypatch.setattr(holder._this_process(), "serialized", None)
+    monkeypatch.setattr(token.this_process(), "serialized", None)
     second = identity.token(60)
     monkeypatch.undo()
     limits = [json.loads(token)["limit"] for token in (first, second, identity.token(30), identity.token(None))]
@@ -316,8 +319,9 @@ def test_another_host_or_boot_or_namespace_is_another_machine(dead: bytes, part:
 
 GONE = """
 import os
-from only_one.lock import holder
-from only_one.lock.holder import TokenFactory, is_dead
+from only_one.lock import token as holder
+from only_one.lock.token import TokenFactory
+from only_one.lock.liveness import is_dead
 
 ours, theirs = os.pipe()
 pid = os.fork()
@@ -327,8 +331,8 @@ if not pid:
 value = os.read(ours, 10_000)
 os.waitpid(pid, 0)
 own = TokenFactory("work").token(600)
-holder.active_tokens.add(own)
-print(holder.machine(), is_dead(value), is_dead(own), os.path.exists("/proc/self"))
+token.active_tokens.add(own)
+print(token.machine(), is_dead(value), is_dead(own), os.path.exists("/proc/self"))
 """
 """It prints its machine, whether a child that is gone is dead, whether it is itself, and whether /proc is there."""
 
@@ -356,8 +360,8 @@ def test_on_a_platform_without_a_proc_nobody_is_dead(
     dead: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(holder, "Path", lambda path: tmp_path / str(path).lstrip("/"))
-    monkeypatch.setattr(holder, "_this_process", holder._Process)
-    assert holder.machine() is None
+    monkeypatch.setattr(holder, "_this_process", token._Process)
+    assert token.machine() is None
     assert process_start(os.getpid()) is None
     mine = Holder.parse(TokenFactory("work").token(600))
     assert mine is not None
@@ -378,7 +382,7 @@ def test_a_kernel_without_time_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(
         holder, "Path", lambda path: tmp_path / path.lstrip("/") if path.startswith("/") else Path(path)
     )
-    assert holder.machine() == f"{socket.gethostname()}/the-boot/pid:[1]/"
+    assert token.machine() == f"{socket.gethostname()}/the-boot/pid:[1]/"
 
 
 # Values that name no process that could be dead

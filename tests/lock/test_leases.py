@@ -25,7 +25,6 @@ from redis.retry import Retry
 from only_one import LockLost, LockUnavailable, only_one
 from only_one.events import Event, Lost
 from only_one.lock import renewal
-from only_one.lock.commands import now
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import Program, Running, RunningAsync
@@ -160,7 +159,7 @@ def test_a_call_whose_key_no_thread_could_renew_says_so(
             return
         with pytest.raises(LockUnavailable, match=r"can't start new thread.*: write timeout= without lease="):
             call()
-    assert renewal._renewer.cleanups == {}
+    assert renewal._renewer.pending_releases == {}
     assert not direct.exists(key)
     assert call() == "done"
 
@@ -391,7 +390,7 @@ def test_a_set_that_a_server_carries_out_after_being_frozen_for_longer_than_the_
         with pytest.raises(LockUnavailable):
             call()
         with later(LONG):  # and it is asked for in vain
-            left = renewal._renewer.cleanups
+            left = renewal._renewer.pending_releases
             assert eventually(lambda: all(each.try_at > now() + LONG for each in list(left.values())))
         before, frozen.left = sets(direct), 0
         held.let_go()

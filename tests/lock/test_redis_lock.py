@@ -569,9 +569,9 @@ def test_a_set_that_was_sent_twice_leaves_no_key_when_the_first_comes_after_the_
     run = side.decorate(lambda: "result", redis=sends_again, timeout=LIMIT * 100)
 
     def leaves_nothing() -> bool:
-        of_others = set(renewal._renewer.cleanups)
+        of_others = set(renewal._renewer.pending_releases)
         assert [run(), run()] == ["result", "result"]  # finds out how the server is to be asked
-        return set(renewal._renewer.cleanups) <= of_others
+        return set(renewal._renewer.pending_releases) <= of_others
 
     # What is sent once costs nothing. On a busy machine a reply may come too late, and the command is sent again.
     assert any(leaves_nothing() for _ in range(5))

@@ -411,7 +411,7 @@ def test_where_no_thread_can_be_started(caplog: pytest.LogCaptureFixture) -> Non
 def test_what_a_connection_imports_is_there_before_the_thread() -> None:
     """Forked while the thread imports it, a child would wait for it for ever."""
     text = (
-        "import sys; from only_one.lock import cleanup, renewal; renewal._Renewer.run = lambda _: None; "
+        "import sys; from only_one.lock import pending_releases, renewal; renewal._Renewer.run = lambda _: None; "
         "renewal._renewer.see_to_it_by(0); print('encodings.idna' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=LIMIT, check=True)
@@ -478,7 +478,7 @@ def test_a_connection_for_the_thread_gives_up_soon(given: dict[str, Any], made: 
 @pytest.mark.parametrize("kind", [redis_py.ConnectionPool, redis_py.BlockingConnectionPool])
 def test_a_client_for_the_thread_is_one_of_the_same_server(url: str, kind: Any) -> None:
     pool = kind.from_url(url, max_connections=1, timeout=None)
-    made = nodes.with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
+    made = short_timeouts.with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
     assert (type(made), made.connection_class) == (redis_py.ConnectionPool, pool.connection_class)
     for name in ("host", "port", "db", "path"):
         assert made.connection_kwargs.get(name) == pool.connection_kwargs.get(name)
@@ -504,4 +504,4 @@ def test_a_client_for_the_thread_that_asks_the_same_sentinels(options: dict[str,
 
 def test_a_client_of_which_none_can_be_made() -> None:
     for client in (object(), SimpleNamespace(connection_pool=object())):
-        assert nodes.with_short_timeouts(client) is client
+        assert short_timeouts.with_short_timeouts(client) is client

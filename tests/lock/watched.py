@@ -9,9 +9,10 @@ from weakref import ref
 
 import redis as redis_py
 
-from only_one.connections import cluster as nodes
+from only_one.connections import node as nodes
+from only_one.connections import short_timeouts
 from only_one.connections.server import Server
-from only_one.lock import cleanup, renewal
+from only_one.lock import pending_releases, renewal
 from only_one.lock.current_lock import Lease
 from tests.renewal import MOMENT, Clock
 
@@ -59,7 +60,7 @@ class Watch:
         """A server with a node that is watched."""
         client = redis_py.Redis.from_url(url)
         server: Any = Server(client)
-        server._nodes = Watched(nodes.with_short_timeouts(client), self.clock)
+        server._nodes = Watched(short_timeouts.with_short_timeouts(client), self.clock)
         self._clients += [client, server._nodes.client]
         return server
 

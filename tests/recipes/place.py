@@ -15,7 +15,7 @@ import httpx
 from celery import Celery
 from redis import Redis
 
-from only_one.lock.holder import Holder
+from only_one.holder import Holder
 from only_one.testing import Guarded
 from rigs.servers import free_ports
 from rigs.waiting import LIMIT, eventually

@@ -11,7 +11,7 @@ from coverage.parser import PythonParser
 
 Branch = tuple[str, int, int]
 
-ROOMS = ("/only_one/lock/", "/only_one/call/")
+ROOMS = ("/only_one/lock/", "/only_one/call/", "/only_one/driver.py")
 
 
 class Interrupted(Exception):
@@ -61,7 +61,7 @@ class Tracer:
 EXCEPTIONS = {
     "from typing_extensions import Self": "for type checkers",
     "CARRIED_ON = object()": "at import",
-    "os.register_at_fork(after_in_child=_this_process.cache_clear)": "at import",
+    "os.register_at_fork(after_in_child=this_process.cache_clear)": "at import",
     "def _task_fields": "at import, where nothing forks",
     "self._bound_key = cache(": "when a function without parameters is decorated",
     'next(iter(self.signature.parameters), None) == "self"': "when a key is refused",
@@ -86,7 +86,7 @@ def describe_rare(package: Path, steps: Counter[Branch], least: int) -> Iterator
     """
     kinds: Counter[str] = Counter()
     unused = set(EXCEPTIONS)
-    for path in [path for room in ("call", "lock") for path in sorted((package / room).glob("*.py"))]:
+    for path in [package / "driver.py", *sorted(package.glob("call/*.py")), *sorted(package.glob("lock/*.py"))]:
         parser, lines = PythonParser(text=path.read_text(), filename=str(path)), ["", *path.read_text().splitlines()]
         parser.parse_source()
         ways = parser.exit_counts()

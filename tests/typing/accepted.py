@@ -32,7 +32,7 @@ from only_one import (
     subscribe,
 )
 from only_one.events import Event
-from only_one.lock.holder import Holder
+from only_one.holder import Holder
 
 if TYPE_CHECKING:
     from typing_extensions import assert_type  # noqa: TC004 - on 3.10 it is not there when the tests run

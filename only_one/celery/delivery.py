@@ -5,7 +5,7 @@ A task is never skipped because of its own lock.
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from celery import Task, _state
 from celery.exceptions import Ignore, Retry
@@ -13,17 +13,21 @@ from kombu.utils.uuid import uuid
 
 from only_one.call.effective_options import AtEnd, Caller, Decoration, EffectiveOptions, Policy
 from only_one.call.owed_key import note_of
+from only_one.clock import now
 from only_one.connections.server import Server
+from only_one.driver import drive
 from only_one.errors import AlreadyRunning, LockUnavailable
 from only_one.events import logger
-from only_one.lock.commands import Retained, drive, evaluate, now
-from only_one.lock.holder import Holder, TokenFactory, is_gone
+from only_one.holder import Holder
+from only_one.lock.commands import Retained, evaluate
+from only_one.lock.liveness import is_gone
+from only_one.lock.token import TokenFactory
 from only_one.policies import BufferOne, RequeueRequest, carry_on, fail, retry, skip
 from only_one.policies import Retry as RetryPolicy
 
 from . import coalescing, redelivery
-from .broker import check_countdown, marks_redeliveries, remembered_for, waits_for
-from .requeue import header_of, publish
+from .broker import marks_redeliveries, refuse_long_countdown, remembered_for, waits_for
+from .requeue import Header, header_of, publish
 from .work import Work, work_held_by, work_of
 
 
@@ -34,13 +38,15 @@ def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[A
     """
     bound = bool(args) and isinstance(args[0], Task) and wrapper in functions_of(args[0])
     task = _state.get_current_task()
-    if task is None or (request := task.request).called_directly or wrapper not in functions_of(task):
+    is_its_run = task is not None and not task.request.called_directly and wrapper in functions_of(task)
+    if task is None or not is_its_run:
         return decoration.plain_bound if bound else decoration.plain
+    request = task.request
     under_way = vars(request).get("only_one_under_way")
     is_inside = under_way and decoration in under_way.values()  # a call from inside its own run
     if is_inside or request.is_eager:  # which has no message
         return TaskCaller(task, work_of(request).token_factory(task), bound=bound)
-    return MessageRun(task, request, bound=bound, decoration=decoration)
+    return Delivery(task, request, bound=bound, decoration=decoration)
 
 
 def caller_from_outside(task: Any, decoration: Decoration) -> Caller:
@@ -84,10 +90,10 @@ class TaskCaller(Caller):
             ConfigurationError: for such a countdown; the message says what to write instead.
         """
         for policy in (options.when_busy, options.when_down):
-            check_countdown(self.app, getattr(policy, "countdown", None))
+            refuse_long_countdown(self.app, getattr(policy, "countdown", None))
 
 
-class MessageRun(TaskCaller):
+class Delivery(TaskCaller):
     """The run of a task's message in a worker: one delivery, among others with the same task id and attempt.
 
     Attributes:
@@ -152,7 +158,8 @@ class MessageRun(TaskCaller):
         request.only_one_key = key  # a task that was sent with an id of its own has none in its message
         if options.when_busy is not None:
             return options.when_busy
-        if self.work.attempt or self.work.replacement or self.may_have_begun:
+        is_continued = bool(self.work.attempt or self.work.replacement)
+        if is_continued or self.may_have_begun:
             return retry()
         return fail if request.chord or request.chain else skip
 
@@ -170,15 +177,28 @@ class MessageRun(TaskCaller):
         has_to_wait = isinstance(options.when_busy, (RetryPolicy, BufferOne))
         # A kept key may be that of earlier work with this id, for which a message waits that is requeued by now.
         may_be_new = self.is_first_delivery or (is_kept and not self.may_be_redelivered)
-        if has_to_wait and may_be_new and held >= self.work:
+        decides = has_to_wait and may_be_new
+        if decides and held >= self.work:
             return
-        if held > self.work or (is_kept and held == self.work):
-            raise self._drop(key, "it is out of date")
-        waits = remembered_for(self.app) if held == self.work else 0
-        self.requeue(server, key, RequeueRequest(AlreadyRunning(key)), waits)
+        is_done = is_kept and held == self.work
+        if is_done or held > self.work:
+            self._drop(key, "it is out of date")
+        if held == self.work:
+            self._wait_for_run(server, key)
+        self.requeue(server, key, RequeueRequest(AlreadyRunning(key)))
 
-    def requeue(self, server: Server, key: str, how: RequeueRequest, waits: float = 0) -> Any:
-        """Requeue the message, under the same id and with all that it carries; ``waits`` is as for ``_check_marker``.
+    def _wait_for_run(self, server: Server, key: str) -> NoReturn:
+        """Requeue this redelivery until its run has ended, and its result is stored.
+
+        Raises:
+            Ignore: so that this delivery ends without a result.
+        """
+        with redelivery.unless_down(self.work.id):
+            self._check_marker(server, key, waits=remembered_for(self.app))
+        self._publish_again(server, key, self.header, None)
+
+    def requeue(self, server: Server, key: str, how: RequeueRequest) -> Any:
+        """Requeue the message, under the same id and with all that it carries, as a policy says.
 
         Returns:
             None for a task that ``buffer_one`` drops for a newer one.
@@ -187,39 +207,48 @@ class MessageRun(TaskCaller):
             Ignore: so that this delivery ends without a result.
             AlreadyRunning: at the limit.
         """
-        header, is_new = self.header, self.is_first_delivery and not waits
+        header = self.header
         if how.max_retries is not None and header.times >= how.max_retries:
             raise how.error from how.error.__cause__  # not in the context of the request
-        if is_new:
+        if self.is_first_delivery:
             header = header._replace(lineage=uuid())
         if isinstance(how.error, LockUnavailable):  # asking again would take as long again
             publish(self._task, self._request, header, how.countdown)
             raise Ignore
         with redelivery.unless_down(self.work.id):
-            if not is_new:
-                self._check_marker(server, key, waits)
+            if not self.is_first_delivery:
+                self._check_marker(server, key)
             if how.only_newest:
-                header = header._replace(trigger=self._coalesce(server, key, "arrive"))
+                header = header._replace(trigger=coalescing.arrive(*self._coalesced(server, key)))
                 if not header.trigger:
                     return None
-        publish(self._task, self._request, header, how.countdown)
+        self._publish_again(server, key, header, how.countdown)
+
+    def _publish_again(self, server: Server, key: str, header: Header, countdown: float | None) -> NoReturn:
+        """Publish the message, and note in the completion marker how often that was done.
+
+        Raises:
+            Ignore: so that this delivery ends without a result.
+        """
+        publish(self._task, self._request, header, countdown)
         with redelivery.unless_down(self.work.id):
             milliseconds, beside = round(remembered_for(self.app) * 1000), (self._marker(key),)
             drive(server.client, evaluate(redelivery.REQUEUED, key, header.times + 1, milliseconds, beside=beside))
             if header.trigger is not None:
-                coalescing.note(server, key, self.app, "pending", "", header.trigger)
+                coalescing.note_published(server, key, self.app, header.trigger)
         raise Ignore
 
-    def _coalesce(self, server: Server, key: str, what: str) -> Any:
-        """Note that this task arrives or begins; returns its number, 0 if a newer task waits or has run."""
-        number = self.header.trigger
+    def _coalesced(self, server: Server, key: str) -> tuple[Any, ...]:
+        """The arguments with which this task arrives or begins; see ``coalescing.arrive``."""
+        trigger = self.header.trigger
         # A retry and a replacement go on with what their task's id has; new work is newer than all before it.
         is_the_first = not (self.work.attempt or self.work.replacement)
-        if number is None and is_the_first and self.is_first_delivery:
-            number = coalescing.NEWEST
-        return coalescing.note(server, key, self.app, what, self.work.id, number, uuid())
+        is_new = is_the_first and self.is_first_delivery
+        if trigger is None and is_new:
+            trigger = coalescing.NEWEST
+        return server, key, self.app, self.work.id, trigger, uuid()
 
-    def is_current(self, options: EffectiveOptions, server: Server, key: str) -> bool:
+    def claim_work(self, options: EffectiveOptions, server: Server, key: str) -> bool:
         """Whether the work is still to be done, now that the key is ours.
 
         Raises:
@@ -236,11 +265,11 @@ class MessageRun(TaskCaller):
             if may_be_redelivery:
                 marker = self._check_marker(server, key)
                 if marker.age < redelivery.STORES_WITHIN and not is_gone(marker.ended):
-                    self.requeue(server, key, RequeueRequest(AlreadyRunning(key)))
+                    self._publish_again(server, key, header, None)
                 if marker.ended:
                     logger.info("%s[%s] is run again: its run has ended, but stored no result", self.name, header.id)
             if only_newest:
-                self.is_superseded = not self._coalesce(server, key, "begin")
+                self.is_superseded = not coalescing.begin(*self._coalesced(server, key))
         return not self.is_superseded
 
     def can_take_queued(self, options: EffectiveOptions, value: bytes) -> bool:  # noqa: ARG002
@@ -286,20 +315,24 @@ class MessageRun(TaskCaller):
             Ignore: if this delivery is dropped: its run has ended, or its message was requeued more often.
         """
         marker = drive(server.client, redelivery.read_marker(key, self._marker(key), waits))
-        if marker.is_stored or self.header.times < marker.number:
-            raise self._drop(key, "its run has ended" if marker.is_stored else "a later message waits")
+        if marker.is_stored or self.header.times < marker.times:
+            self._drop(key, "its run has ended" if marker.is_stored else "a later message waits")
         return marker
 
     def on_marked(self, server: Server, key: str) -> None:
-        """Have ``worker_signals`` note in the marker when the result is stored, too."""
+        """Have ``ended_tasks`` note in the marker when the result is stored, too."""
         vars(self._request).setdefault("only_one_markers", []).append((server, key, self._marker(key)))
 
     def _marker(self, key: str) -> str:
         """The name of the completion marker."""
         return self.work.marker(key, self.header.lineage)
 
-    def _drop(self, key: str, reason: str) -> Ignore:
-        """Log that this delivery ends without a run, and return the exception that ends it."""
+    def _drop(self, key: str, reason: str) -> NoReturn:
+        """End this delivery without a run, and log why.
+
+        Raises:
+            Ignore: always.
+        """
         self._request.only_one_has_begun = True  # by another message, whose key this one leaves alone
         logger.info("redelivery of %s[%s] dropped: %s", self.name, self.header.id, reason, extra={"only_one_key": key})
-        return Ignore(reason)
+        raise Ignore(reason)

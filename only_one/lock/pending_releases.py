@@ -1,22 +1,24 @@
-"""Cleanup: a release that must still happen is done in the background, repeatedly, until it is certain."""
+"""Pending releases: what must still happen is done in the background, repeatedly, until it is certain."""
 
 import time
 from dataclasses import dataclass
 
 from redis.exceptions import ResponseError
 
-from only_one.connections.cluster import LONG, Node, trips
+from only_one.clock import now
+from only_one.connections.node import LONG, Node, trips
 from only_one.connections.server import Server
+from only_one.driver import RAW, Command
 
-from .commands import RAW, Command, Retained, now, replacement
-from .holder import active_tokens
+from .commands import Retained, release_command, replacement
+from .token import active_tokens
 
 _FIRST_PAUSE = 0.05
 _MOST = 10_000
 
 
 @dataclass(eq=False)
-class Cleanup:
+class PendingRelease:
     """A release that must still happen: of a key that may hold a token, or may yet hold it if a SET is still to come.
 
     Attributes:
@@ -24,7 +26,7 @@ class Cleanup:
         server: the server that stores the key.
         key: the key as it is in Redis.
         token: the value that may be stored there; another value is left alone.
-        until: when to give up, because the key has expired by itself, by ``commands.now()``.
+        until: when to give up, because the key has expired by itself, by ``clock.now()``.
         no_write_in_flight: whether the server has finished every command that may store the token: "gone" is final
             then.
         retained: the value to store in place of the token; None, or no time left, to release the key.
@@ -46,12 +48,12 @@ class Cleanup:
     def command(self) -> Command:
         """The command that releases the key, or stores the retained value."""
         if self.retained is None or self.retained.until <= now():
-            return self.server.features.release_command(self.key, self.token)
+            return release_command(self.server.features, self.key, self.token)
         return replacement(self.key, self.token, self.retained, may_be_missing=True)
 
-    def is_over(self, command: Command, reply: object) -> bool:
-        """Whether the cleanup has ended, by the reply to its command."""
-        if isinstance(reply, ResponseError) and self.server.features.fall_back_from(command[0], reply):
+    def note_reply(self, command: Command, reply: object) -> bool:
+        """Note the reply to the command; returns whether the release has ended."""
+        if isinstance(reply, ResponseError) and self.server.features.fall_back(command[0], reply):
             return False  # due at once, by another command
         if self.no_write_in_flight and not isinstance(reply, Exception):
             return True
@@ -69,49 +71,49 @@ class Cleanup:
         return moment >= self.until
 
 
-class Cleanups(dict[bytes, Cleanup]):
-    """The cleanups of one process, by token."""
+class PendingReleases(dict[bytes, PendingRelease]):
+    """The pending releases of one process, by token."""
 
-    def add(self, cleanup: Cleanup) -> None:
-        """Begin a cleanup. At the limit the oldest is forgotten, because its key has the least time left to do harm."""
+    def add(self, pending: PendingRelease) -> None:
+        """Add a release. At the limit the oldest is forgotten, because its key has the least time left to do harm."""
         if len(self) >= _MOST:
             self.end(next(iter([*self]), b""))  # of a copy: other threads change it
-        self[cleanup.token] = cleanup
+        self[pending.token] = pending
 
     def end(self, token: bytes) -> None:
-        """End a cleanup. Its token may have been active still, so that no call in this process took over its key."""
+        """Remove a release. Its token may have been active still, so that no call in this process took over its key."""
         self.pop(token, None)
         active_tokens.discard(token)
 
     def release_due(self) -> None:
-        """Try all cleanups that are due, in one trip to each node."""
+        """Try all releases that are due, in one trip to each node."""
         moment = now()
         due_now = [each for each in list(self.values()) if each.try_at <= moment]
         # In order, or those that are tried again and again would keep others from their first turn.
         for node, due in trips(sorted(due_now, key=lambda each: each.try_at)):
             # While a node is down, one trip at a time finds out whether it still is.
             if node.backs_off_until > now():
-                for cleanup in due:
-                    cleanup.try_at = node.backs_off_until
+                for pending in due:
+                    pending.try_at = node.backs_off_until
             else:
                 self.release(node, due)
             if now() > moment + LONG:
                 return
 
-    def release(self, node: Node, due: list[Cleanup]) -> list[Cleanup]:
+    def release(self, node: Node, due: list[PendingRelease]) -> list[PendingRelease]:
         """Try once to release keys of one node, in one trip; returns those for which the server did nothing."""
         commands = [each.command() for each in due]
         replies = node.send(commands, RAW)
-        for cleanup, command, reply in zip(due, commands, replies, strict=True):
-            if cleanup.is_over(command, reply):
-                self.end(cleanup.token)
-        return [cleanup for cleanup, reply in zip(due, replies, strict=True) if isinstance(reply, Exception)]
+        for pending, command, reply in zip(due, commands, replies, strict=True):
+            if pending.note_reply(command, reply):
+                self.end(pending.token)
+        return [pending for pending, reply in zip(due, replies, strict=True) if isinstance(reply, Exception)]
 
     def finish(self) -> None:
         """At the end of the process, release the keys that could not be released at the end of a run."""
         limit = now() + 2  # seconds that the process waits for it at the most
         left = list(self.values())
         while left and now() < limit:
-            left = [cleanup for node, due in trips(left) for cleanup in self.release(node, due)]
+            left = [pending for node, due in trips(left) for pending in self.release(node, due)]
             if left:
                 time.sleep(_FIRST_PAUSE)

@@ -1,0 +1,79 @@
+"""Refuse tasks that are made of a decorated async function: Celery would not await it, and would say nothing."""
+
+import functools
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from celery import Celery, Task, _state
+from celery.app.annotations import prepare
+
+from only_one.call.effective_options import refuse
+from only_one.errors import ConfigurationError
+from only_one.events import logger
+
+from .delivery import decorations_of, functions_of
+
+
+def refuse_async_tasks() -> None:
+    """Have each task that is made of a decorated async function raise an error whenever it is called.
+
+    A decorated function does not know whether ``@app.task`` stands above it. The apps tell us when they make a task.
+    """
+    for app in _state._get_active_apps():  # noqa: SLF001 - as `shared_task` does
+        app.annotations = _Annotations(app)
+
+
+def _refuse_in_app(app: Celery) -> None:
+    """The same for an app that is created later, which may have made tasks by now."""
+    app.annotations = annotations = _Annotations(app)
+    for task in app.tasks.values():
+        annotations.annotate(type(task))
+
+
+_state.connect_on_app_finalize(_refuse_in_app)
+
+
+@dataclass
+class _Annotations:
+    """Celery's ``task_annotations`` of an app: those that are configured, and before them one of ours."""
+
+    app: Celery
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self
+        yield from prepare(self.app.conf.task_annotations)  # not earlier, because it loads the configuration
+
+    def annotate(self, kind: Any) -> None:
+        """Called by Celery with the class of each task that it makes."""
+        try:
+            if decorations_of(kind):
+                check_awaited(kind)
+        except ConfigurationError as error:
+            logger.error("%s", error)
+            # A worker calls the class's `__call__`, if the class has its own; and `run` may yet be replaced.
+            kind.__call__ = kind.apply_async = staticmethod(functools.partial(refuse, error))
+
+
+def check_awaited(kind: Any) -> None:
+    """Refuse an async function as the ``run`` of a class of tasks: Celery would not await it, and would say nothing.
+
+    Raises:
+        ConfigurationError: for such a function; the message says what to write instead.
+    """
+    # For `pydantic=True` Celery wraps the function, and the wrapper is not async.
+    function = next((each for each in functions_of(kind) if not _is_celerys(each)), None)
+    # A `__call__` of the user's may run the coroutine, and the pool of that library does.
+    may_be_awaited = kind.__call__ != Task.__call__ or "celery_aio_pool" in sys.modules
+    if inspect.iscoroutinefunction(function) and not may_be_awaited:
+        msg = (
+            f"{function.__module__}.{function.__qualname__} is the async function of a task, which Celery does not "
+            "await, so it would never run: write @only_one and @app.task above a def that calls asyncio.run(...)"
+        )
+        raise ConfigurationError(msg)
+
+
+def _is_celerys(function: Any) -> bool:
+    return str(getattr(function, "__globals__", {}).get("__name__")).startswith("celery.")

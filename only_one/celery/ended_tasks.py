@@ -1,0 +1,129 @@
+"""Ended tasks: the keys of tasks that were killed, revoked or never begun, and the results that are stored.
+
+A run that was killed cannot release its key: the worker's main process does, as soon as Celery tells it.
+A caller on this machine would take the key over anyhow; on others it would wait for the lease, or for ``timeout``.
+"""
+
+import os
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from celery import signals
+from celery.app.trace import task_has_custom
+from celery.exceptions import TimeLimitExceeded, WorkerLostError
+
+from only_one.call.effective_options import Decoration, EffectiveOptions
+from only_one.clock import now
+from only_one.connections.server import Server
+from only_one.driver import RAW, TROUBLE, drive
+from only_one.holder import Holder, is_queued
+from only_one.lock.commands import evaluate, release_now
+from only_one.lock.liveness import is_dead
+from only_one.lock.renewal import finish_pending_releases
+from only_one.lock.token import machine
+
+from . import redelivery
+from .delivery import caller_from_outside, decorations_of, functions_of, queue_options_of
+from .received_tasks import received_request, warn_once, withdraw
+
+_at_work = threading.Lock()
+"""Held while a thread of ours does something: the pool does not fork then, because its new child would inherit every
+lock of Python, Celery or redis-py that the thread has acquired, and have nobody to release it.
+"""
+
+with suppress(AttributeError):  # where nothing forks
+    os.register_at_fork(before=_at_work.acquire, after_in_parent=_at_work.release, after_in_child=_at_work.release)
+
+
+def _on_failure(sender: Any, task_id: str, exception: Any, args: Any, kwargs: Any, **_: Any) -> None:
+    if isinstance(exception, (TimeLimitExceeded, WorkerLostError)):
+        _watch(sender, task_id, args, kwargs, received_request(task_id))
+
+
+def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None:  # noqa: FBT001
+    """The task was revoked, or has expired."""
+    if terminated or queue_options_of(sender) is not None:
+        _watch(sender, request.id, request.args, request.kwargs, request)
+
+
+def _watch(task: Any, task_id: str, args: Any, kwargs: Any, request: Any = None) -> None:
+    """Release a task's keys as soon as its process is dead, in a thread: the worker has other tasks to serve."""
+    for decoration in decorations_of(task):
+        given = (task, decoration, task_id, args or (), kwargs or {}, request)
+        threading.Thread(target=_release_when_dead, args=given, name="only_one-endings", daemon=True).start()
+
+
+def _release_when_dead(task: Any, decoration: Decoration, task_id: str, args: Any, kwargs: Any, request: Any) -> None:
+    until = now() + 10  # Celery tells that it kills a process before it does it
+    keys: list[str | bytes] | None = None
+    while keys != [] and now() < until:
+        try:
+            with _at_work:
+                options = decoration.options_for(caller_from_outside(task, decoration))
+                if (server := options.server) is None:
+                    return
+                if keys is None:
+                    key = withdraw(task, request) if request is not None and decoration.task is not None else None
+                    keys = [key] if key else _possible_keys(task, decoration, options, server, args, kwargs)
+            keys = [key for key in keys if not _is_free(server, key, task_id, takeover=options.takeover)]
+        except Exception as error:  # noqa: BLE001 - nobody to raise it to; the key expires by itself
+            text = f"a key of {task.name}, whose run was killed or revoked, could not be released"
+            warn_once(text, type(error).__name__)
+            if not isinstance(error, TROUBLE):  # of the server, which may be back soon
+                return
+        time.sleep(0.02)
+
+
+def _possible_keys(
+    task: Any, decoration: Decoration, options: EffectiveOptions, server: Server, args: Any, kwargs: Any
+) -> list[str | bytes]:
+    """The key that the message's arguments give; or all keys, if the run may have had other arguments.
+
+    What may change them (pydantic, a base's ``__call__``, a function in between) is the user's, and is not called here.
+    """
+    caller = caller_from_outside(task, decoration)
+    is_innermost = decoration.task is not None or [*functions_of(task)][1:2] == [decoration.function]
+    if is_innermost and not task_has_custom(task, "__call__"):
+        return [options.prefix + decoration.make_key(caller, (task, *args) if caller.bound else tuple(args), kwargs)]
+    pattern = "".join(f"\\{each}" for each in options.prefix) + "*"  # the prefix has no wildcards
+    return [*server.client.scan_iter(match=pattern, count=1000, NEVER_DECODE=True)]
+
+
+def _is_free(server: Server, key: str | bytes, task_id: str, *, takeover: bool) -> bool:
+    """Release the key if its process is dead; whether nothing of the task is left to release at it."""
+    with _at_work:
+        value = server.client.execute_command("GET", key, **RAW) or b""
+        holder = Holder.parse(value)
+        may_release = takeover or is_queued(value)
+        is_of_task = holder is not None and holder.task_id == task_id
+        if holder is None or not (is_of_task and may_release):
+            return True
+        # A task that is queued may just have begun: then its process is waited for.
+        is_over = is_queued(value) or is_dead(value) or _has_ended(holder)
+        return is_over and release_now(server.client, server.features, key, value).status == "held"
+
+
+def _has_ended(holder: Holder) -> bool:
+    """Whether it is a child of ours that has ended; it seems alive until Celery waits for it, which may take 5 s."""
+    with suppress(ChildProcessError, AttributeError):  # another's; or macOS, Python < 3.13
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return holder.machine == machine() and os.waitid(os.P_PID, holder.pid, options) is not None
+    return False
+
+
+def _on_end(sender: Any, task: Any, **_: Any) -> None:
+    """The result is stored; or a signal handler, ``before_start`` or a base class has kept the task from running."""
+    for server, key, marker in vars(task.request).get("only_one_markers", ()):
+        with redelivery.unless_down(task.request.id):
+            drive(server.client, evaluate(redelivery.STORED, key, beside=(marker,)))
+    if not vars(task.request).get("only_one_has_begun"):
+        withdraw(sender, task.request)
+
+
+signals.task_failure.connect(_on_failure)
+signals.task_revoked.connect(_on_revoked)
+signals.task_postrun.connect(_on_end)
+# A child of the pool ends without calling what is registered with `atexit`.
+signals.worker_process_shutdown.connect(lambda **_: finish_pending_releases(), weak=False)

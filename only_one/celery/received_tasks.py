@@ -1,0 +1,189 @@
+"""Received tasks: a worker has them and has not begun them, so it renews their keys; and those that never begin.
+
+Their keys name the worker's process, which is seen to die.
+"""
+
+import atexit
+import os
+from collections.abc import Callable
+from functools import cache, partial
+from math import inf
+from typing import Any
+from weakref import ref
+
+from celery import signals
+from celery.app.task import Context
+
+from only_one.call.owed_key import Withdrawal, note_of
+from only_one.clock import now
+from only_one.connections.server import Server
+from only_one.driver import RAW, drive
+from only_one.events import logger
+from only_one.holder import Holder, is_queued, task_id_of
+from only_one.lock.commands import replace
+from only_one.lock.current_lock import Lease
+from only_one.lock.renewal import hold, release_later
+from only_one.lock.token import words_of
+from only_one.settings import DEFAULT_LEASE
+
+from . import coalescing
+from .broker import waits_for
+from .delivery import decorations_of, queue_options_of
+from .requeue import header_of, keep_content_type
+from .work import work_held_by, work_of
+
+
+@cache
+def warn_once(text: str, kind: str) -> None:  # noqa: ARG001 - they tell one warning from another
+    """Log the exception that is handled, because there is nobody to raise it to: the first of its kind."""
+    logger.warning(text, exc_info=True)
+
+
+class _WaitingLease(Lease):
+    """The lease of a task that waits: if another task's run takes the key over, the run stores our value again.
+
+    Attributes:
+        request: gives the task's request; None once Celery has forgotten it.
+    """
+
+    def __init__(self, request: Any, *lease: Any) -> None:
+        """See ``Lease`` for the other arguments."""
+        self.request = ref(request)
+        super().__init__(*lease)
+
+    def lives_on(self, sent: float, ttl: float) -> None:
+        """Note the same; a task whose request is forgotten has ended, or is in its queue again: its key may expire."""
+        super().lives_on(sent, ttl)
+        if self.request() is None:
+            self.renew_at = self.ends_at
+
+    def lose(self, reason: str, value: bytes = b"") -> str:
+        """Note that the key is lost, unless it comes back; until then each renewal finds the other's value."""
+        if reason == "taken" and task_id_of(value) != task_id_of(self.token):
+            self.lives_on(now(), self.ttl)
+            return ""
+        return super().lose(reason, value)
+
+
+_swept_at = _backs_off_until = 0.0
+
+_waiting: dict[_WaitingLease, tuple[Server, bytes, Callable[[], float]]] = {}
+"""The leases of keys that name this process. A lease that another has is lost.
+
+With each its server, the value before, and the seconds for which that would be stored now.
+A lease outlives its request: Celery forgets the requests before it tells us that the worker ends.
+"""
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_waiting.clear)
+
+
+def _on_received(sender: Any, request: Any, **_: Any) -> None:
+    global _swept_at, _backs_off_until  # noqa: PLW0603 - those of the process
+    if decorations_of(request.task):
+        keep_content_type(request)
+    if now() < _backs_off_until:
+        return
+    if now() >= _swept_at + DEFAULT_LEASE:  # time to forget what has begun since, or has ended without
+        _swept_at = now()
+        for lease in [each for each in _waiting if each.reason is not None or each.request() is None]:
+            del _waiting[lease]
+    try:
+        _receive(sender, request)
+    except Exception as error:  # noqa: BLE001 - the task runs all the same; its key expires
+        warn_once(f"a key of {request.name}, which was received, could not be renewed", type(error).__name__)
+        _backs_off_until = now() + 10  # the worker has other messages to receive
+
+
+def _receive(consumer: Any, request: Any) -> None:
+    """Store this process at the key of a task that was queued with it, while the process lives and the task waits."""
+    options = queue_options_of(request.task)
+    if options is None or options.server is None:
+        return
+    context = Context(request.request_dict)
+    header, work = header_of(context), work_of(context)
+    begins_in = waits_for(request.app, 0, None, request.eta)
+    queued_for = partial(waits_for, request.app, options.queue_timeout, request.expires, request.eta)
+    limit = queued_for()
+    was_queued_with_key = header.key is not None and (header.token or header.attempt)
+    if header.key is None or not was_queued_with_key or limit <= 0:
+        return
+    token = work.token_factory(request.task, "received").token(limit if request.expires else None)
+    # However long it waits, unless it expires: then it does not run.
+    ends_in = limit if request.expires else inf
+    lease = _WaitingLease(request, options.server, header.key, token, now(), min(DEFAULT_LEASE, limit), ends_in)
+    seconds = min(DEFAULT_LEASE + begins_in, limit)
+    lease.lives_on(lease.begun + seconds - lease.ttl, lease.ttl)  # not renewed before it may begin: many may wait
+    queued = header.token.encode() if header.token else b""
+    became = drive(options.server.client, replace(header.key, queued, token, seconds))
+    held = work_held_by(Holder.parse(became.value))  # a retry, or an earlier worker's
+    if held is not None and held.id == work.id:
+        if is_queued(became.value) and held == work:
+            became = drive(options.server.client, replace(header.key, became.value, token, seconds))
+        elif held < work:  # the previous attempt has not ended yet
+            consumer.timer.call_after(1, _on_received, (consumer, request))
+    if became.status == "held":
+        request.request_dict.update(header._replace(token=token.decode()).as_headers())
+        queued = queued or work.token_factory(request.task, "queued").token(limit)
+        _waiting[lease] = options.server, queued, queued_for
+        hold(lease)
+
+
+def _on_shutdown(**_: Any) -> None:
+    """Note that the tasks that have not begun are in their queue again, and no worker's.
+
+    A task whose message is acknowledged was given to a child, which has not asked for its key yet: it will never run.
+    """
+    while _waiting:
+        lease, (server, queued, queued_for) = _waiting.popitem()
+        request, left = lease.request(), queued_for() if lease.reason is None else 0
+        try:
+            if request is not None and request.acknowledged:
+                withdraw(request.task, Context(request.request_dict))
+            # Asked, because the queued value may be there: by a command that was sent twice, after the task's end.
+            elif left > 0 and server.client.execute_command("GET", lease.key, **RAW) == lease.token:
+                drive(server.client, replace(lease.key, lease.token, queued, left))
+        except Exception as error:  # noqa: BLE001 - the next worker that receives it says so
+            warn_once("keys of tasks that are queued again could not be lengthened", type(error).__name__)
+            return
+
+
+def received_request(task_id: str) -> Context | None:
+    """The request of a task that this worker has received, unless it has begun long ago."""
+    requests = [lease.request() for lease in list(_waiting)]
+    return next((Context(each.request_dict) for each in requests if each is not None and each.id == task_id), None)
+
+
+def withdraw(task: Any, request: Any) -> str | None:
+    """Release the key of a unique task that has ended without having begun, also if a call has taken the key over.
+
+    Returns:
+        The key; None if the task has none.
+    """
+    options, header, work = queue_options_of(task), header_of(request), work_of(request)
+    key: str | None = vars(request).get("only_one_key", header.key)
+    server = options.server if options else None
+    if options is None or server is None or key is None:
+        return None
+    withdrawal = Withdrawal(
+        server,
+        key,
+        words_of(*work),
+        until=now() + options.queue_timeout,
+        no_write_in_flight=True,
+        note=note_of(key, *work),
+        triggers=coalescing.triggers_of(key),
+        number=header.trigger,
+    )
+    try:
+        server.client.execute_command(*withdrawal.command(), **RAW)
+    except Exception as error:  # noqa: BLE001 - nobody to raise it to
+        warn_once(f"a key of {task.name}, which did not run, could not be released, and will be", type(error).__name__)
+        release_later(withdrawal)
+    return key
+
+
+atexit.register(_on_shutdown)  # at a cold shutdown Celery sends no signal when it has restored the messages
+signals.task_received.connect(_on_received)
+signals.worker_shutdown.connect(_on_shutdown)

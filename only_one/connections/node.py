@@ -1,0 +1,86 @@
+"""One server, or one node of a cluster, and the trips in which the renewing thread sends commands to it."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import Any
+
+from only_one.clock import now
+from only_one.driver import Command
+
+_FIRST_PAUSE = 0.05
+
+
+MOST_IN_A_TRIP = 500
+"""Commands in one trip, so that no trip takes long."""
+
+
+LONG = 0.1
+"""Seconds after which other keys may be due: they go before anything else that may take long."""
+
+
+by_reach = attrgetter("backs_off_until")
+"""The order in which nodes are asked: waiting for an unreachable node must not cost others their leases."""
+
+
+class Node:
+    """One server, or one node of a cluster.
+
+    Attributes:
+        client: a client of it with short time-outs.
+        host: its host, if it is a cluster's.
+        backs_off_until: when it is asked again after it could not be reached, by ``clock.now()``.
+    """
+
+    def __init__(self, client: Any, cluster: Any = None, host: str = "") -> None:
+        self.client = client
+        self.host = host
+        self.backs_off_until = 0.0
+        self._pause = _FIRST_PAUSE
+        self._cluster = cluster
+
+    def send(self, commands: Sequence[Command], options: dict[str, Any], pause: float | None = None) -> list[Any]:
+        """Send commands in one trip; in a cluster, a command whose slot has moved is sent on.
+
+        Args:
+            commands: the commands.
+            options: redis-py's, for each of them.
+            pause: seconds for which the node is left alone if it cannot be reached; None for longer each time.
+
+        Returns:
+            The reply to each command, or its error.
+        """
+        replies = self.send_here(commands, options, pause)
+        if self._cluster is not None:
+            self._cluster.follow(self, commands, options, replies)
+        return replies
+
+    def send_here(self, commands: Sequence[Command], options: dict[str, Any], pause: float | None = None) -> list[Any]:
+        """Send commands in one trip to this node, and to no other."""
+        try:
+            pipeline = self.client.pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command, **options)
+            replies: list[Any] = pipeline.execute(raise_on_error=False)
+        except Exception as error:  # noqa: BLE001 - the thread has other keys to see to
+            self.fail(pause)
+            return [error] * len(commands)
+        self._pause = _FIRST_PAUSE
+        return replies
+
+    def fail(self, pause: float | None = None) -> None:
+        """Note that the node could not be reached."""
+        self.backs_off_until = now() + (self._pause if pause is None else pause)
+        self._pause = min(self._pause * 2, 1.0)
+
+
+def trips(due: Iterable[Any]) -> list[tuple[Node, list[Any]]]:
+    """Group leases or pending releases, which have a ``server`` and a ``key``, into trips to one node each."""
+    nodes: defaultdict[Node, list[Any]] = defaultdict(list)
+    for each in due:
+        nodes[each.server.node_of(each.key)].append(each)
+    return [
+        (node, nodes[node][start : start + MOST_IN_A_TRIP])
+        for node in sorted(nodes, key=by_reach)
+        for start in range(0, len(nodes[node]), MOST_IN_A_TRIP)
+    ]

@@ -1,0 +1,91 @@
+"""The drivers that send the commands of a command generator, sync and async, and the count of unanswered attempts.
+
+A command generator yields one command at a time and is sent its reply, or thrown its error.
+So it decides without sending, and one piece of code serves both drivers. The idea is that of httpx's auth flows.
+"""
+
+from collections.abc import Generator
+from contextvars import ContextVar
+from typing import Any, TypeVar, Union
+
+import redis
+from redis.exceptions import RedisClusterException, RedisError
+
+T = TypeVar("T")
+
+
+Command = tuple[Union[str, bytes, int], ...]
+
+
+Commands = Generator[Command, Any, T]
+
+
+TROUBLE = (RedisError, RedisClusterException, OSError)
+"""The errors that redis-py raises when the server could not be asked, or refused."""
+
+
+RAW = {"NEVER_DECODE": True, "get": True}
+"""Options of redis-py: replies come as bytes, also from clients that decode, and SET with GET gives the old value."""
+
+
+unanswered: ContextVar[int] = ContextVar("unanswered", default=0)
+"""How many attempts to send a command got no answer in this context, whoever has sent the command again.
+
+If the number has grown meanwhile, a command may have been sent twice, and the first of the two may be yet to arrive.
+"""
+
+
+def note_unanswered() -> None:
+    """Count an attempt that got no answer."""
+    unanswered.set(unanswered.get() + 1)
+
+
+def _after(error: Exception, commands: Commands[T], command: Command, *, sends_again: bool) -> tuple[Command, bool]:
+    """The command to send after an error, and whether the next one that gets no answer is sent again.
+
+    A command of our own client that got no answer is sent again, once for each generator: so the client knows in the
+    time of two attempts that a server is down. Other clients send again by themselves.
+    """
+    if isinstance(error, (redis.ConnectionError, redis.TimeoutError)):
+        note_unanswered()
+        if sends_again:
+            return command, False
+    return commands.throw(error), sends_again
+
+
+def drive(client: Any, commands: Commands[T]) -> T:
+    """Send the commands of a generator, and return the generator's result."""
+    sends_again = getattr(client, "sends_again", False)
+    try:
+        command = next(commands)
+        while True:
+            try:
+                reply = client.execute_command(*command, **RAW)
+            except Exception as error:  # noqa: BLE001 - the generator says which errors end it
+                command, sends_again = _after(error, commands, command, sends_again=sends_again)
+            else:
+                command = commands.send(reply)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    finally:
+        commands.close()  # now: what a signal handler raises while it is collected is lost
+
+
+async def drive_async(client: Any, commands: Commands[T]) -> T:
+    """Send the commands of a generator, and return the generator's result."""
+    sends_again = getattr(client, "sends_again", False)
+    try:
+        command = next(commands)
+        while True:
+            try:
+                reply = await client.execute_command(*command, **RAW)
+            except Exception as error:  # noqa: BLE001 - the generator says which errors end it
+                command, sends_again = _after(error, commands, command, sends_again=sends_again)
+            else:
+                command = commands.send(reply)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    finally:
+        commands.close()  # now: what a signal handler raises while it is collected is lost

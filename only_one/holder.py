@@ -1,0 +1,118 @@
+"""The holder of a key: the fields of the value that is stored there, and how the value is read."""
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+FORMAT = 1
+"""The version of the value's meaning. A value of another version is no known holder, and is left alone.
+
+A new field does not raise it: unknown fields are ignored, and a missing one has its default in ``_ADDED_LATER``.
+"""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process and the call that hold a key, without the arguments of the call.
+
+    Attributes:
+        id: a random id, another for each acquire.
+        state: ``"running"`` while the call runs; ``"kept"`` after it has succeeded, for the rest of
+            ``at_least``; ``"queued"`` while a task waits in its queue: then host, pid and the like
+            are the producer's; ``"received"`` once a worker has received the task and has not begun
+            it: then they are the main process's.
+        name: the name of the task or function.
+        task_id: the id of the Celery task; None for a plain function.
+        attempt: the number of retries of the Celery task so far; None for a plain function.
+        machine: the host name, boot id, pid and time namespace in one.
+        host: the host name.
+        pid: the process id.
+        process_start: when that process began, in clock ticks since boot; None if that cannot be
+            read.
+        since: when the key was acquired, in seconds since the epoch.
+        deadline: when the key is free at the latest, in seconds since the epoch; None without a
+            ``timeout``. It does not change when the run calls ``extend``.
+        replacement: how often the Celery task was replaced so far, by ``Task.replace``.
+    """
+
+    id: str
+    state: Literal["running", "kept", "queued", "received"]
+    name: str
+    task_id: str | None
+    attempt: int | None
+    machine: str
+    host: str
+    pid: int
+    process_start: int | None
+    since: float
+    deadline: float | None
+    replacement: int = 0
+
+    @classmethod
+    def parse(cls, value: str | bytes) -> "Holder | None":
+        """The holder that ``value`` encodes, or None: anybody can store anything at our keys."""
+        return (_parse if len(value) <= _LONGEST_REMEMBERED else _parse.__wrapped__)(value)
+
+    def __str__(self) -> str:
+        task = f" (task {self.task_id})" if self.task_id else ""
+        return printable(f"{self.name}{task}, pid {self.pid} on {self.host}")
+
+
+def task_id_of(value: str | bytes) -> str | None:
+    """The id of the Celery task that ``value`` names; None if it names none."""
+    holder = Holder.parse(value)
+    return holder.task_id if holder else None
+
+
+def printable(text: str) -> str:
+    """``text`` with line ends, terminal escapes and the like escaped: anybody can store anything at our keys."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
+def is_queued(value: bytes) -> bool:
+    """Whether the task that ``value`` encodes waits, in its queue or in a worker: then a run may take over its key."""
+    if b'"state":"queued"' not in value and b'"state":"received"' not in value:  # cheaper than parsing
+        return False
+    holder = Holder.parse(value)
+    return holder is not None and holder.state in {"queued", "received"}
+
+
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("machine", "host", "process", "state", "name"), str),
+    **dict.fromkeys(("pid", "number", "since", "replacement"), int),
+    **dict.fromkeys(("process_start", "attempt", "limit"), (int, type(None))),
+    "task_id": (str, type(None)),
+}
+"""The types in the JSON of a value; times are in milliseconds."""
+
+
+_ADDED_LATER: dict[str, Any] = {"replacement": 0}
+"""The fields that the first values of this format did not have, with what a value without them means."""
+
+
+_LONGEST_REMEMBERED = 2000
+
+
+_MOST_REMEMBERED = 1000
+
+
+@lru_cache(maxsize=_MOST_REMEMBERED, typed=True)
+def _parse(value: str | bytes) -> Holder | None:
+    try:
+        fields = json.loads(value)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict) or fields.pop("only_one", None) != FORMAT:
+        return None
+    known = {**_ADDED_LATER, **fields}
+    if not known.keys() >= _TYPES.keys() or not all(isinstance(known[name], _TYPES[name]) for name in _TYPES):
+        return None
+    fields = {name: known[name] for name in _TYPES}
+    since, limit = fields["since"], fields.pop("limit")
+    # Milliseconds since the epoch; what is later is a number that somebody has made up.
+    if max(abs(since), abs(limit or 0)) > 10**14:
+        return None
+    deadline = None if limit is None else (since + limit) / 1000
+    fields.update(id=f"{fields.pop('process')}-{fields.pop('number')}", since=since / 1000, deadline=deadline)
+    return Holder(**fields)

@@ -1,0 +1,48 @@
+"""Whether the holder of a key is alive or dead, as far as this machine can see."""
+
+import os
+from functools import lru_cache
+
+from only_one.clock import now
+from only_one.holder import Holder
+
+from .token import active_tokens, process_start, this_process
+
+
+def is_dead(value: bytes) -> bool:
+    """Whether the run that ``value`` encodes has certainly ended without releasing its key, or will never begin.
+
+    Either its process, of this machine, is gone; or its process is this one, and no such call is
+    under way here.
+    A holder of another machine, a kept key and an unknown value are not dead.
+    """
+    process = this_process()
+    if value.startswith(process.mark):
+        holder = None if value in active_tokens else Holder.parse(value)
+        return holder is not None and holder.state == "running"
+    holder = Holder.parse(value) if value.startswith(process.machine_mark) else None
+    return holder is not None and holder.state in {"running", "received"} and _has_gone(holder)
+
+
+def is_gone(value: bytes) -> bool:
+    """Whether the process of this machine that ``value`` names is certainly gone."""
+    holder = Holder.parse(value) if value.startswith(this_process().machine_mark) else None
+    return holder is not None and _has_gone(holder)
+
+
+def _has_gone(holder: Holder) -> bool:
+    """Whether there is no process with the holder's id, or only one that began at another time."""
+    try:
+        if holder.pid > 0:  # else it would be a process group, and no holder has such an id
+            os.kill(holder.pid, 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):  # not ours to ask
+        pass
+    return not _may_have_begun(holder.pid, holder.process_start, int(now()))
+
+
+@lru_cache(maxsize=1000)
+def _may_have_begun(pid: int, start: int | None, _second: int) -> bool:
+    """Whether process ``pid`` may have begun at ``start``: read once a second, so a skip need not pay for it."""
+    return start is None or process_start(pid) in {None, start}

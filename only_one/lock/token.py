@@ -1,0 +1,137 @@
+"""The tokens with which this process acquires keys: how they are made, and which of them are active."""
+
+import itertools
+import json
+import os
+import socket
+import time
+from functools import cache, lru_cache
+from json.encoder import encode_basestring_ascii
+from pathlib import Path
+
+from only_one.holder import FORMAT
+
+
+class _Process:
+    """This process, as its tokens name it: serialized once, because it is most of a token's cost.
+
+    Attributes:
+        serialized: the part that its tokens have in common.
+        mark: the beginning of its values.
+        machine_mark: the beginning of the values of this machine; of no value if the machine is unknown.
+        numbers: the numbers of its tokens.
+    """
+
+    def __init__(self) -> None:
+        own, host, pid = machine(), socket.gethostname(), os.getpid()
+        fields = {"only_one": FORMAT, "machine": own or host, "host": host, "pid": pid}
+        self.serialized = _serialize(**fields, process_start=process_start(pid), process=os.urandom(8).hex())
+        self.mark = f"{{{self.serialized},".encode()
+        self.machine_mark = f"{{{_serialize(only_one=FORMAT, machine=own)},".encode()
+        self.numbers = itertools.count(1)
+
+
+this_process = cache(_Process)
+"""The one ``_Process`` of this process, made on first use, and anew in a forked child."""
+
+active_tokens: set[bytes] = set()
+"""The tokens of this process whose calls have not ended; its other tokens that are still stored are held by nobody.
+
+A forked child begins without any: a call that was under way at the fork stays the parent's.
+"""
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=this_process.cache_clear)
+    os.register_at_fork(after_in_child=active_tokens.clear)
+
+
+def _task_fields(task_id: str | None, attempt: int | None, replacement: int) -> str:
+    task = encode_basestring_ascii(task_id) if type(task_id) is str else json.dumps(task_id)  # the same, sooner
+    fields = f'"task_id":{task},"attempt":{"null" if attempt is None else attempt},'
+    # Only if needed: a worker of the first version, which refuses unknown fields, reads the other values, too.
+    return f'{fields}"replacement":{replacement},' if replacement else fields
+
+
+def words_of(task_id: str, replacement: int, attempt: int) -> bytes:
+    """The words that all values have that name this work of a task, and no other values; a script looks for them."""
+    return f'{_task_fields(task_id, attempt, replacement)}"limit":'.encode()
+
+
+class TokenFactory:
+    """Makes the tokens of one caller: one factory for a function, and a new one for each run of a task."""
+
+    __slots__ = ("_head", "_serialized")
+
+    def __init__(
+        self,
+        name: str,
+        task_id: str | None = None,
+        attempt: int | None = None,
+        state: str = "running",
+        replacement: int = 0,
+    ) -> None:
+        """See ``Holder`` for the arguments."""
+        self._serialized = f"{_serialize(state=state, name=name)},{_task_fields(task_id, attempt, replacement)}"
+        # The common beginning of tokens, and the process and limit for which it was made: at first none.
+        self._head: tuple[_Process | None, float | None, bytes] = (None, None, b"")
+
+    def token(self, deadline_in: float | None) -> bytes:
+        """The value with which this process acquires a key.
+
+        Args:
+            deadline_in: seconds after which the key is free at the latest, or None without a
+                ``timeout``.
+
+        Returns:
+            Compact ASCII JSON that ``Holder.parse`` reads; no two are alike.
+        """
+        made_by, limit, head = self._head
+        process = this_process()
+        if made_by is not process or limit != deadline_in:
+            milliseconds = "null" if deadline_in is None else round(deadline_in * 1000)
+            # Parts that change in each call come last, so the rest is serialized once.
+            head = f'{{{process.serialized},{self._serialized}"limit":{milliseconds},"number":'.encode()
+            self._head = process, deadline_in, head
+        # Whole milliseconds: a float takes longer to serialize than the rest of the token. The nanoseconds that are
+        # left tell it from that of a clone of this process, in a virtual machine that was cloned: it counts as we do.
+        since, left = divmod(time.time_ns(), 1_000_000)
+        return head + b'%d%06d,"since":%d}' % (next(process.numbers), left, since)
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _serialize(**values: object) -> str:
+    """JSON of an object, without its braces; remembered, because the names of functions are few and tokens many."""
+    return json.dumps(values, separators=(",", ":"))[1:-1]
+
+
+def machine() -> str | None:
+    """This machine, as far as process ids mean the same in it: host, boot, pid and time namespace.
+
+    None if that cannot be read, or belongs to others, as in a container that sees its host's /proc.
+    """
+    try:
+        if Path("/proc/self").readlink() != Path(str(os.getpid())):
+            return None
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().decode().strip()
+        # The namespace of time shifts when a process seems to have begun; older kernels have none.
+        links = [Path(f"/proc/self/ns/{kind}") for kind in ("pid", "time")]
+        namespaces = [str(link.readlink()) if link.is_symlink() else "" for link in links]
+        return "/".join([socket.gethostname(), boot, *namespaces])
+    except OSError:
+        return None
+
+
+def process_start(pid: int) -> int | None:
+    """When process ``pid`` began, in clock ticks since boot; None if that cannot be read."""
+    try:
+        # The command's name, second in the line, is in parentheses and may hold anything, blanks included.
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def kept(value: bytes, at_least: float) -> bytes:
+    """The value for a key that is kept after a successful run, until ``at_least`` seconds after it was acquired."""
+    fields = {**json.loads(value), "state": "kept", "limit": round(at_least * 1000)}
+    return json.dumps(fields, separators=(",", ":")).encode()

@@ -1,0 +1,126 @@
+"""The connections that async calls keep: none is left open, none gives a reply to another command."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+import redis as redis_py
+
+from only_one import only_one
+from only_one.connections.server import Server
+from only_one.driver import RAW
+from rigs.waiting import LIMIT, eventually
+
+NAME = "k"
+
+
+@pytest.fixture
+def key(prefix: str) -> str:
+    """The key as it is in Redis."""
+    return f"{prefix}{NAME}"
+
+
+@pytest.fixture
+def named(redis: Any, redis_url: str, key: str) -> Any:
+    """The URL of a client with a name, and a function that gives its connections."""
+
+    def connections() -> list[Any]:
+        return [each for each in redis.client_list() if each["name"] == key]
+
+    return f"{redis_url}?client_name={key}", connections
+
+
+def test_a_kept_connection_that_the_server_has_closed_is_replaced(redis: Any, named: Any) -> None:
+    url, connections = named
+
+    async def work() -> str:
+        return "done"
+
+    async def main() -> None:
+        call = only_one(work, key=NAME, timeout=600, redis=url)
+        for _ in range(5):
+            assert await call() == "done"
+        for _ in range(5):
+            for connection in connections():
+                redis.client_kill_filter(_id=connection["id"])
+            assert await call() == "done"
+            assert len(connections()) <= 2, "the thread that renews has one, too"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ends", ["returns", "is cancelled", "fails"])
+def test_an_event_loop_that_ends_leaves_no_connection_open(named: Any, ends: str) -> None:
+    url, connections = named
+
+    started = asyncio.Event()
+
+    async def work(number: int) -> int:
+        started.set()
+        await asyncio.sleep(LIMIT if ends == "is cancelled" else 0)
+        if ends == "fails":
+            raise RuntimeError
+        return number
+
+    async def main() -> None:
+        call = only_one(work, key="{number}", timeout=600, redis=url)
+        calls = [asyncio.create_task(call(number)) for number in range(9)]
+        if ends == "is cancelled":
+            await started.wait()
+            for each in calls:
+                each.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert connections()
+
+    asyncio.run(main())
+    assert eventually(lambda: len(connections()) <= 1), "only the thread that renews has one"
+
+
+@pytest.mark.parametrize("commands", [600, pytest.param(100_000, marks=pytest.mark.soak)])
+def test_a_command_that_is_cancelled_never_leaves_its_reply_to_another(redis_url: str, commands: int) -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    moments, server = random.Random(seed), Server(redis_py.Redis.from_url(redis_url))
+
+    async def main() -> set[str]:
+        client = await server.async_client()
+
+        async def ask(number: int) -> str:
+            reply = await client.execute_command("ECHO", f"{number}", **RAW)
+            return "its own" if reply == b"%d" % number else "another's"
+
+        async def cancel_at_random(number: int) -> str:
+            asking = asyncio.create_task(ask(number))
+            for _ in range(moments.randrange(12)):
+                await asyncio.sleep(0)
+            if moments.random() < 1 / 2:
+                asking.cancel()
+            (result,) = await asyncio.gather(asking, return_exceptions=True)
+            return result if isinstance(result, str) else type(result).__name__
+
+        results: set[str] = set()
+        for begin in range(0, commands, 20):
+            results.update(await asyncio.gather(*map(cancel_at_random, range(begin, begin + 20))))
+        return results
+
+    assert asyncio.run(main()) == {"its own", "CancelledError"}
+
+
+def test_a_client_of_another_encoding_has_one_key_for_sync_and_async_calls(
+    redis: Any, redis_url: str, key: str
+) -> None:
+    stored = f"{key}\u00e9".encode("latin-1")
+
+    def work() -> Any:
+        return redis.exists(stored)
+
+    async def work_async() -> Any:
+        return redis.exists(stored)
+
+    with redis_py.Redis.from_url(redis_url, encoding="latin-1") as client:
+        decorate: Any = only_one(key=f"{NAME}\u00e9", timeout=600, redis=client)
+        assert asyncio.run(decorate(work_async)()) == 1
+        assert decorate(work)() == 1
