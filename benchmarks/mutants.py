@@ -30,7 +30,8 @@ TABLE = Path(__file__).with_name("mutants.csv")
 COLUMNS = ("module", "killed", "survived", "percent", "tests")
 SELECTION = ["-m", "not soak and not interrupts"]
 TESTS = {
-    **{"__main__": "test_cli.py", "option_values": "test_bad_input.py"},
+    "__main__": "test_cli.py",
+    "option_values": "test_bad_input.py",
     **dict.fromkeys(("clock", "driver", "holder"), "lock"),
 }
 """The tests of modules in no room, where they have another name."""

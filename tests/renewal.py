@@ -94,6 +94,6 @@ def _wait_no_longer() -> None:
     nodes = [node for each in every for node in getattr(each._nodes, "_nodes", {0: each._nodes}).values() if node]
     for node in nodes:
         node.backs_off_until = min(node.backs_off_until, now())
-    for cleanup in list(renewal._renewer.cleanups.values()):
+    for cleanup in list(renewal._renewer.pending_releases.values()):
         cleanup.try_at = min(cleanup.try_at, now())
     renewal._renewer.see_to_it_by(-math.inf)

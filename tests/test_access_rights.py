@@ -140,10 +140,10 @@ def use_tasks(client: Any, url: str) -> None:
         redelivery.read_marker(key, marker),
     ):
         drive(server.client, commands_)
-    number: Any = None
-    for what in ("arrive", "pending", "begin"):
-        number = coalescing.note(server, key, app, what, "1", number)
-    withdraw(server, key, number)
+    trigger = coalescing.arrive(server, key, app, "1", None, "")
+    coalescing.note_published(server, key, app, trigger)
+    coalescing.begin(server, key, app, "1", trigger, "")
+    withdraw(server, key, trigger)
 
 
 def use_inspection(client: Any, url: str) -> None:

@@ -13,6 +13,7 @@ import redis as redis_py
 from only_one import ConfigurationError, Released, current_lock, only_one
 from only_one.call import locked_call
 from only_one.call.locked_call import LockedCall
+from only_one.holder import Holder as Value
 from only_one.lock import renewal
 from only_one.lock.commands import Retained
 from only_one.lock.token import kept
@@ -99,7 +100,7 @@ def test_it_is_kept_beyond_its_process(redis: Any, redis_url: str, prefix: str, 
 
 def wait_for_another_attempt(key: str) -> None:
     """To release the key in the background, which fails, or is put off while the server is known to be away."""
-    cleanup = next(each for each in renewal._renewer.cleanups.values() if each.key == key)
+    cleanup = next(each for each in renewal._renewer.pending_releases.values() if each.key == key)
     before = cleanup.try_at
     assert eventually(lambda: cleanup.try_at != before)
 

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 
 import only_one as package
 from only_one import AlreadyRunning, LockLost, LockUnavailable, OnlyOneError, carry_on, current_lock, fail, only_one
-from only_one.lock.holder import TokenFactory
+from only_one.lock.token import TokenFactory
 from tests.decorated import CLOSED, decorated
 
 

@@ -33,7 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 import redis
 import only_one
 from only_one.connections.connection_pool import PinnedClient
-from only_one.lock.commands import RAW
+from only_one.driver import RAW
 from tests.renewal import renew_now
 from rigs.waiting import LIMIT, eventually
 url, prefix, *rest = sys.argv[1:]

@@ -27,7 +27,6 @@ from only_one.celery import app_settings
 from only_one.celery.app_settings import current_app, server_of
 from only_one.connections import server as servers_of_product
 from only_one.errors import OnlyOneError
-from only_one.holder import Holder
 from only_one.inspection import held
 from rigs.servers import RedisServer, redis_server
 from tests.decorated import call_both, decorated

@@ -21,7 +21,7 @@ import pytest
 import redis as redis_py
 
 from only_one import Reclaimed, configure, current_lock
-from only_one.lock.holder import Holder as HolderOf
+from only_one.holder import Holder as HolderOf
 from rigs.namespaces import HOST_NAMED
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually

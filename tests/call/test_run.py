@@ -31,10 +31,11 @@ from only_one import (
     only_one,
 )
 from only_one.call.locked_call import LockedCall
+from only_one.clock import now
 from only_one.connections.asyncio_client import AsyncClient
+from only_one.driver import drive
 from only_one.lock import renewal
-from only_one.lock.commands import drive, now
-from only_one.lock.holder import active_tokens
+from only_one.lock.token import active_tokens
 from rigs.waiting import LIMIT, eventually
 from tests.proxy import Fault, Proxy
 
@@ -201,7 +202,7 @@ def test_nothing_is_left_of_a_call_that_has_ended(
     with pytest.raises(LockUnavailable):
         run()
     direct.delete(key)
-    assert eventually(lambda: not renewal._renewer.cleanups)  # as the server has refused, "missing" is final
+    assert eventually(lambda: not renewal._renewer.pending_releases)  # as the server has refused, "missing" is final
 
     with proxy.refused(), pytest.raises(LockUnavailable):
         run()
@@ -319,15 +320,15 @@ def test_a_key_of_which_nothing_is_known_is_looked_for_until_it_has_expired(pref
     with configure(redis="redis://127.0.0.1:1/0"), call_of(prefix) as call:
         before = now()
         with pytest.raises(LockUnavailable):
-            call.may_run(drive(call.client, call.acquire()))
-    cleanup = renewal._renewer.cleanups[call.token]
+            call.resolve_acquire(drive(call.client, call.acquire()))
+    cleanup = renewal._renewer.pending_releases[call.token]
     assert not cleanup.no_write_in_flight
     assert before + LONG <= cleanup.until <= now() + LONG
 
 
 def test_a_call_that_is_interrupted_before_its_run_holds_its_key_no_more(direct: Any, prefix: str) -> None:
     with suppress(KeyboardInterrupt), call_of(prefix) as call:
-        assert call.may_run(drive(call.client, call.acquire()))
+        assert call.resolve_acquire(drive(call.client, call.acquire()))
         assert call.lease.is_held
         raise KeyboardInterrupt
     assert (call.lease.is_held, call.lease.reason) == (False, "released")

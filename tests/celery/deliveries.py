@@ -20,7 +20,8 @@ from celery.app.trace import build_tracer
 from redis import Redis
 
 from only_one import current_lock, only_one
-from only_one.lock.holder import Holder, TokenFactory
+from only_one.holder import Holder
+from only_one.lock.token import TokenFactory
 
 CLOSED = "redis://127.0.0.1:1/0"
 HOUR = 3600

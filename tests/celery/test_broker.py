@@ -78,13 +78,13 @@ def test_what_follows_from_the_visibility_timeout(seconds: int, longest: int, re
     app = app_with(broker_url="redis://host", broker_transport_options={"visibility_timeout": seconds})
     assert (longest_countdown(app), remembered_for(app)) == (longest, remembered)
     for countdown in (None, longest):
-        check_countdown(app, countdown)
+        refuse_long_countdown(app, countdown)
     with pytest.raises(ConfigurationError, match=f"write at most {longest} seconds"):
-        check_countdown(app, longest + 1)
+        refuse_long_countdown(app, longest + 1)
 
 
 def test_a_call_without_a_countdown_needs_no_transport() -> None:
-    check_countdown(app_with(broker_url="nobody.has.it:Transport://host"), None)
+    refuse_long_countdown(app_with(broker_url="nobody.has.it:Transport://host"), None)
 
 
 def queue(name: str, kind: str, **more: Any) -> Any:

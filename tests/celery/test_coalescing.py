@@ -20,8 +20,16 @@ def note(app: Celery, server: Server, prefix: str) -> Callable[..., Any]:
     """Notes what happens to a task, and gives its number, or the id of its equal that waits."""
 
     def call(what: str, task_id: str, number: int | None = None, *digest: Any) -> Any:
-        reply = coalescing.note(server, f"{prefix}k", app, what, task_id, number, *digest)
-        return reply if isinstance(reply, int) else reply.decode()
+        where = (server, f"{prefix}k", app)
+        if what == "pending":
+            coalescing.note_published(*where, number or 0)
+            return None
+        if what == "anew":
+            digest_of_arguments, milliseconds = digest
+            reply: Any = coalescing.queue_anew(*where, task_id, digest_of_arguments, milliseconds / 1000)
+            return reply if isinstance(reply, int) else reply.decode()
+        order = coalescing.arrive if what == "arrive" else coalescing.begin
+        return order(*where, task_id, number, digest[0] if digest else "")
 
     return call
 

@@ -711,7 +711,7 @@ def test_a_task_that_could_not_ask_for_its_key_keeps_no_other_from_its_queue(
             assert ("LockUnavailable" in str(result)) == (options.get("when_down") is not carry_on)
             assert ("k" in keys) == is_unique
         assert eventually(lambda: "k" not in keys)
-        assert eventually(lambda: not renewal._renewer.cleanups)  # it is not looked for again
+        assert eventually(lambda: not renewal._renewer.pending_releases)  # it is not looked for again
         assert task.delay() != first
 
 
@@ -731,7 +731,7 @@ def test_a_key_whose_release_fails_is_released_in_the_background(queue: Queue, k
         stack.close()
         assert eventually(lambda: "k" not in keys)
         with later(60):
-            assert eventually(lambda: not renewal._renewer.cleanups)  # it is not looked for any more
+            assert eventually(lambda: not renewal._renewer.pending_releases)  # it is not looked for any more
 
 
 @pytest.mark.parametrize(

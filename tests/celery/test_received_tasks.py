@@ -15,10 +15,10 @@ from celery.signals import task_failure, task_received, worker_shutdown
 from kombu.asynchronous.timer import Timer
 
 from only_one import buffer_one, configure
-from only_one.celery import worker_signals
+from only_one.celery import received_tasks
 from only_one.celery.requeue import Header
-from only_one.lock.commands import now
-from only_one.lock.holder import TokenFactory
+from only_one.clock import now
+from only_one.lock.token import TokenFactory
 from rigs.waiting import eventually
 from tests.celery.deliveries import HOUR, Keys, Queue, decorated, unique
 from tests.proxy import Proxy
@@ -34,11 +34,11 @@ QUEUED, RECEIVED = ("queued", 0), ("received", 0)
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time as the worker sees it, which stands still; and nothing has been received."""
     moment = [now()]
-    monkeypatch.setattr(worker_signals, "now", lambda: moment[0])
-    monkeypatch.setattr(worker_signals, "_waiting", {})
-    monkeypatch.setattr(worker_signals, "_swept_at", 0.0)
-    monkeypatch.setattr(worker_signals, "_backs_off_until", 0.0)
-    worker_signals._warn_once.cache_clear()
+    monkeypatch.setattr(received_tasks, "now", lambda: moment[0])
+    monkeypatch.setattr(received_tasks, "_waiting", {})
+    monkeypatch.setattr(received_tasks, "_swept_at", 0.0)
+    monkeypatch.setattr(received_tasks, "_backs_off_until", 0.0)
+    received_tasks.warn_once.cache_clear()
     return moment
 
 
@@ -83,7 +83,7 @@ class Worker:
         """Publish a task and receive it; returns the lease of its key, or the last one if it has none."""
         task.delay(key)
         self.receive(task, **changes)
-        return [None, *worker_signals._waiting][-1]
+        return [None, *received_tasks._waiting][-1]
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_a_key_that_is_not_the_tasks_is_left_alone(task: Any, worker: Worker, ke
     worker.receive(task, Header("own", 1, key=f"{keys.prefix}k"))
     worker.receive(task)
     assert keys["k"] == before
-    assert not worker_signals._waiting
+    assert not received_tasks._waiting
     assert not worker.timer.queue
     assert worker.lease_of(task, "next"), "nothing has gone wrong"
 
@@ -264,7 +264,7 @@ def test_a_server_that_does_not_answer_is_logged_once_and_not_asked_for_a_while(
         with proxy.refused():
             worker_shutdown.send(sender=None)
     assert keys.state() == RECEIVED
-    assert len(worker_signals._waiting) == 1, "it is asked once when the worker ends"
+    assert len(received_tasks._waiting) == 1, "it is asked once when the worker ends"
     assert [(each.levelname, bool(each.exc_info)) for each in caplog.records] == [("WARNING", True)] * 2
 
 
@@ -273,7 +273,7 @@ def test_a_task_that_has_begun_or_ended_is_forgotten_after_a_while(
 ) -> None:
     def receive(key: str) -> str:
         worker.lease_of(task, key)
-        return "".join(lease.key[-1] for lease in worker_signals._waiting)
+        return "".join(lease.key[-1] for lease in received_tasks._waiting)
 
     assert receive("a") == "a"
     (lease,) = received_tasks._waiting

@@ -11,8 +11,10 @@ from celery import Task
 from only_one import buffer_one, carry_on, configure, current_lock, fail, retry, skip
 from only_one.celery import delivery
 from only_one.celery.redelivery import REQUEUED, STORED, CompletionMarker, read_marker
+from only_one.clock import now
 from only_one.connections.server import Server
-from only_one.lock.commands import drive, evaluate, now
+from only_one.driver import drive
+from only_one.lock.commands import evaluate
 from rigs.waiting import eventually
 from tests.celery.deliveries import CLOSED, OUTCOMES, REMEMBERED, Awaits, Keys, Queue, a_task, done, lambda_of, token_of
 from tests.live import brokers as brokers  # which names the transport "unmarked"
@@ -170,8 +172,8 @@ def test_a_long_run_sets_the_marker_for_redeliveries_that_could_not_ask(
     queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch, minutes: int
 ) -> None:
     """One of more than half of the time after which the broker redelivers."""
-    monkeypatch.setattr(task_run, "now", lambda: 1000.0)
-    later = lambda_of(lambda: monkeypatch.setattr(task_run, "now", lambda: 1000.0 + 60 * minutes))
+    monkeypatch.setattr(delivery, "now", lambda: 1000.0)
+    later = lambda_of(lambda: monkeypatch.setattr(delivery, "now", lambda: 1000.0 + 60 * minutes))
     answer = a_task(queue.app, later).delay()
     queue.deliver()
     assert keys.marked(answer.id).get(b"stored") == (b"1" if minutes > 30 else None)
@@ -254,7 +256,7 @@ def test_a_task_runs_though_its_marker_cannot_be_read_or_set(
 def test_a_server_that_is_down_is_not_asked_for_the_marker(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each such command would wait as long as the one that has found it down."""
     asked: list[Any] = []
-    monkeypatch.setattr(task_run, "drive", lambda _client, commands: asked.append(commands))
+    monkeypatch.setattr(delivery, "drive", lambda _client, commands: asked.append(commands))
     a_task(queue.app, done, when_down=retry(), redis=CLOSED).delay()
     queue.deliver()
     assert queue.take()["headers"]["only_one"]["times"] == 1

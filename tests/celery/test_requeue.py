@@ -157,7 +157,7 @@ def test_a_task_that_is_requeued_while_the_server_is_down_keeps_its_key(
         token = keys["k"]
         with proxy.refused():
             queue.deliver()
-            assert token not in renewal._renewer.cleanups
+            assert token not in renewal._renewer.pending_releases
         assert keys["k"] == token
         queue.deliver()
     assert answer.get() == "done"

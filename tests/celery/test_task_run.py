@@ -18,8 +18,7 @@ from only_one import carry_on, configure, current_lock, retry
 from only_one.celery import delivery
 from only_one.celery.delivery import Delivery
 from only_one.celery.requeue import Header
-from only_one.celery.task_run import MessageRun
-from only_one.lock.holder import Holder
+from only_one.holder import Holder
 from tests.celery.deliveries import (
     CLOSED,
     OUTCOMES,
@@ -225,12 +224,12 @@ def test_the_value_that_is_retained_for_a_retry(queue: Queue, monkeypatch: pytes
         request: Any = {"id": "the-id", "retries": 4, "args": ["a"], "kwargs": {"b": 1}, "expires": None}
         request |= {"headers": None, "delivery_info": None, **changes}
         decoration: Any = SimpleNamespace(task=task if is_unique else None)
-        run = MessageRun(task, SimpleNamespace(**request), bound=False, decoration=decoration)
+        run = Delivery(task, SimpleNamespace(**request), bound=False, decoration=decoration)
         options: Any = SimpleNamespace(queue_timeout=seconds)
         stored = run.retained_value(options, "k", ended_by or Retry(when=when, sig=sig or task.s("a", b=1)))
         return stored and (stored[0], stored[1] - 1000)
 
-    monkeypatch.setattr(task_run, "now", lambda: 1000)
+    monkeypatch.setattr(delivery, "now", lambda: 1000)
     task = queue.app.task(done, name=f"task-{uuid4()}", shared=False)
     token, left = retained()
     holder: Any = Holder.parse(token)

@@ -22,11 +22,11 @@ from celery.exceptions import WorkerLostError
 from celery.signals import task_failure, task_postrun, task_revoked
 
 from only_one import buffer_one, configure
-from only_one.celery import worker_signals
+from only_one.celery import ended_tasks, received_tasks
 from only_one.celery.requeue import Header
+from only_one.clock import now
 from only_one.connections.server import Server
-from only_one.lock.commands import now
-from only_one.lock.holder import TokenFactory, process_start
+from only_one.lock.token import TokenFactory, process_start
 from rigs.waiting import LIMIT, eventually
 from tests.celery.deliveries import HOUR, Keys, Queue, a_task, unique
 from tests.proxy import Proxy
@@ -86,7 +86,7 @@ def test_the_signals_of_a_worker_with_nothing_but_decorated_functions_are_heard(
 @pytest.fixture
 def app(new_app: Callable[[], Celery]) -> Celery:
     """An app whose tasks are not lazy; and no warning was logged before."""
-    worker_signals._warn_once.cache_clear()
+    received_tasks.warn_once.cache_clear()
     app = new_app()
     app.finalize()
     return app
@@ -140,7 +140,7 @@ def test_a_key_is_released_when_its_process_is_dead(keys: Keys, server: Server, 
     def look(value: bytes | None, *, takeover: bool = True) -> tuple[bool, bool]:
         if value is not None:
             keys["k"] = value
-        is_free = worker_signals._is_free(server, f"{keys.prefix}k", "mine", takeover=takeover)
+        is_free = ended_tasks._is_free(server, f"{keys.prefix}k", "mine", takeover=takeover)
         return is_free, "k" not in keys
 
     value, another = held_by(child.pid), held_by(child.pid, "another")
@@ -313,7 +313,7 @@ def test_an_error_in_a_signal_is_a_warning_with_its_traceback_once(
 ) -> None:  # fmt: skip
     """It is no error of the worker, which goes on."""
     moments = itertools.count(now(), 6.0)  # so a server that is down is asked twice
-    monkeypatch.setattr(worker_signals, "now", lambda: next(moments))
+    monkeypatch.setattr(ended_tasks, "now", lambda: next(moments))
     without_key = a_task(queue.app, work, key=lambda key: key.missing)
     with Proxy(redis_url) as proxy, configure(redis=proxy.url), proxy.refused():
         for _ in range(2):

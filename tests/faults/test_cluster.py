@@ -15,7 +15,9 @@ from redis.crc import key_slot
 from redis.exceptions import AskError, MovedError, RedisClusterException, RedisError
 
 from only_one import configure, only_one
-from only_one.connections import cluster as nodes
+from only_one.clock import now
+from only_one.connections import cluster as clusters
+from only_one.connections import node as nodes
 from only_one.connections import server as servers
 from only_one.inspection import held, release_key
 from only_one.lock import renewal
@@ -300,7 +302,9 @@ def test_releases_that_must_still_happen_do_not_wait_for_a_frozen_master(
         for number in range(200):
             name = f"{{{key}}}{number}"
             cluster.client.set(name, name)
-            renewal.release_later(Cleanup(server, name, name.encode(), now() + 2 * LIMIT, no_write_in_flight=True))
+            renewal.release_later(
+                PendingRelease(server, name, name.encode(), now() + 2 * LIMIT, no_write_in_flight=True)
+            )
     reads_before = [node.client.info("stats")["total_reads_processed"] for node in healthy]
     with Running(names[0], lease=4 * LIMIT) as run:
         before = run.lock.expires_at
@@ -326,7 +330,7 @@ def test_what_is_learnt_of_the_slots(cluster: Cluster, names: list[str], prefix:
     key, beside = f"{prefix}{name}", f"{{{prefix}{name}}}beside"
     slot, other = key_slot(key.encode()), key_slot(cluster.name_on(source, "").encode())
     assert slot != other
-    theirs = nodes.ClusterNodes(cluster.connect())
+    theirs = clusters.ClusterNodes(cluster.connect())
     known = cluster.slots()
     assert theirs._owners == known
     assert set(theirs._nodes) == {node.address for node in cluster.nodes}

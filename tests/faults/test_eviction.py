@@ -127,9 +127,9 @@ def test_what_sentinels_watch_is_warned_of_by_its_name_and_theirs(monkeypatch: p
             with each.connected() as client:
                 (sentinel,) = client.connection_pool.sentinel_manager.sentinels
                 port = sentinel.connection_pool.connection_kwargs["port"]
-                text = str(eviction.may_evict(client))
+                text = str(eviction.eviction_warning(client))
                 assert text.startswith(f"watched of Sentinel 127.0.0.1:{port} evicts keys")
-                assert eviction.may_evict(client) is None
+                assert eviction.eviction_warning(client) is None
 
 
 def test_a_user_who_may_not_ask(evicting: Any, proxy: Proxy, warnings: Callable[[], list[str]]) -> None:

@@ -10,9 +10,9 @@ import pytest
 import redis as redis_py
 
 from only_one import configure, subscribe
-from only_one.connections import cluster as nodes
+from only_one.connections import node as nodes
 from only_one.events import Event
-from only_one.lock import cleanup, current_lock, renewal
+from only_one.lock import current_lock, pending_releases, renewal
 from tests.lock.watched import Watch
 from tests.proxy import Proxy
 from tests.renewal import Clock

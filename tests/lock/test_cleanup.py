@@ -108,7 +108,7 @@ def test_the_cleanups_at_the_end_of_the_process(
     server = watch.server(url or redis_url)
     watch.cleanup(server, "none in flight")
     watch.cleanup(server, "other", no_write_in_flight=False)
-    renewal._renewer.cleanups.finish()
+    renewal._renewer.pending_releases.finish()
     assert len(paused) == pytest.approx(len(slept), abs=1)
     assert paused == slept[: len(paused)]
     trips = keys(node(server).trips)
@@ -123,7 +123,7 @@ def test_many_tokens_of_unknown_fate_are_released_in_a_few_trips(
 ) -> None:
     """However the server releases: of what is sent in one trip, it reads much at a time."""
     names = [f"{prefix}{number}" for number in range(1000)]
-    theirs, left = servers.find_server(server.url), renewal._renewer.cleanups
+    theirs, left = servers.find_server(server.url), renewal._renewer.pending_releases
     theirs.features.release = release
 
     def are_tried() -> bool:
@@ -134,7 +134,9 @@ def test_many_tokens_of_unknown_fate_are_released_in_a_few_trips(
         client.mset({name: name for name in names})
         theirs.node_of(names[0]).fail(LONG)
         for name in names:
-            cleanup = Cleanup(theirs, name, name.encode(), now() + 2 * LONG, no_write_in_flight=no_write_in_flight)
+            cleanup = PendingRelease(
+                theirs, name, name.encode(), now() + 2 * LONG, no_write_in_flight=no_write_in_flight
+            )
             renewal.release_later(cleanup)
         before = client.info("stats")["total_reads_processed"]
         with later(LONG):

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from only_one.lock import token as holder
+from only_one import holder
 from only_one.clock import now
 from only_one.holder import Holder, printable
-from only_one.lock import token
+from only_one.lock import liveness, token
 from only_one.lock.liveness import is_dead, is_gone
 from only_one.lock.token import TokenFactory, active_tokens, kept, process_start
 from rigs.namespaces import MACHINE, unshare
@@ -217,7 +217,9 @@ def test_a_start_that_differs_is_another_process(living: Process) -> None:
 
 FORKED = """
 import os, time
-from only_one.lock.holder import Holder, TokenFactory, is_dead, active_tokens
+from only_one.holder import Holder
+from only_one.lock.token import TokenFactory, active_tokens
+from only_one.lock.liveness import is_dead
 
 factory = TokenFactory("work")
 
@@ -257,7 +259,8 @@ def test_a_forked_child_is_another_process_than_its_parent() -> None:
 
 OTHERS = """
 import json, os, sys
-from only_one.lock.holder import TokenFactory, is_dead, process_start
+from only_one.lock.token import TokenFactory, process_start
+from only_one.lock.liveness import is_dead
 
 def changed(value, **changes):
     return json.dumps({**json.loads(value), **changes}, separators=(",", ":")).encode()
@@ -319,7 +322,6 @@ def test_another_host_or_boot_or_namespace_is_another_machine(dead: bytes, part:
 
 GONE = """
 import os
-from only_one.lock import token as holder
 from only_one.lock.token import TokenFactory
 from only_one.lock.liveness import is_dead
 
@@ -359,8 +361,8 @@ def test_with_the_proc_of_others_nobody_is_dead() -> None:
 def test_on_a_platform_without_a_proc_nobody_is_dead(
     dead: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(holder, "Path", lambda path: tmp_path / str(path).lstrip("/"))
-    monkeypatch.setattr(holder, "_this_process", token._Process)
+    monkeypatch.setattr(token, "Path", lambda path: tmp_path / str(path).lstrip("/"))
+    monkeypatch.setattr(liveness, "this_process", token._Process)
     assert token.machine() is None
     assert process_start(os.getpid()) is None
     mine = Holder.parse(TokenFactory("work").token(600))
@@ -379,9 +381,7 @@ def test_a_kernel_without_time_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_p
     (tmp_path / "proc/self").symlink_to(str(os.getpid()))
     (tmp_path / f"proc/{os.getpid()}/ns").mkdir(parents=True)
     (tmp_path / f"proc/{os.getpid()}/ns/pid").symlink_to("pid:[1]")
-    monkeypatch.setattr(
-        holder, "Path", lambda path: tmp_path / path.lstrip("/") if path.startswith("/") else Path(path)
-    )
+    monkeypatch.setattr(token, "Path", lambda path: tmp_path / path.lstrip("/") if path.startswith("/") else Path(path))
     assert token.machine() == f"{socket.gethostname()}/the-boot/pid:[1]/"
 
 
@@ -468,8 +468,8 @@ def test_who_was_just_seen_alive_is_not_read_of_again(living: Process, monkeypat
     moment = float(int(now()) + 10)
     until = moment + 1.0
     assert not is_dead(living.value)  # and knows who it is itself
-    monkeypatch.setattr(holder, "process_start", look)
-    monkeypatch.setattr(holder, "now", lambda: moment)
+    monkeypatch.setattr(liveness, "process_start", look)
+    monkeypatch.setattr(liveness, "now", lambda: moment)
     assert not any(is_dead(changed(living.value, number=number)) for number in range(100))
     assert looked == [living.pid]
     moment += 0.99

@@ -23,6 +23,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from only_one import LockLost, LockUnavailable, only_one
+from only_one.clock import now
 from only_one.events import Event, Lost
 from only_one.lock import renewal
 from rigs.servers import RedisServer

@@ -25,11 +25,15 @@ from redis.backoff import NoBackoff
 from redis.exceptions import LockError, LockNotOwnedError
 from redis.retry import Retry
 
-from only_one import AlreadyRunning, LockUnavailable, carry_on, current_lock, fail, only_one, skip
+from only_one import AlreadyRunning, LockUnavailable, carry_on, current_lock, driver, fail, only_one, skip
+from only_one.clock import now
+from only_one.connections import server_features
+from only_one.connections.server_features import Features
+from only_one.driver import Commands
 from only_one.events import Busy, Down, Event, Lost, Released
+from only_one.holder import Holder
 from only_one.lock import commands, renewal
-from only_one.lock.commands import Commands, Features, MarkerUpdate, ReleaseResult, Retained, now
-from only_one.lock.holder import Holder
+from only_one.lock.commands import MarkerUpdate, ReleaseResult, Retained
 from only_one.lock.redis_lock import AsyncLock, Lock
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
@@ -119,7 +123,7 @@ class Sync:
         return action(*args, **kwargs)
 
     def drive(self, client: Any, steps: Commands[Any]) -> Any:
-        return commands.drive(client, steps)
+        return driver.drive(client, steps)
 
     def acquire(self, client: Any, features: Features, key: str, token: bytes, seconds: float | None = 600) -> Any:
         return self.drive(client, commands.acquire(features, key, token, commands.expiry_in(seconds)))
@@ -150,7 +154,7 @@ class Async(Sync):
         return self.loop.run_until_complete(action(*args, **kwargs))
 
     def drive(self, client: Any, steps: Commands[Any]) -> Any:
-        return self.do(commands.drive_async, client, steps)
+        return self.do(driver.drive_async, client, steps)
 
     def close(self) -> None:
         for client in self.clients:
@@ -279,11 +283,11 @@ def test_a_token_is_replaced_that_is_ours_or_has_been_replaced_before(direct: An
     """The latter where a reply was lost, and redis-py has sent the command again."""
     direct.set(key, b"ours")
     for _ in range(2):
-        assert commands.drive(direct, commands.replace(key, b"ours", b"new", 60)) == HELD
+        assert driver.drive(direct, commands.replace(key, b"ours", b"new", 60)) == HELD
         assert direct.get(key) == b"new"
         assert 30_000 < direct.pttl(key) <= 60_000
     direct.set(key, b"taken")
-    assert commands.drive(direct, commands.replace(key, b"ours", b"new", 60)) == ("taken", b"taken", False)
+    assert driver.drive(direct, commands.replace(key, b"ours", b"new", 60)) == ("taken", b"taken", False)
     assert direct.get(key) == b"taken"
 
 
@@ -300,7 +304,7 @@ def test_the_completion_marker_is_set_for_redeliveries_that_wait_or_may_come(
         direct.delete(marker.name)
         if waits:
             direct.hset(marker.name, mapping={"number": 1, "stored": 1})
-        result = commands.drive(direct, commands.end(Features(), key, b"ours", retained, marker))
+        result = driver.drive(direct, commands.end(Features(), key, b"ours", retained, marker))
         assert result == ("held", b"", has_redeliveries)
         fields = direct.hgetall(marker.name)
         assert bool(fields) is has_redeliveries
@@ -314,7 +318,7 @@ def test_the_completion_marker_is_set_for_redeliveries_that_wait_or_may_come(
 def test_a_key_of_others_is_neither_replaced_nor_deleted_for_the_marker(direct: Any, key: str) -> None:
     marker, retained = MarkerUpdate(f"{{{key}}}:marker", 0), Retained(b"kept", now() + 60)
     direct.set(key, b"kept")
-    assert commands.drive(direct, commands.end(Features(), key, b"ours", retained, marker)) == HELD  # sent again
+    assert driver.drive(direct, commands.end(Features(), key, b"ours", retained, marker)) == HELD  # sent again
     assert 30_000 < direct.pttl(key) <= 60_000
     for value in (b"other", b""):
         direct.set(key, value)
@@ -322,7 +326,7 @@ def test_a_key_of_others_is_neither_replaced_nor_deleted_for_the_marker(direct: 
             commands.end(Features(), key, b"ours", retained, marker),
             commands.release(Features(), key, b"ours", marker),
         ):
-            assert commands.drive(direct, steps) == ("taken", value, False)
+            assert driver.drive(direct, steps) == ("taken", value, False)
         assert direct.get(key) == value
 
 
@@ -393,14 +397,14 @@ def test_the_server_features_that_another_thread_has_learnt_stay() -> None:
     """Several may have sent the same command before the first learns that it is refused; other errors say nothing."""
     features = Features()
     for error in (redis.ResponseError("WRONGTYPE"), redis.ResponseError("OOM")):
-        assert not commands.is_forbidden(error)
-        assert not features.fall_back_from("DELIFEQ", error)
+        assert not server_features.is_forbidden(error)
+        assert not features.fall_back("DELIFEQ", error)
         assert features.release == "DELIFEQ"
-    assert not commands.is_forbidden(PermissionError("no permission to open a socket"))
+    assert not server_features.is_forbidden(PermissionError("no permission to open a socket"))
     for refused, then in [("DELIFEQ", "DELEX"), ("DELIFEQ", "DELEX"), ("DELEX", "EVAL"), ("DELIFEQ", "EVAL")]:
-        assert features.fall_back_from(refused, UNKNOWN)
+        assert features.fall_back(refused, UNKNOWN)
         assert features.release == then
-    assert not features.fall_back_from("EVAL", UNKNOWN)
+    assert not features.fall_back("EVAL", UNKNOWN)
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,10 @@ import redis as redis_py
 from redis.exceptions import NoPermissionError, ResponseError
 
 from only_one import LockLost
-from only_one.connections import cluster as nodes
+from only_one.clock import now
+from only_one.connections import node as nodes
+from only_one.connections import short_timeouts
 from only_one.lock import renewal
-from only_one.lock.commands import now
 from only_one.lock.current_lock import Lease
 from rigs.waiting import LIMIT, eventually
 from tests.lock.test_leases import no_more_threads
@@ -471,7 +472,7 @@ OF_THE_USERS_OWN = ("orig_host_address", "oss_cluster_handler", "maint_notificat
     ],
 )
 def test_a_connection_for_the_thread_gives_up_soon(given: dict[str, Any], made: dict[str, Any]) -> None:
-    assert nodes._short_timeouts(given) == made
+    assert short_timeouts.short_timeouts(given) == made
 
 
 @pytest.mark.parametrize("url", ["redis://h:7/3", "rediss://h:7", "unix:///s"])
@@ -491,7 +492,7 @@ def test_a_client_for_the_thread_that_asks_the_same_sentinels(options: dict[str,
     kind: Any = redis_py.sentinel.Sentinel
     manager = kind([("h", 7), ("h", 8)])
     pool = redis_py.sentinel.SentinelConnectionPool("mine", manager, **options)  # type: ignore[no-untyped-call]
-    made = nodes.with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
+    made = short_timeouts.with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
     assert made is not pool
     for name in ("service_name", "is_master", "check_connection", "connection_class"):
         assert getattr(made, name) == getattr(pool, name)

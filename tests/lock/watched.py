@@ -79,8 +79,10 @@ class Watch:
     def cleanup(self, server: Any, name: str = "k", *, no_write_in_flight: bool = True) -> Any:
         """A cleanup in its care."""
         key = self.key(name)
-        made = cleanup.Cleanup(server, key, b"token", MOMENT + LONG, no_write_in_flight=no_write_in_flight)
-        self.renewer.cleanups[name.encode()] = made
+        made = pending_releases.PendingRelease(
+            server, key, b"token", MOMENT + LONG, no_write_in_flight=no_write_in_flight
+        )
+        self.renewer.pending_releases[name.encode()] = made
         made.token = name.encode()  # so that each has its own place
         return made
 

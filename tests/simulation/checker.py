@@ -221,8 +221,9 @@ class Checker:
         is_excused = call.is_excused or self.history.wall_step or self.lost_data_at > 0
         call.fence = fence
         for other in self.calls:  # a run may learn its fence late: it was paused meanwhile
-            is_other = other is not call and other.key == call.key and other.fence is not None
-            if is_other and not is_excused and (other.began < call.began) != (other.fence < fence):
+            if is_excused or other is call or other.key != call.key or other.fence is None:
+                continue
+            if (other.began < call.began) != (other.fence < fence):
                 self.problem("a fence that is not higher", f"{call.name}: {fence}, and {other.name}: {other.fence}")
 
     # from inside
