@@ -205,10 +205,10 @@ def test_a_task_is_refused_what_it_cannot_do(kind: str) -> None:
 
 
 def test_a_task_cannot_be_decorated_twice() -> None:
-    task, inner = app().task(lazy=False, name="twice"), only_one("k")(two)
-    refused(ConfigurationError, "write one @only_one", lambda: only_one("k")(task(inner)))
-    task = app().task(lazy=False, name="twice")
-    refused(ConfigurationError, "write one @only_one above @app.task", lambda: only_one("k")(only_one("l")(task(two))))
+    of_decorated = app().task(lazy=False, name="made of decorated")(only_one("k")(two))
+    refused(ConfigurationError, "write one @only_one", lambda: only_one("k")(of_decorated))
+    once = only_one("l")(app().task(lazy=False, name="made twice")(two))
+    refused(ConfigurationError, "write one @only_one above @app.task", lambda: only_one("k")(once))
 
 
 @pytest.mark.parametrize(
