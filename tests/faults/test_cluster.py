@@ -359,7 +359,7 @@ class Said:
     """
 
     def __init__(self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.clock = Clock(monkeypatch, nodes)
+        self.clock = Clock(monkeypatch, nodes, clusters)
         self.theirs = clusters.ClusterNodes(cluster.client)
         self.replies: dict[int, Callable[[str], Any]] = {}
         self.asked: list[tuple[int, str]] = []

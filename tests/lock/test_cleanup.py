@@ -38,7 +38,7 @@ def test_when_a_cleanup_is_tried_again(
     cleanup = watch.cleanup(watch.server(redis_url), no_write_in_flight=no_write_in_flight)
     assert cleanup.try_at == MOMENT
     for pause in pauses:
-        assert cleanup.is_over(cleanup.command(), reply) is is_over
+        assert cleanup.note_reply(cleanup.command(), reply) is is_over
         assert cleanup.pause == pytest.approx(pause)
         assert cleanup.try_at == MOMENT + (cleanup.pause if pause > 0.05 else 0)
 
@@ -47,10 +47,10 @@ def test_a_cleanup_is_tried_once_more_when_the_token_has_expired(watch: Watch, r
     """Or a SET that has come since the time before would keep the key for a whole lease."""
     left = watch.cleanup(watch.server(redis_url), no_write_in_flight=False)
     left.pause, left.until = 0.5, MOMENT + 0.75
-    assert not left.is_over(("DELIFEQ", "k"), 0)
+    assert not left.note_reply(("DELIFEQ", "k"), 0)
     watch.clock.moment = left.try_at
     assert left.try_at == MOMENT + 0.75
-    assert left.is_over(("DELIFEQ", "k"), 0)
+    assert left.note_reply(("DELIFEQ", "k"), 0)
 
 
 def test_cleanups_that_are_due(watch: Watch, redis_url: str) -> None:

@@ -323,6 +323,8 @@ def test_another_host_or_boot_or_namespace_is_another_machine(dead: bytes, part:
 GONE = """
 import os
 from only_one.lock.token import TokenFactory
+from only_one.lock import token
+from only_one.lock import token
 from only_one.lock.liveness import is_dead
 
 ours, theirs = os.pipe()
@@ -362,7 +364,8 @@ def test_on_a_platform_without_a_proc_nobody_is_dead(
     dead: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(token, "Path", lambda path: tmp_path / str(path).lstrip("/"))
-    monkeypatch.setattr(liveness, "this_process", token._Process)
+    for module in (token, liveness):
+        monkeypatch.setattr(module, "this_process", token._Process)
     assert token.machine() is None
     assert process_start(os.getpid()) is None
     mine = Holder.parse(TokenFactory("work").token(600))

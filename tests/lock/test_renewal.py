@@ -35,10 +35,9 @@ def test_which_leases_are_renewed_and_which_not_yet(watch: Watch, redis_url: str
     """One that is due within a fiftieth of its time goes with the others; a moment later, or without renewal, not."""
     server = watch.server(redis_url)
     due, late, plain = watch.lease(server, "due"), watch.lease(server, "late"), watch.lease(server, "plain", TTL)
-    off = watch.lease(None, "off")
     due.renew_at = MOMENT + SOON
     late.renew_at = math.nextafter(MOMENT + SOON, math.inf)
-    plain.renew_at = off.renew_at = MOMENT
+    plain.renew_at = MOMENT
     assert watch.renewer.renew_what_is_due() is False
     assert keys(node(server).trips) == [["due"]]
     assert (due.expires_at, due.renew_at) == (MOMENT + TTL, MOMENT + TTL / 3)
@@ -278,7 +277,7 @@ def asleep(renewer: Any) -> Future[None]:
 
 def test_it_sleeps_until_something_is_due(idle: Any) -> None:
     due = now() + 0.05
-    idle.cleanups[b"k"] = SimpleNamespace(try_at=due)
+    idle.pending_releases[b"k"] = SimpleNamespace(try_at=due)
     assert asleep(idle).result(LIMIT) is None
     assert now() >= due == idle.wakes_at
 
@@ -334,8 +333,8 @@ def test_a_cleanup_that_comes_when_it_is_about_to_sleep(idle: Any) -> None:
 
     def next_due() -> float:
         before: float = looks()
-        if not idle.cleanups:
-            idle.cleanups[b"k"] = SimpleNamespace(try_at=due)
+        if not idle.pending_releases:
+            idle.pending_releases[b"k"] = SimpleNamespace(try_at=due)
             idle.see_to_it_by(due)
         return before
 
@@ -362,7 +361,7 @@ def test_a_step_that_fails_is_logged_and_the_next_waits_a_moment(
 
     monkeypatch.setattr(renewal, "time", SimpleNamespace(sleep=paused.append))
     monkeypatch.setattr(renewal, "_log", lambda *rest: logged.append(rest))
-    steps = ("renew_all_that_is_due", "cleanups.release_due", "look_at_a_new_server", "sleep")
+    steps = ("renew_all_that_is_due", "pending_releases.release_due", "look_at_a_new_server", "sleep")
     for number, name in enumerate(steps):
         monkeypatch.setattr(f"only_one.lock.renewal._renewer.{name}", partial(step, number))
     watch.renewer.take_turn()
