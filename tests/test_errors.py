@@ -84,19 +84,20 @@ HOLDER = AlreadyRunning("k", TOKEN).holder
 
 
 @pytest.mark.parametrize(
-    ("error", "args", "text"),
+    ("kind", "given", "args", "text"),
     [
-        (AlreadyRunning(key="k"), ("k", ""), "k is taken by a value that is not a holder of only_one"),
-        (AlreadyRunning("k", TOKEN), ("k", TOKEN), "k is taken by {holder}"),
-        (LockLost(key="k", reason="deleted"), ("k", "deleted", ""), "k is lost: deleted"),
-        (LockLost("k", "taken", TOKEN), ("k", "taken", TOKEN), "k is lost: taken, now held by {holder}"),
-        (LockUnavailable(key="k"), ("k", ""), "k could not be acquired: "),
-        (LockUnavailable("k", "why"), ("k", "why"), "k could not be acquired: why"),
+        (AlreadyRunning, {}, ("k", ""), "k is taken by a value that is not a holder of only_one"),
+        (AlreadyRunning, {"value": TOKEN}, ("k", TOKEN), "k is taken by {holder}"),
+        (LockLost, {"reason": "deleted"}, ("k", "deleted", ""), "k is lost: deleted"),
+        (LockLost, {"reason": "r", "value": TOKEN}, ("k", "r", TOKEN), "k is lost: r, now held by {holder}"),
+        (LockUnavailable, {}, ("k", ""), "k could not be acquired: "),
+        (LockUnavailable, {"problem": "why"}, ("k", "why"), "k could not be acquired: why"),
     ],
 )
-def test_an_error_says_what_it_knows(error: Any, args: Any, text: str) -> None:
+def test_an_error_says_what_it_knows(kind: Any, given: dict[str, str], args: Any, text: str) -> None:
+    error = kind(key="k", **given)
     assert (error.key, error.args, str(error)) == ("k", args, text.format(holder=HOLDER))
-    if not isinstance(error, LockUnavailable):
+    if kind is not LockUnavailable:
         assert error.holder == (HOLDER if TOKEN in args else None)
-    if isinstance(error, AlreadyRunning):
+    if kind is AlreadyRunning:
         assert error.task_id == ("the-id" if TOKEN in args else None)

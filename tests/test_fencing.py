@@ -9,9 +9,8 @@ import pytest
 import redis as redis_py
 from redis.exceptions import ResponseError
 
-from only_one import LockLost, Lost, current_lock
-from only_one.holder import Holder
-from only_one.lock.token import TokenFactory
+from only_one import LockLost, Lost, configure, current_lock
+from only_one.lock.holder import Holder, TokenFactory
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, both, decorated, events
@@ -137,6 +136,12 @@ def test_a_counter_that_is_no_number(redis: Any, counter: str) -> None:
         decorated(fence)()
     redis.delete(counter)
     assert decorated(fence)()
+
+
+def test_there_is_one_where_the_locking_is_switched_off() -> None:
+    with configure(active=False):
+        first, again = decorated(lambda: [fence(), fence()])()
+    assert first == again
 
 
 # More time; in a cluster, see `faults/test_cluster`
