@@ -10,7 +10,8 @@ import redis as redis_py
 from redis.exceptions import ResponseError
 
 from only_one import LockLost, Lost, configure, current_lock
-from only_one.lock.holder import Holder, TokenFactory
+from only_one.holder import Holder
+from only_one.lock.token import TokenFactory
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, both, decorated, events

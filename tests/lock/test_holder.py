@@ -325,6 +325,7 @@ import os
 from only_one.lock.token import TokenFactory
 from only_one.lock import token
 from only_one.lock import token
+from only_one.lock import token
 from only_one.lock.liveness import is_dead
 
 ours, theirs = os.pipe()
