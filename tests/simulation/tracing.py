@@ -70,7 +70,7 @@ EXCEPTIONS = {
     'getattr(result, "close"': "a mistake of the user, who is told at once",
     'msg = "current_lock() was called outside': "a mistake of the user, who is told at once",
     "self.end(next(iter([*self])": "10,000 cleanups at a time",
-    'became.status == "gone" and now() >= self.expires_at): ': "redis-py's own Lock.release, which no call uses",
+    'if has_expired or became.status == "taken":': "redis-py's own Lock.release, which no call uses",
     "while self.renew_what_is_due():  # pass": "more than 500 leases in a process",
     "gevent.get_original(": "gevent",
     "eventlet.original(": "eventlet",
