@@ -1,99 +1,382 @@
-"""The tasks that the live tests send to a real worker.
+"""The tasks of the live tests: a run does what it is ordered to, one order after the other.
 
 A run writes down its begin and its end in a file that is opened to append, which is the tests' witness: it does not use
-the lock. Then it waits until its gate is opened, so that nothing here depends on how long anything takes.
+the lock. No key expires within a test, unless the test says so.
 """
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import redis
 from celery import Celery, Task, shared_task
+from celery.backends.base import DisabledBackend
+from celery.exceptions import Ignore, Reject, Retry
+from celery.signals import task_postrun, task_prerun, task_received
+from pydantic import BaseModel
 
-from only_one import configure, current_lock, only_one
-from tests.live.workers import note, use_broker, wait_at
+from only_one import (
+    AlreadyRunning,
+    Released,
+    buffer_one,
+    carry_on,
+    configure,
+    current_lock,
+    fail,
+    only_one,
+    retry,
+    skip,
+    subscribe,
+)
+from only_one.connections.server import find_server
+from only_one.lock.cleanup import Cleanup
+from only_one.lock.commands import now
+from only_one.lock.renewal import release_later
+from rigs.sweeps import soon as soon  # whose workers look for lost messages as often as they are told
+from rigs.waiting import LIMIT, eventually
+from tests.live.brokers import KIND, consumed, countdown_of
+from tests.live.workers import LOCKS, PREFIX, RESULTS, SETTINGS, URL, evaluated, note, use_broker, wait_at
+from tests.renewal import is_renewed, renew_now
 
-LEASE = 60
-"""Seconds that a key outlives a worker that is killed."""
+TIMEOUT = 10 * LIMIT
+AT_LEAST = TIMEOUT / 2
+LEASE = 60.0
+SHORT_LEASE = 3.0
+CLOSED = "redis://127.0.0.1:1/0"
 
-app = Celery("live", set_as_current=False)
+PAUSE = 0.55
+"""Seconds for which a run lasts that is longer than half of the visibility timeout of `test_redelivery`."""
+WAIT = 0.1 if KIND == "redis" else 5
+"""Seconds between two attempts, in which the second is in a queue that nobody reads, if the broker is Redis."""
+
+DIRECT = "direct"
+"""A queue of a direct exchange of its own, for the workers that are told of it."""
+TEMPLATE = "LIVE_TEMPLATE"
+"""What tells the worker that a template is another one by now."""
+
+
+def around(call: Callable[..., Any]) -> Callable[..., Any]:
+    """What an annotation may put around a task."""
+
+    def annotated(self: Any, key: str, *orders: Any) -> Any:
+        note("around", key)
+        return call(self, key, *orders)
+
+    return annotated
+
+
+app: Any = Celery("live", set_as_current=False)
 app.conf.broker_connection_retry_on_startup = True
+app.conf.worker_prefetch_multiplier = 4
+app.conf.task_annotations = {"annotated": {"max_retries": 7, "@__call__": around}}
+without_results = DisabledBackend(app)
 
-if "LIVE_URL" in os.environ:  # in the worker
-    app.conf.result_backend = os.environ["LIVE_URL"]
+
+def next_number(what: str) -> int:
+    """Count up, for all processes."""
+    with redis.Redis.from_url(os.environ[URL]) as client:
+        return int(client.incr(f"number:{what}"))
+
+
+def die_after_the_first(event: Any) -> None:
+    """Be killed in the moment after the key is released, and before the result is stored."""
+    key = event.key.removeprefix(PREFIX)
+    if isinstance(event, Released) and key.startswith("dies-") and next_number(f"released:{key}") == 1:
+        note("killed", key)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if URL in os.environ:  # in a worker
+    app.conf.update({"result_backend": os.environ[RESULTS], **json.loads(os.environ[SETTINGS])})
     use_broker(app)
-    configure(redis=os.environ["LIVE_URL"], prefix=os.environ["LIVE_PREFIX"])
+    configure(redis=os.environ[LOCKS], prefix=PREFIX)
+    subscribe(die_after_the_first)
+    if DIRECT in os.environ:
+        options = consumed().get("options", {})
+        app.amqp.queues.add(DIRECT, exchange="directs", exchange_type="direct", routing_key=DIRECT, **options)
+
+    @task_received.connect(weak=False)  # type: ignore[untyped-decorator]
+    def received(request: Any, **_: Any) -> None:
+        """Write down what a worker is given."""
+        note("received", *request.args[:1])
+
+    @task_prerun.connect(weak=False)  # type: ignore[untyped-decorator]
+    def begins(task: Any, task_id: str, args: list[Any], **_: Any) -> None:
+        """Begin the retry of a task in a canvas when the state of its previous attempt is stored.
+
+        Celery looks for a success, and then stores that state, in two commands: a quick success would be lost.
+        """
+        if task.request.retries and f"result of {args[0]}" in args:
+            eventually(lambda: app.AsyncResult(task_id).state != "PENDING")
+
+    @task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
+    def seen(args: list[Any], **_: Any) -> None:
+        """Write down that a delivery has been seen to, whether it ran or not."""
+        note("seen", *args[:2])
 
 
-@contextmanager
-def witnessed(gate: str) -> Iterator[None]:
-    """A run, from begin to end, which waits at its gate."""
-    note("begin", gate, os.getpid())
-    try:
-        wait_at(gate)
-        yield
-    finally:
-        note("end", gate, os.getpid())
+class Trouble(Exception):
+    """Raised by a run."""
 
 
-def whose_lock_it_is() -> dict[str, Any]:
+def trouble(_: Any, key: str) -> None:
+    raise Trouble(key)
+
+
+def reject(how: str) -> Callable[[Any, str], None]:
+    def rejected(*_: Any) -> None:
+        raise Reject(how, requeue=how == "reject and requeue")
+
+    return rejected
+
+
+def end_the_process(key: str, end: Callable[[], None]) -> None:
+    note("end", key)
+    end()
+
+
+def ignore(*_: Any) -> None:
+    raise Ignore
+
+
+def say_that_it_is_retried(_: Any, key: str) -> None:
+    raise Retry(key, when=LIMIT)
+
+
+def stay_in_c(*_: Any) -> None:
+    """Stay in one C call, with Python's lock: no other thread gets a turn, and no signal is heeded."""
+    system, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(256)
+    system.pthread_mutex_init(mutex, None)
+    system.pthread_mutex_lock(mutex)
+    system.pthread_mutex_lock(mutex)
+
+
+def and_clean_up(order: str) -> Callable[[Any, str], None]:
+    """End as ordered, and wait at the gate before that has its effect."""
+
+    def work(task: Any, key: str) -> None:
+        try:
+            ORDERS[order](task, key)
+        finally:
+            wait_at(f"gate:{key}")
+
+    return work
+
+
+def retry_with_the_key_that_follows(task: Any, _: str) -> None:
+    key = task.request.args[-1]
+    task.retry(args=(key, f"result of {key}"), countdown=0)
+
+
+def note_the_request(task: Any, key: str) -> None:
+    """Write down all that a run is told of its message, as far as JSON can say it."""
+    note("request", key, json.dumps({**vars(task.request), "repr": repr(task.request.args)}, default=str))
+
+
+def see_it_renewed(_: Any, key: str) -> None:
+    note("renewed", key, is_renewed(current_lock()))
+
+
+def lose_the_key(_: Any, key: str) -> None:
+    """Wait until the key is lost, which the renewal finds out."""
+    lock = current_lock()
+
+    def is_lost() -> bool:
+        renew_now(lock)
+        return not lock.is_held
+
+    assert eventually(is_lost), key
+
+
+ORDERS: dict[str, Callable[[Any, str], Any]] = {
+    "gate": lambda _, key: wait_at(f"gate:{key}"),
+    "pause": lambda *_: time.sleep(PAUSE),
+    "short pause": lambda *_: time.sleep(0.02),
+    "sleep": lambda *_: time.sleep(TIMEOUT),
+    "C call": stay_in_c,
+    "note the request": note_the_request,
+    "see it renewed": see_it_renewed,
+    "lose the key": lose_the_key,
+    "make sure of it": lambda *_: current_lock().ensure_held(),
+    "exception": trouble,
+    "ignore": ignore,
+    "exit": lambda _, key: end_the_process(key, lambda: sys.exit("exit")),
+    "kill": lambda _, key: end_the_process(key, lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "reject": reject("reject"),
+    "reject and requeue": reject("reject and requeue"),
+    "say that it is retried": say_that_it_is_retried,
+    "retry": lambda task, _: task.retry(countdown=0),
+    "retry later": lambda task, _: task.retry(countdown=WAIT),
+    "retry in an hour": lambda task, _: task.retry(countdown=3600),
+    "retry with this key": retry_with_the_key_that_follows,
+    "retry elsewhere": lambda task, key: task.retry(args=(f"{key}-other",), countdown=0),
+    "retry and clean up": and_clean_up("retry"),
+    "replace": lambda task, key: task.replace(task.si(key)),
+    "replace and clean up": and_clean_up("replace"),
+}
+
+
+def whose() -> dict[str, Any]:
     """What others see of the run that calls this."""
     lock = current_lock()
     holder = lock.holder
     assert holder is not None
-    return {"key": lock.key, "name": holder.name, "id": holder.task_id, "attempt": holder.attempt, "held": lock.is_held}
+    found = {"key": lock.key, "held": lock.is_held, "state": holder.state, "is here": holder.pid == os.getpid()}
+    return {**found, "name": holder.name, "id": holder.task_id, "attempt": holder.attempt}
 
 
-@app.task  # type: ignore[untyped-decorator]
-@only_one("{name}:{gate}", lease=LEASE)
-def plain(gate: str, extra: int = 0) -> dict[str, Any]:
-    with witnessed(gate):
-        return {"extra": extra, **whose_lock_it_is()}
+def work(task: Any, key: str, *orders: Any) -> Any:
+    """Do what is ordered; what comes after "once" is for the first run of a key only.
+
+    Returns:
+        The last order that is none, or what others see of this run.
+    """
+    note("begin", key, task.request.retries)
+    result = None
+    try:
+        for order in orders:
+            if order == "once":
+                if next_number(key) > 1:
+                    break
+            elif isinstance(order, str) and order in ORDERS:
+                ORDERS[order](task, key)
+            else:
+                result = order
+    except Exception:
+        note("end", key)
+        raise
+    result = whose() if result is None else result
+    note("end", key, result if isinstance(result, int) else "")
+    return result
 
 
-@app.task(bind=True)  # type: ignore[untyped-decorator]
-@only_one
-def bound(self: Any, gate: str, extra: int = 0) -> dict[str, Any]:
-    with witnessed(gate):
-        return {"extra": extra, "own id": self.request.id, **whose_lock_it_is()}
+def below(name: str, celery: Any = None, *, first: Sequence[str] = (), **options: Any) -> Any:
+    """A task whose run is decorated; it obeys these orders first."""
+
+    @only_one("{key}", **{"timeout": TIMEOUT, **options})
+    def run(self: Any, key: str, *orders: Any) -> Any:
+        return work(self, key, *first, *orders)
+
+    return app.task(**{"name": name, "bind": True, "shared": False, **(celery or {})})(run)
 
 
-@shared_task  # type: ignore[untyped-decorator]
-@only_one("{name}:{gate}")
-def shared(gate: str) -> dict[str, Any]:
-    with witnessed(gate):
-        return whose_lock_it_is()
+def above(name: str, celery: Any = None, *, key: Any = "{key}", **options: Any) -> Any:
+    """A task that is unique from queued to finished."""
+
+    def run(self: Any, key: str, *orders: Any) -> Any:
+        return work(self, key, *orders)
+
+    task = app.task(**{"name": f"unique {name}", "bind": True, "shared": False, **(celery or {})})(run)
+    decorated: Any = only_one(key, **{"timeout": TIMEOUT, **options})(task)
+    return decorated
 
 
-@shared_task(bind=True, name="a shared name")  # type: ignore[untyped-decorator]
-@only_one("{name}:{gate}", timeout=60)
-def bound_and_shared(self: Any, gate: str) -> dict[str, Any]:
-    assert isinstance(self, Task)
-    with witnessed(gate):
-        return whose_lock_it_is()
+REDELIVERED = ("once", "pause", "gate")
+LATE = {"acks_late": True, "reject_on_worker_lost": True}
+AGAIN = {"autoretry_for": (Trouble,), "default_retry_delay": 0, "max_retries": 2}
+VARIANTS: dict[str, Any] = {
+    "plain": {},
+    "late": {"celery": LATE},
+    "cooling": {"at_least": AT_LEAST},
+    "again": {"celery": AGAIN},
+    "leased": {"timeout": None, "lease": LEASE},
+    "buffered": {"when_busy": buffer_one(countdown=0.2)},
+}
+BELOW = {name: below(name, **options) for name, options in VARIANTS.items()}
+ABOVE = {name: above(name, **options) for name, options in VARIANTS.items()}
+
+plain = BELOW["plain"]
+unique = ABOVE["plain"]
+
+# Below @app.task
+
+ignored = below("ignored", {"ignore_result": True})
+# In workers of the first version it does the same, under this name.
+redelivered = below("tests.live.redelivery_app.late", {"acks_late": True}, first=REDELIVERED)
+redelivered_without_results = below(
+    "redelivered without results", {"acks_late": True, "backend": without_results}, first=REDELIVERED
+)
+elsewhere = below("elsewhere", LATE, timeout=None, lease=SHORT_LEASE, takeover=False)
+limited = below("limited", {"time_limit": 5})
+requeued = below("requeued", when_busy=retry())
+requeued_late = below("requeued late", {"acks_late": True}, when_busy=retry())
+requeued_soon = below("requeued soon", when_busy=retry(countdown=0.2))
+gives_up = below("gives up", when_busy=retry(0.2, max_retries=3))
+lost = below("lost", timeout=None, lease=LEASE, when_lost=fail)
+carries_on = below("carries on", timeout=None, lease=LEASE, when_lost=carry_on)
+down = below("down", redis=CLOSED)
 
 
-@app.task(name="a name of its own")  # type: ignore[untyped-decorator]
-@only_one("{name}:{gate}", timeout=60)
-def named(gate: str) -> dict[str, Any]:
-    with witnessed(gate):
-        return whose_lock_it_is()
+annotated = below("annotated")
 
 
-@app.task(ignore_result=True)  # type: ignore[untyped-decorator]
-@only_one("{name}:{gate}")
-def silent(gate: str) -> str:
-    with witnessed(gate):
-        return "nobody hears this"
+class Around(Task):  # type: ignore[misc]  # Celery has no types
+    """Does something around each run."""
+
+    abstract = True
+
+    def __call__(self, key: str, *orders: Any) -> Any:
+        note("around", key)
+        return super().__call__(key, *orders)
 
 
-@app.task(shared=False)  # type: ignore[untyped-decorator]
-@only_one
-async def awaited_by_nobody() -> None:
-    """Celery would not run it."""
+class Renames(Task):  # type: ignore[misc]  # Celery has no types
+    """Gives its run another argument than its message has."""
+
+    abstract = True
+
+    def __call__(self, key: str, *orders: Any) -> Any:
+        return super().__call__(f"{key}-renamed", *orders)
+
+
+class EndsBeforeARetry(Task):  # type: ignore[misc]  # Celery has no types
+    """Ends before its run when it is retried."""
+
+    abstract = True
+
+    def before_start(self, task_id: str, *_: Any) -> None:
+        if self.request.retries:
+            raise Trouble(task_id)
+
+
+based, unique_based = below("based", {"base": Around}), above("based", {"base": Around})
+renamed = below("renamed", {"base": Renames})
+ends_before_a_retry = above("ends before a retry", {"base": EndsBeforeARetry})
+
+
+class Feed(BaseModel):
+    """An argument that is a model."""
+
+    key: str
+    orders: list[str] = []
+
+
+class Found(BaseModel):
+    """A result that is one."""
+
+    whose: dict[str, Any]
+
+
+@evaluated
+def with_a_model(self: Any, feed: Feed) -> Found:
+    """Is given a model, and gives one."""
+    assert isinstance(feed, Feed)
+    return Found(whose=work(self, feed.key, *feed.orders))
+
+
+PYDANTIC = {"bind": True, "pydantic": True, "shared": False}
+modelled = app.task(name="modelled", **PYDANTIC)(only_one("{feed.key}", timeout=TIMEOUT)(with_a_model))
+unique_modelled: Any = only_one("{feed[key]}", timeout=TIMEOUT)(
+    app.task(name="unique modelled", **PYDANTIC)(with_a_model)
+)
 
 
 class SingleTask(Task):  # type: ignore[misc]  # Celery has no types
@@ -101,73 +384,174 @@ class SingleTask(Task):  # type: ignore[misc]  # Celery has no types
 
     name = "SingleTask"
 
-    @only_one(key="SingleTask", timeout=60 * 5)
-    def run(self, gate: str) -> dict[str, Any]:
+    @only_one("{key}", timeout=TIMEOUT)
+    def run(self, key: str, *orders: Any) -> Any:
         assert isinstance(self, SingleTask)
-        with witnessed(gate):
-            return whose_lock_it_is()
+        return work(self, key, *orders)
 
 
-class NamedTask(Task):  # type: ignore[misc]  # Celery has no types
-    """The same with the task's name and arguments in the key."""
+class UniqueTask(Task):  # type: ignore[misc]  # Celery has no types
+    """A task that is a class, and unique from queued to finished."""
 
-    name = "another name"
+    name = "UniqueTask"
 
-    @only_one("{name}:{gate}:{extra}")
-    def run(self, gate: str, extra: int = 0) -> dict[str, Any]:
-        with witnessed(gate):
-            return {"extra": extra, **whose_lock_it_is()}
+    def run(self, key: str, *orders: Any) -> Any:
+        return work(self, key, *orders)
 
 
 single_task = app.register_task(SingleTask())
-named_task = app.register_task(NamedTask())
+unique_task: Any = only_one("{key}", timeout=TIMEOUT)(app.register_task(UniqueTask()))
 
 
-class Trouble(Exception):
-    """Raised by a run."""
+@shared_task(bind=True, name="a shared name")  # type: ignore[untyped-decorator]
+@only_one("{key}", timeout=TIMEOUT)
+def shared(self: Any, key: str, *orders: Any) -> Any:
+    return work(self, key, *orders)
 
 
-@app.task  # type: ignore[untyped-decorator]
-@only_one("{name}:{gate}")
-def failing(gate: str) -> None:
-    with witnessed(gate):
-        raise Trouble(gate)
+# Killed at random: a delivery of this one looks whether there is a time at which its process is to die, anywhere from
+# its begin to its end: in the lock, in the run, while it is requeued, or when it is released.
+
+_at_it = threading.Lock()
+_under_way: set[str] = set()
 
 
-@app.task(bind=True, autoretry_for=(Trouble,), max_retries=3, default_retry_delay=0)  # type: ignore[untyped-decorator]
-@only_one("{name}:{gate}")
-def retried(self: Any, gate: str) -> list[int | None]:
-    """Fails twice."""
-    with witnessed(gate):
-        attempt = whose_lock_it_is()["attempt"]
-        note("attempt", gate, attempt)
-        if self.request.retries < 2:
-            raise Trouble(gate)
-        return [attempt, self.request.retries]
+@app.task(bind=True, name="timed", shared=False, max_retries=None, **LATE)  # type: ignore[untyped-decorator]
+@only_one("{key}", timeout=TIMEOUT, when_busy=buffer_one(countdown=0.5))
+def timed(self: Any, key: str, number: int, seconds: float, retries: list[float]) -> int:
+    """Runs for a while, and some times wants to be run again after another while."""
+    note("begin", key, number)
+    time.sleep(seconds)
+    attempt = self.request.retries
+    # Before the exception is raised: whoever runs next may begin before a `finally` is through.
+    note("end" if attempt == len(retries) else "retry", key, number)
+    if attempt < len(retries):
+        raise self.retry(countdown=countdown_of(retries[attempt]))
+    return number
 
 
-@app.task  # type: ignore[untyped-decorator]
-def outer(gate: str, how: str) -> Any:
-    """Calls a covered task as a function."""
-    return (named if how == "the task" else named.run)(gate)
+@task_prerun.connect(sender=timed, weak=False)  # type: ignore[untyped-decorator]
+def may_be_killed(task_id: str, args: list[Any], **_: Any) -> None:
+    """Have the process killed in the middle of this delivery, if that is what is to happen to it."""
+
+    def die() -> None:
+        with _at_it:
+            if task_id in _under_way:
+                note("killed", *args[:2])
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    with redis.Redis.from_url(os.environ[URL]) as client:
+        delay = client.lpop(f"kills:{task_id}")
+    with _at_it:
+        _under_way.add(task_id)
+    if delay:
+        timer = threading.Timer(float(delay), die)
+        timer.daemon = True
+        timer.start()
 
 
-@only_one("{name}:{gate}")
-def function(gate: str) -> dict[str, Any]:
-    with witnessed(gate):
-        return whose_lock_it_is()
+@task_postrun.connect(sender=timed, weak=False)  # type: ignore[untyped-decorator]
+def is_not_killed_any_more(task_id: str, **_: Any) -> None:
+    with _at_it:
+        _under_way.discard(task_id)
 
 
-@app.task  # type: ignore[untyped-decorator]
-def around_a_function(gate: str) -> dict[str, Any] | None:
-    """Calls a covered function, and is not covered itself."""
-    return function(gate)
+@app.task(bind=True, name="with the default key", shared=False)  # type: ignore[untyped-decorator]
+@only_one
+def with_the_default_key(self: Any, key: str, *orders: Any) -> Any:
+    return work(self, key, *orders)
 
 
-@app.task  # type: ignore[untyped-decorator]
-@only_one("{name}:{gate}")
-def nested(gate: str) -> list[Any]:
-    """Calls a covered function, and is covered itself."""
-    before = whose_lock_it_is()
-    inner = function(gate)
-    return [before, inner, whose_lock_it_is()]
+# What calls something decorated
+
+
+@only_one("{name}:{key}", timeout=TIMEOUT)
+def function(key: str) -> dict[str, Any]:  # noqa: ARG001 - for the key
+    return whose()
+
+
+@app.task(shared=False)  # type: ignore[untyped-decorator]
+def calls(key: str, what: str) -> Any:
+    """Calls something decorated as a function, and is not decorated itself."""
+    return {"a task": shared, "its run": shared.run, "a function": function}[what](key)
+
+
+@app.task(shared=False)  # type: ignore[untyped-decorator]
+@only_one("{key}", timeout=TIMEOUT)
+def nests(key: str) -> list[Any]:
+    """The same, and is decorated itself."""
+    return [whose(), function(key), whose()]
+
+
+PAUSE_OF_CANVAS = 2
+"""Seconds between two deliveries of what waits, of which there are dozens, and the worker has others to see to."""
+
+
+def instead(error: AlreadyRunning) -> str:
+    """A policy of the user's own."""
+    return f"instead of {error.key.removeprefix(PREFIX)}"
+
+
+OF_POLICY = {
+    "not given": plain,
+    "skip": below("skip", when_busy=skip),
+    "fail": below("fail", when_busy=fail),
+    "retry()": below("retry()", when_busy=retry(countdown=PAUSE_OF_CANVAS)),
+    "buffer_one()": below("buffer_one()", when_busy=buffer_one(countdown=PAUSE_OF_CANVAS)),
+    "a callable": below("a callable", when_busy=instead),
+}
+
+# Above @app.task
+
+constant = above("constant", key="constant")
+moved = above("moved", key=os.environ.get(TEMPLATE, "{key}"))
+
+# Others
+
+
+@app.task(shared=False)  # type: ignore[untyped-decorator]
+def other(*_: Any) -> str:
+    """Stands beside or before a decorated task."""
+    return "other"
+
+
+@app.task(shared=False)  # type: ignore[untyped-decorator]
+def after(value: Any) -> Any:
+    """What comes next, and gives what it was given."""
+    return value
+
+
+@app.task(shared=False)  # type: ignore[untyped-decorator]
+def add(before: Any, number: int) -> Any:
+    """What comes next, and counts."""
+    return (sum(before) if isinstance(before, list) else before) + number
+
+
+@app.task(shared=False)  # type: ignore[untyped-decorator]
+def hear(result: Any, key: str) -> None:
+    """A link."""
+    note("heard", key, result)
+
+
+@app.task(shared=False)  # type: ignore[untyped-decorator]
+def hear_of_trouble(_request: Any, error: Any, _traceback: Any, key: str) -> None:
+    """A link for errors."""
+    note("trouble", key, type(error).__name__)
+
+
+@app.task(bind=True, shared=False, ignore_result=True)  # type: ignore[untyped-decorator]
+def fills(self: Any, until: str, seconds: float) -> None:
+    """Takes the place of others in a worker, again and again."""
+    time.sleep(seconds)
+    with redis.Redis.from_url(os.environ[URL]) as client:
+        if not client.exists(until):
+            self.apply_async((until, seconds), queue=self.request.delivery_info["routing_key"])
+
+
+@app.task(shared=False)  # type: ignore[untyped-decorator]
+def leave_a_release(key: str) -> None:
+    """Its process has a release to repeat, and takes the server for down."""
+    server = find_server(os.environ[URL])
+    server.node_of(key).fail(TIMEOUT)
+    server.client.set(key, key)
+    release_later(Cleanup(server, key, key.encode(), now() + TIMEOUT, no_write_in_flight=True))

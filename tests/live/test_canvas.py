@@ -1,4 +1,4 @@
-"""What others get when a covered task in a canvas finds its key taken, for each policy: the table in docs/canvas.md."""
+"""What others get when a decorated task in a canvas finds its key busy: the table in docs/canvas.md."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-import redis
 from celery import VERSION, chain, chord, group
 from celery.exceptions import ChordError
 
 from only_one import AlreadyRunning
-from only_one.testing import redis_server
 from rigs.waiting import LIMIT, eventually
-from tests.live import canvas_app as live
-from tests.live.brokers import broker as broker_of
-from tests.live.workers import BROKER, ROOT, Witness, celery_worker, environment, sender
+from tests.live import app as live
+from tests.live.workers import PREFIX, ROOT, Scene, World
 
 PAGE = ROOT / "docs" / "canvas.md"
 NEWER = "buffer_one(), a newer one comes"
 COLUMNS = ["not given", "skip", "fail", "retry()", "buffer_one()", NEWER, "a callable"]
+UNIQUE = "unique"
+"""As the first column, of a task that is unique from queued to finished."""
 
 other, after = live.other, live.after
 
@@ -42,8 +41,8 @@ def with_link(work: Any) -> Any:
 
 def retried(work: Any) -> Any:
     """The same task, whose first attempt has another key that is free."""
-    key = work.kwargs["key"]
-    return live.app.tasks[work.task].si(key=f"free-{key}", then=key)
+    key = work.args[0]
+    return live.app.tasks[work.task].si(f"free-{key}", "retry with this key", key)
 
 
 POSITIONS: dict[str, Callable[[Any], Any]] = {
@@ -65,7 +64,7 @@ POSITIONS: dict[str, Callable[[Any], Any]] = {
         chord([work, other.si()], after.s()), after.s()
     ).delay(),
     "with `link`": with_link,
-    "with `link_error`": lambda work: work.apply_async(link_error=live.failed.s(key=work.kwargs["key"])),
+    "with `link_error`": lambda work: work.apply_async(link_error=live.hear_of_trouble.s(work.args[0])),
     "run again by `self.retry()`": lambda work: retried(work).delay(),
     "run again, in a chain with others after it": lambda work: in_a_chain(retried(work)),
     "run again, in a chord's header": lambda work: chord([retried(work), other.si()], after.s()).delay(),
@@ -79,14 +78,14 @@ class Case:
     Attributes:
         position: where it is in the canvas.
         column: its policy.
-        key: its key, which is taken.
+        scene: its key, which is busy.
         answer: the result of the canvas.
         when: "" if that was there while the key was taken, else when.
     """
 
     position: str
     column: str
-    key: str
+    scene: Scene
     answer: Any
     when: str = ""
 
@@ -105,15 +104,15 @@ class Case:
             node = node.parent
         return None
 
-    def cell(self, witness: Witness) -> str:
+    def cell(self) -> str:
         """What the table says of it."""
-        error = self.error()
-        failed = [line for line in witness.lines("failed") if line[0] == self.key]
+        error, key = self.error(), self.scene.key
+        failed = self.scene.place.notes("trouble", key)
         if self.position == "with `link_error`":
             return "called" if failed else "not called"
         assert not failed
         if isinstance(error, AlreadyRunning):
-            assert error.key == f"live:{self.key}"
+            assert error.key == PREFIX + key
             return "`AlreadyRunning`"
         if isinstance(error, ChordError):
             assert "AlreadyRunning" in str(error)
@@ -126,7 +125,7 @@ class Case:
         if isinstance(value, list):
             value, beside = value
             assert beside == "other"
-        known = {None: "`None`", f"result of {self.key}": "its result", f"instead of {self.key}": "what it returns"}
+        known = {None: "`None`", f"result of {key}": "its result", f"instead of {key}": "what it returns"}
         return known[value] + self.when
 
 
@@ -138,39 +137,32 @@ def raised_by(answer: Any) -> type[BaseException]:
 
 
 @pytest.fixture(scope="module")
-def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[str]]]:
+def table(place: World) -> Iterator[dict[str, list[str]]]:
     """What real workers do, row by row."""
-    folder = tmp_path_factory.mktemp("canvas")
-    witness = Witness(folder / "witness")
-    with (
-        redis_server() as server,
-        redis.Redis.from_url(server.url) as client,
-        broker_of(client, server.url, live.app) as broker,
-        sender(live.app, server.url, broker_url=broker.url, **broker.settings),
-        celery_worker(
-            "tests.live.canvas_app",
-            folder / "log",
-            environment(server.url, witness.path, **{BROKER: broker.url}),
-            pool="threads",
-        ),
-    ):
-        cases = [begin(client, position, column) for position in POSITIONS for column in COLUMNS]
-        all_become(cases, lambda case: case.is_over() or len(witness.lines("seen", case.key)) >= 2)  # put back twice
+    with place.worker(pool="threads"):
+        cases = [begin(place, position, column) for position in POSITIONS for column in [*COLUMNS, UNIQUE]]
+        all_become(cases, is_over_or_requeued_twice)
         for case in cases:
             if case.column == NEWER:
-                live.WORK["buffer_one()"].delay(key=case.key)
+                live.OF_POLICY["buffer_one()"].delay(case.scene.key, f"result of {case.scene.key}")
         all_become([case for case in cases if case.column == NEWER], Case.is_over)
         waiting = [case for case in cases if not case.is_over()]
         for case in waiting:
             case.when = ", once the key is free"
-        client.delete(*[f"live:{case.key}" for case in cases])
+        for case in cases:
+            case.scene.free()
         all_become(waiting, Case.is_over)
         # What is called on failure is sent once the failure is stored, and so after it is seen here.
-        failed = {case.key for case in cases if case.position == "with `link_error`" and case.error() is not None}
-        assert eventually(lambda: failed <= {line[0] for line in witness.lines("failed")}), failed
-        assert eventually(lambda: broker.messages() == 0)
-        yield {position: [case.cell(witness) for case in cases if case.position == position] for position in POSITIONS}
-        assert not list(client.scan_iter("live:*-key"))
+        failed = [case for case in cases if case.position == "with `link_error`" and case.error() is not None]
+        for case in failed:
+            place.wait_for("trouble", case.scene.key)
+        assert eventually(lambda: place.broker.messages() == 0)
+        yield {position: [case.cell() for case in cases if case.position == position] for position in POSITIONS}
+        assert place.no_key_is_left()
+
+
+def is_over_or_requeued_twice(case: Case) -> bool:
+    return case.is_over() or len(case.scene.place.notes("seen", case.scene.key)) >= 2
 
 
 def all_become(cases: list[Case], condition: Callable[[Case], bool]) -> None:
@@ -185,12 +177,12 @@ def all_become(cases: list[Case], condition: Callable[[Case], bool]) -> None:
     assert eventually(are_all, 2 * LIMIT), left
 
 
-def begin(client: Any, position: str, column: str) -> Case:
-    """Send a canvas in which a task finds its key taken."""
-    key = f"{uuid4()}-key"
-    client.set(f"live:{key}", "somebody else")
-    policy = "buffer_one()" if column == NEWER else column
-    return Case(position, column, key, POSITIONS[position](live.WORK[policy].si(key=key)))
+def begin(place: World, position: str, column: str) -> Case:
+    """Send a canvas in which a task finds its key busy."""
+    scene = Scene(place)
+    scene.take()
+    work = live.unique if column == UNIQUE else live.OF_POLICY["buffer_one()" if column == NEWER else column]
+    return Case(position, column, scene, POSITIONS[position](work.si(scene.key, f"result of {scene.key}")))
 
 
 def written() -> dict[str, list[str]]:
@@ -206,7 +198,9 @@ def written() -> dict[str, list[str]]:
 @pytest.mark.parametrize("position", POSITIONS)
 def test_the_table_in_the_docs_is_what_happens(table: dict[str, list[str]], position: str) -> None:
     print("|", " | ".join([position, *table[position]]), "|")
-    assert table[position] == written().get(position)
+    *of_runs, of_unique = table[position]
+    assert of_runs == written().get(position)
+    assert of_unique == of_runs[0]
 
 
 def test_the_table_has_no_other_rows() -> None:

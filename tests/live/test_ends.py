@@ -1,4 +1,4 @@
-"""Every end of a run, on real workers with several processes: what becomes of its key.
+"""Every end of a task, on real workers with several processes: what becomes of its key.
 
 The table of docs/celery.md is made of what is checked here: `python -m tests.live.test_ends` prints it.
 Keys have a `timeout` of twenty minutes, so no expiry explains that one is free: the server tells when it was deleted.
@@ -15,19 +15,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
 from enum import Enum
 from typing import Any
 from uuid import uuid4
 
 import pytest
+from celery.exceptions import TaskRevokedError
 
 from only_one import configure, only_one
-from only_one.holder import Holder
 from only_one.testing import Guarded
 from rigs.waiting import LIMIT, eventually, is_gone
-from tests.live import ends_app as ends
-from tests.live.brokers import consumed
-from tests.live.workers import PREFIX, ROOT, World, answered, kill_tree, world
+from tests.documented import BROKERS, documented
+from tests.live import app as live
+from tests.live.brokers import KIND, consumed, options_for_redis
+from tests.live.workers import PREFIX, ROOT, Scene, World, answered, kill_tree
 from tests.lock.test_holder import CONTAINER
 
 PAGE = ROOT / "docs/celery.md"
@@ -38,6 +40,9 @@ TIME_LIMIT = 8
 
 SLACK = 0.05
 """Seconds: what is written and what is seen by another process comes in this order only roughly."""
+
+DROPPED = "DROPPED"
+"""What RabbitMQ does with a message in a queue that has expired: nobody hears of it."""
 
 
 class State(Enum):
@@ -66,116 +71,111 @@ SECONDS = {
 """Within which a key is free, where nothing else computes."""
 
 
-class Place:
-    """A server with a worker, and more workers that are told to end."""
+class Workers:
+    """A worker, and more workers that are told to end, each with a queue of its own."""
 
-    def __init__(self, broker: World, stack: ExitStack) -> None:
-        self.broker = broker
+    def __init__(self, place: World, stack: ExitStack) -> None:
+        self.place = place
         self._stack = stack
         self._workers: dict[str, Guarded] = {}
+        self._ended: list[Guarded] = []
 
-    def worker(self, queue: str) -> Guarded:
+    def of(self, queue: str) -> Guarded:
         """The worker that takes from a queue; it is started when it is first asked for."""
         if queue not in self._workers:
-            arguments = ["-c", "3", "-Q", queue]
-            environment = {"ENDS_SOFT": "1"} if queue == "soft" else {}
-            self._workers[queue] = self._stack.enter_context(self.broker.worker(*arguments, **environment))
+            settings = '{"worker_soft_shutdown_timeout": 1}' if queue == "soft" else "{}"
+            worker = self.place.worker("-c", "4", "-Q", queue, LIVE_SETTINGS=settings)
+            self._workers[queue] = self._stack.enter_context(worker)
         return self._workers[queue]
 
-    def take_from(self, queue: str) -> None:
-        """Have the first worker take from this queue, too."""
-        assert answered(ends.app.control.add_consumer, queue, **consumed())
+    def end(self, queue: str, how: Callable[[Guarded], None]) -> float:
+        """End a worker, unless that was done for another of its runs; returns when it began."""
+        began = time.monotonic()
+        worker = self._workers[queue]
+        if worker not in self._ended:
+            self._ended.append(worker)
+            how(worker)
+        return began
 
 
 @dataclass
-class Scene:
+class Run:
     """One run that is about to end."""
 
-    place: Place
-    gate: str
+    workers: Workers
+    scene: Scene
     queue: str
     answer: Any
 
-    @property
-    def broker(self) -> World:
-        return self.place.broker
-
-    def begun(self) -> float:
-        """Wait until the run has begun; returns when it did."""
-        return self.broker.wait_for("begin", self.gate).at
-
     def ended(self) -> float:
         """Wait until the run ends by itself; returns when it did."""
-        return self.broker.wait_for("end", self.gate).at
-
-    def events(self) -> list[str]:
-        """What has happened to the key until now."""
-        self.broker.catch_up()
-        return [event.what for event in self.broker.events(self.gate) if event.what != "expire"]
-
-    def child(self) -> int:
-        """The process that runs."""
-        holder = Holder.parse(self.broker.client.get(PREFIX + self.gate) or b"")
-        assert holder is not None
-        assert holder.pid == self.broker.notes("begin", self.gate)[0].pid
-        return holder.pid
+        return self.scene.place.wait_for("end", self.scene.key).at
 
 
-def by_itself(scene: Scene) -> float:
-    return scene.ended()
+def by_itself(run: Run) -> float:
+    return run.ended()
 
 
-def by_hard_limit(scene: Scene) -> float:
-    return scene.begun() + TIME_LIMIT
+def by_hard_limit(run: Run) -> float:
+    return run.scene.begun().at + TIME_LIMIT
 
 
-def by_revoke(scene: Scene) -> float:
+def take_from(queue: str) -> None:
+    """Have the first worker take from this queue, too."""
+    assert answered(live.app.control.add_consumer, queue, **consumed())
+
+
+def by_revoke(run: Run) -> float:
     """While it waits in its queue; the worker drops it."""
-    assert answered(ends.app.control.revoke, scene.answer.id)
-    scene.place.take_from(scene.queue)
-    assert eventually(lambda: scene.answer.state == "REVOKED")
+    assert answered(live.app.control.revoke, run.answer.id)
+    take_from(run.queue)
     return time.monotonic()
 
 
-def by_terminate(name: str) -> Callable[[Scene], float]:
-    def strike(scene: Scene) -> float:
-        scene.begun()
+def by_expiry(run: Run) -> float:
+    """The same."""
+    until = datetime.now(timezone.utc) + timedelta(seconds=0.6)
+    assert eventually(lambda: datetime.now(timezone.utc) > until)
+    take_from(run.queue)
+    return time.monotonic()
+
+
+def by_terminate(name: str) -> Callable[[Run], float]:
+    def strike(run: Run) -> float:
         began = time.monotonic()
-        ends.app.control.revoke(scene.answer.id, terminate=True, signal=name)
+        live.app.control.revoke(run.answer.id, terminate=True, signal=name)
         return began
 
     return strike
 
 
-def by_kill(scene: Scene) -> float:
-    scene.begun()
-    child, began = scene.child(), time.monotonic()
+def by_kill(run: Run) -> float:
+    child, holder, began = run.scene.begun().pid, run.scene.holder(), time.monotonic()
+    assert holder is not None
+    assert holder.pid == child
     os.kill(child, signal.SIGKILL)
     return began
 
 
-def by_worker_kill(scene: Scene) -> float:
-    began = time.monotonic()
-    kill_tree(scene.place.worker(scene.queue))
-    return began
+def by_worker_kill(run: Run) -> float:
+    return run.workers.end(run.queue, kill_tree)
 
 
-def by_warm_shutdown(scene: Scene) -> float:
-    worker = scene.place.worker(scene.queue)
-    worker.send_signal(signal.SIGTERM)
-    assert eventually(lambda: "Warm shutdown" in scene.broker.log())
-    assert scene.broker.is_held(scene.gate)
-    scene.broker.client.rpush(f"{scene.gate}:gate", 1)
-    worker.wait(LIMIT)
-    return scene.ended()
+def by_warm_shutdown(run: Run) -> float:
+    run.workers.end(run.queue, lambda worker: worker.send_signal(signal.SIGTERM))
+    assert eventually(lambda: "Warm shutdown" in run.scene.place.log())
+    assert run.scene.is_held()
+    run.scene.open()
+    return run.ended()
 
 
-def by_cold_shutdown(scene: Scene) -> float:
-    worker, began = scene.place.worker(scene.queue), time.monotonic()
-    worker.send_signal(signal.SIGQUIT)
-    worker.wait(LIMIT)
-    is_soft = scene.queue == "soft"
-    assert "Soft Shutdown" in scene.broker.log() or not is_soft
+def by_cold_shutdown(run: Run) -> float:
+    def end(worker: Guarded) -> None:
+        worker.send_signal(signal.SIGQUIT)
+        worker.wait(LIMIT)
+
+    began, is_soft = run.workers.end(run.queue, end), run.queue == "soft"
+    assert "Soft Shutdown" in run.scene.place.log() or not is_soft
     return began + is_soft
 
 
@@ -184,16 +184,23 @@ class End:
     """One line of the page.
 
     Attributes:
+        how: what the run is ordered to do, for the first time.
         strike: what ends it, when all have begun; returns when it did.
-        queue: that of a worker of its own.
+        result: the state in which Celery stores a task that is unique from queued to finished; None if that of an
+            earlier attempt may be stored later, or none is.
+        task: the name of the task's variant.
+        queue: that of a worker of its own, or of none until it is ended.
+        attempts: how many there are.
     """
 
     name: str
     state: State
     how: str = "sleep"
-    strike: Callable[[Scene], float] = by_itself
-    task: Any = ends.early
+    strike: Callable[[Run], float] = by_itself
+    result: str | None = None
+    task: str = "plain"
     queue: str = "celery"
+    attempts: int = 1
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -201,71 +208,95 @@ class End:
         """Whether it is the run's own process that stores a result."""
         return self.state is State.FREE and (self.how in {"return", "exception"} or "soft_time_limit" in self.options)
 
+    @property
+    def waits(self) -> bool:
+        return self.state is State.NEVER
 
+
+LIMITED = {"time_limit": TIME_LIMIT}
 ENDS = [
-    End("return", State.FREE, "return"),
-    End("return, with `at_least`", State.KEPT, "return", task=ends.cooling),
-    End("exception", State.FREE, "exception"),
+    End("return", State.FREE, "return", result="SUCCESS"),
+    End("return, with `at_least`", State.KEPT, "return", result="SUCCESS", task="cooling"),
+    End("exception", State.FREE, "exception", result="FAILURE"),
     End("`SystemExit`", State.FREE, "exit"),
     End("`Ignore`", State.FREE, "ignore"),
-    End("`Reject`", State.FREE, "reject", task=ends.late),
-    End("`Reject(requeue=True)`", State.REDELIVERED, "reject and requeue", task=ends.late),
-    End("`self.retry()`", State.RETRIED, "retry"),
-    End("`autoretry_for`", State.RETRIED, "exception", task=ends.again),
-    End("soft time limit", State.FREE, options={"soft_time_limit": TIME_LIMIT}),
-    End("hard time limit", State.LIMITED, "sleep", by_hard_limit, options={"time_limit": TIME_LIMIT}),
-    End(
-        "hard time limit inside one C call", State.LIMITED, "C call", by_hard_limit, options={"time_limit": TIME_LIMIT}
-    ),
-    End("`revoke` of a task that waits", State.NEVER, "return", by_revoke, queue="revoked"),
-    End("`revoke(terminate=True)`", State.FREE, strike=by_terminate("SIGTERM")),
-    End("`revoke(terminate=True, signal='SIGKILL')`", State.FREE, strike=by_terminate("SIGKILL")),
-    End("`kill -9` of the child", State.TOLD, strike=by_kill),
-    End("`kill -9` of the child, `reject_on_worker_lost`", State.REDELIVERED, strike=by_kill, task=ends.late),
+    End("`Reject`", State.FREE, "reject", task="late"),
+    End("`Reject(requeue=True)`", State.REDELIVERED, "reject and requeue", result="SUCCESS", task="late"),
+    End("`self.retry()`", State.RETRIED, "retry", attempts=2),
+    End("`autoretry_for`", State.RETRIED, "exception", task="again", attempts=2),
+    End("soft time limit", State.FREE, result="FAILURE", options={"soft_time_limit": TIME_LIMIT}),
+    End("hard time limit", State.LIMITED, strike=by_hard_limit, result="FAILURE", options=LIMITED),
+    End("hard time limit inside one C call", State.LIMITED, "C call", by_hard_limit, "FAILURE", options=LIMITED),
+    End("`revoke` of a task that waits", State.NEVER, "return", by_revoke, "REVOKED", queue="revoked"),
+    End("`revoke(terminate=True)`", State.FREE, strike=by_terminate("SIGTERM"), result="REVOKED"),
+    End("`revoke(terminate=True, signal='SIGKILL')`", State.FREE, strike=by_terminate("SIGKILL"), result="REVOKED"),
+    End("`kill -9` of the child", State.TOLD, strike=by_kill, result="FAILURE"),
+    End("`kill -9` of the child, `reject_on_worker_lost`", State.REDELIVERED, "sleep", by_kill, "SUCCESS", "late"),
     End("`kill -9` of the whole worker", State.LEFT, strike=by_worker_kill, queue="killed"),
-    End("warm shutdown", State.FREE, "gate", by_warm_shutdown, queue="warm"),
+    End("warm shutdown", State.FREE, "gate", by_warm_shutdown, "SUCCESS", queue="warm"),
     End("soft shutdown, not done in time", State.FREE, strike=by_cold_shutdown, queue="soft"),
     End("cold shutdown", State.FREE, strike=by_cold_shutdown, queue="cold"),
 ]
+EXPIRED = "REVOKED" if KIND == "redis" else DROPPED
+OF_UNIQUE = [
+    End("expired in its queue", State.NEVER, "return", by_expiry, EXPIRED, queue="expired", options={"expires": 0.5}),
+    End("expired before it was published", State.NEVER, "return", result="REVOKED", options={"expires": -5}),
+    End("replaced", State.FREE, "replace", result="SUCCESS"),
+    End("a retry that gives up", State.FREE, "exception", task="again", attempts=3),
+    End("a retry that is none", State.FREE, "say that it is retried"),
+]
+"""Ends that are of interest where a task is unique from queued to finished."""
 LOST = [
-    End("this machine", State.REDELIVERED, task=ends.late, queue="killed"),
-    End("another machine", State.REDELIVERED, task=ends.elsewhere, queue="killed"),
-    End("cold shutdown", State.REDELIVERED, task=ends.late, queue="cold"),
+    End("this machine", State.REDELIVERED, task="late", queue="killed"),
+    End("another machine", State.REDELIVERED, task="elsewhere", queue="killed"),
+    End("cold shutdown", State.REDELIVERED, task="late", queue="cold"),
 ]
 """Runs whose messages are lost with their workers."""
 
-each_end = pytest.mark.parametrize("end", ENDS, ids=[each.name.replace("`", "") for each in ENDS])
+
+def name_of(end: End) -> str:
+    return end.name.replace("`", "")
+
+
+each_end = pytest.mark.parametrize("end", ENDS, ids=name_of)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with (
-        world(ends.app, "tests.live.ends_app", tmp_path_factory.mktemp("ends")) as broker,
-        broker.worker("-c", "10"),
-        ExitStack() as stack,
-    ):
-        yield Place(broker, stack)
-        assert eventually(lambda: not broker.keys_of_runs())
-
-
-def begin(place: Place, end: End) -> Scene:
-    if end.queue not in {"celery", "revoked"}:
-        place.worker(end.queue)
-    gate = f"end-{uuid4().hex}"
-    return Scene(place, gate, end.queue, end.task.apply_async((gate, end.how), queue=end.queue, **end.options))
+def settings() -> dict[str, Any]:
+    """Messages come again within a second after a requeue, and after a loss when the test says so."""
+    return {"broker_transport_options": options_for_redis(visibility_timeout=3, unacked_restore_limit=0)}
 
 
 @pytest.fixture(scope="module")
-def scenes(place: Place) -> dict[str, Scene]:
-    """All runs, which have been struck."""
-    found = {end.name: begin(place, end) for end in ENDS}
-    lost = {end.name: begin(place, end) for end in LOST}
-    for each in [*found.values(), *lost.values()]:
-        if each.queue != "revoked":
-            each.begun()
-    for end in ENDS:
-        end.strike(found[end.name])
-    return found | {f"lost: {name}": scene for name, scene in lost.items()}
+def workers(place: World) -> Iterator[Workers]:
+    with place.worker("-c", "16"), ExitStack() as stack:
+        yield Workers(place, stack)
+        assert place.no_key_is_left()
+
+
+def begin(workers: Workers, end: End, tasks: dict[str, Any]) -> Run:
+    """Send the task of which this is the end; each of its attempts fails if it gives up."""
+    if not (end.queue == "celery" or end.waits):
+        workers.of(end.queue)
+    scene = Scene(workers.place)
+    queue = f"{end.queue}-{scene.key}" if end.waits and end.queue != "celery" else end.queue
+    once = [] if "gives up" in end.name else ["once"]
+    task = live.elsewhere if end.task == "elsewhere" else tasks[end.task]
+    return Run(workers, scene, queue, task.apply_async((scene.key, *once, end.how), queue=queue, **end.options))
+
+
+@pytest.fixture(scope="module")
+def ended(workers: Workers) -> dict[str, Run]:
+    """All runs, which have been ended: those of tasks whose runs are decorated, of unique ones, and of lost ones."""
+    kinds = [("below", ENDS, live.BELOW), ("above", ENDS + OF_UNIQUE, live.ABOVE), ("lost", LOST, live.BELOW)]
+    runs = [(kind, end, begin(workers, end, tasks)) for kind, ends, tasks in kinds for end in ends]
+    for _, end, run in runs:
+        if not end.waits:
+            run.scene.begun()
+    for kind, end, run in runs:
+        if kind != "lost" and not (end.waits and end.strike is by_itself):
+            end.strike(run)
+    return {f"{kind} {end.name}": run for kind, end, run in runs}
 
 
 def test_the_table_of_the_page_is_what_is_checked_here() -> None:
@@ -276,53 +307,57 @@ def table() -> str:
     return HEAD + "".join(f"| {each.name} | {each.state.value} |\n" for each in ENDS)
 
 
-def check_free(scene: Scene) -> None:
+def check_free(run: Run) -> None:
     """By nobody's call but the worker's own."""
-    scene.broker.wait_for_event(scene.gate, "del", since=0)
-    assert scene.events() == ["set", "del"]
+    run.scene.place.wait_for_event(run.scene.key, "del")
+    assert run.scene.events() == ["set", "del"]
 
 
-def check_limited(scene: Scene) -> None:
+def result_stored(run: Run) -> float:
+    return run.scene.place.wait_for_event(f"/celery-task-meta-{run.answer.id}", "set").at
+
+
+def check_limited(run: Run) -> None:
     """Not before its process is dead, which Celery sees to last of all."""
-    check_free(scene)
-    stored = scene.broker.wait_for_event(f"/celery-task-meta-{scene.answer.id}", "set", since=0)
-    assert stored.at <= scene.broker.events(scene.gate)[-1].at, "released before the result was stored"
+    check_free(run)
+    assert result_stored(run) <= run.scene.place.events(run.scene.key)[-1].at, "released before the result was stored"
 
 
-def check_kept(scene: Scene) -> None:
-    def state() -> str | None:
-        holder = Holder.parse(scene.broker.client.get(PREFIX + scene.gate) or b"")
-        return holder.state if holder else None
-
-    assert eventually(lambda: state() == "kept")
-    assert 0 < scene.broker.client.pttl(PREFIX + scene.gate) <= ends.AT_LEAST * 1000
-    scene.broker.client.delete(PREFIX + scene.gate)
+def check_kept(run: Run) -> None:
+    assert eventually(lambda: run.scene.state() == ("kept", run.answer.id))
+    assert 0 < run.scene.expires_in() <= live.AT_LEAST
+    run.scene.free()
 
 
-def check_again(scene: Scene) -> None:
-    scene.broker.wait_for("again", scene.gate)
-    assert eventually(lambda: not scene.broker.is_held(scene.gate))
+def check_again(run: Run) -> None:
+    run.scene.begun(2)
+    assert run.scene.is_free()
 
 
-def check_retried(scene: Scene) -> None:
-    check_again(scene)
-    assert scene.events() == ["set", "del", "set", "del"]
+def check_retried(run: Run) -> None:
+    check_again(run)
+    assert run.scene.events() == ["set", "del", "set", "del"]
 
 
-def check_never(scene: Scene) -> None:
-    assert scene.events() == []
-    assert scene.broker.notes("begin", scene.gate) == []
+def check_never(run: Run) -> None:
+    assert eventually(lambda: run.answer.state == "REVOKED")
+    assert run.scene.events() == []
+    assert run.scene.runs() == []
 
 
-def check_left(scene: Scene) -> None:
+def check_left(run: Run) -> None:
     if CONTAINER:
-        assert call_from_another_machine(scene) == "None"
-    # What is dead is gone only when somebody has waited for it; for orphans that is init, which may take its time.
-    child = scene.child()
+        assert call_from_another_machine(run) == "None"
+    wait_for_its_death(run)
+    assert run.scene.events() == ["set"]
+    with configure(redis=run.scene.place.server.url, prefix=PREFIX):
+        assert only_one(lambda: "done", key=run.scene.key, timeout=600)() == "done"
+
+
+def wait_for_its_death(run: Run) -> None:
+    """What is dead is gone only when somebody has waited for it; for orphans that is init, which may take its time."""
+    child = run.scene.begun().pid
     assert eventually(lambda: is_gone(child))
-    assert scene.events() == ["set"]
-    with configure(redis=scene.broker.server.url, prefix=PREFIX):
-        assert only_one(lambda: "done", key=scene.gate, timeout=600)() == "done"
 
 
 CALL = f"""
@@ -333,9 +368,9 @@ print(only_one(lambda: "done", key=sys.argv[2], timeout=600)())
 """
 
 
-def call_from_another_machine(scene: Scene) -> str:
+def call_from_another_machine(run: Run) -> str:
     """Call something with the same key; returns what it gave."""
-    command = [*(CONTAINER or []), sys.executable, "-c", CALL, scene.broker.server.url, scene.gate]
+    command = [*(CONTAINER or []), sys.executable, "-c", CALL, run.scene.place.server.url, run.scene.key]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -352,64 +387,93 @@ CHECKS = {
 
 
 @each_end
-def test_the_key_after(scenes: dict[str, Scene], end: End) -> None:
-    scene = scenes[end.name]
-    CHECKS[end.state](scene)
+def test_the_key_after(ended: dict[str, Run], end: End) -> None:
+    run = ended[f"below {end.name}"]
+    CHECKS[end.state](run)
     if end.stores_its_result:
-        stored = scene.broker.wait_for_event(f"/celery-task-meta-{scene.answer.id}", "set", since=0)
-        assert scene.broker.events(scene.gate)[-1].at <= stored.at, "released after the result was stored"
+        assert run.scene.place.events(run.scene.key)[-1].at <= result_stored(run), "released after it was stored"
+
+
+@pytest.mark.parametrize("end", ENDS + OF_UNIQUE, ids=name_of)
+def test_the_key_of_a_unique_task_after(ended: dict[str, Run], scene: Scene, end: End) -> None:
+    """It is free, or taken over by the next call, which is published, and runs."""
+    run = ended[f"above {end.name}"]
+    scene.key = run.scene.key
+    if end.result not in {None, DROPPED}:
+        assert eventually(lambda: run.answer.state == end.result), run.answer.state
+    if end.state is State.KEPT:
+        assert live.ABOVE[end.task].delay(scene.key) == run.answer
+        check_kept(run)
+    elif end.state is State.LEFT:
+        wait_for_its_death(run)
+    else:
+        assert scene.is_free()
+    if not end.waits:
+        scene.begun(end.attempts)
+    if end.state in {State.FREE, State.RETRIED, State.LIMITED, State.TOLD} and end.how != "replace":
+        assert scene.gaps() == 1
+    if end.queue == "expired":
+        said = documented("the state of a task that expires in its queue", BROKERS[KIND])
+        assert said.startswith(f"`{run.answer.state}`")
+    if end.result == "REVOKED":
+        with pytest.raises(TaskRevokedError):
+            run.answer.get(timeout=LIMIT)
+    assert live.unique.delay(scene.key, "next").get(timeout=LIMIT) == "next"
 
 
 @pytest.mark.parametrize("name", ["renamed", "modelled"])
-def test_the_key_of_a_killed_run_whose_arguments_were_changed(place: Place, name: str) -> None:
+def test_the_key_of_a_killed_run_whose_arguments_were_changed(workers: Workers, scene: Scene, name: str) -> None:
     """By its base class or by pydantic, in its own process; the main process has only the message."""
-    gate = f"end-{uuid4().hex}"
-    answer = getattr(ends, name).apply_async((gate, "sleep"))
-    scene = Scene(place, f"{gate}-{name}", "celery", answer)
-    by_kill(scene)
-    check_free(scene)
+    if name == "renamed":
+        answer = live.renamed.delay(scene.key, "sleep")
+        scene.key += "-renamed"
+    else:
+        answer = live.modelled.delay({"key": scene.key, "orders": ["sleep"]})
+    run = Run(workers, scene, "celery", answer)
+    by_kill(run)
+    check_free(run)
 
 
-@pytest.mark.parametrize("end", LOST, ids=[each.name for each in LOST])
-def test_a_message_whose_worker_is_lost(place: Place, scenes: dict[str, Scene], end: End) -> None:
+@pytest.mark.parametrize("end", LOST, ids=name_of)
+def test_a_message_whose_worker_is_lost(workers: Workers, ended: dict[str, Run], end: End) -> None:
     """Another worker does the work once more: at once, or when the key has expired."""
-    scene = scenes[f"lost: {end.name}"]
+    run, place = ended[f"lost {end.name}"], workers.place
     if end.queue == "killed":
-        place.broker.broker.deliver_again(place.broker.broker.copy_of(scene.answer.id))
-    place.take_from(end.queue)
-    assert scene.answer.get(timeout=LIMIT) == "again"
-    assert len(place.broker.notes("begin", scene.gate)) == 2
-    assert place.broker.notes("end", scene.gate) == []
-    assert ("expired" in scene.events()) == (end.name == "another machine")
+        place.broker.deliver_again(place.broker.copy_of(run.answer.id))
+    take_from(end.queue)
+    assert run.answer.get(timeout=LIMIT)["held"]
+    assert len(place.notes("begin", run.scene.key)) == 2
+    assert len(place.notes("end", run.scene.key)) == 1
+    assert ("expired" in run.scene.events()) == (end.name == "another machine")
 
 
 @pytest.mark.parametrize("end", ["recycled", "stopped"])
-def test_a_release_that_has_failed_is_finished_when_its_process_ends(place: Place, end: str) -> None:
+def test_a_release_that_has_failed_is_finished_when_its_process_ends(place: World, end: str) -> None:
     """No `atexit` is called then."""
     key, arguments = f"{PREFIX}{uuid4()}", ["--max-tasks-per-child", "1"] if end == "recycled" else []
-    with place.broker.worker("-c", "1", "-Q", end, *arguments) as worker:
-        ends.leave_a_release.apply_async((key,), queue=end).get(timeout=LIMIT)
+    with place.worker("-c", "1", "-Q", end, *arguments) as worker:
+        live.leave_a_release.apply_async((key,), queue=end).get(timeout=LIMIT)
         if end == "stopped":
-            assert place.broker.client.exists(key)
+            assert place.client.exists(key)
             worker.send_signal(signal.SIGTERM)
-        assert eventually(lambda: not place.broker.client.exists(key))
+        assert eventually(lambda: not place.client.exists(key))
 
 
 @pytest.mark.soak
 @each_end
-def test_how_soon_a_key_is_free(place: Place, end: End, record_property: Callable[[str, object], None]) -> None:
+def test_how_soon_a_key_is_free(workers: Workers, end: End, record_property: Callable[[str, object], None]) -> None:
     if end.state not in SECONDS:
         pytest.skip("it is not released")
-    scene = begin(place, end)
-    scene.begun()
-    began = end.strike(scene)
+    run = begin(workers, end, live.BELOW)
+    run.scene.begun()
+    began = end.strike(run)
     if end.state is State.REDELIVERED:
-        scene.broker.wait_for("again", scene.gate)
-    seconds = scene.broker.wait_for_event(scene.gate, "del", since=began - SLACK).at - began
+        run.scene.begun(2)
+    seconds = run.scene.place.wait_for_event(run.scene.key, "del", since=began - SLACK).at - began
     record_property("seconds", seconds)
     print(f"{end.name:60} {end.state.name:12} {seconds:6.3f} s")
     assert seconds < SECONDS[end.state]
-    CHECKS[end.state](scene)
+    CHECKS[end.state](run)
 
 
 if __name__ == "__main__":

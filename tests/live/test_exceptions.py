@@ -4,57 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
-from uuid import uuid4
 
 import pytest
-import redis
-from celery import group
 
 from only_one import AlreadyRunning, LockLost, LockUnavailable
-from only_one.holder import Holder
-from only_one.testing import redis_server
-from rigs.waiting import LIMIT, eventually
-from tests.live import errors_app as live
-from tests.live.workers import Witness, celery_worker, environment, sender
-
-
-class Shop:
-    """A worker, and its server."""
-
-    def __init__(self, client: Any, witness: Witness, tasks: Any) -> None:
-        self.tasks = tasks
-        self.client = client
-        self.witness = witness
-
-    def delay(self, task: str, key: str) -> Any:
-        """The result of a task that is sent."""
-        return self.tasks[task].delay(key)
-
-    def begun(self, task: str, key: str) -> Any:
-        """The result of a task that has begun to run."""
-        before = len(self.witness.lines("begin"))
-        answer = self.delay(task, key)
-        assert eventually(lambda: len(self.witness.lines("begin")) > before)
-        return answer
+from only_one.lock.holder import Holder
+from rigs.waiting import LIMIT
+from tests.live import app as live
+from tests.live.workers import PREFIX, Scene, World
 
 
 @pytest.fixture(scope="module", params=["json", "pickle"])
-def shop(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
-    folder = tmp_path_factory.mktemp("errors")
-    witness = Witness(folder / "witness")
-    app = live.APPS[request.param]
-    with redis_server() as server, redis.Redis.from_url(server.url) as client:
-        # A container's tests may run as root; all that is unpickled here is sent by this test on its own server.
-        env = environment(server.url, witness.path, LIVE_SERIALIZER=request.param, C_FORCE_ROOT="1")
-        with sender(app, server.url), celery_worker("tests.live.errors_app", folder / "log", env):
-            yield Shop(client, witness, app.tasks)
-            assert not list(client.scan_iter("live:*"))
+def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {"result_serializer": request.param, "accept_content": ["json", "pickle"]}
 
 
-@pytest.fixture
-def key() -> str:
-    """One that a serializer could spoil."""
-    return f'gâteau "{uuid4()}" \\ \n\u2028'
+@pytest.fixture(scope="module", autouse=True)
+def worker(place: World) -> Iterator[None]:
+    # A container's tests may run as root; all that is unpickled here is sent by this test on its own server.
+    with place.worker(C_FORCE_ROOT="1"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def spoilt(scene: Scene) -> None:
+    """Has a key that a serializer could spoil."""
+    scene.key = f'gâteau"{scene.key}"\\'
 
 
 def raised_by(answer: Any, kind: type[Exception]) -> Any:
@@ -66,66 +41,54 @@ def raised_by(answer: Any, kind: type[Exception]) -> Any:
     return raised.value
 
 
-@pytest.mark.parametrize("task", ["busy", "limited"], ids=["fail", "retry at its limit"])
-def test_already_running(shop: Shop, key: str, task: str) -> None:
-    running = shop.begun("busy", key)
-    error = raised_by(shop.delay(task, key), AlreadyRunning)
-    assert error.key == f"live:{key}"
-    assert error.task_id == running.id
-    holder = error.holder
-    assert isinstance(holder, Holder)
-    assert holder == Holder.parse(shop.client.get(f"live:{key}"))
-    assert (holder.name, holder.task_id, holder.attempt, holder.state) == ("busy", running.id, 0, "running")
-    assert running.id in str(error)
-
-    shop.client.rpush(f"gate-{key}", "open")
-    assert running.get(timeout=LIMIT) == "done"
-
-
-def test_already_running_in_a_group(shop: Shop, key: str) -> None:
-    running = shop.begun("busy", key)
-    answers = group([shop.tasks["busy"].s(key)] * 2).delay()
-    with pytest.raises(AlreadyRunning) as raised:
-        answers.get(timeout=LIMIT)
-    assert (raised.value.key, raised.value.task_id) == (f"live:{key}", running.id)
-    assert eventually(answers.ready)  # or the other one would find the key free
-    shop.client.rpush(f"gate-{key}", "open")
-    assert running.get(timeout=LIMIT) == "done"
-
-
-@pytest.mark.parametrize("value", ["not a holder", b"\xff\x00\xfe", "é" * 1000])
-def test_already_running_where_the_value_is_not_a_holder(shop: Shop, key: str, value: Any) -> None:
-    shop.client.set(f"live:{key}", value)
-    error = raised_by(shop.delay("busy", key), AlreadyRunning)
-    assert (error.key, error.holder, error.task_id) == (f"live:{key}", None, None)
-    shop.client.delete(f"live:{key}")
-
-
-@pytest.mark.parametrize("task", ["lost", "ensured"], ids=["when_lost=fail", "ensure_held"])
-def test_lock_lost_to_another(shop: Shop, key: str, task: str) -> None:
-    other = shop.begun("busy", f"other {key}")
-    answer = shop.begun(task, key)
-    assert eventually(lambda: shop.client.exists(f"live:{key}"))
-    shop.client.set(f"live:{key}", shop.client.get(f"live:other {key}"))
-    error = raised_by(answer, LockLost)
-    assert (error.key, error.reason) == (f"live:{key}", "taken")
+@pytest.mark.parametrize("task", [live.OF_POLICY["fail"], live.gives_up], ids=["fail", "retry at its limit"])
+def test_already_running(scene: Scene, task: Any) -> None:
+    running = live.plain.delay(scene.key, "gate", "done")
+    scene.begun()
+    error = raised_by(task.delay(scene.key), AlreadyRunning)
+    assert (error.key, error.task_id) == (PREFIX + scene.key, running.id)
     assert isinstance(error.holder, Holder)
-    assert error.holder.task_id == other.id
-    shop.client.delete(f"live:{key}")
-    shop.client.rpush(f"gate-other {key}", "open")
-    assert other.get(timeout=LIMIT) == "done"
+    assert error.holder == scene.holder()
+    assert running.id in str(error)
+    scene.open()
+    assert running.get(timeout=LIMIT) == "done"
 
 
-@pytest.mark.parametrize("task", ["lost", "ensured"], ids=["when_lost=fail", "ensure_held"])
-def test_lock_lost_because_it_was_deleted(shop: Shop, key: str, task: str) -> None:
-    answer = shop.begun(task, key)
-    assert shop.client.delete(f"live:{key}")
+@pytest.mark.parametrize("value", ["somebody else", b"\xff\xfe\x00", "[1, 2]", ""])
+def test_already_running_where_the_value_is_not_a_holder(scene: Scene, value: Any) -> None:
+    scene.take(value)
+    error = raised_by(live.OF_POLICY["fail"].delay(scene.key), AlreadyRunning)
+    assert (error.key, error.holder, error.task_id) == (PREFIX + scene.key, None, None)
+    scene.free()
+
+
+@pytest.mark.parametrize("is_taken", [False, True], ids=["deleted", "taken"])
+@pytest.mark.parametrize(
+    ("task", "orders"),
+    [(live.lost, ["lose the key"]), (live.carries_on, ["lose the key", "make sure of it"])],
+    ids=["when_lost=fail", "ensure_held"],
+)
+def test_lock_lost(scene: Scene, task: Any, orders: list[str], *, is_taken: bool) -> None:
+    other = Scene(scene.place)
+    running = live.plain.delay(other.key, "gate")
+    other.begun()
+    answer = task.delay(scene.key, "gate", *orders)
+    scene.begun()
+    if is_taken:
+        scene.take(scene.place.client.get(PREFIX + other.key))
+    else:
+        scene.free()
+    scene.open()
     error = raised_by(answer, LockLost)
-    assert (error.key, error.reason, error.holder) == (f"live:{key}", "deleted", None)
+    assert (error.key, error.reason) == (PREFIX + scene.key, "taken" if is_taken else "deleted")
+    assert error.holder == (other.holder() if is_taken else None)
+    other.open()
+    assert running.get(timeout=LIMIT)
+    scene.place.client.delete(PREFIX + scene.key)
 
 
-def test_lock_unavailable(shop: Shop, key: str) -> None:
-    error = raised_by(shop.delay("down", key), LockUnavailable)
-    assert error.key == f"live:{key}"
+def test_lock_unavailable(scene: Scene) -> None:
+    error = raised_by(live.down.delay(scene.key), LockUnavailable)
+    assert error.key == PREFIX + scene.key
     assert "ConnectionError" in error.problem
     assert "Connection refused" in str(error)

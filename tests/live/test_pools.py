@@ -1,4 +1,4 @@
-"""Tasks of every kind in every pool: they run, are skipped, retried, put back and ended by limits.
+"""Tasks of every kind in every pool: they run, are skipped, retried, requeued and ended by limits.
 
 The suite runs each pool once; `make matrix` runs each with every combination of settings.
 """
@@ -10,17 +10,15 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
-from uuid import uuid4
 
 import pytest
-import redis
 from celery.exceptions import TimeLimitExceeded
 
-from only_one.testing import redis_server
+from only_one.inspection import key_of
 from rigs.waiting import LIMIT, eventually
 from tests.documented import documented
-from tests.live import pools_app as live
-from tests.live.workers import Witness, answered, celery_worker, environment, sender
+from tests.live import app as live
+from tests.live.workers import PREFIX, SETTINGS, Scene, World, answered
 
 SIZE = {"prefork": 3, "threads": 3, "gevent": 10, "eventlet": 10, "solo": 1}
 
@@ -37,51 +35,25 @@ PROMISED: dict[str, Callable[[str], str]] = {
 }
 """What the tests below see in each pool; the hard time limit of processes is in `test_ends`."""
 
-SETTINGS: dict[str, list[Any]] = {
+OPTIONS: dict[str, list[Any]] = {
     "task_acks_late": [False, True],
     "task_track_started": [False, True],
     "worker_prefetch_multiplier": [4, 1],
 }
+VARIANTS: list[dict[str, Any]] = [{}]
 if os.environ.get("POOLS_MATRIX"):
-    VARIANTS: list[dict[str, Any]] = [
-        dict(zip(SETTINGS, values, strict=True)) for values in itertools.product(*SETTINGS.values())
-    ]
-else:
-    VARIANTS = [{}]
-MATRIX = [(pool, settings) for settings in VARIANTS for pool in SIZE]
+    VARIANTS = [dict(zip(OPTIONS, values, strict=True)) for values in itertools.product(*OPTIONS.values())]
+MATRIX = [(pool, options) for options in VARIANTS for pool in SIZE]
 
 KINDS = {
     "plain": live.plain,
-    "custom name": live.named,
+    "default key": live.with_the_default_key,
+    "shared, with a name of its own": live.shared,
+    "class": live.single_task,
     "annotated": live.annotated,
     "base class with __call__": live.based,
     "pydantic": live.modelled,
 }
-
-
-class Pool:
-    """A worker of a pool, and its server."""
-
-    def __init__(self, name: str, client: Any, witness: Witness) -> None:
-        self.name = name
-        self.client = client
-        self.witness = witness
-
-    def times(self, word: str, key: str = "") -> int:
-        """How often runs have written this down."""
-        return len(self.witness.lines(*[word, key][: 1 + bool(key)]))
-
-    def take(self, key: str) -> None:
-        """Somebody else has the key from now on."""
-        self.client.set(f"live:{key}", "somebody else")
-
-    def free(self, key: str) -> None:
-        """And gives it back."""
-        self.client.delete(f"live:{key}")
-
-    def is_free(self, key: str) -> bool:
-        """Whether the key is free, or comes to be."""
-        return eventually(lambda: not self.client.exists(f"live:{key}"))
 
 
 def name_of(each: tuple[str, dict[str, Any]]) -> str:
@@ -95,37 +67,18 @@ def those_of(pools: set[str]) -> pytest.MarkDecorator:
 
 
 @pytest.fixture(scope="module", params=MATRIX, ids=name_of)
-def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, server: Any) -> Iterator[Pool]:
-    name, settings = request.param
-    folder = tmp_path_factory.mktemp("pool")
-    witness = Witness(folder / "witness")
-    env = environment(server.url, witness.path, LIVE_SETTINGS=json.dumps(settings))
-    with (
-        redis.Redis.from_url(server.url) as client,
-        celery_worker("tests.live.pools_app", folder / "log", env, pool=name, size=SIZE[name]),
-    ):
-        yield Pool(name, client, witness)
-        assert eventually(lambda: not list(client.scan_iter("live:*")))
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Any]:
-    with redis_server() as server, sender(live.app, server.url):
-        yield server
-
-
-@pytest.fixture
-def key() -> str:
-    return str(uuid4())
-
-
-def send(task: Any, key: str) -> Any:
-    return task.delay(live.Feed(key=key, pages=3).model_dump() if task is live.modelled else key)
+def pool(request: pytest.FixtureRequest, place: World) -> Iterator[str]:
+    name, options = request.param
+    with place.worker("-c", str(SIZE[name]), pool=name, **{SETTINGS: json.dumps(options)}):
+        yield name
+        assert place.no_key_is_left()
 
 
 def result(answer: Any) -> Any:
+    """What others see of a run, or the result that it was ordered to return."""
     found = answer.get(timeout=LIMIT)
-    return found["whose"] if isinstance(found, dict) else found
+    found = found["whose"] if isinstance(found, dict) and "whose" in found else found
+    return [found["name"], found["id"], found["attempt"], found["held"]] if isinstance(found, dict) else found
 
 
 @pytest.mark.parametrize("promise", PROMISED)
@@ -133,87 +86,99 @@ def test_the_page_says_so(promise: str) -> None:
     assert [documented(promise, pool) for pool in SIZE] == [PROMISED[promise](pool) for pool in SIZE]
 
 
+@pytest.mark.usefixtures("pool")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_task_runs_and_is_skipped(pool: Pool, key: str, kind: str) -> None:
+def test_a_task_runs_and_is_skipped_and_runs_again(scene: Scene, kind: str) -> None:
     task = KINDS[kind]
-    answer = send(task, key)
-    assert result(answer) == [task.name, answer.id, 0, True]
-    assert pool.is_free(key)
-    pool.take(key)
-    assert result(send(task, key)) is None
-    pool.free(key)
-    answer = send(task, key)
-    assert result(answer) == [task.name, answer.id, 0, True]
-    assert pool.is_free(key)
-    around = {"annotated": "annotation", "base class with __call__": "call"}
-    assert kind not in around or pool.times(around[kind]) == 3
+    argument: Any = {"key": scene.key} if kind == "pydantic" else scene.key
+    if kind == "default key":
+        scene.key = key_of(task, argument).removeprefix(PREFIX)
+    for is_busy in (False, True, False):
+        if is_busy:
+            scene.take()
+        answer = task.delay(argument)
+        assert result(answer) == (None if is_busy else [task.name, answer.id, 0, True])
+        if is_busy:
+            scene.free()
+        assert scene.is_free()
+    assert len(scene.place.notes("around", scene.key)) == (
+        3 if kind in {"annotated", "base class with __call__"} else 0
+    )
 
 
-def test_duplicates_are_skipped(pool: Pool, key: str) -> None:
-    running = send(live.gated, key)
-    assert eventually(lambda: pool.times("begin", key))
-    copies = [send(live.gated, key) for _ in range(4)]
-    if pool.name == "solo":  # which does nothing else meanwhile: they come after it
-        pool.client.rpush(f"gate-{key}", *range(5))
-        answers = [running, *copies]
-        assert [result(answer) for answer in answers] == [[live.gated.name, each.id, 0, True] for each in answers]
+def test_duplicates_are_skipped(pool: str, scene: Scene) -> None:
+    running = live.plain.delay(scene.key, "gate")
+    scene.begun()
+    duplicates = [live.plain.delay(scene.key, "gate") for _ in range(4)]
+    if pool == "solo":  # which does nothing else meanwhile: they come after it
+        scene.open(5)
+        assert [result(each) for each in duplicates] == [[live.plain.name, each.id, 0, True] for each in duplicates]
         return
-    assert [result(copy) for copy in copies] == [None] * 4
+    assert [result(duplicate) for duplicate in duplicates] == [None] * 4
     assert not running.ready()
-    pool.client.rpush(f"gate-{key}", "open")
-    assert result(running) == [live.gated.name, running.id, 0, True]
-    assert (pool.times("begin", key), pool.times("end", key)) == (1, 1)
-    assert pool.is_free(key)
+    scene.open()
+    assert result(running) == [live.plain.name, running.id, 0, True]
+    assert scene.runs() == ["0"]
+    assert scene.is_free()
 
 
-def test_a_run_renews_its_lease(pool: Pool, key: str) -> None:
-    running = send(live.renewed, key)
-    assert eventually(lambda: pool.times("begin", key))
-    pool.client.pexpire(f"live:{key}", live.LEASE * 1000 // 2)
-    pool.client.rpush(f"gate-{key}", "open")
-    assert result(running) > live.LEASE * 900
+@pytest.mark.usefixtures("pool")
+def test_a_run_renews_its_lease(scene: Scene) -> None:
+    running = live.BELOW["leased"].delay(scene.key, "gate", "see it renewed", "gate")
+    scene.begun()
+    scene.place.client.pexpire(PREFIX + scene.key, round(live.LEASE * 500))
+    scene.open()
+    assert scene.place.wait_for("renewed", scene.key).rest == ["True"]
+    assert scene.expires_in() > live.LEASE / 2
+    scene.open()
+    assert result(running)
 
 
-@pytest.mark.parametrize("task", [live.again, live.failing], ids=["self.retry", "autoretry_for"])
-def test_a_task_that_is_retried(pool: Pool, key: str, task: Any) -> None:
-    answer = send(task, key)
-    assert result(answer) == [task.name, answer.id, 2, True]
-    assert pool.is_free(key)
+@pytest.mark.usefixtures("pool")
+@pytest.mark.parametrize(("variant", "how"), [("plain", "retry"), ("again", "exception")])
+def test_a_task_that_is_retried(scene: Scene, variant: str, how: str) -> None:
+    task = live.BELOW[variant]
+    answer = task.delay(scene.key, "once", how)
+    assert result(answer) == [task.name, answer.id, 1, True]
+    assert scene.is_free()
+    assert scene.runs() == ["0", "1"]
 
 
-def test_a_task_that_is_put_back(pool: Pool, key: str) -> None:
-    pool.take(key)
-    answer = send(live.patient, key)
-    other = send(live.plain, other_key := str(uuid4()))
-    assert result(other) == [live.plain.name, other.id, 0, True]  # nobody waits in the worker
-    assert pool.is_free(other_key)
-    assert eventually(lambda: is_waiting(pool, answer.id))
+@pytest.mark.usefixtures("pool")
+def test_a_requeued_task_does_not_occupy_the_worker(scene: Scene) -> None:
+    task, other = live.requeued_soon, Scene(scene.place)
+    scene.take()
+    answer = task.delay(scene.key)
+    assert result(live.plain.delay(other.key, 1)) == 1
+    assert other.is_free()
+    assert eventually(lambda: is_waiting(scene.place, answer.id))
     assert not answer.ready()
-    pool.free(key)
-    assert result(answer) == [live.patient.name, answer.id, 0, True]
-    assert pool.is_free(key)
+    scene.free()
+    assert result(answer) == [task.name, answer.id, 0, True]
+    assert scene.is_free()
 
 
-def is_waiting(pool: Pool, task_id: str) -> bool:
-    """Whether the task's message has been put back into the queue, with a countdown of our own."""
-    messages = [*pool.client.lrange("celery", 0, -1), *pool.client.hvals("unacked")]
+def is_waiting(place: World, task_id: str) -> bool:
+    """Whether the task's message was requeued, with a countdown of our own."""
+    messages = [*place.client.lrange("celery", 0, -1), *place.client.hvals("unacked")]
     return any(task_id.encode() in message and b"only_one" in message for message in messages)
 
 
+@pytest.mark.usefixtures("pool")
 @those_of(TERMINATED)
-def test_revoke_with_terminate(pool: Pool, key: str) -> None:
-    running = send(live.gated, key)
-    assert eventually(lambda: pool.times("begin", key))
+def test_the_key_after_revoke_with_terminate(scene: Scene) -> None:
+    running = live.plain.delay(scene.key, "gate")
+    scene.begun()
     assert answered(live.app.control.revoke, running.id, terminate=True)
-    assert pool.is_free(key)
-    assert pool.times("end", key) == 0
+    assert scene.is_free()
+    assert scene.place.notes("end", scene.key) == []
 
 
+@pytest.mark.usefixtures("pool")
 @those_of(LIMITED - {"prefork"})
-def test_the_hard_time_limit(pool: Pool, key: str) -> None:
+def test_the_key_after_the_hard_time_limit(scene: Scene) -> None:
     with pytest.raises(TimeLimitExceeded):
-        result(send(live.limited, key))
-    assert pool.times("begin", key) == 1
-    assert pool.is_free(key)
-    answer = send(live.plain, key)
-    assert result(answer) == [live.plain.name, answer.id, 0, True]
+        result(live.limited.delay(scene.key, "gate"))
+    assert len(scene.place.notes("begin", scene.key)) == 1
+    assert scene.is_free()
+    assert result(live.plain.delay(scene.key, 1)) == 1

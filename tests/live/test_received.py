@@ -1,4 +1,4 @@
-"""A task that a worker has received and has not begun: the key says which worker's it is, and is free when that dies.
+"""A unique task that a worker has received and has not begun: its key names the worker, and is free when that dies.
 
 The worker has one process, which a run keeps busy until its gate is opened; what comes after it waits.
 """
@@ -7,171 +7,133 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from uuid import uuid4
 
 import pytest
 
-from only_one import configure
 from only_one.__main__ import main
 from only_one.holder import Holder
 from only_one.inspection import held
 from rigs.waiting import LIMIT, eventually
-from tests.live import queue_app as live
-from tests.live.workers import PREFIX, World, answered, kill_tree, world
+from tests.live import app as live
+from tests.live.workers import PREFIX, Scene, World, answered, kill_tree
 
 HOUR = 3600
 A_LEASE = 30
 
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with world(live.app, "tests.live.queue_app", tmp_path_factory.mktemp("received")) as found:
-        yield found
+unique = live.unique
 
 
-@pytest.fixture
-def place(broker: World) -> Iterator[World]:
-    with configure(redis=broker.server.url, prefix=PREFIX):
-        yield broker
-    broker.client.flushdb()
+def keep_busy(place: World) -> Scene:
+    """Have the worker's one process run something until its gate is opened."""
+    first = Scene(place)
+    unique.delay(first.key, "gate")
+    first.begun()
+    return first
 
 
-@pytest.fixture
-def gate() -> str:
-    return f"gate-{uuid4().hex}"
+def is_received(scene: Scene, pid: int, attempt: int = 0) -> bool:
+    """Whether the key comes to be that of a task which this worker has received."""
+
+    def is_its() -> bool:
+        holder = scene.holder()
+        return holder is not None and (holder.state, holder.pid, holder.attempt) == ("received", pid, attempt)
+
+    return eventually(is_its)
 
 
-def holder(place: World, gate: str) -> Holder | None:
-    return Holder.parse(place.client.get(PREFIX + gate) or b"")
-
-
-def state(place: World, gate: str) -> str:
-    found = holder(place, gate)
-    return found.state if found else "free"
-
-
-def expires_in(place: World, gate: str) -> float:
-    return float(place.client.pttl(PREFIX + gate)) / 1000
-
-
-def keep_busy(place: World) -> str:
-    """Have the worker's one process run something; returns its gate."""
-    gate = f"first-{uuid4().hex}"
-    live.gated.delay(gate)
-    place.wait_for("begin", gate)
-    return gate
-
-
-def open_gate(place: World, gate: str) -> None:
-    place.client.rpush(f"gate:{gate}", 1)
-
-
-def is_received(place: World, gate: str, pid: int, attempt: int = 0) -> bool:
-    found = holder(place, gate)
-    return found is not None and (found.state, found.pid, found.attempt) == ("received", pid, attempt)
-
-
-def test_it_is_free_at_once_when_its_worker_is_killed(
-    place: World, gate: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    by_hand = f"{gate}-by-hand"
-    with place.worker("-c", "1") as worker:
-        keep_busy(place)
-        waits = live.plain.delay(gate)
-        live.plain.delay(by_hand)
-        assert eventually(lambda: is_received(place, gate, worker.pid))
-        assert eventually(lambda: is_received(place, by_hand, worker.pid))
-        assert live.plain.delay(gate) == waits
-        assert expires_in(place, gate) <= A_LEASE
+def test_it_is_free_at_once_when_its_worker_is_killed(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+    by_hand = Scene(scene.place, f"{scene.key}-by-hand")
+    with scene.place.worker("-c", "1") as worker:
+        first = keep_busy(scene.place)
+        waits = unique.delay(scene.key)
+        unique.delay(by_hand.key)
+        assert is_received(scene, worker.pid)
+        assert is_received(by_hand, worker.pid)
+        assert unique.delay(scene.key) == waits
+        assert scene.expires_in() <= A_LEASE
         kill_tree(worker)
-    assert {each.key: each.process for each in held(f"*{gate}*")} == dict.fromkeys(
-        [PREFIX + gate, PREFIX + by_hand], "dead"
+    assert {each.key: each.process for each in held(f"*{scene.key}*")} == dict.fromkeys(
+        [PREFIX + scene.key, PREFIX + by_hand.key], "dead"
     )
-    assert live.plain.delay(gate) != waits
-    assert state(place, gate) == "queued"
-    main(["release", "--dead", "--match", f"{gate}*"])
-    assert by_hand in capsys.readouterr().out
-    assert state(place, by_hand) == "free"
+    again = unique.delay(scene.key)
+    assert again != waits
+    assert scene.state() == ("queued", again.id)
+    main(["release", "--dead", "--match", f"{scene.key}*"])
+    assert by_hand.key in capsys.readouterr().out
+    assert not by_hand.is_held()
+    for each in (first, scene):
+        each.free()
+    scene.place.client.delete("celery")
 
 
-def test_its_run_has_the_key_and_gives_it_back(place: World, gate: str) -> None:
-    with place.worker("-c", "1") as worker:
-        first = keep_busy(place)
-        waits = live.gated.delay(gate)
-        assert eventually(lambda: is_received(place, gate, worker.pid))
-        open_gate(place, first)
-        place.wait_for("begin", gate)
-        found = holder(place, gate)
-        assert found is not None
-        assert (found.state, found.task_id) == ("running", waits.id)
-        open_gate(place, gate)
-        assert waits.get(timeout=LIMIT) == "done"
-        assert eventually(lambda: not place.is_held(gate))
+@pytest.mark.parametrize("how", ["begins", "is revoked"])
+def test_its_key_is_free_after_it(scene: Scene, how: str) -> None:
+    with scene.place.worker("-c", "1") as worker:
+        first = keep_busy(scene.place)
+        waits = unique.delay(scene.key, "gate", "done")
+        assert is_received(scene, worker.pid)
+        assert how == "begins" or answered(live.app.control.revoke, waits.id)
+        first.open()
+        if how == "begins":
+            scene.begun()
+            assert scene.state() == ("running", waits.id)
+            scene.open()
+            assert waits.get(timeout=LIMIT) == "done"
+        assert scene.is_free()
 
 
-def test_the_next_worker_takes_it_over(place: World, gate: str) -> None:
-    with place.worker("-c", "1") as worker:
-        keep_busy(place)
-        waits = live.plain.delay(gate)
-        assert eventually(lambda: is_received(place, gate, worker.pid))
-        copy = place.broker.copy_of(waits.id)
+def test_the_next_worker_takes_it_over(scene: Scene) -> None:
+    with scene.place.worker("-c", "1") as worker:
+        keep_busy(scene.place).free()
+        waits = unique.delay(scene.key, "done")
+        assert is_received(scene, worker.pid)
+        copy = scene.place.broker.copy_of(waits.id)
         kill_tree(worker)
-    with place.worker("-c", "1") as worker:
-        first = keep_busy(place)
-        place.broker.deliver_again(copy)
-        assert eventually(lambda: is_received(place, gate, worker.pid))
-        assert live.plain.delay(gate) == waits
-        open_gate(place, first)
+    with scene.place.worker("-c", "1") as worker:
+        first = keep_busy(scene.place)
+        scene.place.broker.deliver_again(copy)
+        assert is_received(scene, worker.pid)
+        assert unique.delay(scene.key) == waits
+        first.open()
         assert waits.get(timeout=LIMIT) == "done"
-        assert eventually(lambda: not place.is_held(gate))
+        assert scene.is_free()
 
 
 @pytest.mark.parametrize("how", ["warm", "cold", "cold by a second Ctrl-C"])
-def test_it_is_queued_again_when_its_worker_ends(place: World, gate: str, how: str) -> None:
+def test_it_is_queued_again_when_its_worker_ends(scene: Scene, how: str) -> None:
     signals = {"warm": [signal.SIGTERM], "cold": [signal.SIGQUIT]}.get(how, [signal.SIGINT, signal.SIGINT])
-    said = place.log()
-    with place.worker("-c", "1") as worker:
-        first = keep_busy(place)
-        waits = [live.plain.delay(f"{gate}-{number}") for number in range(3)]
-        assert eventually(lambda: is_received(place, f"{gate}-2", worker.pid))
-        for number, each in enumerate(signals):
-            assert not number or eventually(lambda: "Warm shutdown" in place.log()[len(said) :])
-            os.kill(worker.pid, each)
+    waiting = [Scene(scene.place) for _ in range(3)]
+    said = scene.place.log()
+    with scene.place.worker("-c", "1") as worker:
+        first = keep_busy(scene.place)
+        waits = [unique.delay(each.key) for each in waiting]
+        assert is_received(waiting[-1], worker.pid)
+        for number, sent in enumerate(signals):
+            assert not number or eventually(lambda: "Warm shutdown" in scene.place.log()[len(said) :])
+            os.kill(worker.pid, sent)
         if how == "warm":
-            open_gate(place, first)
+            first.open()
         worker.wait(LIMIT)
-    unrun = [number for number in range(3) if not place.notes("begin", f"{gate}-{number}")]
+    unrun = [(each, its) for each, its in zip(waiting, waits, strict=True) if not scene.place.notes("begin", each.key)]
     assert unrun
-    for number in unrun:
-        assert state(place, f"{gate}-{number}") == "queued"
-        assert expires_in(place, f"{gate}-{number}") > A_LEASE
-        assert live.plain.delay(f"{gate}-{number}") == waits[number]
+    for each, its in unrun:
+        assert each.state() == ("queued", its.id)
+        assert each.expires_in() > A_LEASE
+        assert unique.delay(each.key) == its
+    scene.place.client.flushdb()
 
 
-def test_what_waits_for_its_time_is_kept_for_it(place: World, gate: str) -> None:
-    with place.worker("-c", "1") as worker:
-        waits = live.plain.apply_async((gate,), countdown=HOUR)
-        assert eventually(lambda: is_received(place, gate, worker.pid))
-        assert HOUR < expires_in(place, gate) <= HOUR + A_LEASE
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_what_waits_for_its_time_is_kept_for_it(scene: Scene, attempt: int) -> None:
+    """A task with a countdown, and a retry."""
+    with scene.place.worker("-c", "1") as worker:
+        if attempt:
+            waits = unique.delay(scene.key, "retry in an hour")
+        else:
+            waits = unique.apply_async((scene.key,), countdown=HOUR)
+        assert is_received(scene, worker.pid, attempt)
+        assert HOUR < scene.expires_in() <= HOUR + A_LEASE
+        assert unique.delay(scene.key) == waits
         kill_tree(worker)
-    assert live.plain.delay(gate) != waits
-
-
-def test_a_retry_that_waits_in_a_worker_is_its(place: World, gate: str) -> None:
-    with place.worker("-c", "1") as worker:
-        waits = live.waits_long.delay(gate)
-        assert eventually(lambda: is_received(place, gate, worker.pid, attempt=1))
-        assert live.waits_long.delay(gate) == waits
-        kill_tree(worker)
-    assert live.waits_long.delay(gate) != waits
-
-
-def test_one_that_is_revoked_is_free(place: World, gate: str) -> None:
-    with place.worker("-c", "1") as worker:
-        first = keep_busy(place)
-        waits = live.plain.delay(gate)
-        assert eventually(lambda: is_received(place, gate, worker.pid))
-        assert answered(live.app.control.revoke, waits.id)
-        open_gate(place, first)
-        assert eventually(lambda: not place.is_held(gate))
+    assert unique.delay(scene.key) != waits
+    scene.place.client.flushdb()

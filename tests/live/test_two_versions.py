@@ -5,18 +5,24 @@ from __future__ import annotations
 import shutil
 import subprocess
 from pathlib import Path
-from uuid import uuid4
+from typing import Any
 
 import pytest
 
 from rigs.waiting import LIMIT, eventually
-from tests.live import redelivery_app as live
-from tests.live.workers import ROOT, answered, kill_tree, world
+from tests.live import app as live
+from tests.live.workers import ROOT, Scene, World, answered, kill_tree
 
 FIRST = "04414cc"
 """The commit from which on values and headers are read by other versions."""
 
 IN_FOLDER = ["sh", "-c", 'cd "$0" && exec "$@"']
+
+
+@pytest.fixture(scope="module")
+def settings() -> dict[str, Any]:
+    """As in the application of the first version."""
+    return {"broker_transport_options": {"visibility_timeout": 0.9, "unacked_restore_limit": 0}}
 
 
 @pytest.fixture(scope="module")
@@ -34,25 +40,26 @@ def first_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("is_upgrade", [True, False], ids=["upgrade", "downgrade"])
-def test_a_redelivery_to_a_worker_of_another_version(first_version: Path, tmp_path: Path, *, is_upgrade: bool) -> None:
+def test_a_redelivery_to_a_worker_of_another_version(first_version: Path, place: World, *, is_upgrade: bool) -> None:
     """It waits for a run that lives, is dropped when that has ended, and does the work of a run that was killed."""
-    folders = [first_version, ROOT] if is_upgrade else [ROOT, first_version]
-    lives, killed = (f"gate-{uuid4().hex}" for _ in range(2))
-    with world(live.app, "tests.live.redelivery_app", tmp_path) as place:
-        with place.worker("-c", "2", inside=[*IN_FOLDER, str(folders[0])]) as before:
-            answers = {gate: live.late.delay(gate, "return") for gate in (lives, killed)}
-            for gate in answers:
-                place.wait_for("begin", gate)
-            assert answered(live.app.control.cancel_consumer, "celery")
-            copies = {gate: place.broker.copy_of(answer.id) for gate, answer in answers.items()}
-            with place.worker("-c", "2", inside=[*IN_FOLDER, str(folders[1])]):
-                place.broker.deliver_again(copies[lives])
-                place.wait_for("received", lives, 3)
-                place.client.rpush(lives, "open")
-                assert answers[lives].get(timeout=LIMIT) == "run 1"
-                assert eventually(lambda: f"[{answers[lives].id}] dropped: its run has ended" in place.log())
-                kill_tree(before)
-                place.broker.deliver_again(copies[killed])
-                assert answers[killed].get(timeout=LIMIT) == "run 2"
-        assert len(place.notes("begin", lives)) == 1
-        assert len(place.notes("begin", killed)) == 2
+    earlier: Any = {"inside": [*IN_FOLDER, str(first_version)], "module": "tests.live.redelivery_app"}
+    versions: list[Any] = [earlier, {}] if is_upgrade else [{}, earlier]
+    lives, killed = Scene(place), Scene(place)
+    with place.worker("-c", "2", **versions[0]) as before:
+        answers = [live.redelivered.delay(each.key, "return") for each in (lives, killed)]
+        for each in (lives, killed):
+            each.begun()
+        assert answered(live.app.control.cancel_consumer, "celery")
+        copies = [place.broker.copy_of(answer.id) for answer in answers]
+        with place.worker("-c", "2", **versions[1]):
+            place.broker.deliver_again(copies[0])
+            place.wait_for("received", lives.key, 3)
+            for gate in (lives.key, f"gate:{lives.key}"):  # of the first version's run, and of this one's
+                place.client.rpush(gate, "open")
+            assert answers[0].get(timeout=LIMIT)
+            assert eventually(lambda: f"[{answers[0].id}] dropped: its run has ended" in place.log())
+            kill_tree(before)
+            place.broker.deliver_again(copies[1])
+            assert answers[1].get(timeout=LIMIT)
+    assert len(place.notes("begin", lives.key)) == 1
+    assert len(place.notes("begin", killed.key)) == 2

@@ -5,6 +5,7 @@ All moments are those of the monotonic clock, which the processes of one machine
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ import redis
 from celery import Celery
 from celery._state import get_current_app
 
+from only_one.lock.holder import Holder
 from only_one.testing import Guarded
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
@@ -31,10 +33,13 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
 
+APP = "tests.live.app"
 PREFIX = "live:"
 URL = "LIVE_URL"
 BROKER = "LIVE_BROKER"
 RESULTS = "LIVE_RESULTS"
+LOCKS = "LIVE_LOCKS"
+SETTINGS = "LIVE_SETTINGS"
 WITNESS = "LIVE_WITNESS"
 KEYSPACE = "__keyspace@0__:"
 
@@ -150,6 +155,7 @@ def leave(app: Any) -> None:
     app.close()
     # These have the pool and the server's address, too: who sends after this would wait for a connection for ever.
     vars(app).pop("amqp", None)
+    vars(app).pop("only_one_broker", None)
     vars(app._local).pop("backend", None)
 
 
@@ -161,7 +167,8 @@ def closed_results(app: Any) -> Iterator[None]:
     finally:
         app.backend.result_consumer.stop()
         app.backend.result_consumer._pubsub = None  # or a result that is collected connects once more, to say so
-        app.backend.client.connection_pool.disconnect()
+        if hasattr(app.backend, "client"):  # that of `rpc://` has none
+            app.backend.client.connection_pool.disconnect()
 
 
 def evaluated(function: Callable[P, T]) -> Callable[P, T]:
@@ -173,8 +180,9 @@ def evaluated(function: Callable[P, T]) -> Callable[P, T]:
 @contextmanager
 def sender(app: Any, url: str, **settings: Any) -> Iterator[None]:
     """Let this process send an application's tasks for the length of a `with` block."""
-    ours = {"broker_url": url, "result_backend": url, "result_backend_transport_options": BRIEF}
-    app.conf.update({**ours, **settings})
+    ours = {"broker_url": url, "result_backend": url, "result_backend_transport_options": BRIEF, **settings}
+    others = {name: app.conf[name] for name in ours}
+    app.conf.update(ours)
     before = get_current_app()
     app.set_current()
     try:
@@ -182,6 +190,7 @@ def sender(app: Any, url: str, **settings: Any) -> Iterator[None]:
     finally:
         before.set_current()
         leave(app)
+        app.conf.update(others)
 
 
 class World:
@@ -191,14 +200,18 @@ class World:
         server: the result backend, and where the keys are.
         client: a client of it.
         broker: where messages are.
+        witness: the file in which runs write.
+        environment: what workers, and others that are started for a test, are told.
     """
 
-    def __init__(self, server: RedisServer, client: Any, broker: Broker, module: str, folder: Path) -> None:
+    def __init__(self, server: RedisServer, client: Any, broker: Broker, folder: Path, settings: Any) -> None:
         self.server, self.client, self.broker = server, client, broker
-        self._module, self._folder = module, folder
+        self._folder = folder
         self._events: list[tuple[float, str, str]] = []
         self._logs: list[Path] = []
-        self._witness = Witness(folder / "witness")
+        self.witness = Witness(folder / "witness")
+        ours = {RESULTS: server.url, LOCKS: server.url, BROKER: broker.url, SETTINGS: json.dumps(settings)}
+        self.environment = {**environment(server.url, self.witness.path), **ours}
         self._subscription = client.pubsub(ignore_subscribe_messages=True)
         self._subscription.psubscribe(f"{KEYSPACE}*")
         self._thread = Thread(target=self._listen, daemon=True)
@@ -217,50 +230,54 @@ class World:
         self._subscription.close()
 
     @contextmanager
-    def worker(self, *arguments: str, inside: Sequence[str] = (), **environment: str) -> Iterator[Guarded]:
-        """A worker of several processes, until the end of the block."""
+    def worker(
+        self, *arguments: str, module: str = APP, inside: Sequence[str] = (), pool: str = "prefork", **more: str
+    ) -> Iterator[Guarded]:
+        """A worker, until the end of the block.
+
+        Args:
+            arguments: more of its command line.
+            module: that of its tasks.
+            inside: the command that starts it.
+            pool: its kind of pool.
+            more: what it is told besides.
+        """
         log = self._folder / f"log-{len(self._logs)}"
         self._logs.append(log)
-        env = {**os.environ, **self.environment, **environment}
         name = ["-n", f"{log.name}@%h"]
-        with celery_worker(self._module, log, env, *name, *arguments, inside=inside) as process:
+        env = {**self.environment, **more}
+        with celery_worker(module, log, env, *name, *arguments, pool=pool, inside=inside) as process:
             yield process
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What workers, and others that are started for a test, are told."""
-        return {
-            URL: self.server.url,
-            RESULTS: self.server.url,
-            BROKER: self.broker.url,
-            WITNESS: str(self._witness.path),
-        }
 
     def log(self) -> str:
         """What the workers have said."""
         return "\n".join(path.read_text(errors="replace") for path in self._logs)
 
-    def notes(self, word: str, gate: str) -> list[MarkerUpdate]:
-        """What runs have written down, of one kind."""
-        return self._witness.notes(word, gate)
+    def received(self, task_id: str) -> int:
+        """How often workers have received a task."""
+        return self.log().count(f"[{task_id}] received")
 
-    def wait_for(self, word: str, gate: str, times: int = 1, limit: float = LIMIT) -> MarkerUpdate:
+    def notes(self, word: str, key: str) -> list[MarkerUpdate]:
+        """What runs have written down, of one kind."""
+        return self.witness.notes(word, key)
+
+    def wait_for(self, word: str, key: str, times: int = 1) -> MarkerUpdate:
         """The so-manieth note of a kind, which is waited for."""
-        assert eventually(lambda: len(self.notes(word, gate)) >= times, limit), f"no {times} {word} of {gate}"
-        return self.notes(word, gate)[times - 1]
+        assert eventually(lambda: len(self.notes(word, key)) >= times), f"no {times} {word} of {key}"
+        return self.notes(word, key)[times - 1]
 
     def events(self, key: str, since: float = 0.0) -> list[Event]:
         """What has happened to a key of ours (or, with a slash before it, to any) since a moment."""
         name = key[1:] if key.startswith("/") else PREFIX + key
         return [Event(at, what) for at, its, what in list(self._events) if its == name and at >= since]
 
-    def wait_for_event(self, key: str, *what: str, since: float, limit: float = LIMIT) -> Event:
+    def wait_for_event(self, key: str, what: str, since: float = 0.0) -> Event:
         """The first event of a kind since a moment, which is waited for."""
 
         def found() -> list[Event]:
-            return [event for event in self.events(key, since) if event.what in what]
+            return [event for event in self.events(key, since) if event.what == what]
 
-        assert eventually(found, limit), f"no {what} of {key}: {self.events(key)}"
+        assert eventually(found), f"no {what} of {key}: {self.events(key)}"
         return found()[0]
 
     def catch_up(self) -> None:
@@ -268,43 +285,114 @@ class World:
         marker = f"marker-{uuid4().hex}"
         self.client.set(f"{PREFIX}{marker}", 1)
         self.client.delete(f"{PREFIX}{marker}")
-        self.wait_for_event(marker, "del", since=0)
+        self.wait_for_event(marker, "del")
 
-    def is_held(self, key: str) -> bool:
-        """Whether a key of ours is there."""
-        return bool(self.client.exists(PREFIX + key))
+    def no_key_is_left(self) -> bool:
+        """Whether all keys come to be free."""
+        return eventually(lambda: not list(self.client.scan_iter(f"{PREFIX}*")))
+
+
+class Scene:
+    """A key of a test's own, with its gate, and a queue that no worker reads."""
+
+    def __init__(self, place: World, key: str = "") -> None:
+        self.place = place
+        self.key = key or f"key-{uuid4().hex}"
+        self.queue = f"queue-{self.key}"
+
+    def queued(self, queue: str = "celery") -> int:
+        """How many messages are in a queue."""
+        return self.place.broker.queued(queue)
+
+    def consume(self) -> None:
+        """Have the worker take what is in this test's queue now, and not what comes back there from a run of it."""
+        for _ in range(self.queued(self.queue)):
+            self.place.broker.move(self.queue, "celery")
+
+    def open(self, times: int = 1) -> None:
+        """Let so many runs go on."""
+        self.place.client.rpush(f"gate:{self.key}", *range(times))
+
+    def begun(self, times: int = 1) -> MarkerUpdate:
+        """The begin of a run, which is waited for."""
+        return self.place.wait_for("begin", self.key, times)
+
+    def holder(self) -> Holder | None:
+        """Who has the key."""
+        return Holder.parse(self.place.client.get(PREFIX + self.key) or b"")
+
+    def state(self) -> tuple[str, str | None] | None:
+        """The state of the key, and the id of its task; None if it is free."""
+        holder = self.holder()
+        return (holder.state, holder.task_id) if holder else None
+
+    def expires_in(self) -> float:
+        """For how many seconds the key is there."""
+        return float(self.place.client.pttl(PREFIX + self.key)) / 1000
+
+    def take(self, value: Any = "somebody else") -> None:
+        """Somebody else has the key from now on."""
+        self.place.client.set(PREFIX + self.key, value)
+
+    def free(self) -> None:
+        """And releases it."""
+        assert self.place.client.delete(PREFIX + self.key)
+
+    def is_held(self) -> bool:
+        return bool(self.place.client.exists(PREFIX + self.key))
+
+    def is_free(self) -> bool:
+        """Whether the key is free, or comes to be."""
+        return eventually(lambda: not self.is_held())
 
     def keys(self) -> list[str]:
-        """The keys of ours that are there, and what is beside them."""
-        return sorted(name.decode() for name in self.client.scan_iter(f"*{PREFIX}*"))
+        """What is left of this test: its keys, and what is stored beside them and does not expire."""
+        names = [name.decode() for name in self.place.client.scan_iter(f"*{PREFIX}{self.key}*")]
+        return [name for name in names if name.startswith(PREFIX) or self.place.client.ttl(name) == -1]
 
-    def keys_of_runs(self) -> list[str]:
-        """The keys of ours that are there, without what is remembered of copies."""
-        return [key for key in self.keys() if key.startswith(PREFIX)]
+    def runs(self) -> list[str]:
+        """The attempts that have run and have ended, none of them beside another."""
+        begins, ends = self.place.notes("begin", self.key), self.place.notes("end", self.key)
+        assert len(begins) == len(ends)
+        assert all(end.at <= begin.at for end, begin in zip(ends, begins[1:], strict=False)), "beside each other"
+        return [each.rest[0] for each in begins]
+
+    def results(self) -> list[str]:
+        """The same, with the numbers that the runs were ordered to return."""
+        return [each.rest[0] for each in self.place.notes("end", self.key)] if self.runs() else []
+
+    def events(self) -> list[str]:
+        """What has happened to the key until now."""
+        self.place.catch_up()
+        return [event.what for event in self.place.events(self.key) if event.what != "expire"]
+
+    def gaps(self) -> int:
+        """How often the key came to be free."""
+        return len([event for event in self.events() if event in {"del", "expired"}])
 
 
 @contextmanager
-def world(app: Celery, name: str, folder: Path, *options: str, kind: str = KIND) -> Iterator[World]:
+def world(app: Celery, folder: Path, *options: str, kind: str = KIND, **settings: Any) -> Iterator[World]:
     """A server that is watched; the application of this process sends to it.
 
     Args:
         app: the application.
-        name: its module, for workers.
-        folder: where they write.
+        folder: where workers write.
         options: more options of the server.
         kind: of the broker.
+        settings: the application's, here and in workers.
     """
     with (
         redis_server("--notify-keyspace-events", "KEA", *options) as server,
         redis.Redis.from_url(server.url) as client,
         broker_of(client, server.url, app, kind) as broker,
+        sender(app, server.url, **{**settings, "broker_url": broker.url, **broker.settings}),
     ):
-        found = World(server, client, broker, name, folder)
-        with sender(app, server.url, broker_url=broker.url, **broker.settings):
-            try:
-                yield found
-            finally:
-                found.close()
+        found = World(server, client, broker, folder, settings)
+        try:
+            yield found
+        finally:
+            found.close()
 
 
 def answered(command: Callable[..., Any], *arguments: Any, **options: Any) -> bool:

@@ -1,3 +1,0 @@
-"""A Django project, as its users write it."""
-
-from .celery import app as app
