@@ -36,9 +36,9 @@ from only_one import (
     skip,
     subscribe,
 )
+from only_one.clock import now
 from only_one.connections.server import find_server
-from only_one.lock.cleanup import Cleanup
-from only_one.lock.commands import now
+from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import release_later
 from rigs.sweeps import soon as soon  # whose workers look for lost messages as often as they are told
 from rigs.waiting import LIMIT, eventually
@@ -554,4 +554,4 @@ def leave_a_release(key: str) -> None:
     server = find_server(os.environ[URL])
     server.node_of(key).fail(TIMEOUT)
     server.client.set(key, key)
-    release_later(Cleanup(server, key, key.encode(), now() + TIMEOUT, no_write_in_flight=True))
+    release_later(PendingRelease(server, key, key.encode(), now() + TIMEOUT, no_write_in_flight=True))

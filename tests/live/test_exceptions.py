@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from only_one import AlreadyRunning, LockLost, LockUnavailable
-from only_one.lock.holder import Holder
+from only_one.holder import Holder
 from rigs.waiting import LIMIT
 from tests.live import app as live
 from tests.live.workers import PREFIX, Scene, World

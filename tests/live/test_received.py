@@ -11,7 +11,6 @@ import signal
 import pytest
 
 from only_one.__main__ import main
-from only_one.holder import Holder
 from only_one.inspection import held
 from rigs.waiting import LIMIT, eventually
 from tests.live import app as live

@@ -21,7 +21,7 @@ import redis
 from celery import Celery
 from celery._state import get_current_app
 
-from only_one.lock.holder import Holder
+from only_one.holder import Holder
 from only_one.testing import Guarded
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually

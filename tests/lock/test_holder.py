@@ -326,6 +326,7 @@ from only_one.lock.token import TokenFactory
 from only_one.lock import token
 from only_one.lock import token
 from only_one.lock import token
+from only_one.lock import token
 from only_one.lock.liveness import is_dead
 
 ours, theirs = os.pipe()
