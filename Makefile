@@ -6,7 +6,7 @@ SITE := .venv/site
 # Four files at a time on two cores, those first that take longest.
 TOGETHER := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 PEERS := celery-singleton==0.3.1 celery-once==3.0.1 python-redis-lock==4.0.1 sherlock==0.4.1 filelock huey==3.5.4 hiredis
-WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,buffer_one canvas ends queue redelivery requeue rpc tasks)
+WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,buffer_one canvas ends queue redelivery requeued rpc tasks)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-picture newsletter docs dev test test-rabbitmq lint types interrupts suite site words coverage soak soak-hour \
