@@ -115,38 +115,36 @@ class _KeptConnections:
         self.connection_pool = connection_pool
         self._idle: list[Any] = []
         self._broken: list[Any] = []
-        self._in_use: set[Any] = set()
+        self._all: set[Any] = set()  # also those that an exception between two lines has lost
 
     async def execute_command(self, *args: Any, **_options: Any) -> Any:
         """Send a command, and return its reply as bytes."""
         while self._broken:
-            await self._broken.pop().disconnect(nowait=True)
-        connection = self._idle.pop() if self._idle else self.connection_pool.make_connection()
-        self._in_use.add(connection)
+            self._all.discard(broken := self._broken.pop())
+            await broken.disconnect(nowait=True)
+        if self._idle:
+            connection = self._idle.pop()
+        else:
+            self._all.add(connection := self.connection_pool.make_connection())
         try:
             await connection.send_packed_command(_packed(connection, args))
             reply = await connection.read_response(disable_decoding=True)
         except redis.ResponseError:
-            self._in_use.discard(connection)
             self._idle.append(connection)
             raise
         except BaseException as error:
-            self._in_use.discard(connection)
             self._broken.append(connection)
             if isinstance(error, redis.ConnectionError):  # the server may have closed the others, too
                 self._broken += self._idle
                 self._idle = []
             raise
-        self._in_use.discard(connection)
         self._idle.append(connection)
         return reply
 
     async def aclose(self) -> None:
         """Close all connections, also those of commands that were forgotten."""
-        left = [*self._idle, *self._broken, *self._in_use]
-        self._idle, self._broken, self._in_use = [], [], set()
-        for each in left:
-            await each.disconnect()
+        while self._all:
+            await self._all.pop().disconnect()
 
 
 def _packed(connection: Any, command: Any) -> Any:
