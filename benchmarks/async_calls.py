@@ -3,7 +3,7 @@
     python -m benchmarks.async_calls [--calls N] [--connections N] [--rounds N]
 
 Bare is redis-py's asyncio client with a `BlockingConnectionPool`: a SET and a release by script for each call.
-The others are covered calls, by a client whose pool is as large and by that of django-redis.
+The others are decorated calls, by a client whose pool is as large and by that of django-redis.
 Each round measures all, in another order each time; the medians are shown, and how many calls have run.
 """
 
@@ -33,8 +33,8 @@ RELEASE = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del'
 Call = Callable[[int], Awaitable[Any]]
 
 
-def covered(client: Any) -> Call:
-    """A coroutine function that is covered, and does nothing."""
+def decorated(client: Any) -> Call:
+    """A decorated coroutine function that does nothing."""
 
     async def work(number: int) -> int:
         return number
@@ -82,12 +82,12 @@ def main() -> int:
         settings.configure(CACHES={"default": cache})
         from django_redis import get_redis_connection  # noqa: PLC0415 - it reads the settings
 
-        own = covered(redis.Redis.from_url(server.url, max_connections=options.connections))
-        djangos = covered(get_redis_connection("default"))
+        own = decorated(redis.Redis.from_url(server.url, max_connections=options.connections))
+        djangos = decorated(get_redis_connection("default"))
         ways: dict[str, Callable[[], Any]] = {
             "bare SET and EVALSHA": lambda: bare(server.url, options.calls, options.connections),
-            "covered": lambda: seconds(own, options.calls),
-            "covered, by django-redis": lambda: seconds(djangos, options.calls),
+            "decorated": lambda: seconds(own, options.calls),
+            "decorated, by django-redis": lambda: seconds(djangos, options.calls),
         }
         found: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
         for _ in track(range(options.rounds), transient=True):

@@ -47,7 +47,7 @@ BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
 LIMIT = 120.0
 """Seconds within which comes what has to come, on a slow machine, too."""
 
-SETTLED = 15.0
+NOT_EXPECTED_AFTER = 15.0
 """Seconds after which a retry, the rest of a chain or a free lock is not expected any more."""
 
 BETWEEN_CALLS = 0.25
@@ -183,7 +183,7 @@ class Unit:
     def freed(self, runs: int) -> str:
         """Whether the next call runs, after so many runs."""
         expiry = self.expiry()  # the calls below may make a new lock
-        return "yes" if self.start_after(runs + 1, time.monotonic() + SETTLED) else f"no; {expiry}"
+        return "yes" if self.start_after(runs + 1, time.monotonic() + NOT_EXPECTED_AFTER) else f"no; {expiry}"
 
 
 def duration(seconds: float) -> str:
@@ -330,7 +330,7 @@ def retried(_: Stage, peer: Peer) -> str:
     def ran() -> int:
         return sum(any(note["attempt"] == 1 for note in unit.notes("start")) for unit in units)
 
-    have_all = eventually(lambda: ran() == RETRIES, SETTLED)
+    have_all = eventually(lambda: ran() == RETRIES, NOT_EXPECTED_AFTER)
     return f"{ran()} of {RETRIES} run" + ("" if have_all else f"; {expiry}")
 
 
@@ -394,7 +394,7 @@ def chained(*before: Any) -> Measure:
             unit.let_go("first")
             return f"the call raises {call.problem}; nothing is published"
         duplicate = call.result.parent
-        for limit in (SETTLED / 3, SETTLED):  # while the first run goes on, and after it
+        for limit in (NOT_EXPECTED_AFTER / 3, NOT_EXPECTED_AFTER):  # while the first run goes on, and after it
             eventually(lambda: bool(unit.notes("tail")) or duplicate.failed(), limit)
             unit.let_go("first")
         if given := unit.notes("tail"):

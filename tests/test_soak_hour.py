@@ -49,7 +49,7 @@ def sent(name: str, task: str) -> tuple[Any, ...]:
 
 
 KILLED = [line for line in run("a", 1, 2) if line[1] in {"begin", "held"}]
-TOLD = [*(line for line in run("a", 1, 9) if line[:2] != (9, "held")), (9, "lost", "a")]
+KNOWS_ITS_LOSS = [*(line for line in run("a", 1, 9) if line[:2] != (9, "held")), (9, "lost", "a")]
 DATA_LOST = (2.5, "data lost", 2.4)
 DROPPED = [(2, "sent", "x", "newest", "a"), (3, "outcome", "x", "SUCCESS", None, True, "")]
 OVERLAP, EARLY, FENCE = "overlaps", "runs within at_least of a success", "fences that do not rise"
@@ -61,7 +61,7 @@ OVERLAP, EARLY, FENCE = "overlaps", "runs within at_least of a success", "fences
         (run("a", 1, 2, fence=10) + run("b", 2, 3, fence=11), {}),
         # Runs beside each other, and beside one that knows that it has lost its key, or that was killed.
         (run("a", 1, 3) + run("b", 2, 2.5) + run("c", 2.9, 4), {OVERLAP: 2}),
-        (TOLD + run("b", 4, 5), {}),
+        (KNOWS_ITS_LOSS + run("b", 4, 5), {}),
         (KILLED + run("b", 2.1, 3), {}),
         (KILLED + run("b", 1.9, 3), {OVERLAP: 1}),
         # A restart without data excuses an overlap for one lease, and no run that began before it.
