@@ -215,6 +215,22 @@ def test_a_start_that_differs_is_another_process(living: Process) -> None:
     assert not is_dead(changed(living.value, process_start=start))
 
 
+def test_a_start_is_counted_in_ticks_since_boot_whatever_the_name_of_the_process() -> None:
+    tick, before = 1 / os.sysconf("SC_CLK_TCK"), now()
+    with started() as process:
+        start = json.loads(process.value)["process_start"]
+        if start is None:
+            pytest.skip("no start time can be read here")
+        assert before - 2 * tick <= start * tick <= now() + tick
+    own, comm = process_start(os.getpid()), Path(f"/proc/{os.getpid()}/comm")
+    name = comm.read_text(encoding="utf-8")
+    try:
+        comm.write_text("a) 1 (b", encoding="utf-8")
+        assert process_start(os.getpid()) == own
+    finally:
+        comm.write_text(name, encoding="utf-8")
+
+
 FORKED = """
 import os, time
 from only_one.holder import Holder
