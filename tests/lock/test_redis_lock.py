@@ -600,7 +600,7 @@ def test_a_release_that_was_sent_twice_while_another_acquired_the_key_is_no_loss
     run = side.decorate(lambda: "result", redis=sends_again, when_lost=fail)
     assert [run(), run()] == ["result", "result"]
     # On a busy machine a reply may come too late, and what is cleaned up then would meet the faults in the run's place.
-    renewal._renewer.cleanups.clear()
+    renewal._renewer.pending_releases.clear()
     assert is_idle()
     happened.clear()
     proxy.lose_reply(*RELEASES)
