@@ -64,10 +64,11 @@ OVERLAP, EARLY, FENCE = "overlaps", "runs within at_least of a success", "fences
         (KNOWS_ITS_LOSS + run("b", 4, 5), {}),
         (KILLED + run("b", 2.1, 3), {}),
         (KILLED + run("b", 1.9, 3), {OVERLAP: 1}),
-        # A restart without data excuses an overlap for one lease, and no run that began before it.
+        # A restart without data excuses an overlap for one lease, and no run that began before it, or after it.
         ([*run("a", 1, 4.4), DATA_LOST, *run("b", 3, 3.5)], {f"{OVERLAP}, excused": 1}),
         ([*run("a", 1, 4.6), DATA_LOST, *run("b", 3, 3.5)], {OVERLAP: 1}),
         ([*run("a", 1, 3), (2.9, "data lost", 2.8), *run("b", 2, 2.5)], {OVERLAP: 1}),
+        ([DATA_LOST, *run("a", 2.6, 4), *run("b", 3, 3.5)], {OVERLAP: 1}),
         # at_least: an outage excuses a run that is early; one that was killed before its release keeps nothing.
         (spaced("a", 1, 1.5) + spaced("b", 2.9, 3), {EARLY: 1}),
         ([*spaced("a", 1, 1.5), (1.6, "outage", 1.4), *spaced("b", 2.9, 3)], {f"{EARLY}, excused": 1}),
