@@ -41,7 +41,7 @@ class ClusterNodes:
     def _at(self, address: tuple[str, int]) -> Node:
         if address not in self._nodes:
             client = closing(self._manager.create_redis_node(*address, **self._options))
-            self._nodes[address] = Node(client, self, address[0])
+            self._nodes[address] = Node(client, address[0], self.follow)
         return self._nodes[address]
 
     def follow(self, node: Node, commands: Sequence[Command], options: dict[str, Any], replies: list[Any]) -> None:

@@ -1,7 +1,7 @@
 """One server, or one node of a cluster, and the trips in which the renewing thread sends commands to it."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -10,14 +10,11 @@ from only_one.driver import Command
 
 _FIRST_PAUSE = 0.05
 
-
 MOST_IN_A_TRIP = 500
 """Commands in one trip, so that no trip takes long."""
 
-
 LONG = 0.1
 """Seconds after which other keys may be due: they go before anything else that may take long."""
-
 
 by_reach = attrgetter("backs_off_until")
 """The order in which nodes are asked: waiting for an unreachable node must not cost others their leases."""
@@ -32,12 +29,13 @@ class Node:
         backs_off_until: when it is asked again after it could not be reached, by ``clock.now()``.
     """
 
-    def __init__(self, client: Any, cluster: Any = None, host: str = "") -> None:
+    def __init__(self, client: Any, host: str = "", follow: Callable[..., None] | None = None) -> None:
+        """``follow`` sends commands on that a cluster has redirected; see ``ClusterNodes.follow``."""
         self.client = client
         self.host = host
         self.backs_off_until = 0.0
         self._pause = _FIRST_PAUSE
-        self._cluster = cluster
+        self._follow = follow
 
     def send(self, commands: Sequence[Command], options: dict[str, Any], pause: float | None = None) -> list[Any]:
         """Send commands in one trip; in a cluster, a command whose slot has moved is sent on.
@@ -51,8 +49,8 @@ class Node:
             The reply to each command, or its error.
         """
         replies = self.send_here(commands, options, pause)
-        if self._cluster is not None:
-            self._cluster.follow(self, commands, options, replies)
+        if self._follow is not None:
+            self._follow(self, commands, options, replies)
         return replies
 
     def send_here(self, commands: Sequence[Command], options: dict[str, Any], pause: float | None = None) -> list[Any]:
