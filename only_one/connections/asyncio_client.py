@@ -31,7 +31,7 @@ class AsyncClient:
 
     Attributes:
         sends_again: the drivers send a command again that got no answer, because redis-py does not.
-        client: the asyncio client of redis-py.
+        client: the asyncio client of redis-py, or our own kept connections.
         to_be_closed: the earlier clients, until the next command closes their connections. A command that was
             forgotten may be collected while no event loop is running, and cannot close them itself.
     """
@@ -72,7 +72,7 @@ class AsyncClient:
         except (redis.RedisError, exceptions.RedisClusterException, asyncio.CancelledError, GeneratorExit) as error:
             if isinstance(error, redis.TimeoutError) and self._answered_at < sent:
                 self._timed_out_at = now()
-            raise  # redis-py has closed the connection if need be
+            raise  # the connection is closed if need be, or will be by the next command
         except BaseException as error:
             if client is self.client:  # else another has been begun already
                 self._begin()
@@ -143,8 +143,9 @@ class _KeptConnections:
 
     async def aclose(self) -> None:
         """Close all connections, also those of commands that were forgotten."""
-        while self._all:
-            await self._all.pop().disconnect()
+        left = list(self._all)
+        await asyncio.gather(*(each.disconnect() for each in left), return_exceptions=True)
+        self._all.difference_update(left)
 
 
 def _packed(connection: Any, command: Any) -> Any:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from typing import Any
 
 import pytest
 import redis as redis_py
+from redis import asyncio as redis_asyncio
 
 from only_one import only_one
+from only_one.connections.asyncio_client import make_async_client
 from only_one.connections.server import Server
 from only_one.driver import RAW
 from rigs.waiting import LIMIT, eventually
+from tests.connections.test_connection_pool import Tokens
 
 NAME = "k"
 
@@ -33,23 +37,47 @@ def named(redis: Any, redis_url: str, key: str) -> Any:
     return f"{redis_url}?client_name={key}", connections
 
 
-def test_a_kept_connection_that_the_server_has_closed_is_replaced(redis: Any, named: Any) -> None:
+def test_kept_connections_that_the_server_has_closed_are_replaced(redis: Any, named: Any) -> None:
     url, connections = named
 
-    async def work() -> str:
-        return "done"
+    async def work(number: int) -> int:
+        await asyncio.sleep(0)
+        return number
 
     async def main() -> None:
-        call = only_one(work, key=NAME, timeout=600, redis=url)
+        call = only_one(work, key="{number}", timeout=600, redis=url)
         for _ in range(5):
-            assert await call() == "done"
-        for _ in range(5):
+            assert await asyncio.gather(*map(call, range(4))) == [0, 1, 2, 3]
+            assert len(connections()) <= 5, "the thread that renews has one, too"
             for connection in connections():
                 redis.client_kill_filter(_id=connection["id"])
-            assert await call() == "done"
-            assert len(connections()) <= 2, "the thread that renews has one, too"
+            assert [await call(number) for number in range(4)] == [0, 1, 2, 3]
 
     asyncio.run(main())
+
+
+def test_a_command_that_is_refused_keeps_its_connection(redis: Any, named: Any, key: str) -> None:
+    url, connections = named
+    server = Server(redis_py.Redis.from_url(url))
+    redis.lpush(key, "no lock")
+
+    async def main() -> None:
+        client = await server.async_client()
+        await client.execute_command("PING", **RAW)
+        before = connections()
+        for _ in range(3):
+            with pytest.raises(redis_py.ResponseError, match="WRONGTYPE"):
+                await client.execute_command("GET", key, **RAW)
+        assert [each["id"] for each in connections()] == [each["id"] for each in before]
+
+    asyncio.run(main())
+
+
+def test_a_client_whose_credentials_are_renewed_goes_through_the_pool_of_redis_py(redis_url: str) -> None:
+    with redis_py.Redis.from_url(redis_url, credential_provider=Tokens()) as client:
+        assert isinstance(make_async_client(client).client, redis_asyncio.Redis)
+    with redis_py.Redis.from_url(redis_url) as client:
+        assert not isinstance(make_async_client(client).client, redis_asyncio.Redis)
 
 
 @pytest.mark.parametrize("ends", ["returns", "is cancelled", "fails"])
@@ -104,8 +132,14 @@ def test_a_command_that_is_cancelled_never_leaves_its_reply_to_another(redis_url
         results: set[str] = set()
         for begin in range(0, commands, 20):
             results.update(await asyncio.gather(*map(cancel_at_random, range(begin, begin + 20))))
+        assert len(living()) <= before + 20, "as many as were sent at a time"
         return results
 
+    def living() -> list[Any]:
+        gc.collect()
+        return [each for each in gc.get_objects() if type(each) is redis_asyncio.Connection]
+
+    before = len(living())
     assert asyncio.run(main()) == {"its own", "CancelledError"}
 
 
