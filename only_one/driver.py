@@ -13,20 +13,15 @@ from redis.exceptions import RedisClusterException, RedisError
 
 T = TypeVar("T")
 
-
 Command = tuple[Union[str, bytes, int], ...]
 
-
 Commands = Generator[Command, Any, T]
-
 
 TROUBLE = (RedisError, RedisClusterException, OSError)
 """The errors that redis-py raises when the server could not be asked, or refused."""
 
-
 RAW = {"NEVER_DECODE": True, "get": True}
 """Options of redis-py: replies come as bytes, also from clients that decode, and SET with GET gives the old value."""
-
 
 unanswered: ContextVar[int] = ContextVar("unanswered", default=0)
 """How many attempts to send a command got no answer in this context, whoever has sent the command again.

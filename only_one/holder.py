@@ -86,13 +86,10 @@ _TYPES: dict[str, Any] = {
 }
 """The types in the JSON of a value; times are in milliseconds."""
 
-
 _ADDED_LATER: dict[str, Any] = {"replacement": 0}
 """The fields that the first values of this format did not have, with what a value without them means."""
 
-
 _LONGEST_REMEMBERED = 2000
-
 
 _MOST_REMEMBERED = 1000
 

@@ -10,7 +10,6 @@ from redis import backoff, retry
 NOTICES = "maint_notifications_config"
 """redis-py's option to listen to news of maintenance: it is for the user's own client only."""
 
-
 _LEFT_OUT = ("oss_cluster_", "orig_", "maint_notifications_pool_handler", "connection_pool")
 """The beginnings of the names of connection options that concern the user's own client only.
 

@@ -1,4 +1,7 @@
-"""The tokens with which this process acquires keys: how they are made, and which of them are active."""
+"""The tokens with which this process acquires keys: how they are made, and which of them are active.
+
+A token names the machine and the process, by which others see whether the process lives.
+"""
 
 import itertools
 import json
