@@ -1,6 +1,6 @@
 """Renewals and deadlines that come when the test says so: its leases are long, and no test has to be faster than one.
 
-They work in the process that calls them; one that a test has started calls them at a signal, as `programs.Holder` does.
+They work in the process that calls them; one that a test has started calls them at a signal.
 """
 
 from __future__ import annotations
@@ -94,6 +94,6 @@ def _wait_no_longer() -> None:
     nodes = [node for each in every for node in getattr(each._nodes, "_nodes", {0: each._nodes}).values() if node]
     for node in nodes:
         node.backs_off_until = min(node.backs_off_until, now())
-    for cleanup in list(renewal._renewer.pending_releases.values()):
-        cleanup.try_at = min(cleanup.try_at, now())
+    for pending in list(renewal._renewer.pending_releases.values()):
+        pending.try_at = min(pending.try_at, now())
     renewal._renewer.see_to_it_by(-math.inf)

@@ -100,9 +100,9 @@ def test_it_is_kept_beyond_its_process(redis: Any, redis_url: str, prefix: str, 
 
 def wait_for_another_attempt(key: str) -> None:
     """To release the key in the background, which fails, or is put off while the server is known to be away."""
-    cleanup = next(each for each in renewal._renewer.pending_releases.values() if each.key == key)
-    before = cleanup.try_at
-    assert eventually(lambda: cleanup.try_at != before)
+    pending = next(each for each in renewal._renewer.pending_releases.values() if each.key == key)
+    before = pending.try_at
+    assert eventually(lambda: pending.try_at != before)
 
 
 @both

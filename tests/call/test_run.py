@@ -321,9 +321,9 @@ def test_a_key_of_which_nothing_is_known_is_looked_for_until_it_has_expired(pref
         before = now()
         with pytest.raises(LockUnavailable):
             call.resolve_acquire(drive(call.client, call.acquire()))
-    cleanup = renewal._renewer.pending_releases[call.token]
-    assert not cleanup.no_write_in_flight
-    assert before + LONG <= cleanup.until <= now() + LONG
+    pending = renewal._renewer.pending_releases[call.token]
+    assert not pending.no_write_in_flight
+    assert before + LONG <= pending.until <= now() + LONG
 
 
 def test_a_call_that_is_interrupted_before_its_run_holds_its_key_no_more(direct: Any, prefix: str) -> None:

@@ -79,8 +79,10 @@ class Program(AbstractContextManager["Program"]):
         return stdout
 
     def line(self) -> str:
-        """What it says next, or nothing if it has ended."""
-        return self._lines.readline().strip()
+        """What it says next, or nothing if it has ended, by itself or by a signal, and not by an error."""
+        line = self._lines.readline().strip()
+        assert line or self.process.wait(LIMIT) != 1, "the program has failed"
+        return line
 
     def says(self) -> Any:
         """The next of its reports."""

@@ -254,9 +254,9 @@ def test_only_runs_that_are_under_way_are_in_its_care(watch: Watch, redis_url: s
     assert watch.renewer.held() == [kept]
     assert sorted(watch.renewer.leases) == [b"kept", b"lost"]
     assert watch.renewer.next_due() == kept.renew_at
-    cleanup = watch.cleanup(server)
-    assert watch.renewer.next_due() == cleanup.try_at < kept.renew_at
-    cleanup.try_at = kept.renew_at + 1
+    pending = watch.pending(server)
+    assert watch.renewer.next_due() == pending.try_at < kept.renew_at
+    pending.try_at = kept.renew_at + 1
     assert watch.renewer.next_due() == kept.renew_at
 
 
@@ -327,7 +327,7 @@ def test_it_sleeps_for_some_microseconds(idle: Any) -> None:
     assert done.result(LIMIT) == rounds
 
 
-def test_a_cleanup_that_comes_when_it_is_about_to_sleep(idle: Any) -> None:
+def test_a_pending_release_that_comes_when_it_is_about_to_sleep(idle: Any) -> None:
     """It does not know yet that it is to be woken for it."""
     looks, due = idle.next_due, now()
 

@@ -76,8 +76,8 @@ class Watch:
         self._leases.append(made)
         return made
 
-    def cleanup(self, server: Any, name: str = "k", *, no_write_in_flight: bool = True) -> Any:
-        """A cleanup in its care."""
+    def pending(self, server: Any, name: str = "k", *, no_write_in_flight: bool = True) -> Any:
+        """A pending release in its care."""
         key = self.key(name)
         made = pending_releases.PendingRelease(
             server, key, b"token", MOMENT + LONG, no_write_in_flight=no_write_in_flight

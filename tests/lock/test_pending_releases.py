@@ -32,20 +32,20 @@ from tests.renewal import MOMENT, later
         (False, ResponseError("unknown command"), False, [0.05, 0.05, 0.1]),  # it is due at once, by another command
     ],
 )
-def test_when_a_cleanup_is_tried_again(
+def test_when_a_pending_release_is_tried_again(
     watch: Watch, redis_url: str, reply: object, pauses: list[float], *, no_write_in_flight: bool, is_over: bool
 ) -> None:
-    cleanup = watch.cleanup(watch.server(redis_url), no_write_in_flight=no_write_in_flight)
-    assert cleanup.try_at == MOMENT
+    pending = watch.pending(watch.server(redis_url), no_write_in_flight=no_write_in_flight)
+    assert pending.try_at == MOMENT
     for pause in pauses:
-        assert cleanup.note_reply(cleanup.command(), reply) is is_over
-        assert cleanup.pause == pytest.approx(pause)
-        assert cleanup.try_at == MOMENT + (cleanup.pause if pause > 0.05 else 0)
+        assert pending.note_reply(pending.command(), reply) is is_over
+        assert pending.pause == pytest.approx(pause)
+        assert pending.try_at == MOMENT + (pending.pause if pause > 0.05 else 0)
 
 
-def test_a_cleanup_is_tried_once_more_when_the_token_has_expired(watch: Watch, redis_url: str) -> None:
+def test_a_pending_release_is_tried_once_more_when_the_token_has_expired(watch: Watch, redis_url: str) -> None:
     """Or a SET that has come since the time before would keep the key for a whole lease."""
-    left = watch.cleanup(watch.server(redis_url), no_write_in_flight=False)
+    left = watch.pending(watch.server(redis_url), no_write_in_flight=False)
     left.pause, left.until = 0.5, MOMENT + 0.75
     assert not left.note_reply(("DELIFEQ", "k"), 0)
     watch.clock.moment = left.try_at
@@ -53,11 +53,11 @@ def test_a_cleanup_is_tried_once_more_when_the_token_has_expired(watch: Watch, r
     assert left.note_reply(("DELIFEQ", "k"), 0)
 
 
-def test_cleanups_that_are_due(watch: Watch, redis_url: str) -> None:
+def test_pending_releases_that_are_due(watch: Watch, redis_url: str) -> None:
     """Those that have waited longest come first, and a node that backs off is not asked."""
     server, down = watch.server(redis_url), watch.server(redis_url)
     first, second, later, waits = (
-        watch.cleanup(each, name) for each, name in zip([server] * 3 + [down], ("1", "2", "3", "4"), strict=True)
+        watch.pending(each, name) for each, name in zip([server] * 3 + [down], ("1", "2", "3", "4"), strict=True)
     )
     first.try_at, second.try_at, later.try_at = MOMENT, MOMENT - 1, math.nextafter(MOMENT, math.inf)
     node(down).backs_off_until = MOMENT + 2
@@ -75,13 +75,13 @@ def test_a_release_that_takes_long_gives_others_the_next_turn(watch: Watch, redi
         servers = [watch.server(redis_url) for _ in range(2)]
         watch.renewer.pending_releases.clear()
         for number, server in enumerate(servers):
-            watch.cleanup(server, str(number))
+            watch.pending(server, str(number))
             node(server).takes = takes if number == 0 else 0.0
         watch.renewer.pending_releases.release_due()
         assert [len(node(server).trips) for server in servers] == trips
 
 
-def test_of_too_many_cleanups_the_oldest_is_forgotten(watch: Watch, redis_url: str) -> None:
+def test_of_too_many_pending_releases_the_oldest_is_forgotten(watch: Watch, redis_url: str) -> None:
     server = watch.server(redis_url)
     for number in range(10_001):
         assert len(watch.renewer.pending_releases) == number
@@ -94,7 +94,7 @@ def test_of_too_many_cleanups_the_oldest_is_forgotten(watch: Watch, redis_url: s
 
 
 @pytest.mark.parametrize(("url", "slept"), [(None, []), (DOWN, [0.05] * 41)], ids=["up", "down"])
-def test_the_cleanups_at_the_end_of_the_process(
+def test_the_pending_releases_at_the_end_of_the_process(
     watch: Watch, redis_url: str, monkeypatch: pytest.MonkeyPatch, url: str | None, slept: list[float]
 ) -> None:
     """It tries for two seconds, until a server has answered; for what may still arrive it does not wait."""
@@ -106,8 +106,8 @@ def test_the_cleanups_at_the_end_of_the_process(
 
     monkeypatch.setattr(pending_releases, "time", SimpleNamespace(sleep=sleep))
     server = watch.server(url or redis_url)
-    watch.cleanup(server, "none in flight")
-    watch.cleanup(server, "other", no_write_in_flight=False)
+    watch.pending(server, "none in flight")
+    watch.pending(server, "other", no_write_in_flight=False)
     renewal._renewer.pending_releases.finish()
     assert len(paused) == pytest.approx(len(slept), abs=1)
     assert paused == slept[: len(paused)]
@@ -134,10 +134,10 @@ def test_many_tokens_of_unknown_fate_are_released_in_a_few_trips(
         client.mset({name: name for name in names})
         theirs.node_of(names[0]).fail(LONG)
         for name in names:
-            cleanup = PendingRelease(
+            pending = PendingRelease(
                 theirs, name, name.encode(), now() + 2 * LONG, no_write_in_flight=no_write_in_flight
             )
-            renewal.release_later(cleanup)
+            renewal.release_later(pending)
         before = client.info("stats")["total_reads_processed"]
         with later(LONG):
             assert eventually(are_tried)
@@ -153,7 +153,7 @@ import sys
 import redis
 from only_one.connections import server as servers
 from only_one.lock import renewal
-from only_one.lock.cleanup import PendingRelease
+from only_one.lock.pending_releases import PendingRelease
 from only_one.clock import now
 server = servers.find_server(sys.argv[1])
 for number in range(10):
@@ -164,7 +164,7 @@ for number in range(10):
 """
 
 
-def test_a_process_that_ends_tries_its_cleanups_once_more(direct: Any, redis_url: str, prefix: str) -> None:
+def test_a_process_that_ends_tries_its_pending_releases_once_more(direct: Any, redis_url: str, prefix: str) -> None:
     """Also where a delayed SET may still arrive, as nobody will ask after it."""
     with Program(ENDS, redis_url, prefix) as program:
         assert program.line() == ""
