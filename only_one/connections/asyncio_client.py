@@ -15,6 +15,8 @@ from only_one.errors import ConfigurationError
 from .connection_pool import packed, raise_as_connection_error
 
 _sentinel: Any = sentinel  # which has no types
+_time_limit: Any = vars(connection)["async_timeout"]
+"""``asyncio.timeout``, or what stands in for it before Python 3.11."""
 
 NO_LIMIT = 2**31
 """As many connections as commands ask for."""
@@ -106,6 +108,7 @@ class _KeptConnections:
 
     These cost as much as the command itself. A connection that the server has closed is found when a command fails on
     it: the driver sends that command again.
+    One time limit holds for a whole command. redis-py has one for each part, and for the sending it starts a task.
 
     Attributes:
         connection_pool: it makes the connections, and has none of them.
@@ -113,7 +116,7 @@ class _KeptConnections:
 
     def __init__(self, connection_pool: Any) -> None:
         self.connection_pool = connection_pool
-        self._idle: list[Any] = []
+        self._idle: list[tuple[Any, float | None]] = []
         self._broken: list[Any] = []
         self._all: set[Any] = set()  # also those that an exception between two lines has lost
 
@@ -122,24 +125,36 @@ class _KeptConnections:
         while self._broken:
             self._all.discard(broken := self._broken.pop())
             await broken.disconnect(nowait=True)
-        if self._idle:
-            connection = self._idle.pop()
-        else:
-            self._all.add(connection := self.connection_pool.make_connection())
+        kept = self._idle.pop() if self._idle else self._connection()
+        connection, limit = kept
+        if limit is not None and not connection.is_connected:
+            limit += connection.socket_connect_timeout or 0
         try:
-            await connection.send_packed_command(_packed(connection, args))
-            reply = await connection.read_response(disable_decoding=True)
+            async with _time_limit(limit):
+                await connection.send_packed_command(_packed(connection, args))
+                reply = await connection.read_response(disable_decoding=True)
         except redis.ResponseError:
-            self._idle.append(connection)
+            self._idle.append(kept)
             raise
         except BaseException as error:
             self._broken.append(connection)
             if isinstance(error, redis.ConnectionError):  # the server may have closed the others, too
-                self._broken += self._idle
+                self._broken += [each for each, _ in self._idle]
                 self._idle = []
+            if isinstance(error, asyncio.TimeoutError):
+                where = ", ".join(f"{name} {value}" for name, value in connection.repr_pieces())
+                msg = f"no reply within {limit:g} seconds from {where}"
+                raise redis.TimeoutError(msg) from None
             raise
-        self._idle.append(connection)
+        self._idle.append(kept)
         return reply
+
+    def _connection(self) -> tuple[Any, float | None]:
+        """A new connection, which has no time-out of its own, and the seconds within which it must have a reply."""
+        connection = self.connection_pool.make_connection()
+        self._all.add(connection)
+        limit, connection.socket_timeout = connection.socket_timeout, None
+        return connection, limit
 
     async def aclose(self) -> None:
         """Close all connections, also those of commands that were forgotten."""
