@@ -1,12 +1,12 @@
-"""What the tables of a page say, for the tests that see whether it is so."""
+"""What the tables of the pages about Celery say, for the tests that see whether it is so."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-PAGE = Path(__file__).parents[1] / "docs" / "celery.md"
+PAGES = sorted((Path(__file__).parents[1] / "docs").glob("celery*.md"))
 
-BROKERS = {"redis": "Redis, Valkey", "classic": "RabbitMQ, classic queues", "quorum": "RabbitMQ, quorum queues"}
+BROKERS = {"redis": "Redis, Valkey", "classic": "RabbitMQ", "quorum": "RabbitMQ"}
 """The columns in which the table of brokers says it."""
 
 
@@ -18,17 +18,17 @@ def tables(text: str) -> list[list[list[str]]]:
 
 
 def rows_with(column: str) -> list[dict[str, str]]:
-    """The rows of docs/celery.md's tables that have such a column, by the heads of the columns; the first's is ""."""
+    """The rows of the tables about Celery that have such a column, by the heads of the columns; the first's is ""."""
     return [
         dict(zip(["", *head[1:]], row, strict=True))
-        for head, *body in tables(PAGE.read_text())
+        for head, *body in tables("\n\n".join(page.read_text() for page in PAGES))
         if column in head[1:]
         for row in body
     ]
 
 
 def documented(promise: str, column: str) -> str:
-    """One cell of docs/celery.md.
+    """One cell of the pages about Celery.
 
     Raises:
         ValueError: unless there is just one.

@@ -7,15 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.documented import BROKERS, rows_with
-
 ROOT = Path(__file__).parents[1]
 NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 
-@pytest.mark.parametrize(
-    ("page", "at_least"), [("guarantees", 30), ("celery", 15), ("how-it-works", 10), ("newsletter", 15)]
-)
+@pytest.mark.parametrize(("page", "at_least"), [("guarantees", 30), ("how-it-works", 10), ("newsletter", 15)])
 def test_each_test_that_is_named_exists(page: str, at_least: int) -> None:
     # docs/newsletter.md says of which file its tests are.
     text = (ROOT / "docs" / f"{page}.md").read_text().replace("`test_", "`tests/live/test_newsletter.py::test_")
@@ -27,11 +23,3 @@ def test_each_test_that_is_named_exists(page: str, at_least: int) -> None:
         if not (ROOT / path).exists() or (test and f"def {test}(" not in (ROOT / path).read_text())
     ]
     assert missing == []
-
-
-def test_what_is_said_of_each_broker_is_seen_with_each() -> None:
-    (files,) = re.findall(r"^WITH_RABBITMQ := .*,(.*)\)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    rows = [row for row in rows_with("shown by") if BROKERS["classic"] in row]
-    assert len(rows) > 8
-    assert {row["shown by"] for row in rows} <= {f"`tests/live/test_{name}.py`" for name in files.split()}
-    assert all(row[column] for row in rows for column in BROKERS.values())

@@ -33,7 +33,7 @@ from tests.live.workers import PREFIX, ROOT, Scene, World, answered, kill_tree
 from tests.lock.test_holder import CONTAINER
 
 PAGE = ROOT / "docs/celery.md"
-HEAD = "| end of a run | state of the key |\n|---|---|\n"
+HEAD = "| a run ends by | its key is |\n|---|---|\n"
 
 TIME_LIMIT = 8
 """Seconds: a run has begun by then, and others start workers meanwhile."""
@@ -216,7 +216,7 @@ class End:
 LIMITED = {"time_limit": TIME_LIMIT}
 ENDS = [
     End("return", State.FREE, "return", result="SUCCESS"),
-    End("return, with `at_least`", State.KEPT, "return", result="SUCCESS", task="cooling"),
+    End("return with `at_least`", State.KEPT, "return", result="SUCCESS", task="cooling"),
     End("exception", State.FREE, "exception", result="FAILURE"),
     End("`SystemExit`", State.FREE, "exit"),
     End("`Ignore`", State.FREE, "ignore"),
@@ -231,10 +231,10 @@ ENDS = [
     End("`revoke(terminate=True)`", State.FREE, strike=by_terminate("SIGTERM"), result="REVOKED"),
     End("`revoke(terminate=True, signal='SIGKILL')`", State.FREE, strike=by_terminate("SIGKILL"), result="REVOKED"),
     End("`kill -9` of the child", State.TOLD, strike=by_kill, result="FAILURE"),
-    End("`kill -9` of the child, `reject_on_worker_lost`", State.REDELIVERED, "sleep", by_kill, "SUCCESS", "late"),
+    End("`kill -9` of the child with `reject_on_worker_lost`", State.REDELIVERED, "sleep", by_kill, "SUCCESS", "late"),
     End("`kill -9` of the whole worker", State.LEFT, strike=by_worker_kill, queue="killed"),
     End("warm shutdown", State.FREE, "gate", by_warm_shutdown, "SUCCESS", queue="warm"),
-    End("soft shutdown, not done in time", State.FREE, strike=by_cold_shutdown, queue="soft"),
+    End("soft shutdown that is not done in time", State.FREE, strike=by_cold_shutdown, queue="soft"),
     End("cold shutdown", State.FREE, strike=by_cold_shutdown, queue="cold"),
 ]
 EXPIRED = "REVOKED" if KIND == "redis" else DROPPED
@@ -304,7 +304,8 @@ def test_the_table_of_the_page_is_what_is_checked_here() -> None:
 
 
 def table() -> str:
-    return HEAD + "".join(f"| {each.name} | {each.state.value} |\n" for each in ENDS)
+    names = {state: ", ".join(each.name for each in ENDS if each.state is state) for state in State}
+    return HEAD + "".join(f"| {names[state]} | {state.value} |\n" for state in State)
 
 
 def check_free(run: Run) -> None:
@@ -413,7 +414,7 @@ def test_the_key_of_a_unique_task_after(ended: dict[str, Run], scene: Scene, end
     if end.state in {State.FREE, State.RETRIED, State.LIMITED, State.TOLD} and end.how != "replace":
         assert scene.gaps() == 1
     if end.queue == "expired":
-        said = documented("the state of a task that expires in its queue", BROKERS[KIND])
+        said = documented("a task that expires in its queue", BROKERS[KIND])
         assert said.startswith(f"`{run.answer.state}`")
     if end.result == "REVOKED":
         with pytest.raises(TaskRevokedError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ from celery.exceptions import TimeLimitExceeded
 
 from only_one.inspection import key_of
 from rigs.waiting import LIMIT, eventually
-from tests.documented import documented
 from tests.live import app as live
 from tests.live.workers import PREFIX, SETTINGS, Scene, World, answered
 
@@ -24,16 +23,6 @@ SIZE = {"prefork": 3, "threads": 3, "gevent": 10, "eventlet": 10, "solo": 1}
 
 LIMITED, TERMINATED = {"prefork", "gevent"}, {"prefork", "gevent", "eventlet"}
 """The pools in which Celery can end a run, at its hard time limit and when it is revoked."""
-
-PROMISED: dict[str, Callable[[str], str]] = {
-    "a duplicate of a task that runs": lambda pool: "runs after it" if pool == "solo" else "is skipped",
-    "a lease is renewed while its run goes on": lambda _: "yes",
-    "`self.retry()`, `autoretry_for`": lambda _: "run again",
-    "a requeued task": lambda _: "does not occupy the worker",
-    "the key after the hard time limit": lambda pool: "is free" if pool in LIMITED else "Celery has no limit",
-    "the key after `revoke(terminate=True)`": lambda pool: "is free" if pool in TERMINATED else "Celery cannot",
-}
-"""What the tests below see in each pool; the hard time limit of processes is in `test_ends`."""
 
 OPTIONS: dict[str, list[Any]] = {
     "task_acks_late": [False, True],
@@ -79,11 +68,6 @@ def result(answer: Any) -> Any:
     found = answer.get(timeout=LIMIT)
     found = found["whose"] if isinstance(found, dict) and "whose" in found else found
     return [found["name"], found["id"], found["attempt"], found["held"]] if isinstance(found, dict) else found
-
-
-@pytest.mark.parametrize("promise", PROMISED)
-def test_the_page_says_so(promise: str) -> None:
-    assert [documented(promise, pool) for pool in SIZE] == [PROMISED[promise](pool) for pool in SIZE]
 
 
 @pytest.mark.usefixtures("pool")

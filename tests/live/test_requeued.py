@@ -171,7 +171,7 @@ def test_a_requeued_task_returns_to_the_queue_that_it_came_from(scene: Scene, wa
     came_by = request_of(scene)["delivery_info"]["routing_key"]
     assert re.sub(DELAY, "", came_by) == OTHER
     delayed_by = "its worker" if came_by == OTHER else "the broker, in whole seconds"
-    assert documented("the delay until it returns is kept by", BROKERS[KIND]) == delayed_by
+    assert delayed_by in documented("the delay of a requeue is kept by", BROKERS[KIND])
 
 
 def test_a_requeued_task_returns_by_the_direct_exchange_that_it_came_by(scene: Scene, waits: Any) -> None:
