@@ -31,7 +31,7 @@ def _end(_namespace: dict[str, Any]) -> None:
 
 pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser()],
-    patterns=["README.md", "docs/*.md", "docs/recipes/*.md"],  # a `*` does not match a slash
+    patterns=["README.md", "docs/*.md", "docs/*/*.md"],  # a `*` does not match a slash
     setup=_begin,
     teardown=_end,
 ).pytest()
