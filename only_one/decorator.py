@@ -152,8 +152,18 @@ def only_one(  # pyright: ignore[reportInconsistentOverload] - a key by position
         msg = f"timeout={timeout!r} is a str: write the key first and then the seconds, only_one({timeout!r}, 300)"
         raise ConfigurationError(msg)
     template = function_or_key if as_key else "{name}:{md5}" if key is UNSET else key
-    decorate = functools.partial(_decorate, template, check(given, {}))
+    decorate = _NoContextManager(_decorate, template, check(given, {}))
     return decorate if as_key or function_or_key is UNSET else decorate(function_or_key)
+
+
+class _NoContextManager(functools.partial[Any]):
+    """What ``only_one(...)`` returns, with a clear error for ``with only_one(...)``."""
+
+    def __enter__(self) -> None:
+        msg = "only_one is no context manager: write the block as a function, with @only_one(...) above its def"
+        raise ConfigurationError(msg)
+
+    __exit__ = __aenter__ = __aexit__ = __enter__  # Python looks for both names before it calls one
 
 
 def _decorate(key: Any, options: Options, target: Any) -> Any:

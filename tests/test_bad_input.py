@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import math
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack
 from datetime import timedelta
 from decimal import Decimal
 from types import ModuleType
@@ -306,6 +308,12 @@ def test_an_option_that_cannot_work_is_refused_when_it_is_given(options: dict[st
         (lambda: only_one(function, "k"), ConfigurationError, "key"),
         (lambda: only_one("k", key="l"), ConfigurationError, "write one of them"),
         (lambda: only_one(key_="k"), TypeError, "key_"),
+        (lambda: ExitStack().enter_context(only_one("k")), ConfigurationError, "write the block as a function"),
+        (
+            lambda: asyncio.run(AsyncExitStack().enter_async_context(only_one("k"))),
+            ConfigurationError,
+            "with @only_one(...) above its def",
+        ),
         (lambda: configure_(url="redis://localhost"), TypeError, "url"),
         (lambda: configure_(redis=None), ConfigurationError, SOURCE),
         (current_lock, ConfigurationError, "@only_one above it"),
