@@ -9,7 +9,7 @@ PEERS := celery-singleton==0.3.1 celery-once==3.0.1 python-redis-lock==4.0.1 she
 WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,buffer_one canvas ends queue redelivery requeued rpc tasks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-picture newsletter docs dev test test-rabbitmq lint types interrupts suite site words coverage soak soak-hour \
+.PHONY: help demo demo-picture newsletter docs dev test test-rabbitmq lint types interrupts suite site words release-check coverage soak soak-hour \
 	mutants matrix simulate simulate-mutants benchmark benchmark-async benchmark-peers clean
 
 help: ## list these commands
@@ -62,6 +62,14 @@ site: .venv/dev.stamp ## build the documentation in .venv/site; a warning is an 
 
 words: .venv/dev.stamp ## words and longest sentence of each page
 	@$(BIN)/python -m benchmarks.words $(ARGS)
+
+# It uploads nothing: CONTRIBUTING.md says what comes next.
+release-check: .venv/dev.stamp ## sdist and wheel in dist/, as they would be released: built twice, compared, checked and tried
+	@git diff --quiet HEAD || { echo "commit first: what is built is what is committed"; exit 1; }
+	rm -rf dist
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) ONLY_ONE_RELEASE=dist $(BIN)/python -m pytest -v tests/test_wheel.py $(ARGS)
+	$(BIN)/pip install --quiet --disable-pip-version-check twine
+	$(BIN)/twine check --strict dist/*
 
 # With both kinds of RabbitMQ's queues; the tests start a RabbitMQ of their own.
 test-rabbitmq: .venv/dev.stamp ## the live tests again, with RabbitMQ as broker

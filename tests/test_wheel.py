@@ -1,46 +1,84 @@
-"""What is shipped: the wheel, in an environment that has nothing but what it asks for."""
+"""What is shipped: sdist and wheel, the wheel in an empty environment, and README's commands in a clean clone."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import statistics
 import subprocess
 import sys
 import venv
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from only_one.testing import Guarded, redis_server
+from rigs.waiting import LIMIT, eventually
+from tests.recipes.place import shown_in
+
 ROOT = Path(__file__).parent.parent
 ROUNDS = 41
+NOT_OURS = {"PYTHONPATH", "ONLY_ONE_REDIS_URL", "ONLY_ONE_ACTIVE"}
 
 
-def run(*command: str | Path) -> str:
-    apart = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run([str(part) for part in command], env=apart, check=True, capture_output=True, text=True).stdout
+def run(*command: str | Path, cwd: Path | None = None, **env: str) -> str:
+    apart = {"SOURCE_DATE_EPOCH": "1700000000", **os.environ, **env}
+    for name in NOT_OURS:
+        apart.pop(name, None)
+    return subprocess.run(
+        [str(part) for part in command], env=apart, cwd=cwd, check=True, capture_output=True, text=True
+    ).stdout
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an empty environment into which the wheel has been installed.
+def clones(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Folders with the files of a clean clone, as they are now: to build twice, and to do what README says."""
+    files = run("git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+    folders = [tmp_path_factory.mktemp(name) for name in ("clone", "again", "readme")]
+    for folder, file in product(folders, filter(None, files)):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / file, folder / file)
+    return folders
 
-    The wheel is built by our own setuptools, as to bring one takes longer than all the rest; and it is installed by our
-    own pip.
+
+@pytest.fixture(scope="module")
+def dists(clones: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The folders of what is built from each; `make release-check` keeps the first.
+
+    It is built by our own setuptools, as to bring one takes longer than all the rest.
     """
-    folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT)
-    (wheel,) = folder.glob("*.whl")
+    kept = os.environ.get("ONLY_ONE_RELEASE") or tmp_path_factory.mktemp("dist")
+    folders = [Path(kept).resolve(), tmp_path_factory.mktemp("dist")]
+    for clone, folder in zip(clones, folders, strict=False):
+        run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, clone)
+    return folders
+
+
+def environment(folder: Path, *install: str | Path) -> Path:
+    """The interpreter of an empty environment into which something has been installed, by our own pip."""
     venv.create(folder / "venv")
     interpreter = folder / "venv" / "bin" / "python"
-    options = ["--quiet", "--disable-pip-version-check"]
-    run(sys.executable, "-m", "pip", "--python", interpreter, "install", *options, wheel)
+    run(sys.executable, "-m", "pip", "--python", interpreter, "--quiet", "--no-cache-dir", "install", *install)
     return interpreter
 
 
-LOOKS = """
-import json, only_one
+@pytest.fixture(scope="module")
+def python(dists: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return environment(tmp_path_factory.mktemp("wheel"), *dists[0].glob("*.whl"))
+
+
+def test_what_is_built_twice_is_equal(dists: list[Path]) -> None:
+    first, second = ({file.name: file.read_bytes() for file in folder.iterdir()} for folder in dists)
+    assert len(first) == 2
+    assert first == second
+
+
+LOOKS = r"""
+import json, only_one, re
 from importlib.metadata import distribution, distributions
 
 ours = distribution("only-one")
@@ -48,6 +86,7 @@ print(json.dumps({
     "place": only_one.__file__,
     "installed": sorted({each.metadata["Name"].lower() for each in distributions()}),
     "files": [str(file) for file in ours.files],
+    "links": re.findall(r"\]\(([^)]*)", ours.metadata.json["description"]),
     "license": ours.metadata["License-Expression"] or ours.metadata["License"],
 }))
 """
@@ -62,6 +101,50 @@ def test_it_brings_redis_and_no_celery_its_types_and_its_license(python: Path) -
     assert any(file.endswith("/LICENSE") for file in found["files"])
     assert not any(file.startswith("tests/") for file in found["files"])
     assert found["license"] == "MIT"
+    # PyPI shows README without the files beside it, so all its links lead to the site, whose address stands once.
+    (site,) = re.findall("Documentation = (https://.*/)", (ROOT / "setup.cfg").read_text())
+    pages = [
+        link.removeprefix(site).replace(".html", ".md").replace("contributing.md", "../CONTRIBUTING.md")
+        for link in found["links"]
+    ]
+    assert len(pages) > 10
+    assert [page for page in pages if not (ROOT / "docs" / page).is_file()] == []
+    assert run("git", "-C", ROOT, "grep", "-l", "--untracked", site.split("/")[2]).split() == ["setup.cfg"]
+
+
+def test_the_page_of_versions_says_what_is_run() -> None:
+    page, classifiers = (ROOT / "docs" / "versions.md").read_text(), (ROOT / "setup.cfg").read_text()
+    pythons, oldest = (
+        re.findall(rf"^{name} = (.*?)(?:  #.*)?$", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
+        for name in ("PYTHONS", "OLDEST")
+    )
+    assert f"| {', '.join(json.loads(*pythons))} |" in page
+    assert re.findall(r"Python :: (3\.\d+)", classifiers) == json.loads(*pythons)
+    assert ", ".join(each.split("==")[1] for each in json.loads(*oldest)) in page
+
+
+def test_the_commands_of_the_readme_as_they_stand(clones: list[Path], tmp_path: Path) -> None:
+    *_, clone = clones
+    readme = (clone / "README.md").read_text()
+    install, worker, calls, looks = re.findall(r"^```console\n(.*?)\n```", readme, re.DOTALL | re.MULTILINE)
+    (program,) = re.findall(r"^```python\n(.*?)```", readme, re.DOTALL | re.MULTILINE)
+    venv.create(tmp_path / "venv", with_pip=True)
+    env = {name: value for name, value in os.environ.items() if name not in NOT_OURS}
+    env["PATH"] = f"{tmp_path}/venv/bin{os.pathsep}{env['PATH']}"
+
+    def paste(command: str) -> str:
+        return run("sh", "-c", command, cwd=clone, PATH=env["PATH"])
+
+    paste(install)
+    log = tmp_path / "log"
+    with redis_server() as server, log.open("wb") as out:
+        assert "redis://localhost:6379/0" in program
+        (clone / "feeds.py").write_text(program.replace("redis://localhost:6379/0", server.url))
+        with Guarded(["sh", "-c", f"exec {worker}"], grace=1, cwd=clone, env=env, stdout=out, stderr=out):
+            paste(calls)
+            skip = " ".join(shown_in("../../README.md"))
+            assert eventually(lambda: re.search(skip, log.read_text()), 2 * LIMIT), log.read_text()
+            assert "only_one:feeds.import_feed:" in paste(looks)
 
 
 @pytest.mark.soak
