@@ -3,10 +3,10 @@
     python -m benchmarks.soak_hour [--minutes N] [--seed N] [--broker redis|classic] [--log FOLDER]
 
 At random times, from the printed seed: processes are killed and paused, workers are shut down, the server of the locks
-is restarted with and without its data, and a proxy in front of it cuts, delays and swallows.
+is restarted, and a proxy in front of it cuts, delays and swallows.
 Each run writes lines into a file at its begin, while it holds its key, and at its end; the file does not use the lock.
-From the file and the server the soak counts overlaps, keys left, lost tasks, runs within `at_least` of a success, and
-fences that do not rise. The exit status is 1 if it finds any.
+From the file and the server the soak counts overlaps, keys left and lost tasks. The exit status is 1 if it finds any.
+`tests/simulation` searches more kinds of faults and promises; here the servers, workers and processes are real.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import redis
 
-from benchmarks.soak_hour_app import AT_LEAST, BROKER, LOCKS, NAME, PREFIX, QUEUE_TIMEOUT, WITNESS, Witness
+from benchmarks.soak_hour_app import BROKER, LOCKS, NAME, PREFIX, QUEUE_TIMEOUT, WITNESS
 from only_one import testing
 from only_one.clock import now
 from only_one.testing import Guarded
@@ -50,8 +50,7 @@ FAULTS = {
     "cut": 2,
     "delay": 2,
     "swallowing": 2,
-    "restart with data": 1,
-    "restart without data": 1,
+    "restart of the server": 1,
     "warm shutdown": 1,
     "cold shutdown": 1,
     "kill of the broker": 0.3,
@@ -70,7 +69,7 @@ DRAINED_WITHIN = 120.0
 PATIENCE = 3.0
 """Seconds after a fault of the network in which a release may still be unconfirmed."""
 
-KINDS = {"below", "early", "above", "again", "newest", "spaced", "plain", "plain_async"}
+KINDS = {"below", "early", "above", "again", "newest", "plain", "plain_async"}
 
 
 @dataclass
@@ -78,40 +77,17 @@ class Run:
     """A run, as the witness saw it.
 
     Attributes:
-        asked_at: when it was about to ask for its key.
-        held_until: the last time at which it believed that it held its key; None for never.
+        held_until: the last time at which it believed that it held its key; its begin if it never did.
         end: "done", "retry", or empty if it was killed.
-        released_at: when its process had released the key; 0 if it was killed before.
     """
 
     id: str
     kind: str
     key: str
     task_id: str
-    asked_at: float
-    ttl: float
-    process: tuple[str, int]
     begun_at: float
-    held_until: float | None = None
+    held_until: float
     end: str = ""
-    is_held: bool = False
-    released_at: float = 0.0
-
-    def claims(self) -> Iterator[Claim]:
-        """The times in which no other run of the key may begin."""
-        if self.held_until is not None:
-            yield Claim(self.begun_at, self.held_until, "overlaps", self)
-        if self.kind == "spaced" and self.end == "done" and self.is_held and self.released_at:
-            yield Claim(self.released_at, self.asked_at + AT_LEAST, "runs within at_least of a success", self)
-
-
-class Claim(NamedTuple):
-    """A time in which no other run of a key may begin."""
-
-    begins_at: float
-    ends_at: float
-    kind: str
-    run: Run
 
 
 class History:
@@ -123,7 +99,7 @@ class History:
         ended: how each task has ended, by its id.
         ready: how often each process has started.
         counts: of everything else.
-        problems: fences that do not rise, and errors that are not ours.
+        errors: those that are not ours.
     """
 
     def __init__(self, path: Path) -> None:
@@ -132,11 +108,8 @@ class History:
         self.ended: dict[str, str] = {}
         self.ready: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
-        self.problems: dict[str, list[str]] = {"fences that do not rise": [], "unexpected errors": []}
+        self.errors: list[str] = []
         self._path, self._position = path, 0
-        self._fences: Counter[str] = Counter()
-        self._floors: dict[str, int] = {}
-        self._outages: dict[str, list[tuple[float, float]]] = {"outage": [], "data lost": []}
 
     def read(self) -> None:
         """Read the lines that are new."""
@@ -150,71 +123,43 @@ class History:
 
     def _add(self, at: float, word: str, *rest: Any) -> None:
         match word, rest:
-            case "begin", [run, kind, key, task_id, asked_at, ttl, name, pid]:
-                self.runs[run] = Run(run, kind, key, task_id, asked_at, ttl, (name, pid), at)
-                self._floors[run] = self._fences[key]
-            case "fence", [run, fence]:
-                self._add_fence(self.runs[run].key, fence, self._floors[run])
+            case "begin", [run, kind, key, task_id]:
+                self.runs[run] = Run(run, kind, key, task_id, at, at)
             case "held", [run]:
                 self.runs[run].held_until = at
-            case "end", [run, end, is_held]:
-                self.runs[run].end, self.runs[run].is_held = end, is_held
+            case "end", [run, end]:
+                self.runs[run].end = end
                 if end == "done" and self.runs[run].task_id:
                     self.ended[self.runs[run].task_id] = end
-            case "outcome", _:
-                self._add_outcome(at, *rest)
+            case "outcome", [task_id, state, result, is_expected]:
+                self._add_outcome(task_id, state, result, is_expected=is_expected)
             case "sent", [task_id, task, key]:
                 self.sent.setdefault(task_id, (at, task, key))
             case "ready", [name]:
                 self.ready[name] += 1
-            case "outage" | "data lost", [began_at]:
-                self._outages[word].append((began_at, at))
             case _:
                 self.counts[f"{word} {rest[-1]}" if word != "lost" else word] += 1
 
-    def _add_fence(self, key: str, fence: int, floor: int) -> None:
-        if fence <= floor:
-            self.problems["fences that do not rise"].append(f"{key}: {fence} after {floor}")
-        self._fences[key] = max(fence, self._fences[key])
-
-    def _add_outcome(self, at: float, task_id: str, state: str, result: Any, is_expected: bool, run: str) -> None:  # noqa: FBT001 - a line of the file
+    def _add_outcome(self, task_id: str, state: str, result: Any, *, is_expected: bool) -> None:
         self.counts[f"{state} {result}"] += 1
         # Celery rejects a retry that it cannot publish, because the broker is away.
         ends = {"SUCCESS": "skipped", "FAILURE": "failed", "REJECTED": "rejected by Celery"}
         if state in ends:
             self.ended.setdefault(task_id, ends[state])
         if not is_expected:
-            self.problems["unexpected errors"].append(f"{task_id}: {result}")
-        if run in self.runs and self.runs[run].task_id == task_id:
-            self.runs[run].released_at = at
+            self.errors.append(f"{task_id}: {result}")
 
-    def violations(self) -> dict[str, list[str]]:
-        """The runs that began while another run claimed their key; those that an outage excuses stand apart."""
-        kinds = ["overlaps", "runs within at_least of a success"]
-        problems: dict[str, list[str]] = {name: [] for kind in kinds for name in (kind, f"{kind}, excused")}
-        latest: dict[tuple[str, str], Claim] = {}
-        claims = [claim for run in self.runs.values() for claim in run.claims()]
-        for claim in sorted(claims, key=lambda claim: claim.begins_at):
-            for kind in kinds if claim.kind == "overlaps" else []:  # a run begins
-                before = latest.get((kind, claim.run.key))
-                if before is not None and claim.begins_at < before.ends_at:
-                    name = f"{kind}, excused" if self._is_excused(before, claim) else kind
-                    problems[name].append(f"{before.run} and {claim.run}")
-            before = latest.get((claim.kind, claim.run.key))
-            if before is None or claim.ends_at > before.ends_at:
-                latest[claim.kind, claim.run.key] = claim
+    def overlaps(self) -> list[str]:
+        """The runs that began while another run held their key."""
+        problems = []
+        latest: dict[str, Run] = {}
+        for run in sorted(self.runs.values(), key=lambda run: run.begun_at):
+            before = latest.get(run.key)
+            if before is not None and run.begun_at < before.held_until:
+                problems.append(f"{before} and {run}")
+            if before is None or run.held_until > before.held_until:
+                latest[run.key] = run
         return problems
-
-    def _is_excused(self, before: Claim, claim: Claim) -> bool:
-        """Whether the server had lost the key of the earlier run, or could not be asked to keep it."""
-        asked_at = before.run.asked_at
-        if before.kind == "overlaps":  # the earlier run is told within its lease
-            return any(
-                asked_at <= up_at and killed_at <= claim.begins_at and before.ends_at <= up_at + before.run.ttl
-                for killed_at, up_at in self._outages["data lost"]
-            )
-        outages = [*self._outages["outage"], *self._outages["data lost"]]
-        return any(began < claim.begins_at and asked_at < ended + PATIENCE for began, ended in outages)
 
     def lost(self) -> list[str]:
         """The tasks with late acknowledgement that neither ran, nor were skipped, nor failed with an error of ours."""
@@ -238,15 +183,12 @@ class Proxy:
 
     Attributes:
         port: where it listens.
-        cuts: whether it accepts no connection.
-        delay: seconds for which it holds back what it forwards.
-        swallows: whether it forwards commands, and keeps the replies.
+        fault: "cut" while it accepts no connection, "swallowing" while it keeps the replies, "delay", or none.
     """
 
     def __init__(self, server_port: int) -> None:
         self.port = 0
-        self.cuts = self.swallows = False
-        self.delay = 0.0
+        self.fault = ""
         self._server_port = server_port
         self._writers: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
@@ -263,24 +205,23 @@ class Proxy:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            if not self.cuts:
+        with suppress(OSError):  # the server is down: the client finds its connection closed
+            if self.fault != "cut":
                 source, target = await asyncio.open_connection("127.0.0.1", self._server_port)
                 self._writers |= {writer, target}
                 await asyncio.gather(self._forward(reader, target), self._forward(source, writer, are_replies=True))
                 self._writers -= {writer, target}
-        except OSError:
-            pass  # the server is down: the client finds its connection closed
-        finally:
-            writer.close()
+        writer.close()
 
     async def _forward(
         self, source: asyncio.StreamReader, target: asyncio.StreamWriter, *, are_replies: bool = False
     ) -> None:
         with suppress(OSError):
             while data := await source.read(65536):
-                await asyncio.sleep(self.delay)
-                if not (are_replies and self.swallows) and not target.is_closing():
+                if self.fault == "delay":
+                    await asyncio.sleep(SHORT[1])
+                is_kept = are_replies and self.fault == "swallowing"
+                if not is_kept and not target.is_closing():
                     target.write(data)
         target.close()
 
@@ -372,18 +313,10 @@ def children_of(pid: int) -> list[int]:
     return []
 
 
-def inner_pid(pid: int) -> int:
-    """The id of a process in its own namespace; 0 if it has ended."""
-    with suppress(OSError):
-        status = Path(f"/proc/{pid}/status").read_text().splitlines()
-        return next(int(line.split()[-1]) for line in status if line.startswith("NSpid:"))
-    return 0
-
-
-def send_signal(pid: int, number: int) -> None:
-    """Send a signal to a process, if it is there."""
-    with suppress(ProcessLookupError):
-        if pid:
+def send_signal(number: int, *pids: int) -> None:
+    """Send a signal to processes, if they are there."""
+    for pid in filter(None, pids):
+        with suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
@@ -391,16 +324,12 @@ class Soak:
     """The servers and processes, and the faults that they meet."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, stack: ExitStack) -> None:
-        path = folder / "witness"
         self.faults: Counter[str] = Counter()
-        self.history = History(path)
+        self.history = History(folder / "witness")
         self.keys_left: list[str] = []
         self.inside = elsewhere() or []
         self._random = random.Random(options.seed)
         self._ends: list[tuple[float, Callable[[], None]]] = []
-        self._witness = Witness(str(path))
-        stack.callback(self._witness.close)
-        self._data = folder / "appendonlydir"
         persistence = ["--appendonly", "yes", "--appendfsync", "always", "--dir", str(folder)]
         self._locks = stack.enter_context(redis_server(*persistence))
         self._client: Any = stack.enter_context(redis.Redis.from_url(self._locks.url))
@@ -414,7 +343,8 @@ class Soak:
         else:
             self._rabbitmq = stack.enter_context(rabbitmq_server())
             url = self._rabbitmq.make_place()
-        environment = {LOCKS: f"redis://127.0.0.1:{self._proxy.port}/0", BROKER: url, WITNESS: str(path)}
+        locks = f"redis://127.0.0.1:{self._proxy.port}/0"
+        environment = {LOCKS: locks, BROKER: url, WITNESS: str(folder / "witness")}
 
         def part(name: str, *arguments: str, inside: Sequence[str] = ()) -> Part:
             made = Part(name, arguments, environment, folder / f"log-{name}", inside)
@@ -467,7 +397,7 @@ class Soak:
             return
         self._shown_at = now()
         self.history.read()
-        runs, overlaps = len(self.history.runs), len(self.history.violations()["overlaps"])
+        runs, overlaps = len(self.history.runs), len(self.history.overlaps())
         passed = self._shown_at - self._began_at
         print(f"{passed:5.0f} s: {runs} runs; {self.faults.total()} faults; {overlaps} overlaps", flush=True)
 
@@ -478,82 +408,53 @@ class Soak:
         seconds = self._random.uniform(*self._random.choice([SHORT, LONG]))
         match fault:
             case "kill of a child":
-                for child in self._children(worker)[:1]:
-                    send_signal(child, signal.SIGKILL)
+                send_signal(signal.SIGKILL, *self._a_child(worker))
             case "kill of a worker":
                 self._restart(worker, worker.kill)
             case "kill of a caller":
-                self._restart(caller, lambda: self._kill_caller(caller))
+                self._restart(caller, caller.kill)
             case "pause":
                 self._pause(seconds)
             case "cut" | "delay" | "swallowing":
                 self._disturb(fault, seconds)
-            case "restart with data" | "restart without data":
-                self._restart_locks(keeps_data=fault == "restart with data")
+            case "restart of the server":
+                self._locks.kill()
+                self._locks.start()
             case "warm shutdown" | "cold shutdown":
                 how = signal.SIGTERM if fault == "warm shutdown" else signal.SIGQUIT
                 self._restart(worker, lambda: self._shut_down(worker, how))
             case _ if self._rabbitmq:
                 self._rabbitmq.crash()
 
-    def _children(self, worker: Part) -> list[int]:
-        """The child processes of a worker, in random order, but those first that run a task."""
-        self.history.read()
-        running = {run.process for run in self.history.runs.values() if not run.end}
+    def _a_child(self, worker: Part) -> list[int]:
         children = children_of(worker.pid())
-        self._random.shuffle(children)
-        return sorted(children, key=lambda pid: (worker.name, inner_pid(pid)) not in running)
-
-    def _kill_caller(self, caller: Part) -> None:
-        """Kill a process that calls; a producer kills itself in the middle of its next call."""
-        if caller.name.startswith("producer"):
-            send_signal(caller.pid(), signal.SIGUSR1)
-            with suppress(TimeoutError):  # its call may fail before that point: then it is killed as it is
-                self._wait(lambda: caller.process.poll() is not None, LONG[1], "it does not kill itself")
-        caller.kill()
+        return [self._random.choice(children)] if children else []
 
     def _pause(self, seconds: float) -> None:
         """Stop one process, or a worker with all of its children, and continue it later."""
         part = self._random.choice([*self._workers, *self._workers, *self._callers])
         pids = [part.pid()]
         if part in self._workers:
-            children = self._children(part)
-            pids = [*pids, *children] if self._random.random() < 1 / 3 else children[:1]
-        for pid in pids:
-            send_signal(pid, signal.SIGSTOP)
-
-        def end() -> None:
-            for pid in pids:
-                send_signal(pid, signal.SIGCONT)
-
-        self._ends.append((now() + seconds, end))
+            is_whole = self._random.random() < 1 / 3
+            pids = [*pids, *children_of(part.pid())] if is_whole else self._a_child(part)
+        send_signal(signal.SIGSTOP, *pids)
+        self._ends.append((now() + seconds, lambda: send_signal(signal.SIGCONT, *pids)))
 
     def _disturb(self, fault: str, seconds: float) -> None:
         """Let the proxy cut, delay or swallow for a while."""
-        began_at, proxy = now(), self._proxy
-        proxy.cuts, proxy.swallows = fault == "cut", fault == "swallowing"
-        proxy.delay = seconds / 2 if fault == "delay" else 0.0
-        if proxy.cuts:
-            proxy.close_connections()
+        self._proxy.fault = fault
+        if fault == "cut":
+            self._proxy.close_connections()
 
         def end() -> None:
-            proxy.cuts, proxy.swallows, proxy.delay = False, False, 0.0
-            proxy.close_connections()  # of which some have lost replies
-            self._witness.note("outage", began_at)
+            self._proxy.fault = ""
+            self._proxy.close_connections()  # of which some have lost replies
 
         self._ends.append((now() + seconds, end))
 
-    def _restart_locks(self, *, keeps_data: bool) -> None:
-        killed_at = now()
-        self._locks.kill()
-        if not keeps_data:
-            shutil.rmtree(self._data)
-        self._locks.start()
-        self._witness.note("outage" if keeps_data else "data lost", killed_at)
-
     def _shut_down(self, worker: Part, how: int) -> None:
         """End a worker in order: a warm shutdown (SIGTERM) waits for its runs, and a cold one (SIGQUIT) does not."""
-        send_signal(worker.pid(), how)
+        send_signal(how, worker.pid())
         try:
             self._wait(lambda: worker.process.poll() is not None, STARTS_WITHIN, "it does not end")
         except TimeoutError:
@@ -577,7 +478,8 @@ class Soak:
 
     def _wait_for_start(self, part: Part, before: int) -> None:
         def is_ready() -> bool:
-            self.history.read()
+            with suppress(FileNotFoundError):  # no process has written yet
+                self.history.read()
             return self.history.ready[part.name] > before
 
         self._wait(is_ready, STARTS_WITHIN, f"{part.name} does not start")
@@ -625,31 +527,26 @@ class Soak:
             self._shut_down(worker, signal.SIGTERM)
         with suppress(TimeoutError):
             wait_until(is_empty, QUEUE_TIMEOUT + PATIENCE, "keys are left", pause=0.2)
-        # What is kept beside the keys, such as the counters of fences, has an expiry.
+        # What is kept beside the keys, such as completion markers, has an expiry.
         self.keys_left += [key.decode() for key in self._client.scan_iter() if self._client.pttl(key) == -1]
         self.history.read()
 
     def report(self) -> bool:
         """Print what was found; returns whether all is well."""
         history, runs = self.history, Counter(run.kind for run in self.history.runs.values())
-        violations = history.violations()
-        ends = Counter((task, history.ended.get(task_id, "lost")) for task_id, (_, task, _) in history.sent.items())
         figures = {
             "runs": f"{runs.total()}, {dict(runs)}",
             "runs cut short by a fault": sum(not run.end for run in history.runs.values()),
-            "runs that lost their key": history.counts["lost"],
             "tasks sent": f"{len(history.sent)}, {dict(Counter(history.ended.values()))}",
             "lines of other kinds": dict(sorted(history.counts.items())),
             "faults": f"{self.faults.total()}, {dict(self.faults)}",
             "lost by the Redis transport, sent again": self.postman.sent_again if self.postman else 0,
-            "lost because acknowledged early": ends["early", "lost"],
-            **{name: len(problems) for name, problems in violations.items() if name.endswith("excused")},
         }
         findings = {
-            **{name: problems for name, problems in violations.items() if not name.endswith("excused")},
+            "overlaps": history.overlaps(),
             "keys left": self.keys_left,
             "tasks lost": history.lost(),
-            **history.problems,
+            "unexpected errors": history.errors,
             "kinds that never ran": sorted(KINDS - set(runs)),
         }
         for name, figure in [*figures.items(), *((name, len(problems)) for name, problems in findings.items())]:

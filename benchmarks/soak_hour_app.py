@@ -33,7 +33,6 @@ NAME = "SOAK_NAME"
 """The variables of the environment: two URLs, the path of the witness file, and the name of the process."""
 
 PREFIX = "soak:"
-AT_LEAST = 2.0
 QUEUE_TIMEOUT = 20.0
 """Seconds for which a queued task's key lives if its message is lost; no other key of the soak lives longer."""
 
@@ -83,18 +82,13 @@ class Witness:
         os.close(self._file)
 
 
-_last_run = ""
-"""The latest run of this process; a worker's child runs one at a time."""
-
 _published_at: dict[str, float] = {}
-_deadly_point = ""
-"""Where in its next call this process kills itself; empty for nowhere."""
 
 if WITNESS in os.environ:  # in a process that the soak has started
     witness = Witness(os.environ[WITNESS])
     app.conf.broker_url = os.environ[BROKER]
     app.conf.broker_transport_options = options_of(os.environ[BROKER])
-    app.conf.beat_schedule = {"spaced": {"task": "spaced", "schedule": 1.0, "args": ["0", 0.05]}}
+    app.conf.beat_schedule = {"below": {"task": "below", "schedule": 1.0, "args": ["0", 0.05]}}
     configure(redis=os.environ[LOCKS], prefix=PREFIX, queue_timeout=QUEUE_TIMEOUT)
 
     @beat_init.connect(weak=False)  # type: ignore[untyped-decorator]  # Celery has no types
@@ -104,10 +98,8 @@ if WITNESS in os.environ:  # in a process that the soak has started
 
     def _about_to_send(headers: dict[str, Any], **_: Any) -> None:
         _published_at[headers["id"]] = now()
-        _die_if_told_to("before publishing")
 
     def _sent(headers: dict[str, Any], body: Any, **_: Any) -> None:
-        _die_if_told_to("after publishing")
         witness.note("sent", headers["id"], headers["task"], body[0][0], at=_published_at.pop(headers["id"]))
 
     if not os.environ[NAME].startswith("worker"):  # workers send tasks again, under the same id
@@ -122,33 +114,21 @@ if WITNESS in os.environ:  # in a process that the soak has started
         may_be_away = not os.environ[BROKER].startswith("redis")
         is_expected = isinstance(retval, OnlyOneError) or state != "FAILURE"
         is_expected |= may_be_away and isinstance(retval, OperationalError)
-        witness.note("outcome", task_id, state, result, is_expected, _last_run)
-
-
-def _die_if_told_to(point: str) -> None:
-    if _deadly_point == point:
-        os.kill(os.getpid(), signal.SIGKILL)
+        witness.note("outcome", task_id, state, result, is_expected)
 
 
 def _steps(kind: str, key: str, seconds: float, task_id: str = "", end: str = "done") -> Iterator[float]:
     """A run: writes down what it believes, and yields the seconds to wait until it wants to go on."""
-    global _last_run  # noqa: PLW0603 - for the signal at the end of the task, which gets nothing of ours
     lock, run = current_lock(), uuid4().hex
-    _last_run = run
     ends_at = now() + seconds
-    witness.note("begin", run, kind, key, task_id, lock.begun, lock.ttl, os.environ[NAME], os.getpid())
-    try:
-        witness.note("fence", run, lock.fence)
-    except Exception as error:  # noqa: BLE001 - the key is lost, or its server is away
-        witness.note("no fence", run, type(error).__name__)
+    witness.note("begin", run, kind, key, task_id)
     while True:
         at = now()  # before the question: a lock that is held then was held at this time, too
-        is_held = lock.is_held
-        witness.note("held" if is_held else "lost", run, at=at)
+        witness.note("held" if lock.is_held else "lost", run, at=at)
         if at >= ends_at:
             break
         yield min(BEAT, ends_at - at)
-    witness.note("end", run, end, is_held)
+    witness.note("end", run, end)
 
 
 def _run(kind: str, key: str, seconds: float, task_id: str = "", end: str = "done") -> str:
@@ -195,13 +175,6 @@ def newest(self: Any, key: str, seconds: float) -> str:
     return _run("newest", f"newest:{key}", seconds, self.request.id)
 
 
-@app.task(bind=True, name="spaced")  # type: ignore[untyped-decorator]
-@only_one("spaced:{key}", lease=1.5, at_least=AT_LEAST)
-def spaced(self: Any, key: str, seconds: float) -> str:
-    """Sent by beat, too."""
-    return _run("spaced", f"spaced:{key}", seconds, self.request.id)
-
-
 @only_one("shared:{key}", lease=1)
 def plain(key: str, seconds: float) -> str:
     """A function outside of Celery."""
@@ -229,11 +202,10 @@ class Caller:
         signal.signal(signal.SIGTERM, lambda *_: self._is_ended.set())
 
     def send_tasks(self) -> None:
-        """Send tasks. SIGUSR1 lets this process kill itself in the middle of its next call."""
-        signal.signal(signal.SIGUSR1, self._on_doom)
+        """Send tasks."""
         witness.note("ready", os.environ[NAME])
         while not self._is_ended.wait(self._random.uniform(0.06, 0.18)):
-            task = self._random.choice([below, early, above, again, newest, spaced])
+            task = self._random.choice([below, early, above, again, newest])
             retries = {"retries": self._random.choice([0, 0, 0, 1, 2])} if task is again else {}
             try:
                 task.apply_async(self._arguments(), retries)
@@ -263,7 +235,3 @@ class Caller:
         is_long = self._random.random() < LONG
         seconds = self._random.uniform(2, 3) if is_long else self._random.uniform(0.01, 0.3)
         return str(self._random.randrange(KEYS)), seconds
-
-    def _on_doom(self, *_: object) -> None:
-        global _deadly_point  # noqa: PLW0603 - for the signals of publishing, which get nothing of ours
-        _deadly_point = self._random.choice(["before publishing", "after publishing"])
