@@ -281,22 +281,6 @@ def supervised(command: Guarded) -> list[int]:
     return list(group_of(command.pid))
 
 
-@pytest.mark.parametrize(("script", "status"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", -9), ("kill $$", -15)])
-def test_the_exit_status_is_the_commands(script: str, status: int) -> None:
-    with Guarded(["sh", "-c", script]) as command:
-        assert command.wait() == status
-        assert command.poll() == status
-
-
-def test_a_running_command_has_no_exit_status() -> None:
-    with Guarded(SLEEP) as command:
-        assert command.poll() is None
-        args: Any = command.args
-        assert "50" in args, "the tenths of seconds that it has to end in its own way"
-        with pytest.raises(subprocess.TimeoutExpired):
-            command.wait(0.05)
-
-
 def test_a_command_that_ignores_sigterm_is_killed_after_the_grace_period() -> None:
     with Guarded([sys.executable, "-c", STUBBORN], grace=0.3, stdout=subprocess.PIPE) as command:
         child = int(lines_of(command).readline())
@@ -322,28 +306,12 @@ def test_a_command_gets_time_to_end_in_its_own_way() -> None:
     assert command.poll() == 7
 
 
-def test_ctrl_c_does_not_reach_the_command() -> None:
-    with Guarded(SLEEP) as command:
-        assert os.getpgid(command.pid) == command.pid
-        assert os.getsid(command.pid) != os.getsid(0)
-        assert {os.getsid(pid) for pid in supervised(command)} == {command.pid}
-
-
-def test_a_signal_goes_to_the_command_and_to_an_ended_one_nowhere() -> None:
-    with Guarded(SLEEP) as command, Guarded(SLEEP) as other:
-        command.send_signal(signal.SIGUSR1)
-        assert command.wait(LIMIT) == -signal.SIGUSR1
-        command.send_signal(signal.SIGUSR1)
-        command.pid = other.pid  # as it may be, by then
-        command.send_signal(signal.SIGUSR1)
-        other.send_signal(signal.SIGUSR2)
-        assert other.wait(LIMIT) == -signal.SIGUSR2
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_supervisor_that_is_told_to_end_goes_on(number: signal.Signals) -> None:
+    """Both are in a session of their own, which Ctrl-C does not reach."""
     with Guarded(SLEEP) as command:
         (supervisor,) = set(supervised(command)) - {command.pid}
+        assert os.getsid(supervisor) == os.getsid(command.pid) == os.getpgid(command.pid) == command.pid
         os.kill(supervisor, number)
     assert command.poll() == -signal.SIGTERM
     assert not is_running(command.pid)
