@@ -87,6 +87,12 @@ def keys(place: Place) -> list[tuple[int, str]]:
     return sorted(found, key=lambda each: each[1])
 
 
+def use(project: Place, setting: str) -> None:
+    """Have the project take its keys where this setting says."""
+    (project.folder / "config" / "of_the_test.py").write_text(f"from config.settings import *\n{setting}")
+    project.env["DJANGO_SETTINGS_MODULE"] = "config.of_the_test"
+
+
 @pytest.mark.parametrize(
     ("setting", "number"),
     [
@@ -97,11 +103,18 @@ def keys(place: Place) -> list[tuple[int, str]]:
     ],
     ids=["URL", "django-redis", "the cache's", "the broker's"],
 )
-def test_the_commands_the_views_and_the_worker_and_where_their_keys_are(
-    project: Place, feed: Feed, setting: str, number: int
-) -> None:
-    (project.folder / "config" / "of_the_test.py").write_text(f"from config.settings import *\n{setting}")
-    project.env["DJANGO_SETTINGS_MODULE"] = "config.of_the_test"
+def test_where_the_keys_are_and_whether_they_outlive_the_cache(project: Place, setting: str, number: int) -> None:
+    use(project, setting)
+    code = "from feeds.tasks import import_feed; print(import_feed.delay(1), import_feed.delay(1).is_duplicate)"
+    assert manage(project, "shell", "-c", code).endswith(" True\n")
+    ((database, key),) = keys(project)
+    assert database == number
+    manage(project, "shell", "-c", "from django.core.cache import cache; cache.clear()")
+    assert keys(project) == ([] if number == CACHE else [(number, key)])
+
+
+def test_the_commands_the_views_and_the_worker(project: Place, feed: Feed) -> None:
+    use(project, PATIENT)
     manage(project, "makemigrations", "feeds")
     manage(project, "migrate")
 
@@ -109,8 +122,8 @@ def test_the_commands_the_views_and_the_worker_and_where_their_keys_are(
     task_id = queued.split()[-1]
     assert queued == f"{feed.url}: queued as task {task_id}\n"
     assert manage(project, "import_feeds") == f"{feed.url}: a duplicate of task {task_id}\n"
-    ((database, key),) = keys(project)
-    assert database == number
+    ((number, key),) = keys(project)
+    assert number == LOCKS
     assert key.startswith("only_one:feeds.tasks.import_feed-lock-")
 
     (token,) = re.findall("^token=(.*)$", (PAGES / "django.md").read_text(), re.MULTILINE)
@@ -134,8 +147,6 @@ def test_the_commands_the_views_and_the_worker_and_where_their_keys_are(
     with project.running("worker", "celery", "-A", "config", "worker", "-l", "INFO", "-c", "2"):
         feed.wait_for_request()
         assert keys(project) == [(number, key)]
-        manage(project, "shell", "-c", "from django.core.cache import cache; cache.clear()")
-        assert keys(project) == ([] if number == CACHE else [(number, key)])
         feed.answer()
         project.wait_for("worker", "succeeded in")
         assert eventually(lambda: keys(project) == [])
