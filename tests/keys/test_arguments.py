@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from only_one import OnlyOneError
-from only_one.keys.fields import Arguments
 from tests.keys.calls import carried, importer, maker
 
 
@@ -61,16 +60,6 @@ def test_where_arguments_stand_counts() -> None:
 def test_a_key_of_one_parameter_does_not_look_at_the_rest(template: str) -> None:
     key = maker(template, lambda a, b, *rest, **others: (a, b, rest, others))
     assert key(1, object(), object(), x=object()) == key(1, 2) == key(1) == key(a=1)
-
-
-@pytest.mark.parametrize("template", ["{md5}", "{a}:{b}:{d}", "{b.real}"])
-def test_an_ordinary_call_is_not_bound(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
-    """That would take longer than all the rest of making its key."""
-    key = maker(template, importer)
-    monkeypatch.setattr(Arguments, "bind", None)
-    assert key(1) == key(a=1) == key(1, 2) == key(1, b=2) == key(b=2, a=1) == key(1, 2, (3, "x")) == key(1, d=None)
-    assert key(1) == key(1, 2, (3, "x"), d=None) == key(a=1, b=2, c=(3, "x"), d=None)
-    assert key(1, 3, d=4) != key(1)
 
 
 @pytest.mark.parametrize(

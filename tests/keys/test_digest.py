@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from kombu.utils import json as broker
 
 from only_one.keys import digest as encoding
-from only_one.keys.digest import _digest_of_short, digest
+from only_one.keys.digest import digest
 from tests.keys.calls import LONG, Colour, Feed, Level, Mode, Number, Point, Sheet, Text, carried, importer, maker
 
 # Confusable on purpose: equal when printed, equal for Python, or a part of how another one is encoded.
@@ -155,19 +155,6 @@ def test_different_values_have_different_digests() -> None:
     huge = [10**5000, 10**5000 + 1, -(10**5000), 2**64, 2**64 + 1, 2.0**64]
     values = [*confusable_scalars, *containers, *dataclasses, *huge]
     assert len({digest(value) for value in values}) == len(values)
-
-
-def test_the_digests_of_short_texts_are_remembered() -> None:
-    """Long ones would take the memory."""
-    _digest_of_short.cache_clear()
-    digest("x" * 200)
-    assert _digest_of_short.cache_info().currsize == 1
-    digest("x" * 201)
-    assert _digest_of_short.cache_info().currsize == 1
-
-
-def test_the_md5_of_python_itself_is_the_faster_one() -> None:
-    assert encoding.md5 is pytest.importorskip("_md5").md5
 
 
 def test_a_python_that_has_openssls_md5_only_and_not_for_security(monkeypatch: pytest.MonkeyPatch) -> None:
