@@ -22,10 +22,12 @@ class Call:
     Attributes:
         asked: when it was made.
         answered: when it had its outcome.
+        told_at: when it was told that its key is lost; None if it was not.
         lock: what ``current_lock`` gave in the run; None before there is one.
         began: when the run began.
         ended: when the run ended.
         had_key: whether the run began with its key.
+        held_to_the_end: whether it had the key when it ended.
         is_excused: whether its key may be another's while it believes to hold it.
     """
 
@@ -39,7 +41,13 @@ class Call:
     answered: float = inf
     outcome: Any = None
     fence: int | None = None
-    had_key = has_succeeded = is_excused = is_told = False
+    told_at: float | None = None
+    had_key = has_succeeded = held_to_the_end = is_excused = False
+
+    @property
+    def is_told(self) -> bool:
+        """Whether it was told that its key is lost."""
+        return self.told_at is not None
 
     @property
     def key_there(self) -> bytes:
@@ -157,6 +165,15 @@ class Checker:
 
     def run_ends(self, call: Call, *, succeeded: bool) -> None:
         call.ended, call.has_succeeded = self.history.now, succeeded
+        call.held_to_the_end = call.lock.is_held
+        is_calm = self.history.is_calm(call.asked) and not call.is_excused
+        limit = self.history.plan.times[1] or inf
+        if call.had_key and is_calm and not call.lock.is_held and call.ended < call.asked + limit:
+            self.problem("a loss without a cause", call.name)
+        is_cancelled = self.history.is_async and self.history.plan.when_lost == "fail"
+        late = call.ended - (inf if call.told_at is None else call.told_at)
+        if is_cancelled and late > 0.01 and self.history.is_calm(call.ended - late):
+            self.problem("not cancelled", f"{call.name} ran on for {late:.2f} s after its loss")
         self.history.note(call.name, "has run", "and holds its key" if call.lock.is_held else "and has lost its key")
 
     def ends(self, call: Call, outcome: Any) -> None:
@@ -174,6 +191,49 @@ class Checker:
         if outcome == "done" and not call.has_succeeded:
             self.problem("an outcome without a run", call.name)
         self._check_time(call)
+        self._check_policies(call)
+        is_interrupted = type(outcome).__name__ in ("Interrupted", "CancelledError")
+        if call.held_to_the_end and self.history.is_calm(call.ended) and not (call.is_excused or is_interrupted):
+            self._check_release(call)
+
+    def _check_policies(self, call: Call) -> None:
+        """The outcome is that of a policy, and the policy was asked for a reason."""
+        outcome, package, plan = call.outcome, call.process.package, self.history.plan
+        stored = [each for each in self.stored[call.key_there] if each.until >= call.asked]
+        has_thread = not any("no thread" in each for each in self.history.faults)
+        is_text = all(isinstance(each.value, bytes) for each in stored)  # and no list that somebody has put there
+        must_be_up = self.history.is_calm(call.asked) and has_thread and is_text
+        is_skipped = outcome is None and (must_be_up or plan.when_down != "skip")
+        if isinstance(outcome, package.AlreadyRunning) or is_skipped:
+            value = getattr(outcome, "value", "").encode()
+            if self.history.when_busy[call.process] != ("skip" if outcome is None else "fail"):
+                self.problem("an outcome of no policy", f"{call.name}: {outcome!r}")
+            if not any(not value or each.value == value for each in stored):
+                self.problem("skipped for no holder", f"{call.name}: {value[-40:]!r}")
+            self._check_holder(call, value)
+        if isinstance(outcome, package.LockUnavailable) and (must_be_up or plan.when_down != "fail"):
+            self.problem("unavailable for no reason", f"{call.name}: {outcome}")
+        if isinstance(outcome, package.LockLost) and plan.when_lost != "fail":
+            self.problem("an outcome of no policy", f"{call.name}: {outcome!r}")
+
+    def _check_holder(self, call: Call, value: bytes) -> None:
+        """No call is skipped for a run of a process of its machine that was dead before."""
+        machine = call.process.machine
+        for pid, process in machine.processes.items():
+            is_dead = getattr(process, "died_at", inf) < call.asked
+            is_its = b'"pid":%d,' % pid in value and f'"{machine.name}/'.encode() in value
+            if machine.is_known and is_dead and is_its and b'"running"' in value:
+                self.problem("skipped for a dead holder", f"{call.name}: {value[-40:]!r}")
+
+    def _check_release(self, call: Call) -> None:
+        """When a call returns, its key is released, or kept."""
+        value, _ = self.store.keys.get(call.key_there, (None, None))
+        keeps_until = call.asked + self.at_least if call.has_succeeded else 0.0
+        if value == call.lock.token:
+            self.problem("a key that is not released", call.name)
+        is_kept = _is_kept_of(value, call)
+        if is_kept != (keeps_until > call.answered) and abs(keeps_until - call.answered) > 0.01:
+            self.problem("a key that is kept, or is not", f"{call.name}: {value!r}")
 
     def _check_time(self, call: Call) -> None:
         """What the lock adds to a run is at most 2 s before and 2 s after it."""
@@ -204,7 +264,7 @@ class Checker:
             return call.lock.reason == event.reason, call.answered == inf, int(likely[call.lock.reason])
 
         for call in sorted(lost, key=likelihood)[-1:]:
-            call.is_told = True
+            call.told_at = self.history.now
             self._check_loss(call, event.reason)
 
     def _check_loss(self, call: Call, reason: str) -> None:
@@ -218,6 +278,8 @@ class Checker:
             self.problem("told of a loss that was none", f"{call.name}: {reason}")
 
     def fenced(self, call: Call, fence: int) -> None:
+        if type(fence) is not int:
+            self.problem("a fence that is no number", f"{call.name}: {fence!r}")
         is_excused = call.is_excused or self.history.wall_step or self.lost_data_at > 0
         call.fence = fence
         for other in self.calls:  # a run may learn its fence late: it was paused meanwhile

@@ -6,6 +6,8 @@ import gc
 import logging
 import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,14 +53,25 @@ class History(World):
             do = getattr(self, f"_{label.replace(' ', '_')}")
             for probability in probabilities:
                 if self.fault(label, probability):
-                    self.after(self.uniform(f"time of {label}", 0, seconds), do)
+                    self.after(self.uniform(f"time of {label}", 0, seconds), partial(self._trouble, do))
+
+    def _trouble(self, do: Callable[[], None]) -> None:
+        self.troubled_at = self.now
+        do()
+
+    def is_calm(self, since: float) -> bool:
+        """Whether nothing has gone wrong since then, and nothing that went wrong before was still to come."""
+        host = self.host
+        ends = [host.frozen_until, host.down_until, host.refused[2], self.troubled_at + host.latest]
+        ends += [*host.cut_off.values(), *(process.paused_until for process in self.processes)]
+        return max(ends) < since
 
     def start(self, process: Process, name: str, machine: Machine) -> None:
         process.begin(machine, next(self.pids), name)
 
     def kill(self, process: Process) -> None:
         """``kill -9``."""
-        process.is_dead = True
+        process.is_dead, process.died_at = True, self.now
         self.note(process.name, "is killed")
 
     def end_in_order(self, process: Process) -> None:

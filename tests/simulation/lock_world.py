@@ -78,6 +78,7 @@ class LockWorld(History):
         self.store.changed = self.checker.changed
         self.left: dict[Process, int] = {}  # how many calls of each process have not ended
         self.functions: dict[Process, Callable[..., Any]] = {}
+        self.when_busy: dict[Process, str] = {}
 
     def play(self) -> None:
         logging.getLogger("only_one").setLevel(logging.ERROR if self.is_silent else logging.NOTSET)
@@ -121,12 +122,13 @@ class LockWorld(History):
         policies = {"fail": package.fail, "carry_on": package.carry_on, "skip": package.skip, "fails": fails}
         lease, timeout = plan.times
         is_refused = timeout is not None and plan.at_least > timeout
+        self.when_busy[process] = self.choose(f"plan when_busy of {process.name}", ["fail", "skip", "fails"])
         given = {"lease": lease, "timeout": timeout, "at_least": None if is_refused else plan.at_least}
         if not self.is_silent:
             process.package.subscribe(lambda event: self.checker.event(process, event))
         decorate = package.only_one(
             "{call.key}",
-            when_busy=self.choose(f"plan when_busy of {process.name}", [package.fail, package.skip, fails]),
+            when_busy=policies[self.when_busy[process]],
             when_down=policies[plan.when_down],
             when_lost=policies.get(plan.when_lost, lambda _error: None),
             redis="redis://server:6379/0?protocol=2",

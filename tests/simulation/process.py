@@ -25,6 +25,7 @@ import traceback
 import uuid
 from collections.abc import Callable
 from functools import lru_cache
+from math import inf
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -368,7 +369,7 @@ class Process:
         """Begin anew, as a process that has just been started."""
         self.machine, self.name = machine, name
         self.is_dead = self.has_ended = False
-        self.paused_until, self.no_thread = 0.0, 0.0
+        self.paused_until, self.no_thread, self.died_at = 0.0, 0.0, inf
         self.life += 1
         for values, first in self._at_first:
             values.update(first)

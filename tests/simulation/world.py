@@ -75,7 +75,10 @@ class World:
         met: how often each kind of thing has happened.
         branches: those that were taken, if they are counted.
         quiet: whether no fault happens any more.
+        troubled_at: when the last fault happened.
     """
+
+    troubled_at = 0.0
 
     def __init__(self, seed: int, left_out: frozenset[str] = frozenset()) -> None:
         self.seed, self.left_out = seed, left_out
@@ -113,6 +116,8 @@ class World:
         if name in self.left_out:
             return False
         self.faults.append(name)
+        if not label.startswith("no thread"):  # which must lose no key
+            self.troubled_at = self.now
         self.met[f"fault: {label.partition(' of ')[0]}"] += 1
         return True
 
