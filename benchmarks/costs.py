@@ -72,6 +72,20 @@ def table(found: Found) -> str:
     return "\n".join(lines) + "\n"
 
 
+def summary(found: Found) -> str:
+    """The figures with hiredis that help to choose, as the page has them."""
+    lines = ["| | only_one | others |", "|---|---|---|"]
+    for group, by_parser in found.items():
+        ours = [f"{ratio:.2f}" for name, ratio in by_parser[WITH].items() if name.startswith("only_one")]
+        others = [f"{name} {by_parser[WITH][name]:.2f}" for name in by_parser[WITH] if not _is_ours_or_bare(name)]
+        lines.append(f"| {group} | {ours[0]} | {', '.join(others)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _is_ours_or_bare(name: str) -> bool:
+    return name.startswith("only_one") or "bare" in name
+
+
 def chart(found: Found) -> str:
     """The figures without hiredis as bars, on a background of their own: pages are light or dark."""
     bars: list[str] = []
@@ -118,10 +132,9 @@ def main() -> None:
     python = ".".join(map(str, sys.version_info[:3]))
     versions = f"Python {python}, redis-py {version('redis')}, Celery {version('celery')}"
     said = f"{versions}, {os.cpu_count()} processors, {options.rounds} rounds of {options.calls}, seed {options.seed}:"
-    text = f"{said}\n\n{table(found)}"
-    print(text)
+    print(f"{said}\n\n{table(found)}")
     if options.write:
-        write(text, chart(found))
+        write(f"{said}\n\n{summary(found)}", chart(found))
 
 
 if __name__ == "__main__":

@@ -178,7 +178,7 @@ class Unit:
         lasts = [locks.pttl(key) for key in locks.scan_iter(count=1000)]
         if not lasts:
             return "no lock is left"
-        return f"the lock expires after {duration(max(lasts) / 1000)}" if min(lasts) >= 0 else "the lock has no expiry"
+        return f"expires in {duration(max(lasts) / 1000)}" if min(lasts) >= 0 else "no expiry"
 
     def freed(self, runs: int) -> str:
         """Whether the next call runs, after so many runs."""
@@ -247,7 +247,7 @@ Measure = Callable[[Stage, Peer], str]
 
 def _after_kill(stage: Stage, unit: Unit, killed: float, expiry: str) -> str:
     started = unit.start_after(2, killed + stage.limit)
-    return f"{max(0.0, started - killed):.1f} s" if started else f"not within {stage.limit:g} s; {expiry}"
+    return f"{max(0.0, started - killed):.1f} s" if started else f"not in {stage.limit:g} s; {expiry}"
 
 
 def killed_child(settings: str) -> Measure:
@@ -284,7 +284,7 @@ def overrun(_: Stage, peer: Peer) -> str:
     """Does the next run begin beside one that takes longer than the expiry? With renewal, where there is any."""
     said = _overrun(peer, RENEWED)
     if said == "no" and peer.package:
-        said = f"no: the lock is renewed; with a fixed expiry: {_overrun(peer, FIXED)}"
+        said = f"no; not renewed: {_overrun(peer, FIXED)}"
     return said
 
 
@@ -310,8 +310,8 @@ def late_end(_: Stage, peer: Peer) -> str:
     third = unit.start_after(3, second + EXPIRY / 2)
     unit.let_go("second")
     unit.wait(late.ready, "result of the late run")
-    said = "yes: a third run began beside the second" if third and third < second + EXPIRY else "no"
-    return f"{said}; the late run fails with `{type(late.result).__name__}`" if late.failed() else said
+    said = "yes" if third and third < second + EXPIRY else "no"
+    return f"{said}; it fails with `{type(late.result).__name__}`" if late.failed() else said
 
 
 # What a task can end by
@@ -331,7 +331,7 @@ def retried(_: Stage, peer: Peer) -> str:
         return sum(any(note["attempt"] == 1 for note in unit.notes("start")) for unit in units)
 
     have_all = eventually(lambda: ran() == RETRIES, NOT_EXPECTED_AFTER)
-    return f"{ran()} of {RETRIES} run" + ("" if have_all else f"; {expiry}")
+    return f"{ran()} of {RETRIES}" + ("" if have_all else f"; {expiry}")
 
 
 def ended_by(order: str) -> Measure:
@@ -368,7 +368,7 @@ def unpublished(_: Stage, peer: Peer) -> str:
             if unit.call(connection=connection, retry=False).error is None:
                 return "the call raises nothing"
     said = unit.freed(0)
-    return said if peer.at_enqueue else f"{said}: nothing is locked before the run"
+    return said if peer.at_enqueue else f"{said}: not locked yet"
 
 
 # Which calls are the same, and what a duplicate comes to
@@ -392,16 +392,16 @@ def chained(*before: Any) -> Measure:
         call = called(chain(*before, unit.task.si(unit.name), peers_app.tail.s(unit.name)).apply_async)
         if call.error:
             unit.let_go("first")
-            return f"the call raises {call.problem}; nothing is published"
+            return f"raises {call.problem}"
         duplicate = call.result.parent
         for limit in (NOT_EXPECTED_AFTER / 3, NOT_EXPECTED_AFTER):  # while the first run goes on, and after it
             eventually(lambda: bool(unit.notes("tail")) or duplicate.failed(), limit)
             unit.let_go("first")
         if given := unit.notes("tail"):
-            return f"the tail runs, with `{given[0]['given']}`"
+            return f"the tail gets `{given[0]['given']}`"
         if duplicate.failed():
-            return f"the duplicate fails with `{type(duplicate.result).__name__}`; the tail does not run"
-        return f"the tail does not run; its result stays `{call.result.state}`, without an error"
+            return f"fails: `{type(duplicate.result).__name__}`"
+        return f"the tail stays `{call.result.state}`"
 
     return measure
 
@@ -416,12 +416,12 @@ def told(_: Stage, peer: Peer) -> str:
     if has_run:
         return "the duplicate runs"
     if call.error:
-        return f"`delay()` raises {call.problem}"
+        return f"{call.problem}"
     if call.ids:
         result = app.AsyncResult(call.ids[0])
-        return f"the duplicate ends as `{result.state}` with `{result.result}`"
+        return f"`{result.result}`, as `{result.state}`"
     is_same = getattr(call.result, "id", None) == first["id"]
-    return "`delay()` returns the running task's result" if is_same else f"`delay()` returns `{call.result}`"
+    return "the first one's result" if is_same else f"`delay()` returns `{call.result}`"
 
 
 # The package
@@ -455,21 +455,21 @@ def code_lines(path: Path) -> int:
 
 
 CHECKS: dict[str, Measure] = {
-    "`kill -9` of the process of a run, default settings: the next call runs after": killed_child(DEFAULT),
+    "`kill -9` of a run's process: the next call runs after": killed_child(DEFAULT),
     f"the same, with an expiry of {EXPIRY} s": killed_child(RENEWED),
-    "`kill -9` of a whole worker on another machine, default settings: the next call runs after": killed_worker,
-    f"a run longer than an expiry of {EXPIRY} s: a second run begins beside it": overrun,
-    "a run that ends after its lock has expired deletes the lock of the next run": late_end,
-    "`self.retry()`: the retry runs": retried,
-    "the lock is free after an exception": ended_by("fail"),
-    "the lock is free after `Ignore`": ended_by("ignore"),
-    "the lock is free after `Reject`": ended_by("reject"),
-    "the lock is free after `revoke` of a task that waits": revoked,
-    "the lock is free after publishing has failed": unpublished,
-    "`f(1)`, `f(a=1)` and `f(1, default)` are one call": one_key,
-    "a duplicate at the head of a chain": chained(),
-    "a duplicate behind the head of a chain": chained(peers_app.head.si()),
-    "what the caller of a duplicate is told": told,
+    "`kill -9` of a worker on another machine": killed_worker,
+    f"two run, if one takes longer than {EXPIRY} s": overrun,
+    "a late end frees the next run's lock": late_end,
+    "`self.retry()` runs": retried,
+    "free after an exception": ended_by("fail"),
+    "free after `Ignore`": ended_by("ignore"),
+    "free after `Reject`": ended_by("reject"),
+    "free after `revoke`": revoked,
+    "free after publishing failed": unpublished,
+    "`f(1)`, `f(a=1)`, `f(1, default)` are one": one_key,
+    "a duplicate heads a chain": chained(),
+    "a duplicate within a chain": chained(peers_app.head.si()),
+    "a duplicate's caller gets": told,
     "lines of code": size,
 }
 """The rows of the tables, and what each measures."""
@@ -496,6 +496,7 @@ def tables(found: dict[str, dict[str, str]]) -> str:
     for at_enqueue, title in TABLES.items():
         columns = [peer.name for peer in PEERS if peer.at_enqueue is at_enqueue]
         rows = [[check, *(cells[name] for name in columns)] for check, cells in found.items()]
+        rows = [row for row in rows if len({*row[1:]}) > 1]  # what all do alike helps nobody to choose
         lines = [["", *columns], ["---"] * (len(columns) + 1), *rows]
         parts.append(f"## {title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
     return "\n\n".join(parts)
