@@ -10,5 +10,5 @@
 | `smtp_server.py` | an SMTP server on loopback, which writes down what it accepts |
 | `__main__.py` | runs it: servers, worker, and what comes of it |
 
-docs/newsletter.md goes through it line by line.
+README.md beside it says what each line is for.
 """

@@ -1,4 +1,4 @@
-"""The newsletter's tasks, and each of them with one line taken away: `docs/newsletter.md` names the tests."""
+"""The newsletter's tasks, and each with one line taken away: `examples/newsletter/README.md` names the tests."""
 
 # mypy: disable-error-code=untyped-decorator
 
