@@ -9,8 +9,8 @@ PEERS := celery-singleton==0.3.1 celery-once==3.0.1 python-redis-lock==4.0.1 she
 WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,buffer_one canvas ends queue redelivery requeued rpc tasks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-picture newsletter docs dev test test-rabbitmq lint types interrupts suite site words release-check coverage soak soak-hour \
-	mutants matrix simulate simulate-mutants benchmark benchmark-async benchmark-peers clean
+.PHONY: help demo demo-picture newsletter docs dev test test-rabbitmq lint types interrupts suite site browser-check words \
+	release-check coverage soak soak-hour mutants matrix simulate simulate-mutants benchmark benchmark-async benchmark-peers clean
 
 help: ## list these commands
 	@awk 'BEGIN { FS = ":.*## " } /^##@/ { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-24s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ interrupts: .venv/dev.stamp ## the tests that interrupt calls at random points, 
 # A page that was built is not read again and does not warn again, so a failed build is removed.
 site: .venv/dev.stamp ## build the documentation in .venv/site; a warning is an error
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs $(SITE) || { rm -rf $(SITE); exit 1; }
+
+browser-check: site ## each page on a phone and a desk, light and dark: what is cut off or unreadable; pictures in .venv
+	@$(BIN)/python -m rigs.browser $(SITE)
 
 words: .venv/dev.stamp ## words and longest sentence of each page
 	@$(BIN)/python -m benchmarks.words $(ARGS)

@@ -87,29 +87,29 @@ def _is_ours_or_bare(name: str) -> bool:
 
 
 def chart(found: Found) -> str:
-    """The figures without hiredis as bars, on a background of their own: pages are light or dark."""
+    """The figures without hiredis as bars; a phone shows it in its own size, and dark mode has other colours."""
     bars: list[str] = []
-    y = 30
+    y = 24
     for group, by_parser in found.items():
-        bars.append(f'<text x="12" y="{y + 4}" class="group">{group}</text>')
-        y += 14
+        bars.append(f'<text x="4" y="{y + 12}" class="group">{group}</text>')
+        y += 20
         for name, ratio in by_parser[WITHOUT].items():
             kind = "ours" if name.startswith("only_one") else "theirs"
-            length = min(ratio, 4.5) * 90
-            bars.append(f'<text x="252" y="{y + 11}" class="name">{name}</text>')
-            bars.append(f'<rect x="260" y="{y}" width="{length:.0f}" height="13" class="{kind}"/>')
-            bars.append(f'<text x="{264 + length:.0f}" y="{y + 11}">{ratio:.2f}</text>')
+            bars.append(f'<text x="196" y="{y + 11}">{name}</text><text x="228" y="{y + 11}">{ratio:.2f}</text>')
+            bars.append(f'<rect x="234" y="{y}" width="{min(ratio, 3.1) * 40:.0f}" height="13" class="{kind}"/>')
             y += 18
-        y += 14
+        y += 10
     style = (
-        "text{font:11px sans-serif;fill:#222}.group{font-weight:bold}.name{text-anchor:end}"
-        ".ours{fill:#2a7f62}.theirs{fill:#b8bec6}.one{stroke:#222;stroke-dasharray:3 3}"
+        "text{font:11px sans-serif;fill:#222;text-anchor:end}.group{font-weight:bold;text-anchor:start}.page{fill:#fff}"
+        ".ours{fill:#2a7f62}.theirs{fill:#a4abb5}line{stroke:#222;stroke-dasharray:3 3}"
+        "@media(prefers-color-scheme:dark){text{fill:#ddd}.page{fill:#131416}.ours{fill:#4db58f}.theirs{fill:#6b7280}"
+        "line{stroke:#ddd}}"
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="720" height="{y}" viewBox="0 0 720 {y}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="468" height="{y * 1.3:.0f}" viewBox="0 0 360 {y}">'
         f"<title>What a call costs, over the bare commands</title><style>{style}</style>"
-        f'<rect width="720" height="{y}" fill="#fff"/><text x="342" y="14">1.00: the bare commands</text>'
-        f'<line x1="350" x2="350" y1="18" y2="{y - 10}" class="one"/>{"".join(bars)}</svg>\n'
+        f'<rect width="360" height="{y}" class="page"/><text x="336" y="13">1.00: bare commands</text>'
+        f'{"".join(bars)}<line x1="274" x2="274" y1="18" y2="{y - 6}"/></svg>\n'
     )
 
 

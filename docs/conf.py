@@ -17,7 +17,10 @@ extensions = ["myst_parser", "sphinx.ext.autodoc"]
 html_theme = "furo"
 html_title = "only_one"
 html_copy_source = False
-html_extra_path = ["timeline.svg"]  # at the address at which README shows it, on PyPI as well
+html_extra_path = ["timeline.svg"]  # at the address at which PyPI shows it, in README
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
+html_js_files = ["tables.js"]
 
 myst_heading_anchors = 3  # `page.md#a-heading` works for headings of three levels, as on GitHub
 

@@ -130,7 +130,7 @@ def main(duration: float, svg: str | None) -> int:
         print(f"\nfailed: {reason} (logs: {directory})", file=sys.stderr)
         return 1
     if svg:
-        console = Console(record=True, width=100, file=StringIO(), force_terminal=True)
+        console = Console(record=True, width=58, file=StringIO(), force_terminal=True)
         console.print(picture)
         console.save_svg(svg, title="make demo")
     print("\nok: no overlap, and the killed feed was imported again.")

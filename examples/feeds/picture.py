@@ -25,6 +25,8 @@ MARK_EVERY = 5
 
 COLUMNS = ("ticks", " runs", "skips", "overlaps")
 LABEL_WIDTH = 14
+NARROW = 72
+"""Characters below which there are no columns: the sums are words then."""
 
 
 class Picture:
@@ -41,18 +43,21 @@ class Picture:
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw it."""
-        room = max(options.max_width - LABEL_WIDTH - sum(2 + len(column) for column in COLUMNS) - 2, 10)
+        columns = COLUMNS if options.max_width >= NARROW else ()
+        room = max(options.max_width - LABEL_WIDTH - sum(2 + len(column) for column in columns) - 2, 10)
         every = max(int(room / (1.15 * self._duration) * MARK_EVERY), 1)
         begin = min((row.ticks[0] for row in self.rows.values() if row.ticks), default=inf)
-        table = Table("", _axis(room, every), *COLUMNS, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        table = Table("", _axis(room, every), *columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
         for name, row in self.rows.items():
             bar = Text.assemble(*(SIGNS.get(state, " ") for state in _cells(row, begin, MARK_EVERY / every, room)))
-            table.add_row(name, bar, *map("{:>5}".format, _numbers(row)))
+            table.add_row(name, bar, *map("{:>5}".format, _numbers(row)[: len(columns)]))
         totals = [sum(column) for column in zip(*map(_numbers, self.rows.values()), strict=True)]
-        table.add_row("total", "", *map("{:>5}".format, totals), style="bold")
+        in_words = ", ".join(f"{number} {column.strip()}" for number, column in zip(totals, COLUMNS, strict=False))
+        cells = map("{:>5}".format, totals) if columns else ()
+        table.add_row("total", "" if columns else in_words, *cells, style="bold")
         legend = [part for state, sign in SIGNS.items() for part in (sign, f" {state}   ")]
         notes = map(Text, _notes(self.rows))
-        yield Group(Text(self._title, "bold"), "", table, "", Text.assemble(*legend, no_wrap=True), "", *notes)
+        yield Group(Text(self._title, "bold"), "", table, "", Text.assemble(*legend), "", *notes)
 
 
 def _numbers(row: Row) -> tuple[int, ...]:
