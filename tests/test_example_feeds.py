@@ -6,14 +6,12 @@ import json
 import re
 import signal
 from html import unescape
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from examples.feeds.journal import Row, read
-from examples.feeds.picture import Picture, problem
+from examples.feeds.picture import problem
 from tests.programs import ROOT, numbers, program
 
 DEMO = "examples.feeds"
@@ -48,7 +46,7 @@ def test_nothing_overlaps_and_without_the_lock_the_witness_sees_that_it_does(tmp
     assert "Traceback" not in its.text
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_nothing_outlives_a_demo_that_is_broken_off(tmp_path: Path, number: int, status: int) -> None:
     with program(DEMO, tmp_path) as demo:
         assert demo.is_gone_after(number) == status
@@ -94,22 +92,6 @@ def good(without: str = "", *more: tuple[float, str, int]) -> Lines:
 def test_the_verdict_of_a_journal_and_the_overlaps_in_it(row: Row, overlaps: int, reason: str | None) -> None:
     assert len(row.overlaps) == overlaps
     assert problem({"feed": row}) == reason
-
-
-@pytest.mark.parametrize("width", [80, 200])
-@pytest.mark.parametrize("row", [good("", (5.2, "start", 3), (6.5, "fail", 3))], indirect=True)
-def test_the_picture_fits_and_shows_each_state(row: Row, width: int) -> None:
-    picture = Picture("title", 20)
-    picture.rows = {"feed": row}
-    console = Console(width=width, file=StringIO())
-    with console.capture() as captured:
-        console.print(picture)
-    lines = captured.get().splitlines()
-    assert all(len(line) <= width for line in lines)
-    (shown,) = (line for line in lines if line.startswith("feed"))
-    assert {*"━\N{BOX DRAWINGS LIGHT DIAGONAL CROSS}KF!"} <= {*shown}
-    assert numbers(captured.get())["feed"] == [3, 3, 1, 1]
-    assert "The next run of feed began 2.1 s later." in captured.get()
 
 
 def test_the_picture_of_the_documentation_is_of_a_demo_that_went_well() -> None:

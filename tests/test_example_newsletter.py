@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import re
 import signal
 import smtplib
-import subprocess
-import sys
 from contextlib import nullcontext
 from email import message_from_bytes, policy
 from pathlib import Path
@@ -15,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from examples.newsletter import __main__ as newsletter
 from examples.newsletter import making, recipients, sending
 from examples.newsletter.letter import letter
 from examples.newsletter.recipients import CHUNK, NAMES, Recipient
-from rigs.waiting import LIMIT, eventually
+from rigs.waiting import eventually
 from tests.programs import Program, program
 
 NEWSLETTER = "examples.newsletter"
@@ -121,13 +117,6 @@ def test_who_is_refused_for_good_is_not_tried_again_and_who_is_refused_for_now_i
     assert sorted(sending.journals("spring")) == [b"aaaaaaaaa-", b"aaaaaaraa-", b"aaraaaaaa-"]
 
 
-def test_what_should_not_have_been_sent_is_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "accepted").write_text("".join(f"person-{n}@example.net\n" for n in [*range(2, 21), 2]))
-    with pytest.raises(newsletter.NewsletterError, match="10 have not got it, and 2 have got it who have unsubscribed"):
-        newsletter._check(folder / "accepted")
-    assert "has accepted 20 mails: 1 twice, 2 for who has unsubscribed" in capsys.readouterr().out
-
-
 # The command line
 
 
@@ -145,19 +134,17 @@ def ends_well(news: Program) -> str:
 
 
 def test_what_is_broken_off_leaves_no_process_and_goes_on_at_the_next_start(tmp_path: Path) -> None:
-    arguments = ["--recipients", 3000, "--directory", tmp_path]
-    for number, status in (signal.SIGINT, 130), (signal.SIGKILL, -9):
-        before = accepted_in(tmp_path)
-        with program(NEWSLETTER, tmp_path, *arguments) as news:
-            assert eventually(lambda: accepted_in(tmp_path) > before)  # noqa: B023 - it is called here
-            assert news.is_gone_after(number) == status
-        assert accepted_in(tmp_path) < 2700
+    arguments = ["--recipients", 2000, "--directory", tmp_path]
+    with program(NEWSLETTER, tmp_path, *arguments) as news:
+        assert eventually(lambda: accepted_in(tmp_path) > 0)
+        assert news.is_gone_after(signal.SIGKILL) == -signal.SIGKILL
+    assert accepted_in(tmp_path) < 1800
     with program(NEWSLETTER, tmp_path, *arguments) as news:
         text = ends_well(news)
     (found,) = re.findall(r"^the SMTP server has accepted (\d+) mails: (\d+) twice, 0 for", text, re.MULTILINE)
     mails, twice = map(int, found)
-    assert mails - twice == 2700
-    assert twice <= 2  # one for each time that it was broken off
+    assert mails - twice == 1800
+    assert twice <= 1
 
 
 def test_nothing_is_left_where_no_directory_is_named(tmp_path: Path) -> None:
@@ -167,24 +154,3 @@ def test_nothing_is_left_where_no_directory_is_named(tmp_path: Path) -> None:
     assert "has accepted 270 mails: 0 twice, 0 for" in text
     assert 20 < float(re.findall(r"largest process: (\S+) MB", text)[0]) < 200
     assert not [*tmp_path.iterdir()]
-
-
-def test_a_mailing_that_cannot_be_made_is_told_and_not_sent(tmp_path: Path) -> None:
-    (tmp_path / "spring").touch()
-    with program(NEWSLETTER, tmp_path, "--directory", tmp_path, NEWSLETTER_RETRIES="0") as news:
-        assert news.wait() == 1
-    assert re.search(r"^failed: .*; with --directory the next start makes and sends what is", news.text, re.MULTILINE)
-    assert accepted_in(tmp_path) == 0
-
-
-def test_a_worker_that_is_left_over_keeps_the_directory(tmp_path: Path) -> None:
-    with newsletter._alone_in(tmp_path) as lock:
-        worker = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[lock])
-    with (
-        pytest.raises(newsletter.NewsletterError, match=f"is at work in {tmp_path}"),
-        newsletter._alone_in(tmp_path),
-    ):
-        pass
-    worker.communicate(b"\n", timeout=LIMIT)
-    with newsletter._alone_in(tmp_path) as lock:
-        fcntl.flock(lock, fcntl.LOCK_UN)
