@@ -121,6 +121,29 @@ def test_a_call_from_inside_the_run_of_a_bound_task_has_a_key_without_the_task(q
     assert answer.get() == [f"{keys.prefix}k-outer", f"{keys.prefix}k-inner"]
 
 
+def whose() -> Any:
+    holder = current_lock().holder
+    assert holder is not None
+    return holder.name, holder.task_id, holder.attempt
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "another task": lambda task: task(),
+    "another task's run": lambda task: task.run(),
+    "a function": lambda _: decorated(whose, key="inner")(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_what_a_run_calls_is_a_plain_function(queue: Queue, call: Any) -> None:
+    another = a_task(queue.app, whose, key="inner")
+    task = a_task(queue.app, lambda_of(lambda: [whose(), call(another), whose()]))
+    answer = task.delay()
+    own = [task.name, answer.id, 0]
+    queue.deliver()
+    assert answer.get() == [own, [f"{__name__}.whose", None, None], own]
+
+
 def test_a_second_call_after_its_own_run_has_ended_waits_as_the_first(queue: Queue, keys: Keys) -> None:
     class Twice(Task):  # type: ignore[misc]  # Celery has no types
         abstract = True

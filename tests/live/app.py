@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +26,6 @@ from only_one import (
     AlreadyRunning,
     Released,
     buffer_one,
-    carry_on,
     configure,
     current_lock,
     fail,
@@ -42,7 +40,7 @@ from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import release_later
 from rigs.sweeps import soon as soon  # whose workers look for lost messages as often as they are told
 from rigs.waiting import LIMIT, eventually
-from tests.live.brokers import KIND, consumed, countdown_of
+from tests.live.brokers import KIND, consumed
 from tests.live.workers import LOCKS, PREFIX, RESULTS, SETTINGS, URL, evaluated, note, use_broker, wait_at
 from tests.renewal import is_renewed, renew_now
 
@@ -50,7 +48,6 @@ TIMEOUT = 10 * LIMIT
 AT_LEAST = TIMEOUT / 2
 LEASE = 60.0
 SHORT_LEASE = 3.0
-CLOSED = "redis://127.0.0.1:1/0"
 
 PAUSE = 0.55
 """Seconds for which a run lasts that is longer than half of the visibility timeout of `test_redelivery`."""
@@ -59,8 +56,6 @@ WAIT = 0.1 if KIND == "redis" else 5
 
 DIRECT = "direct"
 """A queue of a direct exchange of its own, for the workers that are told of it."""
-TEMPLATE = "LIVE_TEMPLATE"
-"""What tells the worker that a template is another one by now."""
 
 
 def around(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -199,13 +194,11 @@ def lose_the_key(_: Any, key: str) -> None:
 ORDERS: dict[str, Callable[[Any, str], Any]] = {
     "gate": lambda _, key: wait_at(f"gate:{key}"),
     "pause": lambda *_: time.sleep(PAUSE),
-    "short pause": lambda *_: time.sleep(0.02),
     "sleep": lambda *_: time.sleep(TIMEOUT),
     "C call": stay_in_c,
     "note the request": note_the_request,
     "see it renewed": see_it_renewed,
     "lose the key": lose_the_key,
-    "make sure of it": lambda *_: current_lock().ensure_held(),
     "exception": trouble,
     "ignore": ignore,
     "exit": lambda _, key: end_the_process(key, lambda: sys.exit("exit")),
@@ -217,7 +210,6 @@ ORDERS: dict[str, Callable[[Any, str], Any]] = {
     "retry later": lambda task, _: task.retry(countdown=WAIT),
     "retry in an hour": lambda task, _: task.retry(countdown=3600),
     "retry with this key": retry_with_the_key_that_follows,
-    "retry elsewhere": lambda task, key: task.retry(args=(f"{key}-other",), countdown=0),
     "retry and clean up": and_clean_up("retry"),
     "replace": lambda task, key: task.replace(task.si(key)),
     "replace and clean up": and_clean_up("replace"),
@@ -279,6 +271,16 @@ def above(name: str, celery: Any = None, *, key: Any = "{key}", **options: Any) 
     return decorated
 
 
+class EndsBeforeARetry(Task):  # type: ignore[misc]  # Celery has no types
+    """Ends before its run when it is retried."""
+
+    abstract = True
+
+    def before_start(self, task_id: str, *_: Any) -> None:
+        if self.request.retries:
+            raise Trouble(task_id)
+
+
 REDELIVERED = ("once", "pause", "gate")
 LATE = {"acks_late": True, "reject_on_worker_lost": True}
 AGAIN = {"autoretry_for": (Trouble,), "default_retry_delay": 0, "max_retries": 2}
@@ -288,7 +290,8 @@ VARIANTS: dict[str, Any] = {
     "cooling": {"at_least": AT_LEAST},
     "again": {"celery": AGAIN},
     "leased": {"timeout": None, "lease": LEASE},
-    "buffered": {"when_busy": buffer_one(countdown=0.2)},
+    "buffered": {"celery": LATE, "when_busy": buffer_one(countdown=0.2)},
+    "ends before a retry": {"celery": {"base": EndsBeforeARetry}},
 }
 BELOW = {name: below(name, **options) for name, options in VARIANTS.items()}
 ABOVE = {name: above(name, **options) for name, options in VARIANTS.items()}
@@ -298,7 +301,6 @@ unique = ABOVE["plain"]
 
 # Below @app.task
 
-ignored = below("ignored", {"ignore_result": True})
 # In workers of the first version it does the same, under this name.
 redelivered = below("tests.live.redelivery_app.late", {"acks_late": True}, first=REDELIVERED)
 redelivered_without_results = below(
@@ -309,10 +311,7 @@ limited = below("limited", {"time_limit": 5})
 requeued = below("requeued", when_busy=retry())
 requeued_late = below("requeued late", {"acks_late": True}, when_busy=retry())
 requeued_soon = below("requeued soon", when_busy=retry(countdown=0.2))
-gives_up = below("gives up", when_busy=retry(0.2, max_retries=3))
 lost = below("lost", timeout=None, lease=LEASE, when_lost=fail)
-carries_on = below("carries on", timeout=None, lease=LEASE, when_lost=carry_on)
-down = below("down", redis=CLOSED)
 
 
 annotated = below("annotated")
@@ -337,19 +336,8 @@ class Renames(Task):  # type: ignore[misc]  # Celery has no types
         return super().__call__(f"{key}-renamed", *orders)
 
 
-class EndsBeforeARetry(Task):  # type: ignore[misc]  # Celery has no types
-    """Ends before its run when it is retried."""
-
-    abstract = True
-
-    def before_start(self, task_id: str, *_: Any) -> None:
-        if self.request.retries:
-            raise Trouble(task_id)
-
-
 based, unique_based = below("based", {"base": Around}), above("based", {"base": Around})
 renamed = below("renamed", {"base": Renames})
-ends_before_a_retry = above("ends before a retry", {"base": EndsBeforeARetry})
 
 
 class Feed(BaseModel):
@@ -409,78 +397,10 @@ def shared(self: Any, key: str, *orders: Any) -> Any:
     return work(self, key, *orders)
 
 
-# Killed at random: a delivery of this one looks whether there is a time at which its process is to die, anywhere from
-# its begin to its end: in the lock, in the run, while it is requeued, or when it is released.
-
-_at_it = threading.Lock()
-_under_way: set[str] = set()
-
-
-@app.task(bind=True, name="timed", shared=False, max_retries=None, **LATE)  # type: ignore[untyped-decorator]
-@only_one("{key}", timeout=TIMEOUT, when_busy=buffer_one(countdown=0.5))
-def timed(self: Any, key: str, number: int, seconds: float, retries: list[float]) -> int:
-    """Runs for a while, and some times wants to be run again after another while."""
-    note("begin", key, number)
-    time.sleep(seconds)
-    attempt = self.request.retries
-    # Before the exception is raised: whoever runs next may begin before a `finally` is through.
-    note("end" if attempt == len(retries) else "retry", key, number)
-    if attempt < len(retries):
-        raise self.retry(countdown=countdown_of(retries[attempt]))
-    return number
-
-
-@task_prerun.connect(sender=timed, weak=False)  # type: ignore[untyped-decorator]
-def may_be_killed(task_id: str, args: list[Any], **_: Any) -> None:
-    """Have the process killed in the middle of this delivery, if that is what is to happen to it."""
-
-    def die() -> None:
-        with _at_it:
-            if task_id in _under_way:
-                note("killed", *args[:2])
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    with redis.Redis.from_url(os.environ[URL]) as client:
-        delay = client.lpop(f"kills:{task_id}")
-    with _at_it:
-        _under_way.add(task_id)
-    if delay:
-        timer = threading.Timer(float(delay), die)
-        timer.daemon = True
-        timer.start()
-
-
-@task_postrun.connect(sender=timed, weak=False)  # type: ignore[untyped-decorator]
-def is_not_killed_any_more(task_id: str, **_: Any) -> None:
-    with _at_it:
-        _under_way.discard(task_id)
-
-
 @app.task(bind=True, name="with the default key", shared=False)  # type: ignore[untyped-decorator]
 @only_one
 def with_the_default_key(self: Any, key: str, *orders: Any) -> Any:
     return work(self, key, *orders)
-
-
-# What calls something decorated
-
-
-@only_one("{name}:{key}", timeout=TIMEOUT)
-def function(key: str) -> dict[str, Any]:  # noqa: ARG001 - for the key
-    return whose()
-
-
-@app.task(shared=False)  # type: ignore[untyped-decorator]
-def calls(key: str, what: str) -> Any:
-    """Calls something decorated as a function, and is not decorated itself."""
-    return {"a task": shared, "its run": shared.run, "a function": function}[what](key)
-
-
-@app.task(shared=False)  # type: ignore[untyped-decorator]
-@only_one("{key}", timeout=TIMEOUT)
-def nests(key: str) -> list[Any]:
-    """The same, and is decorated itself."""
-    return [whose(), function(key), whose()]
 
 
 PAUSE_OF_CANVAS = 2
@@ -500,11 +420,6 @@ OF_POLICY = {
     "buffer_one()": below("buffer_one()", when_busy=buffer_one(countdown=PAUSE_OF_CANVAS)),
     "a callable": below("a callable", when_busy=instead),
 }
-
-# Above @app.task
-
-constant = above("constant", key="constant")
-moved = above("moved", key=os.environ.get(TEMPLATE, "{key}"))
 
 # Others
 

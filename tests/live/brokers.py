@@ -48,11 +48,6 @@ def options_for_redis(**options: Any) -> dict[str, Any]:
     return options if KIND == "redis" else {}
 
 
-def countdown_of(seconds: float) -> float:
-    """What to say to Celery for so many seconds, of which a quorum queue wants whole ones."""
-    return max(1, round(seconds)) if KIND == "quorum" else seconds
-
-
 def consumed() -> dict[str, Any]:
     """What to say to `add_consumer` of a queue that Celery has made itself."""
     if KIND != "quorum":

@@ -243,6 +243,7 @@ OF_UNIQUE = [
     End("expired before it was published", State.NEVER, "return", result="REVOKED", options={"expires": -5}),
     End("replaced", State.FREE, "replace", result="SUCCESS"),
     End("a retry that gives up", State.FREE, "exception", task="again", attempts=3),
+    End("a retry that ends before its run", State.FREE, "retry", task="ends before a retry"),
     End("a retry that is none", State.FREE, "say that it is retried"),
 ]
 """Ends that are of interest where a task is unique from queued to finished."""

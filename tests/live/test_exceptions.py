@@ -1,4 +1,7 @@
-"""The errors of only_one come out of `result.get()` as they were raised in the worker, whatever the serializer."""
+"""The errors of only_one come out of `result.get()` as they were raised in the worker, whatever the serializer.
+
+What each error carries over a trip is in `tests/test_errors.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from only_one import AlreadyRunning, LockLost, LockUnavailable
-from only_one.holder import Holder
+from only_one import AlreadyRunning, LockLost
 from rigs.waiting import LIMIT
 from tests.live import app as live
 from tests.live.workers import PREFIX, Scene, World
@@ -26,69 +28,21 @@ def worker(place: World) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def spoilt(scene: Scene) -> None:
-    """Has a key that a serializer could spoil."""
-    scene.key = f'gâteau"{scene.key}"\\'
-
-
-def raised_by(answer: Any, kind: type[Exception]) -> Any:
-    with pytest.raises(kind) as raised:
-        answer.get(timeout=LIMIT)
-    assert type(raised.value) is kind
-    assert answer.state == "FAILURE"
-    assert str(raised.value)
-    return raised.value
-
-
-@pytest.mark.parametrize("task", [live.OF_POLICY["fail"], live.gives_up], ids=["fail", "retry at its limit"])
-def test_already_running(scene: Scene, task: Any) -> None:
-    running = live.plain.delay(scene.key, "gate", "done")
-    scene.begun()
-    error = raised_by(task.delay(scene.key), AlreadyRunning)
-    assert (error.key, error.task_id) == (PREFIX + scene.key, running.id)
-    assert isinstance(error.holder, Holder)
-    assert error.holder == scene.holder()
-    assert running.id in str(error)
+def test_a_busy_key_and_a_lost_one(scene: Scene) -> None:
+    scene.key = f'gâteau"{scene.key}"\\'  # which a serializer could spoil
+    other = Scene(scene.place)
+    running, loses = live.plain.delay(scene.key, "gate", "done"), live.lost.delay(other.key, "gate", "lose the key")
+    for each in (scene, other):
+        each.begun()
+    holder = scene.holder()
+    with pytest.raises(AlreadyRunning, match=running.id) as busy:
+        live.OF_POLICY["fail"].delay(scene.key).get(timeout=LIMIT)
+    assert (busy.value.key, busy.value.holder, busy.value.task_id) == (PREFIX + scene.key, holder, running.id)
+    other.take(scene.place.client.get(PREFIX + scene.key))
+    other.open()
+    with pytest.raises(LockLost) as lost:
+        loses.get(timeout=LIMIT)
+    assert (lost.value.key, lost.value.holder, lost.value.reason) == (PREFIX + other.key, holder, "taken")
+    other.free()
     scene.open()
     assert running.get(timeout=LIMIT) == "done"
-
-
-@pytest.mark.parametrize("value", ["somebody else", b"\xff\xfe\x00", "[1, 2]", ""])
-def test_already_running_where_the_value_is_not_a_holder(scene: Scene, value: Any) -> None:
-    scene.take(value)
-    error = raised_by(live.OF_POLICY["fail"].delay(scene.key), AlreadyRunning)
-    assert (error.key, error.holder, error.task_id) == (PREFIX + scene.key, None, None)
-    scene.free()
-
-
-@pytest.mark.parametrize("is_taken", [False, True], ids=["deleted", "taken"])
-@pytest.mark.parametrize(
-    ("task", "orders"),
-    [(live.lost, ["lose the key"]), (live.carries_on, ["lose the key", "make sure of it"])],
-    ids=["when_lost=fail", "ensure_held"],
-)
-def test_lock_lost(scene: Scene, task: Any, orders: list[str], *, is_taken: bool) -> None:
-    other = Scene(scene.place)
-    running = live.plain.delay(other.key, "gate")
-    other.begun()
-    answer = task.delay(scene.key, "gate", *orders)
-    scene.begun()
-    if is_taken:
-        scene.take(scene.place.client.get(PREFIX + other.key))
-    else:
-        scene.free()
-    scene.open()
-    error = raised_by(answer, LockLost)
-    assert (error.key, error.reason) == (PREFIX + scene.key, "taken" if is_taken else "deleted")
-    assert error.holder == (other.holder() if is_taken else None)
-    other.open()
-    assert running.get(timeout=LIMIT)
-    scene.place.client.delete(PREFIX + scene.key)
-
-
-def test_lock_unavailable(scene: Scene) -> None:
-    error = raised_by(live.down.delay(scene.key), LockUnavailable)
-    assert error.key == PREFIX + scene.key
-    assert "ConnectionError" in error.problem
-    assert "Connection refused" in str(error)

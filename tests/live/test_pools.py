@@ -42,6 +42,9 @@ KINDS = {
     "annotated": live.annotated,
     "base class with __call__": live.based,
     "pydantic": live.modelled,
+    "unique class": live.unique_task,
+    "unique, base class with __call__": live.unique_based,
+    "unique, pydantic": live.unique_modelled,
 }
 
 
@@ -74,7 +77,7 @@ def result(answer: Any) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_task_runs_and_is_skipped_and_runs_again(scene: Scene, kind: str) -> None:
     task = KINDS[kind]
-    argument: Any = {"key": scene.key} if kind == "pydantic" else scene.key
+    argument: Any = {"key": scene.key} if "pydantic" in kind else scene.key
     if kind == "default key":
         scene.key = key_of(task, argument).removeprefix(PREFIX)
     for is_busy in (False, True, False):
@@ -85,9 +88,8 @@ def test_a_task_runs_and_is_skipped_and_runs_again(scene: Scene, kind: str) -> N
         if is_busy:
             scene.free()
         assert scene.is_free()
-    assert len(scene.place.notes("around", scene.key)) == (
-        3 if kind in {"annotated", "base class with __call__"} else 0
-    )
+    is_around = kind == "annotated" or "__call__" in kind
+    assert len(scene.place.notes("around", scene.key)) == 3 * is_around
 
 
 def test_duplicates_are_skipped(pool: str, scene: Scene) -> None:
@@ -107,8 +109,9 @@ def test_duplicates_are_skipped(pool: str, scene: Scene) -> None:
 
 
 @pytest.mark.usefixtures("pool")
-def test_a_run_renews_its_lease(scene: Scene) -> None:
-    running = live.BELOW["leased"].delay(scene.key, "gate", "see it renewed", "gate")
+@pytest.mark.parametrize("tasks", [live.BELOW, live.ABOVE], ids=["below", "above"])
+def test_a_run_renews_its_lease(scene: Scene, tasks: dict[str, Any]) -> None:
+    running = tasks["leased"].delay(scene.key, "gate", "see it renewed", "gate")
     scene.begun()
     scene.place.client.pexpire(PREFIX + scene.key, round(live.LEASE * 500))
     scene.open()

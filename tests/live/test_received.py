@@ -1,6 +1,7 @@
 """A unique task that a worker has received and has not begun: its key names the worker, and is free when that dies.
 
 The worker has one process, which a run keeps busy until its gate is opened; what comes after it waits.
+What it does at each of Celery's signals is in `tests/celery/test_received_tasks.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from only_one.__main__ import main
 from only_one.inspection import held
 from rigs.waiting import LIMIT, eventually
 from tests.live import app as live
-from tests.live.workers import PREFIX, Scene, World, answered, kill_tree
+from tests.live.workers import PREFIX, Scene, World, kill_tree
 
 HOUR = 3600
 A_LEASE = 30
@@ -41,44 +42,33 @@ def is_received(scene: Scene, pid: int, attempt: int = 0) -> bool:
 
 
 def test_it_is_free_at_once_when_its_worker_is_killed(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
-    by_hand = Scene(scene.place, f"{scene.key}-by-hand")
+    """Also one that waits for its time, until then: with a countdown, or as a retry."""
+    by_hand, counts_down, retry = (Scene(scene.place, f"{scene.key}-{name}") for name in ("hand", "eta", "retry"))
+    waiting = {each.key: each for each in (scene, by_hand, counts_down, retry)}
     with scene.place.worker("-c", "1") as worker:
+        waits = {retry.key: unique.delay(retry.key, "retry in an hour")}
+        assert is_received(retry, worker.pid, attempt=1)
         first = keep_busy(scene.place)
-        waits = unique.delay(scene.key)
-        unique.delay(by_hand.key)
-        assert is_received(scene, worker.pid)
-        assert is_received(by_hand, worker.pid)
-        assert unique.delay(scene.key) == waits
-        assert scene.expires_in() <= A_LEASE
+        waits |= {each.key: unique.delay(each.key) for each in (scene, by_hand)}
+        waits[counts_down.key] = unique.apply_async((counts_down.key,), countdown=HOUR)
+        for each in (scene, by_hand, counts_down):
+            assert is_received(each, worker.pid)
+        for key, each in waiting.items():
+            assert unique.delay(key) == waits[key]
+            later = HOUR * (each in {counts_down, retry})
+            assert later < each.expires_in() <= later + A_LEASE
         kill_tree(worker)
     assert {each.key: each.process for each in held(f"*{scene.key}*")} == dict.fromkeys(
-        [PREFIX + scene.key, PREFIX + by_hand.key], "dead"
+        [PREFIX + key for key in waiting], "dead"
     )
     again = unique.delay(scene.key)
-    assert again != waits
+    assert again != waits[scene.key]
     assert scene.state() == ("queued", again.id)
     main(["release", "--dead", "--match", f"{scene.key}*"])
-    assert by_hand.key in capsys.readouterr().out
-    assert not by_hand.is_held()
-    for each in (first, scene):
-        each.free()
-    scene.place.client.delete("celery")
-
-
-@pytest.mark.parametrize("how", ["begins", "is revoked"])
-def test_its_key_is_free_after_it(scene: Scene, how: str) -> None:
-    with scene.place.worker("-c", "1") as worker:
-        first = keep_busy(scene.place)
-        waits = unique.delay(scene.key, "gate", "done")
-        assert is_received(scene, worker.pid)
-        assert how == "begins" or answered(live.app.control.revoke, waits.id)
-        first.open()
-        if how == "begins":
-            scene.begun()
-            assert scene.state() == ("running", waits.id)
-            scene.open()
-            assert waits.get(timeout=LIMIT) == "done"
-        assert scene.is_free()
+    freed = capsys.readouterr().out
+    assert all(each.key in freed and not each.is_held() for each in (by_hand, counts_down, retry))
+    first.free()
+    scene.place.client.flushdb()
 
 
 def test_the_next_worker_takes_it_over(scene: Scene) -> None:
@@ -98,9 +88,12 @@ def test_the_next_worker_takes_it_over(scene: Scene) -> None:
         assert scene.is_free()
 
 
-@pytest.mark.parametrize("how", ["warm", "cold", "cold by a second Ctrl-C"])
-def test_it_is_queued_again_when_its_worker_ends(scene: Scene, how: str) -> None:
-    signals = {"warm": [signal.SIGTERM], "cold": [signal.SIGQUIT]}.get(how, [signal.SIGINT, signal.SIGINT])
+@pytest.mark.parametrize(
+    "signals",
+    [[signal.SIGTERM], [signal.SIGQUIT], [signal.SIGINT, signal.SIGINT]],
+    ids=["warm", "cold", "cold by a second Ctrl-C"],
+)
+def test_it_is_queued_again_when_its_worker_ends(scene: Scene, signals: list[signal.Signals]) -> None:
     waiting = [Scene(scene.place) for _ in range(3)]
     said = scene.place.log()
     with scene.place.worker("-c", "1") as worker:
@@ -110,7 +103,7 @@ def test_it_is_queued_again_when_its_worker_ends(scene: Scene, how: str) -> None
         for number, sent in enumerate(signals):
             assert not number or eventually(lambda: "Warm shutdown" in scene.place.log()[len(said) :])
             os.kill(worker.pid, sent)
-        if how == "warm":
+        if signals == [signal.SIGTERM]:
             first.open()
         worker.wait(LIMIT)
     unrun = [(each, its) for each, its in zip(waiting, waits, strict=True) if not scene.place.notes("begin", each.key)]
@@ -119,20 +112,4 @@ def test_it_is_queued_again_when_its_worker_ends(scene: Scene, how: str) -> None
         assert each.state() == ("queued", its.id)
         assert each.expires_in() > A_LEASE
         assert unique.delay(each.key) == its
-    scene.place.client.flushdb()
-
-
-@pytest.mark.parametrize("attempt", [0, 1])
-def test_what_waits_for_its_time_is_kept_for_it(scene: Scene, attempt: int) -> None:
-    """A task with a countdown, and a retry."""
-    with scene.place.worker("-c", "1") as worker:
-        if attempt:
-            waits = unique.delay(scene.key, "retry in an hour")
-        else:
-            waits = unique.apply_async((scene.key,), countdown=HOUR)
-        assert is_received(scene, worker.pid, attempt)
-        assert HOUR < scene.expires_in() <= HOUR + A_LEASE
-        assert unique.delay(scene.key) == waits
-        kill_tree(worker)
-    assert unique.delay(scene.key) != waits
     scene.place.client.flushdb()

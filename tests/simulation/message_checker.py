@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 _DOCUMENTED = ("AlreadyRunning", "LockUnavailable", "OperationalError")
@@ -212,6 +212,15 @@ def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
         yield "the newest did not run", sent[-1].name
 
 
+def _none_runs_after_a_newer_one(history: Any, _checker: MessageChecker) -> Problems:
+    """One that had begun, or of which a delivery had ended, when another was sent is older than that."""
+    if history.plan.when_busy != "buffer_one":
+        return
+    for newer, older in combinations(history.runs, 2):
+        if history.arrived_at[older.trigger.name] < newer.trigger.asked:
+            yield "an older one ran after a newer", f"{older.work} after {newer.work}"
+
+
 def _at_least(history: Any, checker: MessageChecker) -> Problems:
     """After a success no run begins until the time is over."""
     if not history.plan.at_least or not checker.only("publishing fails", "visibility timeout", "lost connection"):
@@ -230,5 +239,6 @@ INVARIANTS: list[Callable[[Any, MessageChecker], Problems]] = [
     _what_follows_is_called,
     _no_work_runs_twice,
     _the_newest_runs,
+    _none_runs_after_a_newer_one,
     _at_least,
 ]

@@ -144,6 +144,7 @@ class MessageWorld(History):
         self.triggers: dict[str, Trigger] = {}
         self.outcomes: defaultdict[Work, list[str]] = defaultdict(list)
         self.told_at: dict[str, float] = {}
+        self.arrived_at: dict[str, float] = {}
         self.runs: list[Run] = []
         self.deliveries_ended: Counter[int] = Counter()
         self.revoked: set[str | None] = set()
@@ -303,6 +304,7 @@ class MessageWorld(History):
         self.checker.run_begins(run)
         trigger.runs.append(run)
         self.runs.append(run)
+        self.arrived_at.setdefault(name, self.now)
         self.note(process.name, "runs", *work)
         try:
             self.sleep(self.choose(f"length of {name}", [0.01, 0.5, 2.0, 4.0]))
@@ -324,6 +326,7 @@ class MessageWorld(History):
         if delivery.task == "work":
             self.outcomes[delivery.work].append(end)
             self.told_at[delivery.work.trigger] = self.now
+            self.arrived_at.setdefault(delivery.work.trigger, self.now)
 
 
 class _Settings(Settings):  # type: ignore[misc]
