@@ -221,7 +221,7 @@ def whose() -> dict[str, Any]:
     lock = current_lock()
     holder = lock.holder
     assert holder is not None
-    found = {"key": lock.key, "held": lock.is_held, "state": holder.state, "is here": holder.pid == os.getpid()}
+    found = {"key": lock.key, "held": lock.is_held, "state": holder.state}
     return {**found, "name": holder.name, "id": holder.task_id, "attempt": holder.attempt}
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -30,7 +28,6 @@ from tests.documented import BROKERS, documented
 from tests.live import app as live
 from tests.live.brokers import KIND, consumed, options_for_redis
 from tests.live.workers import PREFIX, ROOT, Scene, World, answered, kill_tree
-from tests.lock.test_holder import CONTAINER
 
 PAGE = ROOT / "docs/celery.md"
 HEAD = "| a run ends by | its key is |\n|---|---|\n"
@@ -348,8 +345,7 @@ def check_never(run: Run) -> None:
 
 
 def check_left(run: Run) -> None:
-    if CONTAINER:
-        assert call_from_another_machine(run) == "None"
+    """At once on this machine; elsewhere see `tests/test_takeover.py`."""
     wait_for_its_death(run)
     assert run.scene.events() == ["set"]
     with configure(redis=run.scene.place.server.url, prefix=PREFIX):
@@ -360,20 +356,6 @@ def wait_for_its_death(run: Run) -> None:
     """What is dead is gone only when somebody has waited for it; for orphans that is init, which may take its time."""
     child = run.scene.begun().pid
     assert eventually(lambda: is_gone(child))
-
-
-CALL = f"""
-import sys
-from only_one import configure, only_one
-configure(redis=sys.argv[1], prefix="{PREFIX}")
-print(only_one(lambda: "done", key=sys.argv[2], timeout=600)())
-"""
-
-
-def call_from_another_machine(run: Run) -> str:
-    """Call something with the same key; returns what it gave."""
-    command = [*(CONTAINER or []), sys.executable, "-c", CALL, run.scene.place.server.url, run.scene.key]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 CHECKS = {
