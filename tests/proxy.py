@@ -19,11 +19,8 @@ import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from random import SystemRandom
 from typing import TYPE_CHECKING, BinaryIO, Literal
 from urllib.parse import urlsplit
-
-from only_one.testing import PORTS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -35,7 +32,6 @@ _LINES = b"+-:_,#("
 _BULKS = b"$=!"
 _AGGREGATES = {b"*": 1, b"~": 1, b">": 1, b"%": 2, b"|": 2}
 _GREETINGS = {"HELLO", "AUTH", "CLIENT", "SELECT"}
-_ATTEMPTS = 20
 
 
 class Fault:
@@ -101,7 +97,8 @@ class Proxy(AbstractContextManager["Proxy"]):
         self._cut = False
         self._mute = False
         self._wakes, self._woken = socket.socketpair()
-        self._listener, self.port = _bind_anywhere()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
 
     @property
     def url(self) -> str:
@@ -110,12 +107,15 @@ class Proxy(AbstractContextManager["Proxy"]):
         return self._parts._replace(netloc=f"{credentials}{at}127.0.0.1:{self.port}").geturl()
 
     def __enter__(self) -> Self:
-        self._start_accepting()
+        self._acceptor = threading.Thread(target=self._accept, name="proxy", daemon=True)
+        self._acceptor.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closed = True
-        self._stop_accepting()
+        self._wakes.send(b".")
+        self._acceptor.join()
+        self._listener.close()
         self._wakes.close()
         self._woken.close()
         for fault in self._faults:
@@ -195,16 +195,8 @@ class Proxy(AbstractContextManager["Proxy"]):
             self._set(mute=False)
             self._drop_connections()
 
-    @contextmanager
-    def refused(self) -> Iterator[None]:
-        """Close all connections and refuse new ones, as a machine does on which no server runs."""
-        self._stop_accepting()
-        self._listener = _bind(self.port)  # bound and not listening: nobody else gets the port, and it refuses
-        self._drop_connections()
-        try:
-            yield
-        finally:
-            self._start_accepting()
+    refused = cut
+    """To a client it is the same whether a connection is refused or closed at once."""
 
     def _set(self, *, cut: bool = False, mute: bool = False) -> None:
         with self._lock:
@@ -219,16 +211,6 @@ class Proxy(AbstractContextManager["Proxy"]):
 
     # The work
 
-    def _start_accepting(self) -> None:
-        self._listener.listen()
-        self._acceptor = threading.Thread(target=self._accept, name="proxy", daemon=True)
-        self._acceptor.start()
-
-    def _stop_accepting(self) -> None:
-        self._wakes.send(b".")
-        self._acceptor.join()
-        self._listener.close()
-
     def _accept(self) -> None:
         while self._woken not in select.select([self._listener, self._woken], [], [])[0]:
             client = self._listener.accept()[0]
@@ -242,7 +224,6 @@ class Proxy(AbstractContextManager["Proxy"]):
             handler = threading.Thread(target=self._serve, args=(client,), name="proxy", daemon=True)
             self._handlers.append(handler)
             handler.start()
-        self._woken.recv(1)
 
     def _serve(self, client: socket.socket) -> None:
         address = (self._parts.hostname or "127.0.0.1", self._parts.port or 6379)
@@ -290,27 +271,6 @@ class Proxy(AbstractContextManager["Proxy"]):
                 fault.left -= 1
                 fault.met.set()
             return fault
-
-
-def _bind(port: int) -> socket.socket:
-    listener = socket.socket()
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _bind_anywhere() -> tuple[socket.socket, int]:
-    """A port below those that systems give to outgoing connections, so that it can be left and taken again."""
-    for _ in range(_ATTEMPTS):
-        with suppress(OSError):
-            port = SystemRandom().choice(PORTS)
-            return _bind(port), port
-    msg = f"none of {_ATTEMPTS} ports was free"
-    raise OSError(msg)
 
 
 def _forward(server: socket.socket, answers: BinaryIO, command: bytes) -> bytes:
