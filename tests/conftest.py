@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
-from threading import Event
 from typing import Any
 from uuid import uuid4
 
@@ -17,9 +17,13 @@ from redis import Redis
 from redis.connection import AbstractConnection
 
 from only_one import configure, only_one
+from only_one.events import Event
 from only_one.lock import renewal
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT
+from tests.decorated import events
+from tests.faults.programs import Running, RunningAsync
+from tests.proxy import Proxy
 
 os.environ.pop("PYTHONUNBUFFERED", None)  # with it, a program that forgets to flush is seen to hang by others only
 
@@ -101,12 +105,45 @@ def server(prefix: str) -> Iterator[RedisServer]:  # noqa: ARG001 - for its sett
 
 
 @pytest.fixture
+def key(prefix: str) -> str:
+    """A key as it is in Redis, of which a decorated function names the last part."""
+    return f"{prefix}k"
+
+
+@pytest.fixture
+def url(redis_url: str) -> str:
+    """The server, which some tests have in several kinds."""
+    return redis_url
+
+
+@pytest.fixture
+def proxy(url: str) -> Iterator[Proxy]:
+    """A way to the server that breaks when it is told to."""
+    with Proxy(url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def happened() -> Iterator[list[Event]]:
+    """All events of the test."""
+    with events() as seen:
+        yield seen
+
+
+@pytest.fixture(params=[Running, RunningAsync], ids=["sync", "async"])
+def kind(request: pytest.FixtureRequest) -> type[Running]:
+    """A run in a thread, and one in an event loop."""
+    kind: type[Running] = request.param
+    return kind
+
+
+@pytest.fixture
 def busy() -> Callable[..., AbstractContextManager[None]]:
     """`with busy("k"):` has a covered run hold a key in another thread until the block ends."""
 
     @contextmanager
     def held(key: str, **options: Any) -> Iterator[None]:
-        begun, end = Event(), Event()
+        begun, end = threading.Event(), threading.Event()
 
         def hold_it() -> bool:
             begun.set()

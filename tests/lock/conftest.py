@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import redis as redis_py
 
-from only_one import configure, subscribe
+from only_one import configure
 from only_one.connections import node as nodes
-from only_one.events import Event
 from only_one.lock import current_lock, pending_releases, renewal
 from tests.lock.watched import Watch
-from tests.proxy import Proxy
 from tests.renewal import Clock
 
 
@@ -37,34 +35,7 @@ def watch(clock: Clock, prefix: str, redis: Any) -> Iterator[Watch]:
 
 
 @pytest.fixture
-def url(redis_url: str) -> str:
-    """The server, which some tests have in several kinds."""
-    return redis_url
-
-
-@pytest.fixture
 def direct(url: str, prefix: str) -> Iterator[Any]:  # noqa: ARG001 - its settings are put back after ours
     """A client past every proxy; what the test decorates acquires its keys there, unless it says otherwise."""
     with redis_py.Redis.from_url(url) as client, configure(redis=url):
         yield client
-
-
-@pytest.fixture
-def proxy(url: str) -> Iterator[Proxy]:
-    with Proxy(url) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def key(prefix: str) -> str:
-    """A key as it is in Redis, of which a decorated function names the last part."""
-    return f"{prefix}k"
-
-
-@pytest.fixture
-def happened() -> Iterator[list[Event]]:
-    """All events of the test."""
-    events: list[Event] = []
-    unsubscribe = subscribe(events.append)
-    yield events
-    unsubscribe()
