@@ -6,12 +6,8 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-import redis as redis_py
-from redis.exceptions import ResponseError
 
-from only_one import LockLost, Lost, configure, current_lock
-from only_one.holder import Holder
-from only_one.lock.token import TokenFactory
+from only_one import LockLost, Lost, current_lock
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, both, decorated, events
@@ -19,12 +15,6 @@ from tests.faults.programs import Running
 from tests.renewal import is_renewed, later
 
 DAY = 24 * 3600 * 1000
-
-
-@pytest.fixture
-def key(prefix: str) -> str:
-    """The key as it is in Redis."""
-    return f"{prefix}k"
 
 
 @pytest.fixture
@@ -96,55 +86,6 @@ def test_it_rises_over_a_restart_without_persistence(server: RedisServer) -> Non
     assert rises(fences)
 
 
-@pytest.mark.usefixtures("redis")
-@pytest.mark.parametrize(
-    "options", [{"protocol": 2}, {"decode_responses": True}, {"decode_responses": True, "protocol": 3}]
-)
-@pytest.mark.parametrize(
-    "value", [None, b"a stranger", TokenFactory("t").token(None)], ids=["deleted", "a stranger", "another run"]
-)
-def test_a_run_that_has_lost_its_key_gets_none_and_no_more_time(
-    redis: Any, redis_url: str, key: str, counter: str, options: Any, value: bytes | None
-) -> None:
-    reason = "taken" if value else "deleted"
-
-    def work() -> str:
-        lock = current_lock()
-        redis.set(key, value) if value else redis.delete(key)
-        assert lock.is_held  # it does not know yet
-        for ask in (lambda: lock.fence, lambda: lock.extend(60)):
-            with pytest.raises(LockLost) as lost:
-                ask()
-            assert (lost.value.key, lost.value.reason) == (key, reason)
-            assert lost.value.value == (value or b"").decode()
-            assert lost.value.holder == Holder.parse(value or b"")
-        assert not lock.is_held
-        return "done"
-
-    with redis_py.Redis.from_url(redis_url, **options) as client, events(Lost) as losses:
-        assert rises([decorated(fence, "another", redis=client)() for _ in range(2)])
-        assert decorated(work, redis=client, timeout=60)() == "done"
-        assert eventually(lambda: losses)
-    assert [lost.reason for lost in losses] == [reason]
-    assert not redis.exists(counter)
-    assert (redis.get(key), redis.ttl(key)) == (value, -1 if value else -2)
-
-
-def test_a_counter_that_is_no_number(redis: Any, counter: str) -> None:
-    """Anybody can write anything; whatever comes of it, the key is released."""
-    redis.rpush(counter, "a list")
-    with pytest.raises(ResponseError, match="WRONGTYPE"):
-        decorated(fence)()
-    redis.delete(counter)
-    assert decorated(fence)()
-
-
-def test_there_is_one_where_the_locking_is_switched_off() -> None:
-    with configure(active=False):
-        first, again = decorated(lambda: [fence(), fence()])()
-    assert first == again
-
-
 # More time; in a cluster, see `faults/test_cluster`
 
 
@@ -188,13 +129,3 @@ def test_a_run_that_is_renewed_for_longer(redis: Any, key: str, decorate: Decora
 
     decorate(work, timeout=700, lease=600)()
     assert not redis.exists(key)
-
-
-@pytest.mark.usefixtures("redis")
-def test_a_run_without_limit_has_all_the_time() -> None:
-    def work() -> bool:
-        before = current_lock().expires_in
-        current_lock().extend(60)
-        return current_lock().expires_in <= before
-
-    assert decorated(work)()

@@ -24,21 +24,13 @@ from only_one import Reclaimed, configure, current_lock
 from only_one.holder import Holder as HolderOf
 from rigs.namespaces import HOST_NAMED
 from rigs.servers import RedisServer
-from rigs.waiting import LIMIT, eventually
-from tests.decorated import Busy, Decorate, both, call_both, decorated, events
-from tests.faults.programs import Holder, Running
+from rigs.waiting import eventually
+from tests.decorated import Decorate, both, call_both, decorated, events
+from tests.faults.programs import Holder
 from tests.lock.test_holder import CONTAINER, changed, in_container
-from tests.proxy import Proxy
-from tests.renewal import is_renewed
 
 TIMEOUT = 600
 HALF = TIMEOUT * 1000 // 2
-
-
-@pytest.fixture
-def key(prefix: str) -> str:
-    """The key as it is in Redis."""
-    return f"{prefix}k"
 
 
 @pytest.fixture(scope="module")
@@ -108,34 +100,6 @@ def test_a_holder_that_is_killed(
     assert event.holder is not None
     assert (event.holder.pid, event.holder.host) == (holder.pid, socket.gethostname())
     assert str(holder.pid) in str(event)
-
-
-@both
-@pytest.mark.parametrize("options", [{}, {"decode_responses": True}, {"protocol": 3}], ids=repr)
-def test_whatever_the_client(
-    redis: Any, redis_url: str, key: str, dead: bytes, decorate: Decorate, options: Any
-) -> None:
-    with redis_py.Redis.from_url(redis_url, **options) as client:
-        for _ in range(2):
-            redis.script_flush()
-            redis.set(key, dead, px=TIMEOUT * 1000)
-            assert decorate(lambda: "ran", redis=client)() == "ran"
-            assert not redis.exists(key)
-
-
-def test_the_key_that_is_taken_over_is_the_run_s_own(redis: Any, key: str, dead: bytes) -> None:
-    """With its own time, its own renewal and its own holder."""
-    week = 7 * 24 * 3600
-    with Running(lease=week) as run:
-        assert redis.get(key) == run.lock.token != dead
-        assert (week - LIMIT) * 1000 < redis.pttl(key) <= week * 1000
-        redis.pexpire(key, 30_000)
-        assert is_renewed(run.lock)
-        assert redis.pttl(key) > 30_000
-        assert run.lock.fence > 0
-        assert call() is None
-    assert run.result == "done"
-    assert not redis.exists(key)
 
 
 def run_after_dead_holders(url: str, prefix: str, witness: Path, rounds: int, processes: int, seed: str) -> int:
@@ -209,14 +173,6 @@ def test_a_holder_that_lives_is_busy(
             assert call_both(timeout=TIMEOUT) == ["ran", "ran"]
 
 
-@pytest.mark.usefixtures("redis")
-def test_a_run_of_this_process_is_busy(busy: Busy, taken_over: list[Reclaimed]) -> None:
-    with busy("k", timeout=TIMEOUT):
-        assert is_busy()
-    assert decorated(lambda: [call(), "outer"], timeout=TIMEOUT)() == [None, "outer"]
-    assert taken_over == []
-
-
 # Holders elsewhere
 
 
@@ -249,39 +205,7 @@ def test_a_holder_in_another_container_keeps_its_key(
 
 # Keys that are not to be taken over
 
-VALUES: list[dict[str, Any] | bytes] = [
-    {"state": "kept"},
-    *({"pid": pid} for pid in (0, -1, 2**31, 2**64, 10**30, "1", None)),
-    *(b"", b"\xff", b"somebody", b"{}", b"[]", b'{"only_one":1}'),
-]
-
-
-@pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_a_retained_value_a_forged_holder_and_a_stranger_are_busy(
-    redis: Any, key: str, token: bytes, taken_over: list[Reclaimed], value: dict[str, Any] | bytes
-) -> None:
-    stored = changed(token, **value) if isinstance(value, dict) else value
-    redis.set(key, stored, px=TIMEOUT * 1000)
-    assert is_busy()
-    assert redis.get(key) == stored
-    assert taken_over == []
-    redis.set(key, changed(token), px=TIMEOUT * 1000)
-    assert call() == "ran"  # it was for its value that it was left alone
-
-
 # Takeovers that are sent twice, and tokens of our own
-
-
-def test_a_takeover_whose_reply_is_lost_is_sent_again_and_found_to_be_done(
-    redis: Any, redis_url: str, key: str, dead: bytes
-) -> None:
-    """The simulation has what else comes between the look at a dead holder and the takeover."""
-    with Proxy(redis_url) as proxy, redis_py.Redis.from_url(proxy.url) as client:
-        assert call(redis=client) == "ran"  # the script is known from here on
-        redis.set(key, dead, px=TIMEOUT * 1000)
-        proxy.lose_reply("EVAL")
-        assert call(redis=client) == "ran"
-    assert not redis.exists(key)
 
 
 @both

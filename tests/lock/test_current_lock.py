@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -114,7 +115,7 @@ def test_an_extension_that_could_not_work_is_refused(make: Make) -> None:
 @pytest.mark.usefixtures("clock")
 def test_a_lease_where_the_locking_is_off() -> None:
     """Fencing tokens are the machine's own time, and all time is given that is asked for."""
-    lock = Lease(None, "k", b"", MOMENT, LONG, LONG)
-    assert lock.fence == pytest.approx(time.time() * 1_000_000, abs=LIMIT * 1_000_000)
+    lock = Lease(None, "k", b"", MOMENT, math.inf, math.inf)
+    assert lock.fence == lock.fence == pytest.approx(time.time() * 1_000_000, abs=LIMIT * 1_000_000)
     lock.extend(60)
     assert lock.is_held

@@ -165,15 +165,6 @@ def test_a_value_of_a_later_version_is_read(dead: bytes) -> None:
     assert b"replacement" not in TokenFactory("work", "the-id", 0).token(60), "the first version refuses it"
 
 
-def test_a_holder_is_parsed_once_and_what_is_too_long_for_one_is_not_remembered() -> None:
-    value = TokenFactory("parsed once").token(None)
-    assert Holder.parse(value) is Holder.parse(value) is not None
-    assert Holder.parse(value.decode()) == Holder.parse(value)
-    looked_up = holder._parse.cache_info()
-    assert Holder.parse(b'{"only_one":1,"text":"%s"}' % (b"x" * 3000)) is None
-    assert holder._parse.cache_info() == looked_up
-
-
 # Processes
 
 
@@ -339,9 +330,6 @@ def test_another_host_or_boot_or_namespace_is_another_machine(dead: bytes, part:
 GONE = """
 import os
 from only_one.lock.token import TokenFactory
-from only_one.lock import token
-from only_one.lock import token
-from only_one.lock import token
 from only_one.lock import token
 from only_one.lock.liveness import is_dead
 
