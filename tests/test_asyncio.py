@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import sys
 import threading
 from collections.abc import Coroutine, Generator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import redis as redis_py
 
 from only_one import LockUnavailable, current_lock, only_one
-from only_one.connections.asyncio_client import AsyncClient, make_async_client
+from only_one.connections.asyncio_client import AsyncClient
 from only_one.connections.server import Server
-from only_one.driver import Commands, drive_async
 from only_one.lock import renewal
 from rigs.waiting import LIMIT, eventually
-from tests.clients import KINDS, OF_ONE_SERVER, clients
+from tests.clients import KINDS, clients
 from tests.decorated import decorated
 from tests.proxy import Proxy
 from tests.renewal import renew_now
@@ -31,12 +28,6 @@ OTHERS = 4
 
 MOST = 500
 """Places where a call waits; there are some twenty."""
-
-
-@pytest.fixture
-def key(prefix: str) -> str:
-    """The key as it is in Redis."""
-    return f"{prefix}k"
 
 
 async def work(number: int = 0) -> int:
@@ -155,44 +146,6 @@ def test_a_run_that_is_cancelled_again_while_it_releases_its_key(redis: Any, key
         assert not held()
 
 
-def are_open(redis: Any) -> list[int]:
-    """How many files and sockets this process has open, how many event loops live, and the server's connections."""
-    gc.collect()
-    # Not by isinstance, which would ask those that weak proxies stand for, and that are gone.
-    loops = sum(issubclass(type(each), asyncio.AbstractEventLoop) for each in gc.get_objects())
-    return [len(list(Path("/dev/fd").iterdir())), loops, len(redis.client_list())]
-
-
-@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="open files cannot be counted")
-def test_one_event_loop_after_the_other_leaves_nothing_open(redis: Any, key: str) -> None:
-    begun = threading.Event()
-    function = decorated(work)
-
-    @only_one("k")
-    async def never() -> None:
-        begun.set()
-        await asyncio.sleep(LIMIT)
-
-    async def cancel_and_call_again() -> Any:
-        begun.clear()
-        task = asyncio.ensure_future(never())
-        # Not by the key alone: a cancellation that comes with the reply may be lost by redis-py.
-        assert await asyncio.to_thread(eventually, lambda: redis.exists(key) and begun.is_set())
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        return await function()
-
-    before: list[int] = []
-    for number in range(23):
-        if number == 3:
-            before = are_open(redis)
-        assert asyncio.run(function()) == asyncio.run(cancel_and_call_again()) == 0
-    # Some connections may be the renewing thread's; it is one for each loop that must not be left.
-    assert eventually(lambda: all(now < was + 10 for now, was in zip(are_open(redis), before, strict=True))), before
-    assert not redis.exists(key)
-
-
 def test_clients_of_closed_loops_are_forgotten(redis_url: str) -> None:
     """Those of loops that were not shut down before, so that nothing else closes the clients."""
     server = Server(redis_py.Redis.from_url(redis_url))
@@ -301,24 +254,6 @@ def test_calls_that_wait_for_a_connection_to_a_server_that_is_down(redis_url: st
             results = asyncio.run(all_at_once())
         assert {type(each) for each in results} == {LockUnavailable}
         assert proxy.commands.count("SET") <= 4
-
-
-@pytest.mark.parametrize("kind", OF_ONE_SERVER)
-def test_a_command_whose_connection_is_closed_is_sent_once_more(redis_url: str, key: str, kind: str) -> None:
-    def get() -> Commands[Any]:
-        return (yield ("GET", key))
-
-    async def main(client: Any) -> Any:
-        asyncio_client = make_async_client(client)
-        try:
-            return await drive_async(asyncio_client, get())
-        finally:
-            await asyncio_client.aclose()
-
-    with Proxy(redis_url) as proxy, OF_ONE_SERVER[kind](proxy.url) as client:
-        proxy.lose_request("GET")
-        assert asyncio.run(main(client)) is None
-        assert proxy.commands.count("GET") == 2
 
 
 class Client:

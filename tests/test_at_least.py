@@ -11,25 +11,13 @@ import pytest
 import redis as redis_py
 
 from only_one import ConfigurationError, Released, current_lock, only_one
-from only_one.call import locked_call
-from only_one.call.locked_call import LockedCall
 from only_one.holder import Holder as Value
 from only_one.lock import renewal
-from only_one.lock.commands import Retained
-from only_one.lock.token import kept
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, both, call_both, decorated, events
-from tests.faults.programs import Holder, Running, RunningAsync
+from tests.faults.programs import Holder, Running
 from tests.proxy import Proxy
 from tests.renewal import later
-
-kinds = pytest.mark.parametrize("kind", [Running, RunningAsync], ids=["sync", "async"])
-
-
-@pytest.fixture
-def key(prefix: str) -> str:
-    """The key as it is in Redis."""
-    return f"{prefix}k"
 
 
 def parsed(value: Any) -> Value:
@@ -38,7 +26,6 @@ def parsed(value: Any) -> Value:
     return holder
 
 
-@kinds
 def test_it_is_kept_from_when_it_was_acquired(redis: Any, key: str, kind: type[Running]) -> None:
     with events(Released) as releases, kind(at_least=6000) as run, later(1000):
         running = parsed(redis.get(key))
@@ -64,7 +51,6 @@ def test_it_is_kept_from_when_it_was_acquired(redis: Any, key: str, kind: type[R
 
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt, asyncio.CancelledError])
-@kinds
 def test_it_is_free_at_once_after_an_exception(
     redis: Any, key: str, kind: type[Running], error: type[BaseException]
 ) -> None:
@@ -79,7 +65,13 @@ def test_it_is_free_at_once_after_an_exception(
     assert [event.outcome for event in releases] == ["held"]
 
 
-@kinds
+def test_a_run_that_took_longer_than_that_frees_its_key_at_once(redis: Any, key: str, kind: type[Running]) -> None:
+    with events(Released) as releases, kind(at_least=100, lease=6000) as run, later(1000):
+        run.__exit__()
+    assert [event.outcome for event in releases] == ["held"]
+    assert not redis.exists(key)
+
+
 @pytest.mark.parametrize("value", [None, b"another's"])
 def test_a_key_that_was_lost_is_not_kept(redis: Any, key: str, kind: type[Running], value: bytes | None) -> None:
     with kind(at_least=6000) as run:
@@ -139,20 +131,6 @@ def test_a_run_that_is_killed_is_not_kept(redis: Any, redis_url: str, prefix: st
     assert redis.get(key) == holder.token
     assert decorated(lambda: "again", at_least=6000)() == "again"
     assert parsed(redis.get(key)).state == "kept"
-
-
-@pytest.mark.usefixtures("redis")
-def test_it_is_not_kept_for_no_time(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server refuses to keep a key for none."""
-    decoration: Any = only_one(lambda: None, key="k", at_least=10).__only_one__  # type: ignore[attr-defined]
-    options = decoration.options_for(decoration.plain)
-    monkeypatch.setattr(locked_call, "now", lambda: 1000)
-    call = LockedCall(options, options.server, options.server.client, decoration.plain, key)
-    retained = []
-    for moment in (1009.999, 1010, 1011):
-        monkeypatch.setattr(locked_call, "now", lambda moment=moment: moment)
-        retained.append(call._kept())
-    assert retained == [Retained(kept(call.token, 10), 1010), None, None]
 
 
 @pytest.mark.parametrize("at_least", [0, timedelta(0), 10, timedelta(seconds=10)], ids=repr)

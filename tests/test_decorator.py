@@ -28,13 +28,13 @@ import pytest
 from celery import Celery, Task
 from redis import ConnectionPool, Redis
 
-from only_one import LockLost, OnlyOneError, configure, current_lock, only_one
+from only_one import LockLost, configure, current_lock, only_one
 from only_one.inspection import key_of
 from only_one.keys.digest import digest
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Busy, Decorate, Function, as_async, both, decorated, decorated_async
-from tests.renewal import is_idle, is_renewed
+from tests.renewal import is_idle
 
 pytestmark = pytest.mark.usefixtures("redis")
 
@@ -211,18 +211,6 @@ def test_arguments_and_result_are_passed_through(decorate: Decorate) -> None:
     assert function(a=1) == ["1", "x", "1.5"]
     result = object()
     assert decorate(lambda: result)() is result
-
-
-@pytest.mark.parametrize("key", ["k", "{a}", "{name}:{md5}"])
-def test_a_call_that_does_not_bind_fails_as_without_the_decorator(redis: Redis, prefix: str, key: str) -> None:
-    def work(a: int, b: int = 1) -> None: ...
-
-    function: Any = only_one(key)(work)
-    for args, kwargs in [((), {}), ((1, 2, 3), {}), ((1,), {"nope": 1}), ((1,), {"a": 1})]:
-        with pytest.raises(TypeError) as raised:
-            function(*args, **kwargs)
-        assert not isinstance(raised.value, OnlyOneError)
-    assert keys_of(redis, prefix) == []
 
 
 def test_celery_still_checks_the_arguments_of_delay() -> None:
@@ -494,19 +482,6 @@ def test_the_result_of_a_run_is_its_own_whatever_happens_to_its_key(
     pool.disconnect()
 
 
-def test_a_client_that_breaks_costs_no_other_run_its_key(server: RedisServer) -> None:
-    pool = BreakingPool.from_url(server.url)
-
-    @only_one("long", lease=60)
-    def long() -> bool:
-        decorated(lambda: breaks(server, Redis(connection_pool=pool), "k"), redis=Redis(connection_pool=pool))()
-        return is_renewed(current_lock())
-
-    assert long()
-    pool.is_broken = False
-    pool.disconnect()
-
-
 # --- current_lock ------------------------------------------------------------------------------------------------
 
 
@@ -541,20 +516,6 @@ def test_after_its_run_a_lock_is_held_no_more(decorate: Decorate) -> None:
     with pytest.raises(LockLost) as lost:
         lock.ensure_held()
     assert lost.value.reason == "released"
-
-
-def test_the_effective_options_are_merged_once() -> None:
-    def work(a: int, b: int) -> None: ...
-
-    function: Any = only_one("k")(work)
-    decoration = function.__only_one__
-    function(1, 2)
-    options = decoration._options_by_app[None]
-    function(1, 2)
-    assert decoration._options_by_app[None] is decoration.options_for(decoration.plain) is options
-    with configure(takeover=False):
-        assert decoration.options_for(decoration.plain) is not options
-    assert decoration.digest((1,), {"b": 2}) == digest([1, 2])
 
 
 # --- what it costs -----------------------------------------------------------------------------------------------

@@ -167,18 +167,6 @@ def test_a_server_that_is_down_is_one_error_with_one_cause_as_short_as_redis_py_
 
 
 @both
-def test_the_policy_for_a_server_that_is_down_gives_the_result(prefix: str, decorate: Decorate) -> None:
-    assert decorate(current_lock, redis=CLOSED, when_down=skip)() is None
-    with pytest.raises(LockUnavailable) as unavailable:
-        decorate(current_lock, redis=CLOSED, when_down=fail)()
-    for error in (unavailable.value, decorate(current_lock, redis=CLOSED, when_down=lambda error: error)()):
-        assert type(error) is LockUnavailable
-        assert error.key == f"{prefix}k"
-        assert isinstance(error.__cause__, RedisError)
-        assert "connecting to 127.0.0.1:1" in str(error), "the cause is not in the message"
-
-
-@both
 def test_carry_on_runs_without_the_key(prefix: str, decorate: Decorate) -> None:
     lock = decorate(current_lock, redis=CLOSED, when_down=carry_on)()
     assert (lock.key, lock.is_held, lock.expires_in) == (f"{prefix}k", False, 0)
@@ -369,11 +357,6 @@ def test_a_policy_asks_for_a_requeue_and_can_be_shared(make: Any, arguments: Any
         policy.countdown = 3
     assert {policy: "found"}[make(*arguments)] == "found"
     assert policy != make(3)
-
-
-def test_a_request_asks_for_nothing_by_itself() -> None:
-    bare = RequeueRequest(AlreadyRunning("k"))
-    assert (bare.countdown, bare.max_retries, bare.only_newest) == (None, None, False)
 
 
 @pytest.mark.parametrize(
