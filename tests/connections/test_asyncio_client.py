@@ -22,12 +22,6 @@ NAME = "k"
 
 
 @pytest.fixture
-def key(prefix: str) -> str:
-    """The key as it is in Redis."""
-    return f"{prefix}{NAME}"
-
-
-@pytest.fixture
 def named(redis: Any, redis_url: str, key: str) -> Any:
     """The URL of a client with a name, and a function that gives its connections."""
 
@@ -71,6 +65,12 @@ def test_a_command_that_is_refused_keeps_its_connection(redis: Any, named: Any, 
         assert [each["id"] for each in connections()] == [each["id"] for each in before]
 
     asyncio.run(main())
+    server.client.execute_command("PING", **RAW)
+    before = connections()
+    for _ in range(3):
+        with pytest.raises(redis_py.ResponseError, match="WRONGTYPE"):
+            server.client.execute_command("GET", key, **RAW)
+    assert [each["id"] for each in connections()] == [each["id"] for each in before]
 
 
 def test_a_client_whose_credentials_are_renewed_goes_through_the_pool_of_redis_py(redis_url: str) -> None:

@@ -9,16 +9,12 @@ import gc
 import math
 import os
 import random
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import uuid4
 
@@ -40,7 +36,7 @@ from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
 from tests.clients import Subclass, clients
 from tests.faults.programs import Running
-from tests.interruptions import AtLine, Interruption, handled, interrupt, is_interrupted_after, traced
+from tests.interruptions import Interruption, handled, interrupt, is_interrupted_after
 from tests.proxy import Proxy
 from tests.renewal import is_idle, is_renewed
 
@@ -355,27 +351,6 @@ def test_connections_that_the_server_has_closed_cost_nothing(server: RedisServer
     assert troubles == []
 
 
-def test_an_error_of_the_server_keeps_the_connection(redis: Any, pinned: PinnedClient, prefix: str) -> None:
-    redis.set(f"{prefix}text", "no number")
-    before = fill(pinned, 1)
-    for _ in range(5):
-        with pytest.raises(redis_py.ResponseError, match="not an integer"):
-            pinned.execute_command("INCR", f"{prefix}text", **RAW)
-        echo(pinned)
-        assert kept(pinned) == before
-
-
-def test_a_server_that_is_gone_leaves_no_connection_lent(server: RedisServer) -> None:
-    with redis_py.Redis.from_url(server.url, retry=ONCE) as client:
-        pinned = PinnedClient(client)
-        echo(pinned)
-        server.kill()
-        with pytest.raises(redis_py.ConnectionError) as caught:
-            echo(pinned)
-        assert lent(client) == 0
-        del caught
-
-
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_command_that_times_out_is_sent_as_often_as_the_client_says(
     redis: Any, redis_url: str, name: str, prefix: str, retries: int
@@ -431,47 +406,6 @@ def test_a_reply_is_never_another_command_s(redis_url: str, name: str, redis: An
     assert eventually(lambda: not connections(redis, name))
 
 
-class AfterReading(AtLine):
-    """Raises when redis-py has sent a command and is about to read the reply, and then at the n-th line of ours."""
-
-    has_begun = False
-
-    def read_response(self, *_: Any, **__: Any) -> Any:
-        self.has_begun = True
-        raise Interruption
-
-    def count(self, frame: FrameType) -> None:
-        if self.has_begun:
-            super().count(frame)
-
-
-@pytest.mark.interrupts
-@pytest.mark.usefixtures("nobody_keeps_what_is_raised")
-def test_a_reply_is_never_another_command_s_after_two_interruptions(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second one comes while the first is handled."""
-    with Proxy(redis_url) as proxy, redis_py.Redis.from_url(proxy.url) as client:
-        pinned = PinnedClient(client)
-        for number in count(1):
-            echo(pinned)
-            held_up = proxy.hold_up("ECHO")
-            second = AfterReading(number)
-            with monkeypatch.context() as patch, suppress(Interruption), traced(second):
-                patch.setattr(redis_py.Connection, "read_response", second.read_response)
-                pinned.execute_command("ECHO", "nobody's", **RAW)
-            assert held_up.met.wait(LIMIT)
-            gc.collect()  # what the exceptions have kept
-            letting_go = threading.Timer(0.05, held_up.let_go)
-            letting_go.start()
-            echo(client)
-            echo(pinned)
-            letting_go.join()
-            if not second.where:
-                break
-    assert number > 3
-
-
 def test_a_connection_whose_closing_is_interrupted_is_closed_before_it_is_lent_again(
     pinned: PinnedClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -495,24 +429,6 @@ def test_a_connection_whose_closing_is_interrupted_is_closed_before_it_is_lent_a
     assert closed == [False, True]
     monkeypatch.undo()
     echo(pinned)
-
-
-@pytest.mark.interrupts
-@pytest.mark.timeout(method="thread")  # as SIGALRM is ours
-def test_a_handler_that_sends_a_command_of_its_own(pinned: PinnedClient) -> None:
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    moments = random.Random(seed)
-    inner: list[bool] = []
-    # So that it has a connection: up to redis-py 5 a pool's lock is held for ever by a handler in its thread.
-    echo(pinned)
-    with handled(lambda *_: inner.append(echo(pinned))):
-        for number in range(500):
-            signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-6, 1e-4))
-            while len(inner) == number:
-                echo(pinned)
-    assert len(inner) == 500
-    assert 2 <= len(pinned.kept) <= 3
 
 
 # How many are kept, and for how long

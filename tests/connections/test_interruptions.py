@@ -313,15 +313,3 @@ def test_connections_that_others_use_are_left_to_them(those: Clients) -> None:
                 ours.close()
             assert used._sock is None
         assert all(each.connection._sock is not None for each in others)
-
-
-def test_what_stands_for_a_client_looks_like_it(those: Clients) -> None:
-    """In logs, and to those who ask for its class; which is made once."""
-    with those.connected() as client:
-        ours = [guarded(client) for _ in range(2)]
-        for each in (ours, [getattr(one, "connection_pool", one) for one in ours]):
-            assert type(each[0]) is type(each[1])
-        theirs = type(client)
-        assert (type(ours[0]).__module__, type(ours[0]).__qualname__) == (theirs.__module__, theirs.__qualname__)
-        pools = [type(getattr(one, "connection_pool", one)) for one in (ours[0], client)]
-        assert pools[0].__module__ == pools[1].__module__

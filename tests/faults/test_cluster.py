@@ -18,15 +18,12 @@ from only_one import configure, only_one
 from only_one.clock import now
 from only_one.connections import cluster as clusters
 from only_one.connections import node as nodes
-from only_one.connections import server as servers
 from only_one.inspection import held, release_key
-from only_one.lock import renewal
-from only_one.lock.pending_releases import PendingRelease
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import Holder, Running, RunningAsync
 from tests.proxy import Proxy
-from tests.renewal import MOMENT, Clock, fails_to_renew, later, renew_now
+from tests.renewal import MOMENT, Clock, fails_to_renew, renew_now
 
 # The nodes do not find each other lost by themselves: on a slow machine, one that is well may be late by any time.
 OPTIONS = (
@@ -39,8 +36,6 @@ OPTIONS = (
 )
 
 CERTIFICATE = Path(__file__).with_name("tls.pem")
-
-both = pytest.mark.parametrize("kind", [Running, RunningAsync], ids=["sync", "async"])
 
 
 class Node:
@@ -189,7 +184,6 @@ def kill(server: RedisServer) -> Callable[[], None]:
     return server.start
 
 
-@both
 def test_what_a_run_does_in_a_cluster(cluster: Cluster, names: list[str], prefix: str, kind: type[Running]) -> None:
     node, name = cluster.nodes[1], names[1]
     key = f"{prefix}{name}"
@@ -214,7 +208,6 @@ def test_what_a_run_does_in_a_cluster(cluster: Cluster, names: list[str], prefix
     node.client.delete(key)
 
 
-@both
 def test_a_cluster_behind_other_addresses_that_speaks_tls(prefix: str, kind: type[Running]) -> None:
     """The clients that are made from the user's are told of both, and whom to trust."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -289,66 +282,7 @@ def test_a_lost_master_costs_no_lease_on_the_others(
     assert not any(node.client.exists(f"{prefix}{name}") for node, name in zip(cluster.nodes, names, strict=True))
 
 
-def test_releases_that_must_still_happen_do_not_wait_for_a_frozen_master(
-    cluster: Cluster, names: list[str], prefix: str
-) -> None:
-    """They go in one trip to each node, as renewals do; here by the script, which no node has."""
-
-    def left(node: Node) -> list[bytes]:
-        return list(node.client.scan_iter(match=f"{{{prefix}*", count=1000))
-
-    *healthy, frozen = cluster.nodes
-    server = servers.find_server(cluster.client)
-    for key in [f"{prefix}{name}" for name in names]:
-        server.node_of(key).fail(LIMIT)
-        for number in range(200):
-            name = f"{{{key}}}{number}"
-            cluster.client.set(name, name)
-            renewal.release_later(
-                PendingRelease(server, name, name.encode(), now() + 2 * LIMIT, no_write_in_flight=True)
-            )
-    reads_before = [node.client.info("stats")["total_reads_processed"] for node in healthy]
-    with Running(names[0], lease=4 * LIMIT) as run:
-        before = run.lock.expires_at
-        frozen.server.pause()
-        try:
-            with later(LIMIT):
-                assert eventually(lambda: not any(map(left, healthy)), pause=0.1)
-            renew_now(run.lock)
-            assert eventually(lambda: run.lock.expires_at > before)
-        finally:
-            frozen.server.resume()
-    for node, reads in zip(healthy, reads_before, strict=True):
-        assert node.client.info("stats")["total_reads_processed"] - reads < 150
-    assert eventually(lambda: not left(frozen))
-
-
 # What the thread that renews knows of the slots
-
-
-def test_what_is_learnt_of_the_slots(cluster: Cluster, names: list[str], prefix: str) -> None:
-    """By MOVED, of all slots that have moved; by ASK nothing."""
-    (source, target, _), (name, *_) = cluster.nodes, names
-    key, beside = f"{prefix}{name}", f"{{{prefix}{name}}}beside"
-    slot, other = key_slot(key.encode()), key_slot(cluster.name_on(source, "").encode())
-    assert slot != other
-    theirs = clusters.ClusterNodes(cluster.connect())
-    known = cluster.slots()
-    assert theirs._owners == known
-    assert set(theirs._nodes) == {node.address for node in cluster.nodes}
-    asked = [("SET", key, "1"), ("SET", beside, "2")]
-    node = theirs.of(key)
-    assert node.send(asked, {}) == [True, True]
-    cluster.begin_to_move(slot, source, target, key, beside)
-    assert node.send([("GET", key), ("GET", beside)], {}) == [b"1", b"2"]
-    assert theirs._owners == known
-    cluster.finish_moving(slot, source, target)
-    cluster.begin_to_move(other, source, target)
-    cluster.finish_moving(other, source, target)
-    assert [type(reply) for reply in node.send([("GET", key), ("GET", beside)], {})] == [MovedError] * 2
-    assert theirs.of(key).send([("GET", key), ("GET", beside)], {}) == [b"1", b"2"]
-    assert theirs._owners == cluster.slots() == {**known, **dict.fromkeys([slot, other], target.address)}
-    target.client.delete(key, beside)
 
 
 class Said:
@@ -499,7 +433,6 @@ def moved(node: Node) -> int:
     return count
 
 
-@both
 def test_a_slot_that_moves_during_a_run(cluster: Cluster, names: list[str], prefix: str, kind: type[Running]) -> None:
     """By ASK while it moves, and then by MOVED: renewals, more time, fencing tokens, other callers and the release."""
     told: list[object] = []

@@ -8,13 +8,12 @@ import pytest
 
 from only_one import LockLost, fail
 from rigs.waiting import eventually
-from tests.faults.programs import Running, RunningAsync
+from tests.faults.programs import Running
 from tests.proxy import Proxy
 from tests.renewal import fails_to_renew, is_renewed, later
 
 
 @pytest.mark.parametrize("way", ["cut", "black_hole"])
-@pytest.mark.parametrize("kind", [Running, RunningAsync], ids=["sync", "async"])
 def test_a_connection_that_is_gone_for_less_than_the_lease_or_for_more(
     redis: Any, redis_url: str, way: str, kind: type[Running]
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,7 +13,6 @@ import redis as redis_py
 
 from only_one import only_one
 from only_one.connections import server as eviction
-from only_one.lock import renewal
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.clients import clients
@@ -142,25 +140,6 @@ def test_a_user_who_may_not_ask(evicting: Any, proxy: Proxy, warnings: Callable[
         assert run(url) == "done"
     assert warnings() == []
     assert proxy.commands.count("INFO") == 1
-
-
-def test_a_server_that_cannot_be_asked_is_asked_later(
-    proxy: Proxy,
-    warnings: Callable[[], list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    lost = proxy.lose_request("INFO")
-    with Running(timeout=60, redis=proxy.url) as first:
-        assert lost.met.wait(LIMIT)
-        assert eventually(lambda: first.lock.server.looked_at_from < math.inf)
-    assert [record for record in caplog.records if record.levelno > logging.INFO] == []
-    # In a minute, and not with the next run.
-    assert first.lock.server.looked_at_from > first.lock.begun + renewal._LOOKED_AT_AGAIN_AFTER
-    monkeypatch.setattr(first.lock.server, "looked_at_from", 0.0)
-    assert run(proxy.url) == "done"
-    assert eventually(warnings)
-    assert proxy.commands.count("INFO") == 2
 
 
 @pytest.mark.parametrize("policy", ["volatile-lru", "volatile-ttl", "allkeys-lru", "allkeys-random"])

@@ -40,12 +40,13 @@ def test_a_fork_while_another_thread_looks_a_server_up_or_configures(redis_url: 
 
 
 NOT_LINUX = """
-import os, time
+import os, threading, time
 import redis.cluster, redis.asyncio  # which may not do without
 del os.register_at_fork, time.CLOCK_BOOTTIME
 import only_one
 from only_one.lock import commands
 assert commands.now is time.monotonic
+assert threading.active_count() == 1  # the thread that renews is started by the first lease
 """
 
 

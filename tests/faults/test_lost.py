@@ -31,14 +31,7 @@ HAND = b"by hand \xff"
 SHOWN = "by hand \\xff"
 """The same in an error, whose text it becomes."""
 
-both = pytest.mark.parametrize("kind", [Running, RunningAsync], ids=["sync", "async"])
 counted = pytest.mark.skipif(sys.version_info < (3, 11), reason="cancellations are counted from Python 3.11")
-
-
-@pytest.fixture
-def key(prefix: str) -> str:
-    """The key as it is in Redis."""
-    return f"{prefix}k"
 
 
 class Told:
@@ -63,7 +56,6 @@ class Told:
 # A callable; that it is told once of a key that is taken away is in `lock/test_leases.py`, and in `test_paused.py`
 
 
-@both
 @pytest.mark.parametrize("times", [{"timeout": 600}, {"timeout": 600, "lease": 400}], ids=["plain", "renewed"])
 @pytest.mark.usefixtures("redis")
 def test_a_callable_is_told_of_an_overrun(kind: type[Running], times: dict[str, Any]) -> None:
@@ -98,7 +90,6 @@ def test_a_callable_is_told_of_an_overrun(kind: type[Running], times: dict[str, 
     assert run.result == lengthened.result == "done"
 
 
-@both
 def test_a_callable_that_takes_its_time_and_raises_harms_nobody(
     redis: Any, key: str, kind: type[Running], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -224,7 +215,6 @@ def test_a_sync_run_fails_when_it_returns_and_an_async_run_at_once(
         assert (each.result.key, each.result.reason) == (each.lock.key, reason)
 
 
-@both
 def test_an_exception_of_the_run_is_never_replaced(redis: Any, key: str, kind: type[Running]) -> None:
     def explode() -> None:
         msg = "the run's own"
@@ -342,7 +332,6 @@ def test_a_run_that_is_cancelled_because_of_its_loss_leaves_no_cancellation_behi
 
 
 @pytest.mark.soak
-@both
 @pytest.mark.parametrize("way", ["deleted", "overrun", "cut", "black_hole"])
 def test_how_soon_a_loss_is_told(
     redis: Any, redis_url: str, key: str, kind: type[Running], way: str, record_property: Callable[[str, object], None]

@@ -36,7 +36,6 @@ NAME = "k"
 LONG = 3600.0
 """Seconds that no test takes, so that no key expires by itself."""
 
-KINDS = (Running, RunningAsync)
 RELEASES = ("DELIFEQ", "DELEX", "EVAL")
 
 
@@ -77,39 +76,6 @@ def test_runs_are_renewed_again_and_again(direct: Any, prefix: str, happened: li
 # The thread
 
 
-THREADS = """
-import sys, threading
-before = set(threading.enumerate())
-import only_one
-from rigs.waiting import eventually
-only_one.configure(redis=sys.argv[1], prefix=sys.argv[2])
-go_on, begun = threading.Event(), threading.Barrier(21)
-
-def ours():
-    return set(threading.enumerate()) - before
-
-@only_one.only_one("{number}")
-def run(number):
-    begun.wait()
-    go_on.wait()
-
-print(len(ours()))
-for number in range(20):
-    before.add(thread := threading.Thread(target=run, args=[number], daemon=True))
-    thread.start()
-begun.wait()
-# Runs that begin at the same time may each start one, of which one stays; another has a look at the server.
-eventually(lambda: len(ours()) == 1)
-print(*[thread.daemon for thread in ours()])
-go_on.set()
-"""
-
-
-def test_one_daemon_thread_that_is_started_by_the_first_lease(redis_url: str, prefix: str) -> None:
-    with Program(THREADS, redis_url, prefix) as program:
-        assert [program.line(), program.line()] == ["0", "True"]
-
-
 @contextmanager
 def no_more_threads() -> Iterator[None]:
     """The system starts no thread, as where a limit is reached: there is no room for a stack of 64 TB."""
@@ -122,7 +88,6 @@ def no_more_threads() -> Iterator[None]:
         threading.stack_size(0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_loss_that_no_thread_can_be_started_for(direct: Any, kind: type[Running], happened: list[Event]) -> None:
     """The run tells of it at its end, and others are renewed as before."""
     told: list[str] = []
@@ -144,7 +109,6 @@ def test_a_loss_that_no_thread_can_be_started_for(direct: Any, kind: type[Runnin
     assert losses_in(happened) == [(run.lock.key, "deleted")]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("times", [{}, {"lease": 60}, {"timeout": 600, "lease": 60}, {"timeout": 600}])
 def test_a_call_whose_key_no_thread_could_renew_says_so(
     direct: Any, key: str, monkeypatch: pytest.MonkeyPatch, kind: type[Running], times: dict[str, Any]
@@ -453,17 +417,3 @@ def test_an_acquire_that_is_cancelled(proxy: Proxy, direct: Any, key: str, arriv
     with redis.Redis.from_url(proxy.url, socket_timeout=None) as client:
         asyncio.run(main(client))
     assert not direct.exists(key)
-
-
-def test_a_connection_that_is_gone_at_the_end_of_a_run(proxy: Proxy, direct: Any, happened: list[Event]) -> None:
-    runs = [Running("sync", lease=LONG, redis=proxy.url), RunningAsync("async", lease=LONG, redis=proxy.url)]
-    with runs[0], runs[1]:
-        keys = [run.lock.key for run in runs]
-        assert all(is_awaited(run.lock) for run in runs)  # it is woken for what is left behind
-        with proxy.cut():
-            for run in runs:
-                run.__exit__()
-                assert run.result == "done"
-            assert direct.exists(*keys) == 2
-        assert eventually(lambda: not direct.exists(*keys))
-    assert losses_in(happened) == []

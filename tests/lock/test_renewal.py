@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import redis as redis_py
-from redis.exceptions import NoPermissionError, ResponseError
+from redis.exceptions import ResponseError
 
 from only_one import LockLost
 from only_one.clock import now
@@ -97,14 +97,6 @@ def test_the_last_renewal_lasts_until_the_end(watch: Watch, redis_url: str) -> N
         assert (TTL - LIMIT) * 1000 < watch.redis.pttl(lock.key) <= TTL * 1000
 
 
-def test_a_lease_that_has_ended_before_it_is_sent_lives_for_a_millisecond(watch: Watch, redis_url: str) -> None:
-    server = watch.server(redis_url)
-    lock = watch.lease(server, limit=TTL)
-    watch.clock.moment += TTL + 1
-    watch.renewer.renew(node(server), [lock])
-    assert lock.expires_at == watch.clock.moment + 0.001
-
-
 def test_a_trip_that_takes_long_gives_others_the_next_turn(watch: Watch, redis_url: str) -> None:
     for takes, trips in [(0.0, [1, 1, 1]), (0.1, [1, 1, 0]), (0.125, [1, 0, 0])]:
         servers = [watch.server(redis_url) for _ in range(3)]
@@ -173,40 +165,6 @@ def test_a_node_that_backs_off_is_not_asked(watch: Watch, redis_url: str) -> Non
     brief.expires_at = MOMENT + 3
     watch.renewer.renew_what_is_due()
     assert keys(node(server).trips) == [["lock", "brief"]]
-
-
-def test_what_the_reply_to_a_renewal_says(watch: Watch, redis_url: str) -> None:
-    server = watch.server(redis_url)
-    for reply, reason, value in [
-        (b"other", "taken", b"other"),
-        (ResponseError("WRONGTYPE of a key"), "taken", b""),
-        (None, "deleted", b""),
-    ]:
-        lock = watch.lease(server)
-        watch.renewer.note(lock, MOMENT, TTL, reply)
-        assert (lock.reason, lock.value) == (reason, value)
-    lock = watch.lease(server)
-    watch.renewer.note(lock, MOMENT, TTL, ResponseError("WRONG"))
-    assert (lock.reason, str(lock.trouble)) == (None, "WRONG")
-    watch.renewer.note(lock, MOMENT, TTL, 1)
-    assert lock.trouble is None
-
-
-def test_why_leases_could_not_be_renewed_is_logged(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    logged: list[tuple[int, str]] = []
-    monkeypatch.setattr(renewal, "_log", lambda level, text, *rest: logged.append((level, text % rest)))
-    locks = [watch.lease(None, str(number)) for number in range(3)]
-    locks[0].trouble = NoPermissionError("no permission")
-    renewal._explain(locks[:1])
-    renewal._explain(locks[:2])
-    locks[0].trouble = OSError("down")
-    renewal._explain(locks)
-    first = locks[0].key
-    assert [level for level, _ in logged] == [logging.WARNING, logging.WARNING, logging.DEBUG]
-    assert logged[0][1].startswith(f"{first} cannot be renewed, and will be lost")
-    assert "no permission: give it what docs/access-rights.md lists" in logged[0][1]
-    assert logged[1][1].startswith(f"{first} and 1 others cannot")
-    assert logged[2][1] == f"{first} and 2 others could not be renewed, and will be tried again: OSError('down')"
 
 
 # Servers that nobody has looked at
