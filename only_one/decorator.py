@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, overload
 
+from .call import job_queues
 from .call.effective_options import Caller, Decoration
 from .call.run import run, run_async
 from .connections.server import Source
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         when_lost: Callable[[LockLost], object]
         when_down: Callable[[LockUnavailable], Down]
         takeover: bool
+        work_id: Callable[..., object]
         redis: Source | None
 
     class CeleryTask(Protocol):
@@ -87,6 +89,7 @@ def only_one(  # pyright: ignore[reportInconsistentOverload] - a key by position
     when_lost: Any = carry_on,
     when_down: Any = fail,
     takeover: Any = UNSET,
+    work_id: Any = UNSET,
     redis: Any = None,
 ) -> Any:
     """Let only one run with the same key be under way at a time, in all processes that share a Redis server.
@@ -127,6 +130,12 @@ def only_one(  # pyright: ignore[reportInconsistentOverload] - a key by position
         takeover: whether a call takes over the key of a holder on this machine whose process is
             dead.
             Write False for runs that leave children behind that go on working.
+        work_id: a callable that takes the call's arguments, as ``key`` does, and returns the id of
+            the job that the call belongs to, or None for no job.
+            A call whose key is held by an earlier attempt of its own job is never skipped: the job
+            is put back, or waits until the key is free, or raises ``AlreadyRunning``.
+            The jobs of RQ, Dramatiq (with ``CurrentMessage``) and arq are known without it, and
+            Celery's tasks always are.
         redis: the server: a client of redis-py, a URL, or a callable that returns a client, called
             once for all functions that it is given to.
             The default is the configured server, else ``ONLY_ONE_REDIS_URL`` of the environment,
@@ -213,10 +222,10 @@ def wrap(function: Any, key: Any, options: Options, task: Any = None) -> Any:
     decoration = Decoration(function, name, key, options, signature, configured_by_app, task)
 
     def sync_wrapper(*args: Any, **kwargs: Any) -> Any:
-        return run(decoration, _caller_of(decoration, wrapper, args), args, kwargs)
+        return run(decoration, _caller_of(decoration, wrapper, args, kwargs), args, kwargs)
 
     async def async_wrapper(*args: Any, **kwargs: Any) -> Any:
-        return await run_async(decoration, _caller_of(decoration, wrapper, args), args, kwargs)
+        return await run_async(decoration, _caller_of(decoration, wrapper, args, kwargs), args, kwargs)
 
     wrapper: Any = async_wrapper if inspect.iscoroutinefunction(function) else sync_wrapper
     functools.update_wrapper(wrapper, function)
@@ -231,12 +240,16 @@ def wrap(function: Any, key: Any, options: Options, task: Any = None) -> Any:
     return wrapper
 
 
-def _caller_of(decoration: Decoration, wrapper: Any, args: tuple[Any, ...]) -> Caller:
-    if _CELERY not in sys.modules:
-        return decoration.plain
-    from only_one.celery import delivery  # noqa: PLC0415 - not before Celery is there
+def _caller_of(decoration: Decoration, wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Caller:
+    is_in_task = False
+    if _CELERY in sys.modules:
+        from only_one.celery import delivery  # noqa: PLC0415 - not before Celery is there
 
-    return delivery.caller_of(decoration, wrapper, args)
+        caller = delivery.caller_of(decoration, wrapper, args)
+        if caller is not decoration.plain:
+            return caller
+        is_in_task = delivery.is_in_task()
+    return job_queues.caller_of(decoration, args, kwargs, detects=not is_in_task)
 
 
 def signature_of(function: Any) -> inspect.Signature:

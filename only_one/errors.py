@@ -97,7 +97,7 @@ class LockUnavailable(OnlyOneError):
 
     Attributes:
         key: the key as it is in Redis, with its prefix.
-        problem: the type and the text of that error.
+        problem: the type and the text of that error, and the address of the server.
     """
 
     def __init__(self, key: str, problem: str = "") -> None:

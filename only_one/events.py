@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from logging import DEBUG, INFO, WARNING, getLogger
+from logging import DEBUG, INFO, WARNING, Logger, getLogger
 from typing import Literal
 
 from .errors import HasHolder, LockUnavailable
@@ -160,6 +160,33 @@ _LEVELS = {Acquired: DEBUG, Busy: INFO, Reclaimed: WARNING, Released: DEBUG, Los
 _hooks: dict[object, Callable[[Event], object]] = {}
 
 
+_first_skip: list[bool] = []
+"""Holds something once the first skip of this process has been told."""
+
+
+def tell_first_skip(key: str, name: str, value: bytes) -> None:
+    """Warn of the first skip of this process, if the log does not show skips: a job that did nothing looks done."""
+    if _first_skip or _is_shown(INFO):
+        return
+    _first_skip.append(True)
+    how = "only this first skip of the process is a warning: set the level of the log to INFO to see all of them"
+    logger.warning("%s (%s)", Busy(key, name, value), how, extra=_extra(Busy, key, name))
+
+
+def _is_shown(level: int) -> bool:
+    """Whether a handler of our log, or of one above it, shows records of a level."""
+    each: Logger | None = logger if logger.isEnabledFor(level) else None
+    while each is not None:
+        if any(handler.level <= level for handler in each.handlers):
+            return True
+        each = each.parent if each.propagate else None
+    return False
+
+
+def _extra(kind: type[Event], key: str, name: str) -> dict[str, str]:
+    return {"only_one_event": kind.__name__, "only_one_key": key, "only_one_name": name}
+
+
 def subscribe(hook: Callable[[Event], object]) -> Callable[[], None]:
     """Have ``hook`` called with every event of this process, in the thread in which the event happens.
 
@@ -190,8 +217,7 @@ def wanted(kind: type[Event]) -> bool:
 def emit(event: Event) -> None:
     """Log an event, and call the hooks with it."""
     with suppress(Exception):  # a filter or handler that fails must not fail the call
-        extra = {"only_one_event": type(event).__name__, "only_one_key": event.key, "only_one_name": event.name}
-        logger.log(_LEVELS[type(event)], "%s", event, extra=extra)
+        logger.log(_LEVELS[type(event)], "%s", event, extra=_extra(type(event), event.key, event.name))
     for hook in _hooks.copy().values():  # others may subscribe meanwhile; copying needs no lock
         try:
             hook(event)

@@ -23,8 +23,8 @@ class Holder:
             are the producer's; ``"received"`` once a worker has received the task and has not begun
             it: then they are the main process's.
         name: the name of the task or function.
-        task_id: the id of the Celery task; None for a plain function.
-        attempt: the number of retries of the Celery task so far; None for a plain function.
+        task_id: the id of the Celery task, or of another queue's job; None for a plain function.
+        attempt: the number of its retries so far; None for a plain function, and where it is not known.
         machine: the host name, boot id, pid and time namespace in one.
         host: the host name.
         pid: the process id.

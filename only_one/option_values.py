@@ -68,6 +68,18 @@ def check_prefix(name: str, value: object) -> str:
     return value
 
 
+def check_work_id(name: str, value: Any) -> Any:
+    """Return the value if it is a callable, and not async.
+
+    Raises:
+        ConfigurationError: for any other value.
+    """
+    if not callable(value) or is_async(value):
+        msg = f"{name}={value!r}: write a callable of the call's arguments, such as {name}=lambda job: job.id"
+        raise ConfigurationError(msg)
+    return value
+
+
 def is_async(function: Any) -> bool:
     """Whether a callable is an async function, an object whose class has an async ``__call__``, or a partial of one."""
     while isinstance(function, functools.partial):

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 from .connections.server import Source, check_source
 from .errors import ConfigurationError
-from .option_values import Seconds, check_bool, check_prefix, seconds, seconds_or_none
+from .option_values import Seconds, check_bool, check_prefix, check_work_id, seconds, seconds_or_none
 from .policies import carry_on, check_policy, fail
 
 Options = Mapping[str, Any]
@@ -41,6 +41,7 @@ class Settings:
     when_lost: Annotated[Callable[[Any], Any], check_policy] = carry_on
     when_down: Annotated[Callable[[Any], Any], check_policy] = fail
     takeover: Annotated[bool, check_bool] = True
+    work_id: Annotated[Callable[..., object] | None, check_work_id] = None
     active: Annotated[bool | None, check_bool] = None
 
 

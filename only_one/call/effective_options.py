@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from only_one import settings
 from only_one.connections.server import Server, Source, find_server
 from only_one.errors import KeyTemplateError, OnlyOneError
-from only_one.keys.template import compile_key
+from only_one.keys.template import compile_call, compile_key
 from only_one.lock.commands import Expiry, MarkerUpdate, Retained, expiry_in
 from only_one.lock.token import TokenFactory
 from only_one.policies import RequeueRequest, skip
@@ -65,6 +65,20 @@ class Caller:
     def check(self, options: EffectiveOptions) -> None:
         """Refuse options that cannot work in this app."""
 
+    def is_held_by_own(self, value: bytes) -> bool:  # noqa: ARG002
+        """Whether the key is held by an earlier attempt of the same work, for which the call may wait."""
+        return False
+
+    def waits(self, options: EffectiveOptions, left: float, *, blocks: bool) -> float:  # noqa: ARG002
+        """Seconds until a key that is held by an earlier attempt is asked for again; 0 if ``on_busy`` decides now.
+
+        Args:
+            options: the effective options.
+            left: seconds until the key expires, if it is not renewed.
+            blocks: whether to wait here would keep an event loop from its other tasks.
+        """
+        return 0
+
     def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:  # noqa: ARG002
         """The policy for a key that holds ``value``; a task that is its own holder raises to end the call."""
         return options.when_busy or skip
@@ -110,6 +124,7 @@ class Decoration:
         app_options: gives the options of a Celery app's configuration, and a function that gives its own server; None
             is the current app.
         task: the task that is unique from queued to finished; None for a function.
+        work_id: gives what ``work_id`` returns for a call, positional and keyword; None if there is no such option.
         plain: the caller of the function by itself.
         plain_bound: the same, called by hand with a task as first argument.
         digest: gives the MD5 of all arguments of a call, positional and keyword, which tells calls with one key apart;
@@ -133,6 +148,8 @@ class Decoration:
             del parameters[0]  # the task itself
         # No `cached_property`: until Python 3.12 that has a lock, which a fork may leave locked for ever.
         self._bound_key = cache(partial(compile_key, self.template, Signature(parameters)))
+        work_id = self.own.get("work_id")
+        self.work_id = work_id and compile_call("work_id", work_id, self.signature)
         self.digest = partial(compile_key("{md5}", self.signature), self.name)
         try:
             self._key = compile_key(self.template, self.signature)

@@ -16,7 +16,7 @@ from only_one.connections.connection_pool import is_of_signal_handler
 from only_one.connections.server import Server
 from only_one.driver import TROUBLE, Commands, unanswered
 from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable
-from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, logger, wanted
+from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, logger, tell_first_skip, wanted
 from only_one.holder import is_queued
 from only_one.lock.commands import ReleaseResult, Retained, acquire, end, replace
 from only_one.lock.current_lock import Lease
@@ -51,6 +51,8 @@ class LockedCall:
         has_succeeded: whether the function has returned.
         ended_by: the exception that the function has raised.
         lost: how the run has lost its key, or None.
+        pause: seconds until the key is asked for again, because an earlier attempt of the caller's work holds it; 0 if
+            it is not.
     """
 
     waits_until_told = True
@@ -58,6 +60,7 @@ class LockedCall:
     result: Any = None
     ended_by: BaseException | None = None
     lost: LockLost | None = None
+    pause = 0.0
     has_succeeded = _may_come_late = False
     _owed: Retained | None = None
     _stage: Literal["asked", "held", "over", "kept later"] = "asked"
@@ -93,6 +96,8 @@ class LockedCall:
     def acquire(self) -> Commands[bytes | Exception | None]:
         """Acquire the key: None if it is ours, else the value stored there, or the error of the server."""
         options, features, before = self.options, self.server.features, unanswered.get()
+        if self.pause:  # asked again
+            self.pause, self._asked_at = 0.0, now()
         if options.lease is not None and (error := start_thread()):  # before SET: the key could not be renewed
             self._stage = "over"
             return error
@@ -103,12 +108,21 @@ class LockedCall:
                 value = yield from self._take_over(self.caller.queued)
             while value is not None and self._can_take(value):  # which may have changed hands meanwhile
                 value = yield from self._take_over(value)
+            if value is not None and self.caller.is_held_by_own(value):
+                left = (yield ("PTTL", self.key)) / 1000
+                self.pause = self.caller.waits(options, left, blocks=self.blocks())
         except TROUBLE as error:
             return error
         finally:
             # Of a SET that was sent twice, the first may be carried out when the call is over.
-            self._may_come_late = unanswered.get() != before
+            self._may_come_late |= unanswered.get() != before
         return value
+
+    def blocks(self) -> bool:
+        """Whether to sleep here would keep an event loop from its other tasks."""
+        with suppress(RuntimeError):
+            return asyncio.get_running_loop() is not None
+        return False
 
     def _take_over(self, before: bytes) -> Commands[bytes | None]:
         """Acquire the key from a task that waits, or from a holder that is dead; returns what ``acquire`` does."""
@@ -160,6 +174,8 @@ class LockedCall:
     def busy(self, value: bytes) -> Any:
         """The result that ``when_busy`` gives if the key holds ``value``."""
         policy = self.caller.on_busy(self.options, self.server, self.key, value)
+        if policy is skip:
+            tell_first_skip(self.key, self.caller.name, value)
         if wanted(Busy):
             emit(Busy(self.key, self.caller.name, value))
         elif policy is skip:
@@ -177,7 +193,7 @@ class LockedCall:
         if self._stage == "asked":
             # A server that refuses has stored nothing, unless an earlier attempt is still to come.
             self.clean_up(no_write_in_flight=isinstance(problem, ResponseError))
-        error = LockUnavailable(self.key, f"{type(problem).__name__}: {problem}{self.server.advice_for(problem)}")
+        error = LockUnavailable(self.key, self.server.told(problem))
         problem.__suppress_context__ = True  # the system's error, of which it tells already
         error.__cause__ = problem.with_traceback(None)
         if wanted(Down):
@@ -286,6 +302,10 @@ class AsyncLockedCall(LockedCall):
         super().__init__(options, server, client, caller, key)
         self._task: Any = asyncio.current_task()
         self._is_over = self._is_cancelled = False
+
+    def blocks(self) -> bool:
+        """It would not: an async call sleeps in the loop."""
+        return False
 
     def withdraw_cancellation(self) -> bool:
         """Withdraw our cancellation, if there was one, and return whether it was the only one."""

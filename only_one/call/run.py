@@ -1,6 +1,7 @@
 """Run a decorated function if its key is free. Sync and async stand side by side, and differ by ``await``."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from math import inf
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
@@ -24,7 +25,11 @@ def run(decoration: Decoration, caller: Caller, args: Args, kwargs: Kwargs) -> A
     if options.server is None:  # switched off: for all that the run can see, it holds its key
         return _run_as(Lease(None, key, b"", now(), inf, inf), decoration, args, kwargs)
     with LockedCall(options, options.server, options.server.client, caller, key) as call:
-        if call.resolve_acquire(drive(call.client, call.acquire())):
+        acquired = drive(call.client, call.acquire())
+        while call.pause:
+            time.sleep(call.pause)
+            acquired = drive(call.client, call.acquire())
+        if call.resolve_acquire(acquired):
             _run_and_release(call, decoration, args, kwargs)
     return call.result
 
@@ -54,6 +59,9 @@ async def run_async(decoration: Decoration, caller: Caller, args: Args, kwargs: 
         cancelling: Callable[[], int] = getattr(asyncio.current_task(), "cancelling", int)
         cancellations = cancelling()
         acquired = await drive_async(client, call.acquire())
+        while call.pause:
+            await asyncio.sleep(call.pause)
+            acquired = await drive_async(client, call.acquire())
         if cancelling() > cancellations:  # redis-py loses one that comes with the reply
             raise asyncio.CancelledError
         if call.resolve_acquire(acquired):

@@ -49,6 +49,11 @@ def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[A
     return Delivery(task, request, bound=bound, decoration=decoration)
 
 
+def is_in_task() -> bool:
+    """Whether a task of Celery is under way here."""
+    return _state.get_current_task() is not None
+
+
 def caller_from_outside(task: Any, decoration: Decoration) -> Caller:
     """The caller for a task's function outside of its run, with arguments without ``self``."""
     bound = decoration.task is None and not isinstance(inspect.getattr_static(type(task), "run"), staticmethod)

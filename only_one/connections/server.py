@@ -67,6 +67,13 @@ class Server:
             self._nodes = ClusterNodes(self._given) if is_cluster else Node(with_short_timeouts(self._given))
         return self._nodes.of(key) if isinstance(self._nodes, ClusterNodes) else self._nodes
 
+    def told(self, problem: Exception) -> str:
+        """The type and the text of an error, with the server's address, and what to write instead if that is known."""
+        pool = getattr(self._given, "connection_pool", None)
+        nodes = getattr(getattr(self._given, "nodes_manager", None), "startup_nodes", {})  # of a cluster
+        address = _address(pool) if pool else ", ".join(sorted(nodes))
+        return f"{type(problem).__name__} of {address}: {problem}{self.advice_for(problem)}"
+
     def advice_for(self, problem: Exception) -> str:
         """What to write instead, as the end of a sentence about an error; nothing for trouble of the server's own."""
         pool = getattr(self._given, "connection_pool", None)

@@ -11,6 +11,9 @@ from only_one.option_values import is_async
 
 from .fields import BY_NAME, BY_POSITION, RESERVED, Arguments, Field, MakeKey, escaper, field_problem, make_text
 
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+
 
 def compile_key(key: object, call: Signature) -> MakeKey:
     """Prepare the key of a function's calls, once, when the function is decorated.
@@ -42,22 +45,39 @@ def _computed(key: Callable[..., Any], arguments: Arguments) -> MakeKey:
     if is_async(key):
         msg = "key= is async: write a plain one, the key is made before anything is awaited"
         raise KeyTemplateError(msg)
-    label = getattr(key, "__qualname__", repr(key))
-    by_name = _check_parameters(key, label, arguments)
-    escape = escaper()
+    compute, escape = compile_call("key", key, arguments.call), escaper()
 
     def make(_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        bound = arguments.bind(args, kwargs)
-        computed = key(**bound.arguments) if by_name else key(*bound.args, **bound.kwargs)
+        computed = compute(args, kwargs)
         if not isinstance(computed, str) or not computed:
-            msg = f"key={label} returned {computed!r}: return a str that is not empty"
+            msg = f"key={_label(key)} returned {computed!r}: return a str that is not empty"
             raise UnkeyableArgument(msg)
         return escape(computed)
 
     return make
 
 
-def _check_parameters(key: Callable[..., Any], label: str, arguments: Arguments) -> bool:
+def compile_call(option: str, function: Callable[..., Any], call: Signature) -> Callable[[Args, Kwargs], Any]:
+    """Prepare to call an option's ``function`` with the arguments of a call, positional and keyword, defaults applied.
+
+    Raises:
+        KeyTemplateError: if it does not accept all arguments of a call.
+    """
+    arguments = Arguments(call)
+    by_name = _check_parameters(f"{option}={_label(function)}", function, arguments)
+
+    def compute(args: Args, kwargs: Kwargs) -> Any:
+        bound = arguments.bind(args, kwargs)
+        return function(**bound.arguments) if by_name else function(*bound.args, **bound.kwargs)
+
+    return compute
+
+
+def _label(function: Any) -> str:
+    return str(getattr(function, "__qualname__", repr(function)))
+
+
+def _check_parameters(label: str, key: Callable[..., Any], arguments: Arguments) -> bool:
     """Whether the callable has the function's own parameters and is called by name; else it is called by position.
 
     Raises:
@@ -76,7 +96,7 @@ def _check_parameters(key: Callable[..., Any], label: str, arguments: Arguments)
         accepted.bind(*args, **kwargs)
     except TypeError as error:
         instead = f"write it with all parameters of the function, {arguments.call}, as it is called with all of them"
-        msg = f"key={label} takes {accepted} ({error}): {instead}"
+        msg = f"{label} takes {accepted} ({error}): {instead}"
         raise KeyTemplateError(msg) from None
     return by_name
 

@@ -1,0 +1,141 @@
+"""The identity of a job in queues other than Celery (RQ, Dramatiq, arq), and how a call meets its own earlier attempt.
+
+A worker is killed, and its queue gives the job to another machine, where the key still names the dead attempt.
+That key is no reason to skip the job; but the first attempt may yet be alive, so its key is not taken over either.
+"""
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from only_one.clock import now
+from only_one.events import logger
+from only_one.holder import Holder
+from only_one.lock.token import TokenFactory, this_process
+from only_one.policies import fail
+from only_one.settings import DEFAULT_LEASE
+
+from .effective_options import Args, Caller, Decoration, EffectiveOptions, Kwargs, Policy
+
+_SLACK = 1.0
+"""Seconds of waiting beyond the lease, within which the key of a dead holder has certainly expired."""
+
+_ASKS_EVERY = 1.0
+"""Seconds between two questions for the key: the holder may be alive, and release it at any time."""
+
+
+class Job(NamedTuple):
+    """A job of a queue.
+
+    Attributes:
+        id: its id, the same in each attempt.
+        attempt: the number of its retries so far; None if that is not known.
+        put_back: makes the error by which its queue gives the job out again, after so many seconds; None if there is
+            no such error.
+    """
+
+    id: str
+    attempt: int | None = None
+    put_back: Callable[[float], Exception] | None = None
+
+
+def _job_of_rq(rq: Any, _args: Args) -> Job | None:
+    job = rq.get_current_job()
+    # Its way to put a job back with a delay needs a scheduler, which may not run.
+    return Job(job.id, job.number_of_retries or 0) if job else None
+
+
+def _job_of_dramatiq(dramatiq: Any, _args: Args) -> Job | None:
+    message = dramatiq.middleware.CurrentMessage.get_current_message()  # None without that middleware
+    if message is None:
+        return None
+    return Job(
+        message.message_id,
+        message.options.get("retries", 0),
+        lambda seconds: dramatiq.errors.Retry("an earlier attempt holds the key", delay=round(seconds * 1000)),
+    )
+
+
+def _job_of_arq(arq: Any, args: Args) -> Job | None:
+    context = args[0] if args and isinstance(args[0], dict) else {}
+    if "job_id" not in context or "job_try" not in context:
+        return None
+    return Job(context["job_id"], context["job_try"], lambda seconds: arq.Retry(defer=seconds))
+
+
+_QUEUES = {"rq": _job_of_rq, "dramatiq": _job_of_dramatiq, "arq": _job_of_arq}
+"""By the module that a worker of the queue has imported; we import none."""
+
+
+def _current_job(args: Args) -> Job | None:
+    for name, job_of in _QUEUES.items():
+        if name in sys.modules:
+            with suppress(AttributeError):  # it is being imported, or is another's module with that name
+                if job := job_of(sys.modules[name], args):
+                    return job
+    return None
+
+
+def caller_of(decoration: Decoration, args: Args, kwargs: Kwargs, *, detects: bool) -> Caller:
+    """The caller of a function: the job that ``work_id`` names, else the one that is under way here, if there is any.
+
+    Args:
+        decoration: the function's.
+        args: the positional arguments of the call.
+        kwargs: the others.
+        detects: whether to look for a job; none is inside of a Celery task, which has an identity of its own.
+    """
+    job = _current_job(args) if detects else None
+    if decoration.work_id is not None:
+        work_id = decoration.work_id(args, kwargs)
+        job = None if work_id is None else Job(str(work_id), None, job and job.put_back)
+    return decoration.plain if job is None else JobCaller(decoration, job)
+
+
+class JobCaller(Caller):
+    """The call of a function by a job: never skipped because of an earlier attempt of the same job."""
+
+    def __init__(self, decoration: Decoration, job: Job) -> None:
+        super().__init__(decoration.name, TokenFactory(decoration.name, job.id, job.attempt))
+        self._job = job
+        self._is_named = decoration.work_id is not None
+        self._left = 0.0
+        self._waits_until: float | None = None
+
+    def is_held_by_own(self, value: bytes) -> bool:
+        """Whether ``value`` is that of an attempt of this job, this one or an earlier one, on another machine.
+
+        A later attempt makes this one out of date, or belongs to other work with an id that is used again.
+        On the same machine a dead holder is taken over, and a process that a job forks has the job's identity, too: so
+        only ``work_id`` tells these apart.
+        """
+        holder, process = Holder.parse(value), this_process()
+        if holder is None or holder.state != "running" or holder.task_id != self._job.id:
+            return False
+        is_elsewhere = holder.machine != process.machine or (self._is_named and not value.startswith(process.mark))
+        return is_elsewhere and (holder.attempt or 0) <= (self._job.attempt or 0)
+
+    def waits(self, options: EffectiveOptions, left: float, *, blocks: bool) -> float:
+        """Seconds until the key is asked for again; 0 if the job is put back, or has waited for as long as it may."""
+        self._left = max(left, 0.01)
+        if self._job.put_back or blocks:
+            return 0
+        limit = options.lease or DEFAULT_LEASE
+        if self._waits_until is None:
+            self._waits_until = now() + (limit + _SLACK if left <= limit else 0)
+            logger.info("%s waits for the key of an earlier attempt of job %s", self.name, self._job.id)
+        return min(self._left, _ASKS_EVERY) if now() < self._waits_until else 0
+
+    def on_busy(self, options: EffectiveOptions, server: Any, key: str, value: bytes) -> Policy:
+        """The policy for a key that holds ``value``; whatever ``when_busy`` is, no own attempt makes the job skip.
+
+        Raises:
+            Exception: the error by which the job's queue puts it back.
+        """
+        if not self.is_held_by_own(value):
+            return super().on_busy(options, server, key, value)
+        if self._job.put_back:
+            logger.info("%s puts job %s back: an earlier attempt holds %s", self.name, self._job.id, key)
+            raise self._job.put_back(self._left)
+        return fail
