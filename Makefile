@@ -108,6 +108,10 @@ soak: .venv/dev.stamp ## the tests that measure times or run long
 soak-hour: .venv/dev.stamp ## an hour of kills, pauses, cuts and restarts with real workers; --broker classic for RabbitMQ
 	$(BIN)/python -m benchmarks.soak_hour $(ARGS)
 
+# The rounds of all queues, ten at a time, take an hour; each environment is installed once.
+queues: .venv/dev.stamp ## real workers of RQ, Dramatiq, arq, ... on two machines, one of which is killed; ARGS="--rounds 1 arq"
+	$(BIN)/python -m benchmarks.queues $(ARGS)
+
 # A quarter of an hour for a module whose tests start servers. It uses all cores, unless ARGS has --jobs N.
 mutants: .venv/dev.stamp ## small changes of one module that no test of its room notices: ARGS="only_one/lock/renewal.py"
 	$(BIN)/python -m benchmarks.mutants $(ARGS)

@@ -262,6 +262,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"when_lost": skip}, "when_lost=carry_on"),
     *(({"when_lost": value}, "when_lost=fail") for value in (retry(), buffer_one())),
     *(({"takeover": value}, "takeover=True or") for value in (0, None)),
+    *(({"work_id": value}, "write a callable of the call's arguments") for value in (None, "1", *ASYNC)),
     *(({"active": value}, "active=True or") for value in (0, None)),
     *(({"prefix": value}, "str without braces") for value in (None, b"x", "a{", "a}b")),
     *(({"redis": value}, URL) for value in URLS),
@@ -307,6 +308,7 @@ def test_an_option_that_cannot_work_is_refused_when_it_is_given(options: dict[st
         (lambda: only_one(300, "k"), ConfigurationError, "only_one("),
         (lambda: only_one(function, "k"), ConfigurationError, "key"),
         (lambda: only_one("k", key="l"), ConfigurationError, "write one of them"),
+        (lambda: only_one("k", work_id=lambda: 1)(two), KeyTemplateError, "all parameters of the function, (x"),
         (lambda: only_one(key_="k"), TypeError, "key_"),
         (lambda: ExitStack().enter_context(only_one("k")), ConfigurationError, "write the block as a function"),
         (

@@ -19,6 +19,7 @@ from redis.exceptions import RedisError
 
 from only_one import (
     Acquired,
+    AlreadyRunning,
     Busy,
     Down,
     LockLost,
@@ -33,6 +34,7 @@ from only_one import (
     skip,
     subscribe,
 )
+from only_one import events as only_one_events
 from only_one.call import locked_call
 from only_one.inspection import key_of
 from rigs.servers import RedisServer
@@ -333,6 +335,36 @@ def test_a_skip_says_when_the_key_will_be_free(
     message = logged(caplog, "Busy").getMessage()
     assert re.search(r"running for [\d.]+ s", message)
     assert message.endswith(free)
+
+
+@pytest.mark.parametrize(
+    ("level", "of_handler", "propagates", "is_told"),
+    [
+        (logging.WARNING, logging.NOTSET, True, True),
+        (logging.INFO, logging.WARNING, False, True),
+        (logging.INFO, logging.INFO, False, False),
+        (logging.DEBUG, logging.WARNING, True, False),  # the one above shows it
+    ],
+)
+def test_the_first_skip_of_a_process_that_would_not_show_it_is_a_warning(
+    redis: Redis, prefix: str, caplog: Log, monkeypatch: pytest.MonkeyPatch, level: int, of_handler: int, *,
+    propagates: bool, is_told: bool,
+) -> None:  # fmt: skip
+    seen: list[str] = []
+    handler = logging.Handler(of_handler)
+    handler.handle = lambda record: bool(seen.append(record.getMessage()))  # type: ignore[func-returns-value,method-assign]
+    monkeypatch.setattr(only_one_events, "_first_skip", [])
+    monkeypatch.setattr(only_one_events.logger, "propagate", propagates)
+    monkeypatch.setattr(only_one_events.logger, "handlers", [handler])
+    caplog.set_level(level, "only_one")
+    redis.set(f"{prefix}k", "a stranger")
+    with pytest.raises(AlreadyRunning):
+        decorated(work, when_busy=fail)()  # which is seen
+    before = len(seen)
+    assert [decorated(work)() for _ in range(3)] == [None] * 3
+    told = [message for message in seen[before:] if "set the level of the log to INFO" in message]
+    assert len(told) == is_told
+    assert all(f"{NAME} did not run: {prefix}k is taken by" in message for message in told)
 
 
 def test_a_loss_is_logged_as_a_warning(redis: Redis, prefix: str, caplog: Log) -> None:

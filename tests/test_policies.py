@@ -117,8 +117,10 @@ faults = pytest.mark.parametrize("fault", [refuses, never_answers, accepts_nothi
 @faults
 def test_a_server_that_is_down_is_named(prefix: str, decorate: Decorate, fault: Any) -> None:
     with fault() as port, pytest.raises(LockUnavailable, match=f"{prefix}k") as raised:
-        decorate(current_lock, redis=f"redis://127.0.0.1:{port}/0", when_busy=skip)()
+        decorate(current_lock, redis=f"redis://user:hunter2@127.0.0.1:{port}/0", when_busy=skip)()
     assert raised.value.key == f"{prefix}k"
+    assert f" of 127.0.0.1:{port}: " in raised.value.problem
+    assert "hunter2" not in str(raised.value)
     assert isinstance(raised.value.__cause__, RedisError)
 
 

@@ -70,8 +70,7 @@ class Server:
     def told(self, problem: Exception) -> str:
         """The type and the text of an error, with the server's address, and what to write instead if that is known."""
         pool = getattr(self._given, "connection_pool", None)
-        nodes = getattr(getattr(self._given, "nodes_manager", None), "startup_nodes", {})  # of a cluster
-        address = _address(pool) if pool else ", ".join(sorted(nodes))
+        address = _address(pool) if pool else "the cluster"
         return f"{type(problem).__name__} of {address}: {problem}{self.advice_for(problem)}"
 
     def advice_for(self, problem: Exception) -> str:

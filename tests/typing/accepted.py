@@ -72,6 +72,7 @@ def forms() -> None:
     assert_type(only_one("k", timedelta(minutes=5), lease=timedelta(seconds=10))(plain)(1), float | None)
     assert_type(only_one(timeout=300, lease=10)(plain)(1), float | None)
     assert_type(only_one(key=lambda a, b: f"k{a}")(plain)(1), float | None)
+    assert_type(only_one("k", work_id=lambda a, b: a)(plain)(1), float | None)
 
 
 async def async_forms() -> None:

@@ -53,6 +53,7 @@ def options() -> None:
     """What a decorator takes."""
     only_one("k", "300")  # type: ignore[call-overload]
     only_one("k", lease="300")  # type: ignore[call-overload]
+    only_one("k", work_id="7")  # type: ignore[call-overload]
     only_one("k", timeout=[300])  # type: ignore[call-overload]
     only_one("k", 300, 30)  # type: ignore[call-overload]
     only_one(key=3)  # type: ignore[call-overload]

@@ -1,0 +1,407 @@
+"""Real workers of other queues on two machines, of which one is killed in the middle of a run: is the job done?
+
+    python -m benchmarks.queues [--rounds N] [--seed N] [--at-once N] [NAME ...]
+
+Each queue has a virtual environment of its own below `.venv-queues`, from PyPI.
+The jobs are those of `examples/queues`, which `docs/queues.md` shows.
+A round: one machine begins a job; the same work is asked for again, and skipped; the machine is killed at a random
+time; the queue gives the job to the other machine, or, if it never does, the work is asked for again.
+The witness is a file to which each run appends its ticks. It uses no lock.
+Each round is played with the default lease, and with `timeout=300`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+from uuid import uuid4
+
+from rich.console import Console
+from rich.table import Table
+
+from only_one.testing import Guarded, redis_server
+from rigs.namespaces import MACHINE, unshare
+from rigs.servers import free_ports
+from rigs.waiting import eventually
+
+ROOT = Path(__file__).parents[1]
+JOBS = ROOT / "examples" / "queues"
+ENVIRONMENTS = ROOT / ".venv-queues"
+LONG = 300
+STARTS_WITHIN = 120.0
+DONE_WITHIN = {None: 200.0, LONG: 500.0}
+"""Seconds within which a job must be done after the kill, by the `timeout`."""
+
+Time = int | None
+
+
+@dataclass(frozen=True)
+class Queue:
+    """A queue: how it is installed, how a worker starts, how a job is sent, and what it does by itself.
+
+    Attributes:
+        packages: for pip.
+        worker: the command of a worker.
+        setup: lines of Python, before the first job is sent.
+        send: Python that sends the job of `day`; empty if the workers begin it by themselves.
+        wrong: what its decorator makes of a function `f`; only_one above that must refuse it, unless `is_allowed`.
+        redelivers: whether it gives out again what a killed worker had begun; else the work is asked for again.
+        is_noisy: whether it looks for such jobs only when others arrive.
+        is_up: what its log says once a worker is up.
+        environment: more variables; those of `long` for `timeout=300`.
+        dies_at: the tick at which the process of the run kills itself; else its machine is killed.
+    """
+
+    packages: str
+    worker: str
+    setup: str = ""
+    send: str = ""
+    wrong: str = ""
+    is_allowed: bool = False
+    redelivers: bool = True
+    is_noisy: bool = False
+    is_up: str = ""
+    environment: str = ""
+    long: str = ""
+    dies_at: bool = False
+
+
+RQ_SEND = "queue.enqueue(rq_jobs.report, day, retry=retry)"
+RQ_SETUP = """import os, redis, rq, rq_jobs
+retry = rq.Retry(max=10, interval=60) if "TIMEOUT" in os.environ else rq.Retry(max=3)
+queue = rq.Queue(connection=redis.Redis.from_url(os.environ["REDIS_URL"]))"""
+RQ_WORKER = "rq worker --url {redis} --with-scheduler --maintenance-interval 5"
+RQ_WRONG = "import redis\nfrom rq.decorators import job\nmade = job('q', connection=redis.Redis())(f)"
+CRON = "while sleep 1; do python cron_report.py; done"
+QUEUES = {
+    "RQ, work horse": Queue("rq", RQ_WORKER, RQ_SETUP, RQ_SEND, RQ_WRONG, is_allowed=True, dies_at=True),
+    "RQ, releasing worker": Queue(
+        "rq", f"{RQ_WORKER} --worker-class rq_worker.ReleasingWorker", RQ_SETUP, RQ_SEND, dies_at=True
+    ),
+    "RQ, machine": Queue("rq", RQ_WORKER, RQ_SETUP, RQ_SEND),
+    "Dramatiq": Queue(
+        "dramatiq[redis]",
+        "dramatiq dramatiq_jobs --processes 1 --threads 2",
+        "import dramatiq_jobs",
+        "dramatiq_jobs.report.send(day)",
+        "import dramatiq\nfrom dramatiq.brokers.stub import StubBroker\n"
+        "dramatiq.set_broker(StubBroker())\nmade = dramatiq.actor(f)",
+    ),
+    "arq": Queue(
+        "arq",
+        "arq arq_jobs.WorkerSettings",
+        "import asyncio, arq, arq_jobs\nrun = asyncio.new_event_loop().run_until_complete\n"
+        "pool = run(arq.create_pool(arq_jobs.WorkerSettings.redis_settings))",
+        "run(pool.enqueue_job('report', day))",
+        "import arq\nmade = arq.func(g)",
+    ),
+    "taskiq": Queue(
+        "taskiq taskiq-redis",
+        "taskiq worker --workers 1 taskiq_jobs:broker",
+        "import asyncio, taskiq_jobs\nrun = asyncio.new_event_loop().run_until_complete\n"
+        "run(taskiq_jobs.broker.startup())",
+        "run(taskiq_jobs.report.kiq(day))",
+        "from taskiq import InMemoryBroker\nmade = InMemoryBroker().task(f)",
+        is_noisy=True,
+        environment="IDLE_SECONDS=8",
+        long="IDLE_SECONDS=310",
+    ),
+    "procrastinate": Queue(
+        "procrastinate psycopg[binary]",
+        "procrastinate --app procrastinate_jobs.app worker",
+        "import procrastinate_jobs\nfrom procrastinate import App, SyncPsycopgConnector\nimport os\n"
+        "app = procrastinate_jobs.app.with_connector(SyncPsycopgConnector(conninfo=os.environ['DATABASE_URL']))\n"
+        "app.open()\napp.schema_manager.apply_schema()",
+        "app.tasks['procrastinate_jobs.report'].defer(day=day)",
+        "import procrastinate\nmade = procrastinate.App(procrastinate.testing.InMemoryConnector()).task(f)",
+    ),
+    "Dask": Queue(
+        "distributed",
+        "dask worker tcp://127.0.0.1:{port} --no-nanny --nthreads 1 --no-dashboard",
+        "import dask_jobs, distributed\ncluster = distributed.LocalCluster(n_workers=0, scheduler_port={port}, "
+        "dashboard_address=None)\nclient = distributed.Client(cluster)\njobs = []",
+        "jobs.append(client.submit(dask_jobs.report, day, pure=False))",
+        "import dask\nmade = dask.delayed(f)",
+    ),
+    "Huey": Queue(
+        "huey redis",
+        "huey_consumer huey_jobs.huey",
+        "import huey_jobs",
+        "huey_jobs.report(day)",
+        "from huey import MemoryHuey\nmade = MemoryHuey().task()(f)",
+        redelivers=False,
+    ),
+    "Django Tasks": Queue(
+        "django-tasks django-tasks-db redis",
+        "python -m django db_worker --interval 0.5",
+        "import django\ndjango.setup()\nfrom django.core.management import call_command\n"
+        "call_command('migrate', verbosity=0)\nimport django_jobs",
+        "django_jobs.report.enqueue(day)",
+        "import django\nfrom django.conf import settings\nsettings.configure()\ndjango.setup()\n"
+        "from django_tasks import task\nmade = task()(f)",
+        redelivers=False,
+        environment="DJANGO_SETTINGS_MODULE=django_settings",
+    ),
+    "APScheduler": Queue(
+        "apscheduler<4 redis",
+        'python -c "import apscheduler_jobs, time; apscheduler_jobs.scheduler.start(); time.sleep(9999)"',
+        wrong="from apscheduler.schedulers.background import BackgroundScheduler\n"
+        "made = BackgroundScheduler().scheduled_job('interval', seconds=9)(f)",
+        redelivers=False,
+    ),
+    "cron": Queue("redis", CRON, redelivers=False),
+}
+
+WRONG = """from only_one import only_one
+def f(): ...
+async def g(ctx): ...
+{wrong}
+only_one("k")(made)
+"""
+SENDER = """import sys
+{setup}
+print("ready", flush=True)
+for line in sys.stdin:
+    day = int(line)
+    {send}
+"""
+
+
+def environment_of(queue: Queue) -> Path:
+    """The virtual environment of a queue, which is made if it is not there."""
+    folder = ENVIRONMENTS / "".join(each if each.isalnum() else "-" for each in queue.packages)
+    if not (folder / "complete").exists():
+        print(f"installing {queue.packages}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        pip = [
+            str(folder / "bin" / "pip"),
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            *queue.packages.split(),
+        ]
+        subprocess.run(pip, check=True)
+        (folder / "complete").touch()
+    return folder
+
+
+class Round:
+    """One round of one queue: a server, two machines, a witness."""
+
+    def __init__(self, queue: Queue, timeout: Time, kill_at: float, database: str, stack: ExitStack) -> None:
+        self.queue, self.kill_at, self.limit, self._stack = queue, kill_at, DONE_WITHIN[timeout], stack
+        self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
+        self.witness = self.folder / "witness"
+        server, home = stack.enter_context(redis_server()), environment_of(queue)
+        self.python = str(home / "bin" / "python")
+        self.values = {"redis": server.url, "port": free_ports(1)[0]}
+        self.env = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("PYTHON")},
+            "PATH": f"{home / 'bin'}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{JOBS}:{ROOT}",
+            "REDIS_URL": server.url,
+            "ONLY_ONE_REDIS_URL": server.url,
+            "WITNESS": str(self.witness),
+            "DATABASE": str(self.folder / "database"),
+            "DATABASE_URL": database,
+        }
+        words = [*queue.environment.split(), *(queue.long.split() if timeout else ())]
+        words += [f"TIMEOUT={timeout}"] * bool(timeout) + [f"DIES_AT={int(kill_at * 10)}"] * queue.dies_at
+        self.env.update(word.split("=", 1) for word in words)
+
+    def machine(self, number: str) -> Guarded:
+        """A worker on a machine of its own."""
+        inside = [*(unshare(*MACHINE) or ()), "sh", "-c", f'hostname machine-{number} && exec "$@"', "sh"]
+        log = self._stack.enter_context((self.folder / f"machine-{number}.log").open("wb"))
+        command = [*inside, "sh", "-c", self.queue.worker.format(**self.values)]
+        worker = Guarded(command, grace=1, env=self.env, cwd=JOBS, stdout=log, stderr=log)
+        return self._stack.enter_context(worker)
+
+    def sender(self) -> IO[str]:
+        """A process that sends the job of each day that is written to it."""
+        log = self._stack.enter_context((self.folder / "sender.log").open("wb"))
+        setup = self.queue.setup.replace("{port}", str(self.values["port"]))
+        program = SENDER.format(setup=setup, send=self.queue.send or "pass")
+        pipes: dict[str, Any] = {"text": True, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+        process = subprocess.Popen([self.python, "-c", program], env=self.env, cwd=JOBS, **pipes)
+        self._stack.callback(process.wait)
+        self._stack.callback(process.kill)
+        stdin, stdout = cast("IO[str]", process.stdin), cast("IO[str]", process.stdout)
+        if stdout.readline() != "ready\n":
+            raise RuntimeError((self.folder / "sender.log").read_text()[-2000:])
+        return stdin
+
+    def lines(self) -> list[list[str]]:
+        """The run, the machine and the tick of each line of the witness."""
+        return [line.split() for line in self.witness.read_text().splitlines()] if self.witness.exists() else []
+
+    def has_ended(self) -> bool:
+        """Whether a run has noted its end."""
+        return any(line[-1] == "end" for line in self.lines())
+
+    def log(self, name: str = "*") -> str:
+        """The output of the workers."""
+        return "".join(path.read_text(errors="replace") for path in self.folder.glob(f"machine-{name}.log"))
+
+    def play(self) -> dict[str, Any]:
+        """Play it; returns what was seen."""
+        sender = self.sender()
+
+        def send(day: int = 1) -> None:
+            print(day, file=sender, flush=True)
+
+        machines = {f"machine-{number}": self.machine(number) for number in "12"}
+        are_up = eventually(lambda: all(self.queue.is_up in self.log(number) for number in "12"), STARTS_WITHIN, 0.1)
+        send()
+        if not are_up or not eventually(self.lines, STARTS_WITHIN, 0.02):
+            msg = f"no run has begun:\n{self.log()[-2000:]}"
+            raise RuntimeError(msg)
+        send()  # it finds the key busy
+        time.sleep(self.kill_at)
+        _, machine, _ = self.lines()[0]
+        if not self.queue.dies_at:
+            machines[machine].kill()
+        was_killed = not self.has_ended()
+        killed_at, asked_at = time.monotonic(), 0.0
+        while not self.has_ended() and time.monotonic() < killed_at + self.limit:
+            if time.monotonic() > asked_at + 2:
+                asked_at = time.monotonic()
+                if not self.queue.redelivers or self.queue.is_noisy:
+                    send(0 if self.queue.is_noisy else 1)
+            time.sleep(0.1)
+        runs = [line[0] for line in self.lines()]
+        changes = sum(run != before for run, before in zip(runs[1:], runs, strict=False))
+        outcome = "done" if self.has_ended() else "told" if "AlreadyRunning" in self.log() else "LOST"
+        return {
+            "outcome": outcome if was_killed else "ended before the kill",
+            "seconds": time.monotonic() - killed_at,
+            "overlaps": changes - (len(set(runs)) - 1),
+            "elsewhere": self.lines()[-1][1] != machine,
+            "seen": "did not run" in self.log(),
+            "log": self.log(),
+        }
+
+
+@contextmanager
+def postgres() -> Iterator[str | None]:
+    """A PostgreSQL of our own, which does not run as root; yields its URL without a database, or None without one."""
+    programs = [shutil.which("postgres"), *map(str, Path("/usr/lib/postgresql").glob("*/bin/postgres"))]
+    program = next((Path(each).resolve() for each in programs if each), None)
+    if program is None:
+        yield None
+        return
+    user = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"] if os.geteuid() == 0 else []
+    with tempfile.TemporaryDirectory(prefix="only_one-", ignore_cleanup_errors=True) as folder:
+        if user:
+            shutil.chown(folder, "nobody")
+        port = free_ports(1)[0]
+        data = f"{folder}/data"
+        initdb = [*user, str(program.parent / "initdb"), "-U", "only_one", "-A", "trust", "-D", data]
+        subprocess.run(initdb, check=True, capture_output=True, cwd=folder)
+        options = ["-c", "fsync=off", "-c", "max_connections=500", "-h", "127.0.0.1", "-k", folder, "-p", str(port)]
+        command = [*user, str(program), "-D", data, *options]
+        with Guarded(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+            ready = [str(program.parent / "pg_isready"), "-h", "127.0.0.1", "-p", str(port)]
+            eventually(lambda: subprocess.run(ready, capture_output=True, check=False).returncode == 0)
+            yield f"postgresql://only_one@127.0.0.1:{port}"
+
+
+def play(queue: Queue, timeout: Time, kill_at: float, database: str | None) -> dict[str, Any]:
+    """Play one round."""
+    if database:
+        name, program = (
+            f"d{uuid4().hex}",
+            "import psycopg, sys; psycopg.connect(sys.argv[1], autocommit=True).execute(sys.argv[2])",
+        )
+        python = str(environment_of(queue) / "bin" / "python")
+        subprocess.run([python, "-c", program, f"{database}/postgres", f"create database {name}"], check=True)
+        database = f"{database}/{name}"
+    with ExitStack() as stack:
+        return Round(queue, timeout, kill_at, database or "", stack).play()
+
+
+def wrong_order(queue: Queue) -> str:
+    """What `@only_one` above the decorator of the queue comes to."""
+    if not queue.wrong:
+        return "-"
+    program = WRONG.format(wrong=queue.wrong)
+    command = [str(environment_of(queue) / "bin" / "python"), "-c", program]
+    done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    error = done.stderr.strip().splitlines()[-1] if done.stderr else ""
+    if "ConfigurationError: only_one cannot decorate" in error:
+        return "refused"
+    return "works" if queue.is_allowed and not error else f"NOT REFUSED {error}"
+
+
+def main() -> int:
+    """Play all rounds, and print the table."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--rounds", type=int, default=10, help="of each queue, with each time")
+    options.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    options.add_argument("--at-once", type=int, default=10, help="rounds at a time; each has two workers and a server")
+    options.add_argument("--times", default=f"lease,{LONG}", help="lease, 300, or both")
+    options.add_argument("names", nargs="*", help="of the queues, such as arq")
+    given = options.parse_args()
+    if unshare(*MACHINE) is None:
+        print("a machine of its own needs unshare, as root or with user namespaces: neither is permitted here")
+        return 2
+    print(f"seed {given.seed}", flush=True)
+    chosen = {name: each for name, each in QUEUES.items() if not given.names or name.split(",")[0] in given.names}
+    times = [None if each == "lease" else int(each) for each in given.times.split(",")]
+    dice, seen = random.Random(given.seed), defaultdict(list)
+    table = Table(
+        "queue", *(f"killed, {each or 'default lease'}" for each in times), "elsewhere", "overlaps", "skip seen"
+    )
+    table.add_column("@only_one above")
+    with postgres() as database, ThreadPoolExecutor(given.at_once) as pool:
+        if database is None and "procrastinate" in chosen:
+            del chosen["procrastinate"]
+            print("procrastinate is left out: there is no PostgreSQL on PATH")
+        for queue in chosen.values():
+            environment_of(queue)
+        rounds = {}
+        for name, queue in chosen.items():
+            own = database if name == "procrastinate" else None
+            for each in times * given.rounds:
+                rounds[pool.submit(play, queue, each, dice.uniform(0.5, 4), own)] = name, each
+        for number, played in enumerate(as_completed(rounds), 1):
+            name, timeout = rounds[played]
+            result = played.result()
+            seen[name, timeout].append(result)
+            log = result.pop("log")
+            print(f"{number}/{len(rounds)} {name}, {timeout or 'default lease'}: {result}", flush=True)
+            if result["outcome"] != "done" or not result["seen"]:
+                print(log[-3000:], flush=True)
+        for name, queue in chosen.items():
+            results = [each for timeout in times for each in seen[name, timeout]]
+            cells = [killed(seen[name, timeout]) for timeout in times]
+            counts = [f"{sum(each[what] for each in results)}" for what in ("elsewhere", "overlaps", "seen")]
+            table.add_row(name, *cells, *counts, wrong_order(queue))
+    Console(width=160).print(table)
+    everything = [each for results in seen.values() for each in results]
+    return int(any(each["outcome"] != "done" or each["overlaps"] for each in everything))
+
+
+def killed(results: list[dict[str, Any]]) -> str:
+    """How the rounds came out, and after how many seconds."""
+    outcomes = Counter(each["outcome"] for each in results)
+    seconds = sorted(each["seconds"] for each in results)
+    counts = ", ".join(f"{what} {number}/{len(results)}" for what, number in outcomes.items())
+    return f"{counts} ({seconds[0]:.0f}-{seconds[-1]:.0f} s)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

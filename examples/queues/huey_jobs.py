@@ -1,0 +1,17 @@
+"""Huey: it gives no job out again that a killed worker had begun; the next one that is enqueued does the work."""
+
+import os
+
+from huey import RedisHuey
+from reports import make_report
+
+from only_one import only_one
+
+huey = RedisHuey(url=os.environ["REDIS_URL"])
+
+
+@huey.task()
+@only_one("report:{day}")
+def report(day: int) -> str:
+    """Make the report of a day."""
+    return make_report(day)

@@ -1,0 +1,25 @@
+"""procrastinate: the job asks for its context; a periodic task gives out again what dead workers had begun."""
+
+import os
+
+from procrastinate import App, JobContext, PsycopgConnector, RetryStrategy
+from reports import make_report
+
+from only_one import only_one
+
+app = App(connector=PsycopgConnector(conninfo=os.environ["DATABASE_URL"]))
+
+
+@app.task(pass_context=True, retry=RetryStrategy(max_attempts=10, wait=60))
+@only_one("report:{day}", work_id=lambda context, day: context.job.id)  # noqa: ARG005
+def report(context: JobContext, day: int) -> str:  # noqa: ARG001
+    """Make the report of a day."""
+    return make_report(day)
+
+
+@app.periodic(cron="*/5 * * * * *")
+@app.task(pass_context=True)
+async def retry_stalled(context: JobContext, timestamp: int) -> None:  # noqa: ARG001
+    """Give out again the jobs of workers that do not answer."""
+    for job in await app.job_manager.get_stalled_jobs(seconds_since_heartbeat=15):
+        await app.job_manager.retry_job(job)

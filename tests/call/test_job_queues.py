@@ -1,0 +1,261 @@
+"""A job of another queue that finds an earlier attempt of itself at its key. `make queues` shows the real queues."""
+
+# ruff: noqa: ARG001 - a fixture that configures something is asked for by name
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery
+from redis import Redis
+
+from only_one import AlreadyRunning, current_lock, fail, only_one, skip
+from only_one.call import job_queues
+from only_one.lock.token import TokenFactory
+from rigs.waiting import LIMIT
+from tests.decorated import Decorate, Function, as_async, both, decorated
+from tests.lock.test_holder import changed
+
+ID = "job-1"
+ELSEWHERE = {"machine": "another", "host": "another"}
+LONG = 600_000
+
+
+class PutBack(Exception):
+    """What a queue raises to put a job back, with its options."""
+
+    def __init__(self, *_: str, **options: float) -> None:
+        self.options = options
+
+
+def no_job() -> None:
+    """What RQ says outside of its jobs."""
+
+
+def in_rq(attempt: int | None) -> dict[str, Any]:
+    return {"rq": SimpleNamespace(get_current_job=lambda: SimpleNamespace(id=ID, number_of_retries=attempt))}
+
+
+def in_dramatiq(message: Any) -> dict[str, Any]:
+    current = SimpleNamespace(get_current_message=lambda: message)
+    errors = SimpleNamespace(Retry=PutBack)
+    return {"dramatiq": SimpleNamespace(middleware=SimpleNamespace(CurrentMessage=current), errors=errors)}
+
+
+MESSAGE = SimpleNamespace(message_id=ID, options={"retries": 1})
+ARQ = {"arq": SimpleNamespace(Retry=PutBack)}
+CONTEXT = {"job_id": ID, "job_try": 1, "redis": None}
+PUTS_BACK = {"delay": (in_dramatiq(MESSAGE), (), 1000), "defer": (ARQ, (CONTEXT,), 1)}
+"""By the option for the time: the queue, the arguments, and the units of a second."""
+
+
+def install(monkeypatch: pytest.MonkeyPatch, modules: dict[str, Any]) -> None:
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def hold(redis: Redis, prefix: str, milliseconds: int, attempt: int | None = 1, **changes: Any) -> None:
+    """The key is held by an attempt of the job, on another machine if nothing else is said."""
+    token = TokenFactory("m.f", ID, attempt).token(None)
+    redis.set(f"{prefix}k", changed(token, **(changes or ELSEWHERE)), px=milliseconds)
+
+
+def ran(*_: Any) -> tuple[str | None, int | None]:
+    """The work that the run names in its token."""
+    holder = current_lock().holder
+    assert holder is not None
+    return holder.task_id, holder.attempt
+
+
+def named(*_: Any) -> str:
+    return ID
+
+
+OTHERS: dict[str, Any] = {"pid": os.getpid(), "process": "another"}
+"""Another process of this machine, which lives."""
+
+
+@both
+@pytest.mark.parametrize(
+    ("modules", "args", "options", "work"),
+    [
+        ({}, (), {}, (None, None)),
+        ({}, (), {"work_id": named}, (ID, None)),
+        ({}, (7,), {"work_id": lambda job: job}, ("7", None)),
+        (in_rq(2), (7,), {"work_id": lambda job: None}, (None, None)),  # noqa: ARG005
+        (in_rq(2), (), {}, (ID, 2)),
+        (in_rq(None), (), {}, (ID, 0)),
+        ({"rq": SimpleNamespace(get_current_job=no_job)}, (), {}, (None, None)),
+        ({"rq": SimpleNamespace()}, (), {}, (None, None)),  # another's, or half imported
+        (in_dramatiq(MESSAGE), (), {}, (ID, 1)),
+        (in_dramatiq(None), (), {}, (None, None)),
+        ({"dramatiq": SimpleNamespace()}, (), {}, (None, None)),
+        (ARQ, (CONTEXT,), {}, (ID, 1)),
+        (ARQ, ({"job_id": ID},), {}, (None, None)),
+        ({}, (CONTEXT,), {}, (None, None)),
+    ],
+)
+def test_a_run_names_its_job(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch, decorate: Decorate, modules: Any, args: Any, options: Any, work: Any
+) -> None:
+    install(monkeypatch, modules)
+    body: Function = (lambda job: ran()) if args else (lambda: ran())  # noqa: ARG005, PLW0108
+    assert decorate(body, **options)(*args) == work
+
+
+def test_inside_of_a_celery_task_no_other_queue_is_asked(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, in_rq(2))
+
+    def work() -> Any:
+        return decorated(ran)(), decorated(ran, work_id=named)()
+
+    assert Celery(set_as_current=False).task(work, name="t").apply().get() == ((None, None), (ID, None))
+
+
+@both
+@pytest.mark.parametrize("when_busy", [{}, {"when_busy": skip}, {"when_busy": fail}], ids=["default", "skip", "fail"])
+@pytest.mark.parametrize(
+    ("modules", "options", "held"),
+    [
+        (in_rq(2), {}, {}),
+        ({}, {"work_id": named}, {"attempt": None}),
+        ({}, {"work_id": named, "timeout": 600}, {"attempt": None}),
+        ({}, {"work_id": named}, {"attempt": None, **OTHERS}),
+    ],
+)
+def test_it_waits_and_runs(
+    redis: Redis, prefix: str, monkeypatch: pytest.MonkeyPatch, decorate: Decorate, modules: Any, options: Any,
+    held: Any, when_busy: Any,
+) -> None:  # fmt: skip
+    install(monkeypatch, modules)
+    hold(redis, prefix, 300, **held)
+    assert decorate(ran, **options, **when_busy)()[0] == ID
+
+
+@both
+@pytest.mark.parametrize(("option", "row"), PUTS_BACK.items())
+@pytest.mark.parametrize("times", [{}, {"timeout": 600}], ids=str)
+def test_its_queue_puts_it_back_until_the_key_expires(
+    redis: Redis, prefix: str, monkeypatch: pytest.MonkeyPatch, decorate: Decorate, option: str, row: Any, times: Any
+) -> None:
+    modules, args, second = row
+    install(monkeypatch, modules)
+    hold(redis, prefix, LONG)
+    body: Function = (lambda ctx: "ran") if args else (lambda: "ran")  # noqa: ARG005
+    with pytest.raises(PutBack) as raised:
+        decorate(body, **times)(*args)
+    assert raised.value.options == {option: pytest.approx(600 * second, abs=LIMIT * second)}
+    assert redis.pttl(f"{prefix}k") > LONG / 2
+
+
+@both
+@pytest.mark.parametrize(
+    ("modules", "options", "held"),
+    [
+        (in_rq(2), {}, {**ELSEWHERE, "attempt": 3}),  # later, or of other work with the same id
+        (in_rq(2), {}, {**ELSEWHERE, "task_id": "job-2"}),
+        (in_rq(2), {}, OTHERS),  # a fork of the job, perhaps
+        (in_rq(2), {}, {**ELSEWHERE, "state": "kept"}),  # it has succeeded
+        (in_rq(2), {"work_id": lambda: None}, ELSEWHERE),
+        ({}, {}, ELSEWHERE),
+    ],
+)
+def test_it_is_busy_like_any_other_call(
+    redis: Redis,
+    prefix: str,
+    monkeypatch: pytest.MonkeyPatch,
+    decorate: Decorate,
+    modules: Any,
+    options: Any,
+    held: Any,
+) -> None:
+    install(monkeypatch, modules)
+    hold(redis, prefix, LONG, **held)
+    assert decorate(ran, **options)() is None
+
+
+@both
+def test_a_call_from_inside_of_its_own_run_does_not_wait(redis: Redis, decorate: Decorate) -> None:
+    inner = decorated(lambda: "ran", work_id=named)
+    assert decorate(lambda: (inner(), "ran"), work_id=named)() == (None, "ran")
+
+
+def in_a_loop(function: Callable[[], Any]) -> Function:
+    async def call() -> Any:
+        return function()
+
+    return lambda: asyncio.run(call())
+
+
+GIVES_UP: dict[str, tuple[Callable[..., Function], dict[str, Any], int]] = {
+    "more than a lease is left": (decorated, {"timeout": 600}, LONG),
+    "more than its lease is left": (decorated, {"lease": 100}, LONG),
+    "it would block the event loop": (lambda body, **options: in_a_loop(decorated(body, **options)), {}, 20_000),
+}
+
+
+@pytest.mark.parametrize("case", GIVES_UP)
+def test_it_raises_at_once_where_it_may_not_wait(redis: Redis, prefix: str, case: str) -> None:
+    decorate, options, milliseconds = GIVES_UP[case]
+    hold(redis, prefix, milliseconds, attempt=None)
+    with pytest.raises(AlreadyRunning) as raised:
+        decorate(ran, work_id=named, when_busy=skip, **options)()
+    assert raised.value.task_id == ID
+    assert redis.pttl(f"{prefix}k") > milliseconds / 4
+
+
+@both
+def test_it_gives_up_after_a_lease_while_the_holder_lives(
+    redis: Redis, prefix: str, monkeypatch: pytest.MonkeyPatch, decorate: Decorate
+) -> None:
+    monkeypatch.setattr(job_queues, "_SLACK", 0.1)
+    hold(redis, prefix, 400, attempt=None)
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(0.02):
+            redis.pexpire(f"{prefix}k", LONG)
+
+    with_renewals = threading.Thread(target=renew)
+    with_renewals.start()
+    try:
+        with pytest.raises(AlreadyRunning):
+            decorate(ran, work_id=named, lease=0.5)()
+    finally:
+        ended.set()
+        with_renewals.join()
+
+
+def test_an_async_call_leaves_the_loop_to_others_while_it_waits(redis: Redis, prefix: str) -> None:
+    hold(redis, prefix, LONG, attempt=None)
+    function: Any = only_one(key="k", work_id=named, lease=3600)(as_async(ran))
+
+    async def both_of_them() -> Any:
+        waiting = asyncio.create_task(function())
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        redis.delete(f"{prefix}k")
+        return await waiting
+
+    assert asyncio.run(both_of_them()) == (ID, None)
+
+
+def test_nothing_of_a_queue_is_imported() -> None:
+    """Nor anything else than the standard library and redis-py, with what that imports: so it costs nothing."""
+    program = """
+import sys, redis, redis.asyncio
+before = {name.partition(".")[0] for name in sys.modules}
+import only_one, only_one.call.job_queues
+new = {name.partition(".")[0] for name in sys.modules} - before
+print(*new - sys.stdlib_module_names)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "only_one\n"
