@@ -51,8 +51,8 @@ class LockedCall:
         has_succeeded: whether the function has returned.
         ended_by: the exception that the function has raised.
         lost: how the run has lost its key, or None.
-        pause: seconds until the key is asked for again, because an earlier attempt of the caller's work holds it; 0 if
-            it is not.
+        pause: seconds until another call asks for the key, because an earlier attempt of the caller's work holds it; 0
+            if the policy decides.
     """
 
     waits_until_told = True
@@ -96,8 +96,6 @@ class LockedCall:
     def acquire(self) -> Commands[bytes | Exception | None]:
         """Acquire the key: None if it is ours, else the value stored there, or the error of the server."""
         options, features, before = self.options, self.server.features, unanswered.get()
-        if self.pause:  # asked again
-            self.pause, self._asked_at = 0.0, now()
         if options.lease is not None and (error := start_thread()):  # before SET: the key could not be renewed
             self._stage = "over"
             return error
@@ -115,7 +113,7 @@ class LockedCall:
             return error
         finally:
             # Of a SET that was sent twice, the first may be carried out when the call is over.
-            self._may_come_late |= unanswered.get() != before
+            self._may_come_late = unanswered.get() != before
         return value
 
     def blocks(self) -> bool:
@@ -150,7 +148,8 @@ class LockedCall:
             self._stage = "over"
             if self._may_come_late:
                 self.clean_up(no_write_in_flight=False)
-            self.result = self.busy(acquired)
+            if not self.pause:
+                self.result = self.busy(acquired)
             return False
         limit = self.options.timeout or inf
         self.lease = Lease(self.server, self.key, self.token, self._asked_at, self.options.ttl, limit)

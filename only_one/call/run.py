@@ -24,14 +24,13 @@ def run(decoration: Decoration, caller: Caller, args: Args, kwargs: Kwargs) -> A
     key = caller.key or options.prefix + decoration.make_key(caller, args, kwargs)
     if options.server is None:  # switched off: for all that the run can see, it holds its key
         return _run_as(Lease(None, key, b"", now(), inf, inf), decoration, args, kwargs)
-    with LockedCall(options, options.server, options.server.client, caller, key) as call:
-        acquired = drive(call.client, call.acquire())
-        while call.pause:
-            time.sleep(call.pause)
-            acquired = drive(call.client, call.acquire())
-        if call.resolve_acquire(acquired):
-            _run_and_release(call, decoration, args, kwargs)
-    return call.result
+    while True:
+        with LockedCall(options, options.server, options.server.client, caller, key) as call:
+            if call.resolve_acquire(drive(call.client, call.acquire())):
+                _run_and_release(call, decoration, args, kwargs)
+        if not call.pause:
+            return call.result
+        time.sleep(call.pause)
 
 
 # A function of its own: an exception that arrives on the line of a `try` inside of a `with` skips its `__exit__`.
@@ -54,19 +53,19 @@ async def run_async(decoration: Decoration, caller: Caller, args: Args, kwargs: 
     if options.server is None:  # switched off: for all that the run can see, it holds its key
         return await _run_as_async(Lease(None, key, b"", now(), inf, inf), decoration, args, kwargs)
     client = await options.server.async_client()
-    with AsyncLockedCall(options, options.server, client, caller, key) as call:
-        # How often this task has been cancelled; 0 before Python 3.11, which does not count.
-        cancelling: Callable[[], int] = getattr(asyncio.current_task(), "cancelling", int)
-        cancellations = cancelling()
-        acquired = await drive_async(client, call.acquire())
-        while call.pause:
-            await asyncio.sleep(call.pause)
+    while True:
+        with AsyncLockedCall(options, options.server, client, caller, key) as call:
+            # How often this task has been cancelled; 0 before Python 3.11, which does not count.
+            cancelling: Callable[[], int] = getattr(asyncio.current_task(), "cancelling", int)
+            cancellations = cancelling()
             acquired = await drive_async(client, call.acquire())
-        if cancelling() > cancellations:  # redis-py loses one that comes with the reply
-            raise asyncio.CancelledError
-        if call.resolve_acquire(acquired):
-            await _run_and_release_async(call, decoration, args, kwargs)
-    return call.result
+            if cancelling() > cancellations:  # redis-py loses one that comes with the reply
+                raise asyncio.CancelledError
+            if call.resolve_acquire(acquired):
+                await _run_and_release_async(call, decoration, args, kwargs)
+        if not call.pause:
+            return call.result
+        await asyncio.sleep(call.pause)
 
 
 async def _run_and_release_async(call: AsyncLockedCall, decoration: Decoration, args: Args, kwargs: Kwargs) -> None:

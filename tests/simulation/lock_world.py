@@ -50,6 +50,7 @@ class LockWorld(History):
         "when_down": ["fail", "fail", "skip", "carry_on", "fails"],
         "keys": [["k"], ["k"], ["k", "n"]],
         "trouble": [0, 0, 1, 2, 3],
+        "jobs": [False, False, False, True],  # calls with one number are attempts of one job
     }
     FAULTS: ClassVar[dict[str, list[float]]] = {
         "freeze": [0.15, 0.05],
@@ -69,6 +70,7 @@ class LockWorld(History):
     def __init__(self, processes: list[Process], seed: int, left_out: frozenset[str] = frozenset()) -> None:
         super().__init__(processes, seed, left_out)
         self.processes = processes[: self.plan.processes]
+        self.plan.jobs &= "work_id" in processes[0].package.only_one.__kwdefaults__  # else it is an earlier version
         self.machines = [Machine("alpha", is_known=self.draw("plan known") < 0.95), Machine("beta")]
         self.host.loses, self.host.delays = _LOSES[self.plan.trouble], _DELAYS[self.plan.trouble]
         self.is_async: bool = getattr(self.plan, "async")
@@ -132,6 +134,7 @@ class LockWorld(History):
             when_down=policies[plan.when_down],
             when_lost=policies.get(plan.when_lost, lambda _error: None),
             redis="redis://server:6379/0?protocol=2",
+            **({"work_id": lambda call: call.job} if plan.jobs else {}),
             **{option: value for option, value in given.items() if value},
         )
         return decorate(self._async_body if self.is_async else self._body)  # type: ignore[no-any-return]
