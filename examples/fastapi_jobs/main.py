@@ -14,6 +14,11 @@ logging.basicConfig(level=logging.INFO)  # uvicorn shows its own loggers only
 app = FastAPI()
 
 
+def shown(holder: Any) -> dict[str, str]:
+    """Which job holds the key, and since when."""
+    return {"job": holder.id, "since": datetime.fromtimestamp(holder.since, timezone.utc).isoformat()}
+
+
 async def write_report(shop: str) -> None:
     """What takes long."""
     await asyncio.sleep(20)
@@ -27,6 +32,12 @@ async def report(shop: str, begun: asyncio.Future[dict[str, str]]) -> None:
     await write_report(shop)
 
 
+@app.exception_handler(AlreadyRunning)
+async def already_running(_request: Request, error: AlreadyRunning) -> JSONResponse:
+    """Answer to the second click."""
+    return JSONResponse({"detail": "is running already", **shown(error.holder)}, status_code=409)
+
+
 @app.post("/reports/{shop}", status_code=202)
 async def start_report(shop: str, background: BackgroundTasks) -> dict[str, str]:
     """Start the job; answer as soon as it has begun."""
@@ -37,14 +48,3 @@ async def start_report(shop: str, background: BackgroundTasks) -> dict[str, str]
         await job  # it did not begin: this raises AlreadyRunning
     background.add_task(asyncio.wait_for, job, None)  # uvicorn waits for it at shutdown, and logs its errors
     return begun.result()
-
-
-@app.exception_handler(AlreadyRunning)
-async def already_running(_request: Request, error: AlreadyRunning) -> JSONResponse:
-    """Answer to the second click."""
-    return JSONResponse({"detail": "is running already", **shown(error.holder)}, status_code=409)
-
-
-def shown(holder: Any) -> dict[str, str]:
-    """Which job holds the key, and since when."""
-    return {"job": holder.id, "since": datetime.fromtimestamp(holder.since, timezone.utc).isoformat()}

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import httpx
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from rigs.servers import free_ports
 from rigs.waiting import LIMIT, eventually
+from tests.live.workers import ROOT
 from tests.recipes.place import Place, SlowFile
 
 TASK = "import_prices"
+ALERTS = yaml.safe_load((ROOT / "examples" / "recipes" / "alerts.yml").read_text())["groups"][0]["rules"]
 
 
 def test_a_scrape_has_the_sums_of_all_processes(place: Place) -> None:
@@ -31,6 +37,17 @@ def test_a_scrape_has_the_sums_of_all_processes(place: Place) -> None:
         assert eventually(teas.is_read)
         app.send_task(TASK, [teas.path])  # which the other process skips
         assert eventually(lambda: counted("Busy") == 1)
+        assert scraped(f'only_one_held_seconds{{task="{TASK}"}}') > 0
+        served = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=LIMIT).text
+        samples = {sample.name for family in text_string_to_metric_families(served) for sample in family.samples}
+        assert len(ALERTS) == 3
+        for alert in ALERTS:
+            (metric,) = re.findall(r"only_one_\w+", alert["expr"])
+            assert metric in samples
+            assert all(
+                f'{metric}{{event="{kind}",task="{TASK}"}} 0.0' in served
+                for kind in re.findall('event="(.*?)"', alert["expr"])
+            )
         app.send_task(TASK, [mugs.path])
         assert eventually(mugs.is_read)  # while the first process is still at the other file
         place.client.set(f"only_one:{TASK}:{mugs.path}", "somebody else's")

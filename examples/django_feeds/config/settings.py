@@ -18,3 +18,11 @@ REDIS = os.environ.get("REDIS", "redis://localhost:6379")
 CACHES = {"default": {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": f"{REDIS}/0"}}
 CELERY_BROKER_URL = f"{REDIS}/1"
 CELERY_ONLY_ONE_REDIS = f"{REDIS}/2"  # not the cache's database: `cache.clear()` empties that
+
+LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "handlers": {"console": {"class": "logging.StreamHandler"}},
+    "root": {"handlers": ["console"]},
+    "loggers": {"only_one": {"level": "INFO"}},  # a line for each skip
+}
