@@ -120,6 +120,7 @@ def test_the_page_of_versions_says_what_is_run() -> None:
     )
     assert f"| {', '.join(json.loads(*pythons))} |" in page
     assert re.findall(r"Python :: (3\.\d+)", classifiers) == json.loads(*pythons)
+    assert f"python: {pythons[0]}" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     assert ", ".join(each.split("==")[1] for each in json.loads(*oldest)) in page
 
 
