@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -33,24 +32,6 @@ from tests.celery.deliveries import (
     unique,
 )
 from tests.proxy import Proxy
-
-
-@pytest.mark.parametrize("how", ["not raised", "swallowed"])
-def test_a_retry_waits_for_the_key_that_its_previous_attempt_keeps(queue: Queue, keys: Keys, how: str) -> None:
-    def work(self: Any) -> str:
-        if not self.request.retries:
-            with suppress(Retry):
-                self.retry(countdown=0, throw=how == "swallowed")
-        return f"attempt {self.request.retries}"
-
-    answer = a_task(queue.app, work, at_least=600, celery={"bind": True}).delay()
-    for _ in range(2):
-        queue.deliver()
-        assert len(queue) == 1
-    del keys["k"]
-    assert queue.deliver() == "attempt 1"
-    assert answer.state == "SUCCESS"
-
 
 HELD: list[tuple[str, int | None, int, str]] = [
     ("kept", 1, 1, "dropped"),
