@@ -24,7 +24,6 @@ from pydantic import BaseModel
 
 from only_one import (
     AlreadyRunning,
-    Released,
     buffer_one,
     configure,
     current_lock,
@@ -32,7 +31,6 @@ from only_one import (
     only_one,
     retry,
     skip,
-    subscribe,
 )
 from only_one.clock import now
 from only_one.connections.server import find_server
@@ -81,19 +79,10 @@ def next_number(what: str) -> int:
         return int(client.incr(f"number:{what}"))
 
 
-def die_after_the_first(event: Any) -> None:
-    """Be killed in the moment after the key is released, and before the result is stored."""
-    key = event.key.removeprefix(PREFIX)
-    if isinstance(event, Released) and key.startswith("dies-") and next_number(f"released:{key}") == 1:
-        note("killed", key)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 if URL in os.environ:  # in a worker
     app.conf.update({"result_backend": os.environ[RESULTS], **json.loads(os.environ[SETTINGS])})
     use_broker(app)
     configure(redis=os.environ[LOCKS], prefix=PREFIX)
-    subscribe(die_after_the_first)
     if DIRECT in os.environ:
         options = consumed().get("options", {})
         app.amqp.queues.add(DIRECT, exchange="directs", exchange_type="direct", routing_key=DIRECT, **options)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from celery import chain
 
 from only_one.celery.broker import visibility_timeout
 from rigs.waiting import LIMIT, eventually
@@ -76,15 +75,6 @@ class Sent:
     answer: Any
 
 
-@dataclass
-class Everything:
-    """All that was sent, and has ended."""
-
-    redelivered: dict[Case, Sent]
-    dies: Sent
-    cleans_up: dict[str, Sent]
-
-
 @pytest.fixture(scope="module")
 def settings() -> dict[str, Any]:
     """The workers do not look for messages to be delivered again: the test has them delivered."""
@@ -110,43 +100,24 @@ def send(place: World, case: Case) -> Sent:
 
 
 @pytest.fixture(scope="module")
-def everything(place: World) -> Everything:
-    redelivered = {case: send(place, case) for case in CASES}
-    dies = Scene(place, f"dies-{place.server.port}")
-    followed = chain(live.BELOW["late"].s(dies.key, 1, "once", "gate"), live.add.s(10)).apply_async()
-    cleans_up = {where: Scene(place) for where in ("worker", "queue")}
-    found = Everything(
-        redelivered,
-        Sent(dies, followed),
-        {
-            where: Sent(scene, live.plain.delay(scene.key, "once", "retry and clean up"))
-            for where, scene in cleans_up.items()
-        },
-    )
-    place.wait_for("received", cleans_up["worker"].key, 2)
-    cleans_up["worker"].open()
-
-    sent = [(each.scene, each.answer.id, case.is_late) for case, each in redelivered.items()]
-    sent.append((dies, followed.parent.id, False))
-    for scene, _, _ in sent:
-        scene.begun()
-    copies = {scene.key: place.broker.copy_of(task_id) for scene, task_id, _ in sent}
-    for scene, _, is_late in sent:
-        if not is_late:
-            place.broker.deliver_again(copies[scene.key])
-    for scene, _, is_late in sent:
-        if not is_late:
-            place.wait_for("received", scene.key, 3)  # the redelivery has been requeued, and comes again
-    for scene, _, _ in sent:
-        scene.open()
-    for scene, task_id, is_late in sent:
-        if is_late:
-            assert eventually(lambda task_id=task_id: f"[{task_id}] succeeded" in place.log())  # type: ignore[misc]
-            place.broker.deliver_again(copies[scene.key])
-
-    place.wait_for("received", cleans_up["queue"].key, 3)
-    cleans_up["queue"].open()
-    return found
+def redelivered(place: World) -> dict[Case, Sent]:
+    """All that was sent and delivered again, and has ended."""
+    sent = {case: send(place, case) for case in CASES}
+    for each in sent.values():
+        each.scene.begun()
+    copies = {case: place.broker.copy_of(each.answer.id) for case, each in sent.items()}
+    soon = [case for case in CASES if not case.is_late]
+    for case in soon:
+        place.broker.deliver_again(copies[case])
+    for case in soon:
+        place.wait_for("received", sent[case].scene.key, 3)  # the redelivery has been requeued, and comes again
+    for each in sent.values():
+        each.scene.open()
+    for case in copies.keys() - soon:
+        succeeded = f"[{sent[case].answer.id}] succeeded"
+        assert eventually(lambda succeeded=succeeded: succeeded in place.log())  # type: ignore[misc]
+        place.broker.deliver_again(copies[case])
+    return sent
 
 
 def why_dropped(sent: Sent) -> set[str]:
@@ -168,8 +139,8 @@ def test_the_page_says_when_one_that_nobody_was_free_for_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_redelivery_is_never_beside_the_run(everything: Everything, case: Case) -> None:
-    sent = everything.redelivered[case]
+def test_a_redelivery_is_never_beside_the_run(redelivered: dict[Case, Sent], case: Case) -> None:
+    sent = redelivered[case]
     attempts, state = EXPECTED[case.how]
     if case.how in IS_DROPPED:
         assert eventually(lambda: why_dropped(sent))
@@ -187,22 +158,16 @@ def test_a_redelivery_is_never_beside_the_run(everything: Everything, case: Case
     assert sent.scene.runs() == attempts
 
 
-def test_a_run_that_is_killed_between_its_release_and_its_result_is_done_again(everything: Everything) -> None:
-    """A redelivery had asked before the run ended: it is not dropped before a result and what comes after are there."""
-    sent = everything.dies
-    assert sent.answer.get(timeout=LIMIT) == 11
-    assert len(sent.scene.place.notes("killed", sent.scene.key)) == 1
-    assert sent.scene.runs() == ["0", "0"]
-
-
-@pytest.mark.parametrize("where", ["worker", "queue"])
-def test_a_retry_waits_for_the_previous_attempt_to_clean_up(everything: Everything, where: str) -> None:
+def test_a_retry_waits_for_the_previous_attempt_to_clean_up(scene: Scene) -> None:
     """In the queue, and when that takes longer, in the queue again."""
-    sent = everything.cleans_up[where]
-    assert sent.answer.get(timeout=LIMIT)["attempt"] == 1
-    assert sent.scene.runs() == ["0", "1"]
+    answer = live.plain.delay(scene.key, "once", "retry and clean up")
+    scene.place.wait_for("received", scene.key, 3)
+    scene.open()
+    assert answer.get(timeout=LIMIT)["attempt"] == 1
+    assert scene.runs() == ["0", "1"]
 
 
-def test_nothing_is_left(place: World, everything: Everything) -> None:  # noqa: ARG001 - it has ended
+@pytest.mark.usefixtures("redelivered")
+def test_nothing_is_left(place: World) -> None:
     assert eventually(lambda: place.broker.messages() == 0)
     assert place.no_key_is_left()
