@@ -6,11 +6,9 @@ import json
 import os
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import venv
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -21,7 +19,6 @@ from rigs.waiting import LIMIT, eventually
 from tests.recipes.place import shown_in
 
 ROOT = Path(__file__).parent.parent
-ROUNDS = 41
 NOT_OURS = {"PYTHONPATH", "ONLY_ONE_REDIS_URL", "ONLY_ONE_ACTIVE"}
 
 
@@ -146,21 +143,3 @@ def test_the_commands_of_the_readme_as_they_stand(clones: list[Path], tmp_path: 
             skip = " ".join(shown_in("../../README.md"))
             assert eventually(lambda: re.search(skip, log.read_text()), 2 * LIMIT), log.read_text()
             assert "only_one:feeds.import_feed:" in paste(looks)
-
-
-@pytest.mark.soak
-def test_importing_it_takes_little_more_than_importing_redis(
-    python: Path, record_property: Callable[[str, float], None]
-) -> None:
-    """Medians of times taken in turn, in processes of their own: a ratio, and no bound on seconds.
-
-    The time is the processor's, as what else is at work on this machine may come between.
-    """
-    program = "import time; begun = time.process_time(); import {}; print(time.process_time() - begun)"
-    times: dict[str, list[float]] = {"redis": [], "only_one": []}
-    for _ in range(ROUNDS):
-        for name, taken in times.items():
-            taken.append(float(run(python, "-I", "-c", program.format(name))))
-    ratio = statistics.median(times["only_one"]) / statistics.median(times["redis"])
-    record_property("import of only_one / of redis", ratio)
-    assert ratio <= 1.2

@@ -13,7 +13,7 @@ import pytest
 from celery import Celery, Task
 from celery.exceptions import Retry
 
-from only_one import carry_on, configure, current_lock, retry
+from only_one import carry_on, configure, current_lock, fail, retry
 from only_one.celery import delivery
 from only_one.celery.delivery import Delivery
 from only_one.celery.requeue import Header
@@ -53,10 +53,11 @@ def test_a_task_is_never_skipped_because_of_its_own_lock(
     queue: Queue, keys: Keys, kind: Any, caplog: pytest.LogCaptureFixture,
     state: str, attempt: int | None, retries: int, outcome: str,
 ) -> None:  # fmt: skip
-    """And what is out of date is dropped."""
+    """Whatever the policy says; and what is out of date is dropped."""
     caplog.set_level(logging.INFO)
     runs: list[str] = []
-    task = a_task(queue.app, kind(lambda_of(lambda: runs.append("run"))), celery={"base": Awaits})
+    policy = {} if attempt is None else {"when_busy": fail}
+    task = a_task(queue.app, kind(lambda_of(lambda: runs.append("run"))), celery={"base": Awaits}, **policy)
     answer = task.apply_async(retries=retries)
     whose = "another" if state == "queued by another" else answer.id
     keys["k"] = token_of(whose, state=state.split(maxsplit=1)[0], attempt=attempt)

@@ -38,11 +38,7 @@ def is_current(app: Celery) -> Iterator[None]:
 def test_decorating_evaluates_nothing(kind: str) -> None:
     app = Celery(f"app-{uuid4()}", set_as_current=False)
     with is_current(app):
-        for decorate in (
-            decorated,
-            decorated("k-{value}", 300),
-            decorated(key="k", when_busy=fail, at_least=1, redis=CLOSED),
-        ):
+        for decorate in (decorated, decorated("k-{value}", 300, when_busy=fail, at_least=1, redis=CLOSED)):
             name = f"task-{uuid4()}"
             made = shared_task(name=name) if kind == "shared_task" else app.task(name=name, shared=kind == "shared")
             proxy = made(work)
