@@ -56,20 +56,9 @@ DIRECT = "direct"
 """A queue of a direct exchange of its own, for the workers that are told of it."""
 
 
-def around(call: Callable[..., Any]) -> Callable[..., Any]:
-    """What an annotation may put around a task."""
-
-    def annotated(self: Any, key: str, *orders: Any) -> Any:
-        note("around", key)
-        return call(self, key, *orders)
-
-    return annotated
-
-
 app: Any = Celery("live", set_as_current=False)
 app.conf.broker_connection_retry_on_startup = True
 app.conf.worker_prefetch_multiplier = 4
-app.conf.task_annotations = {"annotated": {"max_retries": 7, "@__call__": around}}
 without_results = DisabledBackend(app)
 
 
@@ -303,9 +292,6 @@ requeued_soon = below("requeued soon", when_busy=retry(countdown=0.2))
 lost = below("lost", timeout=None, lease=LEASE, when_lost=fail)
 
 
-annotated = below("annotated")
-
-
 class Around(Task):  # type: ignore[misc]  # Celery has no types
     """Does something around each run."""
 
@@ -367,17 +353,7 @@ class SingleTask(Task):  # type: ignore[misc]  # Celery has no types
         return work(self, key, *orders)
 
 
-class UniqueTask(Task):  # type: ignore[misc]  # Celery has no types
-    """A task that is a class, and unique from queued to finished."""
-
-    name = "UniqueTask"
-
-    def run(self, key: str, *orders: Any) -> Any:
-        return work(self, key, *orders)
-
-
 single_task = app.register_task(SingleTask())
-unique_task: Any = only_one("{key}", timeout=TIMEOUT)(app.register_task(UniqueTask()))
 
 
 @shared_task(bind=True, name="a shared name")  # type: ignore[untyped-decorator]

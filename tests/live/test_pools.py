@@ -39,10 +39,8 @@ KINDS = {
     "default key": live.with_the_default_key,
     "shared, with a name of its own": live.shared,
     "class": live.single_task,
-    "annotated": live.annotated,
     "base class with __call__": live.based,
     "pydantic": live.modelled,
-    "unique class": live.unique_task,
     "unique, base class with __call__": live.unique_based,
     "unique, pydantic": live.unique_modelled,
 }
@@ -88,8 +86,7 @@ def test_a_task_runs_and_is_skipped_and_runs_again(scene: Scene, kind: str) -> N
         if is_busy:
             scene.free()
         assert scene.is_free()
-    is_around = kind == "annotated" or "__call__" in kind
-    assert len(scene.place.notes("around", scene.key)) == 3 * is_around
+    assert len(scene.place.notes("around", scene.key)) == 3 * ("__call__" in kind)
 
 
 def test_duplicates_are_skipped(pool: str, scene: Scene) -> None:
