@@ -146,24 +146,26 @@ def test_a_living_holder_is_not_freed_without_force(redis: Redis, prefix: str, c
     assert f"{prefix}k was freed, held by" in shown.out
 
 
-def test_a_holder_of_another_machine_is_not_freed_without_force(redis: Redis, prefix: str, capsys: Out) -> None:
-    redis.set(f"{prefix}k", TokenFactory("f").token(None).replace(b'"machine":"', b'"machine":"elsewhere'))
-
-    assert main(["release", "k"]) == 1
-    assert "not known to be dead" in capsys.readouterr().err
-    assert redis.exists(f"{prefix}k")
+ELSEWHERE = TokenFactory("f").token(3600).replace(b'"machine":"', b'"machine":"elsewhere')
 
 
-def test_a_dead_holder_and_a_queued_task_are_freed_by_name(redis: Redis, prefix: str, dead: str, capsys: Out) -> None:
-    store(redis, f"{prefix}queued")
+def test_what_is_freed_by_name(redis: Redis, prefix: str, dead: str, capsys: Out) -> None:
+    """A dead holder and a queued task; not one of another machine, and no value of another type."""
+    queued = store(redis, f"{prefix}queued")
+    redis.set(f"{prefix}elsewhere", ELSEWHERE, px=600_000)
+    redis.lpush(f"{prefix}list", "x")
 
-    assert main(["release", "queued", dead, "nothing"]) == 1
+    assert main(["release", "queued", dead, "nothing", "elsewhere"]) == 1
+    assert main(["release", "--force", "list"]) == 1
+    assert main(["show", "list"]) == 0
 
     shown = capsys.readouterr()
-    assert not redis.exists(f"{prefix}queued", dead)
-    assert f"{prefix}queued was freed, held by t (task the-id), pid {os.getpid()}" in shown.out
+    assert {*redis.keys(f"{prefix}*")} == {f"{prefix}elsewhere".encode(), f"{prefix}list".encode()}
+    assert f"{queued} was freed, held by t (task the-id), pid {os.getpid()}" in shown.out
     assert f"{dead} was freed" in shown.out
-    assert "nothing was not freed: it is free" in shown.err
+    assert "a value of another type" in shown.out
+    for words in ("nothing was not freed: it is free", "not known to be dead", "redis-cli deletes it"):
+        assert words in shown.err
 
 
 @pytest.mark.parametrize(
@@ -178,8 +180,7 @@ def test_all_that_are_dead_or_have_been_queued_for_longer_are_freed_and_no_other
     monkeypatch.setattr(time, "time_ns", lambda: began - 5400 * 10**9)
     store(redis, f"{prefix}old")
     store(redis, f"{prefix}received", "received")
-    elsewhere = TokenFactory("f").token(3600).replace(b'"machine":"', b'"machine":"elsewhere')
-    redis.set(f"{prefix}running", elsewhere, px=600_000)
+    redis.set(f"{prefix}running", ELSEWHERE, px=600_000)
     monkeypatch.undo()
     store(redis, f"{prefix}new")
     redis.set(f"{prefix}foreign", "x")
@@ -194,17 +195,6 @@ def test_all_that_are_dead_or_have_been_queued_for_longer_are_freed_and_no_other
     assert set(redis.keys(f"{prefix}*")) == before - {freed.encode()}
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"{freed} was freed, held by {'f' if which == '--dead' else 't (task the-id)'}")
-
-
-def test_a_value_of_another_type_is_left_alone(redis: Redis, prefix: str, capsys: Out) -> None:
-    redis.lpush(f"{prefix}k", "x")
-
-    assert main(["show", "k"]) == 0
-    assert main(["release", "--force", "k"]) == 1
-    shown = capsys.readouterr()
-    assert "a value of another type" in shown.out
-    assert "redis-cli deletes it" in shown.err
-    assert redis.exists(f"{prefix}k")
 
 
 def test_a_key_that_gets_another_holder_meanwhile_is_left_alone(
