@@ -45,7 +45,8 @@ RELEASES = ("DELIFEQ", "DELEX", "EVAL")
 @pytest.fixture
 def client(proxy: Proxy) -> Iterator[Any]:
     """A client through the proxy that waits for as long as it takes, and does not ask twice."""
-    with redis_py.Redis.from_url(proxy.url, socket_timeout=None, retry=Retry(NoBackoff(), 0)) as client:
+    patience: dict[str, Any] = {"socket_timeout": None, "socket_connect_timeout": LIMIT}
+    with redis_py.Redis.from_url(proxy.url, retry=Retry(NoBackoff(), 0), **patience) as client:
         yield client
 
 

@@ -25,7 +25,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import LockNotOwnedError
 from redis.retry import Retry
 
-from only_one import AlreadyRunning, LockUnavailable, carry_on, current_lock, driver, fail, only_one, skip
+from only_one import AlreadyRunning, LockUnavailable, carry_on, current_lock, driver, fail
 from only_one.clock import now
 from only_one.connections import server_features
 from only_one.connections.server_features import Features
@@ -35,8 +35,10 @@ from only_one.holder import Holder
 from only_one.lock import commands, renewal
 from only_one.lock.commands import MarkerUpdate, ReleaseResult, Retained
 from only_one.lock.redis_lock import AsyncLock, Lock
-from rigs.servers import RedisServer, redis_server
+from rigs.servers import redis_server
 from rigs.waiting import LIMIT, eventually
+from tests.decorated import Decorate, both, decorated_async
+from tests.interruptions import Interruption, interrupt
 from tests.lock.test_leases import RELEASES, freed, sets
 from tests.proxy import Proxy, Then
 from tests.renewal import is_idle
@@ -70,13 +72,6 @@ in_all_ways = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def ours() -> Iterator[RedisServer]:
-    """A server whose users and socket are ours."""
-    with redis_server() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def old_url() -> Iterator[str]:
     """A server that refuses SET NX GET, and knows neither DELIFEQ nor DELEX."""
     with redis_server(binary=OLD) as server:
@@ -84,21 +79,26 @@ def old_url() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def limited_url(ours: RedisServer) -> str:
+def limited_url() -> Iterator[str]:
     """A user who may not call DELIFEQ, nor DELEX, whether or not the server knows them."""
-    with redis.Redis.from_url(ours.url) as client:
+    with redis_server() as server, redis.Redis.from_url(server.url) as client:
         client.execute_command("ACL", "SETUSER", "limited", "on", ">secret", "~*", "&*", "+@all")
         for command in ("delifeq", "delex"):
             with suppress(redis.ResponseError):  # there is no such command
                 client.execute_command("ACL", "SETUSER", "limited", f"-{command}")
-    return ours.url.replace("redis://", "redis://limited:secret@")
+        yield server.url.replace("redis://", "redis://limited:secret@")
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture
 def url(request: pytest.FixtureRequest) -> str:
-    """Each kind of server in turn."""
-    found: str = request.getfixturevalue(request.param)
+    """The usual server, unless a test asks for other kinds of servers."""
+    found: str = request.getfixturevalue(getattr(request, "param", "redis_url"))
     return found
+
+
+def sending_again(times: int, retry: Any = Retry) -> dict[str, Any]:
+    """Options of a client that sends a command again whose reply is lost."""
+    return {"retry": retry(NoBackoff(), times), "retry_on_error": list(LOST)}
 
 
 class Sync:
@@ -116,28 +116,12 @@ class Sync:
         self.clients.append(client)
         return client
 
-    def sending_again(self, times: int) -> dict[str, Any]:
-        """Options of a client that sends a command again whose reply is lost."""
-        return {"retry": self.retry(NoBackoff(), times), "retry_on_error": list(LOST)}
-
     def do(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return action(*args, **kwargs)
-
-    def drive(self, client: Any, steps: Commands[Any]) -> Any:
-        return driver.drive(client, steps)
-
-    def acquire(self, client: Any, features: Features, key: str, token: bytes, seconds: float | None = 600) -> Any:
-        return self.drive(client, commands.acquire(features, key, token, commands.expiry_in(seconds)))
-
-    def release(self, client: Any, features: Features, key: str, token: bytes) -> Any:
-        return self.drive(client, commands.release(features, key, token))
 
     def close(self) -> None:
         for client in self.clients:
             client.close()
-
-    def decorate(self, work: Callable[[], Any], **options: Any) -> Callable[[], Any]:
-        return only_one(work, key=NAME, **options)
 
 
 class Async(Sync):
@@ -154,20 +138,10 @@ class Async(Sync):
     def do(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self.loop.run_until_complete(action(*args, **kwargs))
 
-    def drive(self, client: Any, steps: Commands[Any]) -> Any:
-        return self.do(driver.drive_async, client, steps)
-
     def close(self) -> None:
         for client in self.clients:
             self.do(client.aclose)
         self.loop.close()
-
-    def decorate(self, work: Callable[[], Any], **options: Any) -> Callable[[], Any]:
-        @only_one(NAME, **options)
-        async def decorated() -> Any:
-            return work()
-
-        return lambda: asyncio.run(decorated())
 
 
 @pytest.fixture(params=[Sync, Async], ids=["sync", "async"])
@@ -186,34 +160,31 @@ def client(side: Sync, url: str) -> Any:
 # Acquire and release
 
 
-@pytest.mark.parametrize("protocol", [2, 3])
-@pytest.mark.parametrize("decodes", [False, True])
-def test_a_key_is_acquired_and_released(
-    side: Sync, url: str, direct: Any, key: str, protocol: int, *, decodes: bool
-) -> None:
-    client, features = side.connect(url, protocol=protocol, decode_responses=decodes), Features()
-    for token, other in ((b"first", BINARY), (BINARY, b""), (b"last", b"x" * 100_000)):
-        assert side.acquire(client, features, key, token, 50) is None
-        assert direct.get(key) == token
-        assert 0 < direct.pttl(key) <= 50_000
-        assert side.acquire(client, features, key, token, 50) is None  # our own token: it is ours
-        assert side.release(client, features, key, token) == HELD
-        assert direct.exists(key) == 0
-        assert side.release(client, features, key, token) == ("gone", b"", False)
+def acquire(client: Any, features: Features, key: str, token: bytes, seconds: float | None = 600) -> bytes | None:
+    return driver.drive(client, commands.acquire(features, key, token, commands.expiry_in(seconds)))
 
-        direct.set(key, other)
-        assert side.acquire(client, features, key, token) == other
-        assert side.release(client, features, key, token) == ReleaseResult("taken", other)
-        assert direct.get(key) == other
-        direct.delete(key)
-    assert side.acquire(client, features, key, b"ours", None) is None
+
+@pytest.mark.parametrize("url", KINDS, indirect=True)
+@pytest.mark.parametrize("options", [{"protocol": 2}, {"protocol": 3, "decode_responses": True}], ids=repr)
+def test_a_key_is_acquired_and_released(url: str, direct: Any, key: str, options: dict[str, Any]) -> None:
+    features = Features()
+    with redis.Redis.from_url(url, **options) as client:
+        for token, other in ((b"first", BINARY), (BINARY, b""), (b"last", b"x" * 100_000)):
+            assert acquire(client, features, key, token, 50) is None
+            assert direct.get(key) == token
+            assert 0 < direct.pttl(key) <= 50_000
+            assert acquire(client, features, key, token, 50) is None  # our own token: it is ours
+            assert commands.release_now(client, features, key, token) == HELD
+            assert direct.exists(key) == 0
+            assert commands.release_now(client, features, key, token) == ("gone", b"", False)
+
+            direct.set(key, other)
+            assert acquire(client, features, key, token) == other
+            assert commands.release_now(client, features, key, token) == ReleaseResult("taken", other)
+            assert direct.get(key) == other
+            direct.delete(key)
+        assert acquire(client, features, key, b"ours", None) is None
     assert direct.pttl(key) == -1
-
-
-@pytest.mark.parametrize("decoded", ["yes", "no"])
-def test_a_run_over_a_unix_socket(side: Sync, ours: RedisServer, decoded: str) -> None:
-    run = side.decorate(lambda: current_lock().is_held, redis=f"unix://{ours.unix_socket}?decode_responses={decoded}")
-    assert [run(), run()] == [True, True]
 
 
 # What redis-py's lock does, ours does too; for redis-py's own tests see `test_redis_py`
@@ -350,22 +321,20 @@ def test_which_commands_are_sent_after_which_replies(
     assert ended.value.value == result
 
 
-class Interruption(BaseException):
-    """What a signal handler raises."""
+async def interrupt_async() -> None:
+    interrupt()
 
 
-def test_commands_that_are_interrupted_end_at_once(side: Sync) -> None:
+@pytest.mark.parametrize(
+    ("drive", "execute"),
+    [(driver.drive, interrupt), (lambda *steps: asyncio.run(driver.drive_async(*steps)), interrupt_async)],
+    ids=["sync", "async"],
+)
+def test_commands_that_are_interrupted_end_at_once(drive: Any, execute: Callable[[], Any]) -> None:
     """Collected later, they would swallow what the next signal's handler raises."""
     steps = acquire_on_old()
-
-    def sync(*_: Any, **__: Any) -> None:
-        raise Interruption
-
-    async def asynchronous(*_: Any, **__: Any) -> None:
-        raise Interruption
-
     with pytest.raises(Interruption):
-        side.drive(SimpleNamespace(execute_command=asynchronous if isinstance(side, Async) else sync), steps)
+        drive(SimpleNamespace(execute_command=lambda *_, **__: execute()), steps)
     assert inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED
 
 
@@ -392,22 +361,23 @@ def test_the_server_features_that_another_thread_has_learnt_stay() -> None:
     ],
     indirect=["url"],
 )
+@both
 def test_a_server_is_asked_once_for_what_it_refuses(
-    side: Sync, proxy: Proxy, key: str, acquires: list[str], releases: list[str]
+    decorate: Decorate, proxy: Proxy, key: str, acquires: list[str], releases: list[str]
 ) -> None:
-    client, features = side.connect(proxy.url), Features()
-    sent = []
-    for _ in range(3):
-        proxy.forget_commands()
-        assert side.acquire(client, features, key, b"ours") is None
-        assert side.acquire(client, features, key, b"other") == b"ours"
-        assert side.release(client, features, key, b"ours") == HELD
-        sent.append(proxy.commands)
+    features, sent = Features(), []
+    with redis.Redis.from_url(proxy.url) as client:
+        for _ in range(3):
+            proxy.forget_commands()
+            assert acquire(client, features, key, b"ours") is None
+            assert acquire(client, features, key, b"other") == b"ours"
+            assert commands.release_now(client, features, key, b"ours") == HELD
+            sent.append(proxy.commands)
     assert sent[1] == sent[2]
     assert sent[2][:-1] == acquires
     assert sent[2][-1] in releases
 
-    run = side.decorate(lambda: "done", timeout=600, redis=proxy.url)
+    run = decorate(lambda: "done", timeout=600, redis=proxy.url)
     for _ in range(3):
         proxy.forget_commands()
         assert run() == "done"
@@ -422,7 +392,7 @@ def test_a_server_is_asked_once_for_what_it_refuses(
 def test_the_reply_to_acquire_is_lost_and_redis_py_asks_again(
     side: Sync, proxy: Proxy, direct: Any, key: str, losses: int
 ) -> None:
-    client = side.connect(proxy.url, **side.sending_again(losses))
+    client = side.connect(proxy.url, **sending_again(losses, side.retry))
     for timeout in (600, None):
         lost = proxy.lose_reply("SET", times=losses)
         lock = side.lock(client, key, timeout=timeout)
@@ -439,7 +409,7 @@ def test_the_reply_to_release_is_lost_and_redis_py_asks_again(
     side: Sync, proxy: Proxy, direct: Any, key: str, timeout: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also later than it was acquired for at first, where it was extended."""
-    lock = side.lock(side.connect(proxy.url, **side.sending_again(1)), key, timeout=timeout)
+    lock = side.lock(side.connect(proxy.url, **sending_again(1, side.retry)), key, timeout=timeout)
     for extends in (False, True):
         assert side.do(lock.acquire, blocking=False)
         if extends and timeout:
@@ -464,9 +434,10 @@ def patient(request: pytest.FixtureRequest, proxy: Proxy) -> Iterator[Any]:
         yield client
 
 
+@both
 @in_all_ways
 def test_a_run_whose_acquire_got_no_reply(
-    side: Sync, patient: Any, proxy: Proxy, direct: Any, key: str, then: Then, happened: list[Event]
+    decorate: Decorate, patient: Any, proxy: Proxy, direct: Any, key: str, then: Then, happened: list[Event]
 ) -> None:
     ours: list[bool] = []
 
@@ -475,10 +446,10 @@ def test_a_run_whose_acquire_got_no_reply(
         ours.append(current_lock().is_held and holder is not None and Holder.parse(stored) == holder)
         return "result"
 
-    run = side.decorate(work, redis=patient)
+    run = decorate(work, redis=patient)
     lost = proxy.lose_reply("SET", then=then)
     # The asyncio client that is made for a loop sends again once, and a connection that was closed may have been idle.
-    if isinstance(side, Async) or then == "close" or patient.get_retry()._retries:
+    if decorate is decorated_async or then == "close" or patient.get_retry()._retries:
         assert run() == "result"
         assert ours == [True]
     else:
@@ -494,24 +465,13 @@ def test_a_run_whose_acquire_got_no_reply(
     assert not [event for event in happened if isinstance(event, (Busy, Lost))]
 
 
-@over_new_and_old
-@pytest.mark.parametrize(("policy", "expected"), [(skip, None), (carry_on, "result")], ids=["skip", "carry_on"])
-def test_a_run_whose_acquire_never_gets_a_reply_leaves_no_key(
-    side: Sync, proxy: Proxy, direct: Any, key: str, policy: Any, expected: object
-) -> None:
-    with redis.Redis.from_url(proxy.url, retry=NO_RETRY) as client:
-        run = side.decorate(lambda: "result", redis=client, when_down=policy)
-        proxy.lose_reply("SET", times=2)
-        assert run() == expected
-        assert freed(direct, key)
-
-
+@both
 @over_new_and_old
 @pytest.mark.parametrize("way", ["lose_reply", "lose_request"])
 def test_a_run_whose_release_got_no_reply(
-    side: Sync, patient: Any, proxy: Proxy, direct: Any, key: str, way: str, happened: list[Event], caplog: Any
+    decorate: Decorate, patient: Any, proxy: Proxy, direct: Any, key: str, way: str, happened: list[Event], caplog: Any
 ) -> None:
-    run = side.decorate(lambda: "result", redis=patient)
+    run = decorate(lambda: "result", redis=patient)
     assert run() == "result"  # finds out how the server is to be asked
     lost = getattr(proxy, way)(*RELEASES)
     happened.clear()
@@ -534,19 +494,19 @@ def sends_again(request: pytest.FixtureRequest, proxy: Proxy) -> Iterator[Any]:
     if request.param == "own":
         yield f"{proxy.url}?socket_timeout={HANGS_FOR}&socket_connect_timeout={LIMIT}"
         return
-    options = {**Sync().sending_again(1), "socket_timeout": HANGS_FOR}
+    options = {**sending_again(1), "socket_timeout": HANGS_FOR}
     kind = redis.ConnectionPool if request.param == "pinned" else redis.BlockingConnectionPool
     with redis.Redis(connection_pool=kind.from_url(proxy.url, **options)) as client:
         yield client
         client.connection_pool.disconnect()
 
 
-@over_new_and_old
+@both
 @pytest.mark.parametrize("other", [None, "another's"], ids=["runs", "is skipped"])
 def test_a_set_that_was_sent_twice_leaves_no_key_when_the_first_comes_after_the_call(
-    side: Sync, sends_again: Any, proxy: Proxy, direct: Any, key: str, other: str | None
+    decorate: Decorate, sends_again: Any, proxy: Proxy, direct: Any, key: str, other: str | None
 ) -> None:
-    run = side.decorate(lambda: "result", redis=sends_again, timeout=LIMIT * 100)
+    run = decorate(lambda: "result", redis=sends_again, timeout=LIMIT * 100)
 
     def leaves_nothing() -> bool:
         of_others = set(renewal._renewer.pending_releases)
@@ -568,11 +528,11 @@ def test_a_set_that_was_sent_twice_leaves_no_key_when_the_first_comes_after_the_
     assert freed(direct, key)
 
 
-@over_new_and_old
+@both
 def test_a_release_that_was_sent_twice_while_another_acquired_the_key_is_no_loss(
-    side: Sync, sends_again: Any, proxy: Proxy, direct: Any, key: str, happened: list[Event]
+    decorate: Decorate, sends_again: Any, proxy: Proxy, direct: Any, key: str, happened: list[Event]
 ) -> None:
-    run = side.decorate(lambda: "result", redis=sends_again, when_lost=fail)
+    run = decorate(lambda: "result", redis=sends_again, when_lost=fail)
     assert [run(), run()] == ["result", "result"]
     # On a busy machine a reply may come too late, and what is cleaned up then would meet the faults in the run's place.
     renewal._renewer.pending_releases.clear()
@@ -591,28 +551,6 @@ def test_a_release_that_was_sent_twice_while_another_acquired_the_key_is_no_loss
     assert not [event for event in happened if isinstance(event, Lost)]
 
 
-@pytest.mark.skipif(OLD is None, reason="there is no old server")
-@pytest.mark.parametrize("url", ["old_url"], indirect=True)
-@pytest.mark.parametrize(
-    ("first", "rest"), [(["hang"], "GET"), (["hang", "close"], "SET")], ids=["two commands", "a broken connection"]
-)
-def test_an_own_client_waits_for_no_more_than_two_replies(
-    side: Sync, proxy: Proxy, direct: Any, key: str, first: list[Then], rest: str
-) -> None:
-    """So a server that is down is known in 2 s."""
-    run = side.decorate(
-        lambda: "result", redis=f"{proxy.url}?socket_timeout={HANGS_FOR}&socket_connect_timeout={LIMIT}"
-    )
-    assert [run(), run()] == ["result", "result"]
-    direct.set(key, b"another's")
-    for then in first:
-        proxy.lose_request("SET", then=then)
-    lost = proxy.lose_request(rest, times=10, then="hang")
-    with pytest.raises(LockUnavailable):
-        run()
-    assert lost.left >= 9
-
-
 # Other values that may be stored at a key
 
 
@@ -620,15 +558,15 @@ FOREIGN = [BINARY, b"", b"1", b"null", b"[]", b"{}", b"[" * 100_000, b"x" * 1_00
 FOREIGN += [b'{"only_one":99,"state":"running"}', b'{"only_one":1,"state":"running","name":1}']
 
 
+@both
 @pytest.mark.parametrize("value", FOREIGN, ids=map(str, range(len(FOREIGN))))
-@pytest.mark.parametrize("url", ["redis_url"], indirect=True)
 def test_a_value_that_is_not_ours_makes_the_key_busy(
-    side: Sync, url: str, direct: Any, key: str, happened: list[Event], value: bytes
+    decorate: Decorate, url: str, direct: Any, key: str, happened: list[Event], value: bytes
 ) -> None:
     direct.set(key, value)
-    assert side.decorate(lambda: "result", redis=url)() is None
+    assert decorate(lambda: "result", redis=url)() is None
     with pytest.raises(AlreadyRunning) as caught:
-        side.decorate(lambda: "result", redis=url, when_busy=fail)()
+        decorate(lambda: "result", redis=url, when_busy=fail)()
 
     assert direct.get(key) == value
     assert (caught.value.key, caught.value.holder, caught.value.task_id) == (key, None, None)
@@ -639,11 +577,12 @@ def test_a_value_that_is_not_ours_makes_the_key_busy(
         assert len(shown) < 1000
 
 
-def test_a_value_of_another_type_makes_the_key_unavailable(side: Sync, url: str, direct: Any, key: str) -> None:
+@both
+def test_a_value_of_another_type_makes_the_key_unavailable(decorate: Decorate, url: str, direct: Any, key: str) -> None:
     direct.hset(key, "a", "1")
     with pytest.raises(LockUnavailable, match=f"{key}.*WRONGTYPE") as caught:
-        side.decorate(lambda: "result", redis=url, when_busy=fail)()
+        decorate(lambda: "result", redis=url, when_busy=fail)()
     assert caught.value.key == key
     assert isinstance(caught.value.__cause__, redis.ResponseError)
-    assert side.decorate(lambda: "result", redis=url, when_down=carry_on)() == "result"
+    assert decorate(lambda: "result", redis=url, when_down=carry_on)() == "result"
     assert direct.type(key) == b"hash"
