@@ -114,18 +114,3 @@ def test_a_run_that_asks_for_more_time(redis: Any, key: str, counter: str, decor
         assert decorate(work, timeout=600)() == "done"
     assert [lost.reason for lost in losses] == ["overrun"]
     assert not redis.exists(key, counter)
-
-
-@both
-def test_a_run_that_is_renewed_for_longer(redis: Any, key: str, decorate: Decorate) -> None:
-    def work() -> None:
-        lock = current_lock()
-        lock.extend(6000)
-        assert 0 < redis.pttl(key) <= 600_000  # no longer than a lease at a time
-        with later(400):  # there are 300 left of the time for which the key was acquired
-            assert is_renewed(lock)
-            assert 400_000 < redis.pttl(key) <= 600_000
-            lock.ensure_held()
-
-    decorate(work, timeout=700, lease=600)()
-    assert not redis.exists(key)

@@ -5,7 +5,6 @@ A worker of Celery's with each of them is among those of `tests/live/test_pools.
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 
@@ -28,12 +27,10 @@ import eventlet
 eventlet.monkey_patch()
 """
 HEAD = """
-import os, random, sys, threading, time
+import os, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 import redis
 import only_one
-from only_one.connections.connection_pool import PinnedClient
-from only_one.driver import RAW
 from tests.renewal import renew_now
 from rigs.waiting import LIMIT, eventually
 url, prefix, *rest = sys.argv[1:]
@@ -131,35 +128,3 @@ gevent.joinall(runs)
 
 def test_what_when_lost_does_keeps_nobody_from_being_renewed(server: RedisServer, prefix: str) -> None:
     assert said(GEVENT, SLOW_TO_HEAR, server.url, prefix) == ["True", "True"]
-
-
-INTERRUPTED = """
-moments = random.Random(int(rest[0]))
-pinned = PinnedClient(client)
-stopped = 0
-
-def work(number):
-    global stopped
-    for count in range(100):
-        text = f"text {number} {count}"
-        try:
-            with gevent.Timeout(moments.uniform(0, 0.02)):
-                assert pinned.execute_command("ECHO", text, **RAW) == text.encode()
-        except gevent.Timeout:
-            stopped += 1
-        gevent.sleep(0)
-
-gevent.joinall([gevent.spawn(work, number) for number in range(50)], raise_error=True)
-killed = [gevent.spawn(pinned.execute_command, "BLPOP", "nothing", 0, **RAW) for _ in range(10)]
-gevent.sleep(0.05)
-gevent.killall(killed)
-assert pinned.execute_command("ECHO", "text", **RAW) == client.echo("text") == b"text"
-print(len(pinned.kept) <= 18, stopped > 50)
-"""
-
-
-def test_commands_of_greenlets_that_are_interrupted(server: RedisServer, prefix: str) -> None:
-    """No reply is another command's, and no more connections are kept than elsewhere."""
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    assert said(GEVENT, INTERRUPTED, server.url, prefix, str(seed)) == ["True", "True"]

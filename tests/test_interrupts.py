@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -37,7 +35,6 @@ from tests.interruptions import (
     is_interrupted_after,
     traced,
 )
-from tests.renewal import is_renewed
 
 pytestmark = [pytest.mark.interrupts, pytest.mark.timeout(method="thread")]  # as SIGALRM is ours
 
@@ -58,6 +55,7 @@ def work(which: str) -> str:
 
 
 def soft_time_limit() -> None:
+    """Celery's, which is an `Exception`, as those of redis-py are."""
     raise SoftTimeLimitExceeded
 
 
@@ -131,21 +129,23 @@ def check_every_place(
 
 @places
 @pytest.mark.parametrize(
-    ("options", "stored", "left"),
+    ("options", "stored", "left", "then"),
     [
-        ({"lease": 600}, None, [None]),
-        ({"timeout": 600}, None, [None]),
-        ({"timeout": 600, "at_least": 300}, None, [None, RETAINED]),
-        ({"timeout": 600}, SOMEBODY_ELSE, [SOMEBODY_ELSE]),
-        ({"timeout": 600, "when_busy": fail}, SOMEBODY_ELSE, [SOMEBODY_ELSE]),
-        ({"timeout": 600}, DEAD, [None, DEAD]),
+        ({"lease": 600}, None, [None], interrupt),
+        ({"timeout": 600}, None, [None], interrupt),
+        ({"timeout": 600}, None, [None], soft_time_limit),
+        ({"timeout": 600, "at_least": 300}, None, [None, RETAINED], interrupt),
+        ({"timeout": 600}, SOMEBODY_ELSE, [SOMEBODY_ELSE], interrupt),
+        ({"timeout": 600, "when_busy": fail}, SOMEBODY_ELSE, [SOMEBODY_ELSE], interrupt),
+        ({"timeout": 600}, DEAD, [None, DEAD], interrupt),
     ],
-    ids=["lease", "timeout", "at_least", "busy and skips", "busy and fails", "takes over"],
+    ids=["lease", "timeout", "Celery's time limit", "at_least", "busy and skips", "busy and fails", "takes over"],
 )
 def test_a_call_that_is_interrupted(
     redis: Any,
     prefix: str,
     kind: type[AtLine],
+    then: Callable[[], object],
     options: dict[str, Any],
     stored: bytes | None,
     left: list[bytes | None],
@@ -164,17 +164,10 @@ def test_a_call_that_is_interrupted(
     if stored == DEAD:
         stored, left = dead, [None, dead]
     try:
-        check_every_place(redis, prefix, kind, decorated, stored=stored, left=left)
+        check_every_place(redis, prefix, kind, decorated, then=then, stored=stored, left=left)
     finally:
         unsubscribe()
     assert heard
-
-
-def test_a_call_that_is_interrupted_by_celery_s_time_limit(redis: Any, prefix: str) -> None:
-    """Which is an `Exception`, as those of redis-py are."""
-    decorated = only_one(work, key="{which}", timeout=600)
-    assert decorated("first") == "done"
-    check_every_place(redis, prefix, AtLine, decorated, then=soft_time_limit)
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="tracing does not show every instruction there")
@@ -244,26 +237,6 @@ def test_calls_that_are_interrupted_by_signals(redis: Any, redis_url: str, prefi
     print(f"{hits} of 300 interrupted")
     assert hits > 20
     assert eventually(lambda: not redis.keys(f"{prefix}*")), redis.keys(f"{prefix}*")
-
-
-def test_signals_during_a_run_that_is_renewed(redis: Any, prefix: str) -> None:
-    """What is raised by a signal ends the run, and with it the renewal; the thread that renews lives on."""
-
-    @only_one("{which}", lease=600)
-    def renews(which: str) -> None:
-        assert is_renewed(current_lock())
-        os.kill(os.getpid(), signal.SIGALRM)
-        time.sleep(LIMIT)
-        assert not which
-
-    with handled(interrupt):
-        for which in "abc":
-            with pytest.raises(Interruption):
-                copy_context().run(renews, which)
-            assert nothing_is_held()
-            assert not redis.exists(f"{prefix}{which}")
-    assert [each.name for each in threading.enumerate()].count("only_one-leases") == 1
-    assert only_one(lambda: is_renewed(current_lock()), key="d", lease=600)()
 
 
 @pytest.mark.timeout(LIMIT, method="thread")  # it would wait without end

@@ -9,7 +9,6 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from weakref import finalize
 
@@ -33,7 +32,7 @@ from only_one.lock.token import active_tokens
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, both
 from tests.interruptions import handled
-from tests.proxy import Fault, Proxy
+from tests.proxy import Proxy
 
 NAME = "k"
 LONG = 3600.0
@@ -58,48 +57,31 @@ class HardStop(BaseException):
     """What a signal handler raises that nobody must catch."""
 
 
-@contextmanager
-def interrupted(fault: Fault, error: type[BaseException]) -> Iterator[None]:
-    """Raise an error in the main thread, by a signal, as soon as a fault has met its command.
-
-    A signal that comes when the thread is about to wait for a reply, and does not yet, ends no waiting: the next does.
-    """
-    raised = threading.Event()
+@pytest.mark.parametrize("error", [SoftTimeLimitExceeded, Terminated, Ignore, HardStop])
+def test_an_exception_that_interrupts_the_release_reaches_the_caller_and_the_key_is_freed(
+    redis: Any, key: str, error: type[BaseException]
+) -> None:
+    """It is raised by a signal's handler when the release has been sent and its reply is yet to come."""
+    main, connections = threading.get_ident(), redis_py.connection.AbstractConnection
+    read = connections.read_response
 
     def interrupt(*_: object) -> None:
-        if not raised.is_set():
-            raised.set()
-            raise error
+        raise error
 
-    def send() -> None:
-        fault.met.wait(LIMIT)
-        while not raised.is_set():
+    def read_response(*args: Any, **options: Any) -> Any:
+        if threading.get_ident() == main:
             os.kill(os.getpid(), signal.SIGUSR1)
-            raised.wait(0.1)
+        return read(*args, **options)
 
-    sender = threading.Thread(target=send)
-    with handled(interrupt, signal.SIGUSR1):
-        sender.start()
-        try:
-            yield
-        finally:
-            sender.join()
-            fault.let_go()
+    with pytest.MonkeyPatch.context() as patch, handled(interrupt, signal.SIGUSR1):
 
+        @only_one(NAME, lease=LONG)
+        def run() -> None:
+            patch.setattr(connections, "read_response", read_response)
 
-@pytest.mark.interrupts
-def test_an_exception_that_interrupts_the_release_reaches_the_caller_and_the_key_is_freed(
-    proxy: Proxy, client: Any, redis: Any, key: str
-) -> None:
-    run = only_one(done, key=NAME, lease=LONG, redis=client)
-    assert run() == "done"
-    for error in (SoftTimeLimitExceeded, Terminated, Ignore, HardStop):
-        with interrupted(proxy.hold_up(*RELEASES), error), pytest.raises(error):
+        with pytest.raises(error):
             run()
-        assert eventually(lambda: not redis.exists(key))
-        # Or the next fault might meet what is sent in the background.
-        assert eventually(lambda: all(each.key != key for each in list(renewal._renewer.pending_releases.values())))
-    assert run() == "done"
+    assert eventually(lambda: not redis.exists(key))
 
 
 def test_settings_that_change_during_a_run_are_not_the_runs(redis: Any, prefix: str, key: str, proxy: Proxy) -> None:

@@ -28,11 +28,11 @@ from only_one.events import Event, Lost
 from only_one.lock import renewal
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
+from tests.decorated import Decorate, as_async, both
 from tests.faults.programs import Program, Running, RunningAsync
 from tests.proxy import Fault, Proxy
 from tests.renewal import fails_to_renew, is_awaited, is_renewed, later, renew_now
 
-NAME = "k"
 LONG = 3600.0
 """Seconds that no test takes, so that no key expires by itself."""
 
@@ -269,27 +269,6 @@ def work() -> str:
     return "done"
 
 
-async def work_async() -> str:
-    return "done"
-
-
-@pytest.fixture(params=["sync", "async"])
-def decorate(request: pytest.FixtureRequest) -> Iterator[Callable[..., Callable[[], Any]]]:
-    """A callable that decorates both kinds of functions in turn, and returns the call; its loop, too, lives on."""
-    loop = asyncio.new_event_loop()
-
-    def decorate(client: Any) -> Callable[[], Any]:
-        decorator = only_one(NAME, lease=LONG, redis=client)
-        if request.param == "sync":
-            return decorator(work)
-        decorated = decorator(work_async)
-        return lambda: loop.run_until_complete(decorated())
-
-    yield decorate
-    loop.run_until_complete(loop.shutdown_asyncgens())
-    loop.close()
-
-
 def succeeds(call: Callable[[], Any]) -> bool:
     """Whether a call runs; with short time-outs it may not."""
     with suppress(LockUnavailable):
@@ -298,15 +277,16 @@ def succeeds(call: Callable[[], Any]) -> bool:
 
 
 @pytest.mark.soak
+@both
 def test_a_server_that_is_frozen_during_an_acquire(
-    server: RedisServer, key: str, decorate: Callable[..., Any], record_property: Callable[[str, object], None]
+    server: RedisServer, key: str, decorate: Decorate, record_property: Callable[[str, object], None]
 ) -> None:
     seed = random.randrange(2**32)
     record_property("seed", seed)
     pauses = random.Random(seed)
     late = 0
     with redis.Redis.from_url(server.url) as client, brief_client(server.url, 0.1) as brief:
-        call = decorate(brief)
+        call = decorate(work, lease=LONG, redis=brief)
         for _ in range(50):
             assert eventually(lambda: succeeds(call))
             before = sets(client)
@@ -323,11 +303,12 @@ def test_a_server_that_is_frozen_during_an_acquire(
     assert late > 25  # it did carry out what it was sent before it was frozen
 
 
+@both
 def test_a_command_that_arrives_long_after_its_caller_has_given_up(
-    proxy: Proxy, direct: Any, key: str, decorate: Callable[..., Any]
+    proxy: Proxy, direct: Any, key: str, decorate: Decorate
 ) -> None:
     with brief_client(proxy.url) as brief:
-        call = decorate(brief)
+        call = decorate(work, lease=LONG, redis=brief)
         assert eventually(lambda: succeeds(call))
         held = proxy.hold_up("SET", times=2)
         with pytest.raises(LockUnavailable):
@@ -344,12 +325,13 @@ def test_a_command_that_arrives_long_after_its_caller_has_given_up(
         assert eventually(lambda: succeeds(call))
 
 
+@both
 def test_a_set_that_a_server_carries_out_after_being_frozen_for_longer_than_the_lease_leaves_no_key(
-    proxy: Proxy, direct: Any, key: str, decorate: Callable[..., Any]
+    proxy: Proxy, direct: Any, key: str, decorate: Decorate
 ) -> None:
     """The proxy is the frozen server: nothing is answered, and of all that was sent the SET is carried out last."""
     with brief_client(proxy.url) as brief:
-        call = decorate(brief)
+        call = decorate(work, lease=LONG, redis=brief)
         assert eventually(lambda: succeeds(call))
         held, frozen = proxy.hold_up("SET", times=2), proxy.lose_request(*RELEASES, times=10**6, then="hang")
         with pytest.raises(LockUnavailable):
@@ -363,11 +345,12 @@ def test_a_set_that_a_server_carries_out_after_being_frozen_for_longer_than_the_
         assert freed(direct, key)
 
 
+@both
 def test_an_answer_that_comes_when_the_key_has_expired_again(
-    proxy: Proxy, direct: Any, key: str, decorate: Callable[..., Any]
+    proxy: Proxy, direct: Any, key: str, decorate: Decorate
 ) -> None:
     with redis.Redis.from_url(proxy.url, socket_timeout=None) as client, ThreadPoolExecutor(1) as pool:
-        call = decorate(client)
+        call = decorate(work, lease=LONG, redis=client)
         assert call() == "done"
         held = proxy.hold_up("SET")
         called = pool.submit(call)
@@ -397,7 +380,7 @@ def test_an_acquire_that_is_cancelled(proxy: Proxy, direct: Any, key: str, arriv
     }
 
     async def main(client: Any) -> None:
-        run = only_one(NAME, lease=LONG, redis=client)(work_async)
+        run = only_one(as_async(work), key="k", lease=LONG, redis=client)
         assert await run() == "done"
         fault = faults[arrives]()
         task = asyncio.ensure_future(run())
