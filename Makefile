@@ -10,7 +10,7 @@ WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,buffer_one canvas ends queue 
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-picture newsletter docs dev test test-rabbitmq lint types interrupts suite site browser-check words \
-	release-check coverage soak soak-hour mutants matrix simulate simulate-mutants benchmark benchmark-async benchmark-peers clean
+	release-check queues coverage soak soak-hour mutants matrix simulate simulate-mutants benchmark benchmark-async benchmark-peers clean
 
 help: ## list these commands
 	@awk 'BEGIN { FS = ":.*## " } /^##@/ { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-24s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

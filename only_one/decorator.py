@@ -294,7 +294,9 @@ def _is_function(function: Any) -> bool:
     Such an object may have the function's ``__qualname__``.
     """
     is_routine = inspect.isroutine(function) or isinstance(function, functools.partial)
-    return is_routine and callable(function) and hasattr(function, "__qualname__")
+    # Prefect's tasks are routines by a `__get__` of their own, written in Python.
+    binds = not inspect.isfunction(function) and inspect.isfunction(getattr(type(function), "__get__", None))
+    return is_routine and not binds and callable(function) and hasattr(function, "__qualname__")
 
 
 def _is_scheduled(function: Any) -> bool:

@@ -127,6 +127,13 @@ class QueueTask:
         return self.fn(*args)
 
 
+class BoundTask(QueueTask):
+    """The same in the shape of Prefect's tasks and flows, which bind as methods do."""
+
+    def __get__(self, instance: object, owner: type) -> BoundTask:
+        return self
+
+
 class ScheduledJob:
     """The shape of APScheduler's jobs; the decorator that makes one returns the function as it was."""
 
@@ -164,6 +171,7 @@ NO_FUNCTION = "write @only_one directly above the def, below every other decorat
         (functools.update_wrapper(functools.singledispatchmethod(two), two), NO_FUNCTION),  # type: ignore[arg-type]
         (QueueTask(two), NO_FUNCTION),
         (functools.update_wrapper(QueueTask(two), two), NO_FUNCTION),  # taskiq's have the name of their function
+        (functools.update_wrapper(BoundTask(two), two), NO_FUNCTION),
         (vars(Feed)["of_class"], "below @classmethod, directly above the function"),
         (vars(Feed)["static"], "below @staticmethod, directly above the function"),
         (vars(Feed)["size"], "below @property, directly above the function"),

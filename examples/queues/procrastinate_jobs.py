@@ -17,7 +17,7 @@ def report(context: JobContext, day: int) -> str:  # noqa: ARG001
     return make_report(day)
 
 
-@app.periodic(cron="*/5 * * * * *")
+@app.periodic(cron="* * * * * */5")
 @app.task(pass_context=True)
 async def retry_stalled(context: JobContext, timestamp: int) -> None:  # noqa: ARG001
     """Give out again the jobs of workers that do not answer."""
