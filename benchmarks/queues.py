@@ -62,7 +62,7 @@ class Queue:
         is_noisy: whether it looks for such jobs only when others arrive.
         is_up: what its log says once a worker is up.
         environment: more variables; those of `long` for `timeout=300`.
-        dies_at: the tick at which the process of the run kills itself; else its machine is killed.
+        dies_at: whether the process of the run dies before its machine, so the worker gives the job back.
     """
 
     packages: str
@@ -87,11 +87,18 @@ RQ_WORKER = "rq worker --url {redis} --with-scheduler --maintenance-interval 5"
 RQ_WRONG = "import redis\nfrom rq.decorators import job\nmade = job('q', connection=redis.Redis())(f)"
 CRON = "while sleep 1; do python cron_report.py; done"
 QUEUES = {
-    "RQ, work horse": Queue("rq", RQ_WORKER, RQ_SETUP, RQ_SEND, RQ_WRONG, is_allowed=True, dies_at=True),
-    "RQ, releasing worker": Queue(
-        "rq", f"{RQ_WORKER} --worker-class rq_worker.ReleasingWorker", RQ_SETUP, RQ_SEND, dies_at=True
+    "RQ, work horse": Queue(
+        "rq", RQ_WORKER, RQ_SETUP, RQ_SEND, RQ_WRONG, is_allowed=True, dies_at=True, is_up="Listening on"
     ),
-    "RQ, machine": Queue("rq", f"{RQ_WORKER} --worker-ttl 30", RQ_SETUP, RQ_SEND),
+    "RQ, releasing worker": Queue(
+        "rq",
+        f"{RQ_WORKER} --worker-class rq_worker.ReleasingWorker",
+        RQ_SETUP,
+        RQ_SEND,
+        dies_at=True,
+        is_up="Listening on",
+    ),
+    "RQ, machine": Queue("rq", f"{RQ_WORKER} --worker-ttl 30", RQ_SETUP, RQ_SEND, is_up="Listening on"),
     "Dramatiq": Queue(
         "dramatiq[redis]",
         "dramatiq dramatiq_jobs --processes 1 --threads 2",
@@ -124,7 +131,7 @@ QUEUES = {
         "procrastinate --app procrastinate_jobs.app worker",
         "from procrastinate_jobs import app, report\napp.open()\napp.schema_manager.apply_schema()",
         "report.defer(day=day)",
-        "import procrastinate.testing\nmade = procrastinate.App(connector=procrastinate.testing.InMemoryConnector()).task(f)",
+        "from procrastinate import App, testing\nmade = App(connector=testing.InMemoryConnector()).task(f)",
     ),
     "Dask": Queue(
         "distributed redis",
@@ -270,8 +277,10 @@ class Round:
         send()  # it finds the key busy
         time.sleep(self.kill_at)
         _, machine, _ = self.lines()[0]
-        if not self.queue.dies_at:
-            machines[machine].kill()
+        if self.queue.dies_at:  # of which its worker is to tell the queue
+            eventually(lambda: "terminated unexpectedly" in self.log(), STARTS_WITHIN, 0.1)
+            time.sleep(1)
+        machines[machine].kill()
         was_killed = not self.has_ended()
         killed_at, asked_at = time.monotonic(), 0.0
         while not self.has_ended() and time.monotonic() < killed_at + self.limit:

@@ -69,13 +69,12 @@ class Caller:
         """Whether the key is held by an earlier attempt of the same work, for which the call may wait."""
         return False
 
-    def waits(self, options: EffectiveOptions, left: float, *, blocks: bool) -> float:  # noqa: ARG002
+    def waits(self, options: EffectiveOptions, left: float) -> float:  # noqa: ARG002
         """Seconds until a key that is held by an earlier attempt is asked for again; 0 if ``on_busy`` decides now.
 
         Args:
             options: the effective options.
             left: seconds until the key expires, if it is not renewed.
-            blocks: whether to wait here would keep an event loop from its other tasks.
         """
         return 0
 

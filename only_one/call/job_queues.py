@@ -4,6 +4,8 @@ A worker is killed, and its queue gives the job to another machine, where the ke
 That key is no reason to skip the job; but the first attempt may yet be alive, so its key is not taken over either.
 """
 
+import asyncio
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,6 +14,7 @@ from typing import Any, NamedTuple
 from only_one.clock import now
 from only_one.events import logger
 from only_one.holder import Holder
+from only_one.lock.liveness import is_dead
 from only_one.lock.token import TokenFactory, this_process
 from only_one.policies import fail
 from only_one.settings import DEFAULT_LEASE
@@ -77,6 +80,13 @@ def _current_job(args: Args) -> Job | None:
     return None
 
 
+def _is_in_event_loop() -> bool:
+    """Whether this thread runs an event loop, whose other tasks would stand still while we wait."""
+    with suppress(RuntimeError):
+        return asyncio.get_running_loop() is not None
+    return False
+
+
 def caller_of(decoration: Decoration, args: Args, kwargs: Kwargs, *, detects: bool) -> Caller:
     """The caller of a function: the job that ``work_id`` names, else the one that is under way here, if there is any.
 
@@ -100,26 +110,28 @@ class JobCaller(Caller):
         super().__init__(decoration.name, TokenFactory(decoration.name, job.id, job.attempt))
         self._job = job
         self._is_named = decoration.work_id is not None
+        self._is_async = inspect.iscoroutinefunction(decoration.function)
         self._left = 0.0
         self._waits_until: float | None = None
 
     def is_held_by_own(self, value: bytes) -> bool:
-        """Whether ``value`` is that of an attempt of this job, this one or an earlier one, on another machine.
+        """Whether ``value`` is that of an attempt of this job, this one or an earlier one, which another process runs.
 
         A later attempt makes this one out of date, or belongs to other work with an id that is used again.
-        On the same machine a dead holder is taken over, and a process that a job forks has the job's identity, too: so
-        only ``work_id`` tells these apart.
+        A process of this machine that lives may be a fork of the job, which has its identity, too: unless the user has
+        named the work, it is no attempt.
         """
         holder, process = Holder.parse(value), this_process()
         if holder is None or holder.state != "running" or holder.task_id != self._job.id:
             return False
-        is_elsewhere = holder.machine != process.machine or (self._is_named and not value.startswith(process.mark))
-        return is_elsewhere and (holder.attempt or 0) <= (self._job.attempt or 0)
+        if value.startswith(process.mark) or (holder.attempt or 0) > (self._job.attempt or 0):
+            return False
+        return self._is_named or is_dead(value) or not value.startswith(process.machine_mark)
 
-    def waits(self, options: EffectiveOptions, left: float, *, blocks: bool) -> float:
+    def waits(self, options: EffectiveOptions, left: float) -> float:
         """Seconds until the key is asked for again; 0 if the job is put back, or has waited for as long as it may."""
         self._left = max(left, 0.01)
-        if self._job.put_back or blocks:
+        if self._job.put_back or (not self._is_async and _is_in_event_loop()):
             return 0
         limit = options.lease or DEFAULT_LEASE
         if self._waits_until is None:

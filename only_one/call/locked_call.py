@@ -107,20 +107,13 @@ class LockedCall:
             while value is not None and self._can_take(value):  # which may have changed hands meanwhile
                 value = yield from self._take_over(value)
             if value is not None and self.caller.is_held_by_own(value):
-                left = (yield ("PTTL", self.key)) / 1000
-                self.pause = self.caller.waits(options, left, blocks=self.blocks())
+                self.pause = self.caller.waits(options, (yield ("PTTL", self.key)) / 1000)
         except TROUBLE as error:
             return error
         finally:
             # Of a SET that was sent twice, the first may be carried out when the call is over.
             self._may_come_late = unanswered.get() != before
         return value
-
-    def blocks(self) -> bool:
-        """Whether to sleep here would keep an event loop from its other tasks."""
-        with suppress(RuntimeError):
-            return asyncio.get_running_loop() is not None
-        return False
 
     def _take_over(self, before: bytes) -> Commands[bytes | None]:
         """Acquire the key from a task that waits, or from a holder that is dead; returns what ``acquire`` does."""
@@ -301,10 +294,6 @@ class AsyncLockedCall(LockedCall):
         super().__init__(options, server, client, caller, key)
         self._task: Any = asyncio.current_task()
         self._is_over = self._is_cancelled = False
-
-    def blocks(self) -> bool:
-        """It would not: an async call sleeps in the loop."""
-        return False
 
     def withdraw_cancellation(self) -> bool:
         """Withdraw our cancellation, if there was one, and return whether it was the only one."""

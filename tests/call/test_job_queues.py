@@ -129,6 +129,7 @@ def test_inside_of_a_celery_task_no_other_queue_is_asked(redis: Redis, monkeypat
         ({}, {"work_id": named}, {"attempt": None}),
         ({}, {"work_id": named, "timeout": 600}, {"attempt": None}),
         ({}, {"work_id": named}, {"attempt": None, **OTHERS}),
+        (in_rq(2), {"takeover": False}, {**OTHERS, "pid": 2**30}),  # dead, and not taken over
     ],
 )
 def test_it_waits_and_runs(
