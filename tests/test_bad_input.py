@@ -319,11 +319,7 @@ def test_an_option_that_cannot_work_is_refused_when_it_is_given(options: dict[st
         (lambda: only_one("k", work_id=lambda: 1)(two), KeyTemplateError, "all parameters of the function, (x"),
         (lambda: only_one(key_="k"), TypeError, "key_"),
         (lambda: ExitStack().enter_context(only_one("k")), ConfigurationError, "write the block as a function"),
-        (
-            lambda: asyncio.run(AsyncExitStack().enter_async_context(only_one("k"))),
-            ConfigurationError,
-            "with @only_one(...) above its def",
-        ),
+        (lambda: asyncio.run(AsyncExitStack().enter_async_context(only_one("k"))), ConfigurationError, "above its def"),
         (lambda: configure_(url="redis://localhost"), TypeError, "url"),
         (lambda: configure_(redis=None), ConfigurationError, SOURCE),
         (current_lock, ConfigurationError, "@only_one above it"),
