@@ -11,8 +11,10 @@ With --write the tables of `docs/comparison.md` are written anew; else they are 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.metadata
 import importlib.util
+import io
 import json
 import os
 import platform
@@ -58,6 +60,8 @@ RECIPE_LINES = 6
 CHILDREN = 24
 """Three at a time for each library."""
 
+NO_CODE = {tokenize.INDENT, tokenize.DEDENT, tokenize.NEWLINE, tokenize.NL, tokenize.COMMENT, tokenize.ENDMARKER}
+
 HERE, ELSEWHERE = "here", "elsewhere"
 """The workers, and the queue of the second."""
 
@@ -82,11 +86,6 @@ class Call(NamedTuple):
     ids: list[str]
     result: Any = None
     error: Exception | None = None
-
-    @property
-    def problem(self) -> str:
-        """The error's name."""
-        return f"`{type(self.error).__name__}`"
 
 
 def called(call: Callable[[], Any]) -> Call:
@@ -440,18 +439,14 @@ def size(_: Stage, peer: Peer) -> str:
 
 def code_lines(path: Path) -> int:
     """How many lines of a file are code."""
-    layout = {tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
-    counted: set[int] = set()
-    statement: list[tokenize.TokenInfo] = []
-    with path.open("rb") as file:
-        for token in tokenize.tokenize(file.readline):
-            if token.type == tokenize.NEWLINE:
-                if {each.type for each in statement} != {tokenize.STRING}:  # which would be a docstring
-                    counted |= {line for each in statement for line in range(each.start[0], each.end[0] + 1)}
-                statement = []
-            elif token.type not in {*layout, tokenize.COMMENT, tokenize.NL}:
-                statement.append(token)
-    return len(counted)
+    source = path.read_text()
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):
+                docstrings |= {*range(node.lineno, (node.end_lineno or 0) + 1)}
+    tokens = [each for each in tokenize.generate_tokens(io.StringIO(source).readline) if each.type not in NO_CODE]
+    return len({line for each in tokens for line in range(each.start[0], each.end[0] + 1)} - docstrings)
 
 
 CHECKS: dict[str, Measure] = {

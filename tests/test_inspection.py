@@ -180,10 +180,10 @@ def test_the_key_of_a_task_is_that_of_its_run(app: Celery, prefix: str, redis: R
     task = tasks[kind]()
 
     assert key_of(task, "a") == key_of(task, feed="a") == f"{prefix}{name}:a"
+    expected: Any = ("running", "the-id", "dead")  # this process has no such run
     if kind == "queue":
         expected: tuple[Any, ...] = ("queued", task.delay("a").id, None)
     else:
-        expected = ("running", "the-id", "dead")  # this process has no such run
         redis.set(f"{prefix}{name}:a", TokenFactory(name, "the-id").token(None))
     (found,) = held()
     holder = holder_of(task, "a")
