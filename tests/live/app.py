@@ -36,7 +36,6 @@ from only_one.clock import now
 from only_one.connections.server import find_server
 from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import release_later
-from rigs.sweeps import soon as soon  # whose workers look for lost messages as often as they are told
 from rigs.waiting import LIMIT, eventually
 from tests.live.brokers import KIND, consumed
 from tests.live.workers import LOCKS, PREFIX, RESULTS, SETTINGS, URL, evaluated, note, use_broker, wait_at
@@ -417,15 +416,6 @@ def hear(result: Any, key: str) -> None:
 def hear_of_trouble(_request: Any, error: Any, _traceback: Any, key: str) -> None:
     """A link for errors."""
     note("trouble", key, type(error).__name__)
-
-
-@app.task(bind=True, shared=False, ignore_result=True)  # type: ignore[untyped-decorator]
-def fills(self: Any, until: str, seconds: float) -> None:
-    """Takes the place of others in a worker, again and again."""
-    time.sleep(seconds)
-    with redis.Redis.from_url(os.environ[URL]) as client:
-        if not client.exists(until):
-            self.apply_async((until, seconds), queue=self.request.delivery_info["routing_key"])
 
 
 @app.task(shared=False)  # type: ignore[untyped-decorator]

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -20,18 +18,11 @@ from rigs.waiting import LIMIT, eventually
 from tests.documented import BROKERS, documented
 from tests.live import app as live
 from tests.live.brokers import KIND, options_for_redis
-from tests.live.workers import SETTINGS, Scene, World
-
-VISIBILITY = 3.0
-"""Seconds after which the broker delivers again, where that is measured."""
-LONGEST = VISIBILITY / 3
-"""Seconds for which a message waits after a requeue at the most."""
+from tests.live.workers import Scene, World
 
 OTHER = "other"
 """A queue beside the usual one."""
 
-WINDOW, WINDOWS = 10.0, 6
-WAITING = 20
 REDELIVERIES = 5
 TIMES = 4
 
@@ -183,50 +174,3 @@ def test_redeliveries_of_a_requeued_message_make_no_messages(scene: Scene) -> No
     scene.free()
     assert answer.get(timeout=LIMIT) == 1
     assert scene.runs() == ["0"]
-
-
-def messages_of(scene: Scene) -> Counter[str]:
-    """The ids of all messages that are somewhere, and how many there are of each."""
-    queued = scene.place.client.lrange(f"{scene.key}-waits", 0, -1)
-    unacked = [json.loads(each)[0] for each in scene.place.client.hvals("unacked")]
-    headers = [each["headers"] for each in [*map(json.loads, queued), *unacked]]
-    return Counter(each["id"] for each in headers if scene.key in each["argsrepr"] and each["task"] != live.fills.name)
-
-
-SOON = {SETTINGS: json.dumps({"broker_transport_options": live.soon(VISIBILITY)})}
-"""For workers whose broker delivers again by itself."""
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("task", [live.requeued, live.requeued_late], ids=["acks early", "acks late"])
-@pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["few slots", "slots taken"])
-def test_what_waits_makes_a_steady_number_of_messages(
-    scene: Scene, task: Any, seconds: float, record_property: Callable[[str, object], None]
-) -> None:
-    """In a worker of few places, which others may take again and again for so many seconds."""
-    place, until = scene.place, f"{scene.key}-until"
-    scene.take()
-    with place.worker("-c", "2", "-Q", f"{scene.key}-waits,{scene.key}-fills", **SOON):
-        began = time.monotonic()
-        for _ in range(4 if seconds else 0):
-            live.fills.apply_async((until, seconds), queue=f"{scene.key}-fills")
-        answers = [task.apply_async((scene.key, number), queue=f"{scene.key}-waits") for number in range(WAITING)]
-        most = 0
-        while time.monotonic() < began + WINDOWS * WINDOW:
-            most = max(most, messages_of(scene).total())
-            time.sleep(0.2)  # what is there now and then
-        pushed = [each.at for each in place.events(f"/{scene.key}-waits") if "push" in each.what]
-        counts = Counter(int((at - began) / WINDOW) for at in pushed)
-        windows = [counts[number] for number in range(WINDOWS)]
-        record_property(f"messages per {WINDOW:g} s", f"{windows}, at most {most} at a time")
-        assert place.notes("begin", scene.key) == []
-        # One that waits is requeued for half of the longest time, or longer.
-        assert max(windows) <= WAITING * (1 + WINDOW / (LONGEST / 2))
-        assert windows[-1] <= 1.5 * windows[-2] + WAITING
-        assert most <= 1.5 * WAITING
-        assert min(windows[1:]) > 0
-        scene.free()
-        place.client.set(until, 1)
-        assert [answer.get(timeout=LIMIT) for answer in answers] == list(range(WAITING))
-        assert eventually(lambda: not messages_of(scene))
-        assert Counter(scene.results()) == Counter(map(str, range(WAITING)))
