@@ -135,17 +135,20 @@ def sources(pytestconfig: pytest.Config) -> Path:
 
 
 def test_redis_pys_own_tests_of_its_locks(sources: Path, server: RedisServer, tmp_path: Path) -> None:
+    """Of both kinds side by side, each with a database of its own."""
     (tmp_path / "our_locks.py").write_text(PLUGIN)
     # As they are, and not as our own pytest.ini would have them; nor with a real pytest_asyncio, if there is one.
     # Nor are the folders above looked into, as those of temporary files, which may be somebody else's.
-    options = f"-p our_locks -p no:asyncio -p no:cacheprovider -c {os.devnull} -rs --redis-url {server.url}".split()
-    command = [sys.executable, "-m", "pytest", *options, "--rootdir", str(sources), "--confcutdir", str(sources)]
+    options = f"-p our_locks -p no:asyncio -p no:cacheprovider -c {os.devnull} -rs --rootdir . --confcutdir .".split()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    files = ["tests/test_lock.py", "tests/test_asyncio/test_lock.py"]
-    done = subprocess.run([*command, *files], cwd=sources, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-1_000:]
-    summary = done.stdout.rstrip().rpartition("\n")[2]
-    print(summary)
-    passed = re.search(r"(\d+) passed", summary)
-    assert passed
-    assert int(passed[1]) > ENOUGH, summary
+    passed, running = 0, []
+    for database, file in enumerate(["tests/test_lock.py", "tests/test_asyncio/test_lock.py"]):
+        url = f"{server.url.removesuffix('0')}{database}"
+        command = [sys.executable, "-m", "pytest", *options, "--redis-url", url, file]
+        running.append(subprocess.Popen(command, cwd=sources, env=environment, stdout=subprocess.PIPE, text=True))
+    for process in running:
+        output = process.communicate()[0]
+        assert process.returncode == 0, output[-10_000:]
+        passed += int(re.findall(r"(\d+) passed", output)[-1])
+    print(passed, "passed")
+    assert passed > ENOUGH
