@@ -229,26 +229,6 @@ def test_celery_still_checks_the_arguments_of_delay() -> None:
 # --- overlap -----------------------------------------------------------------------------------------------------
 
 
-def test_calls_of_event_loops_and_threads_exclude_each_other(busy: Busy) -> None:
-    skipped: list[object] = []
-    of_a_thread = decorated(lambda: "ran in a thread")
-
-    @only_one("k", when_busy=skipped.append)
-    async def of_a_loop() -> list[Any]:
-        while len(skipped) < 7:  # noqa: ASYNC110 - a policy is no coroutine
-            await asyncio.sleep(0)
-        return [of_a_thread(), await asyncio.to_thread(of_a_thread), decorated(lambda: "ran", "other")()]
-
-    async def eight_calls() -> Any:
-        return await asyncio.wait_for(asyncio.gather(*(of_a_loop() for _ in range(8))), LIMIT)
-
-    assert sorted(asyncio.run(eight_calls()), key=bool) == [None] * 7 + [[None, None, "ran"]]
-    with busy("k"):
-        assert asyncio.run(of_a_loop()) is None
-        assert of_a_thread() is None
-    assert len(skipped) == 8
-
-
 def test_a_call_from_inside_its_own_run_is_busy_and_the_outer_run_still_holds_its_key(redis: Redis) -> None:
     def work(a: int, deeper: int) -> list[Any]:
         lock = current_lock()

@@ -71,29 +71,20 @@ def is_busy() -> bool:
 
 @both
 @pytest.mark.parametrize("times", [{"lease": TIMEOUT}, {"timeout": TIMEOUT}], ids=["lease", "timeout"])
-@pytest.mark.parametrize("is_async", [False, True], ids=["of a sync run", "of an async run"])
 def test_a_holder_that_is_killed(
-    redis: Any,
-    redis_url: str,
-    prefix: str,
-    key: str,
-    dead: bytes,
-    taken_over: list[Reclaimed],
-    decorate: Decorate,
-    times: dict[str, Any],
-    *,
-    is_async: bool,
+    redis: Any, redis_url: str, prefix: str, key: str, dead: bytes, decorate: Decorate, times: dict[str, Any]
 ) -> None:
     """It had taken over itself, from one that was killed; and it was seen alive just before, or never."""
     function = decorate(lambda: "ran", timeout=TIMEOUT)
-    with Holder(redis_url, prefix, is_async=is_async, **times) as holder:
+    with Holder(redis_url, prefix, **times) as holder:
         assert holder.token != dead
         if "lease" in times:
             assert function() is None
         holder.kill()
     assert redis.get(key) == holder.token
     assert redis.pttl(key) > HALF
-    assert function() == "ran"
+    with events(Reclaimed) as taken_over:
+        assert function() == "ran"
     assert not redis.exists(key)
     (event,) = taken_over
     assert (event.key, event.value) == (key, holder.token)

@@ -24,10 +24,10 @@ SLACK = 1.5
 
 # The process reports each thing that happens as a line of JSON, and goes on until it is ended.
 HOLDER = """
-import asyncio, json, sys, time
+import json, sys, time
 import only_one
 
-url, prefix, is_async, key, seconds, options = json.loads(sys.argv[1])
+url, prefix, key, seconds, options = json.loads(sys.argv[1])
 only_one.configure(redis=url, prefix=prefix)
 
 def say(*what):
@@ -37,17 +37,11 @@ def say(*what):
 def hold():
     say("begun", only_one.current_lock().token.decode())
     until = time.monotonic() + seconds
-    while time.monotonic() < until and only_one.current_lock().is_held:
+    while time.monotonic() < until:
         time.sleep(0.005)
     return "done"
 
-@only_one.only_one(key, **options)
-async def hold_async():
-    say("begun", only_one.current_lock().token.decode())
-    await asyncio.sleep(seconds)
-    return "done"
-
-say("returned", asyncio.run(hold_async()) if is_async else hold())
+say("returned", hold())
 """
 
 
@@ -126,7 +120,6 @@ class Holder(Program):
         prefix: str,
         *,
         key: str = "k",
-        is_async: bool = False,
         inside: Sequence[str] = (),
         seconds: float = LIMIT,
         **options: Any,
@@ -137,12 +130,11 @@ class Holder(Program):
             url: the server.
             prefix: what the key begins with.
             key: the key.
-            is_async: whether the run is one of an event loop.
             inside: a command that starts it, such as `unshare`.
-            seconds: how long the run lasts at the most; a sync one ends when it finds its key lost.
+            seconds: how long the run lasts at the most.
             options: other options of the decorator.
         """
-        super().__init__(HOLDER, json.dumps([url, prefix, is_async, key, seconds, options]), inside=inside)
+        super().__init__(HOLDER, json.dumps([url, prefix, key, seconds, options]), inside=inside)
         try:
             begun, token = self.says()
             assert begun == "begun"
