@@ -412,18 +412,6 @@ def test_a_cluster_of_one(said: Said) -> None:
         assert len(said.asked) == 1
 
 
-def test_the_connections_of_the_thread_that_renews(cluster: Cluster) -> None:
-    theirs = clusters.ClusterNodes(cluster.client)
-    for node in theirs._nodes.values():
-        options = node.client.connection_pool.connection_kwargs
-        assert (options["socket_timeout"], options["socket_connect_timeout"]) == (0.5, 0.25)
-        assert options["retry"]._retries == 0
-    notices = getattr(cluster.client.nodes_manager, "maint_notifications_config", None)
-    told = theirs._options.get("maint_notifications_config")
-    assert (told is None) == (notices is None)
-    assert told is None or told.enabled is False
-
-
 # Slots that move
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import pytest
 import redis as redis_py
 
-from only_one import LockUnavailable, carry_on, configure, current_lock, fail, only_one, skip
+from only_one import LockUnavailable, carry_on, configure, current_lock, fail, skip
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
+from tests.decorated import Decorate, both, decorated, decorated_async
 from tests.faults.programs import Running
 from tests.renewal import fails_to_renew, is_renewed
 
@@ -78,22 +78,8 @@ def not_permitted(server: RedisServer, client: Any) -> Iterator[str]:
 Trouble = Callable[[RedisServer, Any], AbstractContextManager[str]]
 
 
-def call(**options: Any) -> Any:
-    """What a call gives."""
-    return only_one(lambda: current_lock().is_held, key="k", **options)()
-
-
-def call_async(**options: Any) -> Any:
-    """The same in an event loop."""
-
-    @only_one("k", **options)
-    async def work() -> bool:
-        return current_lock().is_held
-
-    return asyncio.run(work())
-
-
-both = pytest.mark.parametrize("calls", [call, call_async], ids=["sync", "async"])
+def is_held() -> bool:
+    return current_lock().is_held
 
 
 @both
@@ -107,19 +93,19 @@ both = pytest.mark.parametrize("calls", [call, call_async], ids=["sync", "async"
     ],
 )
 def test_a_server_that_refuses_is_named_and_when_down_decides(
-    server: RedisServer, client: Any, prefix: str, calls: Callable[..., Any], trouble: Trouble, named: str
+    server: RedisServer, client: Any, prefix: str, decorate: Decorate, trouble: Trouble, named: str
 ) -> None:
     with trouble(server, client) as url:
         for options in ({}, {"when_down": fail}):
             with pytest.raises(LockUnavailable, match=named) as caught:
-                calls(redis=url, **options)
+                decorate(is_held, redis=url, **options)()
             assert caught.value.key == f"{prefix}k"
             assert type(caught.value.__cause__).__name__ == named
             assert "secret" not in str(caught.value)
-        assert calls(redis=url, when_down=skip) is None
-        assert calls(redis=url, when_down=carry_on) is False  # it runs, and knows that it holds nothing
-        assert calls(redis=url, when_down=lambda error: type(error.__cause__).__name__) == named
-    assert calls(redis=server.url) is True
+        assert decorate(is_held, redis=url, when_down=skip)() is None
+        assert decorate(is_held, redis=url, when_down=carry_on)() is False  # it runs, and knows that it holds nothing
+        assert decorate(is_held, redis=url, when_down=lambda error: type(error.__cause__).__name__)() == named
+    assert decorate(is_held, redis=server.url)() is True
     assert not client.exists(f"{prefix}k")
 
 
@@ -138,7 +124,7 @@ def test_a_server_that_refuses_is_named_and_when_down_decides(
 def test_a_wrong_url_is_told_with_what_to_write(
     server: RedisServer,
     client: Any,
-    calls: Callable[..., Any],
+    decorate: Decorate,
     before: str,
     after: str,
     setting: tuple[str, object] | None,
@@ -151,7 +137,7 @@ def test_a_wrong_url_is_told_with_what_to_write(
         client.config_set(*setting)
     try:
         with pytest.raises(LockUnavailable, match=words):
-            calls(redis=patient)
+            decorate(is_held, redis=patient)()
     finally:
         for name, value in usual.items():
             client.config_set(name, value)
@@ -161,13 +147,13 @@ def test_a_user_who_may_acquire_and_not_release_gets_the_result_all_the_same(
     server: RedisServer, client: Any, prefix: str
 ) -> None:
     url = url_of_user(server, client, "+set", "+get", "+hello")
-    assert call(redis=url, timeout=600) is True
-    assert call_async(redis=url, timeout=600, takeover=False) is None  # the key could not be released
+    assert decorated(is_held, redis=url, timeout=600)() is True
+    assert decorated_async(is_held, redis=url, timeout=600, takeover=False)() is None  # the key could not be released
     with pytest.raises(LockUnavailable, match=r"(?i)eval"):  # nor be taken over from ourselves
-        call_async(redis=url, timeout=600)
+        decorated_async(is_held, redis=url, timeout=600)()
     url_of_user(server, client, "+@all")
     assert eventually(lambda: not client.exists(f"{prefix}k"))
-    assert call_async(redis=url, timeout=600) is True
+    assert decorated_async(is_held, redis=url, timeout=600)() is True
 
 
 @pytest.mark.parametrize(("missing", "rights"), [("eval", []), ("pexpire", ["+eval"])])
