@@ -83,7 +83,7 @@ RQ_SEND = "queue.enqueue(rq_jobs.report, day, retry=retry)"
 RQ_SETUP = """import os, redis, rq, rq_jobs
 retry = rq.Retry(max=10, interval=60) if "TIMEOUT" in os.environ else rq.Retry(max=3)
 queue = rq.Queue(connection=redis.Redis.from_url(os.environ["REDIS_URL"]))"""
-RQ_WORKER = "rq worker --url {redis} --with-scheduler --maintenance-interval 5"
+RQ_WORKER = "rq worker --url {redis} --with-scheduler --maintenance-interval 5 --worker-ttl 30"
 RQ_WRONG = "import redis\nfrom rq.decorators import job\nmade = job('q', connection=redis.Redis())(f)"
 CRON = "while sleep 1; do python cron_report.py; done"
 QUEUES = {
@@ -98,7 +98,7 @@ QUEUES = {
         dies_at=True,
         is_up="Listening on",
     ),
-    "RQ, machine": Queue("rq", f"{RQ_WORKER} --worker-ttl 30", RQ_SETUP, RQ_SEND, is_up="Listening on"),
+    "RQ, machine": Queue("rq", RQ_WORKER, RQ_SETUP, RQ_SEND, is_up="Listening on"),
     "Dramatiq": Queue(
         "dramatiq[redis]",
         "dramatiq dramatiq_jobs --processes 1 --threads 2",
