@@ -58,7 +58,7 @@ class Queue:
         setup: lines of Python, before the first job is sent.
         send: Python that sends the job of `day`; empty if the workers begin it by themselves.
         wrong: what its decorator makes of a function `f`; only_one above that must refuse it, unless `is_allowed`.
-        redelivers: whether it gives out again what a killed worker had begun; else the work is asked for again.
+        redelivers: whether it redelivers what a killed worker had begun; else the work is asked for again.
         is_noisy: whether it looks for such jobs only when others arrive.
         is_up: what its log says once a worker is up.
         environment: more variables; those of `long` for `timeout=300`.

@@ -132,8 +132,8 @@ def only_one(  # pyright: ignore[reportInconsistentOverload] - a key by position
             Write False for runs that leave children behind that go on working.
         work_id: a callable that takes the call's arguments, as ``key`` does, and returns the id of
             the job that the call belongs to, or None for no job.
-            A call whose key is held by an earlier attempt of its own job is never skipped: the job
-            is put back, or waits until the key is free, or raises ``AlreadyRunning``.
+            A call whose key is held by a previous attempt of its own job is never skipped: the job
+            is requeued, or waits until the key is free, or raises ``AlreadyRunning``.
             The jobs of RQ, Dramatiq (with ``CurrentMessage``) and arq are known without it, and
             Celery's tasks always are.
         redis: the server: a client of redis-py, a URL, or a callable that returns a client, called

@@ -1,4 +1,4 @@
-"""Django Tasks, with the database as queue: it gives no task out again that a killed worker had begun."""
+"""Django Tasks, with the database as queue: it redelivers no task that a killed worker had begun."""
 
 from django_tasks import task
 from reports import make_report

@@ -1,4 +1,4 @@
-"""Huey: it gives no job out again that a killed worker had begun; the next one that is enqueued does the work."""
+"""Huey: it redelivers no job that a killed worker had begun; the next one that is enqueued does the work."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""procrastinate: the job asks for its context; a periodic task gives out again what dead workers had begun."""
+"""procrastinate: the job asks for its context; a periodic task retries what dead workers had begun."""
 
 import os
 
@@ -20,6 +20,6 @@ def report(context: JobContext, day: int) -> str:  # noqa: ARG001
 @app.periodic(cron="* * * * * */5")
 @app.task(pass_context=True)
 async def retry_stalled(context: JobContext, timestamp: int) -> None:  # noqa: ARG001
-    """Give out again the jobs of workers that do not answer."""
+    """Retry the jobs of workers that do not answer."""
     for job in await app.job_manager.get_stalled_jobs(seconds_since_heartbeat=15):
         await app.job_manager.retry_job(job)

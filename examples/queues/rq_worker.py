@@ -11,7 +11,7 @@ class ReleasingWorker(Worker):
     """Started with `rq worker --worker-class rq_worker.ReleasingWorker`."""
 
     def handle_work_horse_killed(self, job: Any, retpid: int, ret_val: int, rusage: Any) -> None:
-        """Release what the dead child holds, before RQ gives its job out again."""
+        """Release what the dead child holds, before RQ retries its job."""
         for each in held():
             if each.process == "dead":  # it was of this machine
                 release_key(each.key, each.value)

@@ -66,11 +66,11 @@ class Caller:
         """Refuse options that cannot work in this app."""
 
     def is_held_by_own(self, value: bytes) -> bool:  # noqa: ARG002
-        """Whether the key is held by an earlier attempt of the same work, for which the call may wait."""
+        """Whether the key is held by a previous attempt of the same work, for which the call may wait."""
         return False
 
     def waits(self, options: EffectiveOptions, left: float) -> float:  # noqa: ARG002
-        """Seconds until a key that is held by an earlier attempt is asked for again; 0 if ``on_busy`` decides now.
+        """Seconds until a key that is held by a previous attempt is asked for again; 0 if ``on_busy`` decides now.
 
         Args:
             options: the effective options.

@@ -1,4 +1,4 @@
-"""The identity of a job in queues other than Celery (RQ, Dramatiq, arq), and how a call meets its own earlier attempt.
+"""The identity of a job in queues other than Celery (RQ, Dramatiq, arq), and how a call meets its own previous attempt.
 
 A worker is killed, and its queue gives the job to another machine, where the key still names the dead attempt.
 That key is no reason to skip the job; but the first attempt may yet be alive, so its key is not taken over either.
@@ -34,13 +34,13 @@ class Job(NamedTuple):
     Attributes:
         id: its id, the same in each attempt.
         attempt: the number of its retries so far; None if that is not known.
-        put_back: makes the error by which its queue gives the job out again, after so many seconds; None if there is
+        requeue: makes the error by which its queue requeues the job, after so many seconds; None if there is
             no such error.
     """
 
     id: str
     attempt: int | None = None
-    put_back: Callable[[float], Exception] | None = None
+    requeue: Callable[[float], Exception] | None = None
 
 
 def _job_of_rq(rq: Any, _args: Args) -> Job | None:
@@ -56,7 +56,7 @@ def _job_of_dramatiq(dramatiq: Any, _args: Args) -> Job | None:
     return Job(
         message.message_id,
         message.options.get("retries", 0),
-        lambda seconds: dramatiq.errors.Retry("an earlier attempt holds the key", delay=round(seconds * 1000)),
+        lambda seconds: dramatiq.errors.Retry("a previous attempt holds the key", delay=round(seconds * 1000)),
     )
 
 
@@ -99,12 +99,12 @@ def caller_of(decoration: Decoration, args: Args, kwargs: Kwargs, *, detects: bo
     job = _current_job(args) if detects else None
     if decoration.work_id is not None:
         work_id = decoration.work_id(args, kwargs)
-        job = None if work_id is None else Job(str(work_id), None, job and job.put_back)
+        job = None if work_id is None else Job(str(work_id), None, job and job.requeue)
     return decoration.plain if job is None else JobCaller(decoration, job)
 
 
 class JobCaller(Caller):
-    """The call of a function by a job: never skipped because of an earlier attempt of the same job."""
+    """The call of a function by a job: never skipped because of a previous attempt of the same job."""
 
     def __init__(self, decoration: Decoration, job: Job) -> None:
         super().__init__(decoration.name, TokenFactory(decoration.name, job.id, job.attempt))
@@ -129,25 +129,25 @@ class JobCaller(Caller):
         return self._is_named or is_dead(value) or not value.startswith(process.machine_mark)
 
     def waits(self, options: EffectiveOptions, left: float) -> float:
-        """Seconds until the key is asked for again; 0 if the job is put back, or has waited for as long as it may."""
+        """Seconds until the key is asked for again; 0 if the job is requeued, or has waited for as long as it may."""
         self._left = max(left, 0.01)
-        if self._job.put_back or (not self._is_async and _is_in_event_loop()):
+        if self._job.requeue or (not self._is_async and _is_in_event_loop()):
             return 0
         limit = options.lease or DEFAULT_LEASE
         if self._waits_until is None:
             self._waits_until = now() + (limit + _SLACK if left <= limit else 0)
-            logger.info("%s waits for the key of an earlier attempt of job %s", self.name, self._job.id)
+            logger.info("%s waits for the key of a previous attempt of job %s", self.name, self._job.id)
         return min(self._left, _ASKS_EVERY) if now() < self._waits_until else 0
 
     def on_busy(self, options: EffectiveOptions, server: Any, key: str, value: bytes) -> Policy:
         """The policy for a key that holds ``value``; whatever ``when_busy`` is, no own attempt makes the job skip.
 
         Raises:
-            Exception: the error by which the job's queue puts it back.
+            Exception: the error by which the queue requeues the job.
         """
         if not self.is_held_by_own(value):
             return super().on_busy(options, server, key, value)
-        if self._job.put_back:
-            logger.info("%s puts job %s back: an earlier attempt holds %s", self.name, self._job.id, key)
-            raise self._job.put_back(self._left)
+        if self._job.requeue:
+            logger.info("%s requeues job %s: a previous attempt holds %s", self.name, self._job.id, key)
+            raise self._job.requeue(self._left)
         return fail

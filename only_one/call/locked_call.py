@@ -51,7 +51,7 @@ class LockedCall:
         has_succeeded: whether the function has returned.
         ended_by: the exception that the function has raised.
         lost: how the run has lost its key, or None.
-        pause: seconds until another call asks for the key, because an earlier attempt of the caller's work holds it; 0
+        pause: seconds until another call asks for the key, because a previous attempt of the caller's work holds it; 0
             if the policy decides.
     """
 
@@ -183,7 +183,7 @@ class LockedCall:
     def down(self, problem: Exception) -> Any:
         """The result that ``when_down`` gives, or ``CARRIED_ON``."""
         if self._stage == "asked":
-            # A server that refuses has stored nothing, unless an earlier attempt is still to come.
+            # A server that refuses has stored nothing, unless a previous attempt is still to come.
             self.clean_up(no_write_in_flight=isinstance(problem, ResponseError))
         error = LockUnavailable(self.key, self.server.told(problem))
         problem.__suppress_context__ = True  # the system's error, of which it tells already

@@ -1,4 +1,4 @@
-"""A job of another queue that finds an earlier attempt of itself at its key. `make queues` shows the real queues."""
+"""A job of another queue that finds a previous attempt of itself at its key. `make queues` shows the real queues."""
 
 # ruff: noqa: ARG001 - a fixture that configures something is asked for by name
 
@@ -29,8 +29,8 @@ ELSEWHERE = {"machine": "another", "host": "another"}
 LONG = 600_000
 
 
-class PutBack(Exception):
-    """What a queue raises to put a job back, with its options."""
+class Requeued(Exception):
+    """What a queue raises to requeue a job, with its options."""
 
     def __init__(self, *_: str, **options: float) -> None:
         self.options = options
@@ -46,14 +46,14 @@ def in_rq(attempt: int | None) -> dict[str, Any]:
 
 def in_dramatiq(message: Any) -> dict[str, Any]:
     current = SimpleNamespace(get_current_message=lambda: message)
-    errors = SimpleNamespace(Retry=PutBack)
+    errors = SimpleNamespace(Retry=Requeued)
     return {"dramatiq": SimpleNamespace(middleware=SimpleNamespace(CurrentMessage=current), errors=errors)}
 
 
 MESSAGE = SimpleNamespace(message_id=ID, options={"retries": 1})
-ARQ = {"arq": SimpleNamespace(Retry=PutBack)}
+ARQ = {"arq": SimpleNamespace(Retry=Requeued)}
 CONTEXT = {"job_id": ID, "job_try": 1, "redis": None}
-PUTS_BACK = {"delay": (in_dramatiq(MESSAGE), (), 1000), "defer": (ARQ, (CONTEXT,), 1)}
+REQUEUES = {"delay": (in_dramatiq(MESSAGE), (), 1000), "defer": (ARQ, (CONTEXT,), 1)}
 """By the option for the time: the queue, the arguments, and the units of a second."""
 
 
@@ -142,16 +142,16 @@ def test_it_waits_and_runs(
 
 
 @both
-@pytest.mark.parametrize(("option", "row"), PUTS_BACK.items())
+@pytest.mark.parametrize(("option", "row"), REQUEUES.items())
 @pytest.mark.parametrize("times", [{}, {"timeout": 600}], ids=str)
-def test_its_queue_puts_it_back_until_the_key_expires(
+def test_its_queue_requeues_it_until_the_key_expires(
     redis: Redis, prefix: str, monkeypatch: pytest.MonkeyPatch, decorate: Decorate, option: str, row: Any, times: Any
 ) -> None:
     modules, args, second = row
     install(monkeypatch, modules)
     hold(redis, prefix, LONG)
     body: Function = (lambda ctx: "ran") if args else (lambda: "ran")  # noqa: ARG005
-    with pytest.raises(PutBack) as raised:
+    with pytest.raises(Requeued) as raised:
         decorate(body, **times)(*args)
     assert raised.value.options == {option: pytest.approx(600 * second, abs=LIMIT * second)}
     assert redis.pttl(f"{prefix}k") > LONG / 2
