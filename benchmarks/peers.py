@@ -391,7 +391,7 @@ def chained(*before: Any) -> Measure:
         call = called(chain(*before, unit.task.si(unit.name), peers_app.tail.s(unit.name)).apply_async)
         if call.error:
             unit.let_go("first")
-            return f"raises {call.problem}"
+            return f"raises `{type(call.error).__name__}`"
         duplicate = call.result.parent
         for limit in (NOT_EXPECTED_AFTER / 3, NOT_EXPECTED_AFTER):  # while the first run goes on, and after it
             eventually(lambda: bool(unit.notes("tail")) or duplicate.failed(), limit)
@@ -415,7 +415,7 @@ def told(_: Stage, peer: Peer) -> str:
     if has_run:
         return "the duplicate runs"
     if call.error:
-        return f"{call.problem}"
+        return f"`{type(call.error).__name__}`"
     if call.ids:
         result = app.AsyncResult(call.ids[0])
         return f"`{result.result}`, as `{result.state}`"
