@@ -182,7 +182,7 @@ def test_the_key_of_a_task_is_that_of_its_run(app: Celery, prefix: str, redis: R
     assert key_of(task, "a") == key_of(task, feed="a") == f"{prefix}{name}:a"
     expected: Any = ("running", "the-id", "dead")  # this process has no such run
     if kind == "queue":
-        expected: tuple[Any, ...] = ("queued", task.delay("a").id, None)
+        expected = ("queued", task.delay("a").id, None)
     else:
         redis.set(f"{prefix}{name}:a", TokenFactory(name, "the-id").token(None))
     (found,) = held()
