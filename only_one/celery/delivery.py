@@ -261,6 +261,10 @@ class Delivery(TaskCaller):
         """
         header, self.under_way[key] = self.header, self._decoration
         self._request.only_one_has_begun = True
+        if (
+            self.is_unique_in_queue and header.key is None
+        ):  # it was sent with an id of its own; its retry waits with a key
+            self._request.headers = {**(self._request.headers or {}), **header._replace(key=key).as_headers()}
         only_newest = isinstance(options.when_busy, BufferOne)
         is_unmarked = self._task.acks_late and self.may_be_redelivered
         may_be_redelivery = header.times or self.is_redelivered or is_unmarked
@@ -321,7 +325,8 @@ class Delivery(TaskCaller):
         """
         marker = drive(server.client, redelivery.read_marker(key, self._marker(key), waits))
         if marker.is_stored or self.header.times < marker.times:
-            self._drop(key, "its run has ended" if marker.is_stored else "a later message waits")
+            reason = "its run has ended" if marker.is_stored else "a later message waits"
+            self._drop(key, reason, waits_no_more=marker.is_stored)
         return marker
 
     def on_marked(self, server: Server, key: str) -> None:
@@ -332,12 +337,18 @@ class Delivery(TaskCaller):
         """The name of the completion marker."""
         return self.work.marker(key, self.header.lineage)
 
-    def _drop(self, key: str, reason: str) -> NoReturn:
+    def _drop(self, key: str, reason: str, *, waits_no_more: bool = False) -> NoReturn:
         """End this delivery without a run, and log why.
+
+        Args:
+            key: the key as it is in Redis.
+            reason: why, for the log.
+            waits_no_more: whether no other message of this work waits either: so a call that has requeued this message
+                must not store its value now. Else another message has begun, whose key this one leaves alone.
 
         Raises:
             Ignore: always.
         """
-        self._request.only_one_has_begun = True  # by another message, whose key this one leaves alone
+        self._request.only_one_has_begun, self._request.only_one_key = not waits_no_more, key
         logger.info("redelivery of %s[%s] dropped: %s", self.name, self.header.id, reason, extra={"only_one_key": key})
         raise Ignore(reason)
