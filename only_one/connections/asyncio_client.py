@@ -108,7 +108,7 @@ class _KeptConnections:
 
     These cost as much as the command itself. A connection that the server has closed is found when a command fails on
     it: the driver sends that command again.
-    One time limit holds for a whole command. redis-py has one for each part, and for the sending it starts a task.
+    One time limit holds for a whole command. redis-py has one for each part, and starts a task to limit the sending.
 
     Attributes:
         connection_pool: it makes the connections, and has none of them.
@@ -127,8 +127,8 @@ class _KeptConnections:
             await broken.disconnect(nowait=True)
         kept = self._idle.pop() if self._idle else self._connection()
         connection, limit = kept
-        if limit is not None and not connection.is_connected:
-            limit += connection.socket_connect_timeout or 0
+        if not connection.is_connected:  # to connect takes several parts, and redis-py limits each
+            connection.socket_timeout, limit = limit, None
         try:
             async with _time_limit(limit):
                 await connection.send_packed_command(_packed(connection, args))
@@ -141,20 +141,20 @@ class _KeptConnections:
             if isinstance(error, redis.ConnectionError):  # the server may have closed the others, too
                 self._broken += [each for each, _ in self._idle]
                 self._idle = []
-            if isinstance(error, asyncio.TimeoutError):
+            if isinstance(error, asyncio.TimeoutError) and limit is not None:
                 where = ", ".join(f"{name} {value}" for name, value in connection.repr_pieces())
                 msg = f"no reply within {limit:g} seconds from {where}"
                 raise redis.TimeoutError(msg) from None
             raise
+        connection.socket_timeout = None
         self._idle.append(kept)
         return reply
 
     def _connection(self) -> tuple[Any, float | None]:
-        """A new connection, which has no time-out of its own, and the seconds within which it must have a reply."""
+        """A new connection, and the seconds within which it must have a reply once it is connected."""
         connection = self.connection_pool.make_connection()
         self._all.add(connection)
-        limit, connection.socket_timeout = connection.socket_timeout, None
-        return connection, limit
+        return connection, connection.socket_timeout
 
     async def aclose(self) -> None:
         """Close all connections, also those of commands that were forgotten."""
