@@ -101,7 +101,7 @@ simulate-mutants: .venv/dev.stamp ## after how many histories each of 40 small c
 ##@ Measurements (with nothing else running; options in ARGS="...", such as ARGS=--help)
 
 # One at a time.
-soak: .venv/dev.stamp ## the tests that measure times or run long; on a machine that does nothing else
+soak: .venv/dev.stamp ## the tests that measure times or run long
 	$(BIN)/python -m benchmarks.soak $(ARGS)
 
 # It uses half a core, so other things may run beside it.
