@@ -50,10 +50,8 @@ class State(Enum):
     RETRIED = "released at once; the next attempt acquires it again"
     REDELIVERED = "released at once, or taken over by the run of the redelivered message"
     LIMITED = "released as soon as its process is killed, which is just after the result is stored"
-    TOLD = "released by the worker's main process as soon as it notices, within 5 s"
-    LEFT = (
-        "taken over at once by the next call on this machine; elsewhere free within `lease`, or `timeout` without one"
-    )
+    TOLD = "released by the worker's main process [as soon as it notices](time.md#after-a-kill)"
+    LEFT = "left to be [taken over, or to expire](time.md#after-a-kill)"
     NEVER = "never acquired"
 
 
