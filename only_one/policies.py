@@ -110,8 +110,7 @@ def retry(countdown: Seconds | None = None, max_retries: int | None = None) -> R
 def buffer_one(countdown: Seconds | None = None) -> BufferOne:
     """One task runs, and only the newest of those that wait stays: a policy for ``when_busy``.
 
-    The newest task always runs, and no older task runs after it. A task that is dropped returns
-    None.
+    The newest task runs, and no older task runs after it. A task that is dropped returns None.
 
     Args:
         countdown: seconds or a timedelta until the waiting task is delivered again, as for
