@@ -8,7 +8,7 @@ from typing import Any
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
-from only_one import configure
+from only_one import configure, events
 from only_one.testing import redis_server
 
 _OPEN: list[Any] = []
@@ -27,6 +27,7 @@ def _end(_namespace: dict[str, Any]) -> None:
     for each in _OPEN:
         each.__exit__(None, None, None)
     _OPEN.clear()
+    events._hooks.clear()  # noqa: SLF001 - a page shows how to subscribe, and need not show how to end it
 
 
 pytest_collect_file = Sybil(
