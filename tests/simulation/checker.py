@@ -211,7 +211,8 @@ class Checker:
         is_skipped = outcome is None and (must_be_up or plan.when_down != "skip")
         is_own = plan.jobs and call.job in getattr(outcome, "value", "")
         is_job = plan.jobs and is_text and self.lost_data_at < call.asked
-        if is_job and is_skipped and stored and all(_is_run_of(call.job, each.value) for each in stored):
+        runs = {each.lock.token for each in self.calls if each.lock is not None and each.job == call.job}
+        if is_job and is_skipped and stored and all(each.value in runs for each in stored):
             self.problem("skipped for its own job", call.name)
         if isinstance(outcome, package.AlreadyRunning) or is_skipped:
             value = getattr(outcome, "value", "").encode()
@@ -334,10 +335,6 @@ class Checker:
             yield from filter(process.machine.is_dead, process.machine.processes)
             if any(each.startswith(f"no thread of {process.name}#") for each in self.history.faults):
                 yield process.pid
-
-
-def _is_run_of(job: str, value: bytes) -> bool:
-    return f'"task_id":"{job}"'.encode() in value and b'"running"' in value
 
 
 def _is_kept_of(value: Any, call: Call) -> bool:
