@@ -138,7 +138,8 @@ class _KeptConnections:
             raise
         except BaseException as error:
             self._broken.append(connection)
-            if isinstance(error, redis.ConnectionError):  # the server may have closed the others, too
+            # The others may be closed, too, or the network between may have forgotten them all.
+            if isinstance(error, (redis.ConnectionError, redis.TimeoutError, asyncio.TimeoutError)):
                 self._broken += [each for each, _ in self._idle]
                 self._idle = []
             if isinstance(error, asyncio.TimeoutError) and limit is not None:

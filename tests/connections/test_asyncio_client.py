@@ -17,6 +17,7 @@ from only_one.connections.server import Server
 from only_one.driver import RAW
 from rigs.waiting import LIMIT, eventually
 from tests.connections.test_connection_pool import Tokens
+from tests.proxy import Proxy
 
 NAME = "k"
 
@@ -71,6 +72,25 @@ def test_a_command_that_is_refused_keeps_its_connection(redis: Any, named: Any, 
         with pytest.raises(redis_py.ResponseError, match="WRONGTYPE"):
             server.client.execute_command("GET", key, **RAW)
     assert [each["id"] for each in connections()] == [each["id"] for each in before]
+
+
+def test_after_a_time_out_no_other_kept_connection_is_used(proxy: Proxy) -> None:
+    """A firewall that forgets connections forgets all that were idle, and lets new ones through."""
+    server = Server(redis_py.Redis.from_url(proxy.url, socket_timeout=2))
+
+    async def main() -> None:
+        client = await server.async_client()
+
+        def ask() -> Any:
+            return client.execute_command("CLIENT", "ID", **RAW)
+
+        kept = await asyncio.gather(ask(), ask())
+        proxy.lose_request("ECHO", then="hang")
+        with pytest.raises(redis_py.TimeoutError):
+            await client.execute_command("ECHO", "x", **RAW)
+        assert await ask() not in kept
+
+    asyncio.run(main())
 
 
 def test_a_client_whose_credentials_are_renewed_goes_through_the_pool_of_redis_py(redis_url: str) -> None:
