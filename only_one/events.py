@@ -170,7 +170,8 @@ def tell_first_skip(key: str, name: str, value: bytes) -> None:
         return
     _first_skip.append(True)
     how = "only this first skip of the process is a warning: set the level of the log to INFO to see all of them"
-    logger.warning("%s (%s)", Busy(key, name, value), how, extra=_extra(Busy, key, name))
+    with suppress(Exception):  # a filter or handler that fails must not fail the call
+        logger.warning("%s (%s)", Busy(key, name, value), how, extra=_extra(Busy, key, name))
 
 
 def _is_shown(level: int) -> bool:

@@ -6,6 +6,7 @@ That key is no reason to skip the job; but the first attempt may yet be alive, s
 
 import asyncio
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 from only_one.clock import now
 from only_one.events import logger
 from only_one.holder import Holder
+from only_one.lock.current_lock import current
 from only_one.lock.liveness import is_dead
 from only_one.lock.token import TokenFactory, this_process
 from only_one.policies import fail
@@ -115,18 +117,20 @@ class JobCaller(Caller):
         self._waits_until: float | None = None
 
     def is_held_by_own(self, value: bytes) -> bool:
-        """Whether ``value`` is that of an attempt of this job, this one or an earlier one, which another process runs.
+        """Whether ``value`` is that of another attempt of this job, this one or an earlier one.
 
         A later attempt makes this one out of date, or belongs to other work with an id that is used again.
-        A process of this machine that lives may be a fork of the job, which has its identity, too: unless the user has
-        named the work, it is no attempt.
+        A call from inside the run is no attempt, nor is a child that the run has forked: both have the job's identity.
         """
         holder, process = Holder.parse(value), this_process()
         if holder is None or holder.state != "running" or holder.task_id != self._job.id:
             return False
-        if value.startswith(process.mark) or (holder.attempt or 0) > (self._job.attempt or 0):
+        if (holder.attempt or 0) > (self._job.attempt or 0):
             return False
-        return self._is_named or is_dead(value) or not value.startswith(process.machine_mark)
+        if value.startswith(process.mark):
+            return current.get() is None
+        is_of_parent = value.startswith(process.machine_mark) and holder.pid == os.getppid()
+        return self._is_named or is_dead(value) or not is_of_parent
 
     def waits(self, options: EffectiveOptions, left: float) -> float:
         """Seconds until the key is asked for again; 0 if the job is requeued, or has waited for as long as it may."""
@@ -136,7 +140,8 @@ class JobCaller(Caller):
         limit = options.lease or DEFAULT_LEASE
         if self._waits_until is None:
             self._waits_until = now() + (limit + _SLACK if left <= limit else 0)
-            logger.info("%s waits for the key of a previous attempt of job %s", self.name, self._job.id)
+            if left <= limit:
+                logger.info("%s waits for the key of a previous attempt of job %s", self.name, self._job.id)
         return min(self._left, _ASKS_EVERY) if now() < self._waits_until else 0
 
     def on_busy(self, options: EffectiveOptions, server: Any, key: str, value: bytes) -> Policy:

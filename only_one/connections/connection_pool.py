@@ -129,14 +129,19 @@ class PinnedClient(redis.Redis):
             if self.sends_again:
                 self.kept = []  # they may be broken, too
                 raise broken.args[0] from None
-        except BaseException:
-            # A reply may be on its way still, which the next command there would take for its own.
-            pinned.drop()
+        except BaseException as error:
+            self._drop(pinned, error)
             raise
         else:
             self._keep(pinned)
             return reply
         return untyped.execute_command(*args, **options)
+
+    def _drop(self, pinned: _Pinned, error: BaseException) -> None:
+        # A reply may be on its way still, which the next command there would take for its own.
+        pinned.drop()
+        if isinstance(error, redis.TimeoutError):  # the network between may have forgotten the others, too
+            self.kept = []
 
     def _keep(self, pinned: _Pinned) -> None:
         if len(self.kept) < _MOST_KEPT:

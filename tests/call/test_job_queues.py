@@ -129,6 +129,7 @@ def test_inside_of_a_celery_task_no_other_queue_is_asked(redis: Redis, monkeypat
         ({}, {"work_id": named}, {"attempt": None}),
         ({}, {"work_id": named, "timeout": 600}, {"attempt": None}),
         ({}, {"work_id": named}, {"attempt": None, **OTHERS}),
+        (in_rq(2), {}, OTHERS),
         (in_rq(2), {"takeover": False}, {**OTHERS, "pid": 2**30}),  # dead, and not taken over
     ],
 )
@@ -139,6 +140,25 @@ def test_it_waits_and_runs(
     install(monkeypatch, modules)
     hold(redis, prefix, 300, **held)
     assert decorate(ran, **options, **when_busy)()[0] == ID
+
+
+@pytest.mark.usefixtures("redis")
+def test_an_attempt_in_the_same_process_waits_for_the_other_and_a_call_from_inside_the_run_does_not() -> None:
+    seen: list[str] = []
+
+    @only_one("k", work_id=named)
+    async def work(call: str) -> str:
+        seen.append(f"{call} begins")
+        await asyncio.sleep(0)
+        seen.append(f"{await work('inner')}")
+        seen.append(f"{call} ends")
+        return call
+
+    async def both_attempts() -> None:
+        await asyncio.gather(work("first"), work("second"))
+
+    asyncio.run(both_attempts())
+    assert seen == ["first begins", "None", "first ends", "second begins", "None", "second ends"]
 
 
 @both
@@ -163,7 +183,7 @@ def test_its_queue_requeues_it_until_the_key_expires(
     [
         (in_rq(2), {}, {**ELSEWHERE, "attempt": 3}),  # later, or of other work with the same id
         (in_rq(2), {}, {**ELSEWHERE, "task_id": "job-2"}),
-        (in_rq(2), {}, OTHERS),  # a fork of the job, perhaps
+        (in_rq(2), {}, {**OTHERS, "pid": os.getppid(), "process_start": None}),  # of which this is a fork
         (in_rq(2), {}, {**ELSEWHERE, "state": "kept"}),  # it has succeeded
         (in_rq(2), {"work_id": lambda: None}, ELSEWHERE),
         ({}, {}, ELSEWHERE),

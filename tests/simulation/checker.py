@@ -288,7 +288,9 @@ class Checker:
         if call.lock is None or call.is_excused or reason in by_time or call.asked < self.lost_data_at:
             return
         own = [each for each in self.stored[call.key_there] if each.value == call.lock.token]
-        has_expired = reason == "expired" and self.history.now >= call.lock.expires_at
+        # The reply to a renewal may come at this very moment.
+        has_lost = call.ended < inf and not call.held_to_the_end
+        has_expired = reason == "expired" and (has_lost or self.history.now >= call.lock.expires_at)
         if own and not has_expired and not any(each.has_expired for each in own):
             self.problem("told of a loss that was none", f"{call.name}: {reason}")
 
