@@ -547,3 +547,24 @@ def test_a_forked_child_leaves_the_parent_s_connections_alone(redis_url: str, th
     command = [sys.executable, "-W", "ignore", "-c", FORK, redis_url, str(threads)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode, done.stderr) == ("good\n", 0, "")
+
+
+def test_after_a_time_out_no_other_kept_connection_is_used(proxy: Proxy) -> None:
+    """A firewall that forgets connections forgets all that were idle, and lets new ones through."""
+    once = Retry(NoBackoff(), 0)
+    client = Server(redis_py.Redis.from_url(proxy.url, socket_timeout=2, retry=once)).client
+
+    def echo() -> Any:
+        return client.execute_command("ECHO", "x", **RAW)
+
+    with ThreadPoolExecutor(2) as pool:
+        held_up = proxy.hold_up("ECHO", times=2)
+        echoes = [pool.submit(echo) for _ in range(2)]
+        assert eventually(lambda: proxy.commands.count("ECHO") == 2)
+        held_up.let_go()
+        assert [each.result() for each in echoes] == [b"x", b"x"]
+    assert len(client.kept) == 2
+    proxy.lose_request("ECHO", then="hang")
+    with pytest.raises(redis_py.TimeoutError):
+        echo()
+    assert client.kept == []
