@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -137,3 +138,17 @@ def test_a_run_that_is_killed_is_not_kept(redis: Any, redis_url: str, prefix: st
 def test_a_time_up_to_the_timeout_is_accepted(at_least: Any) -> None:
     assert callable(only_one("k", timeout=10, at_least=at_least))
     assert callable(only_one("k", at_least=at_least, lease=0.001))
+
+
+def test_it_is_kept_though_the_key_expires_while_it_is_released(redis: Any, key: str, proxy: Proxy) -> None:
+    with redis_py.Redis.from_url(proxy.url) as client, ThreadPoolExecutor() as pool:
+        release = proxy.hold_up("EVAL")
+        run = pool.submit(decorated(lambda: "done", at_least=60_000, lease=6000, redis=client))
+        assert release.met.wait(LIMIT)
+        redis.pexpire(key, 1)
+        assert eventually(lambda: not redis.exists(key))
+        with later(7000):
+            release.let_go()
+            assert run.result() == "done"
+    assert eventually(lambda: redis.exists(key))
+    assert parsed(redis.get(key)).state == "kept"
