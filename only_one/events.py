@@ -161,10 +161,10 @@ _hooks: dict[object, Callable[[Event], object]] = {}
 
 
 _first_skip: list[bool] = []
-"""Holds something once the first skip of this process has been told."""
+"""Holds something once there has been a warning of the first skip of this process."""
 
 
-def tell_first_skip(key: str, name: str, value: bytes) -> None:
+def warn_of_first_skip(key: str, name: str, value: bytes) -> None:
     """Warn of the first skip of this process, if the log does not show skips: a job that did nothing looks done."""
     if _first_skip or _is_shown(INFO):
         return

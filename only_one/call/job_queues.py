@@ -47,7 +47,7 @@ class Job(NamedTuple):
 
 def _job_of_rq(rq: Any, _args: Args) -> Job | None:
     job = rq.get_current_job()
-    # Its way to put a job back with a delay needs a scheduler, which may not run.
+    # To requeue a job with a delay needs a scheduler, which may not run.
     return Job(job.id, job.number_of_retries or 0) if job else None
 
 
@@ -137,11 +137,12 @@ class JobCaller(Caller):
         self._left = max(left, 0.01)
         if self._job.requeue or (not self._is_async and _is_in_event_loop()):
             return 0
-        limit = options.lease or DEFAULT_LEASE
         if self._waits_until is None:
-            self._waits_until = now() + (limit + _SLACK if left <= limit else 0)
-            if left <= limit:
-                logger.info("%s waits for the key of a previous attempt of job %s", self.name, self._job.id)
+            limit = options.lease or DEFAULT_LEASE
+            if left > limit:
+                return 0
+            self._waits_until = now() + limit + _SLACK
+            logger.info("%s waits for the key of a previous attempt of job %s", self.name, self._job.id)
         return min(self._left, _ASKS_EVERY) if now() < self._waits_until else 0
 
     def on_busy(self, options: EffectiveOptions, server: Any, key: str, value: bytes) -> Policy:

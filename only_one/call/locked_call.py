@@ -16,7 +16,7 @@ from only_one.connections.connection_pool import is_of_signal_handler
 from only_one.connections.server import Server
 from only_one.driver import TROUBLE, Commands, unanswered
 from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable
-from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, logger, tell_first_skip, wanted
+from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, logger, wanted, warn_of_first_skip
 from only_one.holder import is_queued
 from only_one.lock.commands import ReleaseResult, Retained, acquire, end, replace
 from only_one.lock.current_lock import Lease
@@ -167,7 +167,7 @@ class LockedCall:
         """The result that ``when_busy`` gives if the key holds ``value``."""
         policy = self.caller.on_busy(self.options, self.server, self.key, value)
         if policy is skip:
-            tell_first_skip(self.key, self.caller.name, value)
+            warn_of_first_skip(self.key, self.caller.name, value)
         if wanted(Busy):
             emit(Busy(self.key, self.caller.name, value))
         elif policy is skip:
@@ -185,7 +185,7 @@ class LockedCall:
         if self._stage == "asked":
             # A server that refuses has stored nothing, unless a previous attempt is still to come.
             self.clean_up(no_write_in_flight=isinstance(problem, ResponseError))
-        error = LockUnavailable(self.key, self.server.told(problem))
+        error = LockUnavailable(self.key, self.server.describe(problem))
         problem.__suppress_context__ = True  # the system's error, of which it tells already
         error.__cause__ = problem.with_traceback(None)
         if wanted(Down):

@@ -261,9 +261,8 @@ class Delivery(TaskCaller):
         """
         header, self.under_way[key] = self.header, self._decoration
         self._request.only_one_has_begun = True
-        if (
-            self.is_unique_in_queue and header.key is None
-        ):  # it was sent with an id of its own; its retry waits with a key
+        # A task that was sent with an id of its own has no key in its message; its retry waits with one.
+        if self.is_unique_in_queue and header.key is None:
             self._request.headers = {**(self._request.headers or {}), **header._replace(key=key).as_headers()}
         only_newest = isinstance(options.when_busy, BufferOne)
         is_unmarked = self._task.acks_late and self.may_be_redelivered

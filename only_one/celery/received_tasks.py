@@ -137,13 +137,16 @@ def _on_shutdown(**_: Any) -> None:
     """
     while _waiting:
         lease, (server, queued, queued_for) = _waiting.popitem()
-        request, left = lease.request(), queued_for() if lease.reason is None else 0
+        request, left = lease.request(), queued_for()
+        if lease.reason is not None:
+            continue
         try:
             # Asked, because the task may have begun, or ended, or been requeued, and Celery still have its request.
-            waits_here = server.client.execute_command("GET", lease.key, **RAW) == lease.token
-            if waits_here and request is not None and request.acknowledged:
+            if server.client.execute_command("GET", lease.key, **RAW) != lease.token:
+                continue
+            if request is not None and request.acknowledged:
                 withdraw(request.task, Context(request.request_dict))
-            elif waits_here and left > 0:
+            elif left > 0:
                 drive(server.client, replace(lease.key, lease.token, queued, left))
         except Exception as error:  # noqa: BLE001 - the next worker that receives it says so
             warn_once("keys of tasks that are queued again could not be lengthened", type(error).__name__)

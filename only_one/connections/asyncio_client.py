@@ -16,7 +16,7 @@ from .connection_pool import packed, raise_as_connection_error
 
 _sentinel: Any = sentinel  # which has no types
 _time_limit: Any = vars(connection)["async_timeout"]
-"""``asyncio.timeout``, or what stands in for it before Python 3.11."""
+"""``asyncio.timeout``, or what stands in for it before Python 3.11.3."""
 
 NO_LIMIT = 2**31
 """As many connections as commands ask for."""
@@ -143,8 +143,7 @@ class _KeptConnections:
                 self._broken += [each for each, _ in self._idle]
                 self._idle = []
             if isinstance(error, asyncio.TimeoutError) and limit is not None:
-                where = ", ".join(f"{name} {value}" for name, value in connection.repr_pieces())
-                msg = f"no reply within {limit:g} seconds from {where}"
+                msg = f"no reply within {limit:g} seconds"
                 raise redis.TimeoutError(msg) from None
             raise
         connection.socket_timeout = None

@@ -67,17 +67,13 @@ class Server:
             self._nodes = ClusterNodes(self._given) if is_cluster else Node(with_short_timeouts(self._given))
         return self._nodes.of(key) if isinstance(self._nodes, ClusterNodes) else self._nodes
 
-    def told(self, problem: Exception) -> str:
+    def describe(self, problem: Exception) -> str:
         """The type and the text of an error, with the server's address, and what to write instead if that is known."""
         pool = getattr(self._given, "connection_pool", None)
         address = _address(pool) if pool else "the cluster"
-        return f"{type(problem).__name__} of {address}: {problem}{self.advice_for(problem)}"
-
-    def advice_for(self, problem: Exception) -> str:
-        """What to write instead, as the end of a sentence about an error; nothing for trouble of the server's own."""
-        pool = getattr(self._given, "connection_pool", None)
         text = f"{problem} {getattr(getattr(pool, 'connection_class', None), '__name__', '')}"
-        return next((f" ({advice})" for pattern, advice in _ADVICE.items() if re.search(pattern, text)), "")
+        advice = next((f" ({advice})" for pattern, advice in _ADVICE.items() if re.search(pattern, text)), "")
+        return f"{type(problem).__name__} of {address}: {problem}{advice}"
 
     async def async_client(self) -> AsyncClient:
         """The asyncio client of the same server for the running event loop."""
