@@ -145,17 +145,20 @@ def test_it_waits_and_runs(
 @pytest.mark.usefixtures("redis")
 def test_an_attempt_in_the_same_process_waits_for_the_other_and_a_call_from_inside_the_run_does_not() -> None:
     seen: list[str] = []
+    has_begun = asyncio.Event()
 
     @only_one("k", work_id=named)
     async def work(call: str) -> str:
         seen.append(f"{call} begins")
-        await asyncio.sleep(0)
+        has_begun.set()
         seen.append(f"{await work('inner')}")
         seen.append(f"{call} ends")
         return call
 
     async def both_attempts() -> None:
-        await asyncio.gather(work("first"), work("second"))
+        first = asyncio.create_task(work("first"))
+        await has_begun.wait()
+        await asyncio.gather(first, work("second"))
 
     asyncio.run(both_attempts())
     assert seen == ["first begins", "None", "first ends", "second begins", "None", "second ends"]
