@@ -28,6 +28,7 @@ class Call:
         ended: when the run ended.
         had_key: whether the run began with its key.
         held_to_the_end: whether it had the key when it ended.
+        lapsed_at: when its key would expire, before an ``extend`` whose reply came too late.
         is_excused: whether its key may be another's while it believes to hold it.
     """
 
@@ -42,6 +43,7 @@ class Call:
     outcome: Any = None
     fence: int | None = None
     told_at: float | None = None
+    lapsed_at: float = inf
     had_key = has_succeeded = held_to_the_end = is_excused = False
 
     @property
@@ -252,7 +254,7 @@ class Checker:
         """What the lock adds to a run is at most 2 s before and 2 s after it."""
         if call.process.paused_until > call.asked:
             return
-        # A job that waits for its earlier attempt asks each second.
+        # A job that waits for its previous attempt asks each second.
         limit = 2.85 + self.history.plan.jobs
         for begin, end in ((call.asked, min(call.began, call.answered)), (call.ended, call.answered)):
             # Two attempts: each waits 0.5 s for a connection and 0.9 s for a reply. A server that hangs in one of these
@@ -288,9 +290,8 @@ class Checker:
         if call.lock is None or call.is_excused or reason in by_time or call.asked < self.lost_data_at:
             return
         own = [each for each in self.stored[call.key_there] if each.value == call.lock.token]
-        # The reply to a renewal may come at this very moment.
-        has_lost = call.ended < inf and not call.held_to_the_end
-        has_expired = reason == "expired" and (has_lost or self.history.now >= call.lock.expires_at)
+        expires_at = min(call.lock.expires_at, call.lapsed_at)
+        has_expired = reason == "expired" and self.history.now >= expires_at
         if own and not has_expired and not any(each.has_expired for each in own):
             self.problem("told of a loss that was none", f"{call.name}: {reason}")
 

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from math import inf
 from typing import Any, ClassVar
 
 import redis
@@ -242,7 +243,10 @@ class LockWorld(History):
                 self.checker.fenced(call, call.lock.fence)
         if self.draw(f"extend {call.name}") < 0.1:
             with suppress(*errors):
+                call.lapsed_at = call.lock.expires_at
                 call.lock.extend(2)
+            if call.lock.is_held:
+                call.lapsed_at = inf
 
     # faults: each happens at some time in some histories
 
