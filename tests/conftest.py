@@ -70,7 +70,7 @@ def nothing_is_left_open() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def prefix(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """What this test's keys begin with; the settings are put back at its end, and none of its tokens is looked for.
+    """What this test's keys begin with; the settings are restored at its end, and none of its tokens is looked for.
 
     Or that would be at a port that another test's server, or proxy, may have by then.
     """
@@ -98,7 +98,7 @@ def redis(redis_url: str, prefix: str) -> Iterator[Redis]:
 
 
 @pytest.fixture
-def server(prefix: str) -> Iterator[RedisServer]:  # noqa: ARG001 - for its settings, which are put back
+def server(prefix: str) -> Iterator[RedisServer]:  # noqa: ARG001 - for its settings, which are restored
     """A server of the test's own, to be paused and killed; what the test covers takes its keys there."""
     with redis_server() as own, configure(redis=own.url):
         yield own
@@ -139,7 +139,7 @@ def kind(request: pytest.FixtureRequest) -> type[Running]:
 
 @pytest.fixture
 def busy() -> Callable[..., AbstractContextManager[None]]:
-    """`with busy("k"):` has a covered run hold a key in another thread until the block ends."""
+    """`with busy("k"):` has a run hold a key in another thread until the block ends."""
 
     @contextmanager
     def held(key: str, **options: Any) -> Iterator[None]:

@@ -359,6 +359,22 @@ def test_the_first_skip_of_a_process_that_would_not_show_it_is_a_warning(
     assert all(f"{NAME} did not run: {prefix}k is taken by" in message for message in told)
 
 
+def test_a_filter_that_fails_does_not_fail_the_first_skip(
+    redis: Redis, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[logging.LogRecord] = []
+
+    def fails(record: logging.LogRecord) -> bool:
+        asked.append(record)
+        raise ValueError
+
+    monkeypatch.setattr(only_one_events, "_first_skip", [])
+    monkeypatch.setattr(only_one_events.logger, "filters", [fails])
+    redis.set(f"{prefix}k", "a stranger")
+    assert decorated(work)() is None
+    assert asked
+
+
 def test_the_rest_is_logged_for_debugging_and_no_argument_is_logged(redis: Redis, caplog: Log) -> None:
     def work(a: str, then: Callable[[], object]) -> None:
         then()

@@ -160,6 +160,7 @@ def test_tasks_that_have_not_begun_are_queued_again_when_the_worker_ends(task: A
     soon = datetime.now(timezone.utc) + timedelta(seconds=0.5)
     # The lost one's message was acknowledged as it was given to the child, which was killed before it had its key.
     changes: Any = {"runs": {}, "waits": {}, "lost": {"acknowledged": True}, "expired": {"expires": soon}, "late": {}}
+    changes["another's"] = {"acknowledged": True}  # it was requeued by its child, and another run has the key
     for key, its in changes.items():
         task.delay(key)
         tokens.append(keys[key])
@@ -167,13 +168,15 @@ def test_tasks_that_have_not_begun_are_queued_again_when_the_worker_ends(task: A
         if key == "runs":
             lease.lose("taken", lease.token)
     # The producer's command was sent twice: the second arrives now.
-    keys.redis.set(f"{keys.prefix}late", tokens[-1], ex=LEASE)
+    keys.redis.set(f"{keys.prefix}late", tokens[-2], ex=LEASE)
+    keys["another's"] = TokenFactory("another").token(HOUR)
     assert eventually(lambda: datetime.now(timezone.utc) > soon)
     worker_shutdown.send(sender=None)
     assert [keys.state(key) for key in ("runs", "waits", "lost", "late")] == [RECEIVED, QUEUED, None, QUEUED]
     assert keys["waits"] == tokens[1]
     assert keys.lives_for(HOUR, "waits")
     assert keys.left("late") <= LEASE
+    assert not keys.redis.keys(f"*{keys.prefix}another's*withdrawn*")
 
 
 def test_a_task_whose_child_is_killed_before_it_begins_while_another_run_has_its_key_has_no_key(

@@ -101,6 +101,7 @@ def test_a_server_that_refuses_is_named_and_when_down_decides(
                 decorate(is_held, redis=url, **options)()
             assert caught.value.key == f"{prefix}k"
             assert type(caught.value.__cause__).__name__ == named
+            assert f"of localhost:{server.port}: " in str(caught.value).replace("127.0.0.1", "localhost")
             assert "secret" not in str(caught.value)
         assert decorate(is_held, redis=url, when_down=skip)() is None
         assert decorate(is_held, redis=url, when_down=carry_on)() is False  # it runs, and knows that it holds nothing
