@@ -191,14 +191,8 @@ def environment_of(queue: Queue) -> Path:
     if not (folder / "complete").exists():
         print(f"installing {queue.packages}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        pip = [
-            str(folder / "bin" / "pip"),
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-            *queue.packages.split(),
-        ]
-        subprocess.run(pip, check=True)
+        pip = [str(folder / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, *queue.packages.split()], check=True)
         (folder / "complete").touch()
     return folder
 
@@ -329,10 +323,8 @@ def postgres() -> Iterator[str | None]:
 def play(queue: Queue, timeout: Time, kill_at: float, database: str | None) -> dict[str, Any]:
     """Play one round."""
     if database:
-        name, program = (
-            f"d{uuid4().hex}",
-            "import psycopg, sys; psycopg.connect(sys.argv[1], autocommit=True).execute(sys.argv[2])",
-        )
+        name = f"d{uuid4().hex}"
+        program = "import psycopg, sys; psycopg.connect(sys.argv[1], autocommit=True).execute(sys.argv[2])"
         python = str(environment_of(queue) / "bin" / "python")
         subprocess.run([python, "-c", program, f"{database}/postgres", f"create database {name}"], check=True)
         database = f"{database}/{name}"

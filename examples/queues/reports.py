@@ -19,11 +19,8 @@ TICKS = 60
 
 
 def _ticks(day: int) -> Iterator[None]:
-    run, dies_at, is_first = (
-        f"{uuid.uuid4().hex} {socket.gethostname()}",
-        os.environ.get("DIES_AT"),
-        not WITNESS.exists(),
-    )
+    run, is_first = f"{uuid.uuid4().hex} {socket.gethostname()}", not WITNESS.exists()
+    dies_at = os.environ.get("DIES_AT")
     for tick in range(TICKS if day else 0):  # for day 0 there is nothing to report
         _note(f"{run} {tick}")
         if is_first and dies_at == str(tick):  # as if it had run out of memory
