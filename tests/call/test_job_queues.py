@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import subprocess
 import sys
@@ -143,14 +144,18 @@ def test_it_waits_and_runs(
 
 
 @pytest.mark.usefixtures("redis")
-def test_an_attempt_in_the_same_process_waits_for_the_other_and_a_call_from_inside_the_run_does_not() -> None:
+def test_an_attempt_in_the_same_process_waits_for_the_other_and_a_call_from_inside_the_run_does_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "only_one")
     seen: list[str] = []
-    has_begun = asyncio.Event()
+    has_begun, goes_on = asyncio.Event(), asyncio.Event()
 
     @only_one("k", work_id=named)
     async def work(call: str) -> str:
         seen.append(f"{call} begins")
         has_begun.set()
+        await goes_on.wait()
         seen.append(f"{await work('inner')}")
         seen.append(f"{call} ends")
         return call
@@ -158,7 +163,11 @@ def test_an_attempt_in_the_same_process_waits_for_the_other_and_a_call_from_insi
     async def both_attempts() -> None:
         first = asyncio.create_task(work("first"))
         await has_begun.wait()
-        await asyncio.gather(first, work("second"))
+        second = asyncio.create_task(work("second"))
+        while not second.done() and "waits for the key" not in caplog.text:
+            await asyncio.sleep(0.01)
+        goes_on.set()
+        await asyncio.gather(first, second)
 
     asyncio.run(both_attempts())
     assert seen == ["first begins", "None", "first ends", "second begins", "None", "second ends"]
