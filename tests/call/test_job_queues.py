@@ -20,6 +20,7 @@ from redis import Redis
 
 from only_one import AlreadyRunning, current_lock, fail, only_one, skip
 from only_one.call import job_queues
+from only_one.events import logger
 from only_one.lock.token import TokenFactory
 from rigs.waiting import LIMIT
 from tests.decorated import Decorate, Function, as_async, both, decorated
@@ -145,11 +146,18 @@ def test_it_waits_and_runs(
 
 @pytest.mark.usefixtures("redis")
 def test_an_attempt_in_the_same_process_waits_for_the_other_and_a_call_from_inside_the_run_does_not(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level(logging.INFO, "only_one")
     seen: list[str] = []
     has_begun, goes_on = asyncio.Event(), asyncio.Event()
+
+    def note(record: logging.LogRecord) -> bool:
+        if "waits for the key" in record.getMessage():
+            goes_on.set()
+        return True
+
+    caplog.set_level(logging.INFO, "only_one")
+    monkeypatch.setattr(logger, "filters", [note])
 
     @only_one("k", work_id=named)
     async def work(call: str) -> str:
@@ -164,9 +172,7 @@ def test_an_attempt_in_the_same_process_waits_for_the_other_and_a_call_from_insi
         first = asyncio.create_task(work("first"))
         await has_begun.wait()
         second = asyncio.create_task(work("second"))
-        while not second.done() and "waits for the key" not in caplog.text:
-            await asyncio.sleep(0.01)
-        goes_on.set()
+        second.add_done_callback(lambda _: goes_on.set())
         await asyncio.gather(first, second)
 
     asyncio.run(both_attempts())
