@@ -1,7 +1,8 @@
 """The key of a queued task that a call has taken over: the call owes it to the task, and stores its value again.
 
 The task may end meanwhile without a run: it is revoked, or it finds its key busy or the server away. Then it withdraws:
-its value is deleted, and a note beside the key tells the call that nothing is owed any more.
+its value is deleted, and a note beside the key tells the call that nothing is owed any more. A worker that ends leaves
+the value of a task that is queued again in that note.
 """
 
 from dataclasses import dataclass
@@ -9,14 +10,14 @@ from dataclasses import dataclass
 from only_one.clock import now
 from only_one.driver import Command, Commands
 from only_one.holder import Holder, is_queued, task_id_of
-from only_one.lock.commands import Retained, Script
+from only_one.lock.commands import WAITS_NO_MORE, Retained, Script
 from only_one.lock.pending_releases import PendingRelease
 from only_one.settings import DEFAULT_LEASE
 
 # Only the value of a task that waits is deleted: its run releases the key by itself.
-_WITHDRAW = Script("""
+_WITHDRAW = Script(f"""
 local function has(text) return value and string.find(value, text, 1, true) end
-redis.call('set', KEYS[2], 1, 'PX', ARGV[2])
+redis.call('set', KEYS[2], {WAITS_NO_MORE}, 'PX', ARGV[2])
 local pending = tonumber(redis.call('zscore', KEYS[3], 'pending'))
 if pending and pending == tonumber(ARGV[3]) then redis.call('zrem', KEYS[3], 'pending') end
 local waits = has('"state":"queued"') or has('"state":"received"')
@@ -48,7 +49,7 @@ class Withdrawal(PendingRelease):
 
 
 def note_of(key: str, task_id: str | None, replacement: int, attempt: int | None) -> str:
-    """The name of the note that says that this work of a task waits for its key no more."""
+    """The name of the note with news of this work of a task, for a call that has taken its key over."""
     return f"{{{key}}}:withdrawn:{task_id}:{replacement}.{attempt}"
 
 

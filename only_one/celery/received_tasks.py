@@ -20,7 +20,7 @@ from only_one.connections.server import Server
 from only_one.driver import RAW, drive
 from only_one.events import logger
 from only_one.holder import Holder, is_queued, task_id_of
-from only_one.lock.commands import replace
+from only_one.lock.commands import expiry_in, replace
 from only_one.lock.current_lock import Lease
 from only_one.lock.renewal import hold, release_later
 from only_one.lock.token import words_of
@@ -44,11 +44,13 @@ class _WaitingLease(Lease):
 
     Attributes:
         request: gives the task's request; None once Celery has forgotten it.
+        note: the name of the note for a run that has taken the key over.
     """
 
-    def __init__(self, request: Any, *lease: Any) -> None:
+    def __init__(self, request: Any, note: str, *lease: Any) -> None:
         """See ``Lease`` for the other arguments."""
         self.request = ref(request)
+        self.note = note
         super().__init__(*lease)
 
     def lives_on(self, sent: float, ttl: float) -> None:
@@ -59,10 +61,14 @@ class _WaitingLease(Lease):
 
     def lose(self, reason: str, value: bytes = b"") -> str:
         """Note that the key is lost, unless it comes back; until then each renewal finds the other's value."""
-        if reason == "taken" and task_id_of(value) != task_id_of(self.token):
+        if reason == "taken" and self.is_lent_to(value):
             self.lives_on(now(), self.ttl)
             return ""
         return super().lose(reason, value)
+
+    def is_lent_to(self, value: bytes) -> bool:
+        """Whether ``value``, which is stored at the key, is that of a run of other work."""
+        return task_id_of(value) != task_id_of(self.token)
 
 
 _swept_at = _backs_off_until = 0.0
@@ -112,7 +118,8 @@ def _receive(consumer: Any, request: Any) -> None:
     token = work.token_factory(request.task, "received").token(limit if request.expires else None)
     # However long it waits, unless it expires: then it does not run.
     ends_in = limit if request.expires else inf
-    lease = _WaitingLease(request, options.server, header.key, token, now(), min(DEFAULT_LEASE, limit), ends_in)
+    ttl, note = min(DEFAULT_LEASE, limit), note_of(header.key, *work)
+    lease = _WaitingLease(request, note, options.server, header.key, token, now(), ttl, ends_in)
     seconds = min(DEFAULT_LEASE + begins_in, limit)
     lease.lives_on(lease.begun + seconds - lease.ttl, lease.ttl)  # not renewed before it may begin: many may wait
     queued = header.token.encode() if header.token else b""
@@ -142,12 +149,15 @@ def _on_shutdown(**_: Any) -> None:
             continue
         try:
             # Asked, because the task may have begun, or ended, or been requeued, and Celery still have its request.
-            if server.client.execute_command("GET", lease.key, **RAW) != lease.token:
-                continue
+            value = server.client.execute_command("GET", lease.key, **RAW)
             if request is not None and request.acknowledged:
-                withdraw(request.task, Context(request.request_dict))
-            elif left > 0:
+                if value == lease.token:
+                    withdraw(request.task, Context(request.request_dict))
+            elif value == lease.token and left > 0:
                 drive(server.client, replace(lease.key, lease.token, queued, left))
+            elif value is not None and lease.is_lent_to(value) and left > 0:
+                # The other run would store the value of this process, which is dead by then.
+                server.client.execute_command("SET", lease.note, queued, "NX", *expiry_in(left))
         except Exception as error:  # noqa: BLE001 - the next worker that receives it says so
             warn_once("keys of tasks that are queued again could not be lengthened", type(error).__name__)
             return

@@ -18,13 +18,18 @@ class Retained(NamedTuple):
     Attributes:
         value: the value.
         until: when it expires, by ``now()``.
-        note: the name of a key beside it: if there is such a key, the task that the value names waits no more, and the
-            key is released instead. None if the value names no task that waits.
+        note: the name of a key beside it, which may have news of the task that the value names: ``WAITS_NO_MORE``, and
+            the key is released instead; or the value that is stored instead, for as long as the note lives.
+            None if the value names no task that waits.
     """
 
     value: bytes
     until: float
     note: str | None = None
+
+
+WAITS_NO_MORE = 1
+"""The note of a task that has ended meanwhile."""
 
 
 class MarkerUpdate(NamedTuple):
@@ -94,10 +99,13 @@ if lasts > 0 then redis.call('pexpire', KEYS[2], lasts) end"""
 _RELEASE = Script(f"{_SET_MARKER}\nif value == ARGV[1] then return redis.call('del', KEYS[1]) + redeliveries end")
 # The new value may be there already, if the reply was lost and the command was sent again.
 _REPLACE = Script(f"""{_SET_MARKER}
-local may_be_missing, may_be_withdrawn = ARGV[4] == 'may be missing', ARGV[4] == 'may be withdrawn'
+local may_be_missing, has_note = ARGV[4] == 'may be missing', ARGV[4] == 'has note'
 if value == ARGV[1] or value == ARGV[2] or (not value and may_be_missing) then
-    if may_be_withdrawn and redis.call('get', KEYS[#KEYS]) then
+    local note = has_note and redis.call('get', KEYS[#KEYS])
+    if note == '{WAITS_NO_MORE}' then
         redis.call('del', KEYS[1])
+    elseif note then
+        redis.call('set', KEYS[1], note, 'PX', redis.call('pttl', KEYS[#KEYS]))
     else
         redis.call('set', KEYS[1], ARGV[2], 'PX', ARGV[3])
     end
@@ -199,7 +207,7 @@ def replacement(
             waits: its run may have released the key meanwhile.
     """
     beside = [each for each in (marker and marker.name, new.note) if each]
-    condition = "may be withdrawn" if new.note else "may be missing" if may_be_missing else ""
+    condition = "has note" if new.note else "may be missing" if may_be_missing else ""
     milliseconds = max(1, round((new.until - now()) * 1000))  # a server refuses to store a value for none
     return _REPLACE.command((key, *beside), token, new.value, milliseconds, condition, marker.lasts if marker else -1)
 

@@ -164,6 +164,7 @@ class Lease:
         reply = drive(self.server.client, commands) if self.server else time.time_ns() // 1000
         if not isinstance(reply, int):
             self.lose("deleted" if reply is None else "taken", reply or b"")
+        if self.reason is not None:  # or it was noted as lost while we waited for the reply
             self.ensure_held()
         return reply
 

@@ -179,6 +179,19 @@ def test_tasks_that_have_not_begun_are_queued_again_when_the_worker_ends(task: A
     assert not keys.redis.keys(f"*{keys.prefix}another's*withdrawn*")
 
 
+def test_a_task_is_queued_again_by_the_run_that_has_its_key_when_the_worker_ends(
+    task: Any, worker: Worker, keys: Keys
+) -> None:
+    """Its own value names the worker, which is dead then, so another call would take it over."""
+    waits = task.delay("k")
+    queued = keys["k"]
+    worker.receive(task)
+    assert decorated(lambda: worker_shutdown.send(sender=None), key="k")()
+    assert keys["k"] == queued
+    assert keys.lives_for(HOUR)
+    assert task.delay("k") == waits
+
+
 def test_a_task_whose_child_is_killed_before_it_begins_while_another_run_has_its_key_has_no_key(
     task: Any, worker: Worker, keys: Keys
 ) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from only_one import ConfigurationError, LockLost
+from only_one.driver import drive
+from only_one.lock import current_lock
 from only_one.lock.current_lock import Lease
 from rigs.waiting import LIMIT
 from tests.lock.watched import LONG, Watch
@@ -105,6 +107,22 @@ def test_a_key_that_is_not_ours_any_more(
         assert caught.value.value == (r"\xff" if value else "")
         assert lock.reason == reason
     assert (lock.ends_at, lock.expires_at) == (MOMENT + LONG, MOMENT + LONG)
+
+
+def test_an_extension_whose_reply_comes_after_the_loss_was_told_is_none(
+    clock: Clock, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer_late(*command: Any) -> Any:
+        reply = drive(*command)
+        lock.lose("overrun")  # as the renewing thread does
+        return reply
+
+    lock = make(LONG, LONG)
+    monkeypatch.setattr(current_lock, "drive", answer_late)
+    with pytest.raises(LockLost) as caught:
+        lock.extend(LONG)
+    assert caught.value.reason == "overrun"
+    assert lock.ends_at == clock.moment + LONG
 
 
 def test_an_extension_that_could_not_work_is_refused(make: Make) -> None:

@@ -85,13 +85,13 @@ class MessageChecker:
 
     @contextmanager
     def sending(self, trigger: Any) -> Iterator[None]:
-        """Where nothing goes wrong, a task has no second message, and a duplicate is one of a task that is alive."""
+        """A task has no second message, and, where nothing goes wrong, a duplicate is one of a task that is alive."""
         before = self._alive()
         self._being_sent.add(trigger.name)
         yield
         self._being_sent.remove(trigger.name)
         is_unique = self.plan.is_unique and self.plan.when_busy != "buffer_one" and trigger.how in _UNIQUE
-        if not is_unique or not self.only("publishing fails"):
+        if not is_unique or not self.only("publishing fails", "shutdown", "lost connection"):
             return
         after, triggers = self._alive() - {trigger.name}, self.history.triggers.values()
         since = self.history.now - _JUST_NOW
@@ -100,7 +100,8 @@ class MessageChecker:
         keep &= {each.work.trigger for each in self.history.broker.published} - just_ended
         if trigger.is_sent and (others := before & after & keep) and not self._may_forget:
             self.problem("a second message", f"{trigger.name} beside {others}")
-        if not (trigger.is_sent or trigger.error or before or after or just_ended or self.plan.at_least):
+        is_accounted_for = before or after or just_ended or self.plan.at_least or not self.only("publishing fails")
+        if not (trigger.is_sent or trigger.error or is_accounted_for):
             self.problem("a duplicate of nothing", trigger.name)
 
     # of what has happened
