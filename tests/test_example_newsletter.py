@@ -6,7 +6,7 @@ import re
 import signal
 import smtplib
 from contextlib import nullcontext
-from email import message_from_bytes, policy
+from email import message_from_string, policy
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def test_a_chunk_is_found_by_its_ids() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_message_has_the_personal_fields(name: str) -> None:
     raw = letter("spring", Recipient(7, "person-7@example.net", name))
-    message: Any = message_from_bytes(raw, policy=policy.default)
+    message: Any = message_from_string(raw, policy=policy.default)
     assert not message.defects
     assert raw.isascii()
     (to,) = message["To"].addresses
@@ -63,7 +63,7 @@ def test_nothing_that_is_personal_adds_a_recipient(email: str, name: str) -> Non
 
 def test_a_chunk_that_breaks_off_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(making, "letter", lambda _, recipient: b"x" * 10_000 * (9 // (9 - recipient.id)))
+        patch.setattr(making, "letter", lambda _, recipient: "x" * 10_000 * (9 // (9 - recipient.id)))
         with pytest.raises(ZeroDivisionError):
             making.make("spring", 0)
     assert [each.suffix for each in (folder / "spring").iterdir()] == [".part"]
@@ -81,7 +81,7 @@ class Picky:
         self.got: list[str] = []
         self.rules: dict[str, tuple[str, int]] = {}
 
-    def sendmail(self, _: str, to: list[str], __: bytes) -> None:
+    def sendmail(self, _: str, to: list[str], __: str) -> None:
         what, code = self.rules.get(to[0], ("", 0))
         if what == "to":
             raise smtplib.SMTPRecipientsRefused({to[0]: (code, b"refused")})

@@ -8,9 +8,10 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from math import inf
 from pathlib import Path
 
@@ -98,15 +99,9 @@ class Row:
         return found
 
     @property
-    def killed(self) -> Run | None:
-        """The run that was killed, if one was."""
-        return next((run for run in self.runs if run.outcome == "killed"), None)
-
-    @property
-    def next_after_kill(self) -> Run | None:
-        """The first run that began after one was killed."""
-        killed = self.killed
-        return next((run for run in self.runs if killed and run.start > killed.end), None)
+    def since_kill(self) -> list[Run]:
+        """The run that was killed, and those that began later; empty if none was killed."""
+        return list(dropwhile(lambda run: run.outcome != "killed", self.runs))
 
     @property
     def is_settled(self) -> bool:
@@ -115,10 +110,11 @@ class Row:
         return is_idle and len(self.ticks) == len(self.runs) + len(self.skips)
 
 
+Rows = Mapping[str, Row]
 OUTCOMES = {"end": "finished", "fail": "failed", "kill": "killed"}
 
 
-def read(names: Iterable[str]) -> dict[str, Row]:
+def read(names: Iterable[str]) -> Rows:
     """Everything that the journal tells so far.
 
     Args:

@@ -16,11 +16,11 @@ ROW = "nightly-report"
 
 @only_one("nightly-report")
 def main() -> None:
-    """Write how many entries each feed has."""
+    """Write which feeds have been imported."""
     with witnessed(ROW):
-        lines = [f"{len(feed.read_text().splitlines()):5}  {feed.stem}" for feed in directory().glob("*.feed")]
+        names = sorted(feed.stem for feed in directory().glob("*.feed"))
         time.sleep(1.5)  # a real report takes its time
-        (directory() / "report.txt").write_text("\n".join(lines) + "\n")
+        (directory() / "report.txt").write_text("\n".join(names))
 
 
 if __name__ == "__main__":

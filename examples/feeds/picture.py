@@ -1,14 +1,14 @@
 """The journal for people: rows over time, and what became of the run that was killed."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import inf
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from .journal import Row
+from .journal import Row, Rows
 
 SIGNS = {
     "running": ("━", "green"),
@@ -39,7 +39,7 @@ class Picture:
 
     def __init__(self, title: str, duration: float) -> None:
         self._title, self._duration = title, duration
-        self.rows: Mapping[str, Row] = {}
+        self.rows: Rows = {}
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw it."""
@@ -49,7 +49,7 @@ class Picture:
         begin = min((row.ticks[0] for row in self.rows.values() if row.ticks), default=inf)
         table = Table("", _axis(room, every), *columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
         for name, row in self.rows.items():
-            bar = Text.assemble(*(SIGNS.get(state, " ") for state in _cells(row, begin, MARK_EVERY / every, room)))
+            bar = Text.assemble(*_cells(row, begin, MARK_EVERY / every, room))
             table.add_row(name, bar, *map("{:>5}".format, _numbers(row)[: len(columns)]))
         totals = [sum(column) for column in zip(*map(_numbers, self.rows.values()), strict=True)]
         in_words = ", ".join(f"{number} {column.strip()}" for number, column in zip(totals, COLUMNS, strict=False))
@@ -69,44 +69,35 @@ def _axis(room: int, every: int) -> str:
     return "".join(f"{number * MARK_EVERY} s".ljust(every) for number in range(room // every + 1))[:room]
 
 
-def _cells(row: Row, begin: float, step: float, room: int) -> list[str]:
-    """The state to show in each character; empty where there is none."""
-    order = ["", *SIGNS]
-    cells = [""] * room
-
-    def put(at: float, state: str) -> None:
-        column = int((at - begin) / step)
-        if 0 <= column < room and order.index(state) > order.index(cells[column]):
-            cells[column] = state
-
-    for run in row.runs:
-        end = min(run.end, time.monotonic())
-        for number in range(int((end - run.start) / step) + 1):
-            put(run.start + number * step, "running")
-        put(end, run.outcome)
-    for at in row.skips:
-        put(at, "skipped")
-    for at in row.overlaps:
-        put(at, "overlap")
-    return cells
+def _cells(row: Row, begin: float, step: float, room: int) -> Iterator[tuple[str, str] | str]:
+    """The sign to show in each character, which stands for `step` seconds; a blank where nothing happened."""
+    moments = [(run.end, run.outcome) for run in row.runs]
+    moments += [(at, "skipped") for at in row.skips] + [(at, "overlap") for at in row.overlaps]
+    for number in range(room):
+        start, end = begin + number * step, begin + (number + 1) * step
+        states = {state for at, state in moments if start <= at < end}
+        if any(run.start < end and start < min(run.end, time.monotonic()) for run in row.runs):
+            states.add("running")
+        shown = [sign for state, sign in SIGNS.items() if state in states]
+        yield shown[-1] if shown else " "
 
 
-def _notes(rows: Mapping[str, Row]) -> Iterator[str]:
+def _notes(rows: Rows) -> Iterator[str]:
     yield "Runs and overlaps: counted from what each run wrote down itself, not from the lock."
     for name, row in rows.items():
-        if row.killed:
-            yield f"Killed: process {row.killed.pid}, in the middle of {name}, by SIGKILL."
-        if row.killed and row.next_after_kill:
-            yield f"The next run of {name} began {row.next_after_kill.start - row.killed.end:.1f} s later."
+        if row.since_kill:
+            killed, *later = row.since_kill
+            yield f"Killed: process {killed.pid}, in the middle of {name}, by SIGKILL."
+            if later:
+                yield f"The next run of {name} began {later[0].start - killed.end:.1f} s later."
 
 
-def has_recovered(rows: Mapping[str, Row]) -> bool:
+def has_recovered(rows: Rows) -> bool:
     """Whether a feed whose import was killed has been imported again."""
-    again = [row.next_after_kill for row in rows.values()]
-    return any(run and run.outcome == "finished" for run in again)
+    return any(run.outcome == "finished" for row in rows.values() for run in row.since_kill)
 
 
-def problem(rows: Mapping[str, Row]) -> str | None:
+def problem(rows: Rows) -> str | None:
     """Why the demo has failed, in one line; None if it has not.
 
     Args:

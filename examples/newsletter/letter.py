@@ -12,20 +12,13 @@ SENDER = "news@example.org"
 TEXT = Template("""\
 Dear $name,
 
-the days are getting longer, and so is the list of what is new:
-
-- The feed importer no longer imports a feed twice.
-- The nightly report is made once a night, on however many machines.
-- This letter has come to you once, too.
-
-Kind regards,
-the people at example.org
+the spring has come, and this letter has come to you once.
 
 To be taken off our list: $link
 """)
 
 
-def letter(mailing: str, recipient: Recipient) -> bytes:
+def letter(mailing: str, recipient: Recipient) -> str:
     """The message for one recipient, the same each time, as it is sent.
 
     Args:
@@ -44,4 +37,4 @@ def letter(mailing: str, recipient: Recipient) -> bytes:
     message["Message-ID"] = f"<{mailing}.{recipient.id}@example.org>"
     message["List-Unsubscribe"] = f"<{link}>"
     message.set_content(TEXT.substitute(name=recipient.name, link=link), cte="quoted-printable")
-    return message.as_bytes()
+    return message.as_string()

@@ -1,5 +1,9 @@
-"""Makes a chunk of a mailing: its messages, in a file that is there as a whole or not at all."""
+"""Makes a chunk of a mailing: its messages, in a file that is there as a whole or not at all.
 
+A line of the file is a message, as JSON.
+"""
+
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +18,7 @@ class Entry(NamedTuple):
 
     id: int
     address: str
-    message: bytes
+    message: str
 
 
 def path(mailing: str, number: int) -> Path:
@@ -48,10 +52,9 @@ def make(mailing: str, number: int) -> int:
     people = recipients.chunk(number)
     final.parent.mkdir(exist_ok=True)
     part = final.with_suffix(f".{os.getpid()}.part")  # nobody else writes there, however late this run may go on
-    with part.open("wb") as file:
+    with part.open("w") as file:
         for each in people:
-            message = letter(mailing, each)
-            file.write(f"{each.id} {len(message)} {each.email}\n".encode() + message)
+            file.write(json.dumps([each.id, each.email, letter(mailing, each)]) + "\n")
         file.flush()
         os.fsync(file.fileno())
     part.replace(final)
@@ -65,7 +68,6 @@ def read(mailing: str, number: int) -> Iterator[Entry]:
         mailing: the mailing's name.
         number: which chunk, from 0.
     """
-    with path(mailing, number).open("rb") as file:
-        while head := file.readline():
-            recipient, length, address = head.split()
-            yield Entry(int(recipient), address.decode(), file.read(int(length)))
+    with path(mailing, number).open() as file:
+        for line in file:
+            yield Entry(*json.loads(line))

@@ -98,10 +98,7 @@ def _post(server: smtplib.SMTP, entry: Entry) -> bytes:
     try:
         server.sendmail(SENDER, [entry.address], entry.message)
     except (smtplib.SMTPRecipientsRefused, smtplib.SMTPDataError) as error:
-        if isinstance(error, smtplib.SMTPDataError):
-            code = error.smtp_code
-        else:
-            code, _ = error.recipients[entry.address]
+        code = error.smtp_code if isinstance(error, smtplib.SMTPDataError) else error.recipients[entry.address][0]
         if code < PERMANENT:
             raise
         _log.warning("the message to recipient %d is refused: %s", entry.id, error)
