@@ -7,7 +7,6 @@ Each task is in the queue, or running, once at a time.
 
 import os
 import time
-from collections.abc import Callable
 
 from celery import Celery
 from celery.result import AsyncResult
@@ -19,14 +18,11 @@ URL = os.environ.get("SINGLETON_URL", "redis://localhost:6379/1")
 app = Celery("singleton", broker=URL, backend=URL)
 app.conf.broker_connection_retry_on_startup = True
 
-work: Callable[[float], object] = time.sleep  # what takes its time
-
 
 @only_one
 @app.task
 def render(*pages: int, **style: str) -> str:
     """Without a key: one for each set of arguments."""
-    work(0.5)
     return f"{len(pages)} pages, {style}"
 
 
@@ -34,7 +30,6 @@ def render(*pages: int, **style: str) -> str:
 @app.task
 def rebuild(index: str) -> str:
     """Nothing must be cleared when a worker that runs it is killed, or when a run fails."""
-    work(0.5)
     if not index:
         msg = "which index?"
         raise ValueError(msg)
@@ -45,7 +40,6 @@ def rebuild(index: str) -> str:
 @app.task
 def send_digest(user: str, reason: int | None = None) -> str:
     """One for each user: the reason is no part of the key."""
-    work(0.5)
     return f"digest for {user}, because of {reason}"
 
 
@@ -53,7 +47,6 @@ def send_digest(user: str, reason: int | None = None) -> str:
 @app.task
 def export(user: str) -> str:
     """Whoever asks for a second one gets an `AlreadyRunning`."""
-    work(0.5)
     return f"data of {user}"
 
 
@@ -61,7 +54,7 @@ def export(user: str) -> str:
 @app.task
 def poll() -> str:
     """A run that takes longer than three seconds no longer keeps others out; one that waits in the queue does."""
-    work(6)
+    time.sleep(6)
     return "polled"
 
 
@@ -89,7 +82,6 @@ configured.conf.update(
 @configured.task
 def count_stock(shop: str) -> str:
     """What the configuration says."""
-    work(0.5)
     return f"stock of {shop}"
 
 
@@ -102,5 +94,4 @@ def one_that_is_there(error: AlreadyRunning) -> AsyncResult:
 @configured.task
 def order_more(shop: str) -> str:
     """What the decorator says, which wins."""
-    work(0.5)
     return f"order of {shop}"

@@ -114,7 +114,7 @@ def test_who_is_refused_for_good_is_not_tried_again_and_who_is_refused_for_now_i
     del picky.rules["person-25@example.net"]
     assert [deliver(), deliver()] == [5, 0]
     assert len({*picky.got}) == len(picky.got) == 25
-    assert sorted(sending.journals("spring")) == [b"aaaaaaaaa-", b"aaaaaaraa-", b"aaraaaaaa-"]
+    assert sorted(sending.journals("spring")) == [b"aaaaaaaaa.", b"aaaaaaraa.", b"aaraaaaaa."]
 
 
 # The command line

@@ -1,10 +1,9 @@
-"""Add up the orders of each shop: lines of `shop amount`, from the files that are named, else from standard input."""
+"""Count the orders: the lines of the files that are named, else of standard input."""
 
 import fileinput
 import logging
 import os
 import sys
-from collections import Counter
 
 from only_one import only_one
 
@@ -12,13 +11,8 @@ from only_one import only_one
 @only_one("nightly-report", when_busy=lambda _: sys.exit(os.EX_TEMPFAIL))
 def main() -> None:
     """Print the report."""
-    amounts: Counter[str] = Counter()
     with fileinput.input() as orders:
-        for order in orders:
-            shop, amount = order.split()
-            amounts[shop] += int(amount)
-    for shop, total in amounts.most_common():
-        print(f"{total:8} {shop}")
+        print(len(list(orders)), "orders")
 
 
 if __name__ == "__main__":

@@ -10,11 +10,7 @@ from typing import NamedTuple
 SIZE = int(os.environ.get("NEWSLETTER_CHUNK", "1000"))
 """How many ids a chunk spans; the same at each start of a mailing."""
 
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS recipients (
-    id INTEGER PRIMARY KEY, email TEXT NOT NULL UNIQUE, name TEXT NOT NULL, unsubscribed INTEGER NOT NULL
-)
-"""
+SCHEMA = "CREATE TABLE IF NOT EXISTS recipients (id INTEGER PRIMARY KEY, email TEXT, name TEXT, unsubscribed INTEGER)"
 CHUNK = "SELECT id, email, name FROM recipients WHERE id > ? AND id <= ? AND NOT unsubscribed ORDER BY id"
 NAMES = ["Ada Lovelace", "José García", "Zoë Ng", "明 Hopper", "O'Neil <Smith>", '"Bo" d\'Arc']
 

@@ -17,7 +17,7 @@ from . import making, recipients
 from .letter import SENDER
 from .making import Entry
 
-WAITING, ACCEPTED, UNSUBSCRIBED, REFUSED, NO_MESSAGE = b".", b"a", b"u", b"r", b"-"
+WAITING, ACCEPTED, UNSUBSCRIBED, REFUSED = b".", b"a", b"u", b"r"
 
 BATCH = 100
 """Messages between two times that the journal is synced and the database is asked who has unsubscribed."""
@@ -59,8 +59,6 @@ def _deliver_chunk(server: smtplib.SMTP, mailing: str, number: int, check: Calla
     first, accepted = number * recipients.SIZE + 1, 0
     with _journal(mailing, number).open("r+b", buffering=0) as journal:
         before = journal.read()
-        if WAITING not in before:
-            return 0
         waiting = (entry for entry in making.read(mailing, number) if before[entry.id - first] == ord(WAITING))
         while batch := list(islice(waiting, BATCH)):
             gone = recipients.unsubscribed(batch[0].id, batch[-1].id)
@@ -71,10 +69,6 @@ def _deliver_chunk(server: smtplib.SMTP, mailing: str, number: int, check: Calla
                 journal.write(state)
                 accepted += state == ACCEPTED
             os.fsync(journal)
-        journal.seek(0)
-        rest = journal.read().replace(WAITING, NO_MESSAGE)
-        journal.seek(0)
-        journal.write(rest)
     return accepted
 
 

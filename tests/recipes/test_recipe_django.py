@@ -69,7 +69,8 @@ def manage(place: Place, *arguments: str, **env: str) -> str:
 
 @pytest.fixture
 def project(place: Place) -> Place:
-    """What a user has copied from the page."""
+    """A new project, into which a user has copied what is on the page."""
+    place.run(sys.executable, "-m", "django", "startproject", "config", ".")
     source = ROOT / "examples" / "django_feeds"
     shutil.copytree(source, place.folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     place.env["REDIS"] = place.url.removesuffix("/0")
