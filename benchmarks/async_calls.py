@@ -21,14 +21,10 @@ from typing import Any
 import redis
 import redis.asyncio
 from django.conf import settings
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
+from benchmarks.costs_measured import COMPARE_AND_DELETE
 from only_one import only_one
 from only_one.testing import redis_server
-
-RELEASE = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end return 0"
 
 Call = Callable[[int], Awaitable[Any]]
 
@@ -47,14 +43,14 @@ async def seconds(call: Call, calls: int) -> tuple[float, int]:
     await call(calls)
     began = time.perf_counter()
     results = await asyncio.gather(*(call(number) for number in range(calls)), return_exceptions=True)
-    return time.perf_counter() - began, results.count(None) + sum(type(each) is int for each in results)
+    return time.perf_counter() - began, sum(type(each) is int for each in results)
 
 
 async def bare(url: str, calls: int, connections: int) -> tuple[float, int]:
     """The same by bare commands."""
     pool: Any = redis.asyncio.BlockingConnectionPool.from_url(url, max_connections=connections, timeout=None)
     async with redis.asyncio.Redis.from_pool(pool) as client:
-        sha = await client.script_load(RELEASE)
+        sha = await client.script_load(COMPARE_AND_DELETE)
 
         async def call(number: int) -> int:
             key, token = f"bare:{number}", f"token {number}"
@@ -66,12 +62,12 @@ async def bare(url: str, calls: int, connections: int) -> tuple[float, int]:
 
 
 def main() -> int:
-    """Measure, and print a table.
+    """Measure, and print a line for each way.
 
     Returns:
         1 if a call has not run, else 0.
     """
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--connections", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=7)
@@ -89,17 +85,16 @@ def main() -> int:
             "decorated": lambda: seconds(own, options.calls),
             "decorated, by django-redis": lambda: seconds(djangos, options.calls),
         }
-        found: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
-        for _ in track(range(options.rounds), transient=True):
+        measured: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
+        for _ in range(options.rounds):
             for way in random.sample(list(ways), len(ways)):
-                found[way].append(asyncio.run(ways[way]()))
-    table = Table("", f"seconds for {options.calls} at a time", "of bare", "have run")
-    medians = {way: statistics.median(each for each, _ in those) for way, those in found.items()}
-    for way, those in found.items():
-        ratio = medians[way] / medians["bare SET and EVALSHA"]
-        table.add_row(way, f"{medians[way]:.3f}", f"{ratio:.2f}", f"{min(ran for _, ran in those)}")
-    Console().print(table)
-    return int(any(ran < options.calls for those in found.values() for _, ran in those))
+                measured[way].append(asyncio.run(ways[way]()))
+    print(f"{'':28}seconds for {options.calls} at a time, of bare, have run")
+    medians = {way: statistics.median(each for each, _ in results) for way, results in measured.items()}
+    least = {way: min(ran for _, ran in results) for way, results in measured.items()}
+    for way, median in medians.items():
+        print(f"{way:28}{median:.3f}, {median / medians['bare SET and EVALSHA']:.2f}, {least[way]}")
+    return int(min(least.values()) < options.calls)
 
 
 if __name__ == "__main__":

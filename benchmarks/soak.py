@@ -13,30 +13,13 @@ import argparse
 import os
 import sys
 import time
-from dataclasses import dataclass, field
-from typing import Any
+from collections import defaultdict
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 
 SEED = "ONLY_ONE_SOAK_SEED"
-
-
-@dataclass
-class Result:
-    """The result of one test: its outcome, its duration in seconds, and the figures that it recorded."""
-
-    outcome: str = "passed"
-    seconds: float = 0.0
-    figures: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, report: pytest.TestReport) -> None:
-        """Add the report of the test's setup, of the test itself, or of its teardown."""
-        self.seconds += report.duration
-        self.figures |= dict(report.user_properties)
-        if not report.passed:
-            self.outcome = report.outcome
 
 
 class Soak:
@@ -47,25 +30,27 @@ class Soak:
     """
 
     def __init__(self, seed: int) -> None:
-        self.results: dict[str, Result] = {}
+        self._reports: dict[str, list[pytest.TestReport]] = defaultdict(list)
         self._seed = seed
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note what became of a test."""
-        self.results.setdefault(report.nodeid, Result()).add(report)
+        """Keep the report of a test's setup, of the test itself, or of its teardown."""
+        self._reports[report.nodeid].append(report)
 
     def pytest_terminal_summary(self) -> None:
         """Print the table after the output of what failed."""
         table = Table(title=f"seed {self._seed}", title_justify="left")
         for heading in ("test", "outcome", "seconds", "figures"):
             table.add_column(heading, justify="right" if heading == "seconds" else "left", overflow="fold")
-        for name, result in self.results.items():
-            figures = ", ".join(f"{name} {_number(value)}" for name, value in result.figures.items())
-            table.add_row(name, result.outcome, f"{result.seconds:.1f}", figures)
+        for name, reports in self._reports.items():
+            outcome = next((each.outcome for each in reports if not each.passed), "passed")
+            seconds = sum(each.duration for each in reports)
+            figures = ", ".join(f"{name} {_number(value)}" for name, value in reports[-1].user_properties)
+            table.add_row(name, outcome, f"{seconds:.1f}", figures)
         Console(width=None if sys.stdout.isatty() else 160, markup=False).print(table)
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
