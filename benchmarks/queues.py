@@ -24,7 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 from uuid import uuid4
@@ -56,8 +56,8 @@ class Queue:
         packages: for pip.
         worker: the command of a worker.
         setup: lines of Python, before the first job is sent.
-        send: Python that sends the job of `day`; empty if the workers begin it by themselves.
-        wrong: what its decorator makes of a function `f`; only_one above that must refuse it, unless `is_allowed`.
+        send: Python that sends the job of `day`; `pass` if the workers begin it by themselves.
+        wrong: what its decorator makes of a function; only_one above that must refuse it, except for RQ.
         redelivers: whether it redelivers what a killed worker had begun; else the work is asked for again.
         is_noisy: whether it looks for such jobs only when others arrive.
         is_up: what its log says once a worker is up.
@@ -68,9 +68,8 @@ class Queue:
     packages: str
     worker: str
     setup: str = ""
-    send: str = ""
-    wrong: str = ""
-    is_allowed: bool = False
+    send: str = "pass"
+    wrong: str = "function"
     redelivers: bool = True
     is_noisy: bool = False
     is_up: str = ""
@@ -79,33 +78,29 @@ class Queue:
     dies_at: bool = False
 
 
-RQ_SEND = "queue.enqueue(rq_jobs.report, day, retry=retry)"
-RQ_SETUP = """import os, redis, rq, rq_jobs
+RQ_SETUP = """import os, redis, rq, rq.decorators, rq_jobs
 retry = rq.Retry(max=10, interval=60) if "TIMEOUT" in os.environ else rq.Retry(max=3)
 queue = rq.Queue(connection=redis.Redis.from_url(os.environ["REDIS_URL"]))"""
 RQ_WORKER = "rq worker --url {redis} --with-scheduler --maintenance-interval 5 --worker-ttl 30"
-RQ_WRONG = "import redis\nfrom rq.decorators import job\nmade = job('q', connection=redis.Redis())(f)"
-CRON = "while sleep 1; do python cron_report.py; done"
+RQ = Queue(
+    "rq",
+    RQ_WORKER,
+    RQ_SETUP,
+    "queue.enqueue(rq_jobs.report, day, retry=retry)",
+    "rq.decorators.job(queue, connection=queue.connection)(function)",
+    is_up="Listening on",
+)
+RELEASING = f"{RQ_WORKER} --worker-class rq_worker.ReleasingWorker"
 QUEUES = {
-    "RQ, work horse": Queue(
-        "rq", RQ_WORKER, RQ_SETUP, RQ_SEND, RQ_WRONG, is_allowed=True, dies_at=True, is_up="Listening on"
-    ),
-    "RQ, releasing worker": Queue(
-        "rq",
-        f"{RQ_WORKER} --worker-class rq_worker.ReleasingWorker",
-        RQ_SETUP,
-        RQ_SEND,
-        dies_at=True,
-        is_up="Listening on",
-    ),
-    "RQ, machine": Queue("rq", RQ_WORKER, RQ_SETUP, RQ_SEND, is_up="Listening on"),
+    "RQ, work horse": replace(RQ, dies_at=True),
+    "RQ, releasing worker": replace(RQ, worker=RELEASING, dies_at=True),
+    "RQ, machine": RQ,
     "Dramatiq": Queue(
         "dramatiq[redis]",
         "dramatiq dramatiq_jobs --processes 1 --threads 2",
-        "import dramatiq_jobs",
-        "dramatiq_jobs.report.send(day)",
-        "import dramatiq\nfrom dramatiq.brokers.stub import StubBroker\n"
-        "dramatiq.set_broker(StubBroker())\nmade = dramatiq.actor(f)",
+        "from dramatiq_jobs import report",
+        "report.send(day)",
+        "report",
     ),
     "arq": Queue(
         "arq",
@@ -113,15 +108,15 @@ QUEUES = {
         "import asyncio, arq, arq_jobs\nrun = asyncio.new_event_loop().run_until_complete\n"
         "pool = run(arq.create_pool(arq_jobs.WorkerSettings.redis_settings))",
         "run(pool.enqueue_job('report', day))",
-        "import arq\nmade = arq.func(g)",
+        "arq.func(arq_jobs.report)",
     ),
     "taskiq": Queue(
         "taskiq taskiq-redis",
         "taskiq worker --workers 1 taskiq_jobs:broker",
-        "import asyncio, taskiq_jobs\nrun = asyncio.new_event_loop().run_until_complete\n"
-        "run(taskiq_jobs.broker.startup())",
-        "run(taskiq_jobs.report.kiq(day))",
-        "from taskiq import InMemoryBroker\nmade = InMemoryBroker().task(f)",
+        "import asyncio\nfrom taskiq_jobs import broker, report\n"
+        "run = asyncio.new_event_loop().run_until_complete\nrun(broker.startup())",
+        "run(report.kiq(day))",
+        "report",
         is_noisy=True,
         environment="IDLE_SECONDS=8",
         long="IDLE_SECONDS=310",
@@ -131,54 +126,53 @@ QUEUES = {
         "procrastinate --app procrastinate_jobs.app worker",
         "from procrastinate_jobs import app, report\napp.open()\napp.schema_manager.apply_schema()",
         "report.defer(day=day)",
-        "from procrastinate import App, testing\nmade = App(connector=testing.InMemoryConnector()).task(f)",
+        "report",
     ),
     "Dask": Queue(
         "distributed redis",
         "dask worker tcp://127.0.0.1:{port} --no-nanny --nthreads 1 --no-dashboard",
-        "import dask_jobs, distributed\ncluster = distributed.LocalCluster(n_workers=0, scheduler_port={port}, "
+        "import dask, dask_jobs, distributed\ncluster = distributed.LocalCluster(n_workers=0, scheduler_port={port}, "
         "dashboard_address=None)\nclient = distributed.Client(cluster)\njobs = []",
         "jobs.append(client.submit(dask_jobs.report, day, pure=False))",
-        "import dask\nmade = dask.delayed(f)",
+        "dask.delayed(function)",
     ),
     "Huey": Queue(
         "huey redis",
         "huey_consumer huey_jobs.huey",
-        "import huey_jobs",
-        "huey_jobs.report(day)",
-        "from huey import MemoryHuey\nmade = MemoryHuey().task()(f)",
+        "from huey_jobs import report",
+        "report(day)",
+        "report",
         redelivers=False,
     ),
     "Django Tasks": Queue(
         "django-tasks django-tasks-db redis",
         "python -m django db_worker --interval 0.5",
         "import django\ndjango.setup()\nfrom django.core.management import call_command\n"
-        "call_command('migrate', verbosity=0)\nimport django_jobs",
-        "django_jobs.report.enqueue(day)",
-        "import django\nfrom django.conf import settings\nsettings.configure()\ndjango.setup()\n"
-        "from django_tasks import task\nmade = task()(f)",
+        "call_command('migrate', verbosity=0)\nfrom django_jobs import report",
+        "report.enqueue(day)",
+        "report",
         redelivers=False,
         environment="DJANGO_SETTINGS_MODULE=django_settings",
     ),
     "APScheduler": Queue(
         "apscheduler<4 redis",
         'python -c "import apscheduler_jobs, time; apscheduler_jobs.scheduler.start(); time.sleep(9999)"',
-        wrong="from apscheduler.schedulers.background import BackgroundScheduler\n"
-        "made = BackgroundScheduler().scheduled_job('interval', seconds=9)(f)",
+        setup="from apscheduler_jobs import scheduler",
+        wrong="scheduler.scheduled_job('interval', seconds=9)(function)",
         redelivers=False,
     ),
-    "cron": Queue("redis", CRON, redelivers=False),
+    "cron": Queue("redis", "while sleep 1; do python cron_report.py; done", redelivers=False),
 }
 
-WRONG = """from only_one import only_one
-def f(): ...
-async def g(ctx): ...
-{wrong}
-only_one("k")(made)
-"""
 SENDER = """import sys
+from only_one import ConfigurationError, only_one
 {setup}
-print("ready", flush=True)
+def function(): ...
+try:
+    only_one("k")({wrong})
+    print("ready works", flush=True)
+except ConfigurationError as error:
+    print("ready", "refused" if "only_one cannot decorate" in str(error) else error, flush=True)
 for line in sys.stdin:
     day = int(line)
     {send}
@@ -233,13 +227,14 @@ class Round:
         """A process that sends the job of each day that is written to it."""
         log = self._stack.enter_context((self.folder / "sender.log").open("wb"))
         setup = self.queue.setup.replace("{port}", str(self.values["port"]))
-        program = SENDER.format(setup=setup, send=self.queue.send or "pass")
+        program = SENDER.format(setup=setup, wrong=self.queue.wrong, send=self.queue.send)
         pipes: dict[str, Any] = {"text": True, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
         process = subprocess.Popen([self.python, "-c", program], env=self.env, cwd=JOBS, **pipes)
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)
         stdin, stdout = cast("IO[str]", process.stdin), cast("IO[str]", process.stdout)
-        if stdout.readline() != "ready\n":
+        is_ready, _, self.wrong_order = stdout.readline().strip().partition(" ")
+        if is_ready != "ready":
             raise RuntimeError((self.folder / "sender.log").read_text()[-2000:])
         return stdin
 
@@ -292,6 +287,7 @@ class Round:
             "overlaps": changes - (len(set(runs)) - 1),
             "elsewhere": self.lines()[-1][1] != machine,
             "seen": "did not run" in self.log(),
+            "above": self.wrong_order,
             "log": self.log(),
         }
 
@@ -333,20 +329,8 @@ def play(queue: Queue, timeout: Time, kill_at: float, database: str | None) -> d
         try:
             return one.play()
         except RuntimeError as error:
-            return {"outcome": "not begun", "seconds": 0, "overlaps": 0, "elsewhere": 0, "seen": 0, "log": str(error)}
-
-
-def wrong_order(queue: Queue) -> str:
-    """What `@only_one` above the decorator of the queue comes to."""
-    if not queue.wrong:
-        return "-"
-    program = WRONG.format(wrong=queue.wrong)
-    command = [str(environment_of(queue) / "bin" / "python"), "-c", program]
-    done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
-    error = done.stderr.strip().splitlines()[-1] if done.stderr else ""
-    if "ConfigurationError: only_one cannot decorate" in error:
-        return "refused"
-    return "works" if queue.is_allowed and not error else f"NOT REFUSED {error}"
+            nothing = dict.fromkeys(("seconds", "overlaps", "elsewhere", "seen"), 0)
+            return {"outcome": "not begun", **nothing, "above": "", "log": str(error)}
 
 
 def main() -> int:
@@ -388,11 +372,11 @@ def main() -> int:
             print(f"{number}/{len(rounds)} {name}, {timeout or 'default lease'}: {result}", flush=True)
             if result["outcome"] != "done" or not result["seen"]:
                 print(log[-3000:], flush=True)
-        for name, queue in chosen.items():
+        for name in chosen:
             results = [each for timeout in times for each in seen[name, timeout]]
             cells = [killed(seen[name, timeout]) for timeout in times]
             counts = [f"{sum(each[what] for each in results)}" for what in ("elsewhere", "overlaps", "seen")]
-            table.add_row(name, *cells, *counts, wrong_order(queue))
+            table.add_row(name, *cells, *counts, "/".join({each["above"] for each in results}))
     Console(width=160).print(table)
     everything = [each for results in seen.values() for each in results]
     return int(any(each["outcome"] not in {"done", "told"} or each["overlaps"] for each in everything))

@@ -12,7 +12,6 @@ From the file and the server the soak counts overlaps, keys left and lost tasks.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import random
@@ -36,6 +35,7 @@ from only_one import testing
 from only_one.clock import now
 from only_one.testing import Guarded
 from rigs.namespaces import elsewhere
+from rigs.proxy import Proxy
 from rigs.rabbitmq import rabbitmq_server
 from rigs.servers import redis_server
 from rigs.waiting import wait_until
@@ -178,54 +178,6 @@ class History:
         return problems
 
 
-class Proxy:
-    """A TCP proxy in front of the server of the locks.
-
-    Attributes:
-        port: where it listens.
-        fault: "cut" while it accepts no connection, "swallowing" while it keeps the replies, "delay", or none.
-    """
-
-    def __init__(self, server_port: int) -> None:
-        self.port = 0
-        self.fault = ""
-        self._server_port = server_port
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True).start()
-        asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(STARTS_WITHIN)
-
-    def close_connections(self) -> None:
-        """Close all connections; clients may connect again, unless it cuts."""
-        for writer in list(self._writers):
-            self._loop.call_soon_threadsafe(writer.close)
-
-    async def _listen(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError):  # the server is down: the client finds its connection closed
-            if self.fault != "cut":
-                source, target = await asyncio.open_connection("127.0.0.1", self._server_port)
-                self._writers |= {writer, target}
-                await asyncio.gather(self._forward(reader, target), self._forward(source, writer, are_replies=True))
-                self._writers -= {writer, target}
-        writer.close()
-
-    async def _forward(
-        self, source: asyncio.StreamReader, target: asyncio.StreamWriter, *, are_replies: bool = False
-    ) -> None:
-        with suppress(OSError):
-            while data := await source.read(65536):
-                if self.fault == "delay":
-                    await asyncio.sleep(SHORT[1])
-                is_kept = are_replies and self.fault == "swallowing"
-                if not is_kept and not target.is_closing():
-                    target.write(data)
-        target.close()
-
-
 class Postman(threading.Thread):
     """Sees by MONITOR which messages a Redis broker has lost, and sends those again.
 
@@ -333,7 +285,7 @@ class Soak:
         persistence = ["--appendonly", "yes", "--appendfsync", "always", "--dir", str(folder)]
         self._locks = stack.enter_context(redis_server(*persistence))
         self._client: Any = stack.enter_context(redis.Redis.from_url(self._locks.url))
-        self._proxy = Proxy(self._locks.port)
+        self._proxy = stack.enter_context(Proxy(self._locks.url))
         self.postman, self._rabbitmq = None, None
         self._weights = dict(FAULTS)
         if options.broker == "redis":
@@ -343,8 +295,7 @@ class Soak:
         else:
             self._rabbitmq = stack.enter_context(rabbitmq_server())
             url = self._rabbitmq.make_place()
-        locks = f"redis://127.0.0.1:{self._proxy.port}/0"
-        environment = {LOCKS: locks, BROKER: url, WITNESS: str(folder / "witness")}
+        environment = {LOCKS: self._proxy.url, BROKER: url, WITNESS: str(folder / "witness")}
 
         def part(name: str, *arguments: str, inside: Sequence[str] = ()) -> Part:
             made = Part(name, arguments, environment, folder / f"log-{name}", inside)
@@ -441,16 +392,11 @@ class Soak:
         self._ends.append((now() + seconds, lambda: send_signal(signal.SIGCONT, *pids)))
 
     def _disturb(self, fault: str, seconds: float) -> None:
-        """Let the proxy cut, delay or swallow for a while."""
-        self._proxy.fault = fault
-        if fault == "cut":
-            self._proxy.close_connections()
-
-        def end() -> None:
-            self._proxy.fault = ""
-            self._proxy.close_connections()  # of which some have lost replies
-
-        self._ends.append((now() + seconds, end))
+        """Have the proxy cut, delay or swallow for a while."""
+        proxy, disturbed = self._proxy, ExitStack()
+        faults = {"cut": proxy.cut(), "delay": proxy.slow(SHORT[1]), "swallowing": proxy.black_hole(forwards=True)}
+        disturbed.enter_context(faults[fault])
+        self._ends.append((now() + seconds, disturbed.close))
 
     def _shut_down(self, worker: Part, how: int) -> None:
         """End a worker in order: a warm shutdown (SIGTERM) waits for its runs, and a cold one (SIGQUIT) does not."""

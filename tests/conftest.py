@@ -19,11 +19,11 @@ from redis.connection import AbstractConnection
 from only_one import configure, only_one
 from only_one.events import Event
 from only_one.lock import renewal
+from rigs.proxy import Proxy
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT
 from tests.decorated import events
 from tests.faults.programs import Running, RunningAsync
-from tests.proxy import Proxy
 
 os.environ.pop("PYTHONUNBUFFERED", None)  # with it, a program that forgets to flush is seen to hang by others only
 

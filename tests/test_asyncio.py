@@ -15,10 +15,10 @@ from only_one import LockUnavailable, current_lock, only_one
 from only_one.connections.asyncio_client import AsyncClient
 from only_one.connections.server import Server
 from only_one.lock import renewal
+from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.clients import KINDS, clients
 from tests.decorated import decorated
-from tests.proxy import Proxy
 from tests.renewal import renew_now
 
 MANY = 1000

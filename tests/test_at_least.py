@@ -14,10 +14,10 @@ import redis as redis_py
 from only_one import ConfigurationError, Released, current_lock, only_one
 from only_one.holder import Holder as Value
 from only_one.lock import renewal
+from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, both, call_both, decorated, events
 from tests.faults.programs import Holder, Running
-from tests.proxy import Proxy
 from tests.renewal import later
 
 

@@ -21,9 +21,9 @@ from redis import Redis
 from only_one import current_lock
 from only_one.__main__ import _cell, main
 from only_one.lock.token import TokenFactory
+from rigs.proxy import Proxy
 from rigs.waiting import LIMIT
 from tests.decorated import Busy, decorated
-from tests.proxy import Proxy
 
 Out = pytest.CaptureFixture[str]
 

@@ -11,8 +11,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from rigs.proxy import Proxy, Then
 from rigs.waiting import LIMIT
-from tests.proxy import Proxy, Then
 
 BINARY = bytes(range(256)) + b"\r\n$5\r\n"
 

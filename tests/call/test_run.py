@@ -29,10 +29,10 @@ from only_one import (
 )
 from only_one.lock import renewal
 from only_one.lock.token import active_tokens
+from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, both
 from tests.interruptions import handled
-from tests.proxy import Proxy
 
 NAME = "k"
 LONG = 3600.0

@@ -18,6 +18,7 @@ from only_one.celery import delivery
 from only_one.celery.delivery import Delivery
 from only_one.celery.requeue import Header
 from only_one.holder import Holder
+from rigs.proxy import Proxy
 from tests.celery.deliveries import (
     CLOSED,
     OUTCOMES,
@@ -31,7 +32,6 @@ from tests.celery.deliveries import (
     token_of,
     unique,
 )
-from tests.proxy import Proxy
 
 HELD: list[tuple[str, int | None, int, str]] = [
     ("kept", 1, 1, "dropped"),

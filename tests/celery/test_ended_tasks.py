@@ -27,9 +27,9 @@ from only_one.celery.requeue import Header
 from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.lock.token import TokenFactory, process_start
+from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.celery.deliveries import HOUR, Keys, Queue, a_task, unique
-from tests.proxy import Proxy
 
 PATIENCE = 10.0
 """Seconds for which the death of a process is waited for."""

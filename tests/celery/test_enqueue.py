@@ -37,6 +37,7 @@ from only_one import (
 from only_one.celery.broker import waits_for
 from only_one.celery.requeue import Header
 from only_one.lock import renewal
+from rigs.proxy import Proxy
 from rigs.waiting import eventually
 from tests.celery.deliveries import (
     CLOSED,
@@ -54,7 +55,6 @@ from tests.celery.deliveries import (
 )
 from tests.decorated import events
 from tests.lock.test_leases import no_more_threads
-from tests.proxy import Proxy
 from tests.renewal import later
 
 pytestmark = pytest.mark.usefixtures("redis", "finalizers")

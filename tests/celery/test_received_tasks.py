@@ -19,9 +19,9 @@ from only_one.celery import received_tasks
 from only_one.celery.requeue import Header
 from only_one.clock import now
 from only_one.lock.token import TokenFactory
+from rigs.proxy import Proxy
 from rigs.waiting import eventually
 from tests.celery.deliveries import HOUR, Keys, Queue, decorated, unique
-from tests.proxy import Proxy
 from tests.renewal import fails_to_renew, is_renewed, later
 
 LEASE = 30

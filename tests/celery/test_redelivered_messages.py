@@ -15,10 +15,10 @@ from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.driver import drive
 from only_one.lock.commands import evaluate
+from rigs.proxy import Proxy
 from rigs.waiting import eventually
 from tests.celery.deliveries import CLOSED, OUTCOMES, REMEMBERED, Awaits, Keys, Queue, a_task, done, lambda_of, token_of
 from tests.live import brokers as brokers  # which names the transport "unmarked"
-from tests.proxy import Proxy
 
 
 @pytest.mark.parametrize("loses_its_key", [True, False])

@@ -15,9 +15,9 @@ from only_one import only_one
 from only_one.connections.asyncio_client import make_async_client
 from only_one.connections.server import Server
 from only_one.driver import RAW
+from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.connections.test_connection_pool import Tokens
-from tests.proxy import Proxy
 
 NAME = "k"
 

@@ -32,12 +32,12 @@ from only_one.connections.server import Server
 from only_one.driver import RAW
 from only_one.events import Down, Event
 from only_one.lock.redis_lock import Lock
+from rigs.proxy import Proxy
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
 from tests.clients import Subclass, clients
 from tests.faults.programs import Running
 from tests.interruptions import Interruption, handled, interrupt, is_interrupted_after
-from tests.proxy import Proxy
 from tests.renewal import is_idle, is_renewed
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from only_one.clock import now
 from only_one.connections import cluster as clusters
 from only_one.connections import node as nodes
 from only_one.inspection import held, release_key
+from rigs.proxy import Proxy
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import Holder, Running, RunningAsync
-from tests.proxy import Proxy
 from tests.renewal import MOMENT, Clock, fails_to_renew, renew_now
 
 # The nodes do not find each other lost by themselves: on a slow machine, one that is well may be late by any time.

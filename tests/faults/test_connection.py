@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from only_one import LockLost, fail
+from rigs.proxy import Proxy
 from rigs.waiting import eventually
 from tests.faults.programs import Running
-from tests.proxy import Proxy
 from tests.renewal import fails_to_renew, is_renewed, later
 
 

@@ -13,11 +13,11 @@ import redis as redis_py
 
 from only_one import only_one
 from only_one.connections import server as eviction
+from rigs.proxy import Proxy
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.clients import clients
 from tests.faults.programs import Running, RunningAsync
-from tests.proxy import Proxy
 from tests.renewal import is_renewed, renew_now
 
 

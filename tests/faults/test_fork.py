@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from only_one.lock import commands
+from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import Program
-from tests.proxy import Proxy
 
 # A child that is forked while another thread is in coverage's lock waits for it for ever.
 pytestmark = pytest.mark.interrupts

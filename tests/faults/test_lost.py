@@ -19,9 +19,9 @@ import pytest
 
 from only_one import LockLost, carry_on, current_lock, fail, only_one
 from only_one.clock import now
+from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import SLACK, Program, Running, RunningAsync
-from tests.proxy import Proxy
 from tests.renewal import is_awaited, is_renewed, later, renew_now
 
 LONG = 3600.0

@@ -26,11 +26,11 @@ from only_one import LockLost, LockUnavailable, only_one
 from only_one.clock import now
 from only_one.events import Event, Lost
 from only_one.lock import renewal
+from rigs.proxy import Fault, Proxy
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, as_async, both
 from tests.faults.programs import Program, Running, RunningAsync
-from tests.proxy import Fault, Proxy
 from tests.renewal import fails_to_renew, is_awaited, is_renewed, later, renew_now
 
 LONG = 3600.0

@@ -35,12 +35,12 @@ from only_one.holder import Holder
 from only_one.lock import commands, renewal
 from only_one.lock.commands import MarkerUpdate, ReleaseResult, Retained
 from only_one.lock.redis_lock import AsyncLock, Lock
+from rigs.proxy import Proxy, Then
 from rigs.servers import redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, both, decorated_async
 from tests.interruptions import Interruption, interrupt
 from tests.lock.test_leases import RELEASES, freed, sets
-from tests.proxy import Proxy, Then
 from tests.renewal import is_idle
 
 HANGS_FOR = 2.0

@@ -22,10 +22,10 @@ from only_one.connections import node as nodes
 from only_one.connections import short_timeouts
 from only_one.lock import renewal
 from only_one.lock.current_lock import Lease
+from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.lock.test_leases import no_more_threads
 from tests.lock.watched import DOWN, LONG, SOON, TTL, Watch, keys, node
-from tests.proxy import Proxy
 from tests.renewal import MOMENT
 
 # Leases that are due

@@ -17,6 +17,7 @@ import select
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, BinaryIO, Literal
@@ -86,6 +87,7 @@ class Proxy(AbstractContextManager["Proxy"]):
             server_url: where the server is, with whatever credentials and database clients are to use.
             tls: how clients are to encrypt what they send, for a server that knows nothing of it.
         """
+        self._delay = 0.0
         self._parts = urlsplit(server_url)
         self._tls = tls
         self._lock = threading.Lock()
@@ -95,7 +97,7 @@ class Proxy(AbstractContextManager["Proxy"]):
         self._handlers: list[threading.Thread] = []
         self._closed = False
         self._cut = False
-        self._mute = False
+        self._silence: Fault | None = None
         self._wakes, self._woken = socket.socketpair()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -183,24 +185,37 @@ class Proxy(AbstractContextManager["Proxy"]):
         try:
             yield
         finally:
-            self._set(cut=False)
+            self._set()
 
     @contextmanager
-    def black_hole(self) -> Iterator[None]:
-        """Accept connections and swallow all commands, those of open connections too; at the end all are closed."""
-        self._set(mute=True)
+    def black_hole(self, *, forwards: bool = False) -> Iterator[None]:
+        """Accept connections and swallow all commands, those of open connections too; at the end all are closed.
+
+        Args:
+            forwards: whether the server carries out the first command of each connection, and the reply is swallowed.
+        """
+        self._set(silence=Fault((), 1, forwards=forwards, answers=False, then="hang"))
         try:
             yield
         finally:
-            self._set(mute=False)
+            self._set()
             self._drop_connections()
+
+    @contextmanager
+    def slow(self, seconds: float) -> Iterator[None]:
+        """Keep each command on its way for so long."""
+        self._delay = seconds
+        try:
+            yield
+        finally:
+            self._delay = 0.0
 
     refused = cut
     """To a client it is the same whether a connection is refused or closed at once."""
 
-    def _set(self, *, cut: bool = False, mute: bool = False) -> None:
+    def _set(self, *, cut: bool = False, silence: Fault | None = None) -> None:
         with self._lock:
-            self._cut, self._mute = cut, mute
+            self._cut, self._silence = cut, silence
 
     def _drop_connections(self) -> None:
         with self._lock:
@@ -247,6 +262,7 @@ class Proxy(AbstractContextManager["Proxy"]):
     def _serve_one(self, client: socket.socket, server: socket.socket, asks: BinaryIO, answers: BinaryIO) -> None:
         command, raw = _read_command(asks)
         fault = self._note(command)
+        time.sleep(self._delay)
         if fault is not None:
             fault.wait()
         if self._closed:
@@ -264,8 +280,8 @@ class Proxy(AbstractContextManager["Proxy"]):
         name = command[0].decode().upper()
         with self._lock:
             self._commands.append(name)
-            if self._mute:
-                return Fault((), 1, forwards=False, answers=False, then="hang")
+            if self._silence:
+                return self._silence
             fault = next((each for each in self._faults if each.left and name in each.names), None)
             if fault is not None:
                 fault.left -= 1
