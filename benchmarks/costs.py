@@ -19,12 +19,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks import costs_measured as m
+from benchmarks import markdown
 
 ROOT = Path(__file__).parents[1]
 PEERS = ROOT / ".venv" / "peers"
 PAGE = ROOT / "docs" / "costs.md"
 CHART = ROOT / "docs" / "costs.svg"
-BEGIN, END = "<!-- begin: make benchmark -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- begin: make benchmark -->", "<!-- end -->"
 WITH, WITHOUT = "with hiredis", "without"
 
 Found = dict[str, dict[str, m.Medians]]
@@ -61,29 +62,29 @@ def measure(options: argparse.Namespace) -> Found:
 
 def table(found: Found) -> str:
     """The figures as a Markdown table."""
-    lines = ["| | | with hiredis | reach | without | reach |", "|---|---|---|---|---|---|"]
+    rows = []
     for group, by_parser in found.items():
         for name, ratio in by_parser[WITH].items():
-            reach = REACH.get((group, name))
-            cells = [f"{each:.2f}" for each in reach] if reach else ["", ""]
-            other = by_parser[WITHOUT].get(name)
-            without = "" if other is None else f"{other:.2f}"
-            lines.append(f"| {group} | {name} | {ratio:.2f} | {cells[0]} | {without} | {cells[1]} |")
-    return "\n".join(lines) + "\n"
+            reach, reach_without = REACH.get((group, name), (None, None))
+            figures = (ratio, reach, by_parser[WITHOUT].get(name), reach_without)
+            rows.append([group, name, *("" if each is None else f"{each:.2f}" for each in figures)])
+    return markdown.table(["", "", WITH, "reach", WITHOUT, "reach"], rows)
 
 
 def summary(found: Found) -> str:
     """The figures with hiredis that help to choose, as the page has them."""
-    lines = ["| | only_one | others |", "|---|---|---|"]
+    rows = []
     for group, by_parser in found.items():
-        ours = [f"{ratio:.2f}" for name, ratio in by_parser[WITH].items() if name.startswith("only_one")]
-        others = [f"{name} {by_parser[WITH][name]:.2f}" for name in by_parser[WITH] if not _is_ours_or_bare(name)]
-        lines.append(f"| {group} | {ours[0]} | {', '.join(others)} |")
-    return "\n".join(lines) + "\n"
+        ours = [f"{ratio:.2f}" for name, ratio in by_parser[WITH].items() if is_ours(name)]
+        is_other = {name: not is_ours(name) and "bare" not in name for name in by_parser[WITH]}
+        others = [f"{name} {ratio:.2f}" for name, ratio in by_parser[WITH].items() if is_other[name]]
+        rows.append([group, ours[0], ", ".join(others)])
+    return markdown.table(["", "only_one", "others"], rows)
 
 
-def _is_ours_or_bare(name: str) -> bool:
-    return name.startswith("only_one") or "bare" in name
+def is_ours(name: str) -> bool:
+    """Whether a call is decorated by only_one."""
+    return name.startswith("only_one")
 
 
 def chart(found: Found) -> str:
@@ -94,7 +95,7 @@ def chart(found: Found) -> str:
         bars.append(f'<text x="4" y="{y + 12}" class="group">{group}</text>')
         y += 20
         for name, ratio in by_parser[WITHOUT].items():
-            kind = "ours" if name.startswith("only_one") else "theirs"
+            kind = "ours" if is_ours(name) else "theirs"
             bars.append(f'<text x="196" y="{y + 11}">{name}</text><text x="228" y="{y + 11}">{ratio:.2f}</text>')
             bars.append(f'<rect x="234" y="{y}" width="{min(ratio, 3.1) * 40:.0f}" height="13" class="{kind}"/>')
             y += 18
@@ -113,13 +114,6 @@ def chart(found: Found) -> str:
     )
 
 
-def write(text: str, picture: str) -> None:
-    """Replace what the page says was measured, and its chart."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}{text}{END}{rest.partition(END)[2]}")
-    CHART.write_text(picture)
-
-
 def main() -> None:
     """Measure, print and perhaps write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -134,7 +128,8 @@ def main() -> None:
     said = f"{versions}, {os.cpu_count()} processors, {options.rounds} rounds of {options.calls}, seed {options.seed}:"
     print(f"{said}\n\n{table(found)}")
     if options.write:
-        write(f"{said}\n\n{summary(found)}", chart(found))
+        markdown.write(PAGE, BEGIN, END, f"{said}\n\n{summary(found)}")
+        CHART.write_text(chart(found))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,10 @@ import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 if "--without-hiredis" in sys.argv:
@@ -123,21 +125,19 @@ def locks(client: Any, url: str) -> dict[str, Callable[[str, int], Any]]:
     if huey := peer("huey"):
         queue = huey.RedisHuey("costs", url=url)
 
-        class TaskLock:
+        def task_lock(key: str, _ttl: int) -> Any:
             """Its lock is a context manager that raises where it is taken; it does not ask who its owner is."""
+            lock = queue.lock_task(key)
 
-            def __init__(self, key: str, _ttl: int) -> None:
-                self._lock = queue.lock_task(key)
-                self.release = self._lock.clear
+            def acquire(*, blocking: bool) -> bool:  # noqa: ARG001
+                with suppress(huey.exceptions.TaskLockedException):
+                    lock.__enter__()
+                    return True
+                return False
 
-            def acquire(self, *, blocking: bool) -> bool:  # noqa: ARG002
-                try:
-                    self._lock.__enter__()
-                except huey.exceptions.TaskLockedException:
-                    return False
-                return True
+            return SimpleNamespace(acquire=acquire, release=lock.clear)
 
-        made["huey (no owner)"] = TaskLock
+        made["huey (no owner)"] = task_lock
     return made
 
 

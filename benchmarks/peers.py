@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 from celery import chain
 from celery.signals import after_task_publish
 
-from benchmarks import peers_app
+from benchmarks import markdown, peers_app
 from benchmarks.peers_app import DEFAULT, EXPIRY, FIXED, PEERS, RENEWED, WITNESS_DB, Peer, app, client
 from only_one.testing import Guarded, redis_server
 from rigs.namespaces import elsewhere
@@ -492,15 +492,8 @@ def tables(found: dict[str, dict[str, str]]) -> str:
         columns = [peer.name for peer in PEERS if peer.at_enqueue is at_enqueue]
         rows = [[check, *(cells[name] for name in columns)] for check, cells in found.items()]
         rows = [row for row in rows if len({*row[1:]}) > 1]  # what all do alike helps nobody to choose
-        lines = [["", *columns], ["---"] * (len(columns) + 1), *rows]
-        parts.append(f"## {title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
+        parts.append(f"## {title}\n\n{markdown.table(['', *columns], rows)}")
     return "\n\n".join(parts)
-
-
-def write(page: Path, text: str) -> None:
-    """Put the tables between the marks of the page."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}")
 
 
 def main() -> None:
@@ -522,7 +515,7 @@ def main() -> None:
             found[title] = stage.run(CHECKS[title])
         text = tables(found)
     if options.write:
-        write(PAGE, text)
+        markdown.write(PAGE, BEGIN, END, text)
     else:
         print(text)
 

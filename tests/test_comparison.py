@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from benchmarks import peers
+from benchmarks import markdown, peers
 from benchmarks.peers_app import PEERS
 from tests.documented import tables
 
@@ -33,6 +33,6 @@ def test_the_page_says_with_which_versions_and_when() -> None:
 def test_only_what_is_between_the_marks_is_written_anew(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{peers.BEGIN}\nold\n{peers.END}\nafter\n")
-    peers.write(page, "new")
-    peers.write(page, "newer")
+    for text in ("new", "newer"):
+        markdown.write(page, peers.BEGIN, peers.END, text)
     assert page.read_text() == f"before\n{peers.BEGIN}\n\nnewer\n\n{peers.END}\nafter\n"
