@@ -4,7 +4,6 @@
 
 Prints one line of JSON: for each group of calls the median of the ratios to its first call.
 The calls of a group take turns, in blocks, in an order that is drawn for each round; each round gives one ratio.
-A peer that is not installed is left out.
 """
 
 from __future__ import annotations
@@ -54,14 +53,6 @@ RUN, SKIP, ASYNC_RUN, ASYNC_SKIP = "a run", "a skip", "an async run", "an async 
 TASK, DUPLICATE, QUEUED, KEY = "added to a task's run", "delay() of a duplicate", "delay() of a new task", "a key"
 ONE, ALL, LATE, OURS = "only_one, key of one argument", "only_one, MD5 of all", "only_one, acks_late", "only_one"
 SINGLETON, ONCE = "celery-singleton", "celery-once"
-
-
-def peer(name: str) -> Any:
-    """A peer's module, or None if it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
 
 
 class Measure:
@@ -117,28 +108,27 @@ def two_commands(client: Any) -> Callable[[], None]:
 
 def locks(client: Any, url: str) -> dict[str, Callable[[str, int], Any]]:
     """How each peer makes a lock that has `acquire` and `release`, by its name and its seconds."""
-    made: dict[str, Callable[[str, int], Any]] = {"redis-py's Lock": lambda key, ttl: client.lock(key, timeout=ttl)}
-    if redis_lock := peer("redis_lock"):
-        made["python-redis-lock"] = lambda key, ttl: redis_lock.Lock(client, key, expire=ttl)
-    if sherlock := peer("sherlock"):
-        made["sherlock"] = lambda key, ttl: sherlock.RedisLock(key, client=client, expire=ttl)
-    if huey := peer("huey"):
-        queue = huey.RedisHuey("costs", url=url)
+    huey, redis_lock, sherlock = (importlib.import_module(name) for name in ("huey", "redis_lock", "sherlock"))
+    queue = huey.RedisHuey("costs", url=url)
 
-        def task_lock(key: str, _ttl: int) -> Any:
-            """Its lock is a context manager that raises where it is taken; it does not ask who its owner is."""
-            lock = queue.lock_task(key)
+    def task_lock(key: str, _ttl: int) -> Any:
+        """Its lock is a context manager that raises where it is taken; it does not ask who its owner is."""
+        lock = queue.lock_task(key)
 
-            def acquire(*, blocking: bool) -> bool:  # noqa: ARG001
-                with suppress(huey.exceptions.TaskLockedException):
-                    lock.__enter__()
-                    return True
-                return False
+        def acquire(*, blocking: bool) -> bool:  # noqa: ARG001
+            with suppress(huey.exceptions.TaskLockedException):
+                lock.__enter__()
+                return True
+            return False
 
-            return SimpleNamespace(acquire=acquire, release=lock.clear)
+        return SimpleNamespace(acquire=acquire, release=lock.clear)
 
-        made["huey (no owner)"] = task_lock
-    return made
+    return {
+        "redis-py's Lock": lambda key, ttl: client.lock(key, timeout=ttl),
+        "python-redis-lock": lambda key, ttl: redis_lock.Lock(client, key, expire=ttl),
+        "sherlock": lambda key, ttl: sherlock.RedisLock(key, client=client, expire=ttl),
+        "huey (no owner)": task_lock,
+    }
 
 
 def recipe(make: Callable[[str, int], Any], key: str) -> Callable[[], None]:
@@ -252,17 +242,18 @@ def runs_of_tasks(measure: Measure, client: Any, url: str) -> dict[str, Medians]
 def queueing(measure: Measure, client: Any, url: str) -> dict[str, Medians]:
     """`delay()` of a duplicate and of a new task, and a key of five arguments."""
     app, numbers, two = app_of(url), count(), two_commands(client)
-    celery_once, celery_singleton = peer("celery_once"), peer("celery_singleton")
+    singleton = importlib.import_module("celery_singleton").Singleton
+    once = importlib.import_module("celery_once").QueueOnce
 
     def task(number: int, two: int = 2, three: str = "three", four: bool = True, five: None = None) -> None:  # noqa: FBT001, FBT002
         """Do nothing."""
 
     bare = app.task(name="bare")(task)
-    made: dict[str, Any] = {OURS: only_one(app.task(name="ours")(task))}
-    if celery_singleton:
-        made[SINGLETON] = app.task(name="singleton", base=celery_singleton.Singleton)(task)
-    if celery_once:
-        made[ONCE] = app.task(name="once", base=celery_once.QueueOnce, once={"graceful": True})(task)
+    made: dict[str, Any] = {
+        OURS: only_one(app.task(name="ours")(task)),
+        SINGLETON: app.task(name="singleton", base=singleton)(task),
+        ONCE: app.task(name="once", base=once, once={"graceful": True})(task),
+    }
 
     def bare_delay() -> None:
         two()
@@ -275,13 +266,13 @@ def queueing(measure: Measure, client: Any, url: str) -> dict[str, Medians]:
         each.delay(-1)
         duplicates[name] = partial(each.delay, -1)
         new[name] = lambda task=each: task.delay(next(numbers))  # type: ignore[misc]
-    found = {DUPLICATE: ratios(measure(duplicates)), QUEUED: ratios(measure(new))}
-    if celery_singleton:
-        singleton, key, args = made[SINGLETON], made[OURS].run.__only_one__.make_key, (1, 2, "three", True, None)
-        caller = made[OURS].run.__only_one__.plain
-        keys = {SINGLETON: lambda: singleton.generate_lock("ours", args, {}), OURS: lambda: key(caller, args, {})}
-        found[KEY] = ratios(measure(keys))
-    return found
+    ours, args = made[OURS].run.__only_one__, (1, 2, "three", True, None)
+    keys: Calls = {
+        SINGLETON: lambda: made[SINGLETON].generate_lock("ours", args, {}),
+        OURS: lambda: ours.make_key(ours.plain, args, {}),
+    }
+    groups = {DUPLICATE: duplicates, QUEUED: new, KEY: keys}
+    return {group: ratios(measure(calls)) for group, calls in groups.items()}
 
 
 def main() -> None:

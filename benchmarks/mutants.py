@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -52,11 +53,8 @@ def tests_of(module: Path) -> str:
     return f"tests/{TESTS.get(module.stem, f'test_{module.stem}.py')}" if room == "only_one" else f"tests/{room}"
 
 
-def python_survivors(module: Path, tests: list[str], jobs: int, sample: str) -> tuple[int, list[str]]:
-    """How many changes mutmut has made, and the names of those that survive.
-
-    sample: the last digits of the changes' numbers; with two of ten, a fifth of the changes is made.
-    """
+def python_survivors(module: Path, tests: list[str], jobs: int) -> tuple[int, list[str]]:
+    """How many changes mutmut has made, and the names of those that survive."""
     from mutmut.__main__ import cli  # noqa: PLC0415 - it reads its configuration when it is imported
     from mutmut.configuration import config  # noqa: PLC0415
     from mutmut.mutation.data import SourceFileMutationData  # noqa: PLC0415
@@ -65,8 +63,7 @@ def python_survivors(module: Path, tests: list[str], jobs: int, sample: str) -> 
         shutil.rmtree("mutants", ignore_errors=True)
     config().only_mutate = [str(module)]
     config().pytest_add_cli_args_test_selection = [*SELECTION, *tests]
-    names = [f"*_{digit}" for digit in sample] + [f"*_*{digit}" for digit in sample]
-    cli(["run", "--max-children", str(jobs), *names], standalone_mode=False)
+    cli(["run", "--max-children", str(jobs)], standalone_mode=False)
     data = SourceFileMutationData(path=module)
     data.load()
     codes = {name: code for name, code in data.exit_code_by_key.items() if code is not None}
@@ -119,18 +116,13 @@ def lua_survivors(module: Path, tests: list[str]) -> tuple[int, list[str]]:
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
             copy(ROOT / name, Path(directory, name))
         command = [sys.executable, "-m", "pytest", "-x", "-q", *SELECTION, *tests]
-        environment = {**os.environ, "PYTHONPATH": directory}
+        env = {**os.environ, "PYTHONPATH": directory}
         for number, (told, source) in enumerate(mutants, 1):
             Path(directory, module).write_text(source)
-            try:
-                done = subprocess.run(
-                    command, cwd=directory, env=environment, capture_output=True, check=False, timeout=LUA_TAKES
-                )
-            except subprocess.TimeoutExpired:
-                continue
-            print(f"{number} of {len(mutants)}: {told}: {'noticed' if done.returncode else 'SURVIVES'}", flush=True)
-            if not done.returncode:
+            with suppress(subprocess.CalledProcessError, subprocess.TimeoutExpired):  # it is noticed
+                subprocess.run(command, cwd=directory, env=env, capture_output=True, check=True, timeout=LUA_TAKES)
                 survivors.append(told)
+            print(f"{number} of {len(mutants)}: {told}; {len(survivors)} survive so far", flush=True)
     return len(mutants), survivors
 
 
@@ -140,7 +132,6 @@ def main() -> int:
     parser.add_argument("module", type=Path, help="a file of the package, such as only_one/lock/renewal.py")
     parser.add_argument("tests", nargs="*", help="files or folders of tests")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutmut's processes (one for each core)")
-    parser.add_argument("--sample", default="", help="only changes whose number ends with one of these digits: 37")
     parser.add_argument("--lua", action="store_true", help="the Lua texts, and not the Python code")
     parser.add_argument("--write", action="store_true", help="write the module's line of the table anew")
     given = parser.parse_args()
@@ -149,7 +140,7 @@ def main() -> int:
     if given.lua:
         number, survivors = lua_survivors(given.module, tests)
     else:
-        number, survivors = python_survivors(given.module, tests, given.jobs, given.sample)
+        number, survivors = python_survivors(given.module, tests, given.jobs)
     killed = number - len(survivors)
     name = f"{given.module}{' (Lua)' * given.lua}"
     values = (name, killed, len(survivors), f"{100 * killed / max(number, 1):.1f}", " ".join(tests))

@@ -21,13 +21,11 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
-from uuid import uuid4
 
 from rich.console import Console
 from rich.table import Table
@@ -39,6 +37,7 @@ from rigs.waiting import eventually
 
 ROOT = Path(__file__).parents[1]
 JOBS = ROOT / "examples" / "queues"
+POSTGRES = shutil.which("postgres") or next(map(str, Path("/usr/lib/postgresql").glob("*/bin/postgres")), None)
 ENVIRONMENTS = ROOT / ".venv-queues"
 LONG = 300
 STARTS_WITHIN = 120.0
@@ -61,21 +60,20 @@ class Queue:
         redelivers: whether it redelivers what a killed worker had begun; else the work is asked for again.
         is_noisy: whether it looks for such jobs only when others arrive.
         is_up: what its log says once a worker is up.
-        environment: more variables; those of `long` for `timeout=300`.
         dies_at: whether the process of the run dies before its machine, so the worker gives the job back.
+        needs_postgres: whether its jobs are in a PostgreSQL.
     """
 
     packages: str
     worker: str
     setup: str = ""
     send: str = "pass"
-    wrong: str = "function"
+    wrong: str = "report"
     redelivers: bool = True
     is_noisy: bool = False
     is_up: str = ""
-    environment: str = ""
-    long: str = ""
     dies_at: bool = False
+    needs_postgres: bool = False
 
 
 RQ_SETUP = """import os, redis, rq, rq.decorators, rq_jobs
@@ -100,7 +98,6 @@ QUEUES = {
         "dramatiq dramatiq_jobs --processes 1 --threads 2",
         "from dramatiq_jobs import report",
         "report.send(day)",
-        "report",
     ),
     "arq": Queue(
         "arq",
@@ -116,17 +113,14 @@ QUEUES = {
         "import asyncio\nfrom taskiq_jobs import broker, report\n"
         "run = asyncio.new_event_loop().run_until_complete\nrun(broker.startup())",
         "run(report.kiq(day))",
-        "report",
         is_noisy=True,
-        environment="IDLE_SECONDS=8",
-        long="IDLE_SECONDS=310",
     ),
     "procrastinate": Queue(
         "procrastinate psycopg[binary] redis",
         "procrastinate --app procrastinate_jobs.app worker",
         "from procrastinate_jobs import app, report\napp.open()\napp.schema_manager.apply_schema()",
         "report.defer(day=day)",
-        "report",
+        needs_postgres=True,
     ),
     "Dask": Queue(
         "distributed redis",
@@ -141,7 +135,6 @@ QUEUES = {
         "huey_consumer huey_jobs.huey",
         "from huey_jobs import report",
         "report(day)",
-        "report",
         redelivers=False,
     ),
     "Django Tasks": Queue(
@@ -150,9 +143,7 @@ QUEUES = {
         "import django\ndjango.setup()\nfrom django.core.management import call_command\n"
         "call_command('migrate', verbosity=0)\nfrom django_jobs import report",
         "report.enqueue(day)",
-        "report",
         redelivers=False,
-        environment="DJANGO_SETTINGS_MODULE=django_settings",
     ),
     "APScheduler": Queue(
         "apscheduler<4 redis",
@@ -161,7 +152,7 @@ QUEUES = {
         wrong="scheduler.scheduled_job('interval', seconds=9)(function)",
         redelivers=False,
     ),
-    "cron": Queue("redis", "while sleep 1; do python cron_report.py; done", redelivers=False),
+    "cron": Queue("redis", "while sleep 1; do python cron_report.py; done", wrong="function", redelivers=False),
 }
 
 SENDER = """import sys
@@ -194,7 +185,7 @@ def environment_of(queue: Queue) -> Path:
 class Round:
     """One round of one queue: a server, two machines, a witness."""
 
-    def __init__(self, queue: Queue, timeout: Time, kill_at: float, database: str, stack: ExitStack) -> None:
+    def __init__(self, queue: Queue, timeout: Time, kill_at: float, stack: ExitStack) -> None:
         self.queue, self.kill_at, self.limit, self._stack = queue, kill_at, DONE_WITHIN[timeout], stack
         self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         self.witness = self.folder / "witness"
@@ -209,11 +200,14 @@ class Round:
             "ONLY_ONE_REDIS_URL": server.url,
             "WITNESS": str(self.witness),
             "DATABASE": str(self.folder / "database"),
-            "DATABASE_URL": database,
+            "DATABASE_URL": postgres(stack) if queue.needs_postgres else "",
+            "DJANGO_SETTINGS_MODULE": "django_settings",
+            "IDLE_SECONDS": "310" if timeout else "8",  # of a message of taskiq
         }
-        words = [*queue.environment.split(), *(queue.long.split() if timeout else ())]
-        words += [f"TIMEOUT={timeout}"] * bool(timeout) + [f"DIES_AT={int(kill_at * 10)}"] * queue.dies_at
-        self.env.update(word.split("=", 1) for word in words)
+        if timeout:
+            self.env["TIMEOUT"] = str(timeout)
+        if queue.dies_at:
+            self.env["DIES_AT"] = str(int(kill_at * 10))
 
     def machine(self, number: str) -> Guarded:
         """A worker on a machine of its own."""
@@ -292,42 +286,27 @@ class Round:
         }
 
 
-@contextmanager
-def postgres() -> Iterator[str | None]:
-    """A PostgreSQL of our own, which does not run as root; yields its URL without a database, or None without one."""
-    programs = [shutil.which("postgres"), *map(str, Path("/usr/lib/postgresql").glob("*/bin/postgres"))]
-    program = next((Path(each).resolve() for each in programs if each), None)
-    if program is None:
-        yield None
-        return
+def postgres(stack: ExitStack) -> str:
+    """Start a PostgreSQL of a round's own, which does not run as root; returns its URL."""
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="only_one-", ignore_cleanup_errors=True))
     user = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"] if os.geteuid() == 0 else []
-    with tempfile.TemporaryDirectory(prefix="only_one-", ignore_cleanup_errors=True) as folder:
-        if user:
-            shutil.chown(folder, "nobody")
-        port = free_ports(1)[0]
-        data = f"{folder}/data"
-        initdb = [*user, str(program.parent / "initdb"), "-U", "only_one", "-A", "trust", "-D", data]
-        subprocess.run(initdb, check=True, capture_output=True, cwd=folder)
-        options = ["-c", "fsync=off", "-c", "max_connections=500", "-h", "127.0.0.1", "-k", folder, "-p", str(port)]
-        command = [*user, str(program), "-D", data, *options]
-        with Guarded(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
-            ready = [str(program.parent / "pg_isready"), "-h", "127.0.0.1", "-p", str(port)]
-            eventually(lambda: subprocess.run(ready, capture_output=True, check=False).returncode == 0)
-            yield f"postgresql://only_one@127.0.0.1:{port}"
+    if user:
+        shutil.chown(folder, "nobody")
+    programs, data, port = Path(POSTGRES or "").resolve().parent, f"{folder}/data", str(free_ports(1)[0])
+    initdb = [*user, str(programs / "initdb"), "-U", "only_one", "-A", "trust", "-D", data]
+    subprocess.run(initdb, check=True, capture_output=True, cwd=folder)
+    command = [*user, str(programs / "postgres"), "-D", data, "-F", "-h", "127.0.0.1", "-k", folder, "-p", port]
+    stack.enter_context(Guarded(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+    ready = [str(programs / "pg_isready"), "-h", "127.0.0.1", "-p", port]
+    eventually(lambda: subprocess.run(ready, capture_output=True, check=False).returncode == 0)
+    return f"postgresql://only_one@127.0.0.1:{port}/postgres"
 
 
-def play(queue: Queue, timeout: Time, kill_at: float, database: str | None) -> dict[str, Any]:
+def play(queue: Queue, timeout: Time, kill_at: float) -> dict[str, Any]:
     """Play one round."""
-    if database:
-        name = f"d{uuid4().hex}"
-        program = "import psycopg, sys; psycopg.connect(sys.argv[1], autocommit=True).execute(sys.argv[2])"
-        python = str(environment_of(queue) / "bin" / "python")
-        subprocess.run([python, "-c", program, f"{database}/postgres", f"create database {name}"], check=True)
-        database = f"{database}/{name}"
     with ExitStack() as stack:
-        one = Round(queue, timeout, kill_at, database or "", stack)
         try:
-            return one.play()
+            return Round(queue, timeout, kill_at, stack).play()
         except RuntimeError as error:
             nothing = dict.fromkeys(("seconds", "overlaps", "elsewhere", "seen"), 0)
             return {"outcome": "not begun", **nothing, "above": "", "log": str(error)}
@@ -353,17 +332,15 @@ def main() -> int:
         "queue", *(f"killed, {each or 'default lease'}" for each in times), "elsewhere", "overlaps", "skip seen"
     )
     table.add_column("@only_one above")
-    with postgres() as database, ThreadPoolExecutor(given.at_once) as pool:
-        if database is None and "procrastinate" in chosen:
-            del chosen["procrastinate"]
-            print("procrastinate is left out: there is no PostgreSQL on PATH")
+    if not POSTGRES and chosen.pop("procrastinate", None):
+        print("procrastinate is left out: there is no PostgreSQL on PATH")
+    with ThreadPoolExecutor(given.at_once) as pool:
         for queue in chosen.values():
             environment_of(queue)
         rounds = {}
         for name, queue in chosen.items():
-            own = database if name == "procrastinate" else None
             for each in times * given.rounds:
-                rounds[pool.submit(play, queue, each, dice.uniform(0.5, 4), own)] = name, each
+                rounds[pool.submit(play, queue, each, dice.uniform(0.5, 4))] = name, each
         for number, played in enumerate(as_completed(rounds), 1):
             name, timeout = rounds[played]
             result = played.result()

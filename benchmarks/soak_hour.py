@@ -109,16 +109,15 @@ class History:
         self.ready: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self.errors: list[str] = []
+        path.touch()
         self._path, self._position = path, 0
 
     def read(self) -> None:
-        """Read the lines that are new."""
+        """Read the lines that are new; the last one may be half written."""
         with self._path.open("rb") as file:
             file.seek(self._position)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._position += len(line)
+            while (line := file.readline()).endswith(b"\n"):
+                self._position = file.tell()
                 self._add(*json.loads(line))
 
     def _add(self, at: float, word: str, *rest: Any) -> None:
@@ -424,8 +423,7 @@ class Soak:
 
     def _wait_for_start(self, part: Part, before: int) -> None:
         def is_ready() -> bool:
-            with suppress(FileNotFoundError):  # no process has written yet
-                self.history.read()
+            self.history.read()
             return self.history.ready[part.name] > before
 
         self._wait(is_ready, STARTS_WITHIN, f"{part.name} does not start")

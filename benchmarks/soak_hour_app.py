@@ -66,26 +66,16 @@ def options_of(url: str) -> dict[str, Any]:
     return {"confirm_publish": True}  # or the client may lose messages when the broker is killed
 
 
-class Witness:
-    """The file to which all processes append."""
-
-    def __init__(self, path: str) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-
-    def note(self, *words: object, at: float | None = None) -> None:
-        """Append one line, in one write."""
-        line = json.dumps([now() if at is None else at, *words])
-        os.write(self._file, line.encode() + b"\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._file)
+def note(*words: object, at: float | None = None) -> None:
+    """Append one line to the witness file, in one write."""
+    line = json.dumps([now() if at is None else at, *words])
+    os.write(_witness, line.encode() + b"\n")
 
 
 _published_at: dict[str, float] = {}
 
 if WITNESS in os.environ:  # in a process that the soak has started
-    witness = Witness(os.environ[WITNESS])
+    _witness = os.open(os.environ[WITNESS], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     app.conf.broker_url = os.environ[BROKER]
     app.conf.broker_transport_options = options_of(os.environ[BROKER])
     app.conf.beat_schedule = {"below": {"task": "below", "schedule": 1.0, "args": ["0", 0.05]}}
@@ -94,13 +84,13 @@ if WITNESS in os.environ:  # in a process that the soak has started
     @beat_init.connect(weak=False)  # type: ignore[untyped-decorator]  # Celery has no types
     @worker_ready.connect(weak=False)  # type: ignore[untyped-decorator]
     def _ready(**_: Any) -> None:
-        witness.note("ready", os.environ[NAME])
+        note("ready", os.environ[NAME])
 
     def _about_to_send(headers: dict[str, Any], **_: Any) -> None:
         _published_at[headers["id"]] = now()
 
     def _sent(headers: dict[str, Any], body: Any, **_: Any) -> None:
-        witness.note("sent", headers["id"], headers["task"], body[0][0], at=_published_at.pop(headers["id"]))
+        note("sent", headers["id"], headers["task"], body[0][0], at=_published_at.pop(headers["id"]))
 
     if not os.environ[NAME].startswith("worker"):  # workers send tasks again, under the same id
         before_task_publish.connect(_about_to_send)
@@ -114,21 +104,21 @@ if WITNESS in os.environ:  # in a process that the soak has started
         may_be_away = not os.environ[BROKER].startswith("redis")
         is_expected = isinstance(retval, OnlyOneError) or state != "FAILURE"
         is_expected |= may_be_away and isinstance(retval, OperationalError)
-        witness.note("outcome", task_id, state, result, is_expected)
+        note("outcome", task_id, state, result, is_expected)
 
 
 def _steps(kind: str, key: str, seconds: float, task_id: str = "", end: str = "done") -> Iterator[float]:
     """A run: writes down what it believes, and yields the seconds to wait until it wants to go on."""
     lock, run = current_lock(), uuid4().hex
     ends_at = now() + seconds
-    witness.note("begin", run, kind, key, task_id)
+    note("begin", run, kind, key, task_id)
     while True:
         at = now()  # before the question: a lock that is held then was held at this time, too
-        witness.note("held" if lock.is_held else "lost", run, at=at)
+        note("held" if lock.is_held else "lost", run, at=at)
         if at >= ends_at:
             break
         yield min(BEAT, ends_at - at)
-    witness.note("end", run, end)
+    note("end", run, end)
 
 
 def _run(kind: str, key: str, seconds: float, task_id: str = "", end: str = "done") -> str:
@@ -203,14 +193,14 @@ class Caller:
 
     def send_tasks(self) -> None:
         """Send tasks."""
-        witness.note("ready", os.environ[NAME])
+        note("ready", os.environ[NAME])
         while not self._is_ended.wait(self._random.uniform(0.06, 0.18)):
             task = self._random.choice([below, early, above, again, newest])
             retries = {"retries": self._random.choice([0, 0, 0, 1, 2])} if task is again else {}
             try:
                 task.apply_async(self._arguments(), retries)
             except (OnlyOneError, OperationalError) as error:  # the server of the locks, or the broker, is away
-                witness.note("refused", type(error).__name__)
+                note("refused", type(error).__name__)
 
     def call_functions(self, parallel: int = 5) -> None:
         """Call the plain functions in one event loop and in threads."""
@@ -221,12 +211,12 @@ class Caller:
                 arguments, is_async = self._arguments(), self._random.random() < 1 / 2
                 try:
                     result = await (plain_async(*arguments) if is_async else asyncio.to_thread(plain, *arguments))
-                    witness.note("called", result)
+                    note("called", result)
                 except OnlyOneError as error:
-                    witness.note("refused", type(error).__name__)
+                    note("refused", type(error).__name__)
 
         async def call_in_parallel() -> None:
-            witness.note("ready", os.environ[NAME])
+            note("ready", os.environ[NAME])
             await asyncio.gather(*(call_in_turn() for _ in range(parallel)))
 
         asyncio.run(call_in_parallel())
