@@ -62,15 +62,15 @@ def note(word: str, unit: str, **more: Any) -> None:
     client(WITNESS_DB).rpush(f"notes:{unit}", json.dumps(line))
 
 
-def body(task: Any, unit: str, option: int = 0) -> int:
+def body(self: Any, unit: str, option: int = 0) -> int:
     """Do what the next order of a unit says; without an order, return at once."""
-    known = {"id": task.request.id, "attempt": task.request.retries}
+    known = {"id": self.request.id, "attempt": self.request.retries}
     note("start", unit, **known)
     order = (client(WITNESS_DB).lpop(f"orders:{unit}") or b"").decode()
     try:
         match order:
             case "retry":
-                raise task.retry(countdown=0, max_retries=3)
+                raise self.retry(countdown=0, max_retries=3)
             case "ignore":
                 raise Ignore
             case "reject":
@@ -166,10 +166,7 @@ def _above(name: str, settings: str, number: int) -> None:
 
 
 def _below(name: str, settings: str, number: int) -> None:
-    def run(self: Any, unit: str, option: int = 0) -> int:
-        return body(self, unit, option)
-
-    make(name, ours(settings, number)(run))
+    make(name, ours(settings, number)(body))
 
 
 @dataclass(frozen=True)
