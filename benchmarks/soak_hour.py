@@ -340,14 +340,10 @@ class Soak:
             self._cause(fault)
             self.faults[fault] += 1
             if self.faults.total() % SHOWN_EVERY == 0:
-                self._show()
+                self.history.read()
+                figures = (len(self.history.runs), "runs;", len(self.history.overlaps()), "overlaps;")
+                print(*figures, self.faults.total(), "faults", flush=True)
         self._finish()
-
-    def _show(self) -> None:
-        """Print how far it has come."""
-        self.history.read()
-        runs, overlaps = len(self.history.runs), len(self.history.overlaps())
-        print(f"{runs} runs; {self.faults.total()} faults; {overlaps} overlaps", flush=True)
 
     # The faults
 
@@ -447,14 +443,12 @@ class Soak:
         self._wait(lambda: not self._ends, 2 * LONG[1], "a fault does not end")
         for caller in self._callers:
             caller.close()
-        looks_at = now() + PATIENCE
+        time.sleep(PATIENCE)  # or the postman would send again what is being delivered
 
         def is_drained() -> bool:
-            nonlocal looks_at
             self._restart_ended(self._workers)
             self.history.read()
-            if self.postman and now() > looks_at:
-                looks_at = now() + PATIENCE
+            if self.postman:
                 self.postman.send_again(self.history)
             return not self.history.lost()
 
@@ -463,7 +457,7 @@ class Soak:
             return not self.keys_left
 
         with suppress(TimeoutError):  # the report names what is left
-            wait_until(is_drained, DRAINED_WITHIN, "tasks are left", pause=0.5)
+            wait_until(is_drained, DRAINED_WITHIN, "tasks are left", pause=PATIENCE)
         for worker in self._workers:
             self._shut_down(worker, signal.SIGTERM)
         with suppress(TimeoutError):
