@@ -121,11 +121,11 @@ benchmark: .venv/dev.stamp ## a decorated call beside bare commands and the peer
 	$(BIN)/python -m benchmarks.costs $(ARGS)
 
 benchmark-async: .venv/dev.stamp ## 1,000 async calls at a time through 10 connections
-	$(BIN)/python -m benchmarks.async_calls $(ARGS)
+	$(BIN)/python -m benchmarks.costs --at-a-time --calls 1000 --rounds 7 $(ARGS)
 
 # Some six minutes; ARGS=--write replaces the tables in docs/comparison.md.
 benchmark-peers: .venv/dev.stamp ## what becomes of a lock, beside other libraries
-	$(BIN)/pip install --quiet celery-singleton==0.3.1 celery-once==3.0.1 celery-heimdall==1.0.1 python-redis-lock==4.0.1
+	$(BIN)/pip install --quiet celery-singleton==0.3.1 celery-once==3.0.1 celery-heimdall==1.0.1 python-redis-lock==4.0.1 radon==6.0.1
 	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 .venv/%.stamp: setup.cfg pyproject.toml

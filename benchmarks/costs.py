@@ -1,24 +1,25 @@
 """What a decorated call costs beside the bare commands that it cannot do without, and beside the peers.
 
-    python -m benchmarks.costs [--rounds N] [--calls N] [--seed N] [--write]
+    python -m benchmarks.costs [--rounds N] [--calls N] [--seed N] [--at-a-time] [--write]
 
 Measures everything twice, with redis-py's parser in C (hiredis) and without.
 Each figure is a median of ratios within one run, so a busy machine blurs it, and a slow one does not change it.
+With --at-a-time the calls of a block are async, share 10 connections, and run at a time: ``make benchmark-async``.
 With --write, the tables of the documentation are replaced.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import time
+import warnings
+from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks import costs_measured as m
 from benchmarks import markdown
 
 ROOT = Path(__file__).parents[1]
@@ -27,22 +28,20 @@ PAGE = ROOT / "docs" / "costs.md"
 BEGIN, END = "<!-- begin: make benchmark -->", "<!-- end -->"
 WITH, WITHOUT = "with hiredis", "without hiredis"
 
-Found = dict[str, dict[str, m.Medians]]
+Found = dict[str, dict[str, dict[str, float]]]
 """By group, and with or without hiredis: the medians by call."""
 
 
-def measure(options: argparse.Namespace) -> Found:
-    """Run both measurements, each in a process of its own."""
-    found: Found = {}
-    for parser, flags in ((WITH, []), (WITHOUT, ["--without-hiredis"])):
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.costs_measured", *flags]
-        command += [f"--{name}={getattr(options, name)}" for name in ("rounds", "calls", "seed")]
-        path = os.pathsep.join([str(ROOT), str(PEERS), os.environ.get("PYTHONPATH", "")])
-        print(f"measuring {parser} ...", file=sys.stderr, flush=True)
-        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True, stdout=subprocess.PIPE)
-        for group, medians in json.loads(done.stdout).items():
-            found.setdefault(group, {})[parser] = medians
-    return found
+def measure(parser: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """The medians of all groups with one parser, in a process that has not imported redis-py yet."""
+    sys.path.append(str(PEERS))
+    if parser == WITHOUT:
+        sys.modules["hiredis"] = None  # type: ignore[assignment]
+    warnings.simplefilter("ignore")
+    from benchmarks import costs_measured as measured  # noqa: PLC0415 - see above
+
+    rounds = measured.Measure(options.rounds, options.calls, options.seed, at_a_time=options.at_a_time)
+    return measured.measure_groups(rounds, only_many=options.at_a_time)
 
 
 def table(found: Found) -> str:
@@ -71,9 +70,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200, help="blocks of calls of each kind (200)")
     parser.add_argument("--calls", type=int, default=20, help="calls in a block (20)")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000, help="of the order of the blocks")
+    parser.add_argument("--at-a-time", action="store_true", help="async calls, all of a block at a time")
     parser.add_argument("--write", action="store_true", help="replace the tables in docs/")
     options = parser.parse_args()
-    found = measure(options)
+    if options.write and options.at_a_time:
+        parser.error("--write: without --at-a-time")
+    found: Found = {}
+    for name in (WITH, WITHOUT):
+        print(f"measuring {name} ...", file=sys.stderr, flush=True)
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            for group, medians in process.submit(measure, name, options).result().items():
+                found.setdefault(group, {})[name] = medians
     python = ".".join(map(str, sys.version_info[:3]))
     versions = f"Python {python}, redis-py {version('redis')}, Celery {version('celery')}"
     said = f"{versions}, {os.cpu_count()} processors, {options.rounds} rounds of {options.calls}, seed {options.seed}:"

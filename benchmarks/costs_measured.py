@@ -1,22 +1,17 @@
 """The calls that `benchmarks.costs` measures, ours and the peers', each beside the bare commands it cannot do without.
 
-    python -m benchmarks.costs_measured [--rounds N] [--calls N] [--seed N] [--without-hiredis]
-
-Prints one line of JSON: for each group of calls the median of the ratios to its first call.
+For each group of calls the medians of the ratios to its first call.
 The calls of a group take turns, in blocks, in an order that is drawn for each round; each round gives one ratio.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib
 import inspect
-import json
 import logging
 import random
 import statistics
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -25,13 +20,11 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
-if "--without-hiredis" in sys.argv:
-    sys.modules["hiredis"] = None  # type: ignore[assignment]  # redis-py looks for it when it is imported
-
 import redis
 import redis.asyncio
 from celery import Celery
 from celery.app.trace import build_tracer
+from django.conf import settings
 
 from only_one import configure, only_one
 from only_one.testing import redis_server
@@ -41,6 +34,9 @@ Medians = dict[str, float]
 
 SECONDS = 30
 LONG = 3600
+CONNECTIONS = 10
+"""Of each pool that is shared by async calls at a time."""
+
 URL = "https://example.org/feed.xml"
 COMPARE_AND_DELETE = """
 if redis.call('get', KEYS[1]) == ARGV[1] then
@@ -50,16 +46,24 @@ return 0
 """
 
 RUN, SKIP, ASYNC_RUN, ASYNC_SKIP = "a run", "a skip", "an async run", "an async skip"
+MANY = "async runs at a time"
 TASK, DUPLICATE, QUEUED, KEY = "added to a task's run", "delay() of a duplicate", "delay() of a new task", "a key"
 ONE, ALL, LATE, OURS = "only_one, key of one argument", "only_one, MD5 of all", "only_one, acks_late", "only_one"
 SINGLETON, ONCE = "celery-singleton", "celery-once"
 
 
 class Measure:
-    """Rounds of blocks of calls; those of coroutine functions run in an event loop."""
+    """Rounds of blocks of calls; those of coroutine functions run in an event loop.
 
-    def __init__(self, rounds: int, calls: int, seed: int) -> None:
-        self._rounds, self._calls = rounds, calls
+    Args:
+        rounds: how many blocks of each call.
+        calls: how many calls in a block.
+        seed: of the order of the blocks.
+        at_a_time: whether all calls of a block, which are coroutine functions then, run at a time.
+    """
+
+    def __init__(self, rounds: int, calls: int, seed: int, *, at_a_time: bool) -> None:
+        self._rounds, self._calls, self._at_a_time = rounds, calls, at_a_time
         self._random = random.Random(seed)
         self._loop = asyncio.new_event_loop()
 
@@ -76,7 +80,9 @@ class Measure:
         return seconds
 
     def _repeat(self, call: Callable[[], Any], times: int) -> None:
-        if inspect.iscoroutinefunction(call):
+        if self._at_a_time:
+            self._loop.run_until_complete(_run_all(call, times))
+        elif inspect.iscoroutinefunction(call):
             self._loop.run_until_complete(_await_each(call, times))
         else:
             for _ in range(times):
@@ -86,6 +92,12 @@ class Measure:
 async def _await_each(call: Callable[[], Awaitable[Any]], times: int) -> None:
     for _ in range(times):
         await call()
+
+
+async def _run_all(call: Callable[[], Awaitable[int | None]], times: int) -> None:
+    if None in await asyncio.gather(*(call() for _ in range(times))):
+        msg = "a call has not run"
+        raise RuntimeError(msg)
 
 
 def ratios(seconds: dict[str, list[float]]) -> Medians:
@@ -194,6 +206,35 @@ def async_functions(measure: Measure, client: Any, url: str) -> dict[str, Median
     return {ASYNC_RUN: runs, ASYNC_SKIP: skips or {}}
 
 
+def many_async_functions(measure: Measure, client: Any, url: str) -> dict[str, Medians]:
+    """Async runs at a time through few connections, beside bare commands through a pool that waits for a free one."""
+    pool: dict[str, Any] = {"max_connections": CONNECTIONS}
+    options = {"CONNECTION_POOL_KWARGS": pool}
+    cache = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": url, "OPTIONS": options}
+    settings.configure(CACHES={"default": cache})
+    from django_redis import get_redis_connection  # noqa: PLC0415 - it reads the settings
+
+    waits: Any = redis.asyncio.BlockingConnectionPool.from_url(url, timeout=None, **pool)
+    bare_client: Any = redis.asyncio.Redis(connection_pool=waits)
+    sha, numbers = client.script_load(COMPARE_AND_DELETE), count()
+
+    async def bare() -> int:
+        key, token = f"bare:{next(numbers)}", b"token"
+        await bare_client.set(key, token, nx=True, px=SECONDS * 1000)
+        return int(await bare_client.evalsha(sha, 1, key, token))
+
+    async def work(number: int) -> int:
+        return number
+
+    def decorated(own_client: Any) -> Callable[[], Any]:
+        call = only_one(work, key="{number}", timeout=600, redis=own_client)
+        return lambda: call(next(numbers))
+
+    calls = {"two bare commands": bare, OURS: decorated(redis.Redis.from_url(url, **pool))}
+    calls["only_one, by django-redis"] = decorated(get_redis_connection("default"))
+    return {MANY: ratios(measure(calls))}
+
+
 def app_of(url: str) -> Celery:
     """An app whose broker and whose peers' locks are in the server."""
     app = Celery("costs", broker=url, set_as_current=False)
@@ -271,22 +312,12 @@ def queueing(measure: Measure, client: Any, url: str) -> dict[str, Medians]:
     return {group: ratios(measure(calls)) for group, calls in groups.items()}
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--calls", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--without-hiredis", action="store_true")
-    given = parser.parse_args()
-    measure = Measure(given.rounds, given.calls, given.seed)
+def measure_groups(measure: Measure, *, only_many: bool) -> dict[str, Medians]:
+    """Measure all groups but that of many async calls at a time, or only that."""
     logging.disable(logging.ERROR)
+    groups = (many_async_functions,) if only_many else (plain_functions, async_functions, runs_of_tasks, queueing)
     found: dict[str, Medians] = {}
     with redis_server() as server, redis.Redis.from_url(server.url) as client, configure(redis=client):
-        for group in (plain_functions, async_functions, runs_of_tasks, queueing):
+        for group in groups:
             found |= group(measure, client, server.url)
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -11,10 +11,7 @@ With --write the tables of `docs/comparison.md` are written anew; else they are 
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib.metadata
-import importlib.util
-import io
 import json
 import os
 import platform
@@ -24,7 +21,6 @@ import sys
 import tempfile
 import threading
 import time
-import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -59,8 +55,6 @@ RECIPE_LINES = 6
 
 CHILDREN = 24
 """Three at a time for each library."""
-
-NO_CODE = {tokenize.INDENT, tokenize.DEDENT, tokenize.NEWLINE, tokenize.NL, tokenize.COMMENT, tokenize.ENDMARKER}
 
 HERE, ELSEWHERE = "here", "elsewhere"
 """The workers, and the queue of the second."""
@@ -430,23 +424,10 @@ def size(_: Stage, peer: Peer) -> str:
     """Lines of code of the package: without comments, docstrings and blank lines."""
     if peer.package is None:
         return f"{RECIPE_LINES} in each task"
-    spec = importlib.util.find_spec(
-        {"python-redis-lock": "redis_lock"}.get(peer.package, peer.package.replace("-", "_"))
-    )
-    folders = spec.submodule_search_locations if spec else None
-    return f"{sum(code_lines(path) for folder in folders or () for path in Path(folder).rglob('*.py')):,}"
-
-
-def code_lines(path: Path) -> int:
-    """How many lines of a file are code."""
-    source = path.read_text()
-    docstrings: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Expr(value=ast.Constant(value=str())):
-                docstrings |= {*range(node.lineno, (node.end_lineno or 0) + 1)}
-    tokens = [each for each in tokenize.generate_tokens(io.StringIO(source).readline) if each.type not in NO_CODE]
-    return len({line for each in tokens for line in range(each.start[0], each.end[0] + 1)} - docstrings)
+    module = {"python-redis-lock": "redis_lock"}.get(peer.package, peer.package.replace("-", "_"))
+    analyze = importlib.import_module("radon.raw").analyze
+    files = [path for folder in importlib.import_module(module).__path__ for path in Path(folder).rglob("*.py")]
+    return f"{sum(analyze(path.read_text()).sloc for path in files):,}"
 
 
 CHECKS: dict[str, Measure] = {

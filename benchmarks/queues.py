@@ -27,9 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks import markdown
 from only_one.testing import Guarded, redis_server
 from rigs.namespaces import MACHINE, unshare
 from rigs.servers import free_ports
@@ -328,10 +326,8 @@ def main() -> int:
     chosen = {name: each for name, each in QUEUES.items() if not given.names or name.split(",")[0] in given.names}
     times = [None if each == "lease" else int(each) for each in given.times.split(",")]
     dice, seen = random.Random(given.seed), defaultdict(list)
-    table = Table(
-        "queue", *(f"killed, {each or 'default lease'}" for each in times), "elsewhere", "overlaps", "skip seen"
-    )
-    table.add_column("@only_one above")
+    killed_with = [f"killed, {each or 'default lease'}" for each in times]
+    head, rows = ["queue", *killed_with, "elsewhere", "overlaps", "skip seen", "@only_one above"], []
     if not POSTGRES and chosen.pop("procrastinate", None):
         print("procrastinate is left out: there is no PostgreSQL on PATH")
     with ThreadPoolExecutor(given.at_once) as pool:
@@ -353,8 +349,8 @@ def main() -> int:
             results = [each for timeout in times for each in seen[name, timeout]]
             cells = [killed(seen[name, timeout]) for timeout in times]
             counts = [f"{sum(each[what] for each in results)}" for what in ("elsewhere", "overlaps", "seen")]
-            table.add_row(name, *cells, *counts, "/".join({each["above"] for each in results}))
-    Console(width=160).print(table)
+            rows.append([name, *cells, *counts, "/".join({each["above"] for each in results})])
+    print(markdown.table(head, rows))
     everything = [each for results in seen.values() for each in results]
     return int(any(each["outcome"] not in {"done", "told"} or each["overlaps"] for each in everything))
 
