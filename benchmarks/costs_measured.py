@@ -38,17 +38,9 @@ CONNECTIONS = 10
 """Of each pool that is shared by async calls at a time."""
 
 URL = "https://example.org/feed.xml"
-COMPARE_AND_DELETE = """
-if redis.call('get', KEYS[1]) == ARGV[1] then
-    return redis.call('del', KEYS[1])
-end
-return 0
-"""
+COMPARE_AND_DELETE = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end return 0"
 
-RUN, SKIP, ASYNC_RUN, ASYNC_SKIP = "a run", "a skip", "an async run", "an async skip"
-MANY = "async runs at a time"
-TASK, DUPLICATE, QUEUED, KEY = "added to a task's run", "delay() of a duplicate", "delay() of a new task", "a key"
-ONE, ALL, LATE, OURS = "only_one, key of one argument", "only_one, MD5 of all", "only_one, acks_late", "only_one"
+OURS, ONE, ALL = "only_one", "only_one, key of one argument", "only_one, MD5 of all"
 SINGLETON, ONCE = "celery-singleton", "celery-once"
 
 
@@ -175,7 +167,7 @@ def plain_functions(measure: Measure, client: Any, url: str) -> dict[str, Median
             run[name], skip[name] = recipe(make, f"run-{name}"), recipe(make, f"skip-{name}")
             make(f"skip-{name}", LONG).acquire(blocking=False)
         client.set("taken", "by somebody")
-        return {RUN: ratios(measure(run)), SKIP: one_argument(URL, lambda: ratios(measure(skip)))}
+        return {"a run": ratios(measure(run)), "a skip": one_argument(URL, lambda: ratios(measure(skip)))}
 
 
 def async_functions(measure: Measure, client: Any, url: str) -> dict[str, Medians]:
@@ -203,7 +195,7 @@ def async_functions(measure: Measure, client: Any, url: str) -> dict[str, Median
     ours = partial(decorated, URL)
     runs = ratios(measure({"two bare commands": run, OURS: ours}))
     skips = while_it_is_busy(URL, lambda: ratios(measure({"a bare SET": skip, OURS: ours})))
-    return {ASYNC_RUN: runs, ASYNC_SKIP: skips or {}}
+    return {"an async run": runs, "an async skip": skips or {}}
 
 
 def many_async_functions(measure: Measure, client: Any, url: str) -> dict[str, Medians]:
@@ -232,7 +224,7 @@ def many_async_functions(measure: Measure, client: Any, url: str) -> dict[str, M
 
     calls = {"two bare commands": bare, OURS: decorated(redis.Redis.from_url(url, **pool))}
     calls["only_one, by django-redis"] = decorated(get_redis_connection("default"))
-    return {MANY: ratios(measure(calls))}
+    return {"async runs at a time": ratios(measure(calls))}
 
 
 def app_of(url: str) -> Celery:
@@ -269,11 +261,12 @@ def runs_of_tasks(measure: Measure, client: Any, url: str) -> dict[str, Medians]
         "two bare commands": traced("bare", bare),
         ONE: traced("one", only_one("{name}:{feed_url:md5}")(nothing)),
         ALL: traced("all", only_one("{name}:{md5}")(nothing)),
-        LATE: traced("late", only_one("late:{feed_url:md5}")(nothing), acks_late=True),
+        "only_one, acks_late": traced("late", only_one("late:{feed_url:md5}")(nothing), acks_late=True),
     }
     seconds = measure(calls, time.process_time)
     empty = seconds.pop("nothing")
-    return {TASK: ratios({name: [a - b for a, b in zip(each, empty, strict=True)] for name, each in seconds.items()})}
+    added = {name: [a - b for a, b in zip(each, empty, strict=True)] for name, each in seconds.items()}
+    return {"added to a task's run": ratios(added)}
 
 
 def queueing(measure: Measure, client: Any, url: str) -> dict[str, Medians]:
@@ -308,7 +301,7 @@ def queueing(measure: Measure, client: Any, url: str) -> dict[str, Medians]:
         SINGLETON: lambda: made[SINGLETON].generate_lock("ours", args, {}),
         OURS: lambda: ours.make_key(ours.plain, args, {}),
     }
-    groups = {DUPLICATE: duplicates, QUEUED: new, KEY: keys}
+    groups = {"delay() of a duplicate": duplicates, "delay() of a new task": new, "a key": keys}
     return {group: ratios(measure(calls)) for group, calls in groups.items()}
 
 

@@ -42,8 +42,6 @@ STARTS_WITHIN = 120.0
 DONE_WITHIN = {None: 200.0, LONG: 700.0}
 """Seconds within which a job must be done after the kill, by the `timeout`."""
 
-Time = int | None
-
 
 @dataclass(frozen=True)
 class Queue:
@@ -86,10 +84,9 @@ RQ = Queue(
     "rq.decorators.job(queue, connection=queue.connection)(function)",
     is_up="Listening on",
 )
-RELEASING = f"{RQ_WORKER} --worker-class rq_worker.ReleasingWorker"
 QUEUES = {
     "RQ, work horse": replace(RQ, dies_at=True),
-    "RQ, releasing worker": replace(RQ, worker=RELEASING, dies_at=True),
+    "RQ, releasing worker": replace(RQ, worker=f"{RQ_WORKER} --worker-class rq_worker.ReleasingWorker", dies_at=True),
     "RQ, machine": RQ,
     "Dramatiq": Queue(
         "dramatiq[redis]",
@@ -183,7 +180,7 @@ def environment_of(queue: Queue) -> Path:
 class Round:
     """One round of one queue: a server, two machines, a witness."""
 
-    def __init__(self, queue: Queue, timeout: Time, kill_at: float, stack: ExitStack) -> None:
+    def __init__(self, queue: Queue, timeout: int | None, kill_at: float, stack: ExitStack) -> None:
         self.queue, self.kill_at, self.limit, self._stack = queue, kill_at, DONE_WITHIN[timeout], stack
         self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         self.witness = self.folder / "witness"
@@ -300,7 +297,7 @@ def postgres(stack: ExitStack) -> str:
     return f"postgresql://only_one@127.0.0.1:{port}/postgres"
 
 
-def play(queue: Queue, timeout: Time, kill_at: float) -> dict[str, Any]:
+def play(queue: Queue, timeout: int | None, kill_at: float) -> dict[str, Any]:
     """Play one round."""
     with ExitStack() as stack:
         try:

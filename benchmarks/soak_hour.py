@@ -154,20 +154,20 @@ class History:
         """The runs that began while another run held their key."""
         problems = []
         latest: dict[str, Run] = {}
-        for run in sorted(self.runs.values(), key=lambda run: run.begun_at):
-            before = latest.get(run.key)
-            if before is not None and run.begun_at < before.held_until:
+        for run in self._in_order():
+            before = latest.setdefault(run.key, run)
+            if before is not run and run.begun_at < before.held_until:
                 problems.append(f"{before} and {run}")
-            if before is None or run.held_until > before.held_until:
+            if run.held_until > before.held_until:
                 latest[run.key] = run
         return problems
 
+    def _in_order(self) -> list[Run]:
+        return sorted(self.runs.values(), key=lambda run: run.begun_at)
+
     def lost(self) -> list[str]:
         """The tasks with late acknowledgement that neither ran, nor were skipped, nor failed with an error of ours."""
-        newest: dict[str, float] = {}
-        for run in self.runs.values():
-            if run.end == "done":
-                newest[run.key] = max(run.begun_at, newest.get(run.key, 0.0))
+        newest = {run.key: run.begun_at for run in self._in_order() if run.end == "done"}
         problems = []
         for task_id, (sent_at, task, key) in self.sent.items():
             end = self.ended.get(task_id)
@@ -179,29 +179,26 @@ class History:
         return problems
 
 
-class Postman(threading.Thread):
+class Postman:
     """Sees by MONITOR which messages a Redis broker has lost, and sends those again.
 
     Celery's Redis transport takes a message out of its queue and writes it down as unacknowledged in two steps: a
     message that is between the two when its worker is killed is lost. No task can do anything about that.
     """
 
-    QUEUE = "celery"
-
     def __init__(self, url: str) -> None:
-        super().__init__(name="postman", daemon=True)
         self.sent_again = 0
         self._client: Any = redis.Redis.from_url(url, socket_timeout=None)
         self._on_the_way: dict[str, Any] = {}
-        self.start()
+        threading.Thread(target=self._watch, daemon=True).start()
 
-    def run(self) -> None:
+    def _watch(self) -> None:
         """Read the commands until the broker ends."""
         with suppress(redis.RedisError), self._client.monitor() as monitor:
             for command in monitor.listen():
                 name, _, rest = command["command"].partition(" ")
                 key, _, rest = rest.partition(" ")
-                if name in {"LPUSH", "RPUSH"} and key == self.QUEUE:
+                if name in {"LPUSH", "RPUSH"} and key == "celery":
                     message = json.loads(rest.replace("\\\\", "\\"))  # redis-py leaves backslashes escaped
                     self._on_the_way[message["properties"]["delivery_tag"]] = message
                 elif name == "HSET" and key == "unacked":
@@ -209,12 +206,12 @@ class Postman(threading.Thread):
 
     def send_again(self, history: History) -> None:
         """Send lost messages again; no worker may be killed or paused meanwhile, and none is being delivered."""
-        queued = {json.loads(each)["properties"]["delivery_tag"] for each in self._client.lrange(self.QUEUE, 0, -1)}
+        queued = {json.loads(each)["properties"]["delivery_tag"] for each in self._client.lrange("celery", 0, -1)}
         for tag, message in list(self._on_the_way.items()):
             is_needed = tag not in queued and message["headers"]["id"] not in history.ended
             if is_needed and self._on_the_way.pop(tag, None):
                 self.sent_again += 1
-                self._client.lpush(self.QUEUE, json.dumps(message))
+                self._client.lpush("celery", json.dumps(message))
 
 
 class Part:
@@ -341,8 +338,7 @@ class Soak:
             self.faults[fault] += 1
             if self.faults.total() % SHOWN_EVERY == 0:
                 self.history.read()
-                figures = (len(self.history.runs), "runs;", len(self.history.overlaps()), "overlaps;")
-                print(*figures, self.faults.total(), "faults", flush=True)
+                print(len(self.history.runs), "runs;", len(self.history.overlaps()), "overlaps", flush=True)
         self._finish()
 
     # The faults
@@ -492,10 +488,6 @@ class Soak:
         return not any(findings.values())
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
 def main() -> None:
     """Let it run, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -504,7 +496,7 @@ def main() -> None:
     parser.add_argument("--broker", choices=["redis", "classic"], default="redis", help="classic is RabbitMQ")
     parser.add_argument("--log", type=Path, help="where to put the logs and the witness file")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     print(f"{options.minutes:g} minutes, seed {options.seed}, broker {options.broker}", flush=True)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="only_one-soak-")))

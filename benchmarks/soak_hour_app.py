@@ -202,7 +202,7 @@ class Caller:
             except (OnlyOneError, OperationalError) as error:  # the server of the locks, or the broker, is away
                 note("refused", type(error).__name__)
 
-    def call_functions(self, parallel: int = 5) -> None:
+    def call_functions(self) -> None:
         """Call the plain functions in one event loop and in threads."""
 
         async def call_in_turn() -> None:
@@ -216,9 +216,9 @@ class Caller:
                     note("refused", type(error).__name__)
 
         async def call_in_parallel() -> None:
-            note("ready", os.environ[NAME])
-            await asyncio.gather(*(call_in_turn() for _ in range(parallel)))
+            await asyncio.gather(*(call_in_turn() for _ in range(5)))
 
+        note("ready", os.environ[NAME])
         asyncio.run(call_in_parallel())
 
     def _arguments(self) -> tuple[str, float]:
