@@ -325,7 +325,7 @@ def main() -> int:
     dice, seen = random.Random(given.seed), defaultdict(list)
     killed_with = [f"killed, {each or 'default lease'}" for each in times]
     head, rows = ["queue", *killed_with, "elsewhere", "overlaps", "skip seen", "@only_one above"], []
-    if not POSTGRES and chosen.pop("procrastinate", None):
+    if not POSTGRES and chosen.pop("procrastinate", None) is not None:
         print("procrastinate is left out: there is no PostgreSQL on PATH")
     with ThreadPoolExecutor(given.at_once) as pool:
         for queue in chosen.values():
