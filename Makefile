@@ -116,11 +116,13 @@ queues: .venv/dev.stamp ## real workers of RQ, Dramatiq, arq, ... on two machine
 mutants: .venv/dev.stamp ## small changes of one module that no test of its room notices: ARGS="only_one/lock/renewal.py"
 	$(BIN)/python -m benchmarks.mutants $(ARGS)
 
-benchmark: .venv/dev.stamp ## a decorated call beside bare commands and the peers, with and without hiredis
-	@test -d .venv/peers || $(BIN)/pip install --quiet --no-deps --target .venv/peers $(PEERS)
+.venv/peers: | .venv/dev.stamp
+	$(BIN)/pip install --quiet --no-deps --target $@ $(PEERS)
+
+benchmark: .venv/peers ## a decorated call beside bare commands and the peers, with and without hiredis
 	$(BIN)/python -m benchmarks.costs $(ARGS)
 
-benchmark-async: .venv/dev.stamp ## 1,000 async calls at a time through 10 connections
+benchmark-async: .venv/peers ## 1,000 async calls at a time through 10 connections
 	$(BIN)/python -m benchmarks.costs --at-a-time --calls 1000 --rounds 7 $(ARGS)
 
 # Some six minutes; ARGS=--write replaces the tables in docs/comparison.md.
