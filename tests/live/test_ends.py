@@ -48,7 +48,8 @@ class State(Enum):
     FREE = "released at once"
     KEPT = "kept for the rest of `at_least`"
     RETRIED = "released at once; the next attempt acquires it again"
-    REDELIVERED = "released at once, or taken over by the run of the redelivered message"
+    REJECTED = "released at once; the run of the redelivered message acquires it again"
+    REDELIVERED = "taken over by the run of the redelivered message; elsewhere it [expires](time.md#after-a-kill) first"
     LIMITED = "released as soon as its process is killed, which is just after the result is stored"
     TOLD = "released by the worker's main process [as soon as it notices](time.md#after-a-kill)"
     LEFT = "left to be [taken over, or to expire](time.md#after-a-kill)"
@@ -59,6 +60,7 @@ AT_ONCE = 2.0
 SECONDS = {
     State.FREE: AT_ONCE,
     State.RETRIED: AT_ONCE,
+    State.REJECTED: AT_ONCE,
     State.LIMITED: AT_ONCE,
     State.REDELIVERED: 5 + AT_ONCE,
     State.TOLD: 5 + AT_ONCE,
@@ -216,7 +218,7 @@ ENDS = [
     End("`SystemExit`", State.FREE, "exit"),
     End("`Ignore`", State.FREE, "ignore"),
     End("`Reject`", State.FREE, "reject", task="late"),
-    End("`Reject(requeue=True)`", State.REDELIVERED, "reject and requeue", result="SUCCESS", task="late"),
+    End("`Reject(requeue=True)`", State.REJECTED, "reject and requeue", result="SUCCESS", task="late"),
     End("`self.retry()`", State.RETRIED, "retry", attempts=2),
     End("`autoretry_for`", State.RETRIED, "exception", task="again", attempts=2),
     End("soft time limit", State.FREE, result="FAILURE", options={"soft_time_limit": TIME_LIMIT}),
@@ -360,6 +362,7 @@ CHECKS = {
     State.FREE: check_free,
     State.KEPT: check_kept,
     State.RETRIED: check_retried,
+    State.REJECTED: check_retried,
     State.REDELIVERED: check_again,
     State.LIMITED: check_limited,
     State.TOLD: check_free,
@@ -449,7 +452,7 @@ def test_how_soon_a_key_is_free(workers: Workers, end: End, record_property: Cal
     run = begin(workers, end, live.BELOW)
     run.scene.begun()
     began = end.strike(run)
-    if end.state is State.REDELIVERED:
+    if end.state in {State.REJECTED, State.REDELIVERED}:
         run.scene.begun(2)
     seconds = run.scene.place.wait_for_event(run.scene.key, "del", since=began - SLACK).at - began
     record_property("seconds", seconds)
