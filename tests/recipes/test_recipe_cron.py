@@ -33,7 +33,7 @@ def test_a_run_that_goes_on_is_not_joined_by_another(cron: Place) -> None:
         second = cron.run(*REPORT)
         waiting.kill()
     assert (second.returncode, second.stdout) == (75, "")
-    assert re.fullmatch(shown_in("cron.md")[-1], second.stderr.splitlines()[-1])
+    assert re.fullmatch(shown_in("cron.md")[-2], second.stderr.splitlines()[-1])
 
     # The first one was killed while it had its key, which holds up nobody.
     (line,) = re.findall(r"(?m)^0 3 \* \* \* (.*)$", (PAGES / "cron.md").read_text())
@@ -59,6 +59,7 @@ def test_one_host_of_two_runs_per_tick(cron: Place) -> None:
     late = cron.run(*bill_on("third"))
     assert (late.returncode, late.stdout) == (0, "")
     assert re.search(" on (first|second), kept for ", late.stderr)
+    assert re.fullmatch(shown_in("cron.md")[-1], late.stderr.splitlines()[-1])
     assert cron.log("outbox") == "bill of the day\n"
     cron.client.delete("only_one:send-bill")  # the next tick
     script = cron.folder / "two_hosts.py"
