@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 from typing import Any
+
+_OF_A_CALL = (b"SET", b"GET", b"DELIFEQ", b"DELEX", b"EVAL")
+_BESIDE = (b"return redis.call('pexpire'", b"fence")
+"""Words of the scripts that renew and that make a fence."""
+
+_REFUSES = {"valkey": 0, "redis": 1, "redis7": 2, "redis6": 3}
+"""How many commands a server does not know, of which each process learns once."""
 
 EPSILON = 0.0015
 """Seconds: the server counts in milliseconds."""
@@ -93,6 +100,7 @@ class Checker:
         self.at_least: float = history.plan.at_least
         self.calls: list[Call] = []
         self.stored: defaultdict[bytes, list[Stored]] = defaultdict(list)
+        self.events: Counter[tuple[int, str]] = Counter()
 
     def running(self) -> list[Call]:
         return [call for call in self.calls if call.runs]
@@ -145,7 +153,7 @@ class Checker:
             both_believe = other.lock.is_held and lock.is_held
             if both_believe and not (other.is_excused or call.is_excused):
                 self.problem("two at once", f"{call.name} began while {other.name} runs and holds its key")
-        if self.at_least and call.had_key:
+        if self.at_least and call.had_key and not call.is_excused:
             self._check_at_least(call)
         self.history.note(call.name, "runs", "with its key" if call.had_key else "without its key")
         self.look()
@@ -267,6 +275,11 @@ class Checker:
 
     def event(self, process: Any, event: Any) -> None:
         kind = type(event).__name__
+        self.events[process.pid, kind] += 1
+        is_interrupted = any(each.startswith("interrupted") for each in self.history.faults)  # between the two
+        is_second = self.events[process.pid, "Released"] > self.events[process.pid, "Acquired"]
+        if kind == "Released" and is_second and not is_interrupted:
+            self.problem("released more than once", f"{process.name}: {event}")
         if kind in ("Lost", "Reclaimed", "Down"):
             self.history.note(process.name, "event", kind, getattr(event, "reason", ""))
         if kind != "Lost":
@@ -320,9 +333,24 @@ class Checker:
                 call.is_excused = True  # it is told once
 
     def at_the_end(self) -> None:
+        if not (self.history.faults or self.history.is_async or self.history.plan.jobs):
+            self._check_cost()
         if not self.has_failed_over:  # else a key may have come back that nobody knows of
             for key in list(self.stored):
                 self._check_what_is_left(self.store.get(key), self.store.keys.get(key, (None, None))[1] or inf)
+
+    def _check_cost(self) -> None:
+        """A run costs two commands and a skip one, beside what each process learns of its server."""
+        version, log = self.history.plan.server, self.history.log
+        sent = [each[4] for each in log if each[1:3] == ("server", "executes for") and each[4][0] in _OF_A_CALL]
+        asked = [each for each in sent if not any(script in each[1] for script in _BESIDE)]
+        most = _REFUSES[version] * len({call.process for call in self.calls})
+        for call in self.calls:
+            # An old server is asked for the holder, and so is a new one by a run that has overrun its time.
+            asks = version == "redis6" if call.lock is None else not call.held_to_the_end
+            most += 1 + (call.lock is not None) + asks
+        if len(asked) > most:
+            self.problem("too many commands", f"{len(asked)} for {len(self.calls)} calls")
 
     def _check_what_is_left(self, value: Any, expiry: float) -> None:
         if not isinstance(value, bytes) or b'"only_one"' not in value:
