@@ -5,6 +5,8 @@ PORT ?= 8000
 SITE := .venv/site
 # Four files at a time on two cores, those first that take longest.
 TOGETHER := --numprocesses 4 --dist loadfile --no-loadscope-reorder
+# Each process would compile the package and its tests anew, and there are hundreds.
+unexport PYTHONDONTWRITEBYTECODE
 PEERS := celery-singleton==0.3.1 celery-once==3.0.1 python-redis-lock==4.0.1 sherlock==0.4.1 filelock huey==3.5.4 hiredis
 WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,buffer_one canvas ends queue redelivery requeued rpc tasks)
 
@@ -54,7 +56,7 @@ suite: .venv/dev.stamp ## the tests, with those of the code in README.md and doc
 
 # Exceptions at random points leave Python's own state behind, so these tests have a process of their own.
 interrupts: .venv/dev.stamp ## the tests that interrupt calls at random points, or fork
-	$(BIN)/python -m pytest -q -m interrupts
+	$(BIN)/python -m pytest -q -m interrupts $$(grep -rl --include="*.py" "mark\.interrupts" tests)
 
 # A page that was built is not read again and does not warn again, so a failed build is removed.
 site: .venv/dev.stamp ## build the documentation in .venv/site; a warning is an error

@@ -60,12 +60,19 @@ def nothing_is_left_open() -> Iterator[None]:
     """
     yield
     celery_result: Any = sys.modules.get("celery.result")
-    for each in gc.get_objects():
-        if celery_result is not None and issubclass(type(each), celery_result.AsyncResult):
+    results = kinds_of(celery_result.AsyncResult) if celery_result is not None else set()
+    connections = kinds_of(AbstractConnection)
+    for each in gc.get_referrers(*results, *connections):  # which has an instance refer to its class
+        if type(each) in results:
             each.backend = None
-        elif issubclass(type(each), AbstractConnection):
+        elif type(each) in connections:
             with suppress(AttributeError):  # of one whose making was interrupted
                 each.disconnect()
+
+
+def kinds_of(base: type) -> set[type]:
+    """A class and all that are made of it."""
+    return {base}.union(*map(kinds_of, base.__subclasses__()))
 
 
 @pytest.fixture(autouse=True)
