@@ -33,7 +33,7 @@ SIZE, CHUNKS, IN_A_CHUNK = 40, 4, 36
 PEOPLE = CHUNKS * IN_A_CHUNK
 """Those who have not unsubscribed."""
 
-MANY = 50 * SIZE
+MANY = 20 * SIZE
 
 CHILDREN = 2
 
