@@ -111,6 +111,13 @@ def server(prefix: str) -> Iterator[RedisServer]:  # noqa: ARG001 - for its sett
         yield own
 
 
+@pytest.fixture(scope="module")
+def own_server() -> Iterator[RedisServer]:
+    """A server of the module's own: it is configured, and its databases are told apart and emptied."""
+    with redis_server() as own:
+        yield own
+
+
 @pytest.fixture
 def key(prefix: str) -> str:
     """A key as it is in Redis, of which a decorated function names the last part."""

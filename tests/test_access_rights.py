@@ -52,16 +52,10 @@ def add_user(client: Any, url: str, commands: set[str]) -> str:
     return url.replace("redis://", f"redis://{name}:secret@")
 
 
-@pytest.fixture(scope="module")
-def their_server() -> Iterator[RedisServer]:
-    with redis_server() as own:
-        yield own
-
-
 @pytest.fixture
-def admin(their_server: RedisServer) -> Iterator[Any]:
+def admin(own_server: RedisServer) -> Iterator[Any]:
     """A client that may do anything."""
-    with redis.Redis.from_url(their_server.url) as client:
+    with redis.Redis.from_url(own_server.url) as client:
         yield client
 
 
@@ -167,10 +161,10 @@ USES: dict[str, Callable[[Any, str], None]] = {
 
 @pytest.mark.parametrize("what", USES)
 def test_the_rights_that_the_page_lists_are_enough_and_none_is_in_vain(
-    their_server: RedisServer, admin: Any, what: str
+    own_server: RedisServer, admin: Any, what: str
 ) -> None:
     admin.flushall()
-    url = add_user(admin, their_server.url, rights(what))
+    url = add_user(admin, own_server.url, rights(what))
     with configure(redis=url, prefix="only_one:"):
         admin.config_resetstat()
         USES[what](admin, url)
@@ -178,15 +172,15 @@ def test_the_rights_that_the_page_lists_are_enough_and_none_is_in_vain(
     assert in_vain <= (set() if what == "functions" else rights("functions"))
 
 
-def test_three_commands_are_enough_to_look(their_server: RedisServer, admin: Any) -> None:
-    url = add_user(admin, their_server.url, {"scan", "get", "pttl"})
-    with configure(redis=their_server.url, prefix="only_one:"), Running("looked-at"):
+def test_three_commands_are_enough_to_look(own_server: RedisServer, admin: Any) -> None:
+    url = add_user(admin, own_server.url, {"scan", "get", "pttl"})
+    with configure(redis=own_server.url, prefix="only_one:"), Running("looked-at"):
         assert "only_one:looked-at" in {each.key for each in held(redis=url)}
 
 
-def test_without_eval_a_timeout_is_enough(their_server: RedisServer, admin: Any) -> None:
+def test_without_eval_a_timeout_is_enough(own_server: RedisServer, admin: Any) -> None:
     try:
-        url = add_user(admin, their_server.url, {"set", "get", "delifeq"})
+        url = add_user(admin, own_server.url, {"set", "get", "delifeq"})
     except redis.ResponseError:
         pytest.skip("the server has no DELIFEQ")
     with configure(redis=url, prefix="only_one:"):
@@ -194,8 +188,8 @@ def test_without_eval_a_timeout_is_enough(their_server: RedisServer, admin: Any)
     assert not admin.exists("only_one:k")
 
 
-def test_another_database(their_server: RedisServer, admin: Any) -> None:
-    url = add_user(admin, their_server.url, rights("functions") | rights("a database other than 0"))
+def test_another_database(own_server: RedisServer, admin: Any) -> None:
+    url = add_user(admin, own_server.url, rights("functions") | rights("a database other than 0"))
     with configure(redis=url.removesuffix("0") + "1", prefix="only_one:"):
         assert decorated(lambda: is_renewed(current_lock()), lease=60)()
 

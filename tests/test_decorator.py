@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
@@ -34,6 +33,7 @@ from only_one.keys.digest import digest
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Busy, Decorate, Function, as_async, both, decorated, decorated_async
+from tests.proxy import Proxy
 from tests.renewal import is_idle
 
 pytestmark = pytest.mark.usefixtures("redis")
@@ -501,44 +501,17 @@ def test_after_its_run_a_lock_is_held_no_more(decorate: Decorate) -> None:
 # --- what it costs -----------------------------------------------------------------------------------------------
 
 
-def round_trips(redis: Redis, calls: Callable[[], object]) -> int:
-    """How many commands the server has been sent meanwhile; a command that a script calls is no trip."""
-
-    def counts() -> Counter[str]:
-        stats: dict[str, dict[str, int]] = redis.info("commandstats")
-        return Counter({name.removeprefix("cmdstat_"): of_it["calls"] for name, of_it in stats.items()})
-
-    before = counts()
-    calls()
-    spent = counts() - before
-    del spent["info"]
-    scripts = spent["eval"]
-    for inner in ("get", "del"):
-        spent[inner] -= min(scripts, spent[inner])
-    return spent.total()
-
-
-@pytest.mark.parametrize("is_async", [False, True], ids=["def", "async def"])
+@both
 @pytest.mark.parametrize("options", [{"timeout": 600}, {"lease": 600}], ids=repr)
-def test_a_run_is_two_round_trips_and_a_skip_is_one(redis: Redis, busy: Busy, options: Any, *, is_async: bool) -> None:
-    def work(a: int) -> None: ...
-
+def test_a_run_is_two_round_trips_and_a_skip_is_one(
+    redis: Redis, proxy: Proxy, busy: Busy, decorate: Decorate, options: Any
+) -> None:
     skip_costs = 1 if int(redis.info("server")["redis_version"].split(".")[0]) >= 7 else 2
-    function = decorated(work, "{a}", **options)
-    function_async = decorated(as_async(work), "{a}", **options)
-
-    async def ten_times(a: int) -> None:
-        for _ in range(10):
-            await function_async(a)
-
-    def ten(a: int) -> object:
-        return runner.run_until_complete(ten_times(a)) if is_async else [function(a) for _ in range(10)]
-
-    runner = asyncio.new_event_loop()
-    with closing(runner), busy("1", lease=600):
-        ten(1)
-        ten(2)  # the connections are made, and the server is known
+    function = decorate(lambda a: f"done {a}", "{a}", redis=proxy.url, **options)
+    with busy("1", lease=600):
+        assert [function(a) for a in (1, 2)] == [None, "done 2"]  # the server is known
         assert is_idle()
-        assert round_trips(redis, lambda: ten(2)) == 20
-        assert round_trips(redis, lambda: ten(1)) == 10 * skip_costs
-        runner.run_until_complete(runner.shutdown_asyncgens())
+        for a, costs in ((2, 2), (1, skip_costs)):
+            proxy.forget_commands()
+            function(a)
+            assert len(proxy.commands) == costs

@@ -134,16 +134,16 @@ def ends_well(news: Program) -> str:
 
 
 def test_what_is_broken_off_leaves_no_process_and_goes_on_at_the_next_start(tmp_path: Path) -> None:
-    arguments = ["--recipients", 2000, "--directory", tmp_path]
+    arguments = ["--recipients", 1000, "--directory", tmp_path]
     with program(NEWSLETTER, tmp_path, *arguments) as news:
         assert eventually(lambda: accepted_in(tmp_path) > 0)
         assert news.is_gone_after(signal.SIGKILL) == -signal.SIGKILL
-    assert accepted_in(tmp_path) < 1800
+    assert accepted_in(tmp_path) < 900
     with program(NEWSLETTER, tmp_path, *arguments) as news:
         text = ends_well(news)
     (found,) = re.findall(r"^the SMTP server has accepted (\d+) mails: (\d+) twice, 0 for", text, re.MULTILINE)
     mails, twice = map(int, found)
-    assert mails - twice == 1800
+    assert mails - twice == 900
     assert twice <= 1
 
 

@@ -154,15 +154,6 @@ def test_a_release_frees_the_key_of_a_call_and_the_run_learns_it(redis: Redis, p
     assert not release(function, 1)
 
 
-def test_a_key_that_has_another_holder_by_now_is_left_alone(redis: Redis, prefix: str) -> None:
-    redis.set(f"{prefix}k", "seen")
-    (found,) = held()
-    redis.set(f"{prefix}k", "another")
-    assert not release_key(found.key, found.value)
-    assert redis.get(f"{prefix}k") == b"another"
-    assert release_key(found.key, "another")
-
-
 @pytest.mark.parametrize("kind", ["task", "bound", "queue", "shared"])
 def test_the_key_of_a_task_is_that_of_its_run(app: Celery, prefix: str, redis: Redis, kind: str) -> None:
     def plain(feed: str) -> None: ...

@@ -16,8 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from celery import Celery, Task, chain, chord, group
-from pydantic import BaseModel
+from celery import Celery, chain, chord, group
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
@@ -301,36 +300,6 @@ def test_an_eager_chord_and_group(app: Celery, busy: Busy, prefix: str) -> None:
         assert chord([first.si(), other.si()], total.s()).apply().get() == [None, f"{prefix}other"]
         assert chain(first.si(), total.s()).apply().get() is None
     assert chord([first.si(), other.si()], total.s()).apply().get() == [f"{prefix}k", f"{prefix}other"]
-
-
-class Calls(Task):  # type: ignore[misc]  # Celery has no types
-    """A base class with a call of its own."""
-
-    calls: list[Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls.append(args)
-        return super().__call__(*args, **kwargs)
-
-
-class Feed(BaseModel):
-    """A task's argument, and its result."""
-
-    key: str
-    pages: int = 1
-
-
-def test_a_task_with_a_base_class_and_a_model(app: Celery, busy: Busy, prefix: str) -> None:
-    def work(feed: Feed) -> Feed:
-        return Feed(key=own_key(), pages=feed.pages)
-
-    function = decorated(work, key="{feed.key}", when_busy=fail)
-    task = app.task(function, base=Calls, pydantic=True, shared=False, name=f"t-{uuid4()}")
-    task.calls = []
-    assert task.delay({"key": "k", "pages": 3}).get() == {"key": f"{prefix}k", "pages": 3}
-    with busy("k"), pytest.raises(AlreadyRunning):
-        task.delay({"key": "k"}).get()
-    assert len(task.calls) == 2
 
 
 # --- countdowns --------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,7 +16,7 @@ import pytest
 import redis
 
 import only_one
-from rigs.servers import RedisServer, redis_server
+from rigs.servers import RedisServer
 
 ROOT = Path(only_one.__file__).parents[1]
 """Where our package is, for a process with another working directory."""
@@ -112,13 +111,6 @@ def pytest_runtest_setup(item):
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    """A server of their own: they empty it."""
-    with redis_server() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def sources(pytestconfig: pytest.Config) -> Path:
     """The unpacked source distribution of the redis-py that is installed."""
     assert pytestconfig.cache is not None
@@ -134,8 +126,8 @@ def sources(pytestconfig: pytest.Config) -> Path:
     return unpacked
 
 
-def test_redis_pys_own_tests_of_its_locks(sources: Path, server: RedisServer, tmp_path: Path) -> None:
-    """Of both kinds side by side, each with a database of its own."""
+def test_redis_pys_own_tests_of_its_locks(sources: Path, own_server: RedisServer, tmp_path: Path) -> None:
+    """Of both kinds side by side, each with a database of its own, which they empty."""
     (tmp_path / "our_locks.py").write_text(PLUGIN)
     # As they are, and not as our own pytest.ini would have them; nor with a real pytest_asyncio, if there is one.
     # Nor are the folders above looked into, as those of temporary files, which may be somebody else's.
@@ -143,7 +135,7 @@ def test_redis_pys_own_tests_of_its_locks(sources: Path, server: RedisServer, tm
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     passed, running = 0, []
     for database, file in enumerate(["tests/test_lock.py", "tests/test_asyncio/test_lock.py"]):
-        url = f"{server.url.removesuffix('0')}{database}"
+        url = f"{own_server.url.removesuffix('0')}{database}"
         command = [sys.executable, "-m", "pytest", *options, "--redis-url", url, file]
         running.append(subprocess.Popen(command, cwd=sources, env=environment, stdout=subprocess.PIPE, text=True))
     for process in running:

@@ -36,13 +36,6 @@ NOWHERE = {"broker_url": "memory://", "result_backend": "cache+memory://"}
 KEY = "only_one:k"
 
 
-@pytest.fixture(scope="module")
-def own_server() -> Iterator[RedisServer]:
-    """A server whose databases 0 to 5 are told apart."""
-    with redis_server() as server:
-        yield server
-
-
 @pytest.fixture
 def unconfigured(prefix: str) -> Iterator[None]:
     """Nothing is configured at all, not even the prefix of each test."""

@@ -14,24 +14,18 @@ import redis as redis_py
 from only_one import only_one
 from only_one.connections import server as eviction
 from rigs.proxy import Proxy
-from rigs.servers import RedisServer, redis_server
+from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
 from tests.clients import clients
 from tests.faults.programs import Running, RunningAsync
 from tests.renewal import is_renewed, renew_now
 
 
-@pytest.fixture(scope="module")
-def their_server() -> Iterator[RedisServer]:
-    with redis_server() as server:
-        yield server
-
-
 @pytest.fixture
-def evicting(their_server: RedisServer, prefix: str) -> Iterator[Any]:
+def evicting(own_server: RedisServer, prefix: str) -> Iterator[Any]:
     """A client of a server that may evict keys."""
     assert prefix
-    with redis_py.Redis.from_url(their_server.url) as client:
+    with redis_py.Redis.from_url(own_server.url) as client:
         client.config_set("maxmemory", "100mb")
         client.config_set("maxmemory-policy", "volatile-ttl")
         yield client
@@ -40,11 +34,11 @@ def evicting(their_server: RedisServer, prefix: str) -> Iterator[Any]:
 
 
 @pytest.fixture
-def proxy(their_server: RedisServer, evicting: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+def proxy(own_server: RedisServer, evicting: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """The way to it, by an address that has not been looked at before: its port may have been another test's."""
     assert evicting
     monkeypatch.setattr(eviction, "_asked", set())
-    with Proxy(their_server.url) as proxy:
+    with Proxy(own_server.url) as proxy:
         yield proxy
 
 
@@ -143,10 +137,10 @@ def test_a_user_who_may_not_ask(evicting: Any, proxy: Proxy, warnings: Callable[
 
 
 @pytest.mark.parametrize("policy", ["volatile-lru", "volatile-ttl", "allkeys-lru", "allkeys-random"])
-def test_a_key_that_is_evicted(evicting: Any, their_server: RedisServer, prefix: str, policy: str) -> None:
+def test_a_key_that_is_evicted(evicting: Any, own_server: RedisServer, prefix: str, policy: str) -> None:
     """Its run is told as of any key that was deleted; for `noeviction` see `test_refused`."""
     told: list[str] = []
-    with Running(lease=60, redis=their_server.url, when_lost=lambda lost: told.append(lost.reason)) as run:
+    with Running(lease=60, redis=own_server.url, when_lost=lambda lost: told.append(lost.reason)) as run:
         evicting.config_set("maxmemory-policy", policy)
         evicting.config_set("maxmemory", 1)
 

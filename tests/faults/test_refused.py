@@ -10,7 +10,7 @@ import pytest
 import redis as redis_py
 
 from only_one import LockUnavailable, carry_on, configure, current_lock, fail, skip
-from rigs.servers import RedisServer, redis_server
+from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, both, decorated, decorated_async
 from tests.faults.programs import Running
@@ -42,18 +42,12 @@ def wrong_password(server: RedisServer, client: Any) -> Iterator[str]:
     client.config_set("requirepass", "")
 
 
-@pytest.fixture(scope="module")
-def their_server() -> Iterator[RedisServer]:
-    """One for all tests: each mends what it has broken."""
-    with redis_server() as own:
-        yield own
-
-
 @pytest.fixture
-def server(their_server: RedisServer, prefix: str) -> Iterator[RedisServer]:
+def server(own_server: RedisServer, prefix: str) -> Iterator[RedisServer]:
+    """One for all tests: each mends what it has broken."""
     assert prefix
-    with configure(redis=their_server.url):
-        yield their_server
+    with configure(redis=own_server.url):
+        yield own_server
 
 
 @pytest.fixture

@@ -92,12 +92,14 @@ def test_a_task_runs_and_is_skipped_and_runs_again(scene: Scene, kind: str) -> N
 def test_duplicates_are_skipped(pool: str, scene: Scene) -> None:
     running = live.plain.delay(scene.key, "gate")
     scene.begun()
-    duplicates = [live.plain.delay(scene.key, "gate") for _ in range(4)]
+    duplicates = [live.plain.delay(scene.key, "gate") for _ in range(3)]
+    duplicates.append(live.plain.apply_async(kwargs={"key": scene.key}))
     if pool == "solo":  # which does nothing else meanwhile: they come after it
-        scene.open(5)
+        scene.open(4)
         assert [result(each) for each in duplicates] == [[live.plain.name, each.id, 0, True] for each in duplicates]
         return
     assert [result(duplicate) for duplicate in duplicates] == [None] * 4
+    assert eventually(lambda: scene.place.log().count(f"{scene.key} is taken by") == 4)
     assert not running.ready()
     scene.open()
     assert result(running) == [live.plain.name, running.id, 0, True]
