@@ -419,6 +419,21 @@ def test_the_key_of_a_killed_run_whose_arguments_were_changed(workers: Workers, 
     check_free(run)
 
 
+@pytest.mark.usefixtures("workers")
+def test_a_worker_process_that_is_killed_frees_its_key_within_the_lease(scene: Scene) -> None:
+    task = live.BELOW["leased"]
+    killed = task.delay(scene.key, "gate")
+    pid = scene.begun().pid
+    assert task.delay(scene.key).get(timeout=LIMIT) is None
+    os.kill(pid, signal.SIGKILL)
+    assert scene.is_free()
+    assert scene.place.notes("end", scene.key) == []
+    answer = task.delay(scene.key)
+    assert answer.get(timeout=LIMIT)["id"] == answer.id
+    with pytest.raises(Exception, match="SIGKILL"):
+        killed.get(timeout=LIMIT)
+
+
 @pytest.mark.parametrize("end", LOST, ids=name_of)
 def test_a_message_whose_worker_is_lost(workers: Workers, ended: dict[str, Run], end: End) -> None:
     """Another worker does the work once more: at once, or when the key has expired."""
