@@ -30,10 +30,10 @@ from redis import ConnectionPool, Redis
 from only_one import LockLost, configure, current_lock, only_one
 from only_one.inspection import key_of
 from only_one.keys.digest import digest
+from rigs.proxy import Proxy
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Busy, Decorate, Function, as_async, both, decorated, decorated_async
-from tests.proxy import Proxy
 from tests.renewal import is_idle
 
 pytestmark = pytest.mark.usefixtures("redis")
