@@ -4,6 +4,8 @@ A command generator yields one command at a time and is sent its reply, or throw
 So it decides without sending, and one piece of code serves both drivers. The idea is that of httpx's auth flows.
 """
 
+import signal
+import traceback
 from collections.abc import Generator
 from contextvars import ContextVar
 from typing import Any, TypeVar, Union
@@ -84,3 +86,9 @@ async def drive_async(client: Any, commands: Commands[T]) -> T:
         return result
     finally:
         commands.close()  # now: what a signal handler raises while it is collected is lost
+
+
+def is_of_signal_handler(error: Exception) -> bool:
+    """Whether a signal handler has raised the exception, such as Celery's soft time limit."""
+    handlers = {getattr(signal.getsignal(each), "__code__", None) for each in signal.valid_signals()}
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from logging import DEBUG, INFO, WARNING, Logger, getLogger
 from typing import Literal
 
+from .driver import is_of_signal_handler
 from .errors import HasHolder, LockUnavailable
 from .holder import Holder, printable
 from .option_values import check_callable
@@ -217,10 +218,15 @@ def wanted(kind: type[Event]) -> bool:
 
 def emit(event: Event) -> None:
     """Log an event, and call the hooks with it."""
-    with suppress(Exception):  # a filter or handler that fails must not fail the call
-        logger.log(_LEVELS[type(event)], "%s", event, extra=_extra(type(event), event.key, event.name))
-    for hook in _hooks.copy().values():  # others may subscribe meanwhile; copying needs no lock
+    for hook in (_log, *_hooks.copy().values()):  # others may subscribe meanwhile; copying needs no lock
         try:
             hook(event)
-        except Exception:
-            logger.exception("a hook failed on %s: %r", type(event).__name__, hook)
+        except Exception as error:
+            if is_of_signal_handler(error):
+                raise
+            with suppress(Exception):  # a filter or handler that fails must not fail the call
+                logger.exception("a hook failed on %s: %r", type(event).__name__, hook)
+
+
+def _log(event: Event) -> None:
+    logger.log(_LEVELS[type(event)], "%s", event, extra=_extra(type(event), event.key, event.name))

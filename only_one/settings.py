@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, get_type_hints
 
 from .connections.server import Source, check_source
 from .errors import ConfigurationError
+from .forks import in_each_child
 from .option_values import Seconds, check_bool, check_prefix, check_work_id, seconds, seconds_or_none
 from .policies import carry_on, check_policy, fail
 
@@ -222,5 +223,4 @@ def _begin_anew_in_child() -> None:
     _lock = threading.RLock()
 
 
-with suppress(AttributeError):  # where nothing forks
-    os.register_at_fork(after_in_child=_begin_anew_in_child)
+in_each_child(_begin_anew_in_child)

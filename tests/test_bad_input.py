@@ -90,6 +90,18 @@ async def coroutine(*_: Any) -> str:
     return "x"
 
 
+class Awaitable:
+    """Is no coroutine, and runs when it is awaited, as a Task or a Future."""
+
+    closed = False
+
+    def __await__(self) -> Iterator[None]:
+        yield
+
+    def cancel(self) -> None:
+        self.closed = True
+
+
 class Awaited:
     """Has an instance whose call is a coroutine."""
 
@@ -222,7 +234,9 @@ def test_a_task_cannot_be_decorated_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "words"), [(coroutine, "async def"), (generator, "consumes"), (async_generator, "consumes")], ids=label
+    ("made", "words"),
+    [(coroutine, "async def"), (Awaitable, "async def"), (generator, "consumes"), (async_generator, "consumes")],
+    ids=label,
 )
 def test_what_has_yet_to_run_is_closed_when_it_is_refused(redis_url: str, made: Any, words: str) -> None:
     """Python would warn of a coroutine that nobody has awaited."""
@@ -231,6 +245,8 @@ def test_what_has_yet_to_run_is_closed_when_it_is_refused(redis_url: str, made: 
         refused(ConfigurationError, words, only_one("k")(lambda: begun))
     if made is coroutine:
         assert inspect.getcoroutinestate(begun) == inspect.CORO_CLOSED
+    if made is Awaitable:
+        assert begun.closed
 
 
 # --- options -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from celery.exceptions import SoftTimeLimitExceeded
 from redis import Redis
 from redis.exceptions import RedisError
 
@@ -42,6 +44,7 @@ from rigs.waiting import LIMIT, eventually
 from tests.decorated import CLOSED, Decorate, both, decorated, events
 from tests.decorated import Busy as KeyIsBusy
 from tests.faults.programs import Running
+from tests.interruptions import handled
 from tests.renewal import later, renew_now
 
 Log = pytest.LogCaptureFixture
@@ -130,10 +133,12 @@ def test_a_server_that_is_down(prefix: str, when_down: Any) -> None:
         ({"timeout": 600}, None, "overrun", "gone"),
         ({"timeout": 600, "lease": 60}, None, "overrun", "gone"),
         ({"lease": 600}, lambda _: None, "deleted", "gone"),
+        ({"timeout": 600}, lambda _: None, "deleted", "gone"),
+        ({"timeout": 600}, lambda _: b"a list", "taken", "taken"),
         ({"lease": 600}, lambda _: b"another's", "taken", "taken"),
         ({"lease": 600}, lambda token: token.replace(b'"pid":', b'"pid":1'), "taken", "taken"),
     ],
-    ids=["overrun", "overrun though renewed", "deleted", "a stranger", "another run"],
+    ids=["overrun", "overrun though renewed", "deleted", "not renewed", "another type", "a stranger", "another run"],
 )
 def test_a_loss(redis: Redis, prefix: str, caplog: Log, options: Any, change: Any, reason: str, outcome: str) -> None:
     def work() -> str:
@@ -143,7 +148,11 @@ def test_a_loss(redis: Redis, prefix: str, caplog: Log, options: Any, change: An
             redis.delete(f"{prefix}k")
             return learnt
         value = change(token)
-        redis.set(f"{prefix}k", value) if value else redis.delete(f"{prefix}k")
+        redis.delete(f"{prefix}k")
+        if value:
+            redis.rpush(f"{prefix}k", value) if value == b"a list" else redis.set(f"{prefix}k", value)
+        if "lease" not in options:  # it learns of it at its end
+            return reason
         renew_now(current_lock())
         return wait_until_lost()
 
@@ -272,6 +281,25 @@ def test_a_hook_that_raises_is_logged_and_never_fatal(redis: Redis, busy: KeyIsB
     assert all(record.levelno >= logging.WARNING for record in records)
     assert all(record.name.startswith("only_one") for record in records)
     assert "bad" in records[0].getMessage()
+
+
+def test_an_exception_of_a_signal_handler_in_a_hook_reaches_the_caller_and_the_key_is_freed(
+    redis: Redis, prefix: str
+) -> None:
+    """As Celery's soft time limit: a hook has not failed."""
+
+    def hook(event: Any) -> None:
+        if isinstance(event, Acquired):
+            signal.raise_signal(signal.SIGUSR1)
+
+    def interrupt(*_: object) -> None:
+        raise SoftTimeLimitExceeded
+
+    unsubscribe = subscribe(hook)
+    with handled(interrupt, signal.SIGUSR1), pytest.raises(SoftTimeLimitExceeded):
+        decorated(lambda: "ran")()
+    unsubscribe()
+    assert eventually(lambda: not redis.exists(f"{prefix}k"))
 
 
 # --- the log -----------------------------------------------------------------------------------------------------

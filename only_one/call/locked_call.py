@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from redis.exceptions import ResponseError
 
 from only_one.clock import now
-from only_one.connections.connection_pool import is_of_signal_handler
 from only_one.connections.server import Server
-from only_one.driver import TROUBLE, Commands, unanswered
+from only_one.driver import TROUBLE, Commands, is_of_signal_handler, unanswered
 from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable
 from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, logger, wanted, warn_of_first_skip
+from only_one.forks import see_fork
 from only_one.holder import is_queued
 from only_one.lock.commands import ReleaseResult, Retained, acquire, end, replace
 from only_one.lock.current_lock import Lease
@@ -67,12 +67,14 @@ class LockedCall:
     """Whether the key may be ours, is ours, or is seen to, in the background perhaps; or will be kept from there."""
 
     def __init__(self, options: EffectiveOptions, server: Server, client: Any, caller: Caller, key: str) -> None:
+        see_fork()
         self.options = options
         self.server = server
         self.client = client
         self.caller = caller
         self.key = key
         self.token = caller.token_factory.token(options.timeout)
+        self._unanswered = unanswered.get()
         self._asked_at = now()  # before SET: the key never outlives what its holder believes
 
     def __enter__(self) -> "Self":
@@ -95,7 +97,7 @@ class LockedCall:
 
     def acquire(self) -> Commands[bytes | Exception | None]:
         """Acquire the key: None if it is ours, else the value stored there, or the error of the server."""
-        options, features, before = self.options, self.server.features, unanswered.get()
+        options, features = self.options, self.server.features
         if options.lease is not None and (error := start_thread()):  # before SET: the key could not be renewed
             self._stage = "over"
             return error
@@ -112,7 +114,7 @@ class LockedCall:
             return error
         finally:
             # Of a SET that was sent twice, the first may be carried out when the call is over.
-            self._may_come_late = unanswered.get() != before
+            self._may_come_late = unanswered.get() != self._unanswered
         return value
 
     def _take_over(self, before: bytes) -> Commands[bytes | None]:
@@ -226,7 +228,9 @@ class LockedCall:
             if is_of_signal_handler(error):
                 raise
             # Any other is not raised: the run has its own result or exception.
-            logger.debug("%s could not be released, and will be in the background: %s", self.key, error)
+            if "WRONGTYPE" in str(error):  # a list or hash that somebody has put there
+                became = ReleaseResult("taken")
+            logger.debug("%s could not be released: %s", self.key, error)
         self._released(became, retained)
 
     def clean_up(self, *, no_write_in_flight: bool, retained: Retained | None = None) -> None:
@@ -247,8 +251,12 @@ class LockedCall:
         if became is None:
             self.clean_up(no_write_in_flight=True, retained=retained)
         else:
-            if became.status == "taken" and self.lost is None:
-                self.lost = LockLost(self.key, "taken", became.value.decode(errors="backslashreplace"))
+            # A key that is gone may have been released by the first of two commands, or have expired meanwhile.
+            is_certain = unanswered.get() == self._unanswered and now() < self.lease.expires_at
+            is_deleted = became.status == "gone" and is_certain
+            if self.lost is None and (is_deleted or became.status == "taken"):
+                reason = "deleted" if is_deleted else "taken"
+                self.lost = LockLost(self.key, reason, became.value.decode(errors="backslashreplace"))
                 self._tell(self.lost)
             self._stage = "over"
             if self._may_come_late:

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from math import inf
-from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from types import AsyncGeneratorType, GeneratorType
 from typing import Any
 
 from only_one.clock import now
@@ -15,7 +15,7 @@ from only_one.lock.current_lock import Lease, current
 from .effective_options import Args, Caller, Decoration, Kwargs
 from .locked_call import AsyncLockedCall, LockedCall
 
-_UNFINISHED = frozenset({CoroutineType, GeneratorType, AsyncGeneratorType})
+_GENERATORS = frozenset({GeneratorType, AsyncGeneratorType})
 
 
 def run(decoration: Decoration, caller: Caller, args: Args, kwargs: Kwargs) -> Any:
@@ -87,10 +87,12 @@ def _run_as(lease: Lease, decoration: Decoration, args: Args, kwargs: Kwargs) ->
         result = decoration.function(*args, **kwargs)
     finally:
         current.reset(reset)
-    if type(result) not in _UNFINISHED:
+    if type(result) not in _GENERATORS and not hasattr(type(result), "__await__"):
         return result
     # The key would be released before the work is done.
-    getattr(result, "close", lambda: None)()
+    end = getattr(result, "close", None) or getattr(result, "cancel", None)
+    if end is not None:
+        end()
     msg = (
         f"{decoration.name} returned a {type(result).__name__}, which would run after the key is released: "
         "write @only_one directly above the async def, or above a function that consumes the generator"

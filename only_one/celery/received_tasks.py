@@ -4,7 +4,6 @@ Their keys name the worker's process, which is seen to die.
 """
 
 import atexit
-import os
 from collections.abc import Callable
 from functools import cache, partial
 from math import inf
@@ -19,6 +18,7 @@ from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.driver import RAW, drive
 from only_one.events import logger
+from only_one.forks import in_each_child
 from only_one.holder import Holder, is_queued, task_id_of
 from only_one.lock.commands import expiry_in, replace
 from only_one.lock.current_lock import Lease
@@ -81,8 +81,7 @@ A lease outlives its request: Celery forgets the requests before it tells us tha
 """
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_waiting.clear)
+in_each_child(_waiting.clear)
 
 
 def _on_received(sender: Any, request: Any, **_: Any) -> None:

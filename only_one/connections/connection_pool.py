@@ -9,11 +9,7 @@ So ``PinnedClient`` drops such a connection, and the pools of all other clients 
 
 import copy
 import inspect
-import os
-import signal
 import sys
-import traceback
-from contextlib import suppress
 from functools import cache
 from queue import Full, SimpleQueue
 from typing import Any
@@ -21,7 +17,8 @@ from weakref import WeakSet, finalize
 
 import redis
 
-from only_one.driver import RAW, Command, note_unanswered
+from only_one.driver import RAW, Command, is_of_signal_handler, note_unanswered
+from only_one.forks import in_each_child
 
 _MOST_KEPT = 16
 """The most connections that are kept. The pool has the others, and lends them to the user's own commands, too."""
@@ -173,8 +170,7 @@ def _begin_anew_in_child() -> None:
         client.kept = []
 
 
-with suppress(AttributeError):  # where nothing forks
-    os.register_at_fork(after_in_child=_begin_anew_in_child)
+in_each_child(_begin_anew_in_child)
 
 
 def guarded(client: Any) -> Any:
@@ -293,9 +289,3 @@ def raise_as_connection_error(error: Exception) -> None:
     if not isinstance(error, (redis.RedisError, OSError)) and not is_of_signal_handler(error):
         msg = f"{type(error).__name__}: {error}"
         raise redis.ConnectionError(msg) from error
-
-
-def is_of_signal_handler(error: Exception) -> bool:
-    """Whether a signal handler has raised the exception, such as Celery's soft time limit."""
-    handlers = {getattr(signal.getsignal(each), "__code__", None) for each in signal.valid_signals()}
-    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -30,11 +30,13 @@ class Lease:
         value: the value that is stored at the key since it was lost; empty if there is none, or it
             is not known.
         trouble: the error of the last renewal, or None if that succeeded.
+        see_to_it_by: wakes the renewing thread in time, if that renews the lease.
     """
 
     reason: str | None = None
     value = b""
     trouble: Exception | None = None
+    see_to_it_by: Callable[[float], object] = staticmethod(lambda _due: None)
     _fence: int | None = None
 
     def __init__(self, server: Server | None, key: str, token: bytes, begun: float, ttl: float, limit: float) -> None:
@@ -129,10 +131,11 @@ class Lease:
         if ends_at == inf:
             return
         asked = now()
-        ttl = self.ttl if self.renews else ends_at - asked
+        ttl = min(self.ttl, ends_at - asked) if self.renews else ends_at - asked
         self._ask(RENEW, round(ttl * 1000))
         self.ends_at = ends_at
         self.lives_on(asked, ttl)
+        self.see_to_it_by(self.renew_at)
 
     @property
     def fence(self) -> int:

@@ -117,3 +117,4 @@ class PendingReleases(dict[bytes, PendingRelease]):
             left = [pending for node, due in trips(left) for pending in self.release(node, due)]
             if left:
                 time.sleep(_FIRST_PAUSE)
+        self.clear()  # it may be called again, and has waited long enough

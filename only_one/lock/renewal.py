@@ -3,7 +3,6 @@
 import atexit
 import logging
 import math
-import os
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from only_one.connections.server import Server, eviction_warning
 from only_one.connections.server_features import is_forbidden
 from only_one.driver import RAW
 from only_one.events import logger
+from only_one.forks import in_each_child
 
 from .commands import RENEW
 from .current_lock import Lease
@@ -44,6 +44,7 @@ class _Renewer:
         self.vacancy = {"for": "a thread"}
         self.is_ending = False
         self.ended: SimpleQueue[None] = SimpleQueue()
+        self.is_finished_by_multiprocessing = False
 
     def see_to_it_by(self, due: float) -> None:
         """Wake the thread in time for a new lease or pending release."""
@@ -241,9 +242,8 @@ def _log(level: int, message: str, *args: object) -> None:
 
 _renewer = _Renewer()
 
-with suppress(AttributeError):  # where nothing forks
-    # It begins anew: the parent's keys are not the child's to renew, and threads do not survive a fork.
-    os.register_at_fork(after_in_child=lambda: _Renewer.__init__(_renewer))
+# The parent's keys are not the child's to renew, and threads do not survive a fork.
+in_each_child(lambda: _Renewer.__init__(_renewer))
 
 
 def finish_pending_releases() -> None:
@@ -262,6 +262,7 @@ def start_thread() -> RuntimeError | None:
 def hold(lease: Lease) -> None:
     """Renew ``lease`` from now on, until ``let_go``, and tell its run when it is lost."""
     _renewer.leases[lease.token] = ref(lease)
+    lease.see_to_it_by = _renewer.see_to_it_by
     server = lease.server
     if server is not None and server.looked_at_from <= lease.begun:
         server.looked_at_from = math.inf
@@ -277,5 +278,9 @@ def let_go(lease: Lease) -> None:
 
 def release_later(pending: PendingRelease) -> None:
     """Release a key in the background, repeatedly: its acquire is unconfirmed, or its release has failed."""
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None and not _renewer.is_finished_by_multiprocessing:
+        _renewer.is_finished_by_multiprocessing = True
+        util.Finalize(None, finish_pending_releases, exitpriority=0)  # it ends its children past `atexit`
     _renewer.pending_releases.add(pending)
     _renewer.see_to_it_by(pending.try_at)

@@ -12,6 +12,7 @@ from functools import cache, lru_cache
 from json.encoder import encode_basestring_ascii
 from pathlib import Path
 
+from only_one.forks import in_each_child
 from only_one.holder import FORMAT
 
 
@@ -44,9 +45,8 @@ A forked child begins without any: a call that was under way at the fork stays t
 """
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=this_process.cache_clear)
-    os.register_at_fork(after_in_child=active_tokens.clear)
+in_each_child(this_process.cache_clear)
+in_each_child(active_tokens.clear)
 
 
 def _task_fields(task_id: str | None, attempt: int | None, replacement: int) -> str:

@@ -155,3 +155,75 @@ def test_a_fork_in_the_middle(redis: Any, redis_url: str, prefix: str, way: str,
         # What it imports itself, a child that is forked meanwhile would wait for, for ever.
         assert program.says() == ["returned", "the parent's", True, []]
         assert not redis.exists(f"{prefix}parent")
+
+
+# The second child calls while the first holds the key, which is the parent's own function.
+FORKED_BY_C = """
+import ctypes, os, sys
+import only_one
+from tests.renewal import is_awaited
+only_one.configure(redis=sys.argv[1], prefix=sys.argv[2])
+(begun, tell_begun), (may_end, tell_end) = os.pipe(), os.pipe()
+
+@only_one.only_one("k", lease=600)
+def call(do):
+    return do() or True
+
+def hold():
+    is_renewed = is_awaited(only_one.current_lock())
+    os.write(tell_begun, b".")
+    os.read(may_end, 1)
+    return is_renewed
+
+def forked(do):
+    pid = ctypes.PyDLL(None).fork()
+    if not pid:
+        os._exit({True: 7, None: 8}.get(call(do), 9))
+    return pid
+
+def exit_code(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+call(bool)  # from now on there are connections, tokens and a thread
+first = forked(hold)
+os.read(begun, 1)
+second = exit_code(forked(bool))
+os.write(tell_end, b".")
+print(exit_code(first), second, flush=True)
+"""
+
+
+def test_children_that_c_code_has_forked_exclude_each_other_and_renew(redis_url: str, prefix: str) -> None:
+    """Python's hooks see no such fork: uWSGI forks so."""
+    with Program(FORKED_BY_C, redis_url, prefix) as program:
+        assert program.line() == "7 8"
+
+
+IN_MULTIPROCESSING = """
+import multiprocessing, os, sys
+from only_one.clock import now
+from only_one.connections.server import find_server
+from only_one.lock.pending_releases import PendingRelease
+from only_one.lock.renewal import release_later
+url, key = sys.argv[1:]
+
+def leave_a_release():
+    server = find_server(url)
+    server.node_of(key).fail(600)  # the thread takes the server for down
+    server.client.set(key, key)
+    release_later(PendingRelease(server, key, key.encode(), now() + 600, no_write_in_flight=True))
+
+process = multiprocessing.get_context("fork").Process(target=leave_a_release)
+process.start()
+process.join()
+print(process.exitcode, flush=True)
+"""
+
+
+def test_a_release_that_has_failed_is_finished_at_the_end_of_a_child_of_multiprocessing(
+    redis: Any, redis_url: str, prefix: str
+) -> None:
+    """It ends past `atexit`."""
+    with Program(IN_MULTIPROCESSING, redis_url, f"{prefix}k") as program:
+        assert program.line() == "0"
+    assert not redis.exists(f"{prefix}k")

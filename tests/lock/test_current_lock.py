@@ -82,6 +82,8 @@ def test_a_loss_is_told_once(make: Make) -> None:
 def test_a_lease_that_is_extended(clock: Clock, make: Make, redis: Any, *, renewed: bool, gets: float) -> None:
     """One that is renewed gets its lease again, and is renewed for longer."""
     lock = make(LONG, 2 * LONG) if renewed else make(2 * LONG, 2 * LONG)
+    woken: list[float] = []
+    lock.see_to_it_by = woken.append
     assert lock.renew_at == MOMENT + (LONG / 3 if renewed else 2 * LONG)
     clock.moment += 1
     lock.extend(LONG)
@@ -89,6 +91,16 @@ def test_a_lease_that_is_extended(clock: Clock, make: Make, redis: Any, *, renew
     assert lock.expires_at == MOMENT + 1 + gets
     assert lock.renew_at == (MOMENT + 1 + LONG / 3 if renewed else lock.ends_at)
     assert (gets - LIMIT) * 1000 < redis.pttl(lock.key) <= gets * 1000
+    assert woken == [lock.renew_at]  # else the thread sleeps until the end that was planned before
+
+
+def test_a_lease_that_is_extended_by_less_than_itself_ends_with_the_run(clock: Clock, make: Make, redis: Any) -> None:
+    lock = make(LONG, 2 * LONG)
+    clock.moment += 2 * LONG - 1
+    lock.lives_on(clock.moment, 1)
+    lock.extend(1)
+    assert lock.expires_at == lock.ends_at == clock.moment + 2
+    assert redis.pttl(lock.key) <= 2000
 
 
 @pytest.mark.parametrize(("value", "reason"), [(None, "deleted"), (b"\xff", "taken")])

@@ -1,7 +1,7 @@
 """Play histories: ``make simulate``, or one of them again."""
 
 import argparse
-import multiprocessing
+import multiprocessing.util
 import sys
 import time
 from collections import Counter
@@ -39,6 +39,7 @@ def _play(given: tuple[list[int], bool, Any]) -> tuple[int, Counter[Any], list[t
         met.update(history.met)
         for kind, text in history.problems[:1]:
             problems.append((f"--messages: {kind}" if messages else kind, seed, text))
+    vars(multiprocessing.util)["_finalizer_registry"].clear()  # what processes of the world would do, which are over
     return len(seeds), met, problems
 
 

@@ -61,8 +61,6 @@ class Tracer:
 EXCEPTIONS = {
     "from typing_extensions import Self": "for type checkers",
     "CARRIED_ON = object()": "at import",
-    "os.register_at_fork(after_in_child=this_process.cache_clear)": "at import",
-    "def _task_fields": "at import, where nothing forks",
     "self._bound_key = cache(": "when a function without parameters is decorated",
     'next(iter(self.signature.parameters), None) == "self"': "when a key is refused",
     "return _run_as(Lease(None": "locking is switched off: nothing to interleave",
