@@ -91,16 +91,24 @@ class World:
         self.met: Counter[str] = Counter()
         self.branches: Counter[tuple[str, int, int]] | None = None
         self.is_over = self.quiet = False
-        self._events: list[tuple[float, float, Callable[[], None]]] = []  # the time, the order, and what happens
+        self._events: list[tuple[float, bytes, Callable[..., object], tuple[Any, ...]]] = []
         self._numbers: defaultdict[str, int] = defaultdict(int)
+        self._digests: dict[str, Any] = {}
 
     # choices
 
     def draw(self, label: str) -> float:
         """A number from 0 to 1, the same for each (seed, label, number)."""
+        return int.from_bytes(self._digest(label), "big") / 2**56
+
+    def _digest(self, label: str) -> bytes:
+        begun = self._digests.get(label)
+        if begun is None:
+            begun = self._digests[label] = blake2b(f"{self.seed}/{label}#".encode(), digest_size=7)
         self._numbers[label] = number = self._numbers[label] + 1
-        digest = blake2b(f"{self.seed}/{label}#{number}".encode(), digest_size=7).digest()
-        return int.from_bytes(digest, "big") / 2**56
+        digest = begun.copy()
+        digest.update(b"%d" % number)
+        return digest.digest()  # type: ignore[no-any-return]
 
     def choose(self, label: str, choices: list[T]) -> T:
         return choices[int(self.draw(label) * len(choices))]
@@ -128,24 +136,25 @@ class World:
 
     # time
 
-    def at(self, time: float, do: Callable[[], None]) -> None:
+    def at(self, time: float, do: Callable[..., object], *args: Any) -> None:
         """Let something happen at a time; in which order, if it is one of several, the seed chooses."""
-        heapq.heappush(self._events, (max(time, self.now), self.draw("order"), do))
+        heapq.heappush(self._events, (max(time, self.now), self._digest("order"), do, args))
 
-    def after(self, seconds: float, do: Callable[[], None]) -> None:
-        self.at(self.now + seconds, do)
+    def after(self, seconds: float, do: Callable[..., object], *args: Any) -> None:
+        self.at(self.now + seconds, do, *args)
 
     def wall(self) -> float:
         return WALL + self.wall_step + self.now
 
     def run(self, until: float, done: Callable[[], bool] = lambda: False) -> None:
         """Let everything happen until a time, or until ``done``."""
+        events = self._events
         while not done():
-            if not self._events or self._events[0][0] > until:
+            if not events or events[0][0] > until:
                 self.now = max(self.now, until)
                 return
-            self.now, _, do = heapq.heappop(self._events)
-            do()
+            self.now, _, do, args = heapq.heappop(events)
+            do(*args)
 
     def end(self) -> None:
         """End all threads, without letting them do anything."""
@@ -162,7 +171,7 @@ class World:
     def spawn(self, process: Any, name: str, function: Callable[..., Any], *args: Any) -> Thread:
         thread = Thread(self, process, name, partial(function, *args))
         self.threads.append(thread)
-        self.after(0, partial(self.resume, thread, thread.waiting, None))
+        self.after(0, self.resume, thread, thread.waiting, None)
         return thread
 
     def resume(self, thread: Thread, waiting: int, value: object) -> None:
@@ -170,29 +179,37 @@ class World:
         if thread.dead or thread.waiting != waiting or not thread.lives or self.is_over:
             return
         if thread.process.paused_until > self.now:
-            self.at(thread.process.paused_until, partial(self.resume, thread, waiting, value))
+            self.at(thread.process.paused_until, self.resume, thread, waiting, value)
             return
         thread.switch(value)
 
     def wait(self, begin: Callable[[Callable[[Any], None]], object], timeout: float | None) -> Any:
         """Let others go on until ``begin``'s argument is called with a value, or until the time is over: then None."""
+        waiting = greenlet.getcurrent().waiting + 1
+        begin(partial(self.after, 0, self.resume, greenlet.getcurrent(), waiting))
+        return self.sleep(timeout)
+
+    def sleep(self, seconds: float | None) -> Any:
+        """Let others go on until the time is over, or the thread is resumed with a value."""
         if self.is_over:
             raise greenlet.GreenletExit
         thread: Any = greenlet.getcurrent()
         thread.waiting += 1
-        waiting = thread.waiting
-        begin(lambda value: self.after(0, partial(self.resume, thread, waiting, value)))
-        if timeout is not None:
-            self.after(timeout, partial(self.resume, thread, waiting, None))
+        if seconds is not None:
+            self.after(seconds, self.resume, thread, thread.waiting, None)
         if thread.tracer is not None:
             sys.settrace(None)
         # An event loop is put aside while its thread waits: Python keeps one for each thread of the system.
-        loop, hooks = asyncio._get_running_loop(), sys.get_asyncgen_hooks()
-        asyncio._set_running_loop(None)
-        sys.set_asyncgen_hooks(None, None)
-        value = self.hub.switch()
-        asyncio._set_running_loop(loop)
-        sys.set_asyncgen_hooks(*hooks)
+        loop = asyncio._get_running_loop()
+        if loop is None:
+            value = self.hub.switch()
+        else:
+            hooks = sys.get_asyncgen_hooks()
+            asyncio._set_running_loop(None)
+            sys.set_asyncgen_hooks(None, None)
+            value = self.hub.switch()
+            asyncio._set_running_loop(loop)
+            sys.set_asyncgen_hooks(*hooks)
         thread.waiting += 1
         if thread.interrupt is not None and not self.is_over:
             error, thread.interrupt = thread.interrupt, None
@@ -200,9 +217,6 @@ class World:
         if thread.tracer is not None:
             sys.settrace(thread.tracer)
         return value
-
-    def sleep(self, seconds: float) -> None:
-        self.wait(lambda _: None, seconds)
 
     def note(self, who: str, what: str, *details: Any) -> None:
         self.log.append((self.now - 1000, who, what, *details))
