@@ -79,7 +79,7 @@ class LockWorld(History):
         self.is_silent = self.draw("plan silent") < 0.05  # nobody hears of events
         self.checker = Checker(self)
         self.store.changed = self.checker.changed
-        self.left: dict[Process, int] = {}  # how many calls of each process have not ended
+        self.left: dict[Process, int] = {}  # how many calls of a process have not ended, if any
         self.functions: dict[Process, Callable[..., Any]] = {}
         self.when_busy: dict[Process, str] = {}
 
@@ -89,8 +89,8 @@ class LockWorld(History):
             self._start(process, f"p{number}", self.choose("plan machine", self.machines))
         faults_end = self.now + 8
         self.plan_faults(8)
-        self.run(self.now + 600, lambda: not any(self.left.values()))
-        if any(self.left.values()):
+        self.run(self.now + 600, lambda: not self.left)
+        if self.left:
             self.problem("a call never ended", f"{sum(self.left.values())} calls")
         self.run(max(self.now, faults_end))
         self.quiet = True
@@ -145,9 +145,14 @@ class LockWorld(History):
         for number in range(self.plan.calls):
             name = f"{process.name}.{number}"
             if self.is_left_out(f"call {name}"):
-                self.left[process] -= 1
+                self._one_less(process)
             else:
                 yield name, self.choose(f"pause before {name}", [0.0, 0.001, 0.5, 1.0, 3.0])
+
+    def _one_less(self, process: Process) -> None:
+        self.left[process] -= 1
+        if not self.left[process]:
+            del self.left[process]
 
     def _run_calls(self, process: Process) -> None:
         running: Any = thread()
@@ -161,7 +166,7 @@ class LockWorld(History):
             self._call_and_check(process, name)
             running.tracer = counting
             sys.settrace(counting)
-            self.left[process] -= 1
+            self._one_less(process)
             if self.fault(f"fork of {process.name}", 0.03):
                 self._fork(process)
 
@@ -203,7 +208,7 @@ class LockWorld(History):
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
             outcome = error
         self.checker.ends(call, outcome)
-        self.left[process] -= 1
+        self._one_less(process)
 
     # what a run does
 
@@ -315,7 +320,7 @@ class LockWorld(History):
         process = self.choose("killed", self.processes)
         if not process.is_dead:
             self.kill(process)
-            self.left[process] = 0
+            self.left.pop(process, None)
 
     def _clock(self) -> None:
         self.wall_step += self.choose("step of the clock", [-3600.0, 3600.0])

@@ -157,14 +157,8 @@ class World:
             do(*args)
 
     def end(self) -> None:
-        """End all threads, without letting them do anything."""
+        """Leave all threads where they wait: to end them takes a tenth of the time."""
         self.is_over = True
-        for thread in self.threads:
-            if not thread.dead:
-                thread.tracer = None
-                thread.throw()
-        self.threads.clear()
-        self._events.clear()
 
     # threads
 
