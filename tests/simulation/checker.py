@@ -53,7 +53,6 @@ class Call:
     lapsed_at: float = inf
     had_key = has_succeeded = held_to_the_end = is_excused = False
 
-    @property
     def job(self) -> str:
         """The job of which it is an attempt."""
         return "job " + self.name.partition(".")[2]
@@ -221,9 +220,9 @@ class Checker:
         is_text = all(isinstance(each.value, bytes) for each in stored)  # and no list that somebody has put there
         must_be_up = self.history.is_calm(call.asked) and has_thread and is_text
         is_skipped = outcome is None and (must_be_up or plan.when_down != "skip")
-        is_own = plan.jobs and call.job in getattr(outcome, "value", "")
+        is_own = plan.jobs and call.job() in getattr(outcome, "value", "")
         is_job = plan.jobs and is_text and self.lost_data_at < call.asked
-        runs = {each.lock.token for each in self.calls if each.lock is not None and each.job == call.job}
+        runs = {each.lock.token for each in self.calls if each.lock is not None and each.job() == call.job()}
         if is_job and is_skipped and stored and all(each.value in runs for each in stored):
             self.problem("skipped for its own job", call.name)
         if isinstance(outcome, package.AlreadyRunning) or is_skipped:

@@ -37,6 +37,9 @@ def fails(_error: object) -> None:
     raise BodyFails
 
 
+def ignores(_error: object) -> None: ...
+
+
 class LockWorld(History):
     """One history of the lock."""
 
@@ -84,7 +87,9 @@ class LockWorld(History):
         self.when_busy: dict[Process, str] = {}
 
     def play(self) -> None:
-        logging.getLogger("only_one").setLevel(logging.ERROR if self.is_silent else logging.NOTSET)
+        logger, level = logging.getLogger("only_one"), logging.ERROR if self.is_silent else logging.NOTSET
+        if logger.level != level:
+            logger.setLevel(level)
         for number, process in enumerate(self.processes):
             self._start(process, f"p{number}", self.choose("plan machine", self.machines))
         faults_end = self.now + 8
@@ -133,9 +138,9 @@ class LockWorld(History):
             "{call.key}",
             when_busy=policies[self.when_busy[process]],
             when_down=policies[plan.when_down],
-            when_lost=policies.get(plan.when_lost, lambda _error: None),
+            when_lost=policies.get(plan.when_lost, ignores),
             redis="redis://server:6379/0?protocol=2",
-            **({"work_id": lambda call: call.job} if plan.jobs else {}),
+            **({"work_id": Call.job} if plan.jobs else {}),
             **{option: value for option, value in given.items() if value},
         )
         return decorate(self._async_body if self.is_async else self._body)  # type: ignore[no-any-return]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from .server import Refusal, Store, commands_in, encode
@@ -66,6 +65,7 @@ class Link:
         self.is_reset = self.is_closed = False
         self._buffer = bytearray()
         self._last = {"up": 0.0, "down": 0.0}
+        self._whose = {way: f"of {process.name} {way}" for way in self._last}
 
     def open(self) -> float:
         """Connect, and return the seconds that it takes.
@@ -84,11 +84,11 @@ class Link:
             raise _RESET
         self._buffer += data
         for command in commands_in(self._buffer):
-            self._travel("up", partial(self._arrive, command))
+            self._travel("up", self._arrive, command)
 
-    def _travel(self, way: str, arrive: Callable[[], None]) -> None:
+    def _travel(self, way: str, arrive: Callable[..., None], what: Any) -> None:
         """Let a message arrive, now or late, or the connection be cut instead."""
-        world, host, whose = self.world, self.host, f"of {self.process.name} {way}"
+        world, host, whose = self.world, self.host, self._whose[way]
         delay = world.uniform(f"latency {whose}", 0.0002, 0.002)
         is_lost = world.fault(f"cut {whose}", host.loses)
         if world.fault(f"late {whose}", host.delays):
@@ -96,13 +96,13 @@ class Link:
         host.latest = max(host.latest, delay)
         # Later than the last by a moment: what arrives at one time arrives in any order.
         self._last[way] = max(self._last[way] + 1e-7, world.now + delay, host.cut_off.get(self.process, 0.0))
-        world.at(self._last[way], self.reset if is_lost else arrive)
+        world.at(self._last[way], self.reset if is_lost else arrive, what)
 
     def _arrive(self, command: list[bytes]) -> None:
         if self.host.frozen_until > self.world.now:
-            self.world.at(self.host.frozen_until, partial(self._arrive, command))
+            self.world.at(self.host.frozen_until, self._arrive, command)
         elif not self.is_reset:
-            self._travel("down", partial(self._deliver, self.host.execute(self.process, command)))
+            self._travel("down", self._deliver, self.host.execute(self.process, command))
 
     def _deliver(self, reply: Any) -> None:
         if not self.is_closed and not self.is_reset:
@@ -126,7 +126,7 @@ class Link:
             raise _RESET
         return data
 
-    def reset(self) -> None:
+    def reset(self, _what: object = None) -> None:
         self.is_reset = True
         self.on_input()
 

@@ -207,13 +207,16 @@ class FakePath(str):
         return b"1 (x) S " + b"0 " * 18 + b"%d" % machine.processes[pid].started + b" 0 0"
 
 
-_remembered_signature = lru_cache(500)(inspect.signature)
+@lru_cache(500)
+def _signature_of(function: Any, is_bound: bool) -> inspect.Signature:  # noqa: FBT001
+    return inspect.signature(function.__get__(0) if is_bound else function)
 
 
 def _signature(function: Any) -> inspect.Signature:
-    """The signature of a function; remembered for classes and functions of modules, which outlive a history."""
-    is_kept = "<locals>" not in getattr(function, "__qualname__", "<locals>") and not hasattr(function, "__self__")
-    return _remembered_signature(function) if is_kept else inspect.signature(function)
+    """The signature of a function; remembered for classes, methods and functions of modules: they outlive a history."""
+    if "<locals>" in getattr(function, "__qualname__", "<locals>"):
+        return inspect.signature(function)
+    return _signature_of(getattr(function, "__func__", function), hasattr(function, "__self__"))
 
 
 _time = Fake(time, clock_gettime=_now, monotonic=_now, perf_counter=_now, time=lambda: playing().wall(), sleep=_sleep)
@@ -320,6 +323,10 @@ def _connect_own(signal: Any, receiver: Any, **_: Any) -> Any:
     return _connect(signal, own, weak=False)
 
 
+def _is_constant(name: str) -> bool:
+    return name.isupper() or name.startswith("__")
+
+
 def _rebound_in(module: ModuleType) -> dict[str, Any]:
     """The variables of a module that its functions bind anew, with their values at first."""
     names = re.findall(r"^ +global ([\w, ]+)", inspect.getsource(module), re.MULTILINE)
@@ -343,12 +350,14 @@ class Process:
         self.pid, self.name, self.life = 1, "none", 0
         self.modules = self._import(path)
         self.package = self.modules["only_one"]
-        for module in self.modules.values():
+        own = self.modules.values()
+        for module in own:
             vars(module)["__process__"] = self
-        self._at_first = [(vars(module), _rebound_in(module)) for module in self.modules.values()]
-        values = [item for module in self.modules.values() for item in vars(module).items() if item[0][:2] != "__"]
-        self._remembering: list[Any] = [value for _, value in values if hasattr(value, "cache_clear")]
-        containers = [value for _, value in values if isinstance(value, _CONTAINERS)]
+        self._at_first = [(vars(module), first) for module in own if (first := _rebound_in(module))]
+        # Each once, wherever it is imported; what is in upper case is constant.
+        values = {id(value): value for module in own for name, value in vars(module).items() if not _is_constant(name)}
+        self._remembering: list[Any] = [value for value in values.values() if hasattr(value, "cache_clear")]
+        containers = [value for value in values.values() if isinstance(value, _CONTAINERS)]
         self._contents = [(each, getattr(each, "extend", None) or each.update, each.copy()) for each in containers]
 
     def _import(self, path: Path) -> dict[str, ModuleType]:
@@ -377,7 +386,8 @@ class Process:
             remembers.cache_clear()
         for container, refill, content in self._contents:
             container.clear()
-            refill(content)
+            if content:
+                refill(content)
         self._begin_as_child(pid)
 
     def fork(self, pid: int) -> None:

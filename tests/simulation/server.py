@@ -77,9 +77,9 @@ class Store:
 
     def execute(self, command: Command) -> Any:
         """Execute a command and return its reply; an error is returned as a ``Refusal``."""
-        name = command[0].upper().decode()
-        do = getattr(self, f"do_{name.lower()}", None)
-        if do is None or name in _UNKNOWN.get(self.kind, ()):
+        name = _method(command[0])
+        do = getattr(self, name, None)
+        if do is None or name in _UNKNOWN[self.kind]:
             return Refusal(f"ERR unknown command '{command[0].decode()}', with args beginning with: ")
         try:
             return do(*command[1:])
@@ -221,7 +221,13 @@ class Store:
         return OK
 
 
-_UNKNOWN = {"valkey": {"DELEX"}, "redis": {"DELIFEQ"}, "redis7": {"DELIFEQ", "DELEX"}, "redis6": {"DELIFEQ", "DELEX"}}
+_UNKNOWN = {"valkey": ["do_delex"], "redis": ["do_delifeq"]}
+_UNKNOWN["redis7"] = _UNKNOWN["redis6"] = ["do_delex", "do_delifeq"]
+
+
+@cache
+def _method(name: bytes) -> str:
+    return f"do_{name.lower().decode()}"
 
 
 @cache

@@ -108,7 +108,7 @@ class World:
         self._numbers[label] = number = self._numbers[label] + 1
         digest = begun.copy()
         digest.update(b"%d" % number)
-        return digest.digest()  # type: ignore[no-any-return]
+        return digest.digest()
 
     def choose(self, label: str, choices: list[T]) -> T:
         return choices[int(self.draw(label) * len(choices))]
