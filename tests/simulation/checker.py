@@ -29,7 +29,7 @@ class Call:
     Attributes:
         asked: when it was made.
         answered: when it had its outcome.
-        told_at: when it was told that its key is lost; None if it was not.
+        told_at: when it was told that its key is lost.
         lock: what ``current_lock`` gave in the run; None before there is one.
         began: when the run began.
         ended: when the run ended.
@@ -49,7 +49,7 @@ class Call:
     answered: float = inf
     outcome: Any = None
     fence: int | None = None
-    told_at: float | None = None
+    told_at: float = inf
     lapsed_at: float = inf
     had_key = has_succeeded = held_to_the_end = is_excused = False
 
@@ -58,18 +58,9 @@ class Call:
         return "job " + self.name.partition(".")[2]
 
     @property
-    def is_told(self) -> bool:
-        """Whether it was told that its key is lost."""
-        return self.told_at is not None
-
-    @property
     def key_there(self) -> bytes:
         """The key as it is in the server."""
         return b"only_one:" + self.key.encode()
-
-    @property
-    def runs(self) -> bool:
-        return self.lock is not None and self.ended == inf and not self.process.is_dead
 
 
 @dataclass
@@ -102,7 +93,8 @@ class Checker:
         self.events: Counter[tuple[int, str]] = Counter()
 
     def running(self) -> list[Call]:
-        return [call for call in self.calls if call.runs]
+        begun = [call for call in self.calls if call.lock is not None and call.ended == inf]
+        return [call for call in begun if not call.process.is_dead]
 
     # the server
 
@@ -185,7 +177,7 @@ class Checker:
         if call.had_key and is_calm and not call.lock.is_held and call.ended < call.asked + limit:
             self.problem("a loss without a cause", call.name)
         is_cancelled = self.history.is_async and self.history.plan.when_lost == "fail"
-        late = call.ended - (inf if call.told_at is None else call.told_at)
+        late = call.ended - call.told_at
         if is_cancelled and late > 0.01 and self.history.is_calm(call.ended - late):
             self.problem("not cancelled", f"{call.name} ran on for {late:.2f} s after its loss")
         self.history.note(call.name, "has run", "and holds its key" if call.lock.is_held else "and has lost its key")
@@ -200,7 +192,7 @@ class Checker:
         is_users = type(outcome).__name__ in ("Interrupted", "BodyFails")
         if not (outcome is None or outcome == "done" or is_users or isinstance(outcome, documented)):
             self.problem("an exception that is not documented", f"{call.name}: {outcome!r}")
-        if isinstance(outcome, package.LockLost) and not call.is_told:  # then it was checked
+        if isinstance(outcome, package.LockLost) and call.told_at == inf:  # then it was checked
             self._check_loss(call, outcome.reason)
         if outcome == "done" and not call.has_succeeded:
             self.problem("an outcome without a run", call.name)
@@ -285,7 +277,7 @@ class Checker:
             return
         # A loss that is seen at the end of a run is told before it stands in the lock.
         likely: Any = {"released": 0, None: 1, event.reason: 2}
-        own = [call for call in self.calls if call.process is process and call.had_key and not call.is_told]
+        own = [call for call in self.calls if call.process is process and call.had_key and call.told_at == inf]
         lost = [call for call in own if call.lock.key == event.key and not call.lock.is_held]
         lost = [call for call in lost if call.lock.reason in likely and call.lock.token.decode() != event.value]
 

@@ -7,7 +7,6 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
-from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,7 +52,7 @@ class History(World):
             do = getattr(self, f"_{label.replace(' ', '_')}")
             for probability in probabilities:
                 if self.fault(label, probability):
-                    self.after(self.uniform(f"time of {label}", 0, seconds), partial(self._trouble, do))
+                    self.after(self.uniform(f"time of {label}", 0, seconds), self._trouble, do)
 
     def _trouble(self, do: Callable[[], None]) -> None:
         self.troubled_at = self.now

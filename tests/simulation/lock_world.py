@@ -82,7 +82,7 @@ class LockWorld(History):
         self.is_silent = self.draw("plan silent") < 0.05  # nobody hears of events
         self.checker = Checker(self)
         self.store.changed = self.checker.changed
-        self.left: dict[Process, int] = {}  # how many calls of a process have not ended, if any
+        self.left: set[Process] = set()  # whose calls have not all ended
         self.functions: dict[Process, Callable[..., Any]] = {}
         self.when_busy: dict[Process, str] = {}
 
@@ -96,14 +96,13 @@ class LockWorld(History):
         self.plan_faults(8)
         self.run(self.now + 600, lambda: not self.left)
         if self.left:
-            self.problem("a call never ended", f"{sum(self.left.values())} calls")
+            self.problem("a call never ended", f"{len(self.left)} processes wait")
         self.run(max(self.now, faults_end))
         self.quiet = True
         host, paused = self.host, [process.paused_until for process in self.processes]
         calm_from = max(self.now, host.frozen_until, host.down_until, host.refused[2], *host.cut_off.values(), *paused)
         self.run(calm_from + 2 * host.latest + 3)
         self.checker.at_the_end()
-        self.end()
 
     # processes and their calls
 
@@ -111,16 +110,18 @@ class LockWorld(History):
         self.start(process, name, machine)
         process.no_thread = self.choose(f"plan no_thread of {name}", [0.0] * 9 + [0.3])
         self.functions[process] = self._decorated(process)
-        self.left[process] = self.plan.calls
+        self.left.add(process)
         self.spawn(process, f"{name}/main", self._run, process)
 
     def _run(self, process: Process) -> None:
         if self.is_async:
             with closing(Loop(self, process)) as loop:  # as ``asyncio.run``
                 loop.run_until_complete(self._call_all(process))
+                self.left.discard(process)
                 loop.run_until_complete(loop.shutdown_asyncgens())
         else:
             self._run_calls(process)
+            self.left.discard(process)
         if self.draw(f"ends {process.name}") < 0.5:
             self.end_in_order(process)
             self.note(process.name, "ended")
@@ -149,15 +150,8 @@ class LockWorld(History):
         """The names of the calls of a process, and the seconds before each."""
         for number in range(self.plan.calls):
             name = f"{process.name}.{number}"
-            if self.is_left_out(f"call {name}"):
-                self._one_less(process)
-            else:
+            if not self.is_left_out(f"call {name}"):
                 yield name, self.choose(f"pause before {name}", [0.0, 0.001, 0.5, 1.0, 3.0])
-
-    def _one_less(self, process: Process) -> None:
-        self.left[process] -= 1
-        if not self.left[process]:
-            del self.left[process]
 
     def _run_calls(self, process: Process) -> None:
         running: Any = thread()
@@ -171,7 +165,6 @@ class LockWorld(History):
             self._call_and_check(process, name)
             running.tracer = counting
             sys.settrace(counting)
-            self._one_less(process)
             if self.fault(f"fork of {process.name}", 0.03):
                 self._fork(process)
 
@@ -213,7 +206,6 @@ class LockWorld(History):
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
             outcome = error
         self.checker.ends(call, outcome)
-        self._one_less(process)
 
     # what a run does
 
@@ -325,7 +317,7 @@ class LockWorld(History):
         process = self.choose("killed", self.processes)
         if not process.is_dead:
             self.kill(process)
-            self.left.pop(process, None)
+            self.left.discard(process)
 
     def _clock(self) -> None:
         self.wall_step += self.choose("step of the clock", [-3600.0, 3600.0])

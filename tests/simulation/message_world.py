@@ -178,7 +178,6 @@ class MessageWorld(History):
         if left:
             self.problem("a call never ended", f"{left} wait")
         self.checker.at_the_end()
-        self.end()
         _state._on_app_finalizers.intersection_update(finalizers)
 
     @property
@@ -232,15 +231,11 @@ class MessageWorld(History):
                 run.end, run.ended = "killed", self.now
 
     def app_of(self, process: Process) -> Any:
-        """The app of a process, made when it is first asked for."""
-        if process not in self.apps:
-            self.apps[process] = self._app_of(process)
-        return self.apps[process]
-
-    def _app_of(self, process: Process) -> Any:
-        """The app of a process, with the task decorated anew."""
+        """The app of a process; when it is first asked for, the task is decorated anew."""
+        if process in self.apps:
+            return self.apps[process]
         plan, package = self.plan, process.package
-        app = _app(process, plan.broker, acks_late=plan.acks_late)
+        app = self.apps[process] = _app(process, plan.broker, acks_late=plan.acks_late)
         app.tasks.pop("work", None)
         policies = {"retry": package.retry(), "buffer_one": package.buffer_one()}
         policies |= {"skip": package.skip, "fail": package.fail, "default": None}

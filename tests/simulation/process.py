@@ -364,8 +364,6 @@ class Process:
         own_modules, own_path = patch.dict(sys.modules, FAKES), patch.object(sys, "path", [str(path), *sys.path])
         _importing.append(self)
         with own_modules, own_path, patch.object(Signal, "connect", _connect_own):
-            for name in [name for name in sys.modules if name.partition(".")[0] == "only_one"]:
-                del sys.modules[name]
             package = importlib.import_module("only_one")
             for module in pkgutil.walk_packages(package.__path__, "only_one."):
                 if module.name.split(".")[1] in _ROOMS:

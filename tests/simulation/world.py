@@ -54,8 +54,6 @@ class Thread(greenlet.greenlet):  # type: ignore[misc]
         sys.settrace(self.tracer)
         try:
             self._do()
-        except greenlet.GreenletExit:  # its history is over
-            pass
         except BaseException as error:  # noqa: BLE001 - whoever waits for the thread sees that it has ended
             self.world.note(self.name, "died", repr(error))
         finally:
@@ -90,7 +88,7 @@ class World:
         self.steps: list[str] = []
         self.met: Counter[str] = Counter()
         self.branches: Counter[tuple[str, int, int]] | None = None
-        self.is_over = self.quiet = False
+        self.quiet = False
         self._events: list[tuple[float, bytes, Callable[..., object], tuple[Any, ...]]] = []
         self._numbers: defaultdict[str, int] = defaultdict(int)
         self._digests: dict[str, Any] = {}
@@ -156,10 +154,6 @@ class World:
             self.now, _, do, args = heapq.heappop(events)
             do(*args)
 
-    def end(self) -> None:
-        """Leave all threads where they wait: to end them takes a tenth of the time."""
-        self.is_over = True
-
     # threads
 
     def spawn(self, process: Any, name: str, function: Callable[..., Any], *args: Any) -> Thread:
@@ -170,7 +164,7 @@ class World:
 
     def resume(self, thread: Thread, waiting: int, value: object) -> None:
         """Let a thread go on, unless its wait is over, its process is killed, or stands still."""
-        if thread.dead or thread.waiting != waiting or not thread.lives or self.is_over:
+        if thread.dead or thread.waiting != waiting or not thread.lives:
             return
         if thread.process.paused_until > self.now:
             self.at(thread.process.paused_until, self.resume, thread, waiting, value)
@@ -185,8 +179,6 @@ class World:
 
     def sleep(self, seconds: float | None) -> Any:
         """Let others go on until the time is over, or the thread is resumed with a value."""
-        if self.is_over:
-            raise greenlet.GreenletExit
         thread: Any = greenlet.getcurrent()
         thread.waiting += 1
         if seconds is not None:
@@ -205,7 +197,7 @@ class World:
             asyncio._set_running_loop(loop)
             sys.set_asyncgen_hooks(*hooks)
         thread.waiting += 1
-        if thread.interrupt is not None and not self.is_over:
+        if thread.interrupt is not None:
             error, thread.interrupt = thread.interrupt, None
             handle_signal(error)
         if thread.tracer is not None:
