@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,27 +36,41 @@ class Tracer:
         self.met, self.left = met, left
 
     def trace(self, frame: Any, _what: str, _arg: Any) -> Any:
-        file, first = frame.f_code.co_filename, frame.f_code.co_firstlineno
-        counts = self.met is not None and any(room in file for room in ROOMS)
-        raises = self.left > 0 and ("/only_one/" in file or "/redis/" in file)
-        raises = raises and frame.f_code.co_name not in ("__del__", "_drop")
-        if not counts and not raises:
-            return None
+        code, met = frame.f_code, self.met
+        raises = self.left > 0 and _may_raise(code.co_filename) and code.co_name not in ("__del__", "_drop")
+        if met is None or not _is_counted(code.co_filename):
+            return self._count_down if raises else None
+        file, first = code.co_filename, code.co_firstlineno
         last = frame.f_lineno if frame.f_lineno != first else -first  # a generator goes on where it was
 
-        def step(frame: Any, what: str, _arg: Any) -> Any:
+        def step(frame: Any, what: str, arg: Any) -> Any:
             nonlocal last
-            if counts and self.met is not None and what in ("line", "return"):
+            if what in ("line", "return"):
                 now = frame.f_lineno if what == "line" else -first
-                self.met[file, last, now] += 1
+                met[file, last, now] += 1
                 last = now
-            if raises and what == "line":
-                self.left -= 1
-                if self.left == 0:
-                    handle_signal(Interrupted())
+            if raises:
+                self._count_down(frame, what, arg)
             return step
 
         return step
+
+    def _count_down(self, _frame: Any, what: str, _arg: Any) -> Any:
+        if what == "line":
+            self.left -= 1
+            if self.left == 0:
+                handle_signal(Interrupted())
+        return self._count_down
+
+
+@cache
+def _is_counted(file: str) -> bool:
+    return any(room in file for room in ROOMS)
+
+
+@cache
+def _may_raise(file: str) -> bool:
+    return "/only_one/" in file or "/redis/" in file
 
 
 EXCEPTIONS = {
