@@ -58,12 +58,14 @@ class History(World):
         self.troubled_at = self.now
         do()
 
+    def trouble_ends(self) -> float:
+        """When nothing stands still, and nothing is cut off or refused."""
+        host, paused = self.host, [process.paused_until for process in self.processes]
+        return max(host.frozen_until, host.down_until, host.refused[2], *host.cut_off.values(), *paused)
+
     def is_calm(self, since: float) -> bool:
         """Whether nothing has gone wrong since then, and nothing that went wrong before was still to come."""
-        host = self.host
-        ends = [host.frozen_until, host.down_until, host.refused[2], self.troubled_at + host.latest]
-        ends += [*host.cut_off.values(), *(process.paused_until for process in self.processes)]
-        return max(ends) < since
+        return max(self.trouble_ends(), self.troubled_at + self.host.latest) < since
 
     def start(self, process: Process, name: str, machine: Machine) -> None:
         process.begin(machine, next(self.pids), name)

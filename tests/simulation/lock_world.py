@@ -99,9 +99,7 @@ class LockWorld(History):
             self.problem("a call never ended", f"{len(self.left)} processes wait")
         self.run(max(self.now, faults_end))
         self.quiet = True
-        host, paused = self.host, [process.paused_until for process in self.processes]
-        calm_from = max(self.now, host.frozen_until, host.down_until, host.refused[2], *host.cut_off.values(), *paused)
-        self.run(calm_from + 2 * host.latest + 3)
+        self.run(max(self.now, self.trouble_ends()) + 2 * self.host.latest + 3)
         self.checker.at_the_end()
 
     # processes and their calls

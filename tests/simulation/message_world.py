@@ -139,7 +139,7 @@ class MessageWorld(History):
         if self.plan.is_unique and self.plan.when_busy == "retry":  # which is refused there
             self.plan.when_busy = "default"
         self.host.loses, self.host.delays = [0.0, 0.02][self.plan.trouble], [0.0, 0.03][self.plan.trouble]
-        self.apps: dict[Process, Any] = {}
+        self.apps: dict[tuple[Process, int], Any] = {}
         self.machines = [Machine("alpha"), Machine("beta")]
         self.triggers: dict[str, Trigger] = {}
         self.outcomes: defaultdict[Work, list[str]] = defaultdict(list)
@@ -220,10 +220,6 @@ class MessageWorld(History):
 
     # processes, apps and tasks
 
-    def start(self, process: Process, name: str, machine: Machine) -> None:
-        super().start(process, name, machine)
-        self.apps.pop(process, None)
-
     def kill(self, process: Process) -> None:
         super().kill(process)
         for run in self.running:
@@ -232,10 +228,11 @@ class MessageWorld(History):
 
     def app_of(self, process: Process) -> Any:
         """The app of a process; when it is first asked for, the task is decorated anew."""
-        if process in self.apps:
-            return self.apps[process]
+        key = process, process.life
+        if key in self.apps:
+            return self.apps[key]
         plan, package = self.plan, process.package
-        app = self.apps[process] = _app(process, plan.broker, acks_late=plan.acks_late)
+        app = self.apps[key] = _app(process, plan.broker, acks_late=plan.acks_late)
         app.tasks.pop("work", None)
         policies = {"retry": package.retry(), "buffer_one": package.buffer_one()}
         policies |= {"skip": package.skip, "fail": package.fail, "default": None}

@@ -97,8 +97,8 @@ def _kill(pid: int, _signal: int) -> None:
 
 
 def _urandom(count: int) -> bytes:
-    draw = playing().draw
-    return bytes(int(256 * draw("urandom")) for _ in range(count))
+    digest = playing().digest
+    return bytes(digest("urandom")[0] for _ in range(count))
 
 
 def _on_fork(*, before: Any = None, after_in_child: Any = None, **_: Any) -> None:

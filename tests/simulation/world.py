@@ -97,9 +97,10 @@ class World:
 
     def draw(self, label: str) -> float:
         """A number from 0 to 1, the same for each (seed, label, number)."""
-        return int.from_bytes(self._digest(label), "big") / 2**56
+        return int.from_bytes(self.digest(label), "big") / 2**56
 
-    def _digest(self, label: str) -> bytes:
+    def digest(self, label: str) -> bytes:
+        """As ``draw``, as bytes."""
         begun = self._digests.get(label)
         if begun is None:
             begun = self._digests[label] = blake2b(f"{self.seed}/{label}#".encode(), digest_size=7)
@@ -136,7 +137,7 @@ class World:
 
     def at(self, time: float, do: Callable[..., object], *args: Any) -> None:
         """Let something happen at a time; in which order, if it is one of several, the seed chooses."""
-        heapq.heappush(self._events, (max(time, self.now), self._digest("order"), do, args))
+        heapq.heappush(self._events, (max(time, self.now), self.digest("order"), do, args))
 
     def after(self, seconds: float, do: Callable[..., object], *args: Any) -> None:
         self.at(self.now + seconds, do, *args)
