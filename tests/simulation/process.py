@@ -323,10 +323,6 @@ def _connect_own(signal: Any, receiver: Any, **_: Any) -> Any:
     return _connect(signal, own, weak=False)
 
 
-def _is_constant(name: str) -> bool:
-    return name.isupper() or name.startswith("__")
-
-
 def _rebound_in(module: ModuleType) -> dict[str, Any]:
     """The variables of a module that its functions bind anew, with their values at first."""
     names = re.findall(r"^ +global ([\w, ]+)", inspect.getsource(module), re.MULTILINE)
@@ -354,10 +350,10 @@ class Process:
         for module in own:
             vars(module)["__process__"] = self
         self._at_first = [(vars(module), first) for module in own if (first := _rebound_in(module))]
-        # Each once, wherever it is imported; what is in upper case is constant.
-        values = {id(value): value for module in own for name, value in vars(module).items() if not _is_constant(name)}
-        self._remembering: list[Any] = [value for value in values.values() if hasattr(value, "cache_clear")]
-        containers = [value for value in values.values() if isinstance(value, _CONTAINERS)]
+        items = [item for module in own for item in vars(module).items() if item[0][:2] != "__"]
+        values = {id(value): value for name, value in items if not name.isupper()}.values()  # all others are constant
+        self._remembering: list[Any] = [value for value in values if hasattr(value, "cache_clear")]
+        containers = [value for value in values if isinstance(value, _CONTAINERS)]
         self._contents = [(each, getattr(each, "extend", None) or each.update, each.copy()) for each in containers]
 
     def _import(self, path: Path) -> dict[str, ModuleType]:

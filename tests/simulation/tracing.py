@@ -36,11 +36,11 @@ class Tracer:
         self.met, self.left = met, left
 
     def trace(self, frame: Any, _what: str, _arg: Any) -> Any:
-        code, met = frame.f_code, self.met
-        raises = self.left > 0 and _may_raise(code.co_filename) and code.co_name not in ("__del__", "_drop")
-        if met is None or not _is_counted(code.co_filename):
+        file, first, met = frame.f_code.co_filename, frame.f_code.co_firstlineno, self.met
+        is_counted, may_raise = _kind_of(file)
+        raises = may_raise and self.left > 0 and frame.f_code.co_name not in ("__del__", "_drop")
+        if met is None or not is_counted:
             return self._count_down if raises else None
-        file, first = code.co_filename, code.co_firstlineno
         last = frame.f_lineno if frame.f_lineno != first else -first  # a generator goes on where it was
 
         def step(frame: Any, what: str, arg: Any) -> Any:
@@ -64,13 +64,9 @@ class Tracer:
 
 
 @cache
-def _is_counted(file: str) -> bool:
-    return any(room in file for room in ROOMS)
-
-
-@cache
-def _may_raise(file: str) -> bool:
-    return "/only_one/" in file or "/redis/" in file
+def _kind_of(file: str) -> tuple[bool, bool]:
+    """Whether its branches are counted, and whether its lines may raise."""
+    return any(room in file for room in ROOMS), "/only_one/" in file or "/redis/" in file
 
 
 EXCEPTIONS = {
