@@ -257,7 +257,7 @@ class Broker:
 
     def alive(self) -> list[Delivery]:
         """The messages that wait, or are in a worker."""
-        in_workers = [job for worker in self.workers for job in worker.jobs]
+        in_workers = [job for worker in self.workers if not worker.main.is_dead for job in worker.jobs]
         return [*(each for each in self.published if not each.is_done), *self.queue, *self.unacked, *in_workers]
 
 
