@@ -44,6 +44,7 @@ TOLD |= {"debug", "warning", "exception", "info"}  # of a logger
 """Functions, and functions that are called, which log or send events, and decide nothing."""
 
 EQUIVALENT = {
+    ("while True:", "'True' -> 'True'"): "the same text",
     ("if TYPE_CHECKING:", ""): "for type checkers",
     ('"".encode("idna")', ""): "a child that is forked while Python imports: of real processes only",
     ("if policy is skip:", ""): "whether the first skip is logged",
