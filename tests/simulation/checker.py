@@ -324,11 +324,21 @@ class Checker:
                 call.is_excused = True  # it is told once
 
     def at_the_end(self) -> None:
+        if not self.history.is_silent:
+            self._check_told()
         if not (self.history.faults or self.history.is_async or self.history.plan.jobs):
             self._check_cost()
         if not self.has_failed_over:  # else a key may have come back that nobody knows of
             for key in list(self.stored):
                 self._check_what_is_left(self.store.get(key), self.store.keys.get(key, (None, None))[1] or inf)
+
+    def _check_told(self) -> None:
+        """A run that ends without its key has been told."""
+        for call in self.calls:
+            is_interrupted = type(call.outcome).__name__ in ("Interrupted", "CancelledError")
+            has_lost = call.had_key and call.answered < inf and not call.held_to_the_end
+            if has_lost and call.told_at is None and not is_interrupted:
+                self.problem("a loss that nobody was told", f"{call.name}: {call.lock.reason}")
 
     def _check_cost(self) -> None:
         """A run costs two commands and a skip one, beside what each process learns of its server."""
