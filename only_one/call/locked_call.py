@@ -270,12 +270,16 @@ class LockedCall:
 
     def _tell(self, lost: LockLost) -> None:
         """Tell the run of a loss that is seen at its end: in a thread of its own, like any other loss."""
+        try:
+            tell = self.lease.on_loss.pop()  # not in the thread, for which an async run does not wait
+        except IndexError:  # it has been told
+            return
         # No daemon, so that the process does not end before.
-        thread = threading.Thread(target=self.lease.tell_loss, args=(lost,), name="only_one-lost", daemon=False)
+        thread = threading.Thread(target=tell, args=(lost,), name="only_one-lost", daemon=False)
         try:
             thread.start()
         except RuntimeError:  # none can be started: at a limit, or while the interpreter shuts down
-            self.lease.tell_loss(lost)
+            tell(lost)
         else:
             if self.waits_until_told:
                 thread.join()

@@ -337,7 +337,7 @@ class Checker:
         for call in self.calls:
             is_interrupted = type(call.outcome).__name__ in ("Interrupted", "CancelledError")
             has_lost = call.had_key and call.answered < inf and not call.held_to_the_end
-            if has_lost and call.told_at is None and not is_interrupted:
+            if has_lost and call.told_at == inf and not is_interrupted:
                 self.problem("a loss that nobody was told", f"{call.name}: {call.lock.reason}")
 
     def _check_cost(self) -> None:
