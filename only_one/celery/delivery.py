@@ -5,6 +5,7 @@ A task is never skipped because of its own lock.
 
 import inspect
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, NoReturn
 
 from celery import Task, _state
@@ -36,10 +37,10 @@ def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[A
 
     A function that is called directly, or from another task's run, is none of that task's.
     """
-    bound = bool(args) and isinstance(args[0], Task) and wrapper in functions_of(args[0])
+    bound = bool(args) and isinstance(args[0], Task) and wrapper in _functions_with_bases(args[0])
     task = _state.get_current_task()
-    is_its_run = task is not None and not task.request.called_directly and wrapper in functions_of(task)
-    if task is None or not is_its_run:
+    is_its_run = task is not None and (args[0] is task if bound else wrapper in functions_of(task))
+    if task is None or not is_its_run or task.request.called_directly:
         return decoration.plain_bound if bound else decoration.plain
     request = task.request
     under_way = vars(request).get("only_one_under_way")
@@ -62,7 +63,16 @@ def caller_from_outside(task: Any, decoration: Decoration) -> Caller:
 
 def functions_of(task: Any) -> Iterator[Any]:
     """The task's ``run``, and the functions that it wraps: Celery wraps it for autoretry and pydantic."""
-    function = task.run
+    return _with_wrapped(task.run)
+
+
+def _functions_with_bases(task: Any) -> Iterator[Any]:
+    """The same, and those of its bases' ``run``, which may be called by ``super()``."""
+    runs = [task.run, *(vars(kind).get("run") for kind in type(task).__mro__)]
+    return chain.from_iterable(map(_with_wrapped, runs))
+
+
+def _with_wrapped(function: Any) -> Iterator[Any]:
     while function is not None:
         function = getattr(function, "__func__", function)
         yield function
@@ -70,8 +80,9 @@ def functions_of(task: Any) -> Iterator[Any]:
 
 
 def decorations_of(task: Any) -> list[Decoration]:
-    """The decorations of a task's function, each once: a wrapper copies the attributes of its function."""
-    return list(dict.fromkeys(each.__only_one__ for each in functions_of(task) if hasattr(each, "__only_one__")))
+    """The decorations of a task's functions, each once: a wrapper copies the attributes of its function."""
+    functions = _functions_with_bases(task)
+    return list(dict.fromkeys(each.__only_one__ for each in functions if hasattr(each, "__only_one__")))
 
 
 def queue_options_of(task: Any) -> EffectiveOptions | None:

@@ -126,6 +126,42 @@ def test_what_a_run_calls_is_a_plain_function(queue: Queue, call: Any) -> None:
     assert answer.get() == [own, [f"{__name__}.whose", None, None], own]
 
 
+class Base(Task):  # type: ignore[misc]  # Celery has no types
+    """Its run says whose lock it holds."""
+
+    abstract = True
+
+    @decorated("k", timeout=600)  # type: ignore[untyped-decorator]
+    def run(self, another: Any = None) -> Any:
+        return [whose(), *([another.run()] if another else ())]
+
+
+class Calls(Base):
+    name = "calls"
+
+    def run(self) -> Any:
+        return super().run(other)
+
+
+class Other(Base):
+    name = "other"
+
+
+other = Other()
+
+
+def test_a_run_that_is_called_by_super_is_its_tasks(queue: Queue, keys: Keys) -> None:
+    """It is not skipped behind its previous attempt; and the run of another task that it calls is none of its own."""
+    answer = queue.app.register_task(Calls()).apply_async(retries=1)
+    message = queue.take()
+    keys["k"] = token_of(answer.id)
+    queue.deliver(message)
+    assert len(queue) == 1
+    del keys["k"]
+    queue.deliver()
+    assert answer.get() == [["calls", answer.id, 1], None]
+
+
 def test_a_second_call_after_its_own_run_has_ended_waits_as_the_first(queue: Queue, keys: Keys) -> None:
     class Twice(Task):  # type: ignore[misc]  # Celery has no types
         abstract = True

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, Task
 from celery.exceptions import WorkerLostError
 from celery.signals import task_failure, task_postrun, task_revoked
 
@@ -29,7 +29,7 @@ from only_one.connections.server import Server
 from only_one.lock.token import TokenFactory, process_start
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
-from tests.celery.deliveries import HOUR, Keys, Queue, a_task, unique
+from tests.celery.deliveries import HOUR, Keys, Queue, a_task, decorated, unique
 
 PATIENCE = 10.0
 """Seconds for which the death of a process is waited for."""
@@ -211,6 +211,30 @@ def test_the_key_of_a_lost_process_is_released(
     assert eventually(lambda: not threads())
     assert "error" in keys
     assert "spared" in keys
+
+
+class Base(Task):  # type: ignore[misc]  # Celery has no types
+    abstract = True
+
+    @decorated("{key}", timeout=HOUR)  # type: ignore[untyped-decorator]
+    def run(self, key: str) -> str:
+        return key
+
+
+class Calls(Base):
+    name = "calls"
+
+    def run(self, key: str) -> str:
+        return super().run(f"{key}-changed")  # type: ignore[no-any-return]
+
+
+def test_the_key_of_a_lost_process_whose_run_was_called_by_super_is_released(
+    queue: Queue, keys: Keys, child: subprocess.Popen[bytes]
+) -> None:
+    keys["k-changed"] = held_by(child.pid)
+    end(child)
+    fail(queue.app.register_task(Calls()), "k")
+    assert eventually(lambda: "k-changed" not in keys)
 
 
 def test_the_key_of_a_lost_process_is_released_when_a_server_that_was_away_is_back(
