@@ -10,8 +10,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from celery import signals
-from celery.app.trace import task_has_custom
+from celery import Task, signals
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
 
 from only_one.call.effective_options import Decoration, EffectiveOptions
@@ -85,7 +84,9 @@ def _possible_keys(
     """
     caller = caller_from_outside(task, decoration)
     is_innermost = decoration.task is not None or [*functions_of(task)][1:2] == [decoration.function]
-    if is_innermost and not task_has_custom(task, "__call__"):
+    # The first class that has a `__call__`; that of Celery's class is another in a worker.
+    is_called_by = next(kind for kind in type(task).__mro__ if "__call__" in vars(kind))
+    if is_innermost and is_called_by is Task:
         return [options.prefix + decoration.make_key(caller, (task, *args) if caller.bound else tuple(args), kwargs)]
     pattern = "".join(f"\\{each}" for each in options.prefix) + "*"  # the prefix has no wildcards
     return [*server.client.scan_iter(match=pattern, count=1000, NEVER_DECODE=True)]

@@ -213,6 +213,19 @@ def test_the_key_of_a_lost_process_is_released(
     assert "spared" in keys
 
 
+def test_no_other_keys_are_looked_at_where_the_message_says_which_it_is(
+    task: Any, keys: Keys, redis_url: str, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where Celery has replaced the ``__call__`` of all tasks, as a worker has it do."""
+    monkeypatch.setattr(Task, "__call__", lambda self, *args, **kwargs: self.run(*args, **kwargs))
+    keys["k"] = held_by(child.pid)
+    end(child)
+    with Proxy(redis_url) as proxy, configure(redis=proxy.url):
+        fail(task, "k")
+        assert eventually(lambda: "k" not in keys)
+        assert "SCAN" not in proxy.commands
+
+
 class Base(Task):  # type: ignore[misc]  # Celery has no types
     abstract = True
 
