@@ -18,14 +18,15 @@ from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.driver import RAW, TROUBLE, drive
 from only_one.holder import Holder, is_queued
-from only_one.lock.commands import evaluate, release_now
+from only_one.lock.commands import evaluate
 from only_one.lock.liveness import is_dead
-from only_one.lock.renewal import finish_pending_releases
+from only_one.lock.pending_releases import PendingRelease
+from only_one.lock.renewal import finish_pending_releases, release_later
 from only_one.lock.token import machine
 
 from . import redelivery
 from .delivery import caller_from_outside, decorations_of, functions_of, queue_options_of
-from .received_tasks import received_request, warn_once, withdraw
+from .received_tasks import received_request, warn_once, withdraw, withdrawal_of
 
 _at_work = threading.Lock()
 """Held while a thread of ours does something: the pool does not fork then, because its new child would inherit every
@@ -56,17 +57,22 @@ def _watch(task: Any, task_id: str, args: Any, kwargs: Any, request: Any = None)
 
 def _release_when_dead(task: Any, decoration: Decoration, task_id: str, args: Any, kwargs: Any, request: Any) -> None:
     until = now() + 10  # Celery tells that it kills a process before it does it
-    keys: list[str | bytes] | None = None
+    keys: list[Any] | None = None
     while keys != [] and now() < until:
         try:
             with _at_work:
                 options = decoration.options_for(caller_from_outside(task, decoration))
                 if (server := options.server) is None:
                     return
-                if keys is None:
-                    key = withdraw(task, request) if request is not None and decoration.task is not None else None
-                    keys = [key] if key else _possible_keys(task, decoration, options, server, args, kwargs)
-            keys = [key for key in keys if not _is_free(server, key, task_id, takeover=options.takeover)]
+                is_unique = request is not None and decoration.task is not None
+                if keys is None and is_unique and (withdrawal := withdrawal_of(task, request)):
+                    release_later(withdrawal)
+                    keys = [withdrawal.key]
+                elif keys is None:
+                    keys = _key_of_message(task, decoration, options, args, kwargs)
+            if keys is None:
+                keys = _all_keys(server, options.prefix)
+            keys = [key for key in keys if not _is_free(server, options, key, task_id)]
         except Exception as error:  # noqa: BLE001 - nobody to raise it to; the key expires by itself
             text = f"a key of {task.name}, whose run was killed or revoked, could not be released"
             warn_once(text, type(error).__name__)
@@ -75,10 +81,10 @@ def _release_when_dead(task: Any, decoration: Decoration, task_id: str, args: An
         time.sleep(0.02)
 
 
-def _possible_keys(
-    task: Any, decoration: Decoration, options: EffectiveOptions, server: Server, args: Any, kwargs: Any
-) -> list[str | bytes]:
-    """The key that the message's arguments give; or all keys, if the run may have had other arguments.
+def _key_of_message(
+    task: Any, decoration: Decoration, options: EffectiveOptions, args: Any, kwargs: Any
+) -> list[str] | None:
+    """The key that the message's arguments give; None if the run may have had other arguments.
 
     What may change them (pydantic, a base's ``__call__``, a function in between) is the user's, and is not called here.
     """
@@ -86,24 +92,52 @@ def _possible_keys(
     is_innermost = decoration.task is not None or [*functions_of(task)][1:2] == [decoration.function]
     # The first class that has a `__call__`; that of Celery's class is another in a worker.
     is_called_by = next(kind for kind in type(task).__mro__ if "__call__" in vars(kind))
-    if is_innermost and is_called_by is Task:
-        return [options.prefix + decoration.make_key(caller, (task, *args) if caller.bound else tuple(args), kwargs)]
-    pattern = "".join(f"\\{each}" for each in options.prefix) + "*"  # the prefix has no wildcards
-    return [*server.client.scan_iter(match=pattern, count=1000, NEVER_DECODE=True)]
+    if not is_innermost or is_called_by is not Task:
+        return None
+    return [options.prefix + decoration.make_key(caller, (task, *args) if caller.bound else tuple(args), kwargs)]
 
 
-def _is_free(server: Server, key: str | bytes, task_id: str, *, takeover: bool) -> bool:
+def _all_keys(server: Server, prefix: str) -> list[Any]:
+    """All keys that begin with the prefix."""
+    pattern = "".join(f"\\{each}" for each in prefix) + "*"  # the prefix has no wildcards
+    if server.node_of(prefix).host:  # one node of a cluster
+        with _at_work:
+            return [*server.client.scan_iter(match=pattern, count=1000, NEVER_DECODE=True)]
+    keys: list[Any] = []
+    cursor = None
+    while cursor != 0:
+        cursor, more = _ask(server, prefix, "SCAN", cursor or 0, "MATCH", pattern, "COUNT", 1000)
+        keys += more
+    return keys
+
+
+def _ask(server: Server, key: Any, *command: Any) -> Any:
+    """The reply to a command, by a client with short time-outs, and not while its server backs off: forks wait."""
+    while True:
+        with _at_work:
+            node = server.node_of(key)
+            if node.backs_off_until <= now():
+                (reply,) = node.send([command], RAW)
+                break
+        time.sleep(0.02)
+    if isinstance(reply, Exception):
+        raise reply
+    return reply
+
+
+def _is_free(server: Server, options: EffectiveOptions, key: Any, task_id: str) -> bool:
     """Release the key if its process is dead; whether nothing of the task is left to release at it."""
-    with _at_work:
-        value = server.client.execute_command("GET", key, **RAW) or b""
-        holder = Holder.parse(value)
-        may_release = takeover or is_queued(value)
-        is_of_task = holder is not None and holder.task_id == task_id
-        if holder is None or not (is_of_task and may_release):
-            return True
-        # A task that is queued may just have begun: then its process is waited for.
-        is_over = is_queued(value) or is_dead(value) or _has_ended(holder)
-        return is_over and release_now(server.client, server.features, key, value).status == "held"
+    value = _ask(server, key, "GET", key) or b""
+    holder = Holder.parse(value)
+    may_release = options.takeover or is_queued(value)
+    is_of_task = holder is not None and holder.task_id == task_id
+    if holder is None or not (is_of_task and may_release):
+        return True
+    # A task that is queued may just have begun: then its process is waited for.
+    if is_queued(value) or is_dead(value) or _has_ended(holder):
+        until = now() + max(options.ttl, options.queue_timeout)
+        release_later(PendingRelease(server, key, value, until, no_write_in_flight=True))
+    return False
 
 
 def _has_ended(holder: Holder) -> bool:

@@ -168,18 +168,18 @@ def received_request(task_id: str) -> Context | None:
     return next((Context(each.request_dict) for each in requests if each is not None and each.id == task_id), None)
 
 
-def withdraw(task: Any, request: Any) -> str | None:
-    """Release the key of a unique task that has ended without having begun, also if a call has taken the key over.
+def withdrawal_of(task: Any, request: Any) -> Withdrawal | None:
+    """The withdrawal of a unique task that has ended without having begun, also if a call has taken its key over.
 
     Returns:
-        The key; None if the task has none.
+        The withdrawal; None if the task has no key.
     """
     options, header, work = queue_options_of(task), header_of(request), work_of(request)
     key: str | None = vars(request).get("only_one_key", header.key)
     server = options.server if options else None
     if options is None or server is None or key is None:
         return None
-    withdrawal = Withdrawal(
+    return Withdrawal(
         server,
         key,
         words_of(*work),
@@ -189,12 +189,17 @@ def withdraw(task: Any, request: Any) -> str | None:
         triggers=coalescing.triggers_of(key),
         number=header.trigger,
     )
+
+
+def withdraw(task: Any, request: Any) -> None:
+    """Release the key of a unique task that has ended without having begun; in the background, if that fails."""
+    if (withdrawal := withdrawal_of(task, request)) is None:
+        return
     try:
-        server.client.execute_command(*withdrawal.command(), **RAW)
+        withdrawal.server.client.execute_command(*withdrawal.command(), **RAW)
     except Exception as error:  # noqa: BLE001 - nobody to raise it to
         warn_once(f"a key of {task.name}, which did not run, could not be released, and will be", type(error).__name__)
         release_later(withdrawal)
-    return key
 
 
 atexit.register(_on_shutdown)  # at a cold shutdown Celery sends no signal when it has restored the messages

@@ -20,12 +20,14 @@ import pytest
 from celery import Celery, Task
 from celery.exceptions import WorkerLostError
 from celery.signals import task_failure, task_postrun, task_revoked
+from redis import Redis
 
 from only_one import buffer_one, configure
 from only_one.celery import ended_tasks, received_tasks
 from only_one.celery.requeue import Header
 from only_one.clock import now
 from only_one.connections.server import Server
+from only_one.lock import renewal
 from only_one.lock.token import TokenFactory, process_start
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
@@ -132,18 +134,21 @@ def end(child: subprocess.Popen[bytes]) -> None:
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
 
 
-DONE, WAITS, LEFT = (True, True), (False, False), (True, False)
-"""Whether a key is released, or is not the task's to release; and whether it is free then."""
+DONE, WAITS, LEFT, RELEASED = (True, True), (False, False), (True, False), (False, True)
+"""Whether there is nothing left to release; and whether the key is free then."""
 
 
 def test_a_key_is_released_when_its_process_is_dead(keys: Keys, server: Server, child: subprocess.Popen[bytes]) -> None:
     def look(value: bytes | None, *, takeover: bool = True) -> tuple[bool, bool]:
         if value is not None:
             keys["k"] = value
-        is_free = ended_tasks._is_free(server, f"{keys.prefix}k", "mine", takeover=takeover)
+        options: Any = SimpleNamespace(takeover=takeover, ttl=HOUR, queue_timeout=HOUR)
+        is_free = ended_tasks._is_free(server, options, f"{keys.prefix}k", "mine")
+        renewal.finish_pending_releases()
         return is_free, "k" not in keys
 
-    value, another = held_by(child.pid), held_by(child.pid, "another")
+    value, zombie, late = [held_by(child.pid) for _ in range(3)]
+    another = held_by(child.pid, "another")
     assert look(None) == DONE
     assert look(value) == WAITS
     assert look(held_by(os.getppid())) == WAITS
@@ -151,12 +156,12 @@ def test_a_key_is_released_when_its_process_is_dead(keys: Keys, server: Server, 
     assert look(held_by(child.pid, machine="elsewhere")) == WAITS
     assert look(another) == LEFT
     assert look(value, takeover=False) == LEFT
-    assert look(value) == DONE
-    assert look(value) == DONE  # it was not waited for
+    assert look(value) == RELEASED
+    assert look(zombie) == RELEASED  # it was not waited for
     assert child.wait() < 0
     assert look(another) == LEFT
-    assert look(value) == DONE
-    assert look(queued("mine", 0), takeover=False) == DONE
+    assert look(late) == RELEASED
+    assert look(queued("mine", 0), takeover=False) == RELEASED
 
 
 def test_the_death_of_a_process_is_waited_for(
@@ -164,7 +169,7 @@ def test_the_death_of_a_process_is_waited_for(
 ) -> None:
     """For ten seconds, and not all the time."""
     keys["k"] = held_by(child.pid)
-    moments = [0.0, 0.0, PATIENCE - 1, PATIENCE]
+    moments = [0.0, 0.0, 0.0, PATIENCE - 1, PATIENCE - 1, PATIENCE]
     pauses: list[float] = []
     monkeypatch.setattr(ended_tasks, "now", lambda: moments.pop(0))
     monkeypatch.setattr(ended_tasks, "time", SimpleNamespace(sleep=pauses.append))
@@ -260,6 +265,31 @@ def test_the_key_of_a_lost_process_is_released_when_a_server_that_was_away_is_ba
             fail(task, "k")
             assert eventually(lambda: caplog.records)
         assert eventually(lambda: "k" not in keys)
+
+
+def test_the_pool_can_fork_while_a_server_is_frozen(
+    task: Any, keys: Keys, redis_url: str, child: subprocess.Popen[bytes]
+) -> None:
+    """Also if the user's client would wait for ever."""
+    keys["k"] = held_by(child.pid)
+    end(child)
+    with Proxy(redis_url) as proxy, configure(redis=Redis.from_url(proxy.url, socket_timeout=None)):
+        fault = proxy.hold_up("GET")
+        fail(task, "k")
+        assert fault.met.wait(LIMIT)
+        assert ended_tasks._at_work.acquire(timeout=LIMIT)
+        ended_tasks._at_work.release()
+        fault.let_go()
+        assert eventually(lambda: "k" not in keys)
+
+
+def test_a_server_that_backs_off_is_not_asked(server: Server, keys: Keys) -> None:
+    """A command to a server that does not answer keeps the pool from forking for half a second."""
+    keys["k"] = "value"
+    node = server.node_of(f"{keys.prefix}k")
+    node.fail(0.1)
+    assert ended_tasks._ask(server, f"{keys.prefix}k", "GET", f"{keys.prefix}k") == b"value"
+    assert now() >= node.backs_off_until > now() - HOUR
 
 
 def test_the_key_of_a_revoked_task_is_released(
