@@ -18,14 +18,14 @@ from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.driver import RAW, TROUBLE, drive
 from only_one.holder import Holder, is_queued
-from only_one.lock.commands import evaluate
+from only_one.lock.commands import Retained, evaluate
 from only_one.lock.liveness import is_dead
 from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import finish_pending_releases, release_later
 from only_one.lock.token import machine
 
 from . import redelivery
-from .delivery import caller_from_outside, decorations_of, functions_of, queue_options_of
+from .delivery import Delivery, caller_from_outside, decorations_of, functions_of, queue_options_of
 from .received_tasks import received_request, warn_once, withdraw, withdrawal_of
 
 _at_work = threading.Lock()
@@ -48,31 +48,43 @@ def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None: 
         _watch(sender, request.id, request.args, request.kwargs, request)
 
 
-def _watch(task: Any, task_id: str, args: Any, kwargs: Any, request: Any = None) -> None:
+def _on_retry(sender: Any, request: Any, reason: Any = None, **_: Any) -> None:
+    """The process was lost, and Celery has sent the task again: ``retry_on_worker_lost``."""
+    if isinstance(getattr(reason, "exc", None), WorkerLostError):
+        reason.sig = sender.signature_from_request(request, retries=request.retries + 1)
+        _watch(sender, request.id, request.args, request.kwargs, request, reason)
+
+
+def _watch(task: Any, task_id: str, args: Any, kwargs: Any, request: Any, retry: Any = None) -> None:
     """Release a task's keys as soon as its process is dead, in a thread: the worker has other tasks to serve."""
     for decoration in decorations_of(task):
-        given = (task, decoration, task_id, args or (), kwargs or {}, request)
+        given = (task, decoration, task_id, args or (), kwargs or {}, request, retry)
         threading.Thread(target=_release_when_dead, args=given, name="only_one-endings", daemon=True).start()
 
 
-def _release_when_dead(task: Any, decoration: Decoration, task_id: str, args: Any, kwargs: Any, request: Any) -> None:
+def _release_when_dead(
+    task: Any, decoration: Decoration, task_id: str, args: Any, kwargs: Any, request: Any, retry: Any = None
+) -> None:
     until = now() + 10  # Celery tells that it kills a process before it does it
     keys: list[Any] | None = None
+    retained = None
     while keys != [] and now() < until:
         try:
             with _at_work:
                 options = decoration.options_for(caller_from_outside(task, decoration))
                 if (server := options.server) is None:
                     return
-                is_unique = request is not None and decoration.task is not None
-                if keys is None and is_unique and (withdrawal := withdrawal_of(task, request)):
-                    release_later(withdrawal)
-                    keys = [withdrawal.key]
-                elif keys is None:
-                    keys = _key_of_message(task, decoration, options, args, kwargs)
+                if keys is None:
+                    is_unique = request is not None and decoration.task is not None
+                    delivery = Delivery(task, request, bound=False, decoration=decoration) if is_unique else None
+                    if delivery and not retry and (withdrawal := withdrawal_of(task, request)):
+                        release_later(withdrawal)
+                    known = [delivery.key] if delivery and delivery.key else None
+                    keys = known or _key_of_message(task, decoration, options, args, kwargs)
+                    retained = delivery.retained_value(options, keys[0], retry) if delivery and keys else None
             if keys is None:
                 keys = _all_keys(server, options.prefix)
-            keys = [key for key in keys if not _is_free(server, options, key, task_id)]
+            keys = [key for key in keys if not _is_free(server, options, key, task_id, retained)]
         except Exception as error:  # noqa: BLE001 - nobody to raise it to; the key expires by itself
             text = f"a key of {task.name}, whose run was killed or revoked, could not be released"
             warn_once(text, type(error).__name__)
@@ -125,8 +137,10 @@ def _ask(server: Server, key: Any, *command: Any) -> Any:
     return reply
 
 
-def _is_free(server: Server, options: EffectiveOptions, key: Any, task_id: str) -> bool:
-    """Release the key if its process is dead; whether nothing of the task is left to release at it."""
+def _is_free(
+    server: Server, options: EffectiveOptions, key: Any, task_id: str, retained: Retained | None = None
+) -> bool:
+    """Release the key if its process is dead, or store a retained value; whether nothing is left to do at the key."""
     value = _ask(server, key, "GET", key) or b""
     holder = Holder.parse(value)
     may_release = options.takeover or is_queued(value)
@@ -136,7 +150,8 @@ def _is_free(server: Server, options: EffectiveOptions, key: Any, task_id: str) 
     # A task that is queued may just have begun: then its process is waited for.
     if is_queued(value) or is_dead(value) or _has_ended(holder):
         until = now() + max(options.ttl, options.queue_timeout)
-        release_later(PendingRelease(server, key, value, until, no_write_in_flight=True))
+        release_later(PendingRelease(server, key, value, until, no_write_in_flight=True, retained=retained))
+        return retained is not None
     return False
 
 
@@ -158,6 +173,7 @@ def _on_end(sender: Any, task: Any, **_: Any) -> None:
 
 
 signals.task_failure.connect(_on_failure)
+signals.task_retry.connect(_on_retry)
 signals.task_revoked.connect(_on_revoked)
 signals.task_postrun.connect(_on_end)
 # A child of the pool ends without calling what is registered with `atexit`.

@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 from celery import Celery, Task
-from celery.exceptions import WorkerLostError
-from celery.signals import task_failure, task_postrun, task_revoked
+from celery.app.task import Context
+from celery.exceptions import Retry, WorkerLostError
+from celery.signals import task_failure, task_postrun, task_retry, task_revoked
 from redis import Redis
 
 from only_one import buffer_one, configure
@@ -190,7 +191,8 @@ def fail(task: Any, key: str, error: Exception | None = None) -> None:
 
 
 def revoke(task: Any, key: str, *, terminated: bool = False, **request: Any) -> None:
-    request = {"id": "mine", "retries": 0, "args": (key,), "kwargs": {}, "headers": None, **request}
+    request = {"id": "mine", "retries": 0, "args": (key,), "kwargs": {}, **request}
+    request = {"headers": None, "delivery_info": None, **request}
     task_revoked.send(sender=task, request=SimpleNamespace(**request), terminated=terminated)
     assert eventually(lambda: not threads())
 
@@ -315,6 +317,32 @@ def test_the_key_of_a_revoked_task_is_released(
     assert "changed" in keys
     revoke(unique_task, "another", **header)
     assert "changed" not in keys
+
+
+LOST: dict[str, tuple[Any, tuple[str, int | None] | None]] = {
+    "below the task": (lambda app: a_task(app, work, key="{key}"), None),
+    "above the task": (lambda app: unique(app, "{key}", function=work), ("queued", 2)),
+}
+
+
+@pytest.mark.parametrize(("make", "state"), LOST.values(), ids=LOST)
+def test_a_task_that_is_retried_because_its_process_is_lost_has_its_key_while_it_waits_if_it_is_unique(
+    queue: Queue, keys: Keys, child: subprocess.Popen[bytes], make: Any, state: Any
+) -> None:
+    """Celery's main process publishes the retry, and says so by another signal than that of a failure."""
+    task = make(queue.app)
+    keys["k"] = held_by(child.pid, attempt=1)
+    end(child)
+    request = Context(id="mine", retries=1, args=("k",), kwargs={}, delivery_info={}, headers=None)
+    task_retry.send(sender=task, request=request, reason=Retry(exc=ValueError(), when=60))
+    assert not threads()
+    task_retry.send(sender=task, request=request, reason=Retry(exc=WorkerLostError(), when=60))
+    assert eventually(lambda: keys.state() == state)
+    assert eventually(lambda: not threads())
+    assert keys.state() == state
+    if state:
+        assert keys.lives_for(HOUR + 60)
+        assert task.delay("k").id == "mine"
 
 
 def test_nothing_is_done_where_the_locking_is_switched_off(task: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -142,7 +142,7 @@ def test_a_task_that_has_ended_meanwhile_has_no_key(
 
     def end() -> None:
         if how == "revoked":
-            request = SimpleNamespace(**message["headers"], headers=None, args=(), kwargs={})
+            request = SimpleNamespace(**message["headers"], headers=None, delivery_info=None, args=(), kwargs={})
             task_revoked.send(sender=two.task, request=request, terminated=False)
             assert eventually(lambda: keys.redis.keys(f"*withdrawn:{two.waits.id}:*"))
             return
