@@ -58,7 +58,7 @@ def _on_retry(sender: Any, request: Any, reason: Any = None, **_: Any) -> None:
 def _watch(task: Any, task_id: str, args: Any, kwargs: Any, request: Any, retry: Any = None) -> None:
     """Release a task's keys as soon as its process is dead, in a thread: the worker has other tasks to serve."""
     for decoration in decorations_of(task):
-        given = (task, decoration, task_id, args or (), kwargs or {}, request, retry)
+        given = (task, decoration, str(task_id), args or (), kwargs or {}, request, retry)
         threading.Thread(target=_release_when_dead, args=given, name="only_one-endings", daemon=True).start()
 
 

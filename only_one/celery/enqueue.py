@@ -45,7 +45,7 @@ class Publication(TaskCaller):
 
     def __init__(self, task: Task, publish: Callable[..., Any], args: Any, kwargs: Any, options: Any) -> None:
         """See ``apply_async`` for the arguments; ``publish`` is the task's own ``apply_async``."""
-        self.id = options.get("task_id") or uuid()
+        self.id = str(options.get("task_id") or uuid())
         super().__init__(task, TokenFactory(task.name or "", self.id, 0, "queued"))
         self._apply_async = publish
         self._args = args
@@ -165,7 +165,7 @@ class Publication(TaskCaller):
             return None
         limit, token = call.options.timeout or 0, call.token  # `_queue` gives a time
         if result.id != self.id:
-            token = TokenFactory(self._task.name, result.id, 0, "queued").token(limit)
+            token = TokenFactory(self._task.name, str(result.id), 0, "queued").token(limit)
         # It compares with the token of a task that is queued: a worker may have begun it, and have its own lease.
         try:
             drive(call.client, replace(call.key, call.token, token, limit))

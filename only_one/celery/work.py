@@ -31,8 +31,8 @@ class Work(NamedTuple):
 
 
 def work_of(request: Any) -> Work:
-    """The work of a message, by Celery's request."""
-    return Work(request.id, vars(request).get("replaced_task_nesting") or 0, request.retries)
+    """The work of a message, by Celery's request, whose id may be a ``uuid.UUID``."""
+    return Work(str(request.id), vars(request).get("replaced_task_nesting") or 0, request.retries)
 
 
 def work_held_by(holder: Holder | None) -> Work | None:

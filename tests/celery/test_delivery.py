@@ -13,7 +13,7 @@ import pytest
 from celery import Celery, Task
 from celery.exceptions import Retry
 
-from only_one import carry_on, configure, current_lock, fail, retry
+from only_one import buffer_one, carry_on, configure, current_lock, fail, retry
 from only_one.celery import delivery
 from only_one.celery.delivery import Delivery
 from only_one.celery.requeue import Header
@@ -187,6 +187,10 @@ def above_and_below(app: Celery, function: Any, **options: Any) -> Any:
     return decorated(a_task(app, function, **options), key="outer", timeout=600)
 
 
+def unique_with_newest(app: Celery, function: Any) -> Any:
+    return unique(app, "k", timeout=600, function=function, when_busy=buffer_one())
+
+
 BUSY: dict[str, str] = {
     "plain": "skipped",
     "retry()": "requeued",
@@ -346,6 +350,20 @@ def test_a_first_attempt_has_the_key_that_came_with_its_message(
         queue.deliver(message)
     assert answer.get() == [1, "more", f"{keys.prefix}{key}"]
     assert ("kept" in keys) == (key != "kept")
+
+
+@pytest.mark.parametrize("make", [a_task, above_and_below, unique_with_newest])
+def test_a_task_id_that_is_no_str(queue: Queue, keys: Keys, make: Any) -> None:
+    """Celery does without; the worker gets what the broker's JSON makes of it, which is again the UUID."""
+    task_id = uuid4()
+    answer = make(queue.app, lambda_of(lambda: whose()[1])).apply_async(task_id=task_id)
+    keys["k"] = token_of(None)
+    for redelivered in (True, False):
+        message = queue.take()
+        message["headers"]["id"] = task_id
+        queue.deliver(message, redelivered=redelivered)
+        keys.redis.delete(f"{keys.prefix}k")
+    assert answer.get() == str(task_id)
 
 
 def test_a_task_that_is_not_unique_any_more_has_not_the_key_in_its_message(queue: Queue, keys: Keys) -> None:

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from celery import Celery, Task
@@ -184,10 +185,10 @@ def threads() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name == "only_one-endings"]
 
 
-def fail(task: Any, key: str, error: Exception | None = None) -> None:
+def fail(task: Any, key: str, error: Exception | None = None, task_id: Any = "mine") -> None:
     """Say that the process of a task is lost, as Celery does."""
     lost = error or WorkerLostError()
-    task_failure.send(sender=task, task_id="mine", exception=lost, args=(key,), kwargs=None)
+    task_failure.send(sender=task, task_id=task_id, exception=lost, args=(key,), kwargs=None)
 
 
 def revoke(task: Any, key: str, *, terminated: bool = False, **request: Any) -> None:
@@ -208,11 +209,14 @@ def test_the_key_of_a_lost_process_is_released(
 ) -> None:
     for key in ("k", "error", "spared"):
         keys[key] = held_by(child.pid)
+    keys["uuid"] = held_by(child.pid, str(task_id := uuid4()))
     fail(task, "k")
     (thread,) = threads()
     assert thread.daemon
+    fail(task, "uuid", task_id=task_id)
     end(child)
     assert eventually(lambda: "k" not in keys)
+    assert eventually(lambda: "uuid" not in keys)
     fail(task, "error", ValueError())
     fail(a_task(queue.app, work, key="{key}", takeover=False), "spared")
     assert eventually(lambda: not threads())
