@@ -313,7 +313,11 @@ class Delivery(TaskCaller):
         sig = ended_by.sig if isinstance(ended_by, Retry) else vars(request).get("only_one_requeued")
         if sig is None:
             return None
-        if list(sig.args) != list(request.args or ()) or sig.kwargs != dict(request.kwargs or {}):
+        try:
+            is_same = list(sig.args) == list(request.args or ()) and sig.kwargs == dict(request.kwargs or {})
+        except Exception:  # noqa: BLE001 - the user's objects cannot be compared, such as arrays of numpy
+            is_same = False
+        if not is_same:
             return None  # with other arguments it may have another key
         begins_in = getattr(ended_by, "when", None) or sig.options.get("countdown")
         seconds = waits_for(self.app, options.queue_timeout, request.expires, begins_in)

@@ -259,6 +259,15 @@ def test_of_two_decorators_with_one_key_the_inner_one_is_busy_like_any_other(que
 # Unique from queued to finished
 
 
+class Array:
+    """An argument that cannot be compared, as arrays of numpy."""
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def test_the_value_that_is_retained_for_a_retry(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a task that is sent again as it is, for as long as it is waited for."""
 
@@ -286,7 +295,7 @@ def test_the_value_that_is_retained_for_a_retry(queue: Queue, monkeypatch: pytes
     assert retained(expires=-1) is None
     assert retained(seconds=0) is None
     assert retained(is_unique=False) is None
-    for other in (task.s("b", b=1), task.s("a", b=2), task.s("a")):
+    for other in (task.s("b", b=1), task.s("a", b=2), task.s("a"), task.s(Array(), b=1)):
         assert retained(other) is None
     for error in (KeyboardInterrupt(), ValueError(), Retry()):  # of which a task that raises the last has sent nothing
         assert retained(ended_by=error) is None
