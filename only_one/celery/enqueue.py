@@ -29,6 +29,7 @@ from . import coalescing, redelivery
 from .broker import waits_for
 from .delivery import TaskCaller
 from .requeue import HEADER, Header
+from .work import work_held_by
 
 _UNTIL_PUBLISHED = 30.0
 """Seconds for which the key is acquired at first, so a producer that dies before it has published blocks nobody."""
@@ -130,7 +131,7 @@ class Publication(TaskCaller):
 
     def _existing(self, error: Any) -> Any:
         """The result of the existing task; for a holder that is no task, publish, and the worker decides."""
-        return self._publish() if error.task_id is None else self._task.AsyncResult(error.task_id)
+        return self._publish() if work_held_by(self._holder) is None else self._task.AsyncResult(error.task_id)
 
     def _publish(self, header: Header | None = None) -> Any:
         self._is_published, self._holder = True, None

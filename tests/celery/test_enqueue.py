@@ -36,6 +36,7 @@ from only_one import (
 )
 from only_one.celery.broker import waits_for
 from only_one.celery.requeue import Header
+from only_one.holder import task_id_of
 from only_one.lock import renewal
 from rigs.proxy import Proxy
 from rigs.waiting import eventually
@@ -117,7 +118,10 @@ def test_a_result_that_is_no_duplicate_of_a_task_says_so(queue: Queue) -> None:
     assert len(queue) == 3
 
 
-@pytest.mark.parametrize("value", ["somebody else", token_of(None, attempt=None)], ids=["foreign", "function"])
+HELD = {"foreign": "somebody else", "function": token_of(None, attempt=None), "job": token_of("job-7", attempt=None)}
+
+
+@pytest.mark.parametrize("value", HELD.values(), ids=HELD)
 @pytest.mark.parametrize(("options", "is_duplicate"), [({}, False), ({"when_busy": buffer_one()}, True)])
 def test_a_task_is_published_while_no_task_holds_its_key_and_the_worker_decides(
     queue: Queue, keys: Keys, value: Any, options: Any, *, is_duplicate: bool
@@ -126,10 +130,11 @@ def test_a_task_is_published_while_no_task_holds_its_key_and_the_worker_decides(
     before = keys["k"]
     task = unique(queue.app, "k", **options)
     results = [task.delay(1), task.delay(1)]
+    assert "job-7" not in {each.id for each in results}
     assert [(each.is_duplicate, each.holder) for each in results] == [(False, None), (is_duplicate, None)]
     with pytest.raises(AlreadyRunning) as raised:
         unique(queue.app, "k", when_busy=fail).delay()
-    assert raised.value.task_id is None
+    assert raised.value.task_id == task_id_of(value)
     assert len(queue) == 2 - is_duplicate
     assert keys["k"] == before
     assert keys.lives_for(600)
