@@ -23,7 +23,7 @@ from only_one.holder import Holder, is_queued, task_id_of
 from only_one.lock.commands import expiry_in, replace
 from only_one.lock.current_lock import Lease
 from only_one.lock.renewal import hold, release_later
-from only_one.lock.token import words_of
+from only_one.lock.token import TokenFactory, words_of
 from only_one.settings import DEFAULT_LEASE
 
 from . import coalescing
@@ -73,10 +73,10 @@ class _WaitingLease(Lease):
 
 _swept_at = _backs_off_until = 0.0
 
-_waiting: dict[_WaitingLease, tuple[Server, bytes, Callable[[], float]]] = {}
+_waiting: dict[_WaitingLease, tuple[Server, TokenFactory, Callable[[], float]]] = {}
 """The leases of keys that name this process. A lease that another has is lost.
 
-With each its server, the value before, and the seconds for which that would be stored now.
+With each its server, what makes the value of the task in its queue, and the seconds for which that would be stored now.
 A lease outlives its request: Celery forgets the requests before it tells us that the worker ends.
 """
 
@@ -131,8 +131,7 @@ def _receive(consumer: Any, request: Any) -> None:
             consumer.timer.call_after(1, _on_received, (consumer, request))
     if became.status == "held":
         request.request_dict.update(header._replace(token=token.decode()).as_headers())
-        queued = queued or work.token_factory(request.task, "queued").token(limit)
-        _waiting[lease] = options.server, queued, queued_for
+        _waiting[lease] = options.server, work.token_factory(request.task, "queued"), queued_for
         hold(lease)
 
 
@@ -142,8 +141,9 @@ def _on_shutdown(**_: Any) -> None:
     A task whose message is acknowledged was given to a child, which has not asked for its key yet: it will never run.
     """
     while _waiting:
-        lease, (server, queued, queued_for) = _waiting.popitem()
+        lease, (server, factory, queued_for) = _waiting.popitem()
         request, left = lease.request(), queued_for()
+        queued = factory.token(left)
         if lease.reason is not None:
             continue
         try:
