@@ -228,7 +228,7 @@ class LockedCall:
             if is_of_signal_handler(error):
                 raise
             # Any other is not raised: the run has its own result or exception.
-            if "WRONGTYPE" in str(error):  # a list or hash that somebody has put there
+            if marker is None and "WRONGTYPE" in str(error):  # a list or hash that somebody has put there
                 became = ReleaseResult("taken")
             logger.debug("%s could not be released: %s", self.key, error)
         self._released(became, retained)

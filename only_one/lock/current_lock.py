@@ -30,12 +30,14 @@ class Lease:
         value: the value that is stored at the key since it was lost; empty if there is none, or it
             is not known.
         trouble: the error of the last renewal, or None if that succeeded.
+        on_its_way: when the key expires by a renewal that has got no reply, by ``clock.now()``.
         see_to_it_by: wakes the renewing thread in time, if that renews the lease.
     """
 
     reason: str | None = None
     value = b""
     trouble: Exception | None = None
+    on_its_way = inf
     see_to_it_by: Callable[[float], object] = staticmethod(lambda _due: None)
     _fence: int | None = None
 
@@ -130,11 +132,14 @@ class Lease:
         self.ensure_held()
         if ends_at == inf:
             return
-        asked = now()
+        asked, known, on_its_way = now(), self.expires_at, self.on_its_way
         ttl = min(self.ttl, ends_at - asked) if self.renews else ends_at - asked
         self._ask(RENEW, round(ttl * 1000))
+        # A renewal that was on its way may have come after it, and gives less.
+        renewed_until = inf if self.expires_at == known else self.expires_at
+        expires_at = min(asked + ttl, on_its_way, self.on_its_way, renewed_until)
         self.ends_at = ends_at
-        self.lives_on(asked, ttl)
+        self.lives_on(expires_at - ttl, ttl)
         self.see_to_it_by(self.renew_at)
 
     @property

@@ -281,8 +281,8 @@ class Checker:
         lost = [call for call in own if call.lock.key == event.key and not call.lock.is_held]
         lost = [call for call in lost if call.lock.reason in likely and call.lock.token.decode() != event.value]
 
-        def likelihood(call: Call) -> tuple[bool, bool, int]:
-            return call.lock.reason == event.reason, call.answered == inf, int(likely[call.lock.reason])
+        def likelihood(call: Call) -> tuple[bool, int, float]:
+            return call.lock.reason == event.reason, int(likely[call.lock.reason]), call.answered
 
         for call in sorted(lost, key=likelihood)[-1:]:
             call.told_at = self.history.now
