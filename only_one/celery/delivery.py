@@ -5,7 +5,7 @@ A task is never skipped because of its own lock.
 
 import inspect
 from collections.abc import Callable, Iterator
-from itertools import chain
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from celery import Task, _state
@@ -68,8 +68,8 @@ def functions_of(task: Any) -> Iterator[Any]:
 
 def _functions_with_bases(task: Any) -> Iterator[Any]:
     """The same, and those of its bases' ``run``, which may be called by ``super()``."""
-    runs = [task.run, *(vars(kind).get("run") for kind in type(task).__mro__)]
-    return chain.from_iterable(map(_with_wrapped, runs))
+    for function in (task.run, *(vars(kind).get("run") for kind in type(task).__mro__)):
+        yield from _with_wrapped(function)
 
 
 def _with_wrapped(function: Any) -> Iterator[Any]:
@@ -313,10 +313,9 @@ class Delivery(TaskCaller):
         sig = ended_by.sig if isinstance(ended_by, Retry) else vars(request).get("only_one_requeued")
         if sig is None:
             return None
-        try:
+        is_same = False
+        with suppress(Exception):  # of the user's objects that cannot be compared, such as arrays of numpy
             is_same = list(sig.args) == list(request.args or ()) and sig.kwargs == dict(request.kwargs or {})
-        except Exception:  # noqa: BLE001 - the user's objects cannot be compared, such as arrays of numpy
-            is_same = False
         if not is_same:
             return None  # with other arguments it may have another key
         begins_in = getattr(ended_by, "when", None) or sig.options.get("countdown")

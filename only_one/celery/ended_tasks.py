@@ -51,20 +51,19 @@ def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None: 
 def _on_retry(sender: Any, request: Any, reason: Any = None, **_: Any) -> None:
     """The process was lost, and Celery has sent the task again: ``retry_on_worker_lost``."""
     if isinstance(getattr(reason, "exc", None), WorkerLostError):
-        reason.sig = sender.signature_from_request(request, retries=request.retries + 1)
-        _watch(sender, request.id, request.args, request.kwargs, request, reason)
+        again = sender.signature_from_request(request, countdown=reason.when, retries=request.retries + 1)
+        request.only_one_requeued = again
+        _watch(sender, request.id, request.args, request.kwargs, request)
 
 
-def _watch(task: Any, task_id: str, args: Any, kwargs: Any, request: Any, retry: Any = None) -> None:
+def _watch(task: Any, task_id: str, args: Any, kwargs: Any, request: Any) -> None:
     """Release a task's keys as soon as its process is dead, in a thread: the worker has other tasks to serve."""
     for decoration in decorations_of(task):
-        given = (task, decoration, str(task_id), args or (), kwargs or {}, request, retry)
+        given = (task, decoration, str(task_id), args or (), kwargs or {}, request)
         threading.Thread(target=_release_when_dead, args=given, name="only_one-endings", daemon=True).start()
 
 
-def _release_when_dead(
-    task: Any, decoration: Decoration, task_id: str, args: Any, kwargs: Any, request: Any, retry: Any = None
-) -> None:
+def _release_when_dead(task: Any, decoration: Decoration, task_id: str, args: Any, kwargs: Any, request: Any) -> None:
     until = now() + 10  # Celery tells that it kills a process before it does it
     keys: list[Any] | None = None
     retained = None
@@ -77,11 +76,12 @@ def _release_when_dead(
                 if keys is None:
                     is_unique = request is not None and decoration.task is not None
                     delivery = Delivery(task, request, bound=False, decoration=decoration) if is_unique else None
-                    if delivery and not retry and (withdrawal := withdrawal_of(task, request)):
+                    is_over = delivery and "only_one_requeued" not in vars(request)
+                    if is_over and (withdrawal := withdrawal_of(task, request)):
                         release_later(withdrawal)
                     known = [delivery.key] if delivery and delivery.key else None
-                    keys = known or _key_of_message(task, decoration, options, args, kwargs)
-                    retained = delivery.retained_value(options, keys[0], retry) if delivery and keys else None
+                    keys = known or _key_of_message(task, decoration, options.prefix, args, kwargs)
+                    retained = delivery.retained_value(options, keys[0], None) if delivery and keys else None
             if keys is None:
                 keys = _all_keys(server, options.prefix)
             keys = [key for key in keys if not _is_free(server, options, key, task_id, retained)]
@@ -93,9 +93,7 @@ def _release_when_dead(
         time.sleep(0.02)
 
 
-def _key_of_message(
-    task: Any, decoration: Decoration, options: EffectiveOptions, args: Any, kwargs: Any
-) -> list[str] | None:
+def _key_of_message(task: Any, decoration: Decoration, prefix: str, args: Any, kwargs: Any) -> list[str] | None:
     """The key that the message's arguments give; None if the run may have had other arguments.
 
     What may change them (pydantic, a base's ``__call__``, a function in between) is the user's, and is not called here.
@@ -106,7 +104,7 @@ def _key_of_message(
     is_called_by = next(kind for kind in type(task).__mro__ if "__call__" in vars(kind))
     if not is_innermost or is_called_by is not Task:
         return None
-    return [options.prefix + decoration.make_key(caller, (task, *args) if caller.bound else tuple(args), kwargs)]
+    return [prefix + decoration.make_key(caller, (task, *args) if caller.bound else tuple(args), kwargs)]
 
 
 def _all_keys(server: Server, prefix: str) -> list[Any]:
@@ -137,22 +135,18 @@ def _ask(server: Server, key: Any, *command: Any) -> Any:
     return reply
 
 
-def _is_free(
-    server: Server, options: EffectiveOptions, key: Any, task_id: str, retained: Retained | None = None
-) -> bool:
+def _is_free(server: Server, options: EffectiveOptions, key: Any, task_id: str, retained: Retained | None) -> bool:
     """Release the key if its process is dead, or store a retained value; whether nothing is left to do at the key."""
     value = _ask(server, key, "GET", key) or b""
     holder = Holder.parse(value)
-    may_release = options.takeover or is_queued(value)
-    is_of_task = holder is not None and holder.task_id == task_id
-    if holder is None or not (is_of_task and may_release):
+    if holder is None or holder.task_id != task_id or not (options.takeover or is_queued(value)):
         return True
     # A task that is queued may just have begun: then its process is waited for.
-    if is_queued(value) or is_dead(value) or _has_ended(holder):
+    is_over = is_queued(value) or is_dead(value) or _has_ended(holder)
+    if is_over:
         until = now() + max(options.ttl, options.queue_timeout)
         release_later(PendingRelease(server, key, value, until, no_write_in_flight=True, retained=retained))
-        return retained is not None
-    return False
+    return is_over and retained is not None
 
 
 def _has_ended(holder: Holder) -> bool:

@@ -145,7 +145,7 @@ def test_a_key_is_released_when_its_process_is_dead(keys: Keys, server: Server, 
         if value is not None:
             keys["k"] = value
         options: Any = SimpleNamespace(takeover=takeover, ttl=HOUR, queue_timeout=HOUR)
-        is_free = ended_tasks._is_free(server, options, f"{keys.prefix}k", "mine")
+        is_free = ended_tasks._is_free(server, options, f"{keys.prefix}k", "mine", None)
         renewal.finish_pending_releases()
         return is_free, "k" not in keys
 
