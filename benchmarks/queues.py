@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -302,9 +303,9 @@ def play(queue: Queue, timeout: int | None, kill_at: float) -> dict[str, Any]:
     with ExitStack() as stack:
         try:
             return Round(queue, timeout, kill_at, stack).play()
-        except RuntimeError as error:
+        except Exception:  # noqa: BLE001 - the other rounds go on, and are told
             nothing = dict.fromkeys(("seconds", "overlaps", "elsewhere", "seen"), 0)
-            return {"outcome": "not begun", **nothing, "above": "", "log": str(error)}
+            return {"outcome": "not begun", **nothing, "above": "", "log": traceback.format_exc()}
 
 
 def main() -> int:
