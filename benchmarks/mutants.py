@@ -33,6 +33,7 @@ SELECTION = ["-m", "not soak and not interrupts"]
 TESTS = {
     "__main__": "test_cli.py",
     "option_values": "test_bad_input.py",
+    "forks": "faults/test_fork.py",
     **dict.fromkeys(("clock", "driver", "holder"), "lock"),
 }
 """The tests of modules in no room, where they have another name."""

@@ -39,7 +39,7 @@ def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[A
     """
     bound = bool(args) and isinstance(args[0], Task) and wrapper in _functions_with_bases(args[0])
     task = _state.get_current_task()
-    is_its_run = task is not None and (args[0] is task if bound else wrapper in functions_of(task))
+    is_its_run = task is not None and (wrapper in functions_of(task) or (bound and args[0] is task))
     if task is None or not is_its_run or task.request.called_directly:
         return decoration.plain_bound if bound else decoration.plain
     request = task.request
