@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import redis as redis_py
 
-from only_one import ConfigurationError, Released, current_lock, only_one
+from only_one import ConfigurationError, Lost, Released, current_lock, only_one
 from only_one.holder import Holder as Value
 from only_one.lock import renewal
 from rigs.proxy import Proxy
@@ -141,7 +141,7 @@ def test_a_time_up_to_the_timeout_is_accepted(at_least: Any) -> None:
 
 
 def test_it_is_kept_though_the_key_expires_while_it_is_released(redis: Any, key: str, proxy: Proxy) -> None:
-    with redis_py.Redis.from_url(proxy.url) as client, ThreadPoolExecutor() as pool:
+    with redis_py.Redis.from_url(proxy.url) as client, ThreadPoolExecutor() as pool, events() as seen:
         release = proxy.hold_up("EVAL")
         run = pool.submit(decorated(lambda: "done", at_least=60_000, lease=6000, redis=client))
         assert release.met.wait(LIMIT)
@@ -150,5 +150,6 @@ def test_it_is_kept_though_the_key_expires_while_it_is_released(redis: Any, key:
         with later(7000):
             release.let_go()
             assert run.result() == "done"
+    assert not [each for each in seen if isinstance(each, Lost)]  # it was its own until it ended
     assert eventually(lambda: redis.exists(key))
     assert parsed(redis.get(key)).state == "kept"

@@ -237,6 +237,21 @@ def test_no_other_keys_are_looked_at_where_the_message_says_which_it_is(
         assert "SCAN" not in proxy.commands
 
 
+def test_all_keys_are_looked_at_where_a_call_of_the_users_may_have_changed_the_arguments(
+    queue: Queue, keys: Keys, child: subprocess.Popen[bytes]
+) -> None:
+    class Renames(Task):  # type: ignore[misc]
+        abstract = True
+
+        def __call__(self, key: str) -> Any:
+            return self.run(f"{key}-renamed")
+
+    keys["k-renamed"] = held_by(child.pid)
+    end(child)
+    fail(queue.app.task(decorated("{key}", timeout=HOUR)(work), base=Renames, name="renames"), "k")
+    assert eventually(lambda: "k-renamed" not in keys)
+
+
 class Base(Task):  # type: ignore[misc]  # Celery has no types
     abstract = True
 

@@ -121,6 +121,30 @@ def test_a_key_that_is_not_ours_any_more(
     assert (lock.ends_at, lock.expires_at) == (MOMENT + LONG, MOMENT + LONG)
 
 
+@pytest.mark.parametrize("moment", ["before", "meanwhile", "noted meanwhile"])
+def test_a_lease_that_is_extended_while_a_renewal_is_on_its_way(
+    make: Make, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """It may arrive later, and gives less: the run believes in what it gives."""
+
+    def answer(*command: Any) -> Any:
+        if moment == "before":
+            lock.on_its_way = math.inf  # it has got no reply, and another has
+        elif moment == "meanwhile":
+            lock.on_its_way = MOMENT + LONG - 1
+        else:
+            lock.lives_on(MOMENT - 1, LONG)
+        return drive(*command)
+
+    lock = make(LONG, 2 * LONG)
+    if moment == "before":
+        lock.on_its_way = MOMENT + LONG - 1
+    monkeypatch.setattr(current_lock, "drive", answer)
+    lock.extend(LONG)
+    assert lock.expires_at == MOMENT + LONG - 1
+    assert lock.ends_at == MOMENT + 3 * LONG
+
+
 def test_an_extension_whose_reply_comes_after_the_loss_was_told_is_none(
     clock: Clock, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -96,6 +97,7 @@ def test_a_loss_that_no_thread_can_be_started_for(direct: Any, kind: type[Runnin
         Running("other", lease=LONG) as other,
     ):
         assert is_renewed(other.lock)
+        assert eventually(lambda: other.lock.on_its_way == math.inf)
         with no_more_threads():
             direct.delete(run.lock.key)
             renew_now(run.lock)
