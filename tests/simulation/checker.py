@@ -35,7 +35,7 @@ class Call:
         ended: when the run ended.
         had_key: whether the run began with its key.
         held_to_the_end: whether it had the key when it ended.
-        lapsed_at: when its key would expire, before an ``extend`` whose reply came too late.
+        lapsed_at: when its key would expire, before an ``extend`` or a renewal whose reply came too late.
         is_excused: whether its key may be another's while it believes to hold it.
     """
 
@@ -172,6 +172,8 @@ class Checker:
     def run_ends(self, call: Call, *, succeeded: bool) -> None:
         call.ended, call.has_succeeded = self.history.now, succeeded
         call.held_to_the_end = call.lock.is_held
+        if not call.held_to_the_end:
+            call.lapsed_at = min(call.lapsed_at, call.lock.expires_at)
         is_calm = self.history.is_calm(call.asked) and not call.is_excused
         limit = self.history.plan.times[1] or inf
         if call.had_key and is_calm and not call.lock.is_held and call.ended < call.asked + limit:
