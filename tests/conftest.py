@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
+from importlib import import_module
 from typing import Any
 from uuid import uuid4
 
@@ -83,12 +84,21 @@ def prefix(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """
     for variable in ("ONLY_ONE_REDIS_URL", "ONLY_ONE_ACTIVE"):
         monkeypatch.delenv(variable, raising=False)
-    if "celery" in sys.modules:  # apps of other tests are not to say anything of functions
-        monkeypatch.setattr("only_one.celery.app_settings.current_app", lambda: None)
+    if "celery" in sys.modules:
+        only_its_own_apps(monkeypatch)
     own = f"test:{uuid4().hex}:"
     with configure(prefix=own):
         yield own
     renewal._renewer.pending_releases.clear()
+
+
+def only_its_own_apps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apps of other tests say nothing of this test's functions, and have none of its tasks."""
+    for listener in ("celery.app.builtins", "only_one.celery.lazy_tasks"):  # which stay
+        import_module(listener)
+    state = sys.modules["celery._state"]
+    monkeypatch.setattr("only_one.celery.app_settings.current_app", lambda: None)
+    monkeypatch.setattr(state, "_on_app_finalizers", state._on_app_finalizers.copy())
 
 
 @pytest.fixture

@@ -7,18 +7,11 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from celery import Celery, _state
+from celery import Celery
 from redis import Redis
 
-from only_one.celery import lazy_tasks as lazy_tasks  # which listens to all apps from now on
 from only_one.connections.server import Server, find_server
 from tests.celery.deliveries import Keys, Queue
-
-
-@pytest.fixture
-def finalizers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test has done in every app is undone at its end."""
-    monkeypatch.setattr(_state, "_on_app_finalizers", set(_state._on_app_finalizers))
 
 
 @pytest.fixture

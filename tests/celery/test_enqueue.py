@@ -58,7 +58,7 @@ from tests.decorated import events
 from tests.lock.test_leases import no_more_threads
 from tests.renewal import later
 
-pytestmark = pytest.mark.usefixtures("redis", "finalizers")
+pytestmark = pytest.mark.usefixtures("redis")
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from celery.local import PromiseProxy
 from only_one import ConfigurationError, KeyTemplateError, current_lock, fail
 from tests.celery.deliveries import CLOSED, QUEUE_TIMEOUT, Awaits, Keys, Queue, decorated, done, unique, work
 
-pytestmark = pytest.mark.usefixtures("redis", "finalizers")
+pytestmark = pytest.mark.usefixtures("redis")
 
 
 @contextmanager

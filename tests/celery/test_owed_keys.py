@@ -21,7 +21,7 @@ from only_one.lock import commands
 from rigs.waiting import eventually
 from tests.celery.deliveries import QUEUE_TIMEOUT, Keys, Queue, decorated, done, done_async, raises, unique
 
-pytestmark = pytest.mark.usefixtures("redis", "finalizers")
+pytestmark = pytest.mark.usefixtures("redis")
 
 LEFT = QUEUE_TIMEOUT / 2
 
