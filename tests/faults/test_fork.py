@@ -159,8 +159,9 @@ def test_a_fork_in_the_middle(redis: Any, redis_url: str, prefix: str, way: str,
 
 # The second child calls while the first holds the key, which is the parent's own function.
 FORKED_BY_C = """
-import ctypes, os, sys
+import ctypes, os, sys, threading
 import only_one
+from only_one.lock.renewal import _renewer
 from tests.renewal import is_awaited
 only_one.configure(redis=sys.argv[1], prefix=sys.argv[2])
 (begun, tell_begun), (may_end, tell_end) = os.pipe(), os.pipe()
@@ -184,7 +185,15 @@ def forked(do):
 def exit_code(pid):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
+def end_the_thread():
+    # Python itself hangs in a child that C code forks while a thread waits for the GIL.
+    thread, = set(threading.enumerate()) - {threading.main_thread()}
+    _renewer.end()
+    thread.join()
+    _renewer.vacancy.clear()  # as while the thread runs
+
 call(bool)  # from now on there are connections, tokens and a thread
+end_the_thread()
 first = forked(hold)
 os.read(begun, 1)
 second = exit_code(forked(bool))
