@@ -39,6 +39,23 @@ def test_a_fork_while_another_thread_looks_a_server_up_or_configures(redis_url: 
     assert subprocess.run(command, check=False).returncode == 7
 
 
+WITH_THE_ID_OF_ITS_PARENT = """
+import os
+os.getpid = lambda: 1
+from only_one.lock.token import this_process
+
+own = this_process().mark
+pid = os.fork()
+if not pid:
+    os._exit(7 if this_process().mark != own else 8)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_child_that_begins_a_namespace_of_processes_may_have_its_parents_id() -> None:
+    assert subprocess.run([sys.executable, "-c", WITH_THE_ID_OF_ITS_PARENT], check=False).returncode == 7
+
+
 NOT_LINUX = """
 import os, threading, time
 import redis.cluster, redis.asyncio  # which may not do without
