@@ -171,8 +171,7 @@ def warn_of_first_skip(key: str, name: str, value: bytes) -> None:
         return
     _first_skip.append(True)
     how = "only this first skip of the process is a warning: set the level of the log to INFO to see all of them"
-    with suppress(Exception):  # a filter or handler that fails must not fail the call
-        logger.warning("%s (%s)", Busy(key, name, value), how, extra=_extra(Busy, key, name))
+    _tell(lambda busy: logger.warning("%s (%s)", busy, how, extra=_extra(busy)), Busy(key, name, value))
 
 
 def _is_shown(level: int) -> bool:
@@ -185,8 +184,8 @@ def _is_shown(level: int) -> bool:
     return False
 
 
-def _extra(kind: type[Event], key: str, name: str) -> dict[str, str]:
-    return {"only_one_event": kind.__name__, "only_one_key": key, "only_one_name": name}
+def _extra(event: Event) -> dict[str, str]:
+    return {"only_one_event": type(event).__name__, "only_one_key": event.key, "only_one_name": event.name}
 
 
 def subscribe(hook: Callable[[Event], object]) -> Callable[[], None]:
@@ -219,14 +218,19 @@ def wanted(kind: type[Event]) -> bool:
 def emit(event: Event) -> None:
     """Log an event, and call the hooks with it."""
     for hook in (_log, *_hooks.copy().values()):  # others may subscribe meanwhile; copying needs no lock
-        try:
-            hook(event)
-        except Exception as error:
-            if is_of_signal_handler(error):
-                raise
-            with suppress(Exception):  # a filter or handler that fails must not fail the call
-                logger.exception("a hook failed on %s: %r", type(event).__name__, hook)
+        _tell(hook, event)
 
 
 def _log(event: Event) -> None:
-    logger.log(_LEVELS[type(event)], "%s", event, extra=_extra(type(event), event.key, event.name))
+    logger.log(_LEVELS[type(event)], "%s", event, extra=_extra(event))
+
+
+def _tell(hook: Callable[[Event], object], event: Event) -> None:
+    """Call a hook: what it raises is logged and fails no call, unless a signal handler has raised it."""
+    try:
+        hook(event)
+    except Exception as error:
+        if is_of_signal_handler(error):
+            raise
+        with suppress(Exception):  # a filter or handler that fails
+            logger.exception("a hook failed on %s: %r", type(event).__name__, hook)

@@ -425,6 +425,23 @@ def test_a_filter_that_fails_does_not_fail_the_first_skip(
     assert asked
 
 
+def test_an_exception_of_a_signal_handler_in_the_log_of_the_first_skip_reaches_the_caller(
+    redis: Redis, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise SoftTimeLimitExceeded
+
+    def is_interrupted(_record: logging.LogRecord) -> bool:
+        signal.raise_signal(signal.SIGUSR1)
+        return True
+
+    monkeypatch.setattr(only_one_events, "_first_skip", [])
+    monkeypatch.setattr(only_one_events.logger, "filters", [is_interrupted])
+    redis.set(f"{prefix}k", "a stranger")
+    with handled(interrupt, signal.SIGUSR1), pytest.raises(SoftTimeLimitExceeded):
+        decorated(work)()
+
+
 def test_the_rest_is_logged_for_debugging_and_no_argument_is_logged(redis: Redis, caplog: Log) -> None:
     def work(a: str, then: Callable[[], object]) -> None:
         then()
