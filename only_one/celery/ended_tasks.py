@@ -74,14 +74,7 @@ def _release_when_dead(task: Any, decoration: Decoration, task_id: str, args: An
                 if (server := options.server) is None:
                     return
                 if keys is None:
-                    is_unique = request is not None and decoration.task is not None
-                    delivery = Delivery(task, request, bound=False, decoration=decoration) if is_unique else None
-                    is_over = delivery and "only_one_requeued" not in vars(request)
-                    if is_over and (withdrawal := withdrawal_of(task, request)):
-                        release_later(withdrawal)
-                    known = [delivery.key] if delivery and delivery.key else None
-                    keys = known or _key_of_message(task, decoration, options.prefix, args, kwargs)
-                    retained = delivery.retained_value(options, keys[0], None) if delivery and keys else None
+                    keys, retained = _end_message(task, decoration, options, args, kwargs, request)
             if keys is None:
                 keys = _all_keys(server, options.prefix)
             keys = [key for key in keys if not _is_free(server, options, key, task_id, retained)]
@@ -91,6 +84,25 @@ def _release_when_dead(task: Any, decoration: Decoration, task_id: str, args: An
             if not isinstance(error, TROUBLE):  # of the server, which may be back soon
                 return
         time.sleep(0.02)
+
+
+def _end_message(
+    task: Any, decoration: Decoration, options: EffectiveOptions, args: Any, kwargs: Any, request: Any
+) -> tuple[list[str] | None, Retained | None]:
+    """Withdraw a unique task that never began, unless its message is sent again.
+
+    Returns:
+        The message's key, if it is known, and the value that keeps this key if the message is sent again.
+    """
+    if request is None or decoration.task is None:
+        return _key_of_message(task, decoration, options.prefix, args, kwargs), None
+    delivery = Delivery(task, request, bound=False, decoration=decoration)
+    is_sent_again = "only_one_requeued" in vars(request)
+    if not is_sent_again and (withdrawal := withdrawal_of(task, request)):
+        release_later(withdrawal)
+    known = [delivery.key] if delivery.key else None
+    keys = known or _key_of_message(task, decoration, options.prefix, args, kwargs)
+    return keys, delivery.retained_value(options, keys[0], None) if keys else None
 
 
 def _key_of_message(task: Any, decoration: Decoration, prefix: str, args: Any, kwargs: Any) -> list[str] | None:

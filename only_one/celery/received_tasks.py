@@ -142,10 +142,10 @@ def _on_shutdown(**_: Any) -> None:
     """
     while _waiting:
         lease, (server, factory, queued_for) = _waiting.popitem()
-        request, left = lease.request(), queued_for()
-        queued = factory.token(left)
         if lease.reason is not None:
             continue
+        request, left = lease.request(), queued_for()
+        queued = factory.token(left)
         try:
             # Asked, because the task may have begun, or ended, or been requeued, and Celery still have its request.
             value = server.client.execute_command("GET", lease.key, **RAW)
