@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
-from importlib import import_module
 from typing import Any
 from uuid import uuid4
 
@@ -22,6 +21,7 @@ from only_one.events import Event
 from only_one.lock import renewal
 from rigs.proxy import Proxy
 from rigs.servers import RedisServer, redis_server
+from rigs.shared_tasks import forget_shared_tasks
 from rigs.waiting import LIMIT
 from tests.decorated import events
 from tests.faults.programs import Running, RunningAsync
@@ -84,21 +84,13 @@ def prefix(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """
     for variable in ("ONLY_ONE_REDIS_URL", "ONLY_ONE_ACTIVE"):
         monkeypatch.delenv(variable, raising=False)
-    if "celery" in sys.modules:
-        only_its_own_apps(monkeypatch)
+    if "celery" in sys.modules:  # apps of other tests are not to say anything of functions
+        monkeypatch.setattr("only_one.celery.app_settings.current_app", lambda: None)
+        forget_shared_tasks(monkeypatch)
     own = f"test:{uuid4().hex}:"
     with configure(prefix=own):
         yield own
     renewal._renewer.pending_releases.clear()
-
-
-def only_its_own_apps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apps of other tests say nothing of this test's functions, and have none of its tasks."""
-    for listener in ("celery.app.builtins", "only_one.celery.lazy_tasks"):  # which stay
-        import_module(listener)
-    state = sys.modules["celery._state"]
-    monkeypatch.setattr("only_one.celery.app_settings.current_app", lambda: None)
-    monkeypatch.setattr(state, "_on_app_finalizers", state._on_app_finalizers.copy())
 
 
 @pytest.fixture
