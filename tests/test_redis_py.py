@@ -126,17 +126,18 @@ def sources(pytestconfig: pytest.Config) -> Path:
     return unpacked
 
 
-def test_redis_pys_own_tests_of_its_locks(sources: Path, own_server: RedisServer, tmp_path: Path) -> None:
-    """Of both kinds side by side, each with a database of its own, which they empty."""
+def test_redis_pys_own_tests_of_its_locks(
+    sources: Path, own_server: RedisServer, server: RedisServer, tmp_path: Path
+) -> None:
+    """Of both kinds side by side, each with a server of its own, all of which they empty."""
     (tmp_path / "our_locks.py").write_text(PLUGIN)
     # As they are, and not as our own pytest.ini would have them; nor with a real pytest_asyncio, if there is one.
     # Nor are the folders above looked into, as those of temporary files, which may be somebody else's.
     options = f"-p our_locks -p no:asyncio -p no:cacheprovider -c {os.devnull} -rs --rootdir . --confcutdir .".split()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     passed, running = 0, []
-    for database, file in enumerate(["tests/test_lock.py", "tests/test_asyncio/test_lock.py"]):
-        url = f"{own_server.url.removesuffix('0')}{database}"
-        command = [sys.executable, "-m", "pytest", *options, "--redis-url", url, file]
+    for its_server, file in (own_server, "tests/test_lock.py"), (server, "tests/test_asyncio/test_lock.py"):
+        command = [sys.executable, "-m", "pytest", *options, "--redis-url", its_server.url, file]
         running.append(subprocess.Popen(command, cwd=sources, env=environment, stdout=subprocess.PIPE, text=True))
     for process in running:
         output = process.communicate()[0]
