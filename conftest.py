@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
-import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
@@ -14,12 +13,11 @@ from only_one.testing import redis_server
 from rigs.shared_tasks import forget_shared_tasks
 
 _OPEN: list[Any] = []
-_PATCH = pytest.MonkeyPatch()
 _NUMBERS = count()
 
 
 def _begin(namespace: dict[str, Any]) -> None:
-    forget_shared_tasks(_PATCH)
+    forget_shared_tasks()
     server = redis_server()
     configured = configure(redis=server.__enter__().url)
     # A module of its own for each page, as Celery names tasks by it, and copies them from app to app.
@@ -31,7 +29,6 @@ def _end(_namespace: dict[str, Any]) -> None:
     for each in _OPEN:
         each.__exit__(None, None, None)
     _OPEN.clear()
-    _PATCH.undo()
     events._hooks.clear()  # noqa: SLF001 - a page shows how to subscribe, and need not show how to end it
 
 

@@ -84,9 +84,9 @@ def prefix(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """
     for variable in ("ONLY_ONE_REDIS_URL", "ONLY_ONE_ACTIVE"):
         monkeypatch.delenv(variable, raising=False)
-    if "celery" in sys.modules:  # apps of other tests are not to say anything of functions
-        monkeypatch.setattr("only_one.celery.app_settings.current_app", lambda: None)
-        forget_shared_tasks(monkeypatch)
+    forget_shared_tasks()
+    # Apps of other tests are not to say anything of functions.
+    monkeypatch.setattr("only_one.celery.app_settings.current_app", lambda: None)
     own = f"test:{uuid4().hex}:"
     with configure(prefix=own):
         yield own
