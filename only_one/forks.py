@@ -11,7 +11,7 @@ _one_at_a_time = threading.Lock()
 
 
 def in_each_child(do: Callable[[], object]) -> None:
-    """Have ``do`` called in each forked child, before its first call of a decorated function."""
+    """Have ``do`` called in each forked child, before its first call or look at a key."""
     _in_each_child.append(do)
 
 

@@ -14,6 +14,7 @@ from .connections.server import Server, Source, find_server
 from .decorator import configured_by_app, is_task
 from .driver import RAW
 from .errors import ConfigurationError
+from .forks import see_fork
 from .holder import Holder
 from .lock.commands import release_now
 from .lock.liveness import is_dead
@@ -166,6 +167,7 @@ def release_key(key: str, token: str | bytes, *, redis: Source | None = None, ap
 
 def _configured(redis: Source | None, app: Any) -> tuple[Server, str]:
     """The server and the prefix of a decorator that names neither."""
+    see_fork()
     of_app, app_server = configured_by_app(app)
     merged = settings.merge(settings.current, of_app)
     source = settings.source_of(merged, app_server) if redis is None else redis

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from only_one import settings
 from only_one.connections.server import Server, Source, find_server
 from only_one.errors import KeyTemplateError, OnlyOneError
+from only_one.forks import see_fork
 from only_one.keys.template import compile_call, compile_key
 from only_one.lock.commands import Expiry, MarkerUpdate, Retained, expiry_in
 from only_one.lock.token import TokenFactory
@@ -167,6 +168,7 @@ class Decoration:
 
     def options_for(self, caller: Caller) -> EffectiveOptions:
         """The effective options of a call; another call of ``configure`` makes them stale."""
+        see_fork()
         options = self._options_by_app.get(caller.app)
         if options is None or options.made_from is not settings.current:
             current = settings.current

@@ -16,7 +16,6 @@ from only_one.connections.server import Server
 from only_one.driver import TROUBLE, Commands, is_of_signal_handler, unanswered
 from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable
 from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, logger, wanted, warn_of_first_skip
-from only_one.forks import see_fork
 from only_one.holder import is_queued
 from only_one.lock.commands import ReleaseResult, Retained, acquire, end, replace
 from only_one.lock.current_lock import Lease
@@ -67,7 +66,6 @@ class LockedCall:
     """Whether the key may be ours, is ours, or is seen to, in the background perhaps; or will be kept from there."""
 
     def __init__(self, options: EffectiveOptions, server: Server, client: Any, caller: Caller, key: str) -> None:
-        see_fork()
         self.options = options
         self.server = server
         self.client = client

@@ -178,6 +178,8 @@ def test_a_fork_in_the_middle(redis: Any, redis_url: str, prefix: str, way: str,
 FORKED_BY_C = """
 import ctypes, os, sys, threading
 import only_one
+from only_one.connections.server import find_server
+from only_one.inspection import release_key
 from only_one.lock.renewal import _renewer
 from tests.renewal import is_awaited
 only_one.configure(redis=sys.argv[1], prefix=sys.argv[2])
@@ -193,10 +195,19 @@ def hold():
     os.read(may_end, 1)
     return is_renewed
 
+def ports():
+    kept = find_server(sys.argv[1]).client.kept
+    return {each.connection._sock.getsockname() for each in kept}
+
+def looks_at_keys_by_itself():
+    parents = ports()
+    release_key(sys.argv[2], "the value of nobody")
+    return ports().isdisjoint(parents)
+
 def forked(do):
     pid = ctypes.PyDLL(None).fork()
     if not pid:
-        os._exit({True: 7, None: 8}.get(call(do), 9))
+        os._exit({True: 7, None: 8}.get(do(), 9))
     return pid
 
 def exit_code(pid):
@@ -211,18 +222,18 @@ def end_the_thread():
 
 call(bool)  # from now on there are connections, tokens and a thread
 end_the_thread()
-first = forked(hold)
+first = forked(lambda: call(hold))
 os.read(begun, 1)
-second = exit_code(forked(bool))
+second = exit_code(forked(lambda: call(bool)))
 os.write(tell_end, b".")
-print(exit_code(first), second, flush=True)
+print(exit_code(first), second, exit_code(forked(looks_at_keys_by_itself)), flush=True)
 """
 
 
-def test_children_that_c_code_has_forked_exclude_each_other_and_renew(redis_url: str, prefix: str) -> None:
+def test_children_that_c_code_has_forked_exclude_each_other_renew_and_look_at_keys(redis_url: str, prefix: str) -> None:
     """Python's hooks see no such fork: uWSGI forks so."""
     with Program(FORKED_BY_C, redis_url, prefix) as program:
-        assert program.line() == "7 8"
+        assert program.line() == "7 8 7"
 
 
 IN_MULTIPROCESSING = """
