@@ -138,9 +138,9 @@ class LockedCall:
     def resolve_acquire(self, acquired: bytes | Exception | None) -> bool:
         """Whether the function may run, by the result of ``acquire``. If not, ``result`` is the result of the call."""
         if isinstance(acquired, bytes):
-            self._stage = "over"
             if self._may_come_late:
                 self.clean_up(no_write_in_flight=False)
+            self._stage = "over"
             if not self.pause:
                 self.result = self.busy(acquired)
             return False
@@ -233,10 +233,13 @@ class LockedCall:
 
     def clean_up(self, *, no_write_in_flight: bool, retained: Retained | None = None) -> None:
         """Release the key in the background, or store a retained value: whether the token is there is not known."""
-        self._stage = "kept later" if retained else "over"
         is_final = no_write_in_flight and not self._may_come_late
-        until = now() + self.options.ttl
-        release_later(PendingRelease(self.server, self.key, self.token, until, is_final, retained))
+        pending = PendingRelease(self.server, self.key, self.token, now() + self.options.ttl, is_final, retained)
+        if retained:
+            self._stage = "kept later"
+        release_later(pending)
+        if not retained:
+            self._stage = "over"  # and not before: if a signal handler raises until here, it is done again
 
     def _kept(self) -> Retained | None:
         """The value to store at the key after a successful run, for the rest of ``at_least``; None if that is over."""
