@@ -230,7 +230,7 @@ print(exit_code(first), second, exit_code(forked(looks_at_keys_by_itself)), flus
 """
 
 
-def test_children_that_c_code_has_forked_exclude_each_other_renew_and_look_at_keys(redis_url: str, prefix: str) -> None:
+def test_children_that_c_code_has_forked_exclude_each_other_and_renew(redis_url: str, prefix: str) -> None:
     """Python's hooks see no such fork: uWSGI forks so."""
     with Program(FORKED_BY_C, redis_url, prefix) as program:
         assert program.line() == "7 8 7"
