@@ -278,29 +278,32 @@ class Checker:
             self.history.note(process.name, "event", kind, getattr(event, "reason", ""))
         if kind != "Lost":
             return
-        # A loss that is seen at the end of a run is told before it stands in the lock.
-        likely: Any = {"released": 0, None: 1, event.reason: 2}
         own = [call for call in self.calls if call.process is process and call.had_key and call.told_at == inf]
         lost = [call for call in own if call.lock.key == event.key and not call.lock.is_held]
-        lost = [call for call in lost if call.lock.reason in likely and call.lock.token.decode() != event.value]
+        lost = [call for call in lost if call.lock.token.decode() != event.value]
 
-        def likelihood(call: Call) -> tuple[bool, int, float]:
-            return call.lock.reason == event.reason, int(likely[call.lock.reason]), call.answered
+        def likelihood(call: Call) -> tuple[bool, bool, bool, float]:
+            # A loss that is seen at the end of a run is told before it stands in the lock, or where another stands.
+            reason, is_false = call.lock.reason, self._is_false_loss(call, event.reason)
+            return not is_false, reason == event.reason, reason is None, call.answered
 
         for call in sorted(lost, key=likelihood)[-1:]:
             call.told_at = self.history.now
             self._check_loss(call, event.reason)
 
     def _check_loss(self, call: Call, reason: str) -> None:
-        """A run is told that its key is lost: was it?"""
+        if self._is_false_loss(call, reason):
+            self.problem("told of a loss that was none", f"{call.name}: {reason}")
+
+    def _is_false_loss(self, call: Call, reason: str) -> bool:
+        """Whether a run that is told that its key is lost has not lost it."""
         by_time = ("overrun", "unavailable", "released")
         if call.lock is None or call.is_excused or reason in by_time or call.asked < self.lost_data_at:
-            return
+            return False
         own = [each for each in self.stored[call.key_there] if each.value == call.lock.token]
         expires_at = min(call.lock.expires_at, call.lapsed_at)
         has_expired = reason == "expired" and self.history.now >= expires_at
-        if own and not has_expired and not any(each.has_expired for each in own):
-            self.problem("told of a loss that was none", f"{call.name}: {reason}")
+        return bool(own) and not has_expired and not any(each.has_expired for each in own)
 
     def fenced(self, call: Call, fence: int) -> None:
         if type(fence) is not int:
@@ -350,8 +353,9 @@ class Checker:
         sent = [(command, reply) for command, reply in done if command[0] in _OF_A_CALL]
         sent = [each for each in sent if not any(script in each[0][1] for script in _BESIDE)]
         most = _REFUSES[version] * len({call.process for call in self.calls})
-        # A key that is free when an old server is asked for the holder is asked for once more.
-        most += 2 * sum(command[0] == b"GET" and reply is None for command, reply in sent)
+        # A key that is free when an old server is asked for the holder is asked for once more; and so is one of a dead
+        # holder that is free when it is taken over.
+        most += 2 * sum(command[0] in (b"GET", b"EVAL") and reply is None for command, reply in sent)
         for call in self.calls:
             # An old server is asked for the holder, and so is a new one by a run that has overrun its time.
             asks = version == "redis6" if call.lock is None else not call.held_to_the_end
