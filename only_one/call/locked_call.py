@@ -62,6 +62,8 @@ class LockedCall:
     pause = 0.0
     has_succeeded = _may_come_late = False
     _owed: Retained | None = None
+    _retained: Retained | None = None
+    """The value that the release stores in place of the token."""
     _stage: Literal["asked", "held", "over", "kept later"] = "asked"
     """Whether the key may be ours, is ours, or is seen to, in the background perhaps; or will be kept from there."""
 
@@ -211,16 +213,15 @@ class LockedCall:
             retained = self._kept()
         is_kept = retained is not None and retained.note is None
         # A retry's value goes, too: a key names one task that waits, and it was taken over from the other.
-        if self._owed is not None and not is_kept:
-            retained = to_store(self._owed)
+        self._retained = retained if is_kept or self._owed is None else to_store(self._owed)
         became: ReleaseResult | None = None
         try:
-            became = yield from end(self.server.features, self.key, self.token, retained, marker)
+            became = yield from end(self.server.features, self.key, self.token, self._retained, marker)
             is_marked = became.has_redeliveries or became.status != "held"
             if marker and is_marked:
                 self.caller.on_marked(self.server, self.key)
             has_expired = became.status == "gone" and now() > self.lease.expires_at  # while it was released
-            if retained and has_expired:
+            if self._retained and has_expired:
                 became = None
         except Exception as error:
             if is_of_signal_handler(error):
@@ -229,17 +230,14 @@ class LockedCall:
             if marker is None and "WRONGTYPE" in str(error):  # a list or hash that somebody has put there
                 became = ReleaseResult("taken")
             logger.debug("%s could not be released: %s", self.key, error)
-        self._released(became, retained)
+        self._released(became)
 
     def clean_up(self, *, no_write_in_flight: bool, retained: Retained | None = None) -> None:
         """Release the key in the background, or store a retained value: whether the token is there is not known."""
         is_final = no_write_in_flight and not self._may_come_late
         pending = PendingRelease(self.server, self.key, self.token, now() + self.options.ttl, is_final, retained)
-        if retained:
-            self._stage = "kept later"
         release_later(pending)
-        if not retained:
-            self._stage = "over"  # and not before: if a signal handler raises until here, it is done again
+        self._stage = "kept later" if retained else "over"  # not before: if a signal handler raises, it is done again
 
     def _kept(self) -> Retained | None:
         """The value to store at the key after a successful run, for the rest of ``at_least``; None if that is over."""
@@ -247,10 +245,10 @@ class LockedCall:
         until = self._asked_at + at_least
         return Retained(kept(self.token, at_least), until) if at_least and until > now() else None
 
-    def _released(self, became: ReleaseResult | None, retained: Retained | None = None) -> None:
+    def _released(self, became: ReleaseResult | None) -> None:
         """Finish after a release; with None for a result it is not known whether the key was released."""
         if became is None:
-            self.clean_up(no_write_in_flight=True, retained=retained)
+            self.clean_up(no_write_in_flight=True, retained=self._retained)
         else:
             # A key that is gone may have been released by the first of two commands, or have expired meanwhile.
             is_certain = unanswered.get() == self._unanswered and now() < self.lease.expires_at
@@ -265,7 +263,7 @@ class LockedCall:
         let_go(self.lease)
         if wanted(Released):
             status: Any = "unknown" if became is None else became.status
-            is_kept = retained is not None and retained.note is None  # and not a task's that waits
+            is_kept = self._retained is not None and self._retained.note is None  # and not a task's that waits
             status = "kept" if is_kept and status == "held" else status
             emit(Released(self.key, self.caller.name, status, now() - self._asked_at))
 
