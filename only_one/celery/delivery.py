@@ -91,6 +91,20 @@ def queue_options_of(task: Any) -> EffectiveOptions | None:
     return decoration.options_for(decoration.plain) if decoration else None
 
 
+def key_of_message(task: Any, decoration: Decoration, prefix: str, args: Any, kwargs: Any) -> str | None:
+    """The key that the message's arguments give; None if the run may have had other arguments.
+
+    What may change them (pydantic, a base's ``__call__``, a function in between) is the user's, and is not called here.
+    """
+    caller = caller_from_outside(task, decoration)
+    is_innermost = decoration.task is not None or [*functions_of(task)][1:2] == [decoration.function]
+    # The first class that has a `__call__`; that of Celery's class is another in a worker.
+    is_called_by = next(kind for kind in type(task).__mro__ if "__call__" in vars(kind))
+    if not is_innermost or is_called_by is not Task:
+        return None
+    return prefix + decoration.make_key(caller, (task, *args) if caller.bound else tuple(args), kwargs)
+
+
 class TaskCaller(Caller):
     """A call of a task's function: it has its app's settings, and is otherwise like the call of a plain function."""
 

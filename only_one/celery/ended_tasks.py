@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from celery import Task, signals
+from celery import signals
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
 
 from only_one.call.effective_options import Decoration, EffectiveOptions
@@ -25,7 +25,7 @@ from only_one.lock.renewal import finish_pending_releases, release_later
 from only_one.lock.token import machine
 
 from . import redelivery
-from .delivery import Delivery, caller_from_outside, decorations_of, functions_of, queue_options_of
+from .delivery import Delivery, caller_from_outside, decorations_of, key_of_message, queue_options_of
 from .received_tasks import received_request, warn_once, withdraw, withdrawal_of
 
 _at_work = threading.Lock()
@@ -74,7 +74,8 @@ def _release_when_dead(task: Any, decoration: Decoration, task_id: str, args: An
                 if (server := options.server) is None:
                     return
                 if keys is None:
-                    keys, retained = _end_message(task, decoration, options, args, kwargs, request)
+                    key, retained = _end_message(task, decoration, options, args, kwargs, request)
+                    keys = [key] if key else None
             if keys is None:
                 keys = _all_keys(server, options.prefix)
             keys = [key for key in keys if not _is_free(server, options, key, task_id, retained)]
@@ -88,35 +89,20 @@ def _release_when_dead(task: Any, decoration: Decoration, task_id: str, args: An
 
 def _end_message(
     task: Any, decoration: Decoration, options: EffectiveOptions, args: Any, kwargs: Any, request: Any
-) -> tuple[list[str] | None, Retained | None]:
+) -> tuple[str | None, Retained | None]:
     """Withdraw a unique task that never began, unless its message is sent again.
 
     Returns:
         The message's key, if it is known, and the value that keeps this key if the message is sent again.
     """
     if request is None or decoration.task is None:
-        return _key_of_message(task, decoration, options.prefix, args, kwargs), None
+        return key_of_message(task, decoration, options.prefix, args, kwargs), None
     delivery = Delivery(task, request, bound=False, decoration=decoration)
     is_sent_again = "only_one_requeued" in vars(request)
     if not is_sent_again and (withdrawal := withdrawal_of(task, request)):
         release_later(withdrawal)
-    known = [delivery.key] if delivery.key else None
-    keys = known or _key_of_message(task, decoration, options.prefix, args, kwargs)
-    return keys, delivery.retained_value(options, keys[0], None) if keys else None
-
-
-def _key_of_message(task: Any, decoration: Decoration, prefix: str, args: Any, kwargs: Any) -> list[str] | None:
-    """The key that the message's arguments give; None if the run may have had other arguments.
-
-    What may change them (pydantic, a base's ``__call__``, a function in between) is the user's, and is not called here.
-    """
-    caller = caller_from_outside(task, decoration)
-    is_innermost = decoration.task is not None or [*functions_of(task)][1:2] == [decoration.function]
-    # The first class that has a `__call__`; that of Celery's class is another in a worker.
-    is_called_by = next(kind for kind in type(task).__mro__ if "__call__" in vars(kind))
-    if not is_innermost or is_called_by is not Task:
-        return None
-    return [prefix + decoration.make_key(caller, (task, *args) if caller.bound else tuple(args), kwargs)]
+    key = delivery.key or key_of_message(task, decoration, options.prefix, args, kwargs)
+    return key, delivery.retained_value(options, key, None) if key else None
 
 
 def _all_keys(server: Server, prefix: str) -> list[Any]:

@@ -13,6 +13,7 @@ from weakref import ref
 from celery import signals
 from celery.app.task import Context
 
+from only_one.call.effective_options import Decoration
 from only_one.call.owed_key import Withdrawal, note_of
 from only_one.clock import now
 from only_one.connections.server import Server
@@ -27,8 +28,9 @@ from only_one.lock.token import TokenFactory, words_of
 from only_one.settings import DEFAULT_LEASE
 
 from . import coalescing
-from .broker import waits_for
-from .delivery import decorations_of, queue_options_of
+from .broker import redelivers_at_any_time, remembered_for, waits_for
+from .delivery import caller_from_outside, decorations_of, key_of_message, queue_options_of
+from .redelivery import read_marker
 from .requeue import header_of, keep_content_type
 from .work import work_held_by, work_of
 
@@ -86,7 +88,7 @@ in_each_child(_waiting.clear)
 
 def _on_received(sender: Any, request: Any, **_: Any) -> None:
     global _swept_at, _backs_off_until  # noqa: PLW0603 - those of the process
-    if decorations_of(request.task):
+    if decorations := decorations_of(request.task):
         keep_content_type(request)
     if now() < _backs_off_until:
         return
@@ -96,6 +98,8 @@ def _on_received(sender: Any, request: Any, **_: Any) -> None:
             del _waiting[lease]
     try:
         _receive(sender, request)
+        for decoration in decorations:
+            _announce_redelivery(request, decoration)
     except Exception as error:  # noqa: BLE001 - the task runs all the same; its key expires
         warn_once(f"a key of {request.name}, which was received, could not be renewed", type(error).__name__)
         _backs_off_until = now() + 10  # the worker has other messages to receive
@@ -133,6 +137,23 @@ def _receive(consumer: Any, request: Any) -> None:
         request.request_dict.update(header._replace(token=token.decode()).as_headers())
         _waiting[lease] = options.server, work.token_factory(request.task, "queued"), queued_for
         hold(lease)
+
+
+def _announce_redelivery(request: Any, decoration: Decoration) -> None:
+    """Tell the run of a message that a redelivery waits for its end: no child may be free to ask until then.
+
+    Redis delivers again what runs in a worker that has lost its connection. With RabbitMQ a run tells in any case.
+    """
+    task, app = request.task, request.app
+    if not (task.acks_late and request.delivery_info["redelivered"]) or redelivers_at_any_time(app):
+        return
+    context = Context(request.request_dict)
+    header, options = header_of(context), decoration.options_for(caller_from_outside(task, decoration))
+    key = header.key if decoration.task is not None else None
+    key = key or key_of_message(task, decoration, options.prefix, request.args, request.kwargs)
+    if key is not None and options.server is not None:
+        marker = work_of(context).marker(key, header.lineage)
+        drive(options.server.client, read_marker(key, marker, waits=remembered_for(app)))
 
 
 def _on_shutdown(**_: Any) -> None:

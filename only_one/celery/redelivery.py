@@ -7,8 +7,10 @@ The result backend is not asked: there may be none, and it is written after the 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
+from celery import Task
 from celery.exceptions import Ignore, Reject, Retry
 
 from only_one.driver import TROUBLE, Commands
@@ -73,6 +75,7 @@ def marker_update(task: Any, marker: str, ended_by: BaseException | None, second
     """The completion marker that the release of a task with acks_late sets, if the run has ended.
 
     A run that was rejected, ignored or interrupted by a signal has not ended: a redelivery does its work.
+    One that was replaced has ended: its replacement is published.
     Nor has a run that failed, if its message is not acknowledged then: it may come back by a dead-letter queue.
 
     Args:
@@ -81,7 +84,7 @@ def marker_update(task: Any, marker: str, ended_by: BaseException | None, second
         ended_by: the exception that the run has raised, or None.
         seconds: how long the run has taken.
     """
-    has_ended: Any = ended_by is None or isinstance(ended_by, Retry)
+    has_ended: Any = ended_by is None or isinstance(ended_by, Retry) or _is_replaced(ended_by)
     if isinstance(ended_by, Exception) and not isinstance(ended_by, (Ignore, Reject, Retry)):
         has_ended = getattr(task, "acks_on_failure", None)  # since Celery 5.7
         has_ended = task.acks_on_failure_or_timeout if has_ended is None else has_ended
@@ -90,6 +93,12 @@ def marker_update(task: Any, marker: str, ended_by: BaseException | None, second
     # There may be a redelivery that could not ask, because it waits for a free place in a worker.
     may_be_unseen = redelivers_at_any_time(task.app) or seconds > visibility_timeout(task.app) / 2
     return MarkerUpdate(marker, round(1000 * remembered_for(task.app)) if may_be_unseen else 0)
+
+
+def _is_replaced(ended_by: BaseException) -> bool:
+    """Whether Celery has raised the exception because the task is replaced: it is an ``Ignore`` like any other."""
+    replaces = Task.on_replace.__code__
+    return isinstance(ended_by, Ignore) and any(f.f_code is replaces for f, _ in walk_tb(ended_by.__traceback__))
 
 
 @contextmanager

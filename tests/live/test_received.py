@@ -88,6 +88,21 @@ def test_the_next_worker_takes_it_over(scene: Scene) -> None:
         assert scene.is_free()
 
 
+@pytest.mark.parametrize("how", ["return", "replace"])
+def test_a_redelivery_for_which_no_process_is_free_until_its_run_has_ended_is_dropped(scene: Scene, how: str) -> None:
+    """As after a connection to Redis that was lost for a moment: the worker has received it while the run lasted."""
+    with scene.place.worker("-c", "1"):
+        answer = live.redelivered.delay(scene.key, how)
+        scene.begun()
+        before = scene.place.received(answer.id)
+        scene.place.broker.deliver_again(scene.place.broker.copy_of(answer.id))
+        assert eventually(lambda: scene.place.received(answer.id) > before)
+        scene.open()
+        assert eventually(lambda: f"[{answer.id}] dropped: its run has ended" in scene.place.log())
+        assert answer.get(timeout=LIMIT)
+    assert scene.runs() == ["0"] * (1 + (how == "replace"))
+
+
 @pytest.mark.parametrize(
     "signals",
     [[signal.SIGTERM], [signal.SIGQUIT], [signal.SIGINT, signal.SIGINT]],

@@ -195,6 +195,7 @@ class Broker:
         self.unacked: list[Delivery] = []
         self.published: list[Delivery] = []
         self.redelivered: set[int] = set()
+        self.redelivered_before_a_run: set[str] = set()
         self.workers: list[Any] = []
 
     def put(self, payload: dict[str, Any]) -> None:
@@ -230,6 +231,8 @@ class Broker:
             return
         self.unacked.remove(delivery)
         self.redelivered.add(delivery.number)
+        if all(run.work != delivery.work for run in self.world.runs):
+            self.redelivered_before_a_run.add(delivery.work.trigger)
         payload = deepcopy(delivery.payload)
         payload["headers"]["redelivered"] = payload["properties"]["delivery_info"]["redelivered"] = True
         self.world.note("broker", "redelivers", f"#{delivery.number}")

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import combinations, pairwise
+from math import inf
 from typing import Any
 
 _DOCUMENTED = ("AlreadyRunning", "LockUnavailable", "OperationalError")
@@ -98,6 +99,8 @@ class MessageChecker:
         just_ended = {run.trigger.name for run in self.history.runs if run.ended is not None and run.ended > since}
         keep = {each.name for each in triggers if each.how in _UNIQUE and _GIVE_UP_THEIR_KEY.isdisjoint(each.ends)}
         keep &= {each.work.trigger for each in self.history.broker.published} - just_ended
+        # A message whose run was killed has no key until it is delivered again.
+        keep -= {run.trigger.name for run in self.history.runs if run.end == "killed"}
         if trigger.is_sent and (others := before & after & keep) and not self._may_forget:
             self.problem("a second message", f"{trigger.name} beside {others}")
         is_accounted_for = before or after or just_ended or self.plan.at_least or not self.only("publishing fails")
@@ -193,6 +196,15 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         may_run_again = history.triggers[work.trigger].ends == ("requeue",)
         if count > 1 and not may_run_again and checker.only("publishing fails"):
             yield "a run too many", f"{work} ran {count} times"
+    # A visibility timeout comes sooner here than runs are long.
+    if not history.plan.acks_late or checker.had("visibility timeout"):
+        return
+    for first, later in combinations(history.runs, 2):
+        is_again = first.work == later.work and first.trigger.name not in history.broker.redelivered_before_a_run
+        was_killed = first.life != first.process.life or getattr(first.process, "died_at", inf) <= later.began
+        is_replaced = first.end == "Ignore" and first.trigger.action_for(first) == "replace"
+        if is_again and not was_killed and (is_replaced or first.end in ("done", "ValueError", "Retry")):
+            yield "a run too many", f"{first.work} ran again after {first.end}"
 
 
 def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:

@@ -105,6 +105,7 @@ class Run:
     lock: Any
     process: Process
     began: float
+    life: int
     end: str | None = None
     ended: float | None = None
 
@@ -216,7 +217,7 @@ class MessageWorld(History):
         celery.worker.state.revoked.add(revoked)
         jobs = [job for worker in self.broker.workers for job in worker.jobs if terminates and job.request]
         for job in [job for job in jobs if job.request.id == revoked]:
-            job.worker.do(lambda job=job: job.request.terminate(job.worker))
+            job.worker.do(lambda job=job: job.request and job.request.terminate(job.worker))  # it may have ended
 
     # processes, apps and tasks
 
@@ -292,7 +293,7 @@ class MessageWorld(History):
         """Run the decorated function."""
         trigger, process = self.triggers[name], this()
         work = Work(name, task.request.replaced_task_nesting, task.request.retries)
-        run = Run(trigger, work, process.package.current_lock(), process, self.now)
+        run = Run(trigger, work, process.package.current_lock(), process, self.now, process.life)
         self.checker.run_begins(run)
         trigger.runs.append(run)
         self.runs.append(run)
