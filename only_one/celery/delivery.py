@@ -129,7 +129,8 @@ class Delivery(TaskCaller):
     Attributes:
         header: our header in the message.
         work: the work of the message.
-        under_way: the keys that runs of this message hold, one of each decorator of the task.
+        under_way: the keys that runs of this message hold, one of each decorator of the task; None for a run that is
+            over. The task may call it once more in this delivery, as a base's ``__call__`` does that tries again.
         is_unique_in_queue: whether the task is unique from queued to finished, also while it waits for a retry.
         is_redelivered: whether the broker says that it has delivered the message before.
         is_superseded: whether it has the key, but a newer task that ``buffer_one`` coalesces does the work.
@@ -141,7 +142,7 @@ class Delivery(TaskCaller):
         self.work = work_of(request)
         super().__init__(task, self.work.token_factory(task), bound=bound)
         self.header = header_of(request, self.work)
-        self.under_way: dict[str, Decoration] = vars(request).setdefault("only_one_under_way", {})
+        self.under_way: dict[str, Decoration | None] = vars(request).setdefault("only_one_under_way", {})
         self._decoration = decoration
         self.is_unique_in_queue = decoration.task is not None
         if self.is_unique_in_queue:
@@ -178,7 +179,7 @@ class Delivery(TaskCaller):
         Raises:
             Ignore: if the holder is this task: a message whose work is done is dropped, the others are requeued.
         """
-        if key in self.under_way:  # two decorators of the task have the same key
+        if self.under_way.get(key) is not None:  # two decorators of the task have the same key
             return super().on_busy(options, server, key, value)
         request, holder = self._request, Holder.parse(value)
         held = work_held_by(holder)
@@ -284,14 +285,16 @@ class Delivery(TaskCaller):
         Raises:
             Ignore: for a redelivery that is dropped, or requeued until the result of its run is stored.
         """
-        header, self.under_way[key] = self.header, self._decoration
+        header, is_called_again = self.header, key in self.under_way
+        self.under_way[key] = self._decoration
         self._request.only_one_has_begun = True
         # A task that was sent with an id of its own has no key in its message; its retry waits with one.
         if self.is_unique_in_queue and header.key is None:
             self._request.headers = {**(self._request.headers or {}), **header._replace(key=key).as_headers()}
         only_newest = isinstance(options.when_busy, BufferOne)
         is_unmarked = self._task.acks_late and self.may_be_redelivered
-        may_be_redelivery = header.times or self.is_redelivered or is_unmarked
+        # What the marker tells by now of this delivery's own run, that has just ended, is no other's.
+        may_be_redelivery = not is_called_again and (header.times or self.is_redelivered or is_unmarked)
         if not only_newest and not may_be_redelivery:
             return True
         with redelivery.unless_down(self.work.id):
@@ -312,7 +315,7 @@ class Delivery(TaskCaller):
 
     def at_end(self, options: EffectiveOptions, key: str, ended_by: BaseException | None) -> AtEnd:
         """The retained value for a retry, and the marker that tells redeliveries that the run has ended."""
-        self.under_way.pop(key, None)
+        self.under_way[key] = None
         marker = None
         # Where nothing has run, a redelivery finds that out, too, and stores the result that this one may not store.
         if self._task.acks_late and not self.is_superseded:

@@ -52,6 +52,36 @@ def test_a_redelivery_is_requeued_while_its_run_lasts_and_dropped_afterwards(
     assert len(queue) == 0
 
 
+class TriesAgain(Task):  # type: ignore[misc]  # Celery has no types
+    """Calls the function once more if that has failed."""
+
+    abstract = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.run(*args, **kwargs)
+        except ZeroDivisionError:
+            return self.run(*args, **kwargs)
+
+
+def test_a_message_that_was_requeued_may_call_its_function_twice(queue: Queue, keys: Keys) -> None:
+    """What the first call has noted for redeliveries is not for the second, in the same delivery."""
+
+    def work() -> None:
+        runs.append("run")
+        if len(runs) == 1:
+            raise ZeroDivisionError
+
+    runs: list[str] = []
+    keys["k"] = "somebody else"
+    answer = a_task(queue.app, work, when_busy=retry(), celery={"base": TriesAgain}).delay()
+    for _ in range(2):
+        queue.deliver()
+    del keys["k"]
+    queue.deliver()
+    assert (answer.state, runs, len(queue)) == ("SUCCESS", ["run", "run"], 0)
+
+
 @pytest.mark.parametrize("policy", [fail, skip, carry_on])
 def test_a_redelivery_that_finds_the_server_away_waits_unless_it_may_run_without_its_key(
     queue: Queue, redis_url: str, policy: Any
