@@ -330,11 +330,11 @@ class Delivery(TaskCaller):
         sig = ended_by.sig if isinstance(ended_by, Retry) else vars(request).get("only_one_requeued")
         if sig is None:
             return None
-        is_same = False
-        with suppress(Exception):  # of the user's objects that cannot be compared, such as arrays of numpy
-            is_same = list(sig.args) == list(request.args or ()) and sig.kwargs == dict(request.kwargs or {})
-        if not is_same:
-            return None  # with other arguments it may have another key
+        next_key = None
+        with suppress(Exception):  # of arguments that the retry has, and that have no digest
+            next_key = options.prefix + self._decoration.make_key(self, tuple(sig.args or ()), sig.kwargs or {})
+        if next_key != key:
+            return None
         begins_in = getattr(ended_by, "when", None) or sig.options.get("countdown")
         seconds = waits_for(self.app, options.queue_timeout, request.expires, begins_in)
         work = self.work._replace(attempt=sig.options.get("retries", self.work.attempt + 1))

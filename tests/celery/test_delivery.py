@@ -259,17 +259,8 @@ def test_of_two_decorators_with_one_key_the_inner_one_is_busy_like_any_other(que
 # Unique from queued to finished
 
 
-class Array:
-    """An argument that cannot be compared, as arrays of numpy."""
-
-    def __eq__(self, other: object) -> bool:
-        raise ValueError
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 def test_the_value_that_is_retained_for_a_retry(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a task that is sent again as it is, for as long as it is waited for."""
+    """Of a task that is sent again with the same key, for as long as it is waited for."""
 
     def retained(
         sig: Any = None, ended_by: Any = None, when: Any = None, *, seconds: float = 0.5, is_unique: bool = True,
@@ -277,11 +268,14 @@ def test_the_value_that_is_retained_for_a_retry(queue: Queue, monkeypatch: pytes
     ) -> Any:  # fmt: skip
         request: Any = {"id": "the-id", "retries": 4, "args": ["a"], "kwargs": {"b": 1}, "expires": None}
         request |= {"headers": None, "delivery_info": None, **changes}
-        decoration: Any = SimpleNamespace(task=task if is_unique else None)
+        decoration: Any = SimpleNamespace(task=task if is_unique else None, make_key=make_key)
         run = Delivery(task, SimpleNamespace(**request), bound=False, decoration=decoration)
-        options: Any = SimpleNamespace(queue_timeout=seconds)
-        stored = run.retained_value(options, "k", ended_by or Retry(when=when, sig=sig or task.s("a", b=1)))
+        options: Any = SimpleNamespace(queue_timeout=seconds, prefix="p:")
+        stored = run.retained_value(options, "p:k:a", ended_by or Retry(when=when, sig=sig or task.s("a", b=1)))
         return stored and (stored[0], stored[1] - 1000)
+
+    def make_key(_caller: object, args: tuple[str], _kwargs: object) -> str:
+        return "k:" + args[0]
 
     monkeypatch.setattr(delivery, "now", lambda: 1000)
     task = queue.app.task(done, name=f"task-{uuid4()}", shared=False)
@@ -295,10 +289,27 @@ def test_the_value_that_is_retained_for_a_retry(queue: Queue, monkeypatch: pytes
     assert retained(expires=-1) is None
     assert retained(seconds=0) is None
     assert retained(is_unique=False) is None
-    for other in (task.s("b", b=1), task.s("a", b=2), task.s("a"), task.s(Array(), b=1)):
+    assert retained(task.s("a", b=2)) is not None  # which is no part of the key
+    for other in (task.s("b", b=1), task.s(), task.s(object())):
         assert retained(other) is None
     for error in (KeyboardInterrupt(), ValueError(), Retry()):  # of which a task that raises the last has sent nothing
         assert retained(ended_by=error) is None
+
+
+def test_a_retry_with_an_argument_that_the_run_has_changed_leaves_no_key_behind(queue: Queue, keys: Keys) -> None:
+    """The key is that of the argument as it was, and nobody waits for it."""
+
+    def work(payload: dict[str, Any]) -> None:
+        payload["is_seen"] = True
+        raise task.retry(countdown=0)
+
+    task = unique(queue.app, function=work)
+    task.delay({"id": 1})
+    held = f"{keys.prefix}{task.name}:*"
+    assert keys.redis.keys(held)
+    queue.deliver()
+    assert len(queue) == 1
+    assert not keys.redis.keys(held)
 
 
 def test_a_task_is_unique_from_queued_to_finished_over_a_retry(
