@@ -285,16 +285,17 @@ class Delivery(TaskCaller):
         Raises:
             Ignore: for a redelivery that is dropped, or requeued until the result of its run is stored.
         """
-        header, is_called_again = self.header, key in self.under_way
-        self.under_way[key] = self._decoration
+        has_begun_before, self.under_way[key] = key in self.under_way, self._decoration
+        if has_begun_before:  # what has been noted of the work since then was noted by this very delivery
+            return True
+        header = self.header
         self._request.only_one_has_begun = True
         # A task that was sent with an id of its own has no key in its message; its retry waits with one.
         if self.is_unique_in_queue and header.key is None:
             self._request.headers = {**(self._request.headers or {}), **header._replace(key=key).as_headers()}
         only_newest = isinstance(options.when_busy, BufferOne)
         is_unmarked = self._task.acks_late and self.may_be_redelivered
-        # What the marker tells by now of this delivery's own run, that has just ended, is no other's.
-        may_be_redelivery = not is_called_again and (header.times or self.is_redelivered or is_unmarked)
+        may_be_redelivery = header.times or self.is_redelivered or is_unmarked
         if not only_newest and not may_be_redelivery:
             return True
         with redelivery.unless_down(self.work.id):

@@ -117,6 +117,18 @@ class Queue:
             return pool.submit(self.deliver, message, redelivered=redelivered).result()
 
 
+class TriesAgain(Task):  # type: ignore[misc]  # Celery has no types
+    """Calls the function once more if that has failed."""
+
+    abstract = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.run(*args, **kwargs)
+        except ZeroDivisionError:
+            return self.run(*args, **kwargs)
+
+
 def a_task(app: Celery, function: Any, *, celery: Any = None, **options: Any) -> Any:
     """A task whose function is decorated, and whose message is acknowledged at the end."""
     options = {"key": "k", "timeout": 600, **options}

@@ -17,7 +17,19 @@ from only_one.driver import drive
 from only_one.lock.commands import evaluate
 from rigs.proxy import Proxy
 from rigs.waiting import eventually
-from tests.celery.deliveries import CLOSED, OUTCOMES, REMEMBERED, Awaits, Keys, Queue, a_task, done, lambda_of, token_of
+from tests.celery.deliveries import (
+    CLOSED,
+    OUTCOMES,
+    REMEMBERED,
+    Awaits,
+    Keys,
+    Queue,
+    TriesAgain,
+    a_task,
+    done,
+    lambda_of,
+    token_of,
+)
 from tests.live import brokers as brokers  # which names the transport "unmarked"
 
 
@@ -52,27 +64,15 @@ def test_a_redelivery_is_requeued_while_its_run_lasts_and_dropped_afterwards(
     assert len(queue) == 0
 
 
-class TriesAgain(Task):  # type: ignore[misc]  # Celery has no types
-    """Calls the function once more if that has failed."""
-
-    abstract = True
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self.run(*args, **kwargs)
-        except ZeroDivisionError:
-            return self.run(*args, **kwargs)
-
-
 def test_a_message_that_was_requeued_may_call_its_function_twice(queue: Queue, keys: Keys) -> None:
     """What the first call has noted for redeliveries is not for the second, in the same delivery."""
+    runs: list[str] = []
 
     def work() -> None:
         runs.append("run")
         if len(runs) == 1:
             raise ZeroDivisionError
 
-    runs: list[str] = []
     keys["k"] = "somebody else"
     answer = a_task(queue.app, work, when_busy=retry(), celery={"base": TriesAgain}).delay()
     for _ in range(2):
