@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 from datetime import timedelta
 from typing import Any, Union
 
@@ -56,14 +57,15 @@ def check_bool(name: str, value: object) -> bool:
 
 
 def check_prefix(name: str, value: object) -> str:
-    """Return the value if it is a str without braces: braces would move some keys to another slot of a cluster.
+    """Return the value if it is a str without braces, which would move some keys to another slot of a cluster.
+
+    Surrogates are refused, too, because no client could send them.
 
     Raises:
         ConfigurationError: for any other value.
     """
-    has_braces = isinstance(value, str) and not {"{", "}"}.isdisjoint(value)
-    if has_braces or not isinstance(value, str):
-        msg = f"{name}={value!r}: write a str without braces, such as {name}='myapp:only_one:'"
+    if not isinstance(value, str) or re.search("[{}\ud800-\udfff]", value):
+        msg = f"{name}={value!r}: write a str of UTF-8 without braces, such as {name}='myapp:only_one:'"
         raise ConfigurationError(msg)
     return value
 

@@ -97,3 +97,10 @@ def _wait_no_longer() -> None:
     for pending in list(renewal._renewer.pending_releases.values()):
         pending.try_at = min(pending.try_at, now())
     renewal._renewer.see_to_it_by(-math.inf)
+
+
+def wait_for_another_attempt(key: str) -> None:
+    """To release the key in the background, which fails, or is put off while the server is known to be away."""
+    pending = next(each for each in renewal._renewer.pending_releases.values() if each.key == key)
+    before = pending.try_at
+    assert eventually(lambda: pending.try_at != before)

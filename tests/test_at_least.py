@@ -13,12 +13,11 @@ import redis as redis_py
 
 from only_one import ConfigurationError, Lost, Released, current_lock, only_one
 from only_one.holder import Holder as Value
-from only_one.lock import renewal
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, both, call_both, decorated, events
 from tests.faults.programs import Holder, Running
-from tests.renewal import later
+from tests.renewal import later, wait_for_another_attempt
 
 
 def parsed(value: Any) -> Value:
@@ -89,13 +88,6 @@ def test_it_is_kept_beyond_its_process(redis: Any, redis_url: str, prefix: str, 
     assert call_both() == [None, None]
     assert redis.get(key) == value
     assert parsed(value).state == "kept"
-
-
-def wait_for_another_attempt(key: str) -> None:
-    """To release the key in the background, which fails, or is put off while the server is known to be away."""
-    pending = next(each for each in renewal._renewer.pending_releases.values() if each.key == key)
-    before = pending.try_at
-    assert eventually(lambda: pending.try_at != before)
 
 
 @both

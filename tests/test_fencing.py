@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import redis as redis_py
 
 from only_one import LockLost, Lost, current_lock
+from rigs.proxy import Proxy
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, both, decorated, events
 from tests.faults.programs import Running
-from tests.renewal import is_renewed, later
+from tests.renewal import is_renewed, later, wait_for_another_attempt
 
-DAY = 24 * 3600 * 1000
+HOUR = 3600
+DAY = 24 * HOUR * 1000
 
 
 @pytest.fixture
@@ -52,6 +58,25 @@ def test_it_is_the_same_within_a_run_and_rises_from_run_to_run(redis: Any, count
         redis.delete(counter)  # as when nobody has asked for a day
         fences.append(decorate(fence)())
     assert rises(fences)
+
+
+@pytest.mark.usefixtures("redis")
+def test_it_is_the_same_in_all_threads_of_a_run() -> None:
+    """Or a store would refuse what the run itself has written with a lower one."""
+    together = threading.Barrier(8)
+
+    def run() -> set[int]:
+        lease = current_lock()
+
+        def asks(_number: int) -> int:
+            together.wait(LIMIT)
+            return lease.fence
+
+        with ThreadPoolExecutor(8) as pool:
+            return set(pool.map(asks, range(8)))
+
+    for _ in range(20):
+        assert len(decorated(run)()) == 1
 
 
 def test_it_rises_over_an_expiry(redis: Any, key: str) -> None:
@@ -114,3 +139,21 @@ def test_a_run_that_asks_for_more_time(redis: Any, key: str, counter: str, decor
         assert decorate(work, timeout=600)() == "done"
     assert [lost.reason for lost in losses] == ["overrun"]
     assert not redis.exists(key, counter)
+
+
+@both
+def test_a_key_whose_run_asked_for_more_time_is_released_when_a_server_that_was_away_is_back(
+    redis: Any, redis_url: str, key: str, decorate: Decorate
+) -> None:
+    """It is tried for as long as the key may be there, and not only as long as it was acquired for."""
+    with Proxy(redis_url) as proxy, ExitStack() as away, redis_py.Redis.from_url(proxy.url) as client:
+
+        def work() -> None:
+            current_lock().extend(HOUR)
+            away.enter_context(proxy.refused())
+
+        decorate(work, timeout=1, redis=client)()
+        with later(10):
+            wait_for_another_attempt(key)
+            away.close()
+            assert eventually(lambda: not redis.exists(key))

@@ -235,7 +235,10 @@ class LockedCall:
     def clean_up(self, *, no_write_in_flight: bool, retained: Retained | None = None) -> None:
         """Release the key in the background, or store a retained value: whether the token is there is not known."""
         is_final = no_write_in_flight and not self._may_come_late
-        pending = PendingRelease(self.server, self.key, self.token, now() + self.options.ttl, is_final, retained)
+        until = now() + self.options.ttl
+        if self._stage == "held":  # perhaps for longer, by `extend`
+            until = max(until, self.lease.expires_at)
+        pending = PendingRelease(self.server, self.key, self.token, until, is_final, retained)
         release_later(pending)
         self._stage = "kept later" if retained else "over"  # not before: if a signal handler raises, it is done again
 

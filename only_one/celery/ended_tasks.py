@@ -28,6 +28,9 @@ from . import redelivery
 from .delivery import Delivery, caller_from_outside, decorations_of, key_of_message, queue_options_of
 from .received_tasks import received_request, warn_once, withdraw, withdrawal_of
 
+_WAITS_FOR_A_SERVER = 3600.0
+"""Seconds for which a server that is away is asked again."""
+
 _at_work = threading.Lock()
 """Held while a thread of ours does something: the pool does not fork then, because its new child would inherit every
 lock of Python, Celery or redis-py that the thread has acquired, and have nobody to release it.
@@ -64,7 +67,7 @@ def _watch(task: Any, task_id: str, args: Any, kwargs: Any, request: Any) -> Non
 
 
 def _release_when_dead(task: Any, decoration: Decoration, task_id: str, args: Any, kwargs: Any, request: Any) -> None:
-    until = now() + 10  # Celery tells that it kills a process before it does it
+    until = (begun := now()) + 10  # Celery tells that it kills a process before it does it
     keys: list[Any] | None = None
     retained = None
     while keys != [] and now() < until:
@@ -82,8 +85,9 @@ def _release_when_dead(task: Any, decoration: Decoration, task_id: str, args: An
         except Exception as error:  # noqa: BLE001 - nobody to raise it to; the key expires by itself
             text = f"a key of {task.name}, whose run was killed or revoked, could not be released"
             warn_once(text, type(error).__name__)
-            if not isinstance(error, TROUBLE):  # of the server, which may be back soon
+            if not isinstance(error, TROUBLE):
                 return
+            until = min(now() + 10, begun + _WAITS_FOR_A_SERVER)
         time.sleep(0.02)
 
 

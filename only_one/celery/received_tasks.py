@@ -56,9 +56,13 @@ class _WaitingLease(Lease):
         super().__init__(*lease)
 
     def lives_on(self, sent: float, ttl: float) -> None:
-        """Note the same; a task whose request is forgotten has ended, or is in its queue again: its key may expire."""
+        """Note the same; a task whose request is forgotten has ended, or is in its queue again: its key may expire.
+
+        Or it has ended because its message is acknowledged: Celery remembers for long what had an ``eta``.
+        """
         super().lives_on(sent, ttl)
-        if self.request() is None:
+        request = self.request()
+        if request is None or request.acknowledged:
             self.renew_at = self.ends_at
 
     def lose(self, reason: str, value: bytes = b"") -> str:

@@ -244,11 +244,12 @@ def escaper(separators: Iterable[str] = ()) -> Callable[[str], str]:
     special = re.compile(f"[{re.escape(''.join(RESERVED.union(separators)))}\ud800-\udfff]")
 
     def escape(text: str) -> str:
-        text = special.sub(_percent_encoded, text) if special.search(text) else text
+        text = special.sub(percent_encoded, text) if special.search(text) else text
         return text if len(text) <= _LONGEST else f"{text[:40]}%~{digest(text)}"
 
     return escape
 
 
-def _percent_encoded(match: re.Match[str]) -> str:
+def percent_encoded(match: re.Match[str]) -> str:
+    """What is matched, as a URL has it."""
     return "".join(f"%{byte:02X}" for byte in match[0].encode("utf-8", "surrogatepass"))

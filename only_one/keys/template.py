@@ -1,6 +1,7 @@
 """Key templates such as ``{name}:{md5}``, and ``key=callable``: compiled once into a function that makes the key."""
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from inspect import Signature, signature
 from string import Formatter
@@ -9,7 +10,18 @@ from typing import Any
 from only_one.errors import KeyTemplateError, UnkeyableArgument
 from only_one.option_values import is_async
 
-from .fields import BY_NAME, BY_POSITION, RESERVED, Arguments, Field, MakeKey, escaper, field_problem, make_text
+from .fields import (
+    BY_NAME,
+    BY_POSITION,
+    RESERVED,
+    Arguments,
+    Field,
+    MakeKey,
+    escaper,
+    field_problem,
+    make_text,
+    percent_encoded,
+)
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -128,7 +140,7 @@ def _template(template: str, arguments: Arguments) -> MakeKey:
         msg = f"key template {template!r}: {problem}"
         raise KeyTemplateError(msg)
     escape = escaper(separator[0] for separator in between)
-    start, *tails = [literal.replace("{", "%7B").replace("}", "%7D") for literal in literals]
+    start, *tails = [re.sub("[{}\ud800-\udfff]", percent_encoded, literal) for literal in literals]
     if not fields:
         return lambda _name, _args, _kwargs: start
     texts = [make_text(field, arguments, escape) for field in fields]

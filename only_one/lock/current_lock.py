@@ -155,10 +155,11 @@ class Lease:
         Raises:
             LockLost: if the key is not ours any more.
         """
-        if self._fence is None:
-            fence: int = self._ask(FENCE, beside=(f"{{{self.key}}}:fence",))
-            self._fence = fence
-        return self._fence
+        fence = self._fence
+        if fence is None:
+            asked: int = self._ask(FENCE, beside=(f"{{{self.key}}}:fence",))
+            fence = vars(self).setdefault("_fence", asked)  # another thread of the run may have asked meanwhile
+        return fence
 
     def _ask(self, script: Script, *args: int, beside: tuple[str, ...] = ()) -> Any:
         """The number that a script replies while the key is ours; the time in microseconds if the locking is off.

@@ -28,7 +28,7 @@ from only_one import buffer_one, configure
 from only_one.celery import ended_tasks, received_tasks
 from only_one.celery.requeue import Header
 from only_one.clock import now
-from only_one.connections.server import Server
+from only_one.connections.server import Server, find_server
 from only_one.lock import renewal
 from only_one.lock.token import TokenFactory, process_start
 from rigs.proxy import Proxy
@@ -278,14 +278,25 @@ def test_the_key_of_a_lost_process_whose_run_was_called_by_super_is_released(
 
 
 def test_the_key_of_a_lost_process_is_released_when_a_server_that_was_away_is_back(
-    task: Any, keys: Keys, redis_url: str, child: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
+    task: Any,
+    keys: Keys,
+    redis_url: str,
+    child: subprocess.Popen[bytes],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """However long it was away."""
     keys["k"] = held_by(child.pid)
     end(child)
     with Proxy(redis_url) as proxy, configure(redis=proxy.url):
+        node = find_server(proxy.url).node_of("k")
         with proxy.refused():
             fail(task, "k")
             assert eventually(lambda: caplog.records)
+            for later in (6, 12, 18):  # in which it is asked again
+                monkeypatch.setattr(ended_tasks, "now", lambda later=later: now() + later)
+                before = node.backs_off_until
+                assert eventually(lambda before=before: node.backs_off_until > before)  # type: ignore[misc]
         assert eventually(lambda: "k" not in keys)
 
 
@@ -427,8 +438,9 @@ def test_an_error_in_a_signal_is_a_warning_with_its_traceback_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """It is no error of the worker, which goes on."""
-    moments = itertools.count(now(), 6.0)  # so a server that is down is asked twice
+    moments = itertools.count(now(), 6.0)  # so a server that is down is asked a few times
     monkeypatch.setattr(ended_tasks, "now", lambda: next(moments))
+    monkeypatch.setattr(ended_tasks, "_WAITS_FOR_A_SERVER", 60.0)
     without_key = a_task(queue.app, work, key=lambda key: key.missing)
     with Proxy(redis_url) as proxy, configure(redis=proxy.url), proxy.refused():
         for _ in range(2):

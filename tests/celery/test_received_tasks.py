@@ -145,11 +145,17 @@ def test_a_key_is_not_renewed_before_its_task_may_begin(
     assert HOUR + LEASE / 3 - 25 < lease.renew_at - clock[0] <= HOUR + LEASE / 3
 
 
-def test_a_key_is_not_renewed_once_its_request_is_forgotten(task: Any, worker: Worker, clock: list[float]) -> None:
-    """It has ended, though the key may name it again: by a command that was sent twice, and arrives late."""
+@pytest.mark.parametrize("is_forgotten", [True, False], ids=["forgotten", "acknowledged"])
+def test_a_key_is_not_renewed_once_its_task_has_ended(
+    task: Any, worker: Worker, clock: list[float], *, is_forgotten: bool
+) -> None:
+    """The key may name it again: by a command that was sent twice, and arrives late; or its run has another key."""
     lease = worker.lease_of(task)
     assert lease.renew_at < lease.ends_at
-    worker.requests.clear()
+    if is_forgotten:
+        worker.requests.clear()
+    else:
+        worker.requests[-1].acknowledged = True
     lease.lives_on(clock[0], LEASE)
     assert lease.renew_at == lease.ends_at
     assert lease.expires_at == clock[0] + LEASE
