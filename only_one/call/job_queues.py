@@ -120,7 +120,8 @@ class JobCaller(Caller):
         """Whether ``value`` is that of another attempt of this job, this one or an earlier one.
 
         A later attempt makes this one out of date, or belongs to other work with an id that is used again.
-        A call from inside the run is no attempt, nor is a child that the run has forked: both have the job's identity.
+        A call from inside the run is no attempt, nor is another call of the same attempt in this process, nor a child
+        that the run has forked: all have the job's identity.
         """
         holder, process = Holder.parse(value), this_process()
         if holder is None or holder.state != "running" or holder.task_id != self._job.id:
@@ -128,7 +129,8 @@ class JobCaller(Caller):
         if (holder.attempt or 0) > (self._job.attempt or 0):
             return False
         if value.startswith(process.mark):
-            return current.get() is None
+            is_beside = self._job.attempt is not None and holder.attempt == self._job.attempt
+            return current.get() is None and not is_beside
         is_of_parent = value.startswith(process.machine_mark) and holder.pid == os.getppid()
         return self._is_named or is_dead(value) or not is_of_parent
 

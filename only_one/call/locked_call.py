@@ -295,7 +295,7 @@ class LockedCall:
         try:
             with suppress(CarryOn):
                 self.options.when_lost(lost)
-        except Exception:  # noqa: BLE001 - there is no call left that could raise it
+        except BaseException:  # noqa: BLE001 - there is no call left that could raise it
             logger.exception("when_lost of %s failed", self.caller.name)
 
 

@@ -21,6 +21,9 @@ _time_limit: Any = vars(connection)["async_timeout"]
 NO_LIMIT = 2**31
 """As many connections as commands ask for."""
 
+_MOST_AT_A_TIME = 100
+"""Commands of one event loop: to connect many more at once takes longer than a connection may take."""
+
 
 class AsyncClient:
     """An asyncio client whose commands wait for one another if they are more than its connections.
@@ -45,10 +48,10 @@ class AsyncClient:
 
         Args:
             make: makes a client of redis-py.
-            most: the most commands that are sent at a time.
+            most: the most connections that the client may have.
         """
         self._make = make
-        self._most = most
+        self._most = min(most, _MOST_AT_A_TIME)
         self._answered_at = self._timed_out_at = 0.0  # by `now()`: never
         self.to_be_closed: set[Any] = set()
         self._begin()

@@ -203,12 +203,17 @@ def guarded(client: Any) -> Any:
 
 
 def guarded_pool(pool: Any) -> Any:
-    """The same pool, but it closes a connection that returns interrupted; for a pool that waits, another like it."""
+    """The same pool, but it closes a connection that returns interrupted; for some pools, another like it."""
     if isinstance(pool, redis.BlockingConnectionPool):
         # Its queue is Python's, whose lock stays acquired if a signal handler raises just after acquiring it.
         pool = copy.copy(pool)
         del pool._connections  # noqa: SLF001 - they are the other's
         pool.queue_class = _Idle
+        pool.reset()
+    elif getattr(pool, "cache", None) is not None:
+        # Whoever asks for a lock's key must not be told what was there before.
+        pool = copy.copy(pool)
+        pool.cache = None
         pool.reset()
     alias: Any = object.__new__(_guarded_kind(pool.__class__))
     alias.__dict__ = vars(pool)  # it is the same pool in all but its class

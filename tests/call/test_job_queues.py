@@ -179,6 +179,29 @@ def test_an_attempt_in_the_same_process_waits_for_the_other_and_a_call_from_insi
     assert seen == ["first begins", "None", "first ends", "second begins", "None", "second ends"]
 
 
+@pytest.mark.usefixtures("redis")
+def test_of_two_calls_that_a_job_makes_at_once_the_second_is_busy_like_any_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither is the previous attempt of the other."""
+    install(monkeypatch, ARQ)
+    has_ended = asyncio.Event()
+
+    @only_one("k")
+    async def work(_context: Any) -> str:
+        await has_ended.wait()
+        return "done"
+
+    async def job() -> None:
+        first = asyncio.create_task(work(CONTEXT))
+        second = asyncio.create_task(work(CONTEXT))
+        await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
+        has_ended.set()
+        assert {await first, await second} == {"done", None}
+
+    asyncio.run(job())
+
+
 @both
 @pytest.mark.parametrize(("option", "row"), REQUEUES.items())
 @pytest.mark.parametrize("times", [{}, {"timeout": 600}], ids=str)

@@ -51,6 +51,20 @@ def test_kept_connections_that_the_server_has_closed_are_replaced(redis: Any, na
     asyncio.run(main())
 
 
+def test_a_burst_of_commands_waits_for_a_hundred_connections(named: Any) -> None:
+    """To open a thousand at once takes longer than each may take."""
+    url, connections = named
+    server = Server(redis_py.Redis.from_url(url, max_connections=10_000))
+
+    async def main() -> None:
+        client = await server.async_client()
+        replies = await asyncio.gather(*(client.execute_command("ECHO", str(each)) for each in range(300)))
+        assert replies == [b"%d" % each for each in range(300)]
+        assert len(connections()) == 100
+
+    asyncio.run(main())
+
+
 def test_a_command_that_is_refused_keeps_its_connection(redis: Any, named: Any, key: str) -> None:
     url, connections = named
     server = Server(redis_py.Redis.from_url(url))

@@ -227,10 +227,12 @@ def test_clients_elsewhere_that_are_used_as_they_are() -> None:
         assert is_used_as_it_is(client)
 
 
-def test_a_client_that_remembers_replies_is_used_as_it_is() -> None:
+def test_of_a_client_that_remembers_replies_no_such_connection_is_used() -> None:
     cache = pytest.importorskip("redis.cache")
     with redis_py.Redis(protocol=3, cache_config=cache.CacheConfig()) as client:
-        assert is_used_as_it_is(client)
+        assert not isinstance(Server(client).client, PinnedClient)
+        assert type(Server(client).client.connection_pool.make_connection()) is redis_py.Connection
+        assert type(client.connection_pool.make_connection()) is not redis_py.Connection
 
 
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)

@@ -81,15 +81,16 @@ def test_a_callable_is_told_of_an_overrun(kind: type[Running], times: dict[str, 
     assert run.result == "done"
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
 def test_a_callable_that_takes_its_time_and_raises_harms_nobody(
-    redis: Any, key: str, kind: type[Running], caplog: pytest.LogCaptureFixture
+    redis: Any, key: str, kind: type[Running], caplog: pytest.LogCaptureFixture, error: type[BaseException]
 ) -> None:
     goes_on = threading.Event()
 
     def explode() -> None:
         goes_on.wait()
         msg = "when_lost's own trouble"
-        raise ZeroDivisionError(msg)
+        raise error(msg)
 
     told = Told(explode)
     with kind(lease=LONG, when_lost=told) as run, Running("other", lease=LONG) as other:
@@ -105,7 +106,7 @@ def test_a_callable_that_takes_its_time_and_raises_harms_nobody(
     assert len(told.losses) == 1
     (record,) = caplog.records
     assert record.exc_info is not None
-    assert record.exc_info[0] is ZeroDivisionError
+    assert record.exc_info[0] is error
 
 
 def test_a_callable_is_told_of_what_only_the_release_finds(redis: Any, key: str) -> None:
