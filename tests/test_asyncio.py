@@ -112,6 +112,7 @@ def test_a_call_that_is_cancelled_wherever_it_waits_leaves_no_key(
                 cancelled += 1
             assert not held()
             assert eventually(is_as_before), f"cancelled at {number}: {redis.pttl(key)} ms {redis.get(key)}"
+            assert eventually(lambda: not any(each.retained for each in renewal._renewer.pending_releases.values()))
             redis.delete(key)
             assert asyncio.run(call()) == 0
             redis.delete(key)
