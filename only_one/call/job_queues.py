@@ -38,11 +38,13 @@ class Job(NamedTuple):
         attempt: the number of its retries so far; None if that is not known.
         requeue: makes the error by which its queue requeues the job, after so many seconds; None if there is
             no such error.
+        counts_starts: whether each start of the job has another attempt, also that of a redelivery.
     """
 
     id: str
     attempt: int | None = None
     requeue: Callable[[float], Exception] | None = None
+    counts_starts: bool = False
 
 
 def _job_of_rq(rq: Any, _args: Args) -> Job | None:
@@ -66,7 +68,7 @@ def _job_of_arq(arq: Any, args: Args) -> Job | None:
     context = args[0] if args and isinstance(args[0], dict) else {}
     if "job_id" not in context or "job_try" not in context:
         return None
-    return Job(context["job_id"], context["job_try"], lambda seconds: arq.Retry(defer=seconds))
+    return Job(context["job_id"], context["job_try"], lambda seconds: arq.Retry(defer=seconds), counts_starts=True)
 
 
 _QUEUES = {"rq": _job_of_rq, "dramatiq": _job_of_dramatiq, "arq": _job_of_arq}
@@ -120,8 +122,8 @@ class JobCaller(Caller):
         """Whether ``value`` is that of another attempt of this job, this one or an earlier one.
 
         A later attempt makes this one out of date, or belongs to other work with an id that is used again.
-        A call from inside the run is no attempt, nor is another call of the same attempt in this process, nor a child
-        that the run has forked: all have the job's identity.
+        A call from inside the run is no attempt, nor is a child that the run has forked: both have the job's identity.
+        Nor is a call beside it in one start of the job; but where a redelivery has the same attempt, it may be that.
         """
         holder, process = Holder.parse(value), this_process()
         if holder is None or holder.state != "running" or holder.task_id != self._job.id:
@@ -129,7 +131,7 @@ class JobCaller(Caller):
         if (holder.attempt or 0) > (self._job.attempt or 0):
             return False
         if value.startswith(process.mark):
-            is_beside = self._job.attempt is not None and holder.attempt == self._job.attempt
+            is_beside = self._job.counts_starts and holder.attempt == self._job.attempt
             return current.get() is None and not is_beside
         is_of_parent = value.startswith(process.machine_mark) and holder.pid == os.getppid()
         return self._is_named or is_dead(value) or not is_of_parent

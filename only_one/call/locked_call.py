@@ -237,7 +237,7 @@ class LockedCall:
         is_final = no_write_in_flight and not self._may_come_late
         until = now() + self.options.ttl
         if self._stage == "held":  # perhaps for longer, by `extend`
-            until = max(until, self.lease.expires_at)
+            until = max(until, self.lease.expires_at, self.lease.may_live_until)
         pending = PendingRelease(self.server, self.key, self.token, until, is_final, retained)
         release_later(pending)
         self._stage = "kept later" if retained else "over"  # not before: if a signal handler raises, it is done again
@@ -295,7 +295,7 @@ class LockedCall:
         try:
             with suppress(CarryOn):
                 self.options.when_lost(lost)
-        except BaseException:  # noqa: BLE001 - there is no call left that could raise it
+        except (Exception, SystemExit):  # noqa: BLE001 - there is no call left that could raise it
             logger.exception("when_lost of %s failed", self.caller.name)
 
 

@@ -91,13 +91,19 @@ def queue_options_of(task: Any) -> EffectiveOptions | None:
     return decoration.options_for(decoration.plain) if decoration else None
 
 
+def _module_of(function: Any) -> Any:
+    return getattr(function, "__globals__", {}).get("__name__")
+
+
 def key_of_message(task: Any, decoration: Decoration, prefix: str, args: Any, kwargs: Any) -> str | None:
     """The key that the message's arguments give; None if the run may have had other arguments.
 
     What may change them (pydantic, a base's ``__call__``, a function in between) is the user's, and is not called here.
     """
     caller = caller_from_outside(task, decoration)
-    is_innermost = decoration.task is not None or [*functions_of(task)][1:2] == [decoration.function]
+    # The wrapper of `autoretry_for` hands on what it is given.
+    functions = [each for each in functions_of(task) if _module_of(each) != "celery.app.autoretry"]
+    is_innermost = decoration.task is not None or functions[1:2] == [decoration.function]
     # The first class that has a `__call__`; that of Celery's class is another in a worker.
     is_called_by = next(kind for kind in type(task).__mro__ if "__call__" in vars(kind))
     if not is_innermost or is_called_by is not Task:
@@ -285,9 +291,13 @@ class Delivery(TaskCaller):
         Raises:
             Ignore: for a redelivery that is dropped, or requeued until the result of its run is stored.
         """
-        has_begun_before, self.under_way[key] = key in self.under_way, self._decoration
-        if has_begun_before:  # what has been noted of the work since then was noted by this very delivery
-            return True
+        # What has been noted of the work since an earlier call in this delivery began was noted by that call.
+        may_run = key in self.under_way or self._is_to_be_done(options, server, key)
+        if may_run:
+            self.under_way[key] = self._decoration
+        return may_run
+
+    def _is_to_be_done(self, options: EffectiveOptions, server: Server, key: str) -> bool:
         header = self.header
         self._request.only_one_has_begun = True
         # A task that was sent with an id of its own has no key in its message; its retry waits with one.
@@ -316,7 +326,8 @@ class Delivery(TaskCaller):
 
     def at_end(self, options: EffectiveOptions, key: str, ended_by: BaseException | None) -> AtEnd:
         """The retained value for a retry, and the marker that tells redeliveries that the run has ended."""
-        self.under_way[key] = None
+        if key in self.under_way:
+            self.under_way[key] = None
         marker = None
         # Where nothing has run, a redelivery finds that out, too, and stores the result that this one may not store.
         if self._task.acks_late and not self.is_superseded:

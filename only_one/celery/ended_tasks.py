@@ -12,6 +12,7 @@ from typing import Any
 
 from celery import signals
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
+from redis.exceptions import ResponseError
 
 from only_one.call.effective_options import Decoration, EffectiveOptions
 from only_one.clock import now
@@ -28,7 +29,7 @@ from . import redelivery
 from .delivery import Delivery, caller_from_outside, decorations_of, key_of_message, queue_options_of
 from .received_tasks import received_request, warn_once, withdraw, withdrawal_of
 
-_WAITS_FOR_A_SERVER = 3600.0
+_WAITS_FOR_A_SERVER = 300.0
 """Seconds for which a server that is away is asked again."""
 
 _at_work = threading.Lock()
@@ -87,7 +88,8 @@ def _release_when_dead(task: Any, decoration: Decoration, task_id: str, args: An
             warn_once(text, type(error).__name__)
             if not isinstance(error, TROUBLE):
                 return
-            until = min(now() + 10, begun + _WAITS_FOR_A_SERVER)
+            if not isinstance(error, ResponseError):  # the server is away, and may be back soon
+                until = min(now() + 10, begun + _WAITS_FOR_A_SERVER)
         time.sleep(0.02)
 
 
@@ -131,7 +133,7 @@ def _ask(server: Server, key: Any, *command: Any) -> Any:
             if node.backs_off_until <= now():
                 (reply,) = node.send([command], RAW)
                 break
-        time.sleep(0.02)
+        time.sleep(max(0.02, min(1.0, node.backs_off_until - now())))
     if isinstance(reply, Exception):
         raise reply
     return reply

@@ -12,12 +12,13 @@ from weakref import ref
 
 from celery import signals
 from celery.app.task import Context
+from redis.exceptions import ResponseError
 
 from only_one.call.effective_options import Decoration
 from only_one.call.owed_key import Withdrawal, note_of
 from only_one.clock import now
 from only_one.connections.server import Server
-from only_one.driver import RAW, drive
+from only_one.driver import RAW, TROUBLE, drive
 from only_one.events import logger
 from only_one.forks import in_each_child
 from only_one.holder import Holder, is_queued, task_id_of
@@ -100,13 +101,15 @@ def _on_received(sender: Any, request: Any, **_: Any) -> None:
         _swept_at = now()
         for lease in [each for each in _waiting if each.reason is not None or each.request() is None]:
             del _waiting[lease]
-    try:
-        _receive(sender, request)
-        for decoration in decorations:
-            _announce_redelivery(request, decoration)
-    except Exception as error:  # noqa: BLE001 - the task runs all the same; its key expires
-        warn_once(f"a key of {request.name}, which was received, could not be renewed", type(error).__name__)
-        _backs_off_until = now() + 10  # the worker has other messages to receive
+    announce: list[Callable[..., None]] = [partial(_announce_redelivery, decoration) for decoration in decorations]
+    for do in (_receive, *announce):
+        try:
+            do(sender, request)
+        except Exception as error:  # noqa: BLE001 - the task runs all the same; its key expires
+            warn_once(f"a key of {request.name}, which was received, could not be renewed", type(error).__name__)
+            if isinstance(error, TROUBLE) and not isinstance(error, ResponseError):
+                _backs_off_until = now() + 10  # the worker has other messages to receive
+                return
 
 
 def _receive(consumer: Any, request: Any) -> None:
@@ -143,8 +146,8 @@ def _receive(consumer: Any, request: Any) -> None:
         hold(lease)
 
 
-def _announce_redelivery(request: Any, decoration: Decoration) -> None:
-    """Tell the run of a message that a redelivery waits for its end: no child may be free to ask until then.
+def _announce_redelivery(decoration: Decoration, _sender: Any, request: Any) -> None:
+    """Tell the run of a message that a redelivery waits for its end: perhaps no child is free to ask before that.
 
     Redis delivers again what runs in a worker that has lost its connection. With RabbitMQ a run tells in any case.
     """
@@ -153,7 +156,7 @@ def _announce_redelivery(request: Any, decoration: Decoration) -> None:
         return
     context = Context(request.request_dict)
     header, options = header_of(context), decoration.options_for(caller_from_outside(task, decoration))
-    key = header.key if decoration.task is not None else None
+    key = header.key if decoration.task is not None and not header.attempt else None
     key = key or key_of_message(task, decoration, options.prefix, request.args, request.kwargs)
     if key is not None and options.server is not None:
         marker = work_of(context).marker(key, header.lineage)

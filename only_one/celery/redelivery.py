@@ -75,8 +75,8 @@ def marker_update(task: Any, marker: str, ended_by: BaseException | None, second
     """The completion marker that the release of a task with acks_late sets, if the run has ended.
 
     A run that was rejected, ignored or interrupted by a signal has not ended: a redelivery does its work.
-    One that was replaced has ended: its replacement is published.
     Nor has a run that failed, if its message is not acknowledged then: it may come back by a dead-letter queue.
+    A run that was replaced has ended, because its replacement is published.
 
     Args:
         task: the task.

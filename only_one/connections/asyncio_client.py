@@ -21,8 +21,8 @@ _time_limit: Any = vars(connection)["async_timeout"]
 NO_LIMIT = 2**31
 """As many connections as commands ask for."""
 
-_MOST_AT_A_TIME = 100
-"""Commands of one event loop: to connect many more at once takes longer than a connection may take."""
+_MOST_CONNECTIONS = 100
+"""Connections of one event loop: to open many more at once takes longer than one of them may take."""
 
 
 class AsyncClient:
@@ -51,7 +51,7 @@ class AsyncClient:
             most: the most connections that the client may have.
         """
         self._make = make
-        self._most = min(most, _MOST_AT_A_TIME)
+        self._most = min(most, _MOST_CONNECTIONS)
         self._answered_at = self._timed_out_at = 0.0  # by `now()`: never
         self.to_be_closed: set[Any] = set()
         self._begin()

@@ -204,20 +204,25 @@ def guarded(client: Any) -> Any:
 
 def guarded_pool(pool: Any) -> Any:
     """The same pool, but it closes a connection that returns interrupted; for some pools, another like it."""
-    if isinstance(pool, redis.BlockingConnectionPool):
-        # Its queue is Python's, whose lock stays acquired if a signal handler raises just after acquiring it.
-        pool = copy.copy(pool)
-        del pool._connections  # noqa: SLF001 - they are the other's
-        pool.queue_class = _Idle
-        pool.reset()
-    elif getattr(pool, "cache", None) is not None:
-        # Whoever asks for a lock's key must not be told what was there before.
-        pool = copy.copy(pool)
-        pool.cache = None
-        pool.reset()
+    waits = isinstance(pool, redis.BlockingConnectionPool)
+    if waits or getattr(pool, "cache", None) is not None:
+        kept = vars(pool)  # or a cluster's client would connect for each command
+        pool = kept.get("only_one_own") or kept.setdefault("only_one_own", _another_like(pool, waits=waits))
     alias: Any = object.__new__(_guarded_kind(pool.__class__))
     alias.__dict__ = vars(pool)  # it is the same pool in all but its class
     return alias
+
+
+def _another_like(pool: Any, *, waits: bool) -> Any:
+    """A pool with the same options, without redis-py's cache: who asks for a key must not be told what it was."""
+    another = copy.copy(pool)
+    another.cache = None
+    if waits:
+        # Its queue is Python's, whose lock stays acquired if a signal handler raises just after acquiring it.
+        del another._connections  # noqa: SLF001 - they are the other's
+        another.queue_class = _Idle
+    another.reset()
+    return another
 
 
 @cache

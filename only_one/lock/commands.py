@@ -97,16 +97,18 @@ if lasts > 0 or (lasts == 0 and redis.call('exists', KEYS[2]) == 1) then
 end
 if lasts > 0 then redis.call('pexpire', KEYS[2], lasts) end"""
 _RELEASE = Script(f"{_SET_MARKER}\nif value == ARGV[1] then return redis.call('del', KEYS[1]) + redeliveries end")
-# The new value may be there already, if the reply was lost and the command was sent again.
+# The new value may be there already, if the reply was lost and the command was sent again. Its expiry is left alone
+# then: the run that it names may have asked for more time meanwhile.
 _REPLACE = Script(f"""{_SET_MARKER}
 local may_be_missing, has_note = ARGV[4] == 'may be missing', ARGV[4] == 'has note'
-if value == ARGV[1] or value == ARGV[2] or (not value and may_be_missing) then
+local is_there = value == ARGV[2] and value ~= ARGV[1]
+if value == ARGV[1] or is_there or (not value and may_be_missing) then
     local note = has_note and redis.call('get', KEYS[#KEYS])
     if note == '{WAITS_NO_MORE}' then
         redis.call('del', KEYS[1])
     elseif note then
         redis.call('set', KEYS[1], note, 'PX', redis.call('pttl', KEYS[#KEYS]))
-    else
+    elseif not is_there then
         redis.call('set', KEYS[1], ARGV[2], 'PX', ARGV[3])
     end
     return 1 + redeliveries

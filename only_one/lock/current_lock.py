@@ -30,6 +30,7 @@ class Lease:
         value: the value that is stored at the key since it was lost; empty if there is none, or it
             is not known.
         trouble: the error of the last renewal, or None if that succeeded.
+        may_live_until: when the key expires by the last ``extend``, which may have got no reply, by ``clock.now()``.
         on_its_way: when the key expires by a renewal that has got no reply, by ``clock.now()``.
         see_to_it_by: wakes the renewing thread in time, if that renews the lease.
     """
@@ -37,6 +38,7 @@ class Lease:
     reason: str | None = None
     value = b""
     trouble: Exception | None = None
+    may_live_until = -inf
     on_its_way = inf
     see_to_it_by: Callable[[float], object] = staticmethod(lambda _due: None)
     _fence: int | None = None
@@ -134,6 +136,7 @@ class Lease:
             return
         asked, known, on_its_way = now(), self.expires_at, self.on_its_way
         ttl = min(self.ttl, ends_at - asked) if self.renews else ends_at - asked
+        self.may_live_until = asked + ttl
         self._ask(RENEW, round(ttl * 1000))
         # A renewal that was on its way may have come after it, and gives less.
         renewed_until = inf if self.expires_at == known else self.expires_at

@@ -118,14 +118,19 @@ class Queue:
 
 
 class TriesAgain(Task):  # type: ignore[misc]  # Celery has no types
-    """Calls the function once more if that has failed."""
+    """Calls the function once more if that has failed.
+
+    Attributes:
+        errors: after which it does so.
+    """
 
     abstract = True
+    errors: Any = ZeroDivisionError
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self.run(*args, **kwargs)
-        except ZeroDivisionError:
+        except self.errors:
             return self.run(*args, **kwargs)
 
 

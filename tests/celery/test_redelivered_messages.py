@@ -82,6 +82,17 @@ def test_a_message_that_was_requeued_may_call_its_function_twice(queue: Queue, k
     assert (answer.state, runs, len(queue)) == ("SUCCESS", ["run", "run"], 0)
 
 
+def test_a_redelivery_that_is_dropped_may_not_run_when_it_calls_its_function_again(queue: Queue, keys: Keys) -> None:
+    runs: list[str] = []
+    options: Any = {"celery": {"base": TriesAgain, "errors": Exception}}
+    answer = a_task(queue.app, lambda_of(lambda: runs.append("run")), **options).delay()
+    message = queue.take()
+    keys.redis.hset(keys.marker(answer.id), "asked", 1)
+    queue.deliver(message)
+    queue.deliver(message, redelivered=True)
+    assert runs == ["run"]
+
+
 @pytest.mark.parametrize("policy", [fail, skip, carry_on])
 def test_a_redelivery_that_finds_the_server_away_waits_unless_it_may_run_without_its_key(
     queue: Queue, redis_url: str, policy: Any

@@ -229,10 +229,13 @@ def test_clients_elsewhere_that_are_used_as_they_are() -> None:
 
 def test_of_a_client_that_remembers_replies_no_such_connection_is_used() -> None:
     cache = pytest.importorskip("redis.cache")
-    with redis_py.Redis(protocol=3, cache_config=cache.CacheConfig()) as client:
-        assert not isinstance(Server(client).client, PinnedClient)
-        assert type(Server(client).client.connection_pool.make_connection()) is redis_py.Connection
-        assert type(client.connection_pool.make_connection()) is not redis_py.Connection
+    for kind in (redis_py.ConnectionPool, redis_py.BlockingConnectionPool):
+        with redis_py.Redis(connection_pool=kind(protocol=3, cache_config=cache.CacheConfig())) as client:
+            used = Server(client).client
+            assert not isinstance(used, PinnedClient)
+            assert type(used.connection_pool.make_connection()) is redis_py.Connection
+            assert type(client.connection_pool.make_connection()) is not redis_py.Connection
+            assert vars(Server(client).client.connection_pool) is vars(used.connection_pool)
 
 
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
