@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import redis as redis_py
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from only_one import LockLost, Lost, current_lock
 from rigs.proxy import Proxy
@@ -142,14 +144,19 @@ def test_a_run_that_asks_for_more_time(redis: Any, key: str, counter: str, decor
 
 
 @both
+@pytest.mark.parametrize("is_told", [True, False], ids=["extended", "extended without a reply"])
 def test_a_key_whose_run_asked_for_more_time_is_released_when_a_server_that_was_away_is_back(
-    redis: Any, redis_url: str, key: str, decorate: Decorate
+    redis: Any, redis_url: str, key: str, decorate: Decorate, *, is_told: bool
 ) -> None:
     """It is tried for as long as the key may be there, and not only as long as it was acquired for."""
-    with Proxy(redis_url) as proxy, ExitStack() as away, redis_py.Redis.from_url(proxy.url) as client:
+    once = Retry(NoBackoff(), 0)
+    with Proxy(redis_url) as proxy, ExitStack() as away, redis_py.Redis.from_url(proxy.url, retry=once) as client:
 
         def work() -> None:
-            current_lock().extend(HOUR)
+            if not is_told:
+                proxy.lose_reply("EVAL", times=2)  # it is sent again once
+            with suppress(redis_py.ConnectionError):
+                current_lock().extend(HOUR)
             away.enter_context(proxy.refused())
 
         decorate(work, timeout=1, redis=client)()

@@ -21,7 +21,7 @@ from only_one.clock import now
 from only_one.lock.token import TokenFactory
 from rigs.proxy import Proxy
 from rigs.waiting import eventually
-from tests.celery.deliveries import HOUR, Keys, Queue, decorated, unique
+from tests.celery.deliveries import HOUR, Keys, Queue, a_task, decorated, unique
 from tests.renewal import fails_to_renew, is_renewed, later
 
 LEASE = 30
@@ -74,8 +74,12 @@ class Worker:
         if header is not None:
             headers.update(header.as_headers(), id=header.id, retries=header.attempt)
         request = {"eta": None, "expires": None, "acknowledged": False, "content_type": message["content-type"]}
+        request |= {"delivery_info": {"redelivered": False}}
         request.update(changes)
-        request.update(task=task, app=task.app, id=headers["id"], name=task.name, request_dict=headers)
+        real = task.app.tasks[task.name]
+        request.update(task=real, app=task.app, id=headers["id"], name=task.name, request_dict=headers)
+            task=task.app.tasks[task.name], app=task.app, id=headers["id"], name=task.name, request_dict=headers
+        )
         self.requests.append(Request(**request))
         task_received.send(sender=self, request=self.requests[-1])
 
@@ -311,6 +315,40 @@ def test_a_server_that_does_not_answer_is_logged_once_and_not_asked_for_a_while(
     assert keys.state() == RECEIVED
     assert len(received_tasks._waiting) == 1, "it is asked once when the worker ends"
     assert [(each.levelname, bool(each.exc_info)) for each in caplog.records] == [("WARNING", True)] * 2
+
+
+REDELIVERED: dict[str, Any] = {"delivery_info": {"redelivered": True}, "kwargs": {}}
+
+
+@pytest.mark.parametrize("celery", [{}, {"autoretry_for": (ValueError,)}, {"acks_late": False}], ids=str)
+def test_a_run_is_told_of_a_redelivery_that_waits_for_a_process(
+    app: Celery, worker: Worker, keys: Keys, celery: dict[str, Any]
+) -> None:
+    task = a_task(app, work, key="{key}", celery=celery)
+    answer = task.delay("k")
+    worker.receive(task, **REDELIVERED, args=["k"])
+    told = {} if "acks_late" in celery else {b"asked": b"1"}
+    assert keys.marked(answer.id) == told
+
+
+def test_a_run_of_a_retry_is_told_at_its_own_key(app: Celery, worker: Worker, keys: Keys) -> None:
+    """The message has the key of the first attempt, too, whose arguments were others."""
+    task = unique(app, "{key}", function=work, celery={"acks_late": True})
+    task.delay("first")
+    header = Header("the-id", 1, key=f"{keys.prefix}first")
+    worker.receive(task, header, **REDELIVERED, args=["k"])
+    assert keys.redis.exists(f"{{{keys.prefix}k}}:copy:the-id:1")
+
+
+def test_a_key_that_cannot_be_made_keeps_no_other_task_from_being_announced(
+    app: Celery, worker: Worker, keys: Keys, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, task = (a_task(app, work, key=key) for key in (lambda key: key.missing, "{key}"))
+    for each in (broken, task):
+        answer = each.delay("k")
+        worker.receive(each, **REDELIVERED, args=["k"])
+    assert keys.marked(answer.id)
+    assert len(caplog.records) == 1
 
 
 def test_a_task_that_has_begun_or_ended_is_forgotten_after_a_while(
