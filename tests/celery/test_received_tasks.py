@@ -78,8 +78,6 @@ class Worker:
         request.update(changes)
         real = task.app.tasks[task.name]
         request.update(task=real, app=task.app, id=headers["id"], name=task.name, request_dict=headers)
-            task=task.app.tasks[task.name], app=task.app, id=headers["id"], name=task.name, request_dict=headers
-        )
         self.requests.append(Request(**request))
         task_received.send(sender=self, request=self.requests[-1])
 
