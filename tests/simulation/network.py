@@ -64,8 +64,8 @@ class Link:
         self.inbox = bytearray()
         self.is_reset = self.is_closed = False
         self._buffer = bytearray()
-        self._last = {"up": 0.0, "down": 0.0}
-        self._whose = {way: f"of {process.name} {way}" for way in self._last}
+        self._last = {"up": 0.0, "down": 0.0, "frozen": 0.0}
+        self._whose = {way: f"of {process.name} {way}" for way in ("up", "down")}
 
     def open(self) -> float:
         """Connect, and return the seconds that it takes.
@@ -100,7 +100,8 @@ class Link:
 
     def _arrive(self, command: list[bytes]) -> None:
         if self.host.frozen_until > self.world.now:
-            self.world.at(self.host.frozen_until, self._arrive, command)
+            self._last["frozen"] = max(self._last["frozen"] + 1e-7, self.host.frozen_until)  # in their order
+            self.world.at(self._last["frozen"], self._arrive, command)
         elif not self.is_reset:
             self._travel("down", self._deliver, self.host.execute(self.process, command))
 
