@@ -182,8 +182,12 @@ def release(features: Features, key: Key, token: bytes, marker: MarkerUpdate | N
             if not features.fall_back(command[0], error):
                 raise
         else:
+            if reply != 0:
+                return parse_result(reply)
             # The native commands do not say who owns a key that is not ours.
-            return parse_result((yield ("GET", key)) if reply == 0 else reply)
+            value = yield ("GET", key)
+            # It may be ours again: of a SET that was sent twice, the first has come only now.
+            return ReleaseResult("gone") if value == token else parse_result(value)
     keys, lasts = ((key, marker.name), marker.lasts) if marker else ((key,), -1)
     return parse_result((yield _RELEASE.command(keys, token, lasts)))
 
