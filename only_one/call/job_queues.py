@@ -123,7 +123,7 @@ class JobCaller(Caller):
 
         A later attempt makes this one out of date, or belongs to other work with an id that is used again.
         A call from inside the run is no attempt, nor is a child that the run has forked: both have the job's identity.
-        Nor is a call beside it in one start of the job; but where a redelivery has the same attempt, it may be that.
+        Nor is another call of the same start, which only a queue that counts its starts tells from a redelivery.
         """
         holder, process = Holder.parse(value), this_process()
         if holder is None or holder.state != "running" or holder.task_id != self._job.id:

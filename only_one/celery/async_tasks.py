@@ -14,7 +14,7 @@ from only_one.call.effective_options import refuse
 from only_one.errors import ConfigurationError
 from only_one.events import logger
 
-from .delivery import decorations_of, functions_of
+from .delivery import decorations_of, functions_of, module_of
 
 
 def refuse_async_tasks() -> None:
@@ -64,7 +64,7 @@ def check_awaited(kind: Any) -> None:
         ConfigurationError: for such a function; the message says what to write instead.
     """
     # For `pydantic=True` Celery wraps the function, and the wrapper is not async.
-    function = next((each for each in functions_of(kind) if not _is_celerys(each)), None)
+    function = next((each for each in functions_of(kind) if not str(module_of(each)).startswith("celery.")), None)
     # A `__call__` of the user's may run the coroutine, and the pool of that library does.
     may_be_awaited = kind.__call__ != Task.__call__ or "celery_aio_pool" in sys.modules
     if inspect.iscoroutinefunction(function) and not may_be_awaited:
@@ -73,7 +73,3 @@ def check_awaited(kind: Any) -> None:
             "await, so it would never run: write @only_one and @app.task above a def that calls asyncio.run(...)"
         )
         raise ConfigurationError(msg)
-
-
-def _is_celerys(function: Any) -> bool:
-    return str(getattr(function, "__globals__", {}).get("__name__")).startswith("celery.")

@@ -91,7 +91,8 @@ def queue_options_of(task: Any) -> EffectiveOptions | None:
     return decoration.options_for(decoration.plain) if decoration else None
 
 
-def _module_of(function: Any) -> Any:
+def module_of(function: Any) -> Any:
+    """The name of the module in which a function was written; None if that is not known."""
     return getattr(function, "__globals__", {}).get("__name__")
 
 
@@ -102,7 +103,7 @@ def key_of_message(task: Any, decoration: Decoration, prefix: str, args: Any, kw
     """
     caller = caller_from_outside(task, decoration)
     # The wrapper of `autoretry_for` hands on what it is given.
-    functions = [each for each in functions_of(task) if _module_of(each) != "celery.app.autoretry"]
+    functions = [each for each in functions_of(task) if module_of(each) != "celery.app.autoretry"]
     is_innermost = decoration.task is not None or functions[1:2] == [decoration.function]
     # The first class that has a `__call__`; that of Celery's class is another in a worker.
     is_called_by = next(kind for kind in type(task).__mro__ if "__call__" in vars(kind))
@@ -269,7 +270,7 @@ class Delivery(TaskCaller):
         """
         publish(self._task, self._request, header, countdown)
         with redelivery.unless_down(self.work.id):
-            milliseconds, beside = round(remembered_for(self.app) * 1000), (self._marker(key),)
+            milliseconds, beside = round(remembered_for(self.app) * 1000), (self.marker(key),)
             drive(server.client, evaluate(redelivery.REQUEUED, key, header.times + 1, milliseconds, beside=beside))
             if header.trigger is not None:
                 coalescing.note_published(server, key, self.app, header.trigger)
@@ -331,7 +332,7 @@ class Delivery(TaskCaller):
         marker = None
         # Where nothing has run, a redelivery finds that out, too, and stores the result that this one may not store.
         if self._task.acks_late and not self.is_superseded:
-            marker = redelivery.marker_update(self._task, self._marker(key), ended_by, now() - self._began)
+            marker = redelivery.marker_update(self._task, self.marker(key), ended_by, now() - self._began)
         return self.retained_value(options, key, ended_by), marker
 
     def retained_value(self, options: EffectiveOptions, key: str, ended_by: BaseException | None) -> Retained | None:
@@ -365,7 +366,7 @@ class Delivery(TaskCaller):
         Raises:
             Ignore: if this delivery is dropped: its run has ended, or its message was requeued more often.
         """
-        marker = drive(server.client, redelivery.read_marker(key, self._marker(key), waits))
+        marker = drive(server.client, redelivery.read_marker(key, self.marker(key), waits))
         if marker.is_stored or self.header.times < marker.times:
             reason = "its run has ended" if marker.is_stored else "a later message waits"
             self._drop(key, reason, waits_no_more=marker.is_stored)
@@ -373,9 +374,9 @@ class Delivery(TaskCaller):
 
     def on_marked(self, server: Server, key: str) -> None:
         """Have ``ended_tasks`` note in the marker when the result is stored, too."""
-        vars(self._request).setdefault("only_one_markers", []).append((server, key, self._marker(key)))
+        vars(self._request).setdefault("only_one_markers", []).append((server, key, self.marker(key)))
 
-    def _marker(self, key: str) -> str:
+    def marker(self, key: str) -> str:
         """The name of the completion marker."""
         return self.work.marker(key, self.header.lineage)
 

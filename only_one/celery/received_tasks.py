@@ -30,7 +30,7 @@ from only_one.settings import DEFAULT_LEASE
 
 from . import coalescing
 from .broker import redelivers_at_any_time, remembered_for, waits_for
-from .delivery import caller_from_outside, decorations_of, key_of_message, queue_options_of
+from .delivery import Delivery, caller_from_outside, decorations_of, key_of_message, queue_options_of
 from .redelivery import read_marker
 from .requeue import header_of, keep_content_type
 from .work import work_held_by, work_of
@@ -154,13 +154,11 @@ def _announce_redelivery(decoration: Decoration, _sender: Any, request: Any) -> 
     task, app = request.task, request.app
     if not (task.acks_late and request.delivery_info["redelivered"]) or redelivers_at_any_time(app):
         return
-    context = Context(request.request_dict)
-    header, options = header_of(context), decoration.options_for(caller_from_outside(task, decoration))
-    key = header.key if decoration.task is not None and not header.attempt else None
-    key = key or key_of_message(task, decoration, options.prefix, request.args, request.kwargs)
+    delivery = Delivery(task, Context(request.request_dict), bound=False, decoration=decoration)
+    options = decoration.options_for(caller_from_outside(task, decoration))
+    key = delivery.key or key_of_message(task, decoration, options.prefix, request.args, request.kwargs)
     if key is not None and options.server is not None:
-        marker = work_of(context).marker(key, header.lineage)
-        drive(options.server.client, read_marker(key, marker, waits=remembered_for(app)))
+        drive(options.server.client, read_marker(key, delivery.marker(key), waits=remembered_for(app)))
 
 
 def _on_shutdown(**_: Any) -> None:
