@@ -15,6 +15,9 @@ _OF_A_CALL = (b"SET", b"GET", b"DELIFEQ", b"DELEX", b"EVAL")
 _BESIDE = (b"return redis.call('pexpire'", b"fence")
 """Words of the scripts that renew and that make a fence."""
 
+_TAKES_OVER = b"may be missing"
+"""Words of the script that takes a key over."""
+
 _REFUSES = {"valkey": 0, "redis": 1, "redis7": 2, "redis6": 3}
 """How many commands a server does not know, of which each process learns once."""
 
@@ -355,7 +358,8 @@ class Checker:
         most = _REFUSES[version] * len({call.process for call in self.calls})
         # A key that is free when an old server is asked for the holder is asked for once more; and so is one of a dead
         # holder that is free when it is taken over.
-        most += 2 * sum(command[0] in (b"GET", b"EVAL") and reply is None for command, reply in sent)
+        asked_in_vain = [command for command, reply in sent if reply is None]
+        most += 2 * sum(each[0] == b"GET" or _TAKES_OVER in each[1] for each in asked_in_vain)
         for call in self.calls:
             # An old server is asked for the holder, and so is a new one by a run that has overrun its time.
             asks = version == "redis6" if call.lock is None else not call.held_to_the_end
