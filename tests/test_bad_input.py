@@ -288,7 +288,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     *(({"takeover": value}, "takeover=True or") for value in (0, None)),
     *(({"work_id": value}, "write a callable of the call's arguments") for value in (None, "1", *ASYNC)),
     *(({"active": value}, "active=True or") for value in (0, None)),
-    *(({"prefix": value}, "without braces") for value in (None, b"x", "a{", "a}b", "a\ud800")),
+    *(({"prefix": value}, "str of UTF-8 without braces") for value in (None, b"x", "a{", "a}b", "a\ud800")),
     *(({"redis": value}, URL) for value in URLS),
     *(({"redis": value}, SOURCE) for value in (6379, ConnectionPool(), Redis().lock("k"), Redis().pipeline())),
     ({"redis": Redis().pubsub()}, SOURCE),  # type: ignore[no-untyped-call]
