@@ -3,6 +3,7 @@
 Looking acquires no key, and a release compares: a holder that was not seen keeps its key.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, Literal, NamedTuple
@@ -183,6 +184,8 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         decoration = next(iter(delivery.decorations_of(function)), None)
         caller = delivery.caller_from_outside(function, decoration) if decoration else None
     else:
+        if inspect.ismethod(function):
+            args = (function.__self__, *args)
         decoration = getattr(function, "__only_one__", None)
         caller = decoration.plain if decoration else None
     if decoration is None or caller is None:

@@ -10,7 +10,7 @@ import inspect
 import math
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from datetime import timedelta
 from decimal import Decimal
 from types import ModuleType
@@ -235,7 +235,14 @@ def test_a_task_cannot_be_decorated_twice() -> None:
 
 @pytest.mark.parametrize(
     ("made", "words"),
-    [(coroutine, "async def"), (Awaitable, "async def"), (generator, "consumes"), (async_generator, "consumes")],
+    [
+        (coroutine, "async def"),
+        (Awaitable, "async def"),
+        (generator, "consumes"),
+        (async_generator, "consumes"),
+        (contextmanager(generator), "enters"),
+        (asynccontextmanager(async_generator), "enters"),
+    ],
     ids=label,
 )
 def test_what_has_yet_to_run_is_closed_when_it_is_refused(redis_url: str, made: Any, words: str) -> None:

@@ -199,6 +199,16 @@ def test_the_settings_of_an_app_hold_where_it_is_given(redis_url: str, monkeypat
         assert not client.exists(key)
 
 
+def test_the_key_of_a_method_is_that_of_its_call(prefix: str) -> None:
+    class Feed:
+        url = "u"
+
+        @only_one("{self.url}:{depth}")
+        def load(self, depth: int) -> None: ...
+
+    assert key_of(Feed().load, 3) == key_of(Feed.load, Feed(), 3) == f"{prefix}u:3"
+
+
 @pytest.mark.usefixtures("redis")
 def test_a_wrong_call_is_refused() -> None:
     def work(feed: str) -> None: ...

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import asynccontextmanager, contextmanager
 from math import inf
 from types import AsyncGeneratorType, GeneratorType
 from typing import Any
@@ -15,7 +16,10 @@ from only_one.lock.current_lock import Lease, current
 from .effective_options import Args, Caller, Decoration, Kwargs
 from .locked_call import AsyncLockedCall, LockedCall
 
-_GENERATORS = frozenset({GeneratorType, AsyncGeneratorType})
+_CONTEXTS: tuple[Any, ...] = (contextmanager, asynccontextmanager)
+
+_YET_TO_RUN = frozenset({GeneratorType, AsyncGeneratorType, *(type(each(iter)(())) for each in _CONTEXTS)})
+"""The types of results whose code has not run when they are returned."""
 
 
 def run(decoration: Decoration, caller: Caller, args: Args, kwargs: Kwargs) -> Any:
@@ -87,7 +91,7 @@ def _run_as(lease: Lease, decoration: Decoration, args: Args, kwargs: Kwargs) ->
         result = decoration.function(*args, **kwargs)
     finally:
         current.reset(reset)
-    if type(result) not in _GENERATORS and not hasattr(type(result), "__await__"):
+    if type(result) not in _YET_TO_RUN and not hasattr(type(result), "__await__"):
         return result
     # The key would be released before the work is done.
     end = getattr(result, "close", None) or getattr(result, "cancel", None)
@@ -95,7 +99,8 @@ def _run_as(lease: Lease, decoration: Decoration, args: Args, kwargs: Kwargs) ->
         end()
     msg = (
         f"{decoration.name} returned a {type(result).__name__}, which would run after the key is released: "
-        "write @only_one directly above the async def, or above a function that consumes the generator"
+        "write @only_one directly above the async def, or above a function that consumes the generator or enters "
+        "the context"
     )
     raise ConfigurationError(msg)
 

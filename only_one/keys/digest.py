@@ -114,7 +114,10 @@ def _dict_key(key: object) -> bytes:
 def _dataclass(value: Any) -> bytes:
     if not is_dataclass(value) or isinstance(value, type):
         raise UnknownType(type_name(value))
-    compared = {field.name: getattr(value, field.name) for field in fields(value) if field.compare}
+    try:
+        compared = {field.name: getattr(value, field.name) for field in fields(value) if field.compare}
+    except AttributeError:  # one that is not set yet
+        raise UnknownType(type_name(value)) from None
     return _sized(b"C", _encode(type_name(value)) + _dict(compared))
 
 

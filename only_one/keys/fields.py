@@ -217,7 +217,11 @@ def _formatted(field: Field, spec: str, value: object) -> str:
     is_unstable = isinstance(value, Iterable) or type(value).__str__ is object.__str__
     if is_unstable and not isinstance(value, _TEXTUAL):
         problem = f"the parameter {field.parameter!r} is a {type_name(value)}, which has no stable text"
-        raise _unkeyable(problem, f"write {{{field.path}:md5}}, or {_identity(field.path, value)}key=callable")
+        by_digest = ""
+        with suppress(UnknownType):
+            digest(value)
+            by_digest = f"{{{field.path}:md5}}, or "
+        raise _unkeyable(problem, f"write {by_digest}{_identity(field.path, value)}key=callable")
     if isinstance(value, bytes) and not field.conversion:
         value = repr(value)
     converted = _CONVERSIONS[field.conversion](value)

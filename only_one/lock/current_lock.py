@@ -125,6 +125,7 @@ class Lease:
         Args:
             seconds: seconds or a timedelta by which the ``timeout`` is lengthened.
                 A key without a ``timeout`` is renewed anyhow.
+                Of two threads that ask at the same time, only one may lengthen it.
 
         Raises:
             ConfigurationError: for a time that cannot work.

@@ -135,14 +135,16 @@ class Told:
 
 # Of no known type: itself, as a part, or as the key of a dict; `Feed` is a class with fields, and no instance of it.
 UNKNOWN: list[Any] = [Opaque(), Feed, key_of, iter([1]), 1j, bytearray(b"a"), {10**5000: "too long for JSON"}]
-UNKNOWN += [[1, [Opaque()]], {"a": Opaque()}, {Opaque(): 1}, {Opaque()}, Feed("a", [Opaque()])]  # type: ignore[list-item]
+UNSET_FIELD = Feed("a")
+object.__delattr__(UNSET_FIELD, "url")
+UNKNOWN += [UNSET_FIELD, [1, [Opaque()]], {"a": Opaque()}, {Opaque(): 1}, {Opaque()}, Feed("a", [Opaque()])]  # type: ignore[list-item]
 ENDLESS = [LOOP, RING, DEEP]
 # Their text has an address in it.
 ADDRESSED = [Opaque(), Opaque().__init__, ValueError(Opaque()), partial(print, Opaque()), Told()]  # type: ignore[misc]
 IN_TEXTS = ("{feed}", "{feed!r}", "{feed!s}", "{feed!a}", "{feed!r:md5}", "{feed!r:>99}", "{feed!r:.9}")
 # Their text differs between processes, or after the broker.
-CONTAINERS: list[Any] = [[1], (), {"a": 1}, {1}, Feed("a"), Point(1, 2), deque([{"a"}]), MappingProxyType({1: {"a"}})]
-CONTAINERS += [SimpleNamespace(a={"a"})]
+CONTAINERS: list[Any] = [[1], (), {"a": 1}, {1}, Feed("a"), Point(1, 2)]
+UNKNOWN_CONTAINERS = [deque([{"a"}]), MappingProxyType({1: {"a"}}), SimpleNamespace(a={"a"}), [Opaque()]]
 
 
 @pytest.mark.parametrize(
@@ -151,6 +153,7 @@ CONTAINERS += [SimpleNamespace(a={"a"})]
         *((("{md5}", "{feed:md5}"), value, "'feed'.*key=callable") for value in [*UNKNOWN, *ENDLESS]),
         *((IN_TEXTS, value, "'feed'") for value in ADDRESSED),
         *((("{feed}", "{feed!r}", "{feed!r:md5}"), value, r"'feed'.*\{feed:md5\}") for value in CONTAINERS),
+        *((("{feed}", "{feed!r}"), value, r"'feed'.*text: write key=callable") for value in UNKNOWN_CONTAINERS),
         (("{feed.id}",), None, r"\{feed.id\}.*'feed'"),
         (("{feed[id]}",), {}, r"\{feed\[id\]\}.*'feed'"),
         (("{feed[3]}",), [1], r"\{feed\[3\]\}.*'feed'"),
