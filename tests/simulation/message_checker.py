@@ -199,15 +199,20 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         may_run_again = history.triggers[work.trigger].ends == ("requeue",)
         if count > 1 and not may_run_again and checker.only("publishing fails"):
             yield "a run too many", f"{work} ran {count} times"
-    # A visibility timeout comes sooner here than runs are long.
-    if not history.plan.acks_late or checker.had("visibility timeout"):
+    if not history.plan.acks_late:
         return
     for first, later in combinations(history.runs, 2):
         is_again = first.work == later.work and first.trigger.name not in history.broker.redelivered_before_a_run
-        was_killed = first.life != first.process.life or getattr(first.process, "died_at", inf) <= later.began
         is_replaced = first.end == "Ignore" and first.trigger.action_for(first) == "replace"
-        if is_again and not was_killed and (is_replaced or first.end in ("done", "ValueError", "Retry")):
+        has_ended = is_replaced or first.end in ("done", "ValueError", "Retry")
+        # What a run that is killed has sent is sent again by its redelivery.
+        until_then = [each for each in history.runs if each.trigger is first.trigger and each.began <= first.began]
+        if is_again and has_ended and not any(_was_killed(each, later.began) for each in until_then):
             yield "a run too many", f"{first.work} ran again after {first.end}"
+
+
+def _was_killed(run: Any, until: float) -> bool:
+    return run.life != run.process.life or getattr(run.process, "died_at", inf) <= until
 
 
 def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
