@@ -10,8 +10,9 @@ import json
 import subprocess
 import sys
 from base64 import b64decode
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 from uuid import uuid4
 
@@ -56,6 +57,13 @@ class Keys:
 
     def __delitem__(self, key: str) -> None:
         self.redis.delete(f"{self.prefix}{key}")
+
+    @contextmanager
+    def busy(self, value: str | bytes = "somebody else") -> Iterator[None]:
+        """A block in which the key "k" is held, and after which it is free."""
+        self["k"] = value
+        yield
+        del self["k"]
 
     def holder(self, key: str = "k") -> Any:
         return Holder.parse(self[key] or b"")
