@@ -136,6 +136,14 @@ def end(child: subprocess.Popen[bytes]) -> None:
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
 
 
+@pytest.fixture
+def dead(child: subprocess.Popen[bytes]) -> bytes:
+    """The value of a run in a process that is dead, and was not waited for."""
+    value = held_by(child.pid)
+    end(child)
+    return value
+
+
 DONE, WAITS, LEFT, RELEASED = (True, True), (False, False), (True, False), (False, True)
 """Whether there is nothing left to release; and whether the key is free then."""
 
@@ -204,10 +212,8 @@ def end_without_a_run(task: Any, **request: Any) -> None:
     task_postrun.send(sender=task, task=SimpleNamespace(app=task.app, request=SimpleNamespace(**request)))
 
 
-def test_the_key_of_a_lost_process_is_released(
-    queue: Queue, task: Any, keys: Keys, child: subprocess.Popen[bytes]
-) -> None:
-    for key in ("k", "error", "spared"):
+def test_the_key_of_a_lost_process_is_released(task: Any, keys: Keys, child: subprocess.Popen[bytes]) -> None:
+    for key in ("k", "error"):
         keys[key] = held_by(child.pid)
     keys["uuid"] = held_by(child.pid, str(task_id := uuid4()))
     before = threads()
@@ -219,38 +225,26 @@ def test_the_key_of_a_lost_process_is_released(
     assert eventually(lambda: "k" not in keys)
     assert eventually(lambda: "uuid" not in keys)
     fail(task, "error", ValueError())
-    fail(a_task(queue.app, work, key="{key}", takeover=False), "spared")
     assert eventually(lambda: not threads())
     assert "error" in keys
-    assert "spared" in keys
 
 
 def test_no_other_keys_are_looked_at_where_the_message_says_which_it_is(
-    task: Any, keys: Keys, redis_url: str, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+    task: Any, keys: Keys, way: Proxy, dead: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where Celery has replaced the ``__call__`` of all tasks, as a worker has it do."""
     monkeypatch.setattr(Task, "__call__", lambda self, *args, **kwargs: self.run(*args, **kwargs))
-    keys["k"] = held_by(child.pid)
-    end(child)
-    with Proxy(redis_url) as proxy, configure(redis=proxy.url):
-        fail(task, "k")
-        assert eventually(lambda: "k" not in keys)
-        assert "SCAN" not in proxy.commands
+    keys["k"] = dead
+    fail(task, "k")
+    assert eventually(lambda: "k" not in keys)
+    assert "SCAN" not in way.commands
 
 
-def test_all_keys_are_looked_at_where_a_call_of_the_users_may_have_changed_the_arguments(
-    queue: Queue, keys: Keys, child: subprocess.Popen[bytes]
-) -> None:
-    class Renames(Task):  # type: ignore[misc]
-        abstract = True
+class Renames(Task):  # type: ignore[misc]  # Celery has no types
+    abstract = True
 
-        def __call__(self, key: str) -> Any:
-            return self.run(f"{key}-renamed")
-
-    keys["k-renamed"] = held_by(child.pid)
-    end(child)
-    fail(queue.app.task(decorated("{key}", timeout=HOUR)(work), base=Renames, name="renames"), "k")
-    assert eventually(lambda: "k-renamed" not in keys)
+    def __call__(self, key: str) -> Any:
+        return self.run(f"{key}-changed")
 
 
 class Base(Task):  # type: ignore[misc]  # Celery has no types
@@ -268,46 +262,42 @@ class Calls(Base):
         return super().run(f"{key}-changed")  # type: ignore[no-any-return]
 
 
-def test_the_key_of_a_lost_process_whose_run_was_called_by_super_is_released(
-    queue: Queue, keys: Keys, child: subprocess.Popen[bytes]
+CHANGES: dict[str, Callable[[Celery], Any]] = {
+    "its class": lambda app: a_task(app, work, key="{key}", celery={"base": Renames}),
+    "the function above": lambda app: app.register_task(Calls()),
+}
+
+
+@pytest.mark.parametrize("make", CHANGES.values(), ids=CHANGES)
+def test_all_keys_are_looked_at_where_the_user_may_have_changed_the_arguments(
+    queue: Queue, keys: Keys, dead: bytes, make: Any
 ) -> None:
-    keys["k-changed"] = held_by(child.pid)
-    end(child)
-    fail(queue.app.register_task(Calls()), "k")
+    keys["k-changed"] = dead
+    fail(make(queue.app), "k")
     assert eventually(lambda: "k-changed" not in keys)
 
 
 def test_the_key_of_a_lost_process_is_released_when_a_server_that_was_away_is_back(
-    task: Any,
-    keys: Keys,
-    redis_url: str,
-    child: subprocess.Popen[bytes],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    task: Any, keys: Keys, way: Proxy, dead: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long it was away."""
-    keys["k"] = held_by(child.pid)
-    end(child)
-    with Proxy(redis_url) as proxy, configure(redis=proxy.url):
-        node = find_server(proxy.url).node_of("k")
-        with proxy.refused():
-            fail(task, "k")
-            assert eventually(lambda: caplog.records)
-            for later in (6, 12, 18):  # in which it is asked again
-                monkeypatch.setattr(ended_tasks, "now", lambda later=later: now() + later)
-                before = node.backs_off_until
-                assert eventually(lambda before=before: node.backs_off_until > before)  # type: ignore[misc]
-        assert eventually(lambda: "k" not in keys)
+    keys["k"] = dead
+    node = find_server(way.url).node_of("k")
+    with way.refused():
+        fail(task, "k")
+        assert eventually(lambda: caplog.records)
+        for later in (6, 12, 18):  # in which it is asked again
+            monkeypatch.setattr(ended_tasks, "now", lambda later=later: now() + later)
+            before = node.backs_off_until
+            assert eventually(lambda before=before: node.backs_off_until > before)  # type: ignore[misc]
+    assert eventually(lambda: "k" not in keys)
 
 
-def test_the_pool_can_fork_while_a_server_is_frozen(
-    task: Any, keys: Keys, redis_url: str, child: subprocess.Popen[bytes]
-) -> None:
+def test_the_pool_can_fork_while_a_server_is_frozen(task: Any, keys: Keys, way: Proxy, dead: bytes) -> None:
     """Also if the user's client would wait for ever."""
-    keys["k"] = held_by(child.pid)
-    end(child)
-    with Proxy(redis_url) as proxy, configure(redis=Redis.from_url(proxy.url, socket_timeout=None)):
-        fault = proxy.hold_up("GET")
+    keys["k"] = dead
+    with configure(redis=Redis.from_url(way.url, socket_timeout=None)):
+        fault = way.hold_up("GET")
         fail(task, "k")
         assert fault.met.wait(LIMIT)
         assert ended_tasks._at_work.acquire(timeout=LIMIT)
@@ -325,18 +315,15 @@ def test_a_server_that_backs_off_is_not_asked(server: Server, keys: Keys) -> Non
     assert now() >= node.backs_off_until > now() - HOUR
 
 
-def test_the_key_of_a_revoked_task_is_released(
-    task: Any, unique_task: Any, keys: Keys, child: subprocess.Popen[bytes]
-) -> None:
+def test_the_key_of_a_revoked_task_is_released(task: Any, unique_task: Any, keys: Keys, dead: bytes) -> None:
     """A task that waits has a key only if it is unique from queued to finished."""
 
     def left() -> list[str]:
         return [key for key in names if key in keys]
 
-    end(child)
     names = ["waits", "runs", "queued", "changed"]
     for key in names:
-        keys[key] = held_by(child.pid)
+        keys[key] = dead
     revoke(task, "waits")
     assert left() == names
     revoke(task, "runs", terminated=True)
@@ -345,9 +332,9 @@ def test_the_key_of_a_revoked_task_is_released(
     # The key is that which it was queued with, of whatever arguments it is now; the run's is another.
     header = Header("mine", 0, key=f"{keys.prefix}changed").as_headers()
     revoke(task, "another", terminated=True, **header)
-    assert "changed" in keys
+    assert left() == ["waits", "changed"]
     revoke(unique_task, "another", **header)
-    assert "changed" not in keys
+    assert left() == ["waits"]
 
 
 LOST: dict[str, tuple[Any, tuple[str, int | None] | None]] = {
@@ -358,12 +345,11 @@ LOST: dict[str, tuple[Any, tuple[str, int | None] | None]] = {
 
 @pytest.mark.parametrize(("make", "state"), LOST.values(), ids=LOST)
 def test_a_task_that_is_retried_because_its_process_is_lost_has_its_key_while_it_waits_if_it_is_unique(
-    queue: Queue, keys: Keys, child: subprocess.Popen[bytes], make: Any, state: Any
+    queue: Queue, keys: Keys, dead: bytes, make: Any, state: Any
 ) -> None:
     """Celery's main process publishes the retry, and says so by another signal than that of a failure."""
     task = make(queue.app)
-    keys["k"] = held_by(child.pid, attempt=1)
-    end(child)
+    keys["k"] = dead
     request = Context(id="mine", retries=1, args=("k",), kwargs={}, delivery_info={}, headers=None)
     task_retry.send(sender=task, request=request, reason=Retry(exc=ValueError(), when=60))
     assert not threads()
@@ -434,7 +420,7 @@ def test_the_newest_task_is_not_waited_for_when_it_has_ended_without_having_begu
 
 @pytest.mark.parametrize("how", ["the server is down", "a key cannot be made", "it has not begun"])
 def test_an_error_in_a_signal_is_a_warning_with_its_traceback_once(
-    queue: Queue, task: Any, unique_task: Any, keys: Keys, redis_url: str, how: str,
+    queue: Queue, task: Any, unique_task: Any, keys: Keys, way: Proxy, how: str,
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """It is no error of the worker, which goes on."""
@@ -442,7 +428,7 @@ def test_an_error_in_a_signal_is_a_warning_with_its_traceback_once(
     monkeypatch.setattr(ended_tasks, "now", lambda: next(moments))
     monkeypatch.setattr(ended_tasks, "_WAITS_FOR_A_SERVER", 60.0)
     without_key = a_task(queue.app, work, key=lambda key: key.missing)
-    with Proxy(redis_url) as proxy, configure(redis=proxy.url), proxy.refused():
+    with way.refused():
         for _ in range(2):
             if how == "it has not begun":
                 end_without_a_run(unique_task, retries=1, **Header("mine", 1, key=f"{keys.prefix}k").as_headers())
