@@ -149,6 +149,11 @@ def a_task(app: Celery, function: Any, *, celery: Any = None, **options: Any) ->
     return app.task(decorated(function, **options), **settings)
 
 
+def above_and_below(app: Celery, function: Any, **options: Any) -> Any:
+    """The same with a decorator above it, too, so it is unique from queued to finished."""
+    return decorated(a_task(app, function, **options), key="outer", timeout=600)
+
+
 def work(value: Any = None, more: Any = "more") -> Any:
     """Says which key it has."""
     return value, more, current_lock().key

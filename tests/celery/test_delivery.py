@@ -26,6 +26,7 @@ from tests.celery.deliveries import (
     Keys,
     Queue,
     a_task,
+    above_and_below,
     decorated,
     done,
     lambda_of,
@@ -183,10 +184,6 @@ def both_below(app: Celery, function: Any, key: Any = "k", **options: Any) -> An
     return a_task(app, decorated(function, key=key, timeout=600, **options), **{**options, "key": "outer"})
 
 
-def above_and_below(app: Celery, function: Any, **options: Any) -> Any:
-    return decorated(a_task(app, function, **options), key="outer", timeout=600)
-
-
 def unique_with_newest(app: Celery, function: Any) -> Any:
     return unique(app, "k", timeout=600, function=function, when_busy=buffer_one())
 
@@ -296,24 +293,8 @@ def test_the_value_that_is_retained_for_a_retry(queue: Queue, monkeypatch: pytes
         assert retained(ended_by=error) is None
 
 
-def test_a_retry_with_an_argument_that_the_run_has_changed_leaves_no_key_behind(queue: Queue, keys: Keys) -> None:
-    """The key is that of the argument as it was, and nobody waits for it."""
-
-    def work(payload: dict[str, Any]) -> None:
-        payload["is_seen"] = True
-        raise task.retry(countdown=0)
-
-    task = unique(queue.app, function=work)
-    task.delay({"id": 1})
-    held = f"{keys.prefix}{task.name}:*"
-    assert keys.redis.keys(held)
-    queue.deliver()
-    assert len(queue) == 1
-    assert not keys.redis.keys(held)
-
-
 def test_a_task_is_unique_from_queued_to_finished_over_a_retry(
-    queue: Queue, keys: Keys, redis_url: str, kind: Any
+    queue: Queue, keys: Keys, proxy: Proxy, kind: Any
 ) -> None:
     """And a redelivery of the first attempt's message learns of its end."""
 
@@ -329,9 +310,9 @@ def test_a_task_is_unique_from_queued_to_finished_over_a_retry(
     answer = task.delay()
     assert (keys.holder().task_id, keys.state()) == (answer.id, ("queued", 0))
     message = queue.take()
-    with Proxy(redis_url) as proxy, configure(redis=proxy.url):
+    with configure(redis=proxy.url):
         queue.deliver(message)
-        assert proxy.commands[0] == "EVAL"  # it knows by what value it was queued
+    assert proxy.commands[0] == "EVAL"  # it knows by what value it was queued
     assert (keys.holder().task_id, keys.state()) == (answer.id, ("queued", 1))
     assert b"ended" in keys.marked(answer.id)
     redelivery, again = queue.take(), queue.take()

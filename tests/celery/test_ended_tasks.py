@@ -375,37 +375,24 @@ def test_nothing_is_done_where_the_locking_is_switched_off(task: Any, caplog: py
 def test_a_task_that_has_ended_without_having_begun_has_no_key(
     queue: Queue, task: Any, unique_task: Any, keys: Keys, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The value at the key says whose it is: the message of a retry has no token."""
     caplog.set_level(logging.DEBUG, "only_one")
-    first = unique_task.delay("k")
-    token, key = keys["k"], f"{keys.prefix}k"
-    header = Header(first.id, 0, key=key, token=token.decode()).as_headers()
-    end_without_a_run(task, id=first.id, **header)
-    end_without_a_run(unique_task, id=first.id, only_one_has_begun=True, **header)
-    end_without_a_run(unique_task, id=first.id)
-    with configure(active=False):
-        end_without_a_run(unique_task, id=first.id, **header)
-    assert keys["k"] == token
-    keys["k"] = queued(first.id, 1)  # it is the next attempt's by now
-    end_without_a_run(unique_task, id=first.id, **header)
-    assert "k" in keys
-    keys["k"] = token
-    end_without_a_run(unique_task, id=first.id, **header)
-    assert "k" not in keys
-    revoke(queue.app.task(work, name="plain", shared=False), "k", **Header("mine", 0, key=key, trigger=1).as_headers())
-    assert not [record for record in caplog.records if record.levelname == "ERROR" or "not be" in record.message]
-
-
-def test_a_retry_that_has_ended_without_having_begun_has_no_key(unique_task: Any, keys: Keys) -> None:
-    """Its message has no token: the value at the key says whose it is."""
-    request = {"retries": 1, **Header("mine", 1, key=f"{keys.prefix}k").as_headers()}
-    end_without_a_run(unique_task, **request)
-    for value in (b"somebody else", queued("another", 0), held_by(os.getppid())):
+    request = {"retries": 1, **Header("mine", 1, key=f"{keys.prefix}k", trigger=1).as_headers()}
+    for value in (b"somebody else", queued("another", 1), queued("mine", 0), queued("mine", 2), held_by(os.getppid())):
         keys["k"] = value
         end_without_a_run(unique_task, **request)
         assert keys["k"] == value
-    keys["k"] = queued("mine", 1)
+    keys["k"] = value = queued("mine", 1)
+    end_without_a_run(task, **request)
+    end_without_a_run(unique_task, only_one_has_begun=True, **request)
+    end_without_a_run(unique_task, retries=1)
+    with configure(active=False):
+        end_without_a_run(unique_task, **request)
+    revoke(queue.app.task(work, name="plain", shared=False), "k", **request)
+    assert keys["k"] == value
     end_without_a_run(unique_task, **request)
     assert "k" not in keys
+    assert not [record for record in caplog.records if record.levelname == "ERROR" or "not be" in record.message]
 
 
 @pytest.mark.parametrize("finish", [end_without_a_run, revoke])
