@@ -209,3 +209,36 @@ class Awaits(Task):  # type: ignore[misc]  # Celery has no types
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.run(*args, **kwargs)
         return asyncio.run(result) if asyncio.iscoroutine(result) else result
+
+
+def whose() -> Any:
+    """Says whose lock it holds."""
+    holder = current_lock().holder
+    assert holder is not None
+    return holder.name, holder.task_id, holder.attempt
+
+
+class Base(Task):  # type: ignore[misc]  # Celery has no types
+    """Says whose lock it holds, as does the other task that it is given."""
+
+    abstract = True
+
+    @decorated("{key}", timeout=HOUR)  # type: ignore[untyped-decorator]
+    def run(self, key: str, another: Any = None) -> Any:
+        return [whose(), *([another.run(key)] if another else ())]
+
+
+class Calls(Base):
+    """Calls the decorated function by ``super()``, with another argument."""
+
+    name = "calls"
+
+    def run(self, key: str) -> Any:
+        return super().run(f"{key}-changed", other)
+
+
+class Other(Base):
+    name = "other"
+
+
+other = Other()

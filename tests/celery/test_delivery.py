@@ -23,6 +23,7 @@ from tests.celery.deliveries import (
     CLOSED,
     OUTCOMES,
     Awaits,
+    Calls,
     Keys,
     Queue,
     a_task,
@@ -32,6 +33,7 @@ from tests.celery.deliveries import (
     lambda_of,
     token_of,
     unique,
+    whose,
 )
 
 HELD: list[tuple[str, int | None, int, str]] = [
@@ -104,12 +106,6 @@ def test_a_call_from_inside_the_run_of_a_bound_task_has_a_key_without_the_task(q
     assert answer.get() == [f"{keys.prefix}k-outer", f"{keys.prefix}k-inner"]
 
 
-def whose() -> Any:
-    holder = current_lock().holder
-    assert holder is not None
-    return holder.name, holder.task_id, holder.attempt
-
-
 CALLS: dict[str, Callable[[Any], Any]] = {
     "another task": lambda task: task(),
     "another task's run": lambda task: task.run(),
@@ -124,41 +120,17 @@ def test_what_a_run_calls_is_a_plain_function(queue: Queue, call: Any) -> None:
     answer = task.delay()
     own = [task.name, answer.id, 0]
     queue.deliver()
-    assert answer.get() == [own, [f"{__name__}.whose", None, None], own]
-
-
-class Base(Task):  # type: ignore[misc]  # Celery has no types
-    """Its run says whose lock it holds."""
-
-    abstract = True
-
-    @decorated("k", timeout=600)  # type: ignore[untyped-decorator]
-    def run(self, another: Any = None) -> Any:
-        return [whose(), *([another.run()] if another else ())]
-
-
-class Calls(Base):
-    name = "calls"
-
-    def run(self) -> Any:
-        return super().run(other)
-
-
-class Other(Base):
-    name = "other"
-
-
-other = Other()
+    assert answer.get() == [own, [f"{whose.__module__}.whose", None, None], own]
 
 
 def test_a_run_that_is_called_by_super_is_its_tasks(queue: Queue, keys: Keys) -> None:
     """It is not skipped behind its previous attempt; and the run of another task that it calls is none of its own."""
-    answer = queue.app.register_task(Calls()).apply_async(retries=1)
+    answer = queue.app.register_task(Calls()).apply_async(("k",), retries=1)
     message = queue.take()
-    keys["k"] = token_of(answer.id)
+    keys["k-changed"] = token_of(answer.id)
     queue.deliver(message)
     assert len(queue) == 1
-    del keys["k"]
+    del keys["k-changed"]
     queue.deliver()
     assert answer.get() == [["calls", answer.id, 1], None]
 

@@ -33,7 +33,7 @@ from only_one.lock import renewal
 from only_one.lock.token import TokenFactory, process_start
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
-from tests.celery.deliveries import HOUR, Keys, Queue, a_task, decorated, unique
+from tests.celery.deliveries import HOUR, Calls, Keys, Queue, a_task, unique
 
 PATIENCE = 10.0
 """Seconds for which the death of a process is waited for."""
@@ -245,21 +245,6 @@ class Renames(Task):  # type: ignore[misc]  # Celery has no types
 
     def __call__(self, key: str) -> Any:
         return self.run(f"{key}-changed")
-
-
-class Base(Task):  # type: ignore[misc]  # Celery has no types
-    abstract = True
-
-    @decorated("{key}", timeout=HOUR)  # type: ignore[untyped-decorator]
-    def run(self, key: str) -> str:
-        return key
-
-
-class Calls(Base):
-    name = "calls"
-
-    def run(self, key: str) -> str:
-        return super().run(f"{key}-changed")  # type: ignore[no-any-return]
 
 
 CHANGES: dict[str, Callable[[Celery], Any]] = {

@@ -49,7 +49,6 @@ from tests.celery.deliveries import (
     decorated,
     done,
     lambda_of,
-    raises,
     token_of,
     unique,
     work,
@@ -383,11 +382,6 @@ def test_called_directly_a_task_is_decorated_like_a_function(queue: Queue, new_a
     assert "k" not in keys
     with busy("k"):
         assert task(1) is None
-        with pytest.raises(AlreadyRunning):
-            unique(queue.app, "k", when_busy=fail)(1)
-    with pytest.raises(ZeroDivisionError):
-        unique(queue.app, "k", function=raises(ZeroDivisionError()))()
-    assert "k" not in keys
     task.delay()
     assert task(1) == (1, "more", f"{keys.prefix}k")  # what waits in a queue has not begun
 
