@@ -296,20 +296,19 @@ def test_a_message_without_a_key_of_its_own_gets_none(queue: Queue, task: Any, w
 
 
 def test_a_server_that_does_not_answer_is_logged_once_and_not_asked_for_a_while(
-    task: Any, worker: Worker, keys: Keys, redis_url: str, clock: list[float], caplog: pytest.LogCaptureFixture
+    task: Any, worker: Worker, keys: Keys, way: Proxy, clock: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Proxy(redis_url) as proxy, configure(redis=proxy.url):
-        task.delay("k")
-        with proxy.refused():
-            worker.receive(task)
-        clock[0] += RESTS - 1
+    task.delay("k")
+    with way.refused():
         worker.receive(task)
-        assert keys.state() == QUEUED
-        clock[0] += 1
-        worker.receive(task)
-        worker.lease_of(task, "another")
-        with proxy.refused():
-            worker_shutdown.send(sender=None)
+    clock[0] += RESTS - 1
+    worker.receive(task)
+    assert keys.state() == QUEUED
+    clock[0] += 1
+    worker.receive(task)
+    worker.lease_of(task, "another")
+    with way.refused():
+        worker_shutdown.send(sender=None)
     assert keys.state() == RECEIVED
     assert len(received_tasks._waiting) == 1, "it is asked once when the worker ends"
     assert [(each.levelname, bool(each.exc_info)) for each in caplog.records] == [("WARNING", True)] * 2
