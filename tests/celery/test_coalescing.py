@@ -11,7 +11,7 @@ from celery import Celery
 from only_one import buffer_one
 from only_one.celery import coalescing
 from only_one.connections.server import Server
-from tests.celery.deliveries import REMEMBERED, Awaits, Keys, Queue, TriesAgain, a_task
+from tests.celery.deliveries import REMEMBERED, Awaits, Keys, Queue, a_task
 from tests.celery.enqueueing import withdraw
 
 
@@ -139,35 +139,6 @@ def test_of_tasks_that_are_requeued_the_newest_stays(queue: Queue, keys: Keys, k
     assert not ran
     queue.deliver(second)
     assert ran == [1]
-
-
-def test_a_task_that_calls_its_function_again_is_as_old_as_before(queue: Queue) -> None:
-    runs: list[int] = []
-
-    def work(number: int) -> None:
-        runs.append(number)
-        if runs == [1]:
-            task.delay(2)
-            queue.deliver_elsewhere(queue.take())
-            raise ZeroDivisionError
-
-    task = a_task(queue.app, work, when_busy=buffer_one(), celery={"base": TriesAgain})
-    task.delay(1)
-    for _ in range(2):
-        queue.deliver()
-    assert runs == [1, 1, 2]
-
-
-def test_the_newest_task_runs_under_an_id_that_was_used_before(queue: Queue, keys: Keys) -> None:
-    ran: list[int] = []
-    task = a_task(queue.app, ran.append, when_busy=buffer_one())
-    for number, task_id in enumerate(("rebuild", "other", "rebuild", "other", "rebuild")):
-        task.apply_async((number,), task_id=task_id)
-        if number > 2:
-            with keys.busy():
-                queue.deliver()
-        queue.deliver()
-    assert ran == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("how", ["retry", "replace"])

@@ -328,15 +328,6 @@ def test_a_run_is_told_of_a_redelivery_that_waits_for_a_process(
     assert keys.marked(answer.id) == told
 
 
-def test_a_run_of_a_retry_is_told_at_its_own_key(app: Celery, worker: Worker, keys: Keys) -> None:
-    """The message has the key of the first attempt, too, whose arguments were others."""
-    task = unique(app, "{key}", function=work, celery={"acks_late": True})
-    task.delay("first")
-    header = Header("the-id", 1, key=f"{keys.prefix}first")
-    worker.receive(task, header, **REDELIVERED, args=["k"])
-    assert keys.redis.exists(f"{{{keys.prefix}k}}:copy:the-id:1")
-
-
 def test_a_key_that_cannot_be_made_keeps_no_other_task_from_being_announced(
     app: Celery, worker: Worker, keys: Keys, caplog: pytest.LogCaptureFixture
 ) -> None:
