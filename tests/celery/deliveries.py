@@ -24,7 +24,6 @@ from only_one import current_lock, only_one
 from only_one.holder import Holder
 from only_one.lock.token import TokenFactory
 
-CLOSED = "redis://127.0.0.1:1/0"
 HOUR = 3600
 QUEUE_TIMEOUT = HOUR
 REMEMBERED = 7200
@@ -123,23 +122,6 @@ class Queue:
         """The same in another thread, where no run is under way."""
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(self.deliver, message, redelivered=redelivered).result()
-
-
-class TriesAgain(Task):  # type: ignore[misc]  # Celery has no types
-    """Calls the function once more if that has failed.
-
-    Attributes:
-        errors: after which it does so.
-    """
-
-    abstract = True
-    errors: Any = ZeroDivisionError
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self.run(*args, **kwargs)
-        except self.errors:
-            return self.run(*args, **kwargs)
 
 
 def a_task(app: Celery, function: Any, *, celery: Any = None, **options: Any) -> Any:

@@ -15,7 +15,6 @@ from only_one import buffer_one, carry_on, configure, current_lock, fail, retry
 from only_one.celery.requeue import Header
 from rigs.proxy import Proxy
 from tests.celery.deliveries import (
-    CLOSED,
     OUTCOMES,
     QUEUE_TIMEOUT,
     SLACK,
@@ -32,6 +31,7 @@ from tests.celery.deliveries import (
     unique,
     whose,
 )
+from tests.decorated import CLOSED
 
 HELD: list[tuple[str, int | None, int, str]] = [
     ("kept", 1, 1, "dropped"),

@@ -20,7 +20,8 @@ from celery import Celery, Task, _state, shared_task
 from celery.local import PromiseProxy
 
 from only_one import ConfigurationError, KeyTemplateError, current_lock, fail
-from tests.celery.deliveries import CLOSED, QUEUE_TIMEOUT, Awaits, Keys, Queue, decorated, done, unique, work
+from tests.celery.deliveries import QUEUE_TIMEOUT, Awaits, Keys, Queue, decorated, done, unique, work
+from tests.decorated import CLOSED
 
 pytestmark = pytest.mark.usefixtures("redis")
 
