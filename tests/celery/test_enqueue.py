@@ -40,18 +40,7 @@ from only_one.holder import task_id_of
 from only_one.lock import renewal
 from rigs.proxy import Proxy
 from rigs.waiting import eventually
-from tests.celery.deliveries import (
-    QUEUE_TIMEOUT,
-    SLACK,
-    Keys,
-    Queue,
-    decorated,
-    done,
-    lambda_of,
-    token_of,
-    unique,
-    work,
-)
+from tests.celery.deliveries import QUEUE_TIMEOUT, SLACK, Keys, Queue, decorated, done, token_of, unique, work
 from tests.decorated import CLOSED, events
 from tests.lock.test_leases import no_more_threads
 from tests.renewal import later
@@ -369,8 +358,11 @@ def test_always_eager(new_app: Any, busy: Any, queue: Queue, keys: Keys) -> None
 
 
 def test_called_directly_a_task_is_decorated_like_a_function(queue: Queue, new_app: Any, busy: Any, keys: Keys) -> None:
+    def has_the_apps_timeout() -> bool:
+        return keys.lives_for(500)
+
+    assert unique(new_app(only_one_timeout=500), "k", function=has_the_apps_timeout)()
     task = unique(queue.app, "k")
-    assert unique(new_app(only_one_timeout=500), "k", function=lambda_of(lambda: keys.lives_for(500)))()
     assert task(1) == task.run(1) == (1, "more", f"{keys.prefix}k")
     assert "k" not in keys
     with busy("k"):

@@ -94,14 +94,17 @@ def worker(queue: Queue) -> Worker:
 
 
 def test_the_key_lives_with_its_worker_and_the_run_has_its_token(task: Any, worker: Worker, keys: Keys) -> None:
+    """And it does so again when another run has had it."""
     lease = worker.lease_of(task)
+    assert lease.ttl == LEASE
     assert keys.state() == RECEIVED
     assert keys.lives_for(LEASE)
     assert worker.requests[-1].request_dict["only_one"]["token"].encode() == keys["k"]
+    assert decorated(lambda: fails_to_renew(lease), key="k")()
+    assert keys.state() == RECEIVED
     keys.redis.pexpire(f"{keys.prefix}k", HOUR * 1000)
     assert is_renewed(lease)
     assert keys.lives_for(LEASE)
-    assert lease.ttl == LEASE
 
 
 def test_a_task_keeps_its_key_for_longer_than_queue_timeout_while_its_worker_lives(
@@ -117,14 +120,6 @@ def test_a_task_keeps_its_key_for_longer_than_queue_timeout_while_its_worker_liv
         worker_shutdown.send(sender=None)
     assert keys.state() == QUEUED
     assert keys.lives_for(2 * LEASE)
-
-
-def test_a_task_has_its_key_again_after_the_run_of_another(task: Any, worker: Worker, keys: Keys) -> None:
-    lease = worker.lease_of(task)
-    assert decorated(lambda: fails_to_renew(lease), key="k")()
-    assert keys.state() == RECEIVED
-    assert is_renewed(lease)
-    assert keys.lives_for(LEASE)
 
 
 def test_a_task_that_expires_soon_has_its_key_until_then(task: Any, worker: Worker, keys: Keys) -> None:
