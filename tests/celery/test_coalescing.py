@@ -141,6 +141,18 @@ def test_of_tasks_that_are_requeued_the_newest_stays(queue: Queue, keys: Keys, k
     assert ran == [1]
 
 
+def test_the_newest_task_runs_under_an_id_that_was_used_before(queue: Queue, keys: Keys) -> None:
+    ran: list[int] = []
+    task = a_task(queue.app, ran.append, when_busy=buffer_one())
+    for number, task_id in enumerate(("rebuild", "other", "rebuild", "other", "rebuild")):
+        task.apply_async((number,), task_id=task_id)
+        if number > 2:
+            with keys.busy():
+                queue.deliver()
+        queue.deliver()
+    assert ran == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("how", ["retry", "replace"])
 def test_a_retry_and_a_replacement_are_as_old_as_their_task(queue: Queue, how: str) -> None:
     def work(self: Any, number: int) -> None:
