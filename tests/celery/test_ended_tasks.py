@@ -322,29 +322,23 @@ def test_the_key_of_a_revoked_task_is_released(task: Any, unique_task: Any, keys
     assert left() == ["waits"]
 
 
-LOST: dict[str, tuple[Any, tuple[str, int | None] | None]] = {
-    "below the task": (lambda app: a_task(app, work, key="{key}"), None),
-    "above the task": (lambda app: unique(app, "{key}", function=work), ("queued", 2)),
-}
-
-
-@pytest.mark.parametrize(("make", "state"), LOST.values(), ids=LOST)
+@pytest.mark.parametrize("is_unique", [False, True])
 def test_a_task_that_is_retried_because_its_process_is_lost_has_its_key_while_it_waits_if_it_is_unique(
-    queue: Queue, keys: Keys, dead: bytes, make: Any, state: Any
+    task: Any, unique_task: Any, keys: Keys, dead: bytes, *, is_unique: bool
 ) -> None:
     """Celery's main process publishes the retry, and says so by another signal than that of a failure."""
-    task = make(queue.app)
+    lost, state = (unique_task, ("queued", 2)) if is_unique else (task, None)
     keys["k"] = dead
     request = Context(id="mine", retries=1, args=("k",), kwargs={}, delivery_info={}, headers=None)
-    task_retry.send(sender=task, request=request, reason=Retry(exc=ValueError(), when=60))
+    task_retry.send(sender=lost, request=request, reason=Retry(exc=ValueError(), when=60))
     assert not threads()
-    task_retry.send(sender=task, request=request, reason=Retry(exc=WorkerLostError(), when=60))
+    task_retry.send(sender=lost, request=request, reason=Retry(exc=WorkerLostError(), when=60))
     assert eventually(lambda: keys.state() == state)
     assert eventually(lambda: not threads())
     assert keys.state() == state
-    if state:
+    if is_unique:
         assert keys.lives_for(HOUR + 60)
-        assert task.delay("k").id == "mine"
+        assert unique_task.delay("k").id == "mine"
 
 
 def test_nothing_is_done_where_the_locking_is_switched_off(task: Any, caplog: pytest.LogCaptureFixture) -> None:
