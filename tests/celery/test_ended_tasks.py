@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -41,27 +42,22 @@ PATIENCE = 10.0
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_no_child_is_forked_while_a_thread_is_at_work() -> None:
-    begun, about_to_fork, forked = threading.Event(), threading.Event(), threading.Event()
+    about_to_fork, forked = threading.Event(), threading.Event()
     os.register_at_fork(before=about_to_fork.set, after_in_parent=forked.set)  # before it, the last comes first
-    meanwhile = []
 
-    def work() -> None:
+    def fork() -> int:
+        child = os.fork()
+        if not child:
+            is_free = ended_tasks._at_work.acquire(timeout=LIMIT)
+            os._exit(0 if is_free else 1)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    with ThreadPoolExecutor(1) as pool:
         with ended_tasks._at_work:
-            begun.set()
+            exit_code = pool.submit(fork)
             assert about_to_fork.wait(LIMIT)
-            meanwhile.append(forked.wait(0.2))  # at once, if the lock were not waited for
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert begun.wait(LIMIT)
-    child = os.fork()
-    if not child:
-        is_free = ended_tasks._at_work.acquire(timeout=LIMIT)
-        os._exit(0 if is_free else 1)
-    thread.join()
-
-    assert meanwhile == [False]
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert not forked.wait(0.2)  # at once, if the lock were not waited for
+        assert exit_code.result(LIMIT) == 0
     assert not ended_tasks._at_work.locked()
 
 
