@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -12,12 +14,13 @@ from celery import Celery, Task
 from celery.exceptions import Retry
 
 from only_one import buffer_one, carry_on, configure, current_lock, fail, retry
+from only_one.celery import delivery
+from only_one.celery.delivery import Delivery
 from only_one.celery.requeue import Header
+from only_one.holder import Holder
 from rigs.proxy import Proxy
 from tests.celery.deliveries import (
     OUTCOMES,
-    QUEUE_TIMEOUT,
-    SLACK,
     Awaits,
     Calls,
     Keys,
@@ -221,33 +224,41 @@ def test_of_two_decorators_with_one_key_the_inner_one_is_busy_like_any_other(que
 # Unique from queued to finished
 
 
-RETRIES: dict[str, tuple[Any, Any, float]] = {
-    "of a task that expires": ({"expires": 9000}, {}, 9000),
-    "of a task that has expired": ({"expires": -1}, {}, 0),
-    "later": ({}, {"countdown": 9000}, 9000 + QUEUE_TIMEOUT),
-    "with an argument that is no part of the key": ({}, {"args": (1, "other"), "countdown": 0}, QUEUE_TIMEOUT),
-    "with another key": ({}, {"args": (2,)}, 0),
-    "with arguments that do not fit": ({}, {"args": ()}, 0),
-    "that was not sent": ({}, None, 0),
-}
+def test_the_value_that_is_retained_for_a_retry(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a task that is sent again with the same key, for as long as it is waited for."""
 
+    def retained(
+        sig: Any = None, ended_by: Any = None, when: Any = None, *, seconds: float = 0.5, is_unique: bool = True,
+        **changes: Any,
+    ) -> Any:  # fmt: skip
+        request: Any = {"id": "the-id", "retries": 4, "args": ["a"], "kwargs": {"b": 1}, "expires": None}
+        request |= {"headers": None, "delivery_info": None, **changes}
+        decoration: Any = SimpleNamespace(task=task if is_unique else None, make_key=make_key)
+        run = Delivery(task, SimpleNamespace(**request), bound=False, decoration=decoration)
+        options: Any = SimpleNamespace(queue_timeout=seconds, prefix="p:")
+        stored = run.retained_value(options, "p:k:a", ended_by or Retry(when=when, sig=sig or task.s("a", b=1)))
+        return stored and (stored[0], stored[1] - 1000)
 
-@pytest.mark.parametrize(("sent", "again", "seconds"), RETRIES.values(), ids=RETRIES)
-def test_how_long_the_key_of_a_retry_lives(queue: Queue, keys: Keys, sent: Any, again: Any, seconds: float) -> None:
-    """As long as that of a task that is queued then, if it has the same key."""
+    def make_key(_caller: object, args: tuple[str], _kwargs: object) -> str:
+        return "k:" + args[0]
 
-    def work(value: int, more: str = "more") -> None:
-        del value, more  # which are for the key
-        raise Retry if again is None else task.retry(**again)
-
-    task = unique(queue.app, "k-{value}", function=work)
-    answer = task.apply_async((1,), **sent)
-    queue.deliver()
-    holder = keys.holder("k-1")
-    assert keys.lives_for(seconds, "k-1") if seconds else holder is None
-    if holder:
-        assert (holder.name, holder.task_id, holder.attempt, holder.state) == (task.name, answer.id, 1, "queued")
-        assert holder.deadline - holder.since == pytest.approx(seconds, abs=SLACK)
+    monkeypatch.setattr(delivery, "now", lambda: 1000)
+    task = queue.app.task(done, name=f"task-{uuid4()}", shared=False)
+    token, left = retained()
+    holder: Any = Holder.parse(token)
+    assert (holder.name, holder.task_id, holder.attempt, holder.state) == (task.name, "the-id", 5, "queued")
+    assert json.loads(token)["limit"] == 500
+    assert left == 0.5
+    assert retained(when=3)[1] == 3.5
+    assert retained(expires=7)[1] == 7
+    assert retained(expires=-1) is None
+    assert retained(seconds=0) is None
+    assert retained(is_unique=False) is None
+    assert retained(task.s("a", b=2)) is not None  # which is no part of the key
+    for other in (task.s("b", b=1), task.s(), task.s(object())):
+        assert retained(other) is None
+    for error in (KeyboardInterrupt(), ValueError(), Retry()):  # of which a task that raises the last has sent nothing
+        assert retained(ended_by=error) is None
 
 
 def test_a_task_is_unique_from_queued_to_finished_over_a_retry(
