@@ -10,7 +10,9 @@ import pytest
 from celery import Celery
 from redis import Redis
 
+from only_one import configure
 from only_one.connections.server import Server, find_server
+from rigs.proxy import Proxy
 from tests.celery.deliveries import Keys, Queue
 
 
@@ -50,6 +52,13 @@ def keys(redis: Redis, prefix: str) -> Keys:
 @pytest.fixture
 def queue(app: Celery, redis: Redis) -> Queue:
     return Queue(app, redis)
+
+
+@pytest.fixture
+def way(keys: Keys, proxy: Proxy) -> Iterator[Proxy]:
+    """The way of tasks to the server, which breaks when it is told to; `keys` and `queue` have another."""
+    with configure(redis=proxy.url, prefix=keys.prefix):
+        yield proxy
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ import json
 import subprocess
 import sys
 from base64 import b64decode
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 from uuid import uuid4
 
@@ -23,7 +24,6 @@ from only_one import current_lock, only_one
 from only_one.holder import Holder
 from only_one.lock.token import TokenFactory
 
-CLOSED = "redis://127.0.0.1:1/0"
 HOUR = 3600
 QUEUE_TIMEOUT = HOUR
 REMEMBERED = 7200
@@ -56,6 +56,13 @@ class Keys:
 
     def __delitem__(self, key: str) -> None:
         self.redis.delete(f"{self.prefix}{key}")
+
+    @contextmanager
+    def busy(self, value: str | bytes = "somebody else") -> Iterator[None]:
+        """A block in which the key "k" is held, and after which it is free."""
+        self["k"] = value
+        yield
+        del self["k"]
 
     def holder(self, key: str = "k") -> Any:
         return Holder.parse(self[key] or b"")
@@ -117,28 +124,16 @@ class Queue:
             return pool.submit(self.deliver, message, redelivered=redelivered).result()
 
 
-class TriesAgain(Task):  # type: ignore[misc]  # Celery has no types
-    """Calls the function once more if that has failed.
-
-    Attributes:
-        errors: after which it does so.
-    """
-
-    abstract = True
-    errors: Any = ZeroDivisionError
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self.run(*args, **kwargs)
-        except self.errors:
-            return self.run(*args, **kwargs)
-
-
 def a_task(app: Celery, function: Any, *, celery: Any = None, **options: Any) -> Any:
     """A task whose function is decorated, and whose message is acknowledged at the end."""
     options = {"key": "k", "timeout": 600, **options}
     settings = {"name": f"task-{uuid4()}", "shared": False, "acks_late": True, **(celery or {})}
     return app.task(decorated(function, **options), **settings)
+
+
+def above_and_below(app: Celery, function: Any, **options: Any) -> Any:
+    """The same with a decorator above it, too, so it is unique from queued to finished."""
+    return decorated(a_task(app, function, **options), key="outer", timeout=600)
 
 
 def work(value: Any = None, more: Any = "more") -> Any:
@@ -196,3 +191,36 @@ class Awaits(Task):  # type: ignore[misc]  # Celery has no types
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.run(*args, **kwargs)
         return asyncio.run(result) if asyncio.iscoroutine(result) else result
+
+
+def whose() -> Any:
+    """Says whose lock it holds."""
+    holder = current_lock().holder
+    assert holder is not None
+    return holder.name, holder.task_id, holder.attempt
+
+
+class Base(Task):  # type: ignore[misc]  # Celery has no types
+    """Says whose lock it holds, as does the other task that it is given."""
+
+    abstract = True
+
+    @decorated("{key}", timeout=HOUR)  # type: ignore[untyped-decorator]
+    def run(self, key: str, another: Any = None) -> Any:
+        return [whose(), *([another.run(key)] if another else ())]
+
+
+class Calls(Base):
+    """Calls the decorated function by ``super()``, with another argument."""
+
+    name = "calls"
+
+    def run(self, key: str) -> Any:
+        return super().run(f"{key}-changed", other)
+
+
+class Other(Base):
+    name = "other"
+
+
+other = Other()

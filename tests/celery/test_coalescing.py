@@ -11,7 +11,7 @@ from celery import Celery
 from only_one import buffer_one
 from only_one.celery import coalescing
 from only_one.connections.server import Server
-from tests.celery.deliveries import REMEMBERED, Awaits, Keys, Queue, TriesAgain, a_task
+from tests.celery.deliveries import REMEMBERED, Awaits, Keys, Queue, a_task
 from tests.celery.enqueueing import withdraw
 
 
@@ -123,45 +123,22 @@ def test_a_begin_that_arrives_twice_does_not_supersede_what_was_sent_in_between(
 
 
 def test_of_tasks_that_are_requeued_the_newest_stays(queue: Queue, keys: Keys, kind: Any) -> None:
-    def work(number: int) -> int:
-        ran.append(number)
-        return number
-
     ran: list[int] = []
-    task = a_task(queue.app, kind(work), when_busy=buffer_one(), celery={"base": Awaits})
-    keys["k"] = "somebody else"
+    task = a_task(queue.app, kind(ran.append), when_busy=buffer_one(), celery={"base": Awaits})
     answers = [task.delay(number) for number in range(3)]
     first, second, third = (queue.take() for _ in range(3))
-    for message in (first, third, second):
-        queue.deliver(message)
-    assert [answer.state for answer in answers] == ["PENDING"] * 3
-    first, third, second = (queue.take() for _ in range(3))
-    queue.deliver(first)
-    assert (answers[0].state, answers[0].result) == ("SUCCESS", None)
-    assert len(queue) == 0
-    del keys["k"]
+    with keys.busy():
+        for message in (first, third, second):
+            queue.deliver(message)
+        assert [answer.state for answer in answers] == ["PENDING"] * 3
+        first, third, second = (queue.take() for _ in range(3))
+        queue.deliver(first)
+        assert (answers[0].state, answers[0].result) == ("SUCCESS", None)
+        assert len(queue) == 0
     queue.deliver(third)
     assert not ran
     queue.deliver(second)
     assert ran == [1]
-    assert [answer.result for answer in answers] == [None, 1, None]
-
-
-def test_a_task_that_calls_its_function_again_is_as_old_as_before(queue: Queue) -> None:
-    runs: list[int] = []
-
-    def work(number: int) -> None:
-        runs.append(number)
-        if runs == [1]:
-            task.delay(2)
-            queue.deliver_elsewhere(queue.take())
-            raise ZeroDivisionError
-
-    task = a_task(queue.app, work, when_busy=buffer_one(), celery={"base": TriesAgain})
-    task.delay(1)
-    for _ in range(2):
-        queue.deliver()
-    assert runs == [1, 1, 2]
 
 
 def test_the_newest_task_runs_under_an_id_that_was_used_before(queue: Queue, keys: Keys) -> None:
@@ -170,9 +147,8 @@ def test_the_newest_task_runs_under_an_id_that_was_used_before(queue: Queue, key
     for number, task_id in enumerate(("rebuild", "other", "rebuild", "other", "rebuild")):
         task.apply_async((number,), task_id=task_id)
         if number > 2:
-            keys["k"] = "somebody else"
-            queue.deliver()
-            del keys["k"]
+            with keys.busy():
+                queue.deliver()
         queue.deliver()
     assert ran == [0, 1, 2, 3, 4]
 

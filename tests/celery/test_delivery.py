@@ -20,18 +20,21 @@ from only_one.celery.requeue import Header
 from only_one.holder import Holder
 from rigs.proxy import Proxy
 from tests.celery.deliveries import (
-    CLOSED,
     OUTCOMES,
     Awaits,
+    Calls,
     Keys,
     Queue,
     a_task,
+    above_and_below,
     decorated,
     done,
     lambda_of,
     token_of,
     unique,
+    whose,
 )
+from tests.decorated import CLOSED
 
 HELD: list[tuple[str, int | None, int, str]] = [
     ("kept", 1, 1, "dropped"),
@@ -78,18 +81,14 @@ def test_a_task_is_never_skipped_because_of_its_own_lock(
 
 def test_a_call_from_inside_its_own_run_is_no_redelivery_of_it(queue: Queue) -> None:
     """Both have one task id, and one attempt."""
-    inside: list[Any] = []
 
-    def work() -> str:
-        if not inside:
-            inside.append("begun")
-            inside.append(task.run())
-        return "done"
+    def work(depth: int) -> list[Any]:
+        return ["begun", task.run(depth - 1) if depth else "inside"]
 
     task = a_task(queue.app, work)
-    task.delay()
-    assert queue.deliver() == "done"
-    assert inside == ["begun", None]
+    answer = task.delay(1)
+    queue.deliver()
+    assert answer.get() == ["begun", None]
     assert len(queue) == 0
 
 
@@ -101,12 +100,6 @@ def test_a_call_from_inside_the_run_of_a_bound_task_has_a_key_without_the_task(q
     answer = task.delay("outer")
     queue.deliver()
     assert answer.get() == [f"{keys.prefix}k-outer", f"{keys.prefix}k-inner"]
-
-
-def whose() -> Any:
-    holder = current_lock().holder
-    assert holder is not None
-    return holder.name, holder.task_id, holder.attempt
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {
@@ -123,41 +116,17 @@ def test_what_a_run_calls_is_a_plain_function(queue: Queue, call: Any) -> None:
     answer = task.delay()
     own = [task.name, answer.id, 0]
     queue.deliver()
-    assert answer.get() == [own, [f"{__name__}.whose", None, None], own]
-
-
-class Base(Task):  # type: ignore[misc]  # Celery has no types
-    """Its run says whose lock it holds."""
-
-    abstract = True
-
-    @decorated("k", timeout=600)  # type: ignore[untyped-decorator]
-    def run(self, another: Any = None) -> Any:
-        return [whose(), *([another.run()] if another else ())]
-
-
-class Calls(Base):
-    name = "calls"
-
-    def run(self) -> Any:
-        return super().run(other)
-
-
-class Other(Base):
-    name = "other"
-
-
-other = Other()
+    assert answer.get() == [own, [f"{whose.__module__}.whose", None, None], own]
 
 
 def test_a_run_that_is_called_by_super_is_its_tasks(queue: Queue, keys: Keys) -> None:
     """It is not skipped behind its previous attempt; and the run of another task that it calls is none of its own."""
-    answer = queue.app.register_task(Calls()).apply_async(retries=1)
+    answer = queue.app.register_task(Calls()).apply_async(("k",), retries=1)
     message = queue.take()
-    keys["k"] = token_of(answer.id)
+    keys["k-changed"] = token_of(answer.id)
     queue.deliver(message)
     assert len(queue) == 1
-    del keys["k"]
+    del keys["k-changed"]
     queue.deliver()
     assert answer.get() == [["calls", answer.id, 1], None]
 
@@ -181,10 +150,6 @@ def test_a_second_call_after_its_own_run_has_ended_waits_as_the_first(queue: Que
 
 def both_below(app: Celery, function: Any, key: Any = "k", **options: Any) -> Any:
     return a_task(app, decorated(function, key=key, timeout=600, **options), **{**options, "key": "outer"})
-
-
-def above_and_below(app: Celery, function: Any, **options: Any) -> Any:
-    return decorated(a_task(app, function, **options), key="outer", timeout=600)
 
 
 def unique_with_newest(app: Celery, function: Any) -> Any:
@@ -296,24 +261,8 @@ def test_the_value_that_is_retained_for_a_retry(queue: Queue, monkeypatch: pytes
         assert retained(ended_by=error) is None
 
 
-def test_a_retry_with_an_argument_that_the_run_has_changed_leaves_no_key_behind(queue: Queue, keys: Keys) -> None:
-    """The key is that of the argument as it was, and nobody waits for it."""
-
-    def work(payload: dict[str, Any]) -> None:
-        payload["is_seen"] = True
-        raise task.retry(countdown=0)
-
-    task = unique(queue.app, function=work)
-    task.delay({"id": 1})
-    held = f"{keys.prefix}{task.name}:*"
-    assert keys.redis.keys(held)
-    queue.deliver()
-    assert len(queue) == 1
-    assert not keys.redis.keys(held)
-
-
 def test_a_task_is_unique_from_queued_to_finished_over_a_retry(
-    queue: Queue, keys: Keys, redis_url: str, kind: Any
+    queue: Queue, keys: Keys, proxy: Proxy, kind: Any
 ) -> None:
     """And a redelivery of the first attempt's message learns of its end."""
 
@@ -329,9 +278,9 @@ def test_a_task_is_unique_from_queued_to_finished_over_a_retry(
     answer = task.delay()
     assert (keys.holder().task_id, keys.state()) == (answer.id, ("queued", 0))
     message = queue.take()
-    with Proxy(redis_url) as proxy, configure(redis=proxy.url):
+    with configure(redis=proxy.url):
         queue.deliver(message)
-        assert proxy.commands[0] == "EVAL"  # it knows by what value it was queued
+    assert proxy.commands[0] == "EVAL"  # it knows by what value it was queued
     assert (keys.holder().task_id, keys.state()) == (answer.id, ("queued", 1))
     assert b"ended" in keys.marked(answer.id)
     redelivery, again = queue.take(), queue.take()

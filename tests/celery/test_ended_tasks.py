@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -33,7 +34,7 @@ from only_one.lock import renewal
 from only_one.lock.token import TokenFactory, process_start
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
-from tests.celery.deliveries import HOUR, Keys, Queue, a_task, decorated, unique
+from tests.celery.deliveries import HOUR, Calls, Keys, Queue, a_task, unique
 
 PATIENCE = 10.0
 """Seconds for which the death of a process is waited for."""
@@ -41,27 +42,22 @@ PATIENCE = 10.0
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_no_child_is_forked_while_a_thread_is_at_work() -> None:
-    begun, about_to_fork, forked = threading.Event(), threading.Event(), threading.Event()
+    about_to_fork, forked = threading.Event(), threading.Event()
     os.register_at_fork(before=about_to_fork.set, after_in_parent=forked.set)  # before it, the last comes first
-    meanwhile = []
 
-    def work() -> None:
+    def fork() -> int:
+        child = os.fork()
+        if not child:
+            is_free = ended_tasks._at_work.acquire(timeout=LIMIT)
+            os._exit(0 if is_free else 1)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    with ThreadPoolExecutor(1) as pool:
         with ended_tasks._at_work:
-            begun.set()
+            exit_code = pool.submit(fork)
             assert about_to_fork.wait(LIMIT)
-            meanwhile.append(forked.wait(0.2))  # at once, if the lock were not waited for
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert begun.wait(LIMIT)
-    child = os.fork()
-    if not child:
-        is_free = ended_tasks._at_work.acquire(timeout=LIMIT)
-        os._exit(0 if is_free else 1)
-    thread.join()
-
-    assert meanwhile == [False]
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert not forked.wait(0.2)  # at once, if the lock were not waited for
+        assert exit_code.result(LIMIT) == 0
     assert not ended_tasks._at_work.locked()
 
 
@@ -136,6 +132,14 @@ def end(child: subprocess.Popen[bytes]) -> None:
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
 
 
+@pytest.fixture
+def dead(child: subprocess.Popen[bytes]) -> bytes:
+    """The value of a run in a process that is dead, and was not waited for."""
+    value = held_by(child.pid)
+    end(child)
+    return value
+
+
 DONE, WAITS, LEFT, RELEASED = (True, True), (False, False), (True, False), (False, True)
 """Whether there is nothing left to release; and whether the key is free then."""
 
@@ -204,10 +208,8 @@ def end_without_a_run(task: Any, **request: Any) -> None:
     task_postrun.send(sender=task, task=SimpleNamespace(app=task.app, request=SimpleNamespace(**request)))
 
 
-def test_the_key_of_a_lost_process_is_released(
-    queue: Queue, task: Any, keys: Keys, child: subprocess.Popen[bytes]
-) -> None:
-    for key in ("k", "error", "spared"):
+def test_the_key_of_a_lost_process_is_released(task: Any, keys: Keys, child: subprocess.Popen[bytes]) -> None:
+    for key in ("k", "error"):
         keys[key] = held_by(child.pid)
     keys["uuid"] = held_by(child.pid, str(task_id := uuid4()))
     before = threads()
@@ -219,95 +221,64 @@ def test_the_key_of_a_lost_process_is_released(
     assert eventually(lambda: "k" not in keys)
     assert eventually(lambda: "uuid" not in keys)
     fail(task, "error", ValueError())
-    fail(a_task(queue.app, work, key="{key}", takeover=False), "spared")
     assert eventually(lambda: not threads())
     assert "error" in keys
-    assert "spared" in keys
 
 
 def test_no_other_keys_are_looked_at_where_the_message_says_which_it_is(
-    task: Any, keys: Keys, redis_url: str, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+    task: Any, keys: Keys, way: Proxy, dead: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where Celery has replaced the ``__call__`` of all tasks, as a worker has it do."""
     monkeypatch.setattr(Task, "__call__", lambda self, *args, **kwargs: self.run(*args, **kwargs))
-    keys["k"] = held_by(child.pid)
-    end(child)
-    with Proxy(redis_url) as proxy, configure(redis=proxy.url):
-        fail(task, "k")
-        assert eventually(lambda: "k" not in keys)
-        assert "SCAN" not in proxy.commands
+    keys["k"] = dead
+    fail(task, "k")
+    assert eventually(lambda: "k" not in keys)
+    assert "SCAN" not in way.commands
 
 
-def test_all_keys_are_looked_at_where_a_call_of_the_users_may_have_changed_the_arguments(
-    queue: Queue, keys: Keys, child: subprocess.Popen[bytes]
-) -> None:
-    class Renames(Task):  # type: ignore[misc]
-        abstract = True
-
-        def __call__(self, key: str) -> Any:
-            return self.run(f"{key}-renamed")
-
-    keys["k-renamed"] = held_by(child.pid)
-    end(child)
-    fail(queue.app.task(decorated("{key}", timeout=HOUR)(work), base=Renames, name="renames"), "k")
-    assert eventually(lambda: "k-renamed" not in keys)
-
-
-class Base(Task):  # type: ignore[misc]  # Celery has no types
+class Renames(Task):  # type: ignore[misc]  # Celery has no types
     abstract = True
 
-    @decorated("{key}", timeout=HOUR)  # type: ignore[untyped-decorator]
-    def run(self, key: str) -> str:
-        return key
+    def __call__(self, key: str) -> Any:
+        return self.run(f"{key}-changed")
 
 
-class Calls(Base):
-    name = "calls"
+CHANGES: dict[str, Callable[[Celery], Any]] = {
+    "its class": lambda app: a_task(app, work, key="{key}", celery={"base": Renames}),
+    "the function above": lambda app: app.register_task(Calls()),
+}
 
-    def run(self, key: str) -> str:
-        return super().run(f"{key}-changed")  # type: ignore[no-any-return]
 
-
-def test_the_key_of_a_lost_process_whose_run_was_called_by_super_is_released(
-    queue: Queue, keys: Keys, child: subprocess.Popen[bytes]
+@pytest.mark.parametrize("make", CHANGES.values(), ids=CHANGES)
+def test_all_keys_are_looked_at_where_the_user_may_have_changed_the_arguments(
+    queue: Queue, keys: Keys, dead: bytes, make: Any
 ) -> None:
-    keys["k-changed"] = held_by(child.pid)
-    end(child)
-    fail(queue.app.register_task(Calls()), "k")
+    keys["k-changed"] = dead
+    fail(make(queue.app), "k")
     assert eventually(lambda: "k-changed" not in keys)
 
 
 def test_the_key_of_a_lost_process_is_released_when_a_server_that_was_away_is_back(
-    task: Any,
-    keys: Keys,
-    redis_url: str,
-    child: subprocess.Popen[bytes],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    task: Any, keys: Keys, way: Proxy, dead: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long it was away."""
-    keys["k"] = held_by(child.pid)
-    end(child)
-    with Proxy(redis_url) as proxy, configure(redis=proxy.url):
-        node = find_server(proxy.url).node_of("k")
-        with proxy.refused():
-            fail(task, "k")
-            assert eventually(lambda: caplog.records)
-            for later in (6, 12, 18):  # in which it is asked again
-                monkeypatch.setattr(ended_tasks, "now", lambda later=later: now() + later)
-                before = node.backs_off_until
-                assert eventually(lambda before=before: node.backs_off_until > before)  # type: ignore[misc]
-        assert eventually(lambda: "k" not in keys)
+    keys["k"] = dead
+    node = find_server(way.url).node_of("k")
+    with way.refused():
+        fail(task, "k")
+        assert eventually(lambda: caplog.records)
+        for later in (6, 12, 18):  # in which it is asked again
+            monkeypatch.setattr(ended_tasks, "now", lambda later=later: now() + later)
+            before = node.backs_off_until
+            assert eventually(lambda before=before: node.backs_off_until > before)  # type: ignore[misc]
+    assert eventually(lambda: "k" not in keys)
 
 
-def test_the_pool_can_fork_while_a_server_is_frozen(
-    task: Any, keys: Keys, redis_url: str, child: subprocess.Popen[bytes]
-) -> None:
+def test_the_pool_can_fork_while_a_server_is_frozen(task: Any, keys: Keys, way: Proxy, dead: bytes) -> None:
     """Also if the user's client would wait for ever."""
-    keys["k"] = held_by(child.pid)
-    end(child)
-    with Proxy(redis_url) as proxy, configure(redis=Redis.from_url(proxy.url, socket_timeout=None)):
-        fault = proxy.hold_up("GET")
+    keys["k"] = dead
+    with configure(redis=Redis.from_url(way.url, socket_timeout=None)):
+        fault = way.hold_up("GET")
         fail(task, "k")
         assert fault.met.wait(LIMIT)
         assert ended_tasks._at_work.acquire(timeout=LIMIT)
@@ -325,18 +296,15 @@ def test_a_server_that_backs_off_is_not_asked(server: Server, keys: Keys) -> Non
     assert now() >= node.backs_off_until > now() - HOUR
 
 
-def test_the_key_of_a_revoked_task_is_released(
-    task: Any, unique_task: Any, keys: Keys, child: subprocess.Popen[bytes]
-) -> None:
+def test_the_key_of_a_revoked_task_is_released(task: Any, unique_task: Any, keys: Keys, dead: bytes) -> None:
     """A task that waits has a key only if it is unique from queued to finished."""
 
     def left() -> list[str]:
         return [key for key in names if key in keys]
 
-    end(child)
     names = ["waits", "runs", "queued", "changed"]
     for key in names:
-        keys[key] = held_by(child.pid)
+        keys[key] = dead
     revoke(task, "waits")
     assert left() == names
     revoke(task, "runs", terminated=True)
@@ -345,35 +313,28 @@ def test_the_key_of_a_revoked_task_is_released(
     # The key is that which it was queued with, of whatever arguments it is now; the run's is another.
     header = Header("mine", 0, key=f"{keys.prefix}changed").as_headers()
     revoke(task, "another", terminated=True, **header)
-    assert "changed" in keys
+    assert left() == ["waits", "changed"]
     revoke(unique_task, "another", **header)
-    assert "changed" not in keys
+    assert left() == ["waits"]
 
 
-LOST: dict[str, tuple[Any, tuple[str, int | None] | None]] = {
-    "below the task": (lambda app: a_task(app, work, key="{key}"), None),
-    "above the task": (lambda app: unique(app, "{key}", function=work), ("queued", 2)),
-}
-
-
-@pytest.mark.parametrize(("make", "state"), LOST.values(), ids=LOST)
+@pytest.mark.parametrize("is_unique", [False, True])
 def test_a_task_that_is_retried_because_its_process_is_lost_has_its_key_while_it_waits_if_it_is_unique(
-    queue: Queue, keys: Keys, child: subprocess.Popen[bytes], make: Any, state: Any
+    task: Any, unique_task: Any, keys: Keys, dead: bytes, *, is_unique: bool
 ) -> None:
     """Celery's main process publishes the retry, and says so by another signal than that of a failure."""
-    task = make(queue.app)
-    keys["k"] = held_by(child.pid, attempt=1)
-    end(child)
+    lost, state = (unique_task, ("queued", 2)) if is_unique else (task, None)
+    keys["k"] = dead
     request = Context(id="mine", retries=1, args=("k",), kwargs={}, delivery_info={}, headers=None)
-    task_retry.send(sender=task, request=request, reason=Retry(exc=ValueError(), when=60))
+    task_retry.send(sender=lost, request=request, reason=Retry(exc=ValueError(), when=60))
     assert not threads()
-    task_retry.send(sender=task, request=request, reason=Retry(exc=WorkerLostError(), when=60))
+    task_retry.send(sender=lost, request=request, reason=Retry(exc=WorkerLostError(), when=60))
     assert eventually(lambda: keys.state() == state)
     assert eventually(lambda: not threads())
     assert keys.state() == state
-    if state:
+    if is_unique:
         assert keys.lives_for(HOUR + 60)
-        assert task.delay("k").id == "mine"
+        assert unique_task.delay("k").id == "mine"
 
 
 def test_nothing_is_done_where_the_locking_is_switched_off(task: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -389,37 +350,24 @@ def test_nothing_is_done_where_the_locking_is_switched_off(task: Any, caplog: py
 def test_a_task_that_has_ended_without_having_begun_has_no_key(
     queue: Queue, task: Any, unique_task: Any, keys: Keys, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The value at the key says whose it is: the message of a retry has no token."""
     caplog.set_level(logging.DEBUG, "only_one")
-    first = unique_task.delay("k")
-    token, key = keys["k"], f"{keys.prefix}k"
-    header = Header(first.id, 0, key=key, token=token.decode()).as_headers()
-    end_without_a_run(task, id=first.id, **header)
-    end_without_a_run(unique_task, id=first.id, only_one_has_begun=True, **header)
-    end_without_a_run(unique_task, id=first.id)
-    with configure(active=False):
-        end_without_a_run(unique_task, id=first.id, **header)
-    assert keys["k"] == token
-    keys["k"] = queued(first.id, 1)  # it is the next attempt's by now
-    end_without_a_run(unique_task, id=first.id, **header)
-    assert "k" in keys
-    keys["k"] = token
-    end_without_a_run(unique_task, id=first.id, **header)
-    assert "k" not in keys
-    revoke(queue.app.task(work, name="plain", shared=False), "k", **Header("mine", 0, key=key, trigger=1).as_headers())
-    assert not [record for record in caplog.records if record.levelname == "ERROR" or "not be" in record.message]
-
-
-def test_a_retry_that_has_ended_without_having_begun_has_no_key(unique_task: Any, keys: Keys) -> None:
-    """Its message has no token: the value at the key says whose it is."""
-    request = {"retries": 1, **Header("mine", 1, key=f"{keys.prefix}k").as_headers()}
-    end_without_a_run(unique_task, **request)
-    for value in (b"somebody else", queued("another", 0), held_by(os.getppid())):
+    request = {"retries": 1, **Header("mine", 1, key=f"{keys.prefix}k", trigger=1).as_headers()}
+    for value in (b"somebody else", queued("another", 1), queued("mine", 0), queued("mine", 2), held_by(os.getppid())):
         keys["k"] = value
         end_without_a_run(unique_task, **request)
         assert keys["k"] == value
-    keys["k"] = queued("mine", 1)
+    keys["k"] = value = queued("mine", 1)
+    end_without_a_run(task, **request)
+    end_without_a_run(unique_task, only_one_has_begun=True, **request)
+    end_without_a_run(unique_task, retries=1)
+    with configure(active=False):
+        end_without_a_run(unique_task, **request)
+    revoke(queue.app.task(work, name="plain", shared=False), "k", **request)
+    assert keys["k"] == value
     end_without_a_run(unique_task, **request)
     assert "k" not in keys
+    assert not [record for record in caplog.records if record.levelname == "ERROR" or "not be" in record.message]
 
 
 @pytest.mark.parametrize("finish", [end_without_a_run, revoke])
@@ -434,7 +382,7 @@ def test_the_newest_task_is_not_waited_for_when_it_has_ended_without_having_begu
 
 @pytest.mark.parametrize("how", ["the server is down", "a key cannot be made", "it has not begun"])
 def test_an_error_in_a_signal_is_a_warning_with_its_traceback_once(
-    queue: Queue, task: Any, unique_task: Any, keys: Keys, redis_url: str, how: str,
+    queue: Queue, task: Any, unique_task: Any, keys: Keys, way: Proxy, how: str,
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """It is no error of the worker, which goes on."""
@@ -442,7 +390,7 @@ def test_an_error_in_a_signal_is_a_warning_with_its_traceback_once(
     monkeypatch.setattr(ended_tasks, "now", lambda: next(moments))
     monkeypatch.setattr(ended_tasks, "_WAITS_FOR_A_SERVER", 60.0)
     without_key = a_task(queue.app, work, key=lambda key: key.missing)
-    with Proxy(redis_url) as proxy, configure(redis=proxy.url), proxy.refused():
+    with way.refused():
         for _ in range(2):
             if how == "it has not begun":
                 end_without_a_run(unique_task, retries=1, **Header("mine", 1, key=f"{keys.prefix}k").as_headers())

@@ -9,6 +9,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -19,7 +20,8 @@ from celery import Celery, Task, _state, shared_task
 from celery.local import PromiseProxy
 
 from only_one import ConfigurationError, KeyTemplateError, current_lock, fail
-from tests.celery.deliveries import CLOSED, QUEUE_TIMEOUT, Awaits, Keys, Queue, decorated, done, unique, work
+from tests.celery.deliveries import QUEUE_TIMEOUT, Awaits, Keys, Queue, decorated, done, unique, work
+from tests.decorated import CLOSED
 
 pytestmark = pytest.mark.usefixtures("redis")
 
@@ -92,16 +94,14 @@ def test_a_task_of_a_program_has_the_name_that_celery_knows(queue: Queue, keys: 
 
 
 def test_a_shared_task_in_three_apps(new_app: Any, keys: Keys) -> None:
-    first, second = new_app("first", only_one_queue_timeout=300), new_app("second")
+    first, second = new_app("first", only_one_queue_timeout=timedelta(minutes=5)), new_app("second")
     second.finalize()
     task = decorated("k-{value}")(shared_task(work, name=f"task-{uuid4()}"))
     for number, app in enumerate([first, second, new_app("late")]):
         with is_current(app):
             answer = task.delay(number)
             assert answer.app is app
-            again = [task.delay(number), app.tasks[task.name].delay(number)]
-            assert again == [answer, answer]
-            assert [each.is_duplicate for each in (answer, *again)] == [False, True, True]
+            assert task.delay(number) == app.tasks[task.name].delay(number) == answer
         assert keys.redis.llen(app.conf.task_default_queue) == 1
         assert keys.holder(f"k-{number}").task_id == answer.id
         assert keys.lives_for(300 if app is first else QUEUE_TIMEOUT, f"k-{number}")
@@ -123,44 +123,38 @@ def test_a_tasks_copy_in_another_app(new_app: Any, keys: Keys, order: str, kind:
     if order == "made":
         app.finalize()
     others = None if order == "after" else new_app("others")
-    name = f"task-{uuid4()}"
-    first = decorated("k")(app.task(bound if kind else work, name=name, **kind)).delay()
+    first = unique(app, "k", function=bound if kind else work, celery={"shared": True, **kind})
+    answer = first.delay()
     others = others or new_app("others")
-    copy = others.tasks[name]
+    copy = others.tasks[first.name]
     assert copy.app is others
-    assert copy.delay() == first
+    assert copy.delay() == answer
     assert [keys.redis.llen(each.conf.task_default_queue) for each in (app, others)] == [1, 0]
 
 
 def test_another_task_of_that_name_in_another_app_is_not_decorated(new_app: Any) -> None:
-    app, others = new_app("first"), new_app("others")
-    name = f"task-{uuid4()}"
-    another = others.task(done, name=name, shared=False)
+    others = new_app("others")
+    another = others.task(done, name="of both", shared=False)
     others.finalize()
-    decorated("k")(app.task(work, name=name)).delay()
+    unique(new_app("first"), "k", celery={"name": "of both", "shared": True}).delay()
     assert another.delay() != another.delay()
 
 
 # What is wrong
 
 
-@pytest.mark.parametrize("kind", ["app.task", "shared_task", "not bound"])
-def test_the_task_itself_is_no_field(queue: Queue, kind: str) -> None:
+def test_the_task_itself_is_no_field(queue: Queue) -> None:
     """Where that can be seen before the task is made."""
 
-    def this(this: Any, value: int) -> Any:
+    def named(this: Any, value: int) -> Any:
         return this, value
 
-    options = {"name": f"task-{uuid4()}", "bind": True}
-    if kind == "not bound":
-        decorated("k-{self}")(queue.app.task(bound, name=options["name"], shared=False))
-        decorated("k-{value}")(shared_task(work, name=options["name"]))
-        return
-    is_shared = kind == "shared_task"
-    task = shared_task(bound, **options) if is_shared else queue.app.task(this, shared=False, **options)
-    field = "self" if is_shared else "this"
-    with pytest.raises(KeyTemplateError, match=field):
-        decorated(f"k-{{{field}}}")(task)
+    with pytest.raises(KeyTemplateError, match="this"):
+        unique(queue.app, "k-{this}", function=named, celery={"bind": True})
+    with pytest.raises(KeyTemplateError, match="self"):
+        decorated("k-{self}")(shared_task(bound, name=f"task-{uuid4()}", bind=True))
+    unique(queue.app, "k-{self}", function=bound)  # which is not bound
+    decorated("k-{value}")(shared_task(work, name=f"task-{uuid4()}"))
 
 
 def test_an_error_that_is_found_later_is_raised_by_every_call(queue: Queue, caplog: pytest.LogCaptureFixture) -> None:

@@ -99,26 +99,6 @@ def test_a_task_that_a_worker_receives_at_that_moment_keeps_no_other_run_out(
     assert keys.holder().state == "received"
 
 
-def test_a_dropped_redelivery_leaves_the_key_to_the_task_that_was_queued_meanwhile(queue: Queue, keys: Keys) -> None:
-    def deliver_again() -> None:
-        runs.append("run")
-        queue.deliver_elsewhere(message, redelivered=True)  # it waits for the run, and is published again
-
-    runs: list[str] = []
-    task = unique(queue.app, "k", function=deliver_again, celery={"acks_late": True})
-    queue.app.finalize()
-    task.delay()
-    message = queue.take()
-    queue.deliver(message)
-    redelivery = queue.take()
-    waits = task.delay()
-    queue.deliver(redelivery)
-    assert runs == ["run"]
-    assert keys.holder().task_id == waits.id
-    assert task.delay() == waits
-    assert keys.lives_for(QUEUE_TIMEOUT)
-
-
 def test_a_task_whose_time_has_come_to_its_end_has_no_key(
     tasks: Any, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

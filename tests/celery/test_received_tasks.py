@@ -94,14 +94,17 @@ def worker(queue: Queue) -> Worker:
 
 
 def test_the_key_lives_with_its_worker_and_the_run_has_its_token(task: Any, worker: Worker, keys: Keys) -> None:
+    """And it does so again when another run has had it."""
     lease = worker.lease_of(task)
+    assert lease.ttl == LEASE
     assert keys.state() == RECEIVED
     assert keys.lives_for(LEASE)
     assert worker.requests[-1].request_dict["only_one"]["token"].encode() == keys["k"]
+    assert decorated(lambda: fails_to_renew(lease), key="k")()
+    assert keys.state() == RECEIVED
     keys.redis.pexpire(f"{keys.prefix}k", HOUR * 1000)
     assert is_renewed(lease)
     assert keys.lives_for(LEASE)
-    assert lease.ttl == LEASE
 
 
 def test_a_task_keeps_its_key_for_longer_than_queue_timeout_while_its_worker_lives(
@@ -117,14 +120,6 @@ def test_a_task_keeps_its_key_for_longer_than_queue_timeout_while_its_worker_liv
         worker_shutdown.send(sender=None)
     assert keys.state() == QUEUED
     assert keys.lives_for(2 * LEASE)
-
-
-def test_a_task_has_its_key_again_after_the_run_of_another(task: Any, worker: Worker, keys: Keys) -> None:
-    lease = worker.lease_of(task)
-    assert decorated(lambda: fails_to_renew(lease), key="k")()
-    assert keys.state() == RECEIVED
-    assert is_renewed(lease)
-    assert keys.lives_for(LEASE)
 
 
 def test_a_task_that_expires_soon_has_its_key_until_then(task: Any, worker: Worker, keys: Keys) -> None:
@@ -296,20 +291,19 @@ def test_a_message_without_a_key_of_its_own_gets_none(queue: Queue, task: Any, w
 
 
 def test_a_server_that_does_not_answer_is_logged_once_and_not_asked_for_a_while(
-    task: Any, worker: Worker, keys: Keys, redis_url: str, clock: list[float], caplog: pytest.LogCaptureFixture
+    task: Any, worker: Worker, keys: Keys, way: Proxy, clock: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Proxy(redis_url) as proxy, configure(redis=proxy.url):
-        task.delay("k")
-        with proxy.refused():
-            worker.receive(task)
-        clock[0] += RESTS - 1
+    task.delay("k")
+    with way.refused():
         worker.receive(task)
-        assert keys.state() == QUEUED
-        clock[0] += 1
-        worker.receive(task)
-        worker.lease_of(task, "another")
-        with proxy.refused():
-            worker_shutdown.send(sender=None)
+    clock[0] += RESTS - 1
+    worker.receive(task)
+    assert keys.state() == QUEUED
+    clock[0] += 1
+    worker.receive(task)
+    worker.lease_of(task, "another")
+    with way.refused():
+        worker_shutdown.send(sender=None)
     assert keys.state() == RECEIVED
     assert len(received_tasks._waiting) == 1, "it is asked once when the worker ends"
     assert [(each.levelname, bool(each.exc_info)) for each in caplog.records] == [("WARNING", True)] * 2
@@ -327,15 +321,6 @@ def test_a_run_is_told_of_a_redelivery_that_waits_for_a_process(
     worker.receive(task, **REDELIVERED, args=["k"])
     told = {} if "acks_late" in celery else {b"asked": b"1"}
     assert keys.marked(answer.id) == told
-
-
-def test_a_run_of_a_retry_is_told_at_its_own_key(app: Celery, worker: Worker, keys: Keys) -> None:
-    """The message has the key of the first attempt, too, whose arguments were others."""
-    task = unique(app, "{key}", function=work, celery={"acks_late": True})
-    task.delay("first")
-    header = Header("the-id", 1, key=f"{keys.prefix}first")
-    worker.receive(task, header, **REDELIVERED, args=["k"])
-    assert keys.redis.exists(f"{{{keys.prefix}k}}:copy:the-id:1")
 
 
 def test_a_key_that_cannot_be_made_keeps_no_other_task_from_being_announced(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from celery import Task
 
-from only_one import buffer_one, carry_on, configure, current_lock, fail, retry, skip
+from only_one import buffer_one, carry_on, current_lock, fail, retry, skip
 from only_one.celery import delivery
 from only_one.celery.redelivery import REQUEUED, STORED, CompletionMarker, read_marker
 from only_one.clock import now
@@ -17,19 +17,8 @@ from only_one.driver import drive
 from only_one.lock.commands import evaluate
 from rigs.proxy import Proxy
 from rigs.waiting import eventually
-from tests.celery.deliveries import (
-    CLOSED,
-    OUTCOMES,
-    REMEMBERED,
-    Awaits,
-    Keys,
-    Queue,
-    TriesAgain,
-    a_task,
-    done,
-    lambda_of,
-    token_of,
-)
+from tests.celery.deliveries import OUTCOMES, REMEMBERED, Awaits, Keys, Queue, a_task, done, lambda_of, token_of
+from tests.decorated import CLOSED
 from tests.live import brokers as brokers  # which names the transport "unmarked"
 
 
@@ -64,6 +53,23 @@ def test_a_redelivery_is_requeued_while_its_run_lasts_and_dropped_afterwards(
     assert len(queue) == 0
 
 
+class TriesAgain(Task):  # type: ignore[misc]  # Celery has no types
+    """Calls the function once more if that has failed.
+
+    Attributes:
+        errors: after which it does so.
+    """
+
+    abstract = True
+    errors: Any = ZeroDivisionError
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.run(*args, **kwargs)
+        except self.errors:
+            return self.run(*args, **kwargs)
+
+
 def test_a_message_that_was_requeued_may_call_its_function_twice(queue: Queue, keys: Keys) -> None:
     """What the first call has noted for redeliveries is not for the second, in the same delivery."""
     runs: list[str] = []
@@ -73,11 +79,10 @@ def test_a_message_that_was_requeued_may_call_its_function_twice(queue: Queue, k
         if len(runs) == 1:
             raise ZeroDivisionError
 
-    keys["k"] = "somebody else"
     answer = a_task(queue.app, work, when_busy=retry(), celery={"base": TriesAgain}).delay()
-    for _ in range(2):
-        queue.deliver()
-    del keys["k"]
+    with keys.busy():
+        for _ in range(2):
+            queue.deliver()
     queue.deliver()
     assert (answer.state, runs, len(queue)) == ("SUCCESS", ["run", "run"], 0)
 
@@ -95,17 +100,16 @@ def test_a_redelivery_that_is_dropped_may_not_run_when_it_calls_its_function_aga
 
 @pytest.mark.parametrize("policy", [fail, skip, carry_on])
 def test_a_redelivery_that_finds_the_server_away_waits_unless_it_may_run_without_its_key(
-    queue: Queue, redis_url: str, policy: Any
+    queue: Queue, way: Proxy, policy: Any
 ) -> None:
     """Its run may be under way, so a failure, or None, would be stored over the result of that run."""
     runs: list[str] = []
-    with Proxy(redis_url) as proxy, configure(redis=proxy.url):
-        answer = a_task(queue.app, lambda_of(lambda: runs.append("run")), when_down=policy).delay()
-        with proxy.refused():
-            queue.deliver(redelivered=True)
-        if policy is not carry_on:
-            assert (answer.state, runs) == ("PENDING", [])
-            queue.deliver()
+    answer = a_task(queue.app, lambda_of(lambda: runs.append("run")), when_down=policy).delay()
+    with way.refused():
+        queue.deliver(redelivered=True)
+    if policy is not carry_on:
+        assert (answer.state, runs) == ("PENDING", [])
+        queue.deliver()
     assert (answer.state, runs) == ("SUCCESS", ["run"])
     assert len(queue) == 0
 
@@ -150,10 +154,9 @@ def test_a_replacement_waits_like_any_other(
     queue = Queue(app, keys.redis)
     answer = a_task(app, work, when_busy=retry(), celery={"bind": True}).apply_async(retries=retries)
     for holder in (b"somebody else", token_of(answer.id, attempt=retries)):
-        keys["k"] = holder
-        queue.deliver()
-        assert len(queue) == 1
-        del keys["k"]
+        with keys.busy(holder):
+            queue.deliver()
+            assert len(queue) == 1
         queue.deliver()
     assert (answer.state, answer.result) == ("SUCCESS", "done")
 
@@ -174,38 +177,37 @@ def test_new_work_with_the_id_of_earlier_work_runs(queue: Queue, keys: Keys, pol
         task.apply_async((number,), task_id="used again")
     first, second, third = (queue.take() for _ in range(3))
     for message in (first, third):
-        keys["k"] = "somebody else"
-        queue.deliver(message)
-        del keys["k"]
+        with keys.busy():
+            queue.deliver(message)
         while queue:
             queue.deliver()
         queue.deliver(message, redelivered=True)
     assert runs == [1, 2, 3]
 
 
-def test_without_redeliveries_the_marker_costs_no_command(queue: Queue, keys: Keys, redis_url: str) -> None:
+def test_without_redeliveries_the_marker_costs_no_command(queue: Queue, keys: Keys, way: Proxy) -> None:
     def lose() -> None:
         keys.redis.delete(current_lock().key)
 
     def commands(function: Any, **options: Any) -> list[str]:
         task = a_task(queue.app, function, **options)
-        proxy.forget_commands()
+        way.forget_commands()
         task.delay()
         queue.deliver()
-        return [name for name in proxy.commands if name != "INFO"]  # which is asked for in the background
+        return [name for name in way.commands if name != "INFO"]  # which is asked for in the background
 
-    with Proxy(redis_url) as proxy, configure(redis=proxy.url):
-        for acks_late in (True, False):  # the server may not know the script, or a command
-            commands(done, celery={"acks_late": acks_late})
-        assert commands(done) == ["SET", "EVAL"]
-        # Acknowledged early it has no redeliveries: what has become of its key costs as much as a release.
-        early = commands(done, celery={"acks_late": False})
-        assert commands(lose, celery={"acks_late": False}) in (early, [*early, "GET"])
-        keys["k"] = "somebody else"
+    early = {"acks_late": False}
+    commands(done)  # the server may not know the script, or a command
+    commands(done, celery=early)
+    assert commands(done) == ["SET", "EVAL"]
+    # Acknowledged early it has no redeliveries: what has become of its key costs as much as a release.
+    released = commands(done, celery=early)
+    assert commands(lose, celery=early) in (released, [*released, "GET"])
+    with keys.busy():
         for _ in range(2):
             requeued = commands(done, when_busy=retry())
             queue.take()
-        assert requeued == ["SET", "EVAL"]
+    assert requeued == ["SET", "EVAL"]
 
 
 @pytest.mark.parametrize("minutes", [30, 31])
@@ -272,21 +274,19 @@ def test_a_task_runs_though_its_marker_cannot_be_read_or_set(
         monkeypatch.setattr(delivery, "now", lambda: now() + 3600)
         return "done"
 
-    def send() -> tuple[Any, str]:
-        answer = a_task(queue.app, work, celery={"base": Ends}).delay()
-        return answer, keys.marker(answer.id)
-
-    answer, marker = send()
+    task = a_task(queue.app, work, celery={"base": Ends})
+    answer = task.delay()
+    marker = keys.marker(answer.id)
     keys.redis.set(marker, "not ours")
-    keys["k"] = token_of(answer.id)
-    queue.deliver()
+    with keys.busy(token_of(answer.id)):
+        queue.deliver()
     assert answer.state == "PENDING"
-    del keys["k"]
     queue.deliver()
     assert answer.get() == "done"
     assert eventually(lambda: "k" not in keys)
 
-    answer, marker = send()
+    answer = task.delay()
+    marker = keys.marker(answer.id)
     keys.redis.hset(marker, "asked", 1)
     queue.deliver()
     assert answer.get() == "done"

@@ -12,12 +12,12 @@ from celery import current_task
 from celery.signals import before_task_publish
 from kombu.exceptions import OperationalError
 
-from only_one import configure, retry
+from only_one import retry
 from only_one.celery import requeue
 from only_one.celery.requeue import Header, header_of
 from only_one.lock import renewal
 from rigs.proxy import Proxy
-from tests.celery.deliveries import Keys, Queue, a_task, decorated, done, raises, unique
+from tests.celery.deliveries import Keys, Queue, a_task, above_and_below, done, raises, unique
 
 # RabbitMQ counts by queue how often a message died, and drops one that seems to go round in a circle.
 COUNTED = {"x-death": [{"count": 1}], "x-first-death-queue": "q", "x-last-death-queue": "q", "x-delivery-count": 2}
@@ -30,7 +30,6 @@ def test_what_a_requeued_message_carries(queue: Queue, keys: Keys, *, ignores: b
     A token that is not the key's would be compared in vain, by the worker that receives it and by the run: a trip each.
     """
     answer = a_task(queue.app, done, when_busy=retry(), celery={"ignore_result": True}).delay()
-    keys["k"] = "somebody else"
     message = queue.take()
     headers = message["headers"]
     headers |= Header(answer.id, 0, key=f"{keys.prefix}k", token="t").as_headers()  # noqa: S106
@@ -38,7 +37,8 @@ def test_what_a_requeued_message_carries(queue: Queue, keys: Keys, *, ignores: b
     del headers["ignore_result"]
     if ignores is not None:
         headers["ignore_result"] = ignores
-    queue.deliver(message)
+    with keys.busy():
+        queue.deliver(message)
     again = queue.take()["headers"]
     assert again["x-mine"] == 1
     assert not COUNTED.keys() & again.keys()
@@ -61,30 +61,29 @@ def test_a_task_that_cannot_be_requeued_because_the_broker_is_away_fails(
     queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a_task(queue.app, done, when_busy=retry()).delay()
-    keys["k"] = "somebody else"
     monkeypatch.setattr(queue.app.amqp, "send_task_message", raises(OperationalError("the broker is away")))
-    assert isinstance(queue.deliver().exception, OperationalError)
+    with keys.busy():
+        assert isinstance(queue.deliver().exception, OperationalError)
 
 
 def test_a_message_is_requeued_up_to_a_limit_of_times(queue: Queue, keys: Keys) -> None:
     answer = a_task(queue.app, done, when_busy=retry(1000, max_retries=2)).delay()
-    keys["k"] = "somebody else"
     message = first = queue.take()
-    for _ in range(2):
-        queue.deliver(message)
-        message = queue.take()
-        eta = datetime.fromisoformat(message["headers"]["eta"])
-        assert 940 < (eta - datetime.now(timezone.utc)).total_seconds() <= 1000
-        assert len(queue) == 0
-        assert answer.state == "PENDING"
-        assert "trigger" not in message["headers"]["only_one"]  # none takes the place of another
-    queue.deliver(first, redelivered=True)
-    assert len(queue) == 0, "a later message waits"
-    del keys["k"]
+    with keys.busy():
+        for _ in range(2):
+            queue.deliver(message)
+            message = queue.take()
+            eta = datetime.fromisoformat(message["headers"]["eta"])
+            assert 940 < (eta - datetime.now(timezone.utc)).total_seconds() <= 1000
+            assert len(queue) == 0
+            assert answer.state == "PENDING"
+            assert "trigger" not in message["headers"]["only_one"]  # none takes the place of another
+        queue.deliver(first, redelivered=True)
+        assert len(queue) == 0, "a later message waits"
     queue.deliver(first, redelivered=True)
     assert answer.state == "PENDING", "a later message waits"
-    keys["k"] = "somebody else"
-    queue.deliver(message)
+    with keys.busy():
+        queue.deliver(message)
     assert len(queue) == 0
     assert answer.state == "FAILURE"
 
@@ -96,13 +95,13 @@ def request_of(headers: Any, retries: int = 0, **more: Any) -> Any:
     return SimpleNamespace(id="the-id", retries=retries, headers=headers, **more)
 
 
-FULL = Header("the-id", 0, times=3, key="k", token="t", trigger=7).as_headers()  # noqa: S106
-OF_ANOTHER = Header("another", 0, times=3, key="k", token="t", trigger=7).as_headers()  # noqa: S106
+OWN = Header("the-id", 0, times=3, key="k", token="t", trigger=7)  # noqa: S106
+FULL = OWN.as_headers()
 OF_ANOTHER_VERSION = {"only_one": {"id": "the-id", "attempt": 0, "times": 3, "number": 3, "later": {"a": 1}}}
 HEADERS: dict[str, tuple[Any, Header]] = {
-    "its own": (request_of(FULL), Header("the-id", 0, times=3, key="k", token="t", trigger=7)),  # noqa: S106
-    "beside": (request_of({"sentry-trace": "x"}, **FULL), Header("the-id", 0, times=3, key="k", token="t", trigger=7)),  # noqa: S106
-    "copied from another task": (request_of(OF_ANOTHER), Header("the-id", 0)),
+    "its own": (request_of(FULL), OWN),
+    "beside": (request_of({"sentry-trace": "x"}, **FULL), OWN),
+    "copied from another task": (request_of(OWN._replace(id="another").as_headers()), Header("the-id", 0)),
     "of another version": (request_of(OF_ANOTHER_VERSION), Header("the-id", 0, times=3)),
     "of the previous attempt": (request_of(FULL, 1), Header("the-id", 1, key="k", trigger=7)),
     # A replacement may have other arguments, and so another key.
@@ -119,10 +118,10 @@ def test_what_a_header_says_of_a_message(request_: Any, header: Header) -> None:
     assert Header("the-id", 0).as_headers() == {"only_one": fields}
 
 
-@pytest.mark.parametrize("is_above", [False, True], ids=["below", "above"])
+@pytest.mark.parametrize("make", [a_task, above_and_below])
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_task_is_not_lost_if_a_signal_handler_hands_on_all_headers(
-    queue: Queue, keys: Keys, retries: int, *, is_above: bool
+    queue: Queue, keys: Keys, retries: int, make: Any
 ) -> None:
     """As code that traces tasks does: the headers of each delivery come in the place of those that are published."""
 
@@ -131,33 +130,27 @@ def test_a_task_is_not_lost_if_a_signal_handler_hands_on_all_headers(
             headers.update(current_task.request.headers or {})
 
     before_task_publish.connect(hand_on)
-    task = a_task(queue.app, done, when_busy=retry(max_retries=5))
-    if is_above:
-        task = decorated(key="outer")(task)
+    task = make(queue.app, done, when_busy=retry(max_retries=5))
     sent = Header(str(uuid4()), 0, times=2).as_headers()["only_one"] if retries else None
     answer = task.apply_async(task_id=sent and sent["id"], retries=retries, headers={"only_one": sent} if sent else {})
-    keys["k"] = "somebody else"
     first = message = queue.take()
-    for _ in range(4):
-        queue.deliver(message)
-        queue.deliver(first, redelivered=True)
-        assert len(queue) == 1
-        message = queue.take()
-    del keys["k"]
+    with keys.busy():
+        for _ in range(4):
+            queue.deliver(message)
+            queue.deliver(first, redelivered=True)
+            assert len(queue) == 1
+            message = queue.take()
     queue.deliver(message)
     assert (answer.state, answer.result) == ("SUCCESS", "done")
     before_task_publish.disconnect(hand_on)
 
 
-def test_a_task_that_is_requeued_while_the_server_is_down_keeps_its_key(
-    queue: Queue, keys: Keys, redis_url: str
-) -> None:
-    with Proxy(redis_url) as proxy, configure(redis=proxy.url):
-        answer = unique(queue.app, "k", function=done, timeout=600, when_down=retry()).delay()
-        token = keys["k"]
-        with proxy.refused():
-            queue.deliver()
-            assert token not in renewal._renewer.pending_releases
-        assert keys["k"] == token
+def test_a_task_that_is_requeued_while_the_server_is_down_keeps_its_key(queue: Queue, keys: Keys, way: Proxy) -> None:
+    answer = unique(queue.app, "k", function=done, timeout=600, when_down=retry()).delay()
+    token = keys["k"]
+    with way.refused():
         queue.deliver()
+        assert token not in renewal._renewer.pending_releases
+    assert keys["k"] == token
+    queue.deliver()
     assert answer.get() == "done"
