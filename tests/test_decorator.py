@@ -83,19 +83,18 @@ def test_every_form_decorates(redis: Redis, prefix: str, form: Function, key: st
     assert len(runs) == 1
 
 
-def test_methods(redis: Redis, prefix: str) -> None:
+def test_methods(prefix: str) -> None:
     class Feed:
         def __init__(self, url: str) -> None:
             self.url = url
 
-        @only_one("feed:{self.url}")
-        def load(self, then: Callable[[], object]) -> str:
-            then()
-            return self.url
-
         @only_one("feed:{self.url}:{more}")
-        async def load_async(self, more: int = 1) -> tuple[str, str]:
-            return self.url, own_key()
+        def load(self, more: int = 1) -> str:
+            return own_key()
+
+        @only_one("async:{self.url}")
+        async def load_async(self) -> str:
+            return own_key()
 
         @staticmethod
         @only_one("static:{a}")
@@ -116,16 +115,13 @@ def test_methods(redis: Redis, prefix: str) -> None:
         def __call__(self) -> str:
             return own_key()
 
-    one, other = Feed("a"), Feed("b")
-    seen: list[object] = []
-    assert one.load(lambda: seen.extend([one.load(lambda: None), other.load(lambda: None)])) == "a"
-    assert seen == [None, "b"]
-    assert asyncio.run(one.load_async()) == ("a", f"{prefix}feed:a:1")
-    assert Feed.static(1) == one.static(1) == (1, f"{prefix}static:1")
-    assert Feed.of_class(1) == one.of_class(a=1) == ("Feed", f"{prefix}class:1")
-    assert one.size == f"{prefix}property:a"
-    assert one() == only_one(one.__call__, key="bound")() == f"{prefix}call:a"
-    assert keys_of(redis, prefix) == []
+    feed = Feed("a")
+    assert (feed.load(), Feed("b").load(more=2)) == (f"{prefix}feed:a:1", f"{prefix}feed:b:2")
+    assert asyncio.run(feed.load_async()) == f"{prefix}async:a"
+    assert Feed.static(1) == feed.static(1) == (1, f"{prefix}static:1")
+    assert Feed.of_class(1) == feed.of_class(a=1) == ("Feed", f"{prefix}class:1")
+    assert feed.size == f"{prefix}property:a"
+    assert feed() == only_one(feed.__call__, key="bound")() == f"{prefix}call:a"
 
 
 def test_methods_whose_object_has_a_digest_or_is_a_task(prefix: str) -> None:
@@ -154,17 +150,17 @@ def test_one_decorator_above_two_functions_and_two_above_one(prefix: str) -> Non
     once = only_one("{name}", timeout=60)
 
     @once
-    def first() -> tuple[str, Any]:
-        return own_key(), second()
+    def first() -> list[Any]:
+        return [own_key(), second()]
 
     @once
     @only_one("another key")
-    def second() -> tuple[str, Any]:
-        return own_key(), first()
+    def second() -> list[Any]:
+        return [own_key(), first()]
 
-    expected = (f"{prefix}{__name__}.{first.__qualname__}", (f"{prefix}another key", None))
-    assert first() == expected
-    assert key_of(second) == f"{prefix}{__name__}.{second.__qualname__}"
+    names = [f"{prefix}{__name__}.{function.__qualname__}" for function in (first, second)]
+    assert first() == [names[0], [f"{prefix}another key", None]]
+    assert key_of(second) == names[1]
 
 
 # --- what is kept ------------------------------------------------------------------------------------------------

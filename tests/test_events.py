@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 import os
@@ -13,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,26 +172,6 @@ def test_a_loss(redis: Redis, prefix: str, caplog: Log, options: Any, change: An
     assert record.levelno == logging.WARNING
     assert all(part in record.getMessage() for part in (lost.key, lost.name, f"({reason})"))
     assert vars(record)["only_one_key"] == lost.key
-
-
-def test_a_loss_that_an_async_run_learns_of_at_its_end(
-    redis: Redis, prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It does not wait for the thread that tells it."""
-
-    class Late(threading.Thread):
-        def start(self) -> None:
-            late.append(self)
-
-    async def work() -> None:
-        redis.delete(f"{prefix}k")
-
-    late: list[Late] = []
-    monkeypatch.setattr(locked_call, "threading", SimpleNamespace(Thread=Late))
-    with events() as seen:
-        asyncio.run(decorated(work, timeout=600)())
-        late.pop().run()
-    assert the(Lost, seen).reason == "deleted"
 
 
 @pytest.mark.parametrize(

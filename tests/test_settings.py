@@ -301,6 +301,7 @@ def of_a_dead_holder(own_server: RedisServer) -> bytes:
         ("when_busy", "only_one:fail", None, None, AlreadyRunning),
         ("when_busy", fail, None, None, AlreadyRunning),
         ("when_busy", f"{__name__}.own_policy", None, None, "own policy for AlreadyRunning"),
+        ("when_busy", fail, lambda _: "configured", None, "configured"),
         ("when_busy", fail, lambda _: "configured", lambda _: "decorator", "decorator"),
         ("takeover", None, None, None, KEY),
         ("takeover", False, None, None, None),
