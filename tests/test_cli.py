@@ -23,27 +23,17 @@ from only_one.__main__ import _cell, main
 from only_one.lock.token import TokenFactory
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT
-from tests.decorated import Busy, decorated
+from tests.decorated import Busy, decorated, token_of_the_dead
 
 Out = pytest.CaptureFixture[str]
 
 pytestmark = pytest.mark.usefixtures("redis")
 
 
-@pytest.fixture(scope="module")
-def of_the_dead() -> bytes:
-    """The value that a holder leaves that was killed."""
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    token = TokenFactory("f").token(3600).replace(f'"pid":{os.getpid()},'.encode(), f'"pid":{child.pid},'.encode())
-    child.kill()
-    child.communicate()
-    return token
-
-
 @pytest.fixture
-def dead(redis: Redis, prefix: str, of_the_dead: bytes) -> str:
+def dead(redis: Redis, prefix: str) -> str:
     """A key whose holder was killed."""
-    redis.set(f"{prefix}dead", of_the_dead, px=600_000)
+    redis.set(f"{prefix}dead", token_of_the_dead(), px=600_000)
     return f"{prefix}dead"
 
 

@@ -32,14 +32,10 @@ from only_one.keys.digest import digest
 from rigs.proxy import Proxy
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
-from tests.decorated import Busy, Decorate, Function, as_async, both, decorated, decorated_async
+from tests.decorated import Busy, Decorate, Function, as_async, both, decorated, decorated_async, own_key
 from tests.renewal import is_idle
 
 pytestmark = pytest.mark.usefixtures("redis")
-
-
-def own_key(*_: object) -> str:
-    return current_lock().key
 
 
 def keys_of(redis: Redis, prefix: str) -> list[str]:

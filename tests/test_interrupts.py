@@ -7,7 +7,6 @@ What is raised before the reply to a command is in `connections/test_interruptio
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import sys
 import time
@@ -26,6 +25,7 @@ from only_one.lock import renewal
 from rigs.proxy import Proxy
 from rigs.servers import redis_server
 from rigs.waiting import LIMIT, eventually
+from tests.decorated import token_of_the_dead
 from tests.interruptions import (
     PLACES,
     AfterCall,
@@ -43,8 +43,7 @@ MOST = 3000
 """Places in one call; there are a few hundred."""
 
 SOMEBODY_ELSE = b"somebody else"
-DEAD = b"dead"
-"""Stands for the value of a holder on this machine whose process there is not."""
+DEAD = token_of_the_dead()
 RETAINED = b"retained"
 """Stands for a value that `at_least` retains, for no longer than a run that has succeeded would."""
 
@@ -158,12 +157,6 @@ def test_a_call_that_is_interrupted(
     unsubscribe = subscribe(heard.append)
     decorated = only_one(work, key="{which}", **options)
     assert decorated("first") == "done"
-    tokens: list[bytes] = []
-    only_one(lambda: tokens.append(current_lock().token), key="token", timeout=600)()
-    dead = tokens[0].replace(b'"pid":%d,' % os.getpid(), b'"pid":%d,' % 2**30)
-    assert dead != tokens[0]
-    if stored == DEAD:
-        stored, left = dead, [None, dead]
     try:
         check_every_place(redis, prefix, kind, decorated, then=then, stored=stored, left=left)
     finally:

@@ -38,7 +38,7 @@ from only_one import (
 from only_one.connections.server import find_server
 from only_one.policies import RequeueRequest
 from rigs.servers import RedisServer
-from tests.decorated import CLOSED, Busy, Decorate, both, decorated
+from tests.decorated import CLOSED, Busy, Decorate, a_task, both, decorated, own_key
 
 # --- busy --------------------------------------------------------------------------------------------------------
 
@@ -200,14 +200,6 @@ def app(redis: Redis) -> Iterator[Celery]:
     app.conf.update(broker_url="memory://", result_backend="cache+memory://", task_always_eager=True)
     yield app
     app.close()
-
-
-def own_key(*_: Any) -> str:
-    return current_lock().key
-
-
-def a_task(app: Celery, function: Any = own_key, *, bind: bool = False, **options: Any) -> Any:
-    return app.task(decorated(function, **options), name=f"task-{uuid4()}", shared=False, bind=bind)
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {

@@ -28,8 +28,7 @@ from only_one.connections import server as servers_of_product
 from only_one.errors import OnlyOneError
 from only_one.inspection import held
 from rigs.servers import RedisServer
-from tests.decorated import call_both, decorated
-from tests.faults.programs import Holder
+from tests.decorated import a_task, call_both, decorated, own_key, token_of_the_dead
 
 NOWHERE = {"broker_url": "memory://", "result_backend": "cache+memory://"}
 KEY = "only_one:k"
@@ -56,10 +55,6 @@ def url_of(server: RedisServer, database: int) -> str:
     return f"redis://127.0.0.1:{server.port}/{database}"
 
 
-def own_key() -> str:
-    return str(current_lock().key)
-
-
 def places(server: RedisServer) -> list[str]:
     """The databases in which the keys of the current runs are, and the keys."""
     stored = []
@@ -71,12 +66,6 @@ def places(server: RedisServer) -> list[str]:
 
 def an_app(**settings: Any) -> Celery:
     return Celery(f"app-{uuid4()}", set_as_current=False, changes={**NOWHERE, **settings})
-
-
-def a_task(app: Celery, function: Any = own_key, **options: Any) -> Any:
-    """A task of the app."""
-    function.__name__ = "work"  # Celery compiles a function of that name
-    return app.task(decorated(function, **options), name=f"task-{uuid4()}", shared=False)
 
 
 def run(task: Any, *args: Any) -> Any:
@@ -280,15 +269,6 @@ def own_policy(error: OnlyOneError) -> str:
     return f"own policy for {type(error).__name__}"
 
 
-@pytest.fixture(scope="module")
-def of_a_dead_holder(own_server: RedisServer) -> bytes:
-    """The value that a holder had stored when it was killed."""
-    with Holder(own_server.url, "only_one:", timeout=600) as holder, Redis.from_url(own_server.url) as client:
-        holder.kill()
-        client.delete(KEY)
-    return holder.token
-
-
 @pytest.mark.parametrize(
     ("option", "of_app", "configured", "decorator", "expected"),
     [
@@ -314,10 +294,10 @@ def of_a_dead_holder(own_server: RedisServer) -> bytes:
     ],
 )
 def test_an_option_is_the_decorators_then_configured_then_the_apps_then_the_default(
-    url: str, of_a_dead_holder: bytes, option: str, of_app: Any, configured: Any, decorator: Any, expected: Any
+    url: str, option: str, of_app: Any, configured: Any, decorator: Any, expected: Any
 ) -> None:
     """`takeover` finds a dead holder at the key; `when_busy` and `active` find a stranger there."""
-    stored = {"takeover": of_a_dead_holder, "when_busy": b"a stranger", "active": b"a stranger"}
+    stored = {"takeover": token_of_the_dead(), "when_busy": b"a stranger", "active": b"a stranger"}
     levels: Levels = {"configured": {"redis": url}}
     if of_app is not None:
         levels["app"] = {f"only_one_{option}": of_app}
