@@ -279,13 +279,13 @@ def test_a_command_gets_time_to_end_in_its_own_way() -> None:
     assert command.poll() == 7
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_supervisor_that_is_told_to_end_goes_on(number: signal.Signals) -> None:
+def test_a_supervisor_that_is_told_to_end_goes_on() -> None:
     """Both are in a session of their own, which Ctrl-C does not reach."""
     with Guarded(SLEEP) as command:
         (supervisor,) = set(supervised(command)) - {command.pid}
         assert os.getsid(supervisor) == os.getsid(command.pid) == os.getpgid(command.pid) == command.pid
-        os.kill(supervisor, number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(supervisor, number)
     assert command.poll() == -signal.SIGTERM
     assert not is_running(command.pid)
 
