@@ -18,7 +18,7 @@ from only_one.lock.token import TokenFactory
 
 Function = Callable[..., Any]
 Decorate = Callable[..., Function]
-Busy = Callable[..., AbstractContextManager[None]]
+Busy = Callable[..., AbstractContextManager[object]]
 
 CLOSED = "redis://127.0.0.1:1/0"
 """A server that is down."""

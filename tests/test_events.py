@@ -310,7 +310,7 @@ def test_a_skip_is_logged_with_the_holder(redis: Redis, prefix: str, busy: KeyIs
         decorated(work)()
     record = logged(caplog, "Busy")
     assert record.levelno == logging.INFO
-    for part in (NAME, f"{prefix}k", "hold_it", str(os.getpid())):
+    for part in (NAME, f"{prefix}k", "Running", str(os.getpid())):
         assert part in record.getMessage()
     assert (vars(record)["only_one_key"], vars(record)["only_one_name"]) == (f"{prefix}k", NAME)
 
