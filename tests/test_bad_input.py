@@ -450,7 +450,10 @@ def test_a_lambda_as_the_key_needs_its_keyword() -> None:
 @pytest.mark.parametrize(
     ("key", "arguments", "words"),
     [
+        ("{a}", ([1],), "{a:md5}"),
         ("{md5}", (1, 2, object()), "'rest'"),
+        ("{a.id}", (None,), "key=callable"),
+        ("{a:%Y}", ("x",), "format, or key=callable"),
         (lambda *_, **__: b"k", (), "<lambda> returned b'k': ret"),
         (lambda *_, **__: "", (), "return a str"),
     ],

@@ -130,6 +130,7 @@ def test_a_server_that_is_down(prefix: str, when_down: Any) -> None:
     assert isinstance(event.error.__cause__, RedisError)
 
 
+@both
 @pytest.mark.parametrize(
     ("options", "change", "reason", "outcome"),
     [
@@ -143,7 +144,9 @@ def test_a_server_that_is_down(prefix: str, when_down: Any) -> None:
     ],
     ids=["overrun", "overrun though renewed", "deleted", "not renewed", "another type", "a stranger", "another run"],
 )
-def test_a_loss(redis: Redis, prefix: str, caplog: Log, options: Any, change: Any, reason: str, outcome: str) -> None:
+def test_a_loss(
+    redis: Redis, prefix: str, caplog: Log, decorate: Decorate, options: Any, change: Any, reason: str, outcome: str
+) -> None:
     def work() -> str:
         token = seen[0].token
         if reason == "overrun":
@@ -160,7 +163,7 @@ def test_a_loss(redis: Redis, prefix: str, caplog: Log, options: Any, change: An
         return wait_until_lost()
 
     with events() as seen:
-        assert decorated(work, **options)() == reason
+        assert decorate(work, **options)() == reason
         lost = the(Lost, seen)
     assert sorted(kinds(seen)) == ["Acquired", "Lost", "Released"]
     assert (lost.key, lost.name, lost.reason) == (f"{prefix}k", f"{__name__}.{work.__qualname__}", reason)
