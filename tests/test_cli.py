@@ -113,10 +113,7 @@ def test_show(redis: Redis, prefix: str, capsys: Out) -> None:
     redis.set(f"not ours:{prefix}k", "x")
 
     assert main(["show", "a"]) == 0
-    short = capsys.readouterr().out
-    assert main(["show", f"{prefix}a"]) == 0
-    assert short.splitlines()[:4] == capsys.readouterr().out.splitlines()[:4]
-    assert "the-id" in short
+    assert "the-id" in capsys.readouterr().out
     assert main(["show", "--json", "a"]) == 0
     assert json.loads(capsys.readouterr().out)["id"] == "the-id"
     for key, shown in (("nothing\x1b", "nothing\\x1b"), (f"not ours:{prefix}k", f"not ours:{prefix}k")):
