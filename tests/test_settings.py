@@ -196,23 +196,15 @@ def test_a_callable_is_called_once_and_not_when_decorating(url: str) -> None:
             calls.append("unhashable")
             return client
 
-    def work(a: int) -> bool:
-        return current_lock().is_held
-
     source = Source()
     with Redis.from_url(url) as client:
-        functions = [decorated(work, "{a}", redis=source.client) for _ in range(3)]
-        unhashable = decorated(work, "{a}", redis=source)
+        functions = [decorated(own_key, redis=source.client) for _ in range(3)]
+        unhashable = decorated(own_key, redis=source)
         assert calls == []
-        for function in functions:
-            assert function(1)
-            with configure(redis=source.client):
-                assert function(2)
-                assert decorated(work, "{a}")(1)
-        assert calls == ["method"]
-        assert unhashable(1)
-        assert unhashable(2)
-        assert calls == ["method", "unhashable"]
+        assert [function() for function in (*functions, unhashable, unhashable)] == [KEY] * 5
+        with configure(redis=source.client):
+            assert functions[0]() == decorated(own_key)() == KEY
+    assert calls == ["method", "unhashable"]
 
 
 @pytest.mark.parametrize("where", ["result_backend", "broker_url"])
