@@ -45,6 +45,7 @@ def store(redis: Redis, key: str, state: str = "queued", name: str = "t", lasts:
 def test_a_list_is_plain_rows_in_a_pipe(redis: Redis, prefix: str, busy: Busy, dead: str, capsys: Out) -> None:
     store(redis, f"{prefix}queued")
     store(redis, f"{prefix}received", "received", lasts=None)
+    redis.set(f"{{{prefix}alive}}:fence", 1)  # beside a key, and no key itself
     with busy("alive"):
         assert main(["list"]) == 0
 
@@ -67,7 +68,7 @@ def test_a_list_is_plain_rows_in_a_pipe(redis: Redis, prefix: str, busy: Busy, d
 def test_a_list_in_json(redis: Redis, prefix: str, busy: Busy, capsys: Out) -> None:
     store(redis, f"{prefix}a")
     redis.set(f"{prefix}\x1b[31m", b"\xff\x1b", px=600_000)
-    with busy("b"):
+    with busy("b", lease=1200):
         assert main(["list", "--json"]) == 0
 
     foreign, queued, running = map(json.loads, capsys.readouterr().out.splitlines())
@@ -77,6 +78,7 @@ def test_a_list_in_json(redis: Redis, prefix: str, busy: Busy, capsys: Out) -> N
     assert {name: queued[name] for name in expected} == expected
     assert 600 - LIMIT < queued["expires_in"] <= 600
     assert (running["free_by"], running["process"]) == (None, "alive")  # it is renewed for as long as it runs
+    assert 1200 - LIMIT < running["expires_in"] <= 1200
     assert (foreign["key"], foreign["state"], foreign["value"]) == (f"{prefix}\x1b[31m", "foreign", "\\xff\x1b")
 
 
