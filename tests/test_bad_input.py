@@ -451,6 +451,7 @@ def test_a_lambda_as_the_key_needs_its_keyword() -> None:
     ("key", "arguments", "words"),
     [
         ("{a}", ([1],), "{a:md5}"),
+        ("{md5}", (1, object()), "'b'"),
         ("{md5}", (1, 2, object()), "'rest'"),
         ("{a.id}", (None,), "key=callable"),
         ("{a:%Y}", ("x",), "format, or key=callable"),
