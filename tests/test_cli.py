@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pty
 import socket
 import subprocess
 import sys
@@ -96,11 +97,14 @@ def test_foreign_values_are_shown_escaped(redis: Redis, prefix: str, capsys: Out
     assert [_cell("x" * 200), _cell("x" * 201)] == ["x" * 200, "x" * 199 + "…"]
 
 
-def test_a_table_on_a_terminal(redis: Redis, prefix: str, capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_on_a_terminal(redis: Redis, redis_url: str, prefix: str) -> None:
     store(redis, f"{prefix}a", name="a task")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert main(["list"]) == 0
-    heads, row = capsys.readouterr().out.splitlines()
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "only_one", "--redis", redis_url, "--prefix", prefix, "list"]
+    subprocess.run(command, stdout=theirs, check=True)
+    os.close(theirs)
+    heads, row = os.read(ours, 10_000).decode().splitlines()
+    os.close(ours)
     for head, cell in [("key", prefix), ("state", "queued"), ("task", "a task"), ("id", "the-id"), ("process", "-")]:
         assert row[heads.index(head) :].startswith(cell)
     assert "free by" in heads
