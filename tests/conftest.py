@@ -5,10 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
@@ -16,7 +14,7 @@ import pytest
 from redis import Redis
 from redis.connection import AbstractConnection
 
-from only_one import configure, only_one
+from only_one import configure
 from only_one.events import Event
 from only_one.lock import renewal
 from rigs.proxy import Proxy
@@ -154,25 +152,6 @@ def kind(request: pytest.FixtureRequest) -> type[Running]:
 
 
 @pytest.fixture
-def busy() -> Callable[..., AbstractContextManager[None]]:
+def busy() -> type[Running]:
     """`with busy("k"):` has a run hold a key in another thread until the block ends."""
-
-    @contextmanager
-    def held(key: str, **options: Any) -> Iterator[None]:
-        begun, end = threading.Event(), threading.Event()
-
-        def hold_it() -> bool:
-            begun.set()
-            return end.wait(LIMIT)
-
-        with ThreadPoolExecutor(1) as pool:
-            run = pool.submit(only_one(hold_it, key=key, **options))
-            run.add_done_callback(lambda _: begun.set())
-            try:
-                assert begun.wait(LIMIT)
-                yield
-            finally:
-                end.set()
-                assert run.result(LIMIT), f"{key} was busy already, or was held for longer than {LIMIT:g} s"
-
-    return held
+    return Running

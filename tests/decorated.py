@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
-from only_one import only_one, subscribe
+from only_one import current_lock, only_one, subscribe
 from only_one.events import Event
+from only_one.lock.token import TokenFactory
 
 Function = Callable[..., Any]
 Decorate = Callable[..., Function]
-Busy = Callable[..., AbstractContextManager[None]]
+Busy = Callable[..., AbstractContextManager[object]]
 
 CLOSED = "redis://127.0.0.1:1/0"
 """A server that is down."""
@@ -53,6 +56,22 @@ def decorated_async(body: Function, key: Any = "k", **options: Any) -> Function:
 def call_both(body: Function = lambda: "ran", key: Any = "k", **options: Any) -> list[Any]:
     """The results of a sync call and of an async one, which comes after it."""
     return [decorate(body, key, **options)() for decorate in (decorated, decorated_async)]
+
+
+def own_key(*_: object) -> str:
+    """A body that gives the key of its run."""
+    return str(current_lock().key)
+
+
+def a_task(app: Any, body: Function = own_key, *, bind: bool = False, **options: Any) -> Any:
+    """A task of a Celery app, with the decorator below."""
+    body.__name__ = "work"  # Celery compiles a function of that name, which a lambda has not
+    return app.task(decorated(body, **options), name=f"task-{uuid4()}", shared=False, bind=bind)
+
+
+def token_of_the_dead(name: str = "f") -> bytes:
+    """The value that a run on this machine has stored whose process there is not."""
+    return TokenFactory(name).token(3600).replace(b'"pid":%d,' % os.getpid(), b'"pid":%d,' % 2**30)
 
 
 both = pytest.mark.parametrize("decorate", [decorated, decorated_async], ids=["sync", "async"])

@@ -25,13 +25,13 @@ from only_one.lock import commands, renewal
 from only_one.lock.commands import MarkerUpdate, Retained, evaluate
 from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.token import TokenFactory
-from rigs.servers import RedisServer, redis_server
+from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
 from tests.celery.deliveries import token_of
 from tests.celery.enqueueing import withdraw
+from tests.clients import clients
 from tests.decorated import call_both, decorated, decorated_async
 from tests.faults.programs import Running
-from tests.faults.test_cluster import OPTIONS
 from tests.renewal import is_renewed
 
 PAGE = Path(__file__).parents[1] / "docs" / "access-rights.md"
@@ -195,11 +195,9 @@ def test_another_database(own_server: RedisServer, admin: Any) -> None:
 
 
 def test_a_cluster() -> None:
-    with redis_server(*OPTIONS) as server, redis.Redis.from_url(server.url) as client:
-        client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
-        assert eventually(lambda: client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
-        url = add_user(client, server.url, rights("functions") | rights("a cluster"))
+    with clients("cluster") as place:
+        url = add_user(place.witness, place.server.url, rights("functions") | rights("a cluster"))
         with redis.RedisCluster.from_url(url) as cluster, configure(redis=cluster, prefix="only_one:"):
             assert decorated(lambda: is_renewed(current_lock()), lease=60)()
             assert decorated_async(lambda: "done")() == "done"
-        assert not client.keys("*")
+        assert not place.witness.keys("*")

@@ -23,27 +23,17 @@ from only_one.__main__ import _cell, main
 from only_one.lock.token import TokenFactory
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT
-from tests.decorated import Busy, decorated
+from tests.decorated import Busy, decorated, token_of_the_dead
 
 Out = pytest.CaptureFixture[str]
 
 pytestmark = pytest.mark.usefixtures("redis")
 
 
-@pytest.fixture(scope="module")
-def of_the_dead() -> bytes:
-    """The value that a holder leaves that was killed."""
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    token = TokenFactory("f").token(3600).replace(f'"pid":{os.getpid()},'.encode(), f'"pid":{child.pid},'.encode())
-    child.kill()
-    child.communicate()
-    return token
-
-
 @pytest.fixture
-def dead(redis: Redis, prefix: str, of_the_dead: bytes) -> str:
+def dead(redis: Redis, prefix: str) -> str:
     """A key whose holder was killed."""
-    redis.set(f"{prefix}dead", of_the_dead, px=600_000)
+    redis.set(f"{prefix}dead", token_of_the_dead(), px=600_000)
     return f"{prefix}dead"
 
 
@@ -56,6 +46,7 @@ def store(redis: Redis, key: str, state: str = "queued", name: str = "t", lasts:
 def test_a_list_is_plain_rows_in_a_pipe(redis: Redis, prefix: str, busy: Busy, dead: str, capsys: Out) -> None:
     store(redis, f"{prefix}queued")
     store(redis, f"{prefix}received", "received", lasts=None)
+    redis.set(f"{{{prefix}alive}}:fence", 1)  # beside a key, and no key itself
     with busy("alive"):
         assert main(["list"]) == 0
 
@@ -78,7 +69,7 @@ def test_a_list_is_plain_rows_in_a_pipe(redis: Redis, prefix: str, busy: Busy, d
 def test_a_list_in_json(redis: Redis, prefix: str, busy: Busy, capsys: Out) -> None:
     store(redis, f"{prefix}a")
     redis.set(f"{prefix}\x1b[31m", b"\xff\x1b", px=600_000)
-    with busy("b"):
+    with busy("b", lease=1200):
         assert main(["list", "--json"]) == 0
 
     foreign, queued, running = map(json.loads, capsys.readouterr().out.splitlines())
@@ -88,6 +79,7 @@ def test_a_list_in_json(redis: Redis, prefix: str, busy: Busy, capsys: Out) -> N
     assert {name: queued[name] for name in expected} == expected
     assert 600 - LIMIT < queued["expires_in"] <= 600
     assert (running["free_by"], running["process"]) == (None, "alive")  # it is renewed for as long as it runs
+    assert 1200 - LIMIT < running["expires_in"] <= 1200
     assert (foreign["key"], foreign["state"], foreign["value"]) == (f"{prefix}\x1b[31m", "foreign", "\\xff\x1b")
 
 
@@ -123,10 +115,7 @@ def test_show(redis: Redis, prefix: str, capsys: Out) -> None:
     redis.set(f"not ours:{prefix}k", "x")
 
     assert main(["show", "a"]) == 0
-    short = capsys.readouterr().out
-    assert main(["show", f"{prefix}a"]) == 0
-    assert short.splitlines()[:4] == capsys.readouterr().out.splitlines()[:4]
-    assert "the-id" in short
+    assert "the-id" in capsys.readouterr().out
     assert main(["show", "--json", "a"]) == 0
     assert json.loads(capsys.readouterr().out)["id"] == "the-id"
     for key, shown in (("nothing\x1b", "nothing\\x1b"), (f"not ours:{prefix}k", f"not ours:{prefix}k")):

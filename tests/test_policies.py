@@ -38,7 +38,7 @@ from only_one import (
 from only_one.connections.server import find_server
 from only_one.policies import RequeueRequest
 from rigs.servers import RedisServer
-from tests.decorated import CLOSED, Busy, Decorate, both, decorated
+from tests.decorated import CLOSED, Busy, Decorate, a_task, both, decorated, own_key
 
 # --- busy --------------------------------------------------------------------------------------------------------
 
@@ -63,13 +63,10 @@ def test_the_policy_for_a_busy_key_gets_the_error_and_gives_the_result(
         with pytest.raises(AlreadyRunning) as raised:
             decorate(lambda: "ran", when_busy=fail)()
     for error in (raised.value, *errors):
-        assert (error.key, error.task_id) == (f"{prefix}k", None)
-        holder = error.holder
-        assert holder is not None
-        assert (holder.pid, holder.host, holder.state) == (os.getpid(), socket.gethostname(), "running")
-        assert holder.name.endswith("hold_it")
-        assert holder.deadline == pytest.approx(time.time() + 600, abs=120)
-        for part in (f"{prefix}k", "hold_it", str(os.getpid())):
+        assert error.key == f"{prefix}k"
+        assert error.holder is not None
+        assert (error.holder.pid, error.holder.host) == (os.getpid(), socket.gethostname())
+        for part in (f"{prefix}k", "Running", str(os.getpid())):
             assert part in str(error)
         assert "{" not in str(error), "the value as it is stored in Redis is not for people"
     assert len(errors) == 1
@@ -171,11 +168,9 @@ def test_a_server_that_is_down_is_one_error_with_one_cause_as_short_as_redis_py_
 def test_carry_on_runs_without_the_key(prefix: str, decorate: Decorate) -> None:
     lock = decorate(current_lock, redis=CLOSED, when_down=carry_on)()
     assert (lock.key, lock.is_held, lock.expires_in) == (f"{prefix}k", False, 0)
-    with pytest.raises(LockLost) as lost:
+    with pytest.raises(LockLost, match=f"{prefix}k") as lost:
         lock.ensure_held()
-    assert (lost.value.key, lost.value.reason, lost.value.holder) == (f"{prefix}k", lock.reason, None)
-    assert lock.reason == "unavailable"
-    assert f"{prefix}k" in str(lost.value)
+    assert (lost.value.reason, lost.value.holder) == (lock.reason, None) == ("unavailable", None)
 
     def work() -> None:
         assert not current_lock().is_held
@@ -205,14 +200,6 @@ def app(redis: Redis) -> Iterator[Celery]:
     app.conf.update(broker_url="memory://", result_backend="cache+memory://", task_always_eager=True)
     yield app
     app.close()
-
-
-def own_key(*_: Any) -> str:
-    return current_lock().key
-
-
-def a_task(app: Celery, function: Any = own_key, *, bind: bool = False, **options: Any) -> Any:
-    return app.task(decorated(function, **options), name=f"task-{uuid4()}", shared=False, bind=bind)
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {
@@ -250,12 +237,9 @@ def test_where_there_is_no_message_to_requeue_the_error_is_raised(
 def test_a_retry_within_its_own_run_is_not_skipped_because_of_itself(
     app: Celery, redis: Redis, prefix: str, by: str, policy: Any
 ) -> None:
-    seen = []
-
-    def work(self: Any, number: int) -> str:
-        seen.append((own_key(), self.request.retries, current_lock().is_held))
+    def work(self: Any, number: int) -> list[str]:
         if self.request.retries == 2:
-            return "done"
+            return [own_key()]
         if by == "autoretry":
             raise OSError
         raise self.retry(args=(number + (by == "another key"),), countdown=0)
@@ -264,10 +248,8 @@ def test_a_retry_within_its_own_run_is_not_skipped_because_of_itself(
     task = app.task(
         function, bind=True, autoretry_for=(OSError,), default_retry_delay=0, name=f"t-{uuid4()}", shared=False
     )
-    assert task.delay(1).get() == "done"
-    keys = [1, 2, 3] if by == "another key" else [1, 1, 1]
-    assert seen == [(f"{prefix}{key}", attempt, True) for attempt, key in enumerate(keys)]
-    assert not redis.exists(*(f"{prefix}{key}" for key in keys))
+    assert task.delay(1).get() == [f"{prefix}{3 if by == 'another key' else 1}"]
+    assert not redis.keys(f"{prefix}*")
 
 
 def test_a_callable_that_makes_the_key_of_a_bound_task_does_not_get_the_task(app: Celery, prefix: str) -> None:
@@ -335,8 +317,6 @@ def test_a_policy_asks_for_a_requeue_and_can_be_shared(make: Any, arguments: Any
     [
         (retry(1.1), {"visibility_timeout": 3}, False),
         (buffer_one(1.1), {"visibility_timeout": 3}, False),
-        (retry(1.1), {"visibility_timeout": 3600}, True),
-        (buffer_one(1.1), {"visibility_timeout": 3600}, True),
         (retry(1200), {}, True),
         (retry(1201), {}, False),
     ],

@@ -12,7 +12,6 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from rigs.proxy import Proxy, Then
-from rigs.waiting import LIMIT
 
 BINARY = bytes(range(256)) + b"\r\n$5\r\n"
 
@@ -74,32 +73,6 @@ def test_what_is_lost_of_a_named_command(
     assert lost(lambda: client.lpush(key, "b"))
     assert direct.llen(key) == 2 * carried_out
     assert client.rpush(key, "c") == 2 * carried_out + 1
-
-
-def test_what_is_held_up_arrives_when_its_client_has_long_gone(
-    proxy: Proxy, client: Any, direct: Any, key: str
-) -> None:
-    held = proxy.hold_up("RPUSH")
-    assert lost(lambda: client.rpush(key, "late"))
-    assert direct.exists(key) == 0
-
-    held.let_go()
-
-    assert direct.blpop(key, timeout=LIMIT) == (key.encode(), b"late")
-
-
-def test_cut_and_swallowed_until_the_end_of_the_block(proxy: Proxy, client: Any, key: str) -> None:
-    client.ping()
-    for broken, error in (
-        (proxy.cut, redis.ConnectionError),
-        (proxy.black_hole, redis.TimeoutError),
-    ):
-        with broken():
-            for _ in range(2):  # over the connection that is open, and over a new one
-                with pytest.raises(error):
-                    client.set(key, "a")
-        assert client.ping()
-        assert client.get(key) is None
 
 
 def test_no_thread_no_open_port_and_no_command_is_left(redis_url: str, direct: Any, key: str) -> None:
