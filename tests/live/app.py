@@ -269,6 +269,7 @@ VARIANTS: dict[str, Any] = {
     "leased": {"timeout": None, "lease": LEASE},
     "buffered": {"celery": LATE, "when_busy": buffer_one(countdown=0.2)},
     "ends before a retry": {"celery": {"base": EndsBeforeARetry}},
+    "elsewhere": {"celery": LATE, "timeout": None, "lease": SHORT_LEASE, "takeover": False},
 }
 BELOW = {name: below(name, **options) for name, options in VARIANTS.items()}
 ABOVE = {name: above(name, **options) for name, options in VARIANTS.items()}
@@ -283,7 +284,6 @@ redelivered = below("tests.live.redelivery_app.late", {"acks_late": True}, first
 redelivered_without_results = below(
     "redelivered without results", {"acks_late": True, "backend": without_results}, first=REDELIVERED
 )
-elsewhere = below("elsewhere", LATE, timeout=None, lease=SHORT_LEASE, takeover=False)
 limited = below("limited", {"time_limit": 5})
 requeued = below("requeued", when_busy=retry())
 requeued_late = below("requeued late", {"acks_late": True}, when_busy=retry())
