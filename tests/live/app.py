@@ -131,16 +131,12 @@ def stay_in_c(*_: Any) -> None:
     system.pthread_mutex_lock(mutex)
 
 
-def and_clean_up(order: str) -> Callable[[Any, str], None]:
-    """End as ordered, and wait at the gate before that has its effect."""
-
-    def work(task: Any, key: str) -> None:
-        try:
-            ORDERS[order](task, key)
-        finally:
-            wait_at(f"gate:{key}")
-
-    return work
+def retry_and_clean_up(task: Any, key: str) -> None:
+    """Retry, and wait at the gate before that has its effect."""
+    try:
+        task.retry(countdown=0)
+    finally:
+        wait_at(f"gate:{key}")
 
 
 def retry_with_the_key_that_follows(task: Any, _: str) -> None:
@@ -187,9 +183,8 @@ ORDERS: dict[str, Callable[[Any, str], Any]] = {
     "retry later": lambda task, _: task.retry(countdown=WAIT),
     "retry in an hour": lambda task, _: task.retry(countdown=3600),
     "retry with this key": retry_with_the_key_that_follows,
-    "retry and clean up": and_clean_up("retry"),
+    "retry and clean up": retry_and_clean_up,
     "replace": lambda task, key: task.replace(task.si(key)),
-    "replace and clean up": and_clean_up("replace"),
 }
 
 
@@ -286,7 +281,6 @@ redelivered_without_results = below(
 )
 limited = below("limited", {"time_limit": 5})
 requeued = below("requeued", when_busy=retry())
-requeued_late = below("requeued late", {"acks_late": True}, when_busy=retry())
 requeued_soon = below("requeued soon", when_busy=retry(countdown=0.2))
 lost = below("lost", timeout=None, lease=LEASE, when_lost=fail)
 
@@ -398,12 +392,6 @@ def other(*_: Any) -> str:
 def after(value: Any) -> Any:
     """What comes next, and gives what it was given."""
     return value
-
-
-@app.task(shared=False)  # type: ignore[untyped-decorator]
-def add(before: Any, number: int) -> Any:
-    """What comes next, and counts."""
-    return (sum(before) if isinstance(before, list) else before) + number
 
 
 @app.task(shared=False)  # type: ignore[untyped-decorator]
