@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 import redis
 from celery import Celery, Task, shared_task
@@ -37,8 +37,8 @@ from only_one.connections.server import find_server
 from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import release_later
 from rigs.waiting import LIMIT, eventually
-from tests.live.brokers import KIND, consumed
-from tests.live.workers import LOCKS, PREFIX, RESULTS, SETTINGS, URL, evaluated, note, use_broker, wait_at
+from tests.live.brokers import KIND, consumed, settings_of
+from tests.live.workers import BROKER, LOCKS, PREFIX, RESULTS, SETTINGS, URL, note, wait_at
 from tests.renewal import is_renewed, renew_now
 
 TIMEOUT = 10 * LIMIT
@@ -69,7 +69,7 @@ def next_number(what: str) -> int:
 
 if URL in os.environ:  # in a worker
     app.conf.update({"result_backend": os.environ[RESULTS], **json.loads(os.environ[SETTINGS])})
-    use_broker(app)
+    app.conf.update({"broker_url": os.environ[BROKER], **settings_of(KIND)})
     configure(redis=os.environ[LOCKS], prefix=PREFIX)
     if DIRECT in os.environ:
         options = consumed().get("options", {})
@@ -99,28 +99,16 @@ class Trouble(Exception):
     """Raised by a run."""
 
 
-def trouble(_: Any, key: str) -> None:
-    raise Trouble(key)
+def raises(error: Exception) -> Callable[[Any, str], None]:
+    def order(*_: Any) -> None:
+        raise error
 
-
-def reject(how: str) -> Callable[[Any, str], None]:
-    def rejected(*_: Any) -> None:
-        raise Reject(how, requeue=how == "reject and requeue")
-
-    return rejected
+    return order
 
 
 def end_the_process(key: str, end: Callable[[], None]) -> None:
     note("end", key)
     end()
-
-
-def ignore(*_: Any) -> None:
-    raise Ignore
-
-
-def say_that_it_is_retried(_: Any, key: str) -> None:
-    raise Retry(key, when=LIMIT)
 
 
 def stay_in_c(*_: Any) -> None:
@@ -172,13 +160,13 @@ ORDERS: dict[str, Callable[[Any, str], Any]] = {
     "note the request": note_the_request,
     "see it renewed": see_it_renewed,
     "lose the key": lose_the_key,
-    "exception": trouble,
-    "ignore": ignore,
+    "exception": raises(Trouble()),
+    "ignore": raises(Ignore()),
     "exit": lambda _, key: end_the_process(key, lambda: sys.exit("exit")),
     "kill": lambda _, key: end_the_process(key, lambda: os.kill(os.getpid(), signal.SIGKILL)),
-    "reject": reject("reject"),
-    "reject and requeue": reject("reject and requeue"),
-    "say that it is retried": say_that_it_is_retried,
+    "reject": raises(Reject()),
+    "reject and requeue": raises(Reject(requeue=True)),
+    "say that it is retried": raises(Retry(when=LIMIT)),
     "retry": lambda task, _: task.retry(countdown=0),
     "retry later": lambda task, _: task.retry(countdown=WAIT),
     "retry in an hour": lambda task, _: task.retry(countdown=3600),
@@ -321,13 +309,13 @@ class Found(BaseModel):
     whose: dict[str, Any]
 
 
-@evaluated
 def with_a_model(self: Any, feed: Feed) -> Found:
     """Is given a model, and gives one."""
     assert isinstance(feed, Feed)
     return Found(whose=work(self, feed.key, *feed.orders))
 
 
+with_a_model.__annotations__ = get_type_hints(with_a_model)  # as strings Celery 5.5 does not read them
 PYDANTIC = {"bind": True, "pydantic": True, "shared": False}
 modelled = app.task(name="modelled", **PYDANTIC)(only_one("{feed.key}", timeout=TIMEOUT)(with_a_model))
 unique_modelled: Any = only_one("{feed[key]}", timeout=TIMEOUT)(

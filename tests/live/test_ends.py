@@ -70,15 +70,8 @@ EVENTS = {
 }
 """What happens to the key of a task whose run is decorated, by nobody's call but the workers' own."""
 
-AT_ONCE = 2.0
-SECONDS = {
-    State.FREE: AT_ONCE,
-    State.RETRIED: AT_ONCE,
-    State.REJECTED: AT_ONCE,
-    State.LIMITED: AT_ONCE,
-    State.REDELIVERED: 5 + AT_ONCE,
-    State.TOLD: 5 + AT_ONCE,
-}
+AT_ONCE = dict.fromkeys([State.FREE, State.RETRIED, State.REJECTED, State.LIMITED], 2.0)
+SECONDS = AT_ONCE | dict.fromkeys([State.REDELIVERED, State.TOLD], 7.0)
 """Within which a key is free, where nothing else computes."""
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
-from typing import Any, NamedTuple, ParamSpec, TypeVar, get_type_hints
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import redis
@@ -25,11 +25,8 @@ from only_one.holder import Holder
 from only_one.testing import Guarded
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
-from tests.live.brokers import KIND, Broker, settings_of
+from tests.live.brokers import KIND, Broker
 from tests.live.brokers import broker as broker_of
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
 
@@ -143,11 +140,6 @@ def celery_worker(
         print(log.read_text(errors="replace")[-20_000:])
 
 
-def use_broker(app: Any) -> None:
-    """Have a worker's application use the broker that its process is told."""
-    app.conf.update({"broker_url": os.environ[BROKER], **settings_of(KIND)})
-
-
 def leave(app: Any) -> None:
     """Let go of an application's server."""
     with closed_results(app):
@@ -169,12 +161,6 @@ def closed_results(app: Any) -> Iterator[None]:
         app.backend.result_consumer._pubsub = None  # or a result that is collected connects once more, to say so
         if hasattr(app.backend, "client"):  # that of `rpc://` has none
             app.backend.client.connection_pool.disconnect()
-
-
-def evaluated(function: Callable[P, T]) -> Callable[P, T]:
-    """With annotations that are no strings, which Celery 5.5 does not read."""
-    function.__annotations__ = get_type_hints(function)
-    return function
 
 
 @contextmanager
@@ -359,10 +345,6 @@ class Scene:
         assert len(begins) == len(ends)
         assert all(end.at <= begin.at for end, begin in zip(ends, begins[1:], strict=False)), "beside each other"
         return [each.rest[0] for each in begins]
-
-    def results(self) -> list[str]:
-        """The same, with the numbers that the runs were ordered to return."""
-        return [each.rest[0] for each in self.place.notes("end", self.key)] if self.runs() else []
 
     def events(self) -> list[str]:
         """What has happened to the key until now."""
