@@ -104,7 +104,7 @@ class Witness:
 
 def environment(url: str, witness: Path, **more: str) -> dict[str, str]:
     """What a worker's process is told."""
-    return {**os.environ, URL: url, BROKER: url, "LIVE_PREFIX": PREFIX, WITNESS: str(witness), **more}
+    return {**os.environ, URL: url, BROKER: url, WITNESS: str(witness), **more}
 
 
 @contextmanager
