@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
@@ -100,11 +100,6 @@ class Witness:
     def lines(self, *head: str) -> list[list[str]]:
         """The same without who has written them, and when."""
         return [note.rest for note in self.notes(*head)]
-
-
-def environment(url: str, witness: Path, **more: str) -> dict[str, str]:
-    """What a worker's process is told."""
-    return {**os.environ, URL: url, BROKER: url, WITNESS: str(witness), **more}
 
 
 @contextmanager
@@ -196,8 +191,8 @@ class World:
         self._events: list[tuple[float, str, str]] = []
         self._logs: list[Path] = []
         self.witness = Witness(folder / "witness")
-        ours = {RESULTS: server.url, LOCKS: server.url, BROKER: broker.url, SETTINGS: json.dumps(settings)}
-        self.environment = {**environment(server.url, self.witness.path), **ours}
+        urls = {URL: server.url, RESULTS: server.url, LOCKS: server.url, BROKER: broker.url}
+        self.environment = {**os.environ, **urls, SETTINGS: json.dumps(settings), WITNESS: str(self.witness.path)}
         self._subscription = client.pubsub(ignore_subscribe_messages=True)
         self._subscription.psubscribe(f"{KEYSPACE}*")
         self._thread = Thread(target=self._listen, daemon=True)
@@ -357,27 +352,23 @@ class Scene:
 
 
 @contextmanager
-def world(app: Celery, folder: Path, *options: str, kind: str = KIND, **settings: Any) -> Iterator[World]:
+def world(app: Celery, folder: Path, kind: str = KIND, **settings: Any) -> Iterator[World]:
     """A server that is watched; the application of this process sends to it.
 
     Args:
         app: the application.
         folder: where workers write.
-        options: more options of the server.
         kind: of the broker.
         settings: the application's, here and in workers.
     """
     with (
-        redis_server("--notify-keyspace-events", "KEA", *options) as server,
+        redis_server("--notify-keyspace-events", "KEA") as server,
         redis.Redis.from_url(server.url) as client,
         broker_of(client, server.url, app, kind) as broker,
         sender(app, server.url, **{**settings, "broker_url": broker.url, **broker.settings}),
+        closing(World(server, client, broker, folder, settings)) as found,
     ):
-        found = World(server, client, broker, folder, settings)
-        try:
-            yield found
-        finally:
-            found.close()
+        yield found
 
 
 def answered(command: Callable[..., Any], *arguments: Any, **options: Any) -> bool:
