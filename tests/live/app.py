@@ -39,7 +39,7 @@ from only_one.lock.renewal import release_later
 from rigs.waiting import LIMIT, eventually
 from tests.live.brokers import KIND, consumed, settings_of
 from tests.live.workers import BROKER, LOCKS, PREFIX, RESULTS, SETTINGS, URL, note, wait_at
-from tests.renewal import is_renewed, renew_now
+from tests.renewal import is_renewed
 
 TIMEOUT = 10 * LIMIT
 AT_LEAST = TIMEOUT / 2
@@ -141,17 +141,6 @@ def see_it_renewed(_: Any, key: str) -> None:
     note("renewed", key, is_renewed(current_lock()))
 
 
-def lose_the_key(_: Any, key: str) -> None:
-    """Wait until the key is lost, which the renewal finds out."""
-    lock = current_lock()
-
-    def is_lost() -> bool:
-        renew_now(lock)
-        return not lock.is_held
-
-    assert eventually(is_lost), key
-
-
 ORDERS: dict[str, Callable[[Any, str], Any]] = {
     "gate": lambda _, key: wait_at(f"gate:{key}"),
     "pause": lambda *_: time.sleep(PAUSE),
@@ -159,7 +148,6 @@ ORDERS: dict[str, Callable[[Any, str], Any]] = {
     "C call": stay_in_c,
     "note the request": note_the_request,
     "see it renewed": see_it_renewed,
-    "lose the key": lose_the_key,
     "exception": raises(Trouble()),
     "ignore": raises(Ignore()),
     "exit": lambda _, key: end_the_process(key, lambda: sys.exit("exit")),
@@ -270,7 +258,6 @@ redelivered_without_results = below(
 limited = below("limited", {"time_limit": 5})
 requeued = below("requeued", when_busy=retry())
 requeued_soon = below("requeued soon", when_busy=retry(countdown=0.2))
-lost = below("lost", timeout=None, lease=LEASE, when_lost=fail)
 
 
 class Around(Task):  # type: ignore[misc]  # Celery has no types

@@ -102,11 +102,15 @@ def terminate(name: str) -> Callable[[Run], None]:
     return lambda run: live.app.control.revoke(run.answer.id, terminate=True, signal=name)
 
 
-def kill(run: Run) -> None:
-    child, holder = run.scene.begun().pid, run.scene.holder()
+def kill_its_process(scene: Scene) -> None:
+    child, holder = scene.begun().pid, scene.holder()
     assert holder is not None
     assert holder.pid == child
     os.kill(child, signal.SIGKILL)
+
+
+def kill(run: Run) -> None:
+    kill_its_process(run.scene)
 
 
 def revoke(run: Run) -> None:
@@ -213,6 +217,7 @@ OF_UNIQUE = [
 """Ends that are of interest where a task is unique from queued to finished."""
 LOST = [
     End("message lost with its worker on this machine", State.REDELIVERED, task="late", queue="killed"),
+    End("message lost with its worker", State.REDELIVERED, task="late", queue="killed", is_unique=True),
     End("message lost with its worker on another machine", State.REDELIVERED, task="elsewhere", queue="killed"),
     End("message returned by a cold shutdown", State.REDELIVERED, task="late", queue="cold"),
 ]
@@ -237,7 +242,7 @@ def workers(place: World) -> Iterator[dict[str, Guarded]]:
     with ExitStack() as stack:
         yield {
             queue: stack.enter_context(place.worker("-c", size, "-Q", queue, **told.get(queue, {})))
-            for queue, size in {"celery": "16", "killed": "4", "warm": "2", "soft": "2", "cold": "3"}.items()
+            for queue, size in {"celery": "16", "killed": "5", "warm": "2", "soft": "2", "cold": "3"}.items()
         }
         assert place.no_key_is_left()
 
@@ -323,7 +328,8 @@ def check_free(run: Run) -> None:
 def check_limited(run: Run) -> None:
     """Not before its process is dead, which Celery sees to last of all."""
     check_free(run)
-    assert result_stored(run) <= run.scene.place.events(run.scene.key)[-1].at, "released before the result was stored"
+    deleted = run.scene.place.wait_for_event(run.scene.key, "del")
+    assert result_stored(run) <= deleted.at, "released before the result was stored"
 
 
 def check_kept(run: Run) -> None:
@@ -392,11 +398,11 @@ def test_the_runs_of_starmap_and_chunks_are_decorated(scene: Scene) -> None:
 def test_the_key_of_a_killed_run_whose_arguments_were_changed(scene: Scene, name: str) -> None:
     """By its base class or by pydantic, in its own process; the main process has only the message."""
     if name == "renamed":
-        answer = live.renamed.delay(scene.key, "sleep")
+        live.renamed.delay(scene.key, "sleep")
         scene.key += "-renamed"
     else:
-        answer = live.modelled.delay({"key": scene.key, "orders": ["sleep"]})
-    kill(Run(ENDS[0], scene, answer))
+        live.modelled.delay({"key": scene.key, "orders": ["sleep"]})
+    kill_its_process(scene)
     scene.place.wait_for_event(scene.key, "del")
     assert scene.events() == RELEASED
 
@@ -407,7 +413,7 @@ def test_a_worker_process_that_is_killed_frees_its_key_within_the_lease(scene: S
     killed = task.delay(scene.key, "gate")
     scene.begun()
     assert task.delay(scene.key).get(timeout=LIMIT) is None
-    kill(Run(ENDS[0], scene, killed))
+    kill_its_process(scene)
     assert scene.is_free()
     assert scene.place.notes("end", scene.key) == []
     answer = task.delay(scene.key)

@@ -71,23 +71,6 @@ def test_it_is_free_at_once_when_its_worker_is_killed(scene: Scene, capsys: pyte
     scene.place.client.flushdb()
 
 
-def test_the_next_worker_takes_it_over(scene: Scene) -> None:
-    with scene.place.worker("-c", "1") as worker:
-        keep_busy(scene.place).free()
-        waits = unique.delay(scene.key, "done")
-        assert is_received(scene, worker.pid)
-        copy = scene.place.broker.copy_of(waits.id)
-        kill_tree(worker)
-    with scene.place.worker("-c", "1") as worker:
-        first = keep_busy(scene.place)
-        scene.place.broker.deliver_again(copy)
-        assert is_received(scene, worker.pid)
-        assert unique.delay(scene.key) == waits
-        first.open()
-        assert waits.get(timeout=LIMIT) == "done"
-        assert scene.is_free()
-
-
 @pytest.mark.parametrize("how", ["return", "replace"])
 def test_a_redelivery_for_which_no_process_is_free_until_its_run_has_ended_is_dropped(scene: Scene, how: str) -> None:
     """As after a connection to Redis that was lost for a moment: the worker has received it while the run lasted."""
