@@ -179,12 +179,13 @@ def work(task: Any, key: str, *orders: Any) -> Any:
     Returns:
         The last order that is none, or what others see of this run.
     """
+    is_first = "once" not in orders or next_number(key) == 1  # counted before a test is told, and may kill the run
     note("begin", key, task.request.retries)
     result = None
     try:
         for order in orders:
             if order == "once":
-                if next_number(key) > 1:
+                if not is_first:
                     break
             elif isinstance(order, str) and order in ORDERS:
                 ORDERS[order](task, key)
