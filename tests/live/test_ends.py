@@ -22,6 +22,7 @@ from uuid import uuid4
 
 import pytest
 
+from only_one import only_one
 from only_one.testing import Guarded
 from rigs.waiting import LIMIT, eventually, is_gone
 from tests.documented import BROKERS, documented
@@ -65,7 +66,6 @@ EVENTS = {
     State.REJECTED: RELEASED * 2,
     State.LIMITED: RELEASED,
     State.TOLD: RELEASED,
-    State.LEFT: ["set"],
     State.NEVER: [],
 }
 """What happens to the key of a task whose run is decorated, by nobody's call but the workers' own."""
@@ -353,6 +353,9 @@ def check_left(run: Run) -> None:
     # What is dead is gone only when somebody has waited for it; for orphans that is init, which may take its time.
     assert eventually(lambda: is_gone(child))
     assert run.scene.gaps() == 0
+    if not run.end.is_unique:
+        assert run.scene.events() == ["set"]
+        assert only_one(lambda: "done", key=run.scene.key, timeout=600)() == "done"
 
 
 CHECKS = {
