@@ -7,21 +7,17 @@ import time
 from datetime import datetime
 from typing import Any
 
-from celery import Celery
 from celery.schedules import schedstate, schedule
 from celery.signals import after_task_publish, before_task_publish, task_postrun
 
 from only_one import only_one
-from tests.live.workers import note
+from tests.live.app import app
+from tests.live.workers import URL, note
 
 INTERVAL = 3.0
 """Seconds between two ticks of a beat."""
 AT_LEAST = 2.1
 """Longer than two clocks are apart, and shorter than the interval."""
-
-app = Celery("beat", set_as_current=False)
-app.conf.broker_connection_retry_on_startup = True
-app.conf.task_ignore_result = True
 
 
 def ticks_until(moment: float) -> float:
@@ -38,32 +34,27 @@ class EveryTick(schedule):  # type: ignore[misc]  # Celery has no types
         return schedstate(is_due=due, next=(1 - passed % 1) * INTERVAL)
 
 
-@app.task  # type: ignore[untyped-decorator]
-@only_one("{name}", lease=5, at_least=AT_LEAST)
-def kept_for_a_tick(tick: str) -> str:  # noqa: ARG001 - for the witness
-    """Takes no time, and may run again at the next tick."""
-    return "done"
+def task_of(name: str, **options: Any) -> Any:
+    """A task that takes no time, and may run again at once, unless its options say otherwise."""
+
+    @only_one("{name}", lease=5, **options)
+    def run(tick: str) -> str:  # noqa: ARG001 - for the witness
+        return "done"
+
+    return app.task(name=name, shared=False, ignore_result=True)(run)
 
 
-@app.task  # type: ignore[untyped-decorator]
-@only_one("{name}", lease=5)
-def released(tick: str) -> str:  # noqa: ARG001 - for the witness
-    """Takes no time, and may run again at once."""
-    return "done"
+TASKS = [task_of("kept_for_a_tick", at_least=AT_LEAST), task_of("released")]
 
-
-if "LIVE_URL" in os.environ:  # in a beat or a worker
-    app.conf.broker_url = os.environ["LIVE_URL"]
-    app.conf.only_one_prefix = os.environ["LIVE_PREFIX"]
+if URL in os.environ:  # in a beat or a worker
     app.conf.beat_schedule = {
-        task.name: {"task": task.name, "schedule": EveryTick(INTERVAL, app=app), "args": [""]}
-        for task in (kept_for_a_tick, released)
+        task.name: {"task": task.name, "schedule": EveryTick(INTERVAL, app=app), "args": [""]} for task in TASKS
     }
 
     @before_task_publish.connect(weak=False)  # type: ignore[untyped-decorator]
     def about_to_send(headers: dict[str, Any], body: Any, **_: Any) -> None:
         """Write into the message of which tick it is."""
-        body[0][0] = f"{headers['task'].rpartition('.')[2]}-{int(ticks_until(time.time()))}"
+        body[0][0] = f"{headers['task']}-{int(ticks_until(time.time()))}"
 
     @after_task_publish.connect(weak=False)  # type: ignore[untyped-decorator]
     def sent(body: Any, **_: Any) -> None:
@@ -71,6 +62,6 @@ if "LIVE_URL" in os.environ:  # in a beat or a worker
         note("sent", body[0][0])
 
     @task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
-    def seen(args: list[str], retval: Any, **_: Any) -> None:
+    def ended(args: list[str], retval: Any, **_: Any) -> None:
         """Write down what has become of it."""
-        note("seen", args[0], retval)
+        note("result", args[0], retval)

@@ -6,30 +6,21 @@ A run writes down its start and its end with the test's witness, which does not 
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from celery import Celery
-
-from only_one import configure, current_lock, only_one
+from only_one import current_lock, only_one
 from rigs.waiting import LIMIT
-from tests.live.workers import URL, note
+from tests.live.app import app
+from tests.live.workers import note
 
 LEASE = 1.0
 LEASES = 10.0
 CALLS = 3
 """Calls with one key in one process, of which one runs."""
-
-app = Celery("ten leases", set_as_current=False)
-
-if URL in os.environ:  # not in the test
-    app.conf.broker_url = os.environ[URL]
-    app.conf.broker_connection_retry_on_startup = True
-    configure(redis=os.environ[URL])
 
 
 @contextmanager
@@ -52,7 +43,7 @@ def work(key: str) -> None:
 
 
 run = only_one(work, key="{key}", lease=LEASE)
-task = app.task(name="work", ignore_result=True)(run)
+task = app.task(name="ten leases", shared=False, ignore_result=True)(run)
 
 
 @only_one("{key}", lease=LEASE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -21,7 +22,7 @@ COLUMNS = ["not given", "skip", "fail", "retry()", "buffer_one()", NEWER, "a cal
 UNIQUE = "unique"
 """As the first column, of a task that is unique from queued to finished."""
 
-other, after = live.other, live.after
+other, after, unique = live.other, live.after, live.unique
 
 
 def in_a_chain(work: Any) -> Any:
@@ -134,29 +135,34 @@ def raised_by(answer: Any) -> type[BaseException]:
     return raised.type
 
 
-@pytest.fixture(scope="module")
-def table(place: World) -> Iterator[dict[str, list[str]]]:
-    """What real workers do, row by row."""
+@pytest.fixture(scope="module", autouse=True)
+def worker(place: World) -> Iterator[None]:
     with place.worker(pool="threads"):
-        cases = [begin(place, position, column) for position in POSITIONS for column in [*COLUMNS, UNIQUE]]
-        all_become(cases, is_over_or_requeued_twice)
-        for case in cases:
-            if case.column == NEWER:
-                live.OF_POLICY["buffer_one()"].delay(case.scene.key, f"result of {case.scene.key}")
-        all_become([case for case in cases if case.column == NEWER], Case.is_over)
-        waiting = [case for case in cases if not case.is_over()]
-        for case in waiting:
-            case.when = ", once the key is free"
-        for case in cases:
-            case.scene.free()
-        all_become(waiting, Case.is_over)
-        # What is called on failure is sent once the failure is stored, and so after it is seen here.
-        failed = [case for case in cases if case.position == "with `link_error`" and case.error() is not None]
-        for case in failed:
-            place.wait_for("trouble", case.scene.key)
-        assert eventually(lambda: place.broker.messages() == 0)
-        yield {position: [case.cell() for case in cases if case.position == position] for position in POSITIONS}
+        yield
         assert place.no_key_is_left()
+
+
+@pytest.fixture(scope="module")
+def table(place: World) -> dict[str, list[str]]:
+    """What real workers do, row by row."""
+    cases = [begin(place, position, column) for position in POSITIONS for column in [*COLUMNS, UNIQUE]]
+    all_become(cases, is_over_or_requeued_twice)
+    for case in cases:
+        if case.column == NEWER:
+            live.OF_POLICY["buffer_one()"].delay(case.scene.key, f"result of {case.scene.key}")
+    all_become([case for case in cases if case.column == NEWER], Case.is_over)
+    waiting = [case for case in cases if not case.is_over()]
+    for case in waiting:
+        case.when = ", once the key is free"
+    for case in cases:
+        case.scene.free()
+    all_become(waiting, Case.is_over)
+    # What is called on failure is sent once the failure is stored, and so after it is seen here.
+    for case in cases:
+        if case.position == "with `link_error`" and case.error() is not None:
+            place.wait_for("trouble", case.scene.key)
+    assert eventually(lambda: place.broker.messages() == 0)
+    return {position: [case.cell() for case in cases if case.position == position] for position in POSITIONS}
 
 
 def is_over_or_requeued_twice(case: Case) -> bool:
@@ -179,7 +185,7 @@ def begin(place: World, position: str, column: str) -> Case:
     """Send a canvas in which a task finds its key busy."""
     scene = Scene(place)
     scene.take()
-    work = live.unique if column == UNIQUE else live.OF_POLICY["buffer_one()" if column == NEWER else column]
+    work = unique if column == UNIQUE else live.OF_POLICY["buffer_one()" if column == NEWER else column]
     return Case(position, column, scene, POSITIONS[position](work.si(scene.key, f"result of {scene.key}")))
 
 
@@ -205,3 +211,23 @@ def test_what_others_receive(table: dict[str, list[str]], position: str) -> None
     *of_runs, of_unique = table[position]
     assert of_runs == [expected(position, column) for column in COLUMNS]
     assert of_unique == of_runs[0]
+
+
+DUPLICATES: dict[str, Callable[[Any], Any]] = {
+    "chain": lambda work: chain(work, work),
+    "chord of chains": lambda work: chord([chain(work, after.s()), chain(other.si(), work)], after.s()),
+}
+
+
+@pytest.mark.parametrize("canvas", DUPLICATES)
+def test_a_canvas_of_duplicates_ends(scene: Scene, canvas: str) -> None:
+    """Its runs take over what is merely queued, which runs, too, when it comes."""
+    queued = unique.apply_async((scene.key, "done"), queue=scene.queue)
+    with suppress(AlreadyRunning, ChordError):
+        DUPLICATES[canvas](unique.si(scene.key, "done")).apply_async().get(timeout=LIMIT)
+    scene.place.wait_for("end", scene.key)
+    assert eventually(lambda: scene.state() == ("queued", queued.id))  # it has its key again
+    scene.consume()
+    assert queued.get(timeout=LIMIT) == "done"
+    assert scene.is_free()
+    assert set(scene.runs()) == {"0"}

@@ -3,6 +3,8 @@
 The table of docs/celery.md is made of what is checked here: `python -m tests.live.test_ends` prints it.
 Keys have a `timeout` of twenty minutes, so no expiry explains that one is free: the server tells when it was deleted.
 All runs end at the same time; how soon each key is free is measured by `make soak`, one after the other.
+What a worker does with a unique task that it has received is in `test_received`, and what others in a canvas get in
+`test_canvas`.
 """
 
 from __future__ import annotations
@@ -12,22 +14,21 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from enum import Enum
 from typing import Any
 from uuid import uuid4
 
 import pytest
-from celery.exceptions import TaskRevokedError
 
-from only_one import configure, only_one
+from only_one import only_one
 from only_one.testing import Guarded
 from rigs.waiting import LIMIT, eventually, is_gone
 from tests.documented import BROKERS, documented
 from tests.live import app as live
 from tests.live.brokers import KIND, consumed, options_for_redis
-from tests.live.workers import PREFIX, ROOT, Scene, World, answered, kill_tree
+from tests.live.workers import PREFIX, ROOT, SETTINGS, Scene, World, answered, kill_tree
 
 PAGE = ROOT / "docs/celery.md"
 HEAD = "| a run ends by | its key is |\n|---|---|\n"
@@ -40,6 +41,8 @@ SLACK = 0.05
 
 DROPPED = "DROPPED"
 """What RabbitMQ does with a message in a queue that has expired: nobody hears of it."""
+
+unique = live.unique
 
 
 class State(Enum):
@@ -56,124 +59,88 @@ class State(Enum):
     NEVER = "never acquired"
 
 
-AT_ONCE = 2.0
-SECONDS = {
-    State.FREE: AT_ONCE,
-    State.RETRIED: AT_ONCE,
-    State.REJECTED: AT_ONCE,
-    State.LIMITED: AT_ONCE,
-    State.REDELIVERED: 5 + AT_ONCE,
-    State.TOLD: 5 + AT_ONCE,
+RELEASED = ["set", "del"]
+EVENTS = {
+    State.FREE: RELEASED,
+    State.RETRIED: RELEASED * 2,
+    State.REJECTED: RELEASED * 2,
+    State.LIMITED: RELEASED,
+    State.TOLD: RELEASED,
+    State.NEVER: [],
 }
+"""What happens to the key of a task whose run is decorated, by nobody's call but the workers' own."""
+
+AT_ONCE = dict.fromkeys([State.FREE, State.RETRIED, State.REJECTED, State.LIMITED], 2.0)
+SECONDS = AT_ONCE | dict.fromkeys([State.REDELIVERED, State.TOLD], 7.0)
 """Within which a key is free, where nothing else computes."""
-
-
-class Workers:
-    """A worker, and more workers that are told to end, each with a queue of its own."""
-
-    def __init__(self, place: World, stack: ExitStack) -> None:
-        self.place = place
-        self._stack = stack
-        self._workers: dict[str, Guarded] = {}
-        self._ended: list[Guarded] = []
-
-    def of(self, queue: str) -> Guarded:
-        """The worker that takes from a queue; it is started when it is first asked for."""
-        if queue not in self._workers:
-            settings = '{"worker_soft_shutdown_timeout": 1}' if queue == "soft" else "{}"
-            worker = self.place.worker("-c", "4", "-Q", queue, LIVE_SETTINGS=settings)
-            self._workers[queue] = self._stack.enter_context(worker)
-        return self._workers[queue]
-
-    def end(self, queue: str, how: Callable[[Guarded], None]) -> float:
-        """End a worker, unless that was done for another of its runs; returns when it began."""
-        began = time.monotonic()
-        worker = self._workers[queue]
-        if worker not in self._ended:
-            self._ended.append(worker)
-            how(worker)
-        return began
 
 
 @dataclass
 class Run:
     """One run that is about to end."""
 
-    workers: Workers
+    end: End
     scene: Scene
-    queue: str
     answer: Any
 
-    def ended(self) -> float:
-        """Wait until the run ends by itself; returns when it did."""
-        return self.scene.place.wait_for("end", self.scene.key).at
+
+def nothing(_: Run) -> None:
+    """A time limit ends it, or the end of its worker."""
 
 
-def by_itself(run: Run) -> float:
-    return run.ended()
+def wait_for_its_end(run: Run) -> None:
+    run.scene.place.wait_for("end", run.scene.key)
 
 
-def by_hard_limit(run: Run) -> float:
-    return run.scene.begun().at + TIME_LIMIT
+def open_its_gate(run: Run) -> None:
+    assert run.scene.is_held()
+    run.scene.open()
+    wait_for_its_end(run)
 
 
-def take_from(queue: str) -> None:
-    """Have the first worker take from this queue, too."""
-    assert answered(live.app.control.add_consumer, queue, **consumed())
+def terminate(name: str) -> Callable[[Run], None]:
+    return lambda run: live.app.control.revoke(run.answer.id, terminate=True, signal=name)
 
 
-def by_revoke(run: Run) -> float:
-    """While it waits in its queue; the worker drops it."""
-    assert answered(live.app.control.revoke, run.answer.id)
-    take_from(run.queue)
-    return time.monotonic()
-
-
-def by_expiry(run: Run) -> float:
-    """The same."""
-    until = datetime.now(timezone.utc) + timedelta(seconds=0.6)
-    assert eventually(lambda: datetime.now(timezone.utc) > until)
-    take_from(run.queue)
-    return time.monotonic()
-
-
-def by_terminate(name: str) -> Callable[[Run], float]:
-    def strike(run: Run) -> float:
-        began = time.monotonic()
-        live.app.control.revoke(run.answer.id, terminate=True, signal=name)
-        return began
-
-    return strike
-
-
-def by_kill(run: Run) -> float:
-    child, holder, began = run.scene.begun().pid, run.scene.holder(), time.monotonic()
+def kill_its_process(scene: Scene) -> None:
+    child, holder = scene.begun().pid, scene.holder()
     assert holder is not None
     assert holder.pid == child
     os.kill(child, signal.SIGKILL)
-    return began
 
 
-def by_worker_kill(run: Run) -> float:
-    return run.workers.end(run.queue, kill_tree)
+def kill(run: Run) -> None:
+    kill_its_process(run.scene)
 
 
-def by_warm_shutdown(run: Run) -> float:
-    run.workers.end(run.queue, lambda worker: worker.send_signal(signal.SIGTERM))
-    assert eventually(lambda: "Warm shutdown" in run.scene.place.log())
-    assert run.scene.is_held()
-    run.scene.open()
-    return run.ended()
+def revoke(run: Run) -> None:
+    """While it waits in its queue; the worker drops it."""
+    assert answered(live.app.control.revoke, run.answer.id)
+    run.scene.consume()
 
 
-def by_cold_shutdown(run: Run) -> float:
-    def end(worker: Guarded) -> None:
-        worker.send_signal(signal.SIGQUIT)
-        worker.wait(LIMIT)
+def expire(run: Run) -> None:
+    """The same."""
+    until = datetime.now(timezone.utc) + timedelta(seconds=0.6)
+    assert eventually(lambda: datetime.now(timezone.utc) > until)
+    run.scene.consume()
 
-    began, is_soft = run.workers.end(run.queue, end), run.queue == "soft"
-    assert "Soft Shutdown" in run.scene.place.log() or not is_soft
-    return began + is_soft
+
+def revoke_its_retry(run: Run) -> None:
+    """While it waits, and is in this test's queue again, if the broker is Redis."""
+    scene = run.scene
+    scene.consume()
+    assert eventually(lambda: run.answer.state == "RETRY" and (KIND != "redis" or scene.queued(scene.queue) == 1))
+    assert unique.delay(scene.key) == run.answer
+    revoke(run)
+
+
+def deliver_again(run: Run) -> None:
+    """To the first worker, as its own is lost."""
+    broker = run.scene.place.broker
+    if run.end.queue == "killed":  # which has returned nothing
+        broker.deliver_again(broker.copy_of(run.answer.id))
+    assert answered(live.app.control.add_consumer, run.end.queue, **consumed())
 
 
 @dataclass(frozen=True)
@@ -182,32 +149,34 @@ class End:
 
     Attributes:
         how: what the run is ordered to do, for the first time.
-        strike: what ends it, when all have begun; returns when it did.
-        result: the state in which Celery stores a task that is unique from queued to finished; None if that of an
-            earlier attempt may be stored later, or none is.
+        strike: what ends it, when all have begun.
+        result: the state in which Celery stores the task; None if that of an earlier attempt may be stored later, or
+            none is.
         task: the name of the task's variant.
-        queue: that of a worker of its own, or of none until it is ended.
+        queue: that of the first worker, or of one that is ended, or "nobody's".
         attempts: how many there are.
+        is_unique: whether the task is unique from queued to finished; else its run is decorated.
     """
 
     name: str
     state: State
     how: str = "sleep"
-    strike: Callable[[Run], float] = by_itself
+    strike: Callable[[Run], Any] = wait_for_its_end
     result: str | None = None
     task: str = "plain"
     queue: str = "celery"
     attempts: int = 1
     options: dict[str, Any] = field(default_factory=dict)
+    is_unique: bool = False
+
+    def __str__(self) -> str:
+        return self.name.replace("`", "") + ", unique" * self.is_unique
 
     @property
     def stores_its_result(self) -> bool:
-        """Whether it is the run's own process that stores a result."""
-        return self.state is State.FREE and (self.how in {"return", "exception"} or "soft_time_limit" in self.options)
-
-    @property
-    def waits(self) -> bool:
-        return self.state is State.NEVER
+        """Whether it is the run's own process that stores a result, and no other was stored before."""
+        does_by_itself = self.how in {"return", "exception"} or "soft_time_limit" in self.options
+        return self.state is State.FREE and self.attempts == 1 and does_by_itself
 
 
 LIMITED = {"time_limit": TIME_LIMIT}
@@ -218,45 +187,46 @@ ENDS = [
     End("`SystemExit`", State.FREE, "exit"),
     End("`Ignore`", State.FREE, "ignore"),
     End("`Reject`", State.FREE, "reject", task="late"),
-    End("`Reject(requeue=True)`", State.REJECTED, "reject and requeue", result="SUCCESS", task="late"),
+    End("`Reject(requeue=True)`", State.REJECTED, "reject and requeue", result="SUCCESS", task="late", attempts=2),
     End("`self.retry()`", State.RETRIED, "retry", attempts=2),
     End("`autoretry_for`", State.RETRIED, "exception", task="again", attempts=2),
     End("soft time limit", State.FREE, result="FAILURE", options={"soft_time_limit": TIME_LIMIT}),
-    End("hard time limit", State.LIMITED, strike=by_hard_limit, result="FAILURE", options=LIMITED),
-    End("hard time limit inside one C call", State.LIMITED, "C call", by_hard_limit, "FAILURE", options=LIMITED),
-    End("`revoke` of a task that waits", State.NEVER, "return", by_revoke, "REVOKED", queue="revoked"),
-    End("`revoke(terminate=True)`", State.FREE, strike=by_terminate("SIGTERM"), result="REVOKED"),
-    End("`revoke(terminate=True, signal='SIGKILL')`", State.FREE, strike=by_terminate("SIGKILL"), result="REVOKED"),
-    End("`kill -9` of the child", State.TOLD, strike=by_kill, result="FAILURE"),
-    End("`kill -9` of the child with `reject_on_worker_lost`", State.REDELIVERED, "sleep", by_kill, "SUCCESS", "late"),
-    End("`kill -9` of the whole worker", State.LEFT, strike=by_worker_kill, queue="killed"),
-    End("warm shutdown", State.FREE, "gate", by_warm_shutdown, "SUCCESS", queue="warm"),
-    End("soft shutdown that is not done in time", State.FREE, strike=by_cold_shutdown, queue="soft"),
-    End("cold shutdown", State.FREE, strike=by_cold_shutdown, queue="cold"),
-]
+    End("hard time limit", State.LIMITED, "sleep", nothing, "FAILURE", options=LIMITED),
+    End("hard time limit inside one C call", State.LIMITED, "C call", nothing, "FAILURE", options=LIMITED),
+    End("`revoke` of a task that waits", State.NEVER, "return", revoke, "REVOKED", queue="nobody's"),
+    End("`revoke(terminate=True)`", State.FREE, "sleep", terminate("SIGTERM"), "REVOKED"),
+    End("`revoke(terminate=True, signal='SIGKILL')`", State.FREE, "sleep", terminate("SIGKILL"), "REVOKED"),
+    End("`kill -9` of the child", State.TOLD, "sleep", kill, "FAILURE"),
+    End("`kill -9` of the child with `reject_on_worker_lost`", State.REDELIVERED, "sleep", kill, "SUCCESS", "late",
+        attempts=2),
+    End("`kill -9` of the whole worker", State.LEFT, "sleep", nothing, queue="killed"),
+    End("warm shutdown", State.FREE, "gate", open_its_gate, "SUCCESS", queue="warm"),
+    End("soft shutdown that is not done in time", State.FREE, "sleep", nothing, queue="soft"),
+    End("cold shutdown", State.FREE, "sleep", nothing, queue="cold"),
+]  # fmt: skip
 EXPIRED = "REVOKED" if KIND == "redis" else DROPPED
 OF_UNIQUE = [
-    End("expired in its queue", State.NEVER, "return", by_expiry, EXPIRED, queue="expired", options={"expires": 0.5}),
-    End("expired before it was published", State.NEVER, "return", result="REVOKED", options={"expires": -5}),
-    End("replaced", State.FREE, "replace", result="SUCCESS"),
+    End("expired in its queue", State.NEVER, "return", expire, EXPIRED, queue="nobody's", options={"expires": 0.5}),
+    End("expired before it was published", State.NEVER, "return", nothing, "REVOKED", options={"expires": -5}),
+    End("revoked before its retry", State.FREE, "retry later", revoke_its_retry, "REVOKED", queue="nobody's"),
+    End("replaced", State.REJECTED, "replace", result="SUCCESS", attempts=2),
     End("a retry that gives up", State.FREE, "exception", task="again", attempts=3),
     End("a retry that ends before its run", State.FREE, "retry", task="ends before a retry"),
     End("a retry that is none", State.FREE, "say that it is retried"),
 ]
 """Ends that are of interest where a task is unique from queued to finished."""
 LOST = [
-    End("this machine", State.REDELIVERED, task="late", queue="killed"),
-    End("another machine", State.REDELIVERED, task="elsewhere", queue="killed"),
-    End("cold shutdown", State.REDELIVERED, task="late", queue="cold"),
+    End("message lost with its worker on this machine", State.REDELIVERED, task="late", queue="killed"),
+    End("message lost with its worker", State.REDELIVERED, task="late", queue="killed", is_unique=True),
+    End("message lost with its worker on another machine", State.REDELIVERED, task="elsewhere", queue="killed"),
+    End("message returned by a cold shutdown", State.REDELIVERED, task="late", queue="cold"),
 ]
-"""Runs whose messages are lost with their workers."""
-
-
-def name_of(end: End) -> str:
-    return end.name.replace("`", "")
-
-
-each_end = pytest.mark.parametrize("end", ENDS, ids=name_of)
+"""Another worker does the work once more: at once, or when the key has expired."""
+ALL = [
+    *ENDS,
+    *(replace(end, is_unique=True) for end in ENDS + OF_UNIQUE),
+    *(replace(end, strike=deliver_again, result="SUCCESS", attempts=2) for end in LOST),
+]
 
 
 @pytest.fixture(scope="module")
@@ -266,35 +236,50 @@ def settings() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def workers(place: World) -> Iterator[Workers]:
-    with place.worker("-c", "16"), ExitStack() as stack:
-        yield Workers(place, stack)
+def workers(place: World) -> Iterator[dict[str, Guarded]]:
+    """By their queues: the worker of most runs, and those that are ended."""
+    told = {"soft": {SETTINGS: '{"worker_soft_shutdown_timeout": 1}'}}
+    with ExitStack() as stack:
+        yield {
+            queue: stack.enter_context(place.worker("-c", size, "-Q", queue, **told.get(queue, {})))
+            for queue, size in {"celery": "16", "killed": "5", "warm": "2", "soft": "2", "cold": "3"}.items()
+        }
         assert place.no_key_is_left()
 
 
-def begin(workers: Workers, end: End, tasks: dict[str, Any]) -> Run:
+def end_worker(place: World, queue: str, worker: Guarded) -> None:
+    if queue == "killed":
+        kill_tree(worker)
+    elif queue == "warm":
+        worker.send_signal(signal.SIGTERM)
+        assert eventually(lambda: "Warm shutdown" in place.log())
+    else:
+        worker.send_signal(signal.SIGQUIT)
+        worker.wait(LIMIT)
+        assert "Soft Shutdown" in place.log() or queue != "soft"
+
+
+def begin(place: World, end: End) -> Run:
     """Send the task of which this is the end; each of its attempts fails if it gives up."""
-    if not (end.queue == "celery" or end.waits):
-        workers.of(end.queue)
-    scene = Scene(workers.place)
-    queue = f"{end.queue}-{scene.key}" if end.waits and end.queue != "celery" else end.queue
-    once = [] if "gives up" in end.name else ["once"]
-    task = live.elsewhere if end.task == "elsewhere" else tasks[end.task]
-    return Run(workers, scene, queue, task.apply_async((scene.key, *once, end.how), queue=queue, **end.options))
+    scene, tasks = Scene(place), live.ABOVE if end.is_unique else live.BELOW
+    orders = [end.how] if "gives up" in end.name else ["once", end.how]
+    queue = scene.queue if end.queue == "nobody's" else end.queue
+    return Run(end, scene, tasks[end.task].apply_async((scene.key, *orders), queue=queue, **end.options))
 
 
 @pytest.fixture(scope="module")
-def ended(workers: Workers) -> dict[str, Run]:
-    """All runs, which have been ended: those of tasks whose runs are decorated, of unique ones, and of lost ones."""
-    kinds = [("below", ENDS, live.BELOW), ("above", ENDS + OF_UNIQUE, live.ABOVE), ("lost", LOST, live.BELOW)]
-    runs = [(kind, end, begin(workers, end, tasks)) for kind, ends, tasks in kinds for end in ends]
-    for _, end, run in runs:
-        if not end.waits:
+def ended(place: World, workers: dict[str, Guarded]) -> dict[str, Run]:
+    """All runs, which have been ended."""
+    runs = [begin(place, end) for end in ALL]
+    for run in runs:
+        if run.end.state is not State.NEVER and run.end.queue != "nobody's":
             run.scene.begun()
-    for kind, end, run in runs:
-        if kind != "lost" and not (end.waits and end.strike is by_itself):
-            end.strike(run)
-    return {f"{kind} {end.name}": run for kind, end, run in runs}
+    for queue, worker in workers.items():
+        if queue != "celery":
+            end_worker(place, queue, worker)
+    for run in runs:
+        run.end.strike(run)
+    return {str(run.end): run for run in runs}
 
 
 def test_the_table_of_the_page_is_what_is_checked_here() -> None:
@@ -306,145 +291,138 @@ def table() -> str:
     return HEAD + "".join(f"| {names[state]} | {state.value} |\n" for state in State)
 
 
-def check_free(run: Run) -> None:
-    """By nobody's call but the worker's own."""
-    run.scene.place.wait_for_event(run.scene.key, "del")
-    assert run.scene.events() == ["set", "del"]
+@pytest.mark.parametrize("end", ALL, ids=str)
+def test_the_key_after(ended: dict[str, Run], scene: Scene, end: End) -> None:
+    run, place = ended[str(end)], scene.place
+    scene.key = run.scene.key
+    if end.result not in {None, DROPPED}:
+        assert eventually(lambda: run.answer.state == end.result), run.answer.state
+    if end.state is State.NEVER:
+        assert scene.is_free()
+        assert scene.runs() == []
+    else:
+        scene.begun(end.attempts)
+        CHECKS.get(end.state, check_free)(run)
+    if end.queue == "nobody's" and "expires" in end.options:
+        said = documented("a task that expires in its queue", BROKERS[KIND])
+        assert said.startswith(f"`{run.answer.state}`")
+    if not end.is_unique:
+        assert scene.events() == EVENTS.get(end.state, scene.events())
+    if end.stores_its_result:
+        assert place.wait_for_event(scene.key, "del").at <= result_stored(run), "released after it was stored"
+    # It is free, or taken over by the next call, which is published, and runs.
+    assert unique.delay(scene.key, "next").get(timeout=LIMIT) == "next"
 
 
 def result_stored(run: Run) -> float:
     return run.scene.place.wait_for_event(f"/celery-task-meta-{run.answer.id}", "set").at
 
 
+def check_free(run: Run) -> None:
+    """A unique task has its key from when it is queued until it has ended, so also between two attempts."""
+    assert run.scene.is_free()
+    if run.end.is_unique and run.end.state is not State.REJECTED:
+        assert run.scene.gaps() == 1
+
+
 def check_limited(run: Run) -> None:
     """Not before its process is dead, which Celery sees to last of all."""
     check_free(run)
-    assert result_stored(run) <= run.scene.place.events(run.scene.key)[-1].at, "released before the result was stored"
+    deleted = run.scene.place.wait_for_event(run.scene.key, "del")
+    assert result_stored(run) <= deleted.at, "released before the result was stored"
 
 
 def check_kept(run: Run) -> None:
-    assert eventually(lambda: run.scene.state() == ("kept", run.answer.id))
-    assert 0 < run.scene.expires_in() <= live.AT_LEAST
-    run.scene.free()
+    scene, answer = run.scene, run.answer
+    assert eventually(lambda: scene.state() == ("kept", answer.id))
+    assert 0 < scene.expires_in() <= live.AT_LEAST
+    assert not run.end.is_unique or live.ABOVE[run.end.task].delay(scene.key) == answer
+    scene.free()
 
 
-def check_again(run: Run) -> None:
-    run.scene.begun(2)
+def check_redelivered(run: Run) -> None:
+    assert run.answer.get(timeout=LIMIT)["held"]
     assert run.scene.is_free()
-
-
-def check_retried(run: Run) -> None:
-    check_again(run)
-    assert run.scene.events() == ["set", "del", "set", "del"]
-
-
-def check_never(run: Run) -> None:
-    assert eventually(lambda: run.answer.state == "REVOKED")
-    assert run.scene.events() == []
-    assert run.scene.runs() == []
+    assert len(run.scene.place.notes("begin", run.scene.key)) == 2
+    assert ("expired" in run.scene.events()) == (run.end.task == "elsewhere")
 
 
 def check_left(run: Run) -> None:
-    """At once on this machine; elsewhere see `tests/test_takeover.py`."""
-    wait_for_its_death(run)
-    assert run.scene.events() == ["set"]
-    with configure(redis=run.scene.place.server.url, prefix=PREFIX):
+    """For a caller on this machine to take over; elsewhere see `tests/test_takeover.py`."""
+    child = run.scene.begun().pid
+    # What is dead is gone only when somebody has waited for it; for orphans that is init, which may take its time.
+    assert eventually(lambda: is_gone(child))
+    assert run.scene.gaps() == 0
+    if not run.end.is_unique:
+        assert run.scene.events() == ["set"]
         assert only_one(lambda: "done", key=run.scene.key, timeout=600)() == "done"
 
 
-def wait_for_its_death(run: Run) -> None:
-    """What is dead is gone only when somebody has waited for it; for orphans that is init, which may take its time."""
-    child = run.scene.begun().pid
-    assert eventually(lambda: is_gone(child))
-
-
 CHECKS = {
-    State.FREE: check_free,
     State.KEPT: check_kept,
-    State.RETRIED: check_retried,
-    State.REJECTED: check_retried,
-    State.REDELIVERED: check_again,
+    State.REDELIVERED: check_redelivered,
     State.LIMITED: check_limited,
-    State.TOLD: check_free,
     State.LEFT: check_left,
-    State.NEVER: check_never,
 }
 
 
-@each_end
-def test_the_key_after(ended: dict[str, Run], end: End) -> None:
-    run = ended[f"below {end.name}"]
-    CHECKS[end.state](run)
-    if end.stores_its_result:
-        assert run.scene.place.events(run.scene.key)[-1].at <= result_stored(run), "released after it was stored"
+@pytest.mark.usefixtures("workers")
+def test_queued_then_running_then_free(scene: Scene) -> None:
+    answer = unique.apply_async((scene.key, "gate", "done"), queue=scene.queue)
+    assert scene.state() == ("queued", answer.id)
+    assert unique.delay(scene.key) == answer
+    assert scene.queued(scene.queue) == 1
+    scene.consume()
+    scene.begun()
+    assert scene.state() == ("running", answer.id)
+    assert 0 < scene.expires_in() <= live.TIMEOUT
+    assert unique.delay(scene.key) == answer
+    assert scene.queued() == scene.queued(scene.queue) == 0
+    scene.open()
+    assert answer.get(timeout=LIMIT) == "done"
+    assert unique.delay(scene.key, "again").get(timeout=LIMIT) == "again"
+    assert scene.is_free()
 
 
-@pytest.mark.parametrize("end", ENDS + OF_UNIQUE, ids=name_of)
-def test_the_key_of_a_unique_task_after(ended: dict[str, Run], scene: Scene, end: End) -> None:
-    """It is free, or taken over by the next call, which is published, and runs."""
-    run = ended[f"above {end.name}"]
-    scene.key = run.scene.key
-    if end.result not in {None, DROPPED}:
-        assert eventually(lambda: run.answer.state == end.result), run.answer.state
-    if end.state is State.KEPT:
-        assert live.ABOVE[end.task].delay(scene.key) == run.answer
-        check_kept(run)
-    elif end.state is State.LEFT:
-        wait_for_its_death(run)
-    else:
-        assert scene.is_free()
-    if not end.waits:
-        scene.begun(end.attempts)
-    if end.state in {State.FREE, State.RETRIED, State.LIMITED, State.TOLD} and end.how != "replace":
-        assert scene.gaps() == 1
-    if end.queue == "expired":
-        said = documented("a task that expires in its queue", BROKERS[KIND])
-        assert said.startswith(f"`{run.answer.state}`")
-    if end.result == "REVOKED":
-        with pytest.raises(TaskRevokedError):
-            run.answer.get(timeout=LIMIT)
-    assert live.unique.delay(scene.key, "next").get(timeout=LIMIT) == "next"
+@pytest.mark.usefixtures("workers")
+def test_the_runs_of_starmap_and_chunks_are_decorated(scene: Scene) -> None:
+    held = unique.delay(scene.key, "gate", "done")
+    scene.begun()
+    items = [(scene.key, "done"), (f"{scene.key}-free", "done")]
+    assert unique.starmap(items).apply_async().get(timeout=LIMIT) == [None, "done"]
+    assert unique.chunks(items, 1).apply_async().get(timeout=LIMIT) == [[None], ["done"]]
+    scene.open()
+    assert held.get(timeout=LIMIT) == "done"
+    assert scene.runs() == ["0"]
 
 
+@pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("name", ["renamed", "modelled"])
-def test_the_key_of_a_killed_run_whose_arguments_were_changed(workers: Workers, scene: Scene, name: str) -> None:
+def test_the_key_of_a_killed_run_whose_arguments_were_changed(scene: Scene, name: str) -> None:
     """By its base class or by pydantic, in its own process; the main process has only the message."""
     if name == "renamed":
-        answer = live.renamed.delay(scene.key, "sleep")
+        live.renamed.delay(scene.key, "sleep")
         scene.key += "-renamed"
     else:
-        answer = live.modelled.delay({"key": scene.key, "orders": ["sleep"]})
-    run = Run(workers, scene, "celery", answer)
-    by_kill(run)
-    check_free(run)
+        live.modelled.delay({"key": scene.key, "orders": ["sleep"]})
+    kill_its_process(scene)
+    scene.place.wait_for_event(scene.key, "del")
+    assert scene.events() == RELEASED
 
 
 @pytest.mark.usefixtures("workers")
 def test_a_worker_process_that_is_killed_frees_its_key_within_the_lease(scene: Scene) -> None:
     task = live.BELOW["leased"]
     killed = task.delay(scene.key, "gate")
-    pid = scene.begun().pid
+    scene.begun()
     assert task.delay(scene.key).get(timeout=LIMIT) is None
-    os.kill(pid, signal.SIGKILL)
+    kill_its_process(scene)
     assert scene.is_free()
     assert scene.place.notes("end", scene.key) == []
     answer = task.delay(scene.key)
     assert answer.get(timeout=LIMIT)["id"] == answer.id
     with pytest.raises(Exception, match="SIGKILL"):
         killed.get(timeout=LIMIT)
-
-
-@pytest.mark.parametrize("end", LOST, ids=name_of)
-def test_a_message_whose_worker_is_lost(workers: Workers, ended: dict[str, Run], end: End) -> None:
-    """Another worker does the work once more: at once, or when the key has expired."""
-    run, place = ended[f"lost {end.name}"], workers.place
-    if end.queue == "killed":
-        place.broker.deliver_again(place.broker.copy_of(run.answer.id))
-    take_from(end.queue)
-    assert run.answer.get(timeout=LIMIT)["held"]
-    assert len(place.notes("begin", run.scene.key)) == 2
-    assert len(place.notes("end", run.scene.key)) == 1
-    assert ("expired" in run.scene.events()) == (end.name == "another machine")
 
 
 @pytest.mark.parametrize("end", ["recycled", "stopped"])
@@ -460,20 +438,28 @@ def test_a_release_that_has_failed_is_finished_when_its_process_ends(place: Worl
 
 
 @pytest.mark.soak
-@each_end
-def test_how_soon_a_key_is_free(workers: Workers, end: End, record_property: Callable[[str, object], None]) -> None:
+@pytest.mark.parametrize("end", ENDS, ids=str)
+def test_how_soon_a_key_is_free(
+    place: World, workers: dict[str, Guarded], end: End, record_property: Callable[[str, object], None]
+) -> None:
     if end.state not in SECONDS:
         pytest.skip("it is not released")
-    run = begin(workers, end, live.BELOW)
-    run.scene.begun()
-    began = end.strike(run)
-    if end.state in {State.REJECTED, State.REDELIVERED}:
-        run.scene.begun(2)
-    seconds = run.scene.place.wait_for_event(run.scene.key, "del", since=began - SLACK).at - began
+    run = begin(place, end)
+    begun, struck = run.scene.begun(), time.monotonic()
+    if end.queue != "celery":
+        end_worker(place, end.queue, workers[end.queue])
+    end.strike(run)
+    if end.state is State.LIMITED:
+        struck = begun.at + TIME_LIMIT
+    elif end.strike in {wait_for_its_end, open_its_gate}:
+        struck = place.notes("end", run.scene.key)[0].at
+    elif end.queue == "soft":
+        struck += 1
+    run.scene.begun(end.attempts)
+    seconds = place.wait_for_event(run.scene.key, "del", since=struck - SLACK).at - struck
     record_property("seconds", seconds)
     print(f"{end.name:60} {end.state.name:12} {seconds:6.3f} s")
     assert seconds < SECONDS[end.state]
-    CHECKS[end.state](run)
 
 
 if __name__ == "__main__":

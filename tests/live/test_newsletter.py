@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 from celery import chord, group
 from celery.exceptions import ChordError
 
@@ -22,11 +21,11 @@ from examples.newsletter.app import app, make_chunk, send, start
 from examples.newsletter.smtp_server import smtp_server
 from only_one import AlreadyRunning, configure
 from only_one.inspection import holder_of
-from only_one.testing import Guarded, redis_server
+from only_one.testing import Guarded
 from rigs.waiting import LIMIT, eventually
 from tests.live import newsletter_app as live
 from tests.live.newsletter_app import STUCK
-from tests.live.workers import Witness, celery_worker, closed_results, environment, sender
+from tests.live.workers import World, closed_results, world
 from tests.programs import descendants
 
 SIZE, CHUNKS, IN_A_CHUNK = 40, 4, 36
@@ -44,9 +43,9 @@ class House:
     name = ""
     numbers = range(0)
 
-    def __init__(self, folder: Path, smtp: Guarded, worker: Guarded, client: redis.Redis) -> None:
-        self.folder, self.worker, self.client = folder, worker, client
-        self.witness = Witness(folder / "witness")
+    def __init__(self, folder: Path, smtp: Guarded, worker: Guarded, place: World) -> None:
+        self.folder, self.worker, self.place = folder, worker, place
+        self.witness = place.witness
         self._smtp = smtp
 
     def begin(self, name: str, people: int = CHUNKS * SIZE) -> None:
@@ -77,7 +76,7 @@ class House:
 
     def let_go(self) -> None:
         """Let the runs go on that wait for the test, and those that come."""
-        self.client.rpush(self.name, *["go"] * 20)
+        self.place.client.rpush(self.name, *["go"] * 20)
 
     @contextmanager
     def frozen_smtp(self) -> Iterator[None]:
@@ -109,19 +108,17 @@ class House:
 def shared_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     folder = tmp_path_factory.mktemp("newsletter")
     with (
-        redis_server() as server,
-        redis.Redis.from_url(server.url) as client,
+        world(app, folder, kind="redis") as place,
         smtp_server(folder / "accepted") as (smtp, process),
-        sender(app, server.url),
-        configure(redis=server.url),
+        configure(redis=place.server.url),
         pytest.MonkeyPatch.context() as patch,
     ):
         ours = {"NEWSLETTER_CHUNK": str(SIZE), "NEWSLETTER_SMTP": smtp, "NEWSLETTER_RETRIES": "2"}
         patch.setenv("NEWSLETTER_DIRECTORY", str(folder))
         patch.setattr(recipients, "SIZE", SIZE)
-        env = environment(server.url, folder / "witness", NEWSLETTER_BROKER_URL=server.url, **ours)
-        with celery_worker("tests.live.newsletter_app", folder / "worker.log", env, size=CHILDREN) as worker:
-            yield House(folder, process, worker, client)
+        told = {**ours, "NEWSLETTER_DIRECTORY": str(folder), "NEWSLETTER_BROKER_URL": place.server.url}
+        with place.worker("-c", str(CHILDREN), module="tests.live.newsletter_app", **told) as worker:
+            yield House(folder, process, worker, place)
 
 
 @pytest.fixture
@@ -231,7 +228,7 @@ def test_a_second_start_meets_a_chunk_that_is_being_made(house: House, task: Any
         assert AlreadyRunning.__name__ in failure(second)
     else:
         requeued = f"did not run: only_one:whole:{house.name}:{STUCK} "
-        assert eventually(lambda: requeued in (house.folder / "worker.log").read_text())
+        assert eventually(lambda: requeued in house.place.log())
     house.let_go()
     made = first.get(timeout=LIMIT)
     assert making.missing(house.name) == []

@@ -67,14 +67,6 @@ IS_DROPPED = {
 """Why the redelivery is dropped, where it has nothing to do any more."""
 
 
-@dataclass
-class Sent:
-    """A message that was sent."""
-
-    scene: Scene
-    answer: Any
-
-
 @pytest.fixture(scope="module")
 def settings() -> dict[str, Any]:
     """The workers do not look for messages to be delivered again: the test has them delivered."""
@@ -93,42 +85,34 @@ def worker(place: World) -> Iterator[None]:
         yield
 
 
-def send(place: World, case: Case) -> Sent:
-    scene = Scene(place)
-    task = live.redelivered_without_results if case.results == "nowhere" else live.redelivered
-    return Sent(scene, task.apply_async((scene.key, case.how), ignore_result=case.results == "ignored"))
-
-
 @pytest.fixture(scope="module")
-def redelivered(place: World) -> dict[Case, Sent]:
-    """All that was sent and delivered again, and has ended."""
-    sent = {case: send(place, case) for case in CASES}
-    for each in sent.values():
-        each.scene.begun()
-    copies = {case: place.broker.copy_of(each.answer.id) for case, each in sent.items()}
+def redelivered(place: World) -> dict[Case, tuple[Scene, str]]:
+    """The ids of all that was sent and delivered again, and has ended."""
+    sent = {}
+    for case in CASES:
+        scene = Scene(place)
+        task = live.redelivered_without_results if case.results == "nowhere" else live.redelivered
+        answer = task.apply_async((scene.key, case.how), ignore_result=case.results == "ignored")
+        sent[case] = scene, answer.id
+    for scene, _ in sent.values():
+        scene.begun()
+    copies = {case: place.broker.copy_of(task_id) for case, (_, task_id) in sent.items()}
     soon = [case for case in CASES if not case.is_late]
     for case in soon:
         place.broker.deliver_again(copies[case])
     for case in soon:
-        place.wait_for("received", sent[case].scene.key, 3)  # the redelivery has been requeued, and comes again
-    for each in sent.values():
-        each.scene.open()
+        place.wait_for("received", sent[case][0].key, 3)  # the redelivery has been requeued, and comes again
+    for scene, _ in sent.values():
+        scene.open()
     for case in copies.keys() - soon:
-        succeeded = f"[{sent[case].answer.id}] succeeded"
-        assert eventually(lambda succeeded=succeeded: succeeded in place.log())  # type: ignore[misc]
+        assert has_succeeded(*sent[case])
         place.broker.deliver_again(copies[case])
     return sent
 
 
-def why_dropped(sent: Sent) -> set[str]:
-    pattern = rf"redelivery of [\w. ]+\[{sent.answer.id}\] dropped: (.*)"
-    return set(re.findall(pattern, sent.scene.place.log()))
-
-
-def stored(sent: Sent) -> int:
-    """How often a result was stored."""
-    sent.scene.place.catch_up()
-    return len([each for each in sent.scene.place.events(f"/celery-task-meta-{sent.answer.id}") if each.what == "set"])
+def has_succeeded(scene: Scene, task_id: str) -> bool:
+    """Whether a run of the task comes to succeed."""
+    return eventually(lambda: f"[{task_id}] succeeded in " in scene.place.log())
 
 
 def test_the_page_says_when_one_that_nobody_was_free_for_is_dropped() -> None:
@@ -140,23 +124,30 @@ def test_the_page_says_when_one_that_nobody_was_free_for_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_redelivery_is_never_beside_the_run(redelivered: dict[Case, Sent], case: Case) -> None:
-    sent = redelivered[case]
+def test_a_redelivery_is_never_beside_the_run(redelivered: dict[Case, tuple[Scene, str]], case: Case) -> None:
+    scene, task_id = redelivered[case]
+    place = scene.place
     attempts, state = EXPECTED[case.how]
+
+    def why_dropped() -> set[str]:
+        return set(re.findall(rf"redelivery of [\w. ]+\[{task_id}\] dropped: (.*)", place.log()))
+
     if case.how in IS_DROPPED:
-        assert eventually(lambda: why_dropped(sent))
-        assert why_dropped(sent) <= IS_DROPPED[case.how]
-    sent.scene.place.wait_for("end", sent.scene.key, len(attempts))
+        assert eventually(why_dropped)
+        assert why_dropped() <= IS_DROPPED[case.how]
+    place.wait_for("end", scene.key, len(attempts))
     if case.how in {"reject", "retry"}:
         # Celery stores the state of the first run, too, and may do so when the second one has succeeded: it looks for
         # a success, and then stores, in two commands.
-        assert eventually(lambda: f"[{sent.answer.id}] succeeded in " in sent.scene.place.log())
+        assert has_succeeded(scene, task_id)
     elif case.results == "stored":
         # Another one each time: it keeps the failure that Celery has stored of a first run that was killed.
-        assert eventually(lambda: live.app.AsyncResult(sent.answer.id).state == state)
+        assert eventually(lambda: live.app.AsyncResult(task_id).state == state)
     if case.how in {"return", "exception"}:
-        assert stored(sent) == (case.results == "stored")
-    assert sent.scene.runs() == attempts
+        place.catch_up()
+        stored = [event.what for event in place.events(f"/celery-task-meta-{task_id}") if event.what == "set"]
+        assert len(stored) == (case.results == "stored")
+    assert scene.runs() == attempts
 
 
 def test_a_retry_waits_for_the_previous_attempt_to_clean_up(scene: Scene) -> None:

@@ -12,7 +12,6 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from celery import chord
 
 from rigs.waiting import LIMIT, eventually
 from tests.documented import BROKERS, documented
@@ -23,7 +22,6 @@ from tests.live.workers import Scene, World
 OTHER = "other"
 """A queue beside the usual one."""
 
-REDELIVERIES = 5
 TIMES = 4
 
 DELAY = r"^[01.]*"
@@ -53,7 +51,11 @@ def requeue(scene: Scene, *orders: Any, times: int = 2, **options: Any) -> Any:
     return answer
 
 
+VALUE = {1: (2, b"x")}
+"""Of which JSON would make another value."""
 OPTIONS: dict[str, Any] = {
+    "serializer": "pickle",
+    "compression": "gzip",
     "headers": {"custom": "yes"},
     "priority": 7,
     "expires": datetime.now(timezone.utc) + timedelta(seconds=10 * LIMIT),
@@ -92,8 +94,8 @@ def request_of(scene: Scene) -> dict[str, Any]:
 
 def test_a_requeued_message_carries_all_that_it_came_with(scene: Scene) -> None:
     plain = Scene(scene.place)
-    assert live.requeued.apply_async((plain.key, "note the request", 1), **OPTIONS).get(timeout=LIMIT) == 1
-    answer = requeue(scene, "note the request", 1, **OPTIONS)
+    assert live.requeued.apply_async((plain.key, "note the request", VALUE, 1), **OPTIONS).get(timeout=LIMIT) == 1
+    answer = requeue(scene, "note the request", VALUE, 1, **OPTIONS)
     assert answer.get(timeout=LIMIT) == 1
     assert eventually(lambda: scene.place.witness.lines("heard", "linked") == [["1"], ["1"]])  # once each
     before, after = request_of(plain), request_of(scene)
@@ -106,22 +108,12 @@ def test_a_requeued_message_carries_all_that_it_came_with(scene: Scene) -> None:
     # RabbitMQ takes it away from what it delays; the worker looks at `expires`.
     assert int(after["properties"].get("expiration", 0)) < int(before["properties"]["expiration"])
     assert re.fullmatch(r"only_one:\d+", after["properties"]["message_id"])  # the broker keeps it
-    assert after["args"] == [scene.key, "note the request", 1]
+    assert after["repr"] == repr((scene.key, "note the request", VALUE, 1))
+    assert after["compression"] == "application/x-gzip"
     assert after["headers"]["custom"] == before["headers"]["custom"] == "yes"
     assert before["delivery_info"]["priority"] == after["delivery_info"]["priority"] == 7
     assert re.sub(DELAY, "", after["delivery_info"]["routing_key"]) == before["delivery_info"]["routing_key"]
     assert after["expires"] == before["expires"] is not None
-
-
-@pytest.mark.parametrize("compression", [None, "gzip"])
-def test_a_requeued_message_keeps_its_serializer_and_compression(scene: Scene, compression: str | None) -> None:
-    """JSON would make another value of this one."""
-    value = {1: (2, b"x")}
-    options: Any = {"serializer": "pickle", "compression": compression, "ignore_result": True}
-    requeue(scene, "note the request", value, **options)
-    request = request_of(scene)
-    assert f"{value}" in request["repr"]
-    assert request.get("compression") == (compression and "application/x-gzip")
 
 
 def test_a_requeued_task_returns_to_the_queue_that_it_came_from(scene: Scene) -> None:
@@ -140,37 +132,3 @@ def test_a_requeued_task_returns_by_the_direct_exchange_that_it_came_by(scene: S
     assert requeue(scene, "note the request", 1, times=TIMES, **options).get(timeout=LIMIT) == 1
     came_by = request_of(scene)["delivery_info"]
     assert {name: came_by[name] for name in options} == options
-
-
-def test_a_replacement_of_a_requeued_task_waits_like_any_other(scene: Scene) -> None:
-    """In a chord, whose body would never run without it."""
-    scene.take()
-    replaces = live.requeued.si(scene.key, 1, "once", "replace and clean up")
-    answer = chord([replaces, live.add.si(3, 4)])(live.after.s())
-    replaced = answer.parent.results[0].id
-    assert eventually(lambda: scene.place.received(replaced) > 2)
-    scene.free()
-    scene.begun()
-    received = scene.place.received(replaced)
-    assert eventually(lambda: scene.place.received(replaced) > received + 1)  # the replacement was requeued
-    scene.open()
-    replacement, beside = answer.get(timeout=LIMIT)
-    assert (replacement["id"], beside) == (replaced, 7)
-    assert scene.runs() == ["0", "0"]
-
-
-def test_redeliveries_of_a_requeued_message_make_no_messages(scene: Scene) -> None:
-    """Those that a broker makes of a message while it waits in a worker: each would be requeued for ever."""
-    place = scene.place
-    scene.take()
-    answer = live.requeued_late.delay(scene.key, 1)
-    copy = place.broker.copy_of(answer.id)
-    received = place.received(answer.id)
-    assert eventually(lambda: place.received(answer.id) > received + 2)  # it was requeued, so a later one waits
-    for _ in range(REDELIVERIES):
-        place.broker.deliver_again(copy)
-    assert eventually(lambda: place.log().count(f"[{answer.id}] dropped: a later message waits") == REDELIVERIES)
-    assert not place.notes("begin", scene.key)
-    scene.free()
-    assert answer.get(timeout=LIMIT) == 1
-    assert scene.runs() == ["0"]

@@ -6,14 +6,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from only_one.testing import Guarded, redis_server
+from only_one.testing import Guarded
 from rigs.waiting import eventually
-from tests.live.ten_leases_app import LEASE, LEASES, app, task
-from tests.live.workers import ROOT, Witness, celery_worker, environment, sender
+from tests.live.ten_leases_app import LEASE, LEASES, task
+from tests.live.workers import ROOT, World
 
 pytest.importorskip("gevent")
 
@@ -26,7 +26,7 @@ TOGETHER = [
 POOLS = {"prefork": 4, "gevent": 10}
 
 
-def begin(key: str, environment: dict[str, str], stack: ExitStack) -> None:
+def begin(key: str, place: World, stack: ExitStack) -> None:
     """Have a run begin where it belongs."""
     where, _, _ = key.partition(" ")
     if where in POOLS:
@@ -34,30 +34,28 @@ def begin(key: str, environment: dict[str, str], stack: ExitStack) -> None:
         for _ in range(1 if key == "gevent CPU" else 2):
             task.apply_async([key], queue=where)
     else:
-        stack.enter_context(Guarded([sys.executable, "-m", APP, where, key], cwd=ROOT, env=environment))
+        stack.enter_context(Guarded([sys.executable, "-m", APP, where, key], cwd=ROOT, env=place.environment))
 
 
 @pytest.mark.soak
-def test_nothing_overlaps_and_no_key_is_lost(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+def test_nothing_overlaps_and_no_key_is_lost(place: World, record_property: Callable[[str, object], None]) -> None:
     """A key that was free for a moment would let one of those run who call for it, beside the run that had it."""
     calls: dict[str, int] = {}
-    witness = Witness(tmp_path / "witness")
-    with redis_server() as server, sender(app, server.url), ExitStack() as workers:
-        env = environment(server.url, witness.path)
+    with ExitStack() as workers:
         for pool, size in POOLS.items():
-            options = ["-Q", pool, "-n", f"{pool}@%h"]
-            workers.enter_context(celery_worker(APP, tmp_path / pool, env, *options, pool=pool, size=size))
+            workers.enter_context(place.worker("-Q", pool, "-c", str(size), module=APP, pool=pool))
         for keys in TOGETHER:
             with ExitStack() as stack:
                 for key in keys:
-                    begin(key, env, stack)
-                assert eventually(lambda keys=keys: all(witness.notes(*key.split()) for key in keys))  # type: ignore[misc]
+                    begin(key, place, stack)
+                assert eventually(lambda keys=keys: all(place.witness.notes(*key.split()) for key in keys))  # type: ignore[misc]
                 contend = [sys.executable, "-m", APP, "contend", *keys]
-                others = stack.enter_context(Guarded(contend, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True))
+                pipe: Any = {"env": place.environment, "stdout": subprocess.PIPE, "text": True}
+                others = stack.enter_context(Guarded(contend, cwd=ROOT, **pipe))
                 assert others.stdout is not None
                 calls.update(zip(keys, map(int, others.stdout.readline().split()), strict=True))
     for key, count in calls.items():
-        start, end, *later = witness.notes(*key.split())
+        start, end, *later = place.witness.notes(*key.split())
         leases = (end.at - start.at) / LEASE
         record_property(key, f"{leases:.1f} leases, {count} calls")
         assert leases >= LEASES, key

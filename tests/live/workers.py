@@ -11,10 +11,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import Thread
-from typing import Any, NamedTuple, ParamSpec, TypeVar, get_type_hints
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import redis
@@ -25,11 +25,8 @@ from only_one.holder import Holder
 from only_one.testing import Guarded
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
-from tests.live.brokers import KIND, Broker, settings_of
+from tests.live.brokers import KIND, Broker
 from tests.live.brokers import broker as broker_of
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,11 +102,6 @@ class Witness:
         return [note.rest for note in self.notes(*head)]
 
 
-def environment(url: str, witness: Path, **more: str) -> dict[str, str]:
-    """What a worker's process is told."""
-    return {**os.environ, URL: url, BROKER: url, "LIVE_PREFIX": PREFIX, WITNESS: str(witness), **more}
-
-
 @contextmanager
 def celery_worker(
     application: str,
@@ -143,11 +135,6 @@ def celery_worker(
         print(log.read_text(errors="replace")[-20_000:])
 
 
-def use_broker(app: Any) -> None:
-    """Have a worker's application use the broker that its process is told."""
-    app.conf.update({"broker_url": os.environ[BROKER], **settings_of(KIND)})
-
-
 def leave(app: Any) -> None:
     """Let go of an application's server."""
     with closed_results(app):
@@ -169,12 +156,6 @@ def closed_results(app: Any) -> Iterator[None]:
         app.backend.result_consumer._pubsub = None  # or a result that is collected connects once more, to say so
         if hasattr(app.backend, "client"):  # that of `rpc://` has none
             app.backend.client.connection_pool.disconnect()
-
-
-def evaluated(function: Callable[P, T]) -> Callable[P, T]:
-    """With annotations that are no strings, which Celery 5.5 does not read."""
-    function.__annotations__ = get_type_hints(function)
-    return function
 
 
 @contextmanager
@@ -210,8 +191,8 @@ class World:
         self._events: list[tuple[float, str, str]] = []
         self._logs: list[Path] = []
         self.witness = Witness(folder / "witness")
-        ours = {RESULTS: server.url, LOCKS: server.url, BROKER: broker.url, SETTINGS: json.dumps(settings)}
-        self.environment = {**environment(server.url, self.witness.path), **ours}
+        urls = {URL: server.url, RESULTS: server.url, LOCKS: server.url, BROKER: broker.url}
+        self.environment = {**os.environ, **urls, SETTINGS: json.dumps(settings), WITNESS: str(self.witness.path)}
         self._subscription = client.pubsub(ignore_subscribe_messages=True)
         self._subscription.psubscribe(f"{KEYSPACE}*")
         self._thread = Thread(target=self._listen, daemon=True)
@@ -360,10 +341,6 @@ class Scene:
         assert all(end.at <= begin.at for end, begin in zip(ends, begins[1:], strict=False)), "beside each other"
         return [each.rest[0] for each in begins]
 
-    def results(self) -> list[str]:
-        """The same, with the numbers that the runs were ordered to return."""
-        return [each.rest[0] for each in self.place.notes("end", self.key)] if self.runs() else []
-
     def events(self) -> list[str]:
         """What has happened to the key until now."""
         self.place.catch_up()
@@ -375,27 +352,23 @@ class Scene:
 
 
 @contextmanager
-def world(app: Celery, folder: Path, *options: str, kind: str = KIND, **settings: Any) -> Iterator[World]:
+def world(app: Celery, folder: Path, kind: str = KIND, **settings: Any) -> Iterator[World]:
     """A server that is watched; the application of this process sends to it.
 
     Args:
         app: the application.
         folder: where workers write.
-        options: more options of the server.
         kind: of the broker.
         settings: the application's, here and in workers.
     """
     with (
-        redis_server("--notify-keyspace-events", "KEA", *options) as server,
+        redis_server("--notify-keyspace-events", "KEA") as server,
         redis.Redis.from_url(server.url) as client,
         broker_of(client, server.url, app, kind) as broker,
         sender(app, server.url, **{**settings, "broker_url": broker.url, **broker.settings}),
+        closing(World(server, client, broker, folder, settings)) as found,
     ):
-        found = World(server, client, broker, folder, settings)
-        try:
-            yield found
-        finally:
-            found.close()
+        yield found
 
 
 def answered(command: Callable[..., Any], *arguments: Any, **options: Any) -> bool:

@@ -1,7 +1,7 @@
 """What celery-singleton's README promises of its examples, kept by those of examples/singleton.py on real workers.
 
 What is compared is queued before there is a worker, so nothing depends on how long anything takes.
-What becomes of keys when workers are killed is in `tests/live/test_queue.py` and `test_ends.py`.
+What becomes of keys when workers are killed is in `tests/live/test_ends.py`.
 """
 
 from __future__ import annotations
