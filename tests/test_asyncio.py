@@ -224,7 +224,7 @@ def test_many_runs_share_one_thread_and_are_renewed_while_their_event_loop_is_bu
 @pytest.mark.parametrize("most", [1, 10, None])
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_calls_at_a_time_than_connections_wait_for_one_another(kind: str, most: int | None, prefix: str) -> None:
-    """As threads do; each has a key of its own, and all run."""
+    """As threads do; each has a key of its own, and all run. To open a thousand at once takes longer than each may."""
     many = MANY if kind == "plain" else MANY // 10
     options: dict[str, Any] = {} if most is None else {"max_connections": most}
     options |= {"socket_timeout": LIMIT, "socket_connect_timeout": LIMIT}  # after which redis-py connects again
@@ -237,7 +237,7 @@ def test_more_calls_at_a_time_than_connections_wait_for_one_another(kind: str, m
         begun = those.witness.info("stats")["total_connections_received"]
         assert asyncio.run(all_at_once()) == list(range(many))
         opened = those.witness.info("stats")["total_connections_received"] - begun
-        assert opened <= (most or many) + OTHERS
+        assert opened <= min(most or many, 100) + OTHERS
         assert not those.witness.keys(f"*{prefix}*")
 
 
