@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import redis as redis_py
 
-from only_one import LockUnavailable, current_lock, only_one
+from only_one import LockUnavailable, current_lock
 from only_one.connections.asyncio_client import AsyncClient
 from only_one.connections.server import Server
 from only_one.lock import renewal
@@ -126,62 +126,36 @@ def test_a_call_that_is_cancelled_wherever_it_waits_leaves_no_key(
     assert stored or cancelled >= least
 
 
-def test_a_run_that_is_cancelled_again_while_it_releases_its_key(redis: Any, key: str) -> None:
-    @only_one("k", timeout=600)
-    async def wait() -> None:
-        await asyncio.sleep(LIMIT)
-
-    async def cancel(again: int) -> None:
-        task = asyncio.ensure_future(wait())
-        assert await asyncio.to_thread(eventually, lambda: redis.exists(key))
-        task.cancel()
-        for _ in range(again):
-            await asyncio.sleep(0)
-            task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert await asyncio.to_thread(eventually, lambda: not redis.exists(key))
-
-    for again in range(4):
-        asyncio.run(cancel(again))
-        assert not held()
-
-
 def test_clients_of_closed_loops_are_forgotten(redis_url: str) -> None:
-    """Those of loops that were not shut down before, so that nothing else closes the clients."""
-    server = Server(redis_py.Redis.from_url(redis_url))
-    loops = [asyncio.new_event_loop() for _ in range(3)]
-    first, second = (loop.run_until_complete(server.async_client()) for loop in loops[:2])
-    assert first is not second
-    loops[0].close()
-    loops[2].run_until_complete(server.async_client())
-    assert [*server._async_clients] == loops[1:]
-    assert loops[1].run_until_complete(server.async_client()) is second
-    for loop in loops[1:]:
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
+    """Those of loops that were not shut down before, so that nothing else closes the clients.
 
-
-def test_threads_that_each_run_an_event_loop_of_their_own(redis_url: str) -> None:
-    """While one forgets the client of a closed loop, another does."""
+    While a thread forgets the client of a closed loop, another does.
+    """
     server = Server(redis_py.Redis.from_url(redis_url))
     others = [threading.Thread(target=lambda: asyncio.run(server.async_client()))]
 
     class Left(asyncio.SelectorEventLoop):
         def is_closed(self) -> bool:
-            if is_left and others:
+            is_closed = super().is_closed()
+            if is_closed and others:
                 other = others.pop()
                 other.start()
                 other.join(LIMIT)
-            return super().is_closed()
+            return is_closed
 
-    is_left, loop = False, Left()
-    loop.run_until_complete(server.async_client())
-    loop.close()
-    is_left = True
-    asyncio.run(server.async_client())
+    loops = [Left(), *(asyncio.new_event_loop() for _ in range(3))]
+    first, second = (loop.run_until_complete(server.async_client()) for loop in loops[:2])
+    assert first is not second
+    loops[0].close()
+    for loop in loops[2:]:  # the last one forgets that of the other thread
+        loop.run_until_complete(server.async_client())
+        assert loops[0] not in server._async_clients
     assert not others
-    assert loop not in server._async_clients
+    assert [*server._async_clients] == loops[1:]
+    assert loops[1].run_until_complete(server.async_client()) is second
+    for loop in loops[1:]:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
 
 
 def test_many_runs_share_one_thread_and_are_renewed_while_their_event_loop_is_busy(
