@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 import redis as redis_py
 
-from only_one import LockUnavailable, current_lock
+from only_one import current_lock
 from only_one.connections.asyncio_client import AsyncClient
 from only_one.connections.server import Server
 from only_one.lock import renewal
-from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.clients import KINDS, clients
 from tests.decorated import decorated
-from tests.renewal import renew_now
 
 MANY = 1000
 """Calls at a time."""
@@ -158,43 +156,6 @@ def test_clients_of_closed_loops_are_forgotten(redis_url: str) -> None:
         loop.close()
 
 
-def test_many_runs_share_one_thread_and_are_renewed_while_their_event_loop_is_busy(
-    redis: Any, redis_url: str, prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a client without time-outs, because a loop that opens many connections at once answers late."""
-
-    def threads() -> int:
-        return sum(each.name == "only_one-leases" for each in threading.enumerate())
-
-    monkeypatch.setattr(renewal, "_renewer", renewal._Renewer())  # other tests have left threads of their own
-    of_others, many = threads(), 100
-    begun: list[str] = []
-    renewed = asyncio.Event()
-
-    async def run(number: int) -> bool:
-        begun.append(f"{prefix}{number}")
-        if len(begun) == many:  # none of the others gets a turn meanwhile
-            locks = held()
-            assert sorted(lock.key for lock in locks) == sorted(begun)
-            for each in begun:
-                redis.pexpire(each, 30_000)
-            renew_now(*locks)
-            assert eventually(lambda: all(redis.pttl(each) > 30_000 for each in begun))
-            assert threads() == of_others + 1
-            renewed.set()
-        await asyncio.wait_for(renewed.wait(), LIMIT)
-        return current_lock().is_held
-
-    async def all_at_once() -> Any:
-        return await asyncio.gather(*(call(number) for number in range(many)))
-
-    with redis_py.Redis.from_url(redis_url) as client:
-        call = decorated(run, "{number}", lease=60, redis=client)
-        assert asyncio.run(all_at_once()) == [True] * many
-    assert redis.exists(*begun) == 0
-    assert not held()
-
-
 @pytest.mark.parametrize("most", [1, 10, None])
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_calls_at_a_time_than_connections_wait_for_one_another(kind: str, most: int | None, prefix: str) -> None:
@@ -215,22 +176,6 @@ def test_more_calls_at_a_time_than_connections_wait_for_one_another(kind: str, m
         assert not those.witness.keys(f"*{prefix}*")
 
 
-@pytest.mark.usefixtures("prefix")
-def test_calls_that_wait_for_a_connection_to_a_server_that_is_down(redis_url: str) -> None:
-    """Those that have one find out, each twice, as their client says; none of those that wait asks again."""
-    with Proxy(redis_url) as proxy:
-        proxy.lose_request("SET", times=MANY, then="hang")
-        with redis_py.Redis.from_url(proxy.url, max_connections=2, socket_timeout=0.5) as client:
-            call = decorated(work, "{number}", timeout=600, redis=client)
-
-            async def all_at_once() -> Any:
-                return await asyncio.gather(*(call(number) for number in range(50)), return_exceptions=True)
-
-            results = asyncio.run(all_at_once())
-        assert {type(each) for each in results} == {LockUnavailable}
-        assert proxy.commands.count("SET") <= 4
-
-
 class Client:
     """A client of which each command ends as its name says.
 
@@ -249,43 +194,29 @@ class Client:
         return command
 
 
-def test_a_command_that_times_out_while_others_have_their_replies() -> None:
-    """The server is not down then: a command that waits for one of the two connections has its turn."""
+@pytest.mark.parametrize("is_down", [False, True], ids=["another has its reply", "none has"])
+def test_a_command_that_waits_for_a_connection_on_which_another_times_out(*, is_down: bool) -> None:
+    """It has its turn if the server answers others, and gives up if that is down; one that was cancelled takes none."""
     Client.goes_on, asyncio_client = asyncio.Event(), AsyncClient(Client, 2)
 
     def send(command: str) -> asyncio.Task[Any]:
         return asyncio.create_task(asyncio_client.execute_command(command))
 
     async def main() -> None:
-        timed_out, first = send("times out"), send("first")
-        assert await first == "first"
-        takes_long, waits = send("takes long"), send("waits")
+        timed_out = send("times out")
+        if not is_down:
+            assert await send("answered") == "answered"
+        takes_long, cancelled, waits = send("takes long"), send("cancelled"), send("waits")
         await asyncio.sleep(0)
+        cancelled.cancel()
         Client.goes_on.set()
         with pytest.raises(redis_py.TimeoutError):
             await timed_out
-        assert await waits == "waits"
+        if is_down:
+            with pytest.raises(redis_py.TimeoutError, match="did not answer on any"):
+                await waits
+        else:
+            assert await waits == "waits"
         takes_long.cancel()
 
     asyncio.run(main())
-
-
-def test_a_call_that_is_cancelled_while_it_waits_for_a_connection(redis: Any, redis_url: str, prefix: str) -> None:
-    """It takes no connection from those that wait behind it."""
-    with Proxy(redis_url) as proxy, redis_py.Redis.from_url(proxy.url, max_connections=1) as client:
-        call = decorated(work, "{number}", timeout=600, redis=client)
-
-        async def cancel_in_the_middle() -> Any:
-            assert await call(0) == 0
-            held_up = proxy.hold_up("SET")
-            tasks = [asyncio.create_task(call(number)) for number in range(5)]
-            assert await asyncio.to_thread(held_up.met.wait, LIMIT)
-            for task in tasks[1:4]:
-                task.cancel()
-            held_up.let_go()
-            return await asyncio.gather(*tasks, return_exceptions=True)
-
-        results = asyncio.run(cancel_in_the_middle())
-        assert [results[0], results[4]] == [0, 4]
-        assert {type(each) for each in results[1:4]} == {asyncio.CancelledError}
-    assert eventually(lambda: not redis.keys(f"{prefix}*"))
