@@ -46,10 +46,6 @@ def client(proxy: Proxy) -> Iterator[Any]:
         yield client
 
 
-def done() -> str:
-    return "done"
-
-
 class HardStop(BaseException):
     """What a signal handler raises that nobody must catch."""
 

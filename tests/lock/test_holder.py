@@ -401,16 +401,9 @@ def test_who_was_just_seen_alive_is_not_read_of_again(living: Acquirer, monkeypa
         looked.append(pid)
         return process_start(pid)
 
-    moment = float(int(now()) + 10)
-    until = moment + 1.0
-    assert not is_dead(living.value)  # and knows who it is itself
+    begin = float(int(now()) + 10)
     monkeypatch.setattr(liveness, "process_start", look)
-    monkeypatch.setattr(liveness, "now", lambda: moment)
-    assert not any(is_dead(changed(living.value, number=number)) for number in range(100))
-    assert looked == [living.pid]
-    moment += 0.99
-    assert not is_dead(living.value)
-    assert looked == [living.pid]
-    moment = until
-    assert not is_dead(living.value)
-    assert looked == [living.pid] * 2
+    for moment, looks in ((begin, 1), (begin + 0.99, 1), (begin + 1.0, 2)):
+        monkeypatch.setattr(liveness, "now", lambda moment=moment: moment)
+        assert not any(is_dead(changed(living.value, number=number)) for number in range(100))
+        assert looked == [living.pid] * looks
