@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 import redis as redis_py
 
-from only_one import LockUnavailable, current_lock, only_one
+from only_one import current_lock
 from only_one.connections.asyncio_client import AsyncClient
 from only_one.connections.server import Server
 from only_one.lock import renewal
-from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.clients import KINDS, clients
 from tests.decorated import decorated
-from tests.renewal import renew_now
 
 MANY = 1000
 """Calls at a time."""
@@ -126,35 +124,31 @@ def test_a_call_that_is_cancelled_wherever_it_waits_leaves_no_key(
     assert stored or cancelled >= least
 
 
-def test_a_run_that_is_cancelled_again_while_it_releases_its_key(redis: Any, key: str) -> None:
-    @only_one("k", timeout=600)
-    async def wait() -> None:
-        await asyncio.sleep(LIMIT)
-
-    async def cancel(again: int) -> None:
-        task = asyncio.ensure_future(wait())
-        assert await asyncio.to_thread(eventually, lambda: redis.exists(key))
-        task.cancel()
-        for _ in range(again):
-            await asyncio.sleep(0)
-            task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert await asyncio.to_thread(eventually, lambda: not redis.exists(key))
-
-    for again in range(4):
-        asyncio.run(cancel(again))
-        assert not held()
-
-
 def test_clients_of_closed_loops_are_forgotten(redis_url: str) -> None:
-    """Those of loops that were not shut down before, so that nothing else closes the clients."""
+    """Those of loops that were not shut down before, so that nothing else closes the clients.
+
+    While a thread forgets the client of a closed loop, another does.
+    """
     server = Server(redis_py.Redis.from_url(redis_url))
-    loops = [asyncio.new_event_loop() for _ in range(3)]
+    others = [threading.Thread(target=lambda: asyncio.run(server.async_client()))]
+
+    class Left(asyncio.SelectorEventLoop):
+        def is_closed(self) -> bool:
+            is_closed = super().is_closed()
+            if is_closed and others:
+                other = others.pop()
+                other.start()
+                other.join(LIMIT)
+            return is_closed
+
+    loops = [Left(), *(asyncio.new_event_loop() for _ in range(3))]
     first, second = (loop.run_until_complete(server.async_client()) for loop in loops[:2])
     assert first is not second
     loops[0].close()
-    loops[2].run_until_complete(server.async_client())
+    for loop in loops[2:]:  # the last one forgets that of the other thread
+        loop.run_until_complete(server.async_client())
+        assert loops[0] not in server._async_clients
+    assert not others
     assert [*server._async_clients] == loops[1:]
     assert loops[1].run_until_complete(server.async_client()) is second
     for loop in loops[1:]:
@@ -162,69 +156,10 @@ def test_clients_of_closed_loops_are_forgotten(redis_url: str) -> None:
         loop.close()
 
 
-def test_threads_that_each_run_an_event_loop_of_their_own(redis_url: str) -> None:
-    """While one forgets the client of a closed loop, another does."""
-    server = Server(redis_py.Redis.from_url(redis_url))
-    others = [threading.Thread(target=lambda: asyncio.run(server.async_client()))]
-
-    class Left(asyncio.SelectorEventLoop):
-        def is_closed(self) -> bool:
-            if is_left and others:
-                other = others.pop()
-                other.start()
-                other.join(LIMIT)
-            return super().is_closed()
-
-    is_left, loop = False, Left()
-    loop.run_until_complete(server.async_client())
-    loop.close()
-    is_left = True
-    asyncio.run(server.async_client())
-    assert not others
-    assert loop not in server._async_clients
-
-
-def test_many_runs_share_one_thread_and_are_renewed_while_their_event_loop_is_busy(
-    redis: Any, redis_url: str, prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a client without time-outs, because a loop that opens many connections at once answers late."""
-
-    def threads() -> int:
-        return sum(each.name == "only_one-leases" for each in threading.enumerate())
-
-    monkeypatch.setattr(renewal, "_renewer", renewal._Renewer())  # other tests have left threads of their own
-    of_others, many = threads(), 100
-    begun: list[str] = []
-    renewed = asyncio.Event()
-
-    async def run(number: int) -> bool:
-        begun.append(f"{prefix}{number}")
-        if len(begun) == many:  # none of the others gets a turn meanwhile
-            locks = held()
-            assert sorted(lock.key for lock in locks) == sorted(begun)
-            for each in begun:
-                redis.pexpire(each, 30_000)
-            renew_now(*locks)
-            assert eventually(lambda: all(redis.pttl(each) > 30_000 for each in begun))
-            assert threads() == of_others + 1
-            renewed.set()
-        await asyncio.wait_for(renewed.wait(), LIMIT)
-        return current_lock().is_held
-
-    async def all_at_once() -> Any:
-        return await asyncio.gather(*(call(number) for number in range(many)))
-
-    with redis_py.Redis.from_url(redis_url) as client:
-        call = decorated(run, "{number}", lease=60, redis=client)
-        assert asyncio.run(all_at_once()) == [True] * many
-    assert redis.exists(*begun) == 0
-    assert not held()
-
-
 @pytest.mark.parametrize("most", [1, 10, None])
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_calls_at_a_time_than_connections_wait_for_one_another(kind: str, most: int | None, prefix: str) -> None:
-    """As threads do; each has a key of its own, and all run."""
+    """As threads do; each has a key of its own, and all run. To open a thousand at once takes longer than each may."""
     many = MANY if kind == "plain" else MANY // 10
     options: dict[str, Any] = {} if most is None else {"max_connections": most}
     options |= {"socket_timeout": LIMIT, "socket_connect_timeout": LIMIT}  # after which redis-py connects again
@@ -237,24 +172,8 @@ def test_more_calls_at_a_time_than_connections_wait_for_one_another(kind: str, m
         begun = those.witness.info("stats")["total_connections_received"]
         assert asyncio.run(all_at_once()) == list(range(many))
         opened = those.witness.info("stats")["total_connections_received"] - begun
-        assert opened <= (most or many) + OTHERS
+        assert opened <= min(most or many, 100) + OTHERS
         assert not those.witness.keys(f"*{prefix}*")
-
-
-@pytest.mark.usefixtures("prefix")
-def test_calls_that_wait_for_a_connection_to_a_server_that_is_down(redis_url: str) -> None:
-    """Those that have one find out, each twice, as their client says; none of those that wait asks again."""
-    with Proxy(redis_url) as proxy:
-        proxy.lose_request("SET", times=MANY, then="hang")
-        with redis_py.Redis.from_url(proxy.url, max_connections=2, socket_timeout=0.5) as client:
-            call = decorated(work, "{number}", timeout=600, redis=client)
-
-            async def all_at_once() -> Any:
-                return await asyncio.gather(*(call(number) for number in range(50)), return_exceptions=True)
-
-            results = asyncio.run(all_at_once())
-        assert {type(each) for each in results} == {LockUnavailable}
-        assert proxy.commands.count("SET") <= 4
 
 
 class Client:
@@ -275,43 +194,29 @@ class Client:
         return command
 
 
-def test_a_command_that_times_out_while_others_have_their_replies() -> None:
-    """The server is not down then: a command that waits for one of the two connections has its turn."""
+@pytest.mark.parametrize("is_down", [False, True], ids=["another has its reply", "none has"])
+def test_a_command_that_waits_for_a_connection_on_which_another_times_out(*, is_down: bool) -> None:
+    """It has its turn if the server answers others, and gives up if that is down; one that was cancelled takes none."""
     Client.goes_on, asyncio_client = asyncio.Event(), AsyncClient(Client, 2)
 
     def send(command: str) -> asyncio.Task[Any]:
         return asyncio.create_task(asyncio_client.execute_command(command))
 
     async def main() -> None:
-        timed_out, first = send("times out"), send("first")
-        assert await first == "first"
-        takes_long, waits = send("takes long"), send("waits")
+        timed_out = send("times out")
+        if not is_down:
+            assert await send("answered") == "answered"
+        takes_long, cancelled, waits = send("takes long"), send("cancelled"), send("waits")
         await asyncio.sleep(0)
+        cancelled.cancel()
         Client.goes_on.set()
         with pytest.raises(redis_py.TimeoutError):
             await timed_out
-        assert await waits == "waits"
+        if is_down:
+            with pytest.raises(redis_py.TimeoutError, match="did not answer on any"):
+                await waits
+        else:
+            assert await waits == "waits"
         takes_long.cancel()
 
     asyncio.run(main())
-
-
-def test_a_call_that_is_cancelled_while_it_waits_for_a_connection(redis: Any, redis_url: str, prefix: str) -> None:
-    """It takes no connection from those that wait behind it."""
-    with Proxy(redis_url) as proxy, redis_py.Redis.from_url(proxy.url, max_connections=1) as client:
-        call = decorated(work, "{number}", timeout=600, redis=client)
-
-        async def cancel_in_the_middle() -> Any:
-            assert await call(0) == 0
-            held_up = proxy.hold_up("SET")
-            tasks = [asyncio.create_task(call(number)) for number in range(5)]
-            assert await asyncio.to_thread(held_up.met.wait, LIMIT)
-            for task in tasks[1:4]:
-                task.cancel()
-            held_up.let_go()
-            return await asyncio.gather(*tasks, return_exceptions=True)
-
-        results = asyncio.run(cancel_in_the_middle())
-        assert [results[0], results[4]] == [0, 4]
-        assert {type(each) for each in results[1:4]} == {asyncio.CancelledError}
-    assert eventually(lambda: not redis.keys(f"{prefix}*"))

@@ -80,16 +80,6 @@ def test_a_key_that_was_lost_is_not_kept(redis: Any, key: str, kind: type[Runnin
     assert (redis.get(key), redis.ttl(key)) == (value, -1 if value else -2)
 
 
-def test_it_is_kept_beyond_its_process(redis: Any, redis_url: str, prefix: str, key: str) -> None:
-    with Holder(redis_url, prefix, at_least=6000, seconds=0) as holder:
-        assert holder.rest() == [["returned", "done"]]
-        assert holder.process.wait(LIMIT) == 0
-    value = redis.get(key)
-    assert call_both() == [None, None]
-    assert redis.get(key) == value
-    assert parsed(value).state == "kept"
-
-
 @both
 @pytest.mark.parametrize("meanwhile", ["it stays", "it expires", "its time is over"])
 def test_it_is_kept_as_soon_as_a_server_that_was_away_at_the_end_of_the_run_is_back(

@@ -194,8 +194,6 @@ def test_a_holder_in_another_container_keeps_its_key(
     assert taken_over == []
 
 
-# Keys that are not to be taken over
-
 # Takeovers that are sent twice, and tokens of our own
 
 

@@ -5,11 +5,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +20,8 @@ from redis import Redis
 
 from only_one import AlreadyRunning, current_lock, fail, only_one, skip
 from only_one.call import job_queues
-from only_one.events import logger
 from only_one.lock.token import TokenFactory
-from rigs.waiting import LIMIT
+from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, Function, as_async, both, decorated
 from tests.lock.test_holder import changed
 
@@ -59,15 +58,21 @@ REQUEUES = {"delay": (in_dramatiq(MESSAGE), (), 1000), "defer": (ARQ, (CONTEXT,)
 """By the option for the time: the queue, the arguments, and the units of a second."""
 
 
-def install(monkeypatch: pytest.MonkeyPatch, modules: dict[str, Any]) -> None:
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], None]:
+    """A callable that has modules imported."""
+    return lambda modules: [monkeypatch.setitem(sys.modules, name, module) for name, module in modules.items()]
 
 
-def hold(redis: Redis, prefix: str, milliseconds: int, attempt: int | None = 1, **changes: Any) -> None:
-    """The key is held by an attempt of the job, on another machine if nothing else is said."""
-    token = TokenFactory("m.f", ID, attempt).token(None)
-    redis.set(f"{prefix}k", changed(token, **(changes or ELSEWHERE)), px=milliseconds)
+@pytest.fixture
+def hold(redis: Redis, key: str) -> Callable[..., None]:
+    """A callable that has an attempt of the job hold the key, on another machine if nothing else is said."""
+
+    def hold(milliseconds: int, attempt: int | None = 1, **changes: Any) -> None:
+        token = TokenFactory("m.f", ID, attempt).token(None)
+        redis.set(key, changed(token, **(changes or ELSEWHERE)), px=milliseconds)
+
+    return hold
 
 
 def ran(*_: Any) -> tuple[str | None, int | None]:
@@ -106,15 +111,15 @@ OTHERS: dict[str, Any] = {"pid": os.getpid(), "process": "another"}
     ],
 )
 def test_a_run_names_its_job(
-    redis: Redis, monkeypatch: pytest.MonkeyPatch, decorate: Decorate, modules: Any, args: Any, options: Any, work: Any
+    redis: Redis, install: Any, decorate: Decorate, modules: Any, args: Any, options: Any, work: Any
 ) -> None:
-    install(monkeypatch, modules)
+    install(modules)
     body: Function = (lambda job: ran()) if args else (lambda: ran())  # noqa: ARG005, PLW0108
     assert decorate(body, **options)(*args) == work
 
 
-def test_inside_of_a_celery_task_no_other_queue_is_asked(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, in_rq(2))
+def test_inside_of_a_celery_task_no_other_queue_is_asked(redis: Redis, install: Any) -> None:
+    install(in_rq(2))
 
     def work() -> Any:
         return decorated(ran)(), decorated(ran, work_id=named)()
@@ -136,34 +141,26 @@ def test_inside_of_a_celery_task_no_other_queue_is_asked(redis: Redis, monkeypat
     ],
 )
 def test_it_waits_and_runs(
-    redis: Redis, prefix: str, monkeypatch: pytest.MonkeyPatch, decorate: Decorate, modules: Any, options: Any,
-    held: Any, when_busy: Any,
-) -> None:  # fmt: skip
-    install(monkeypatch, modules)
-    hold(redis, prefix, 300, **held)
+    install: Any, hold: Any, decorate: Decorate, modules: Any, options: Any, held: Any, when_busy: Any
+) -> None:
+    install(modules)
+    hold(300, **held)
     assert decorate(ran, **options, **when_busy)()[0] == ID
 
 
 @pytest.mark.usefixtures("redis")
 def test_an_attempt_in_the_same_process_waits_for_the_other_and_a_call_from_inside_the_run_does_not(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     seen: list[str] = []
-    has_begun, goes_on = asyncio.Event(), asyncio.Event()
-
-    def note(record: logging.LogRecord) -> bool:
-        if "waits for the key" in record.getMessage():
-            goes_on.set()
-        return True
-
+    has_begun = asyncio.Event()
     caplog.set_level(logging.INFO, "only_one")
-    monkeypatch.setattr(logger, "filters", [note])
 
     @only_one("k", work_id=named)
     async def work(call: str) -> str:
         seen.append(f"{call} begins")
         has_begun.set()
-        await goes_on.wait()
+        assert await asyncio.to_thread(eventually, lambda: "waits for the key" in caplog.text)
         seen.append(f"{await work('inner')}")
         seen.append(f"{call} ends")
         return call
@@ -171,9 +168,7 @@ def test_an_attempt_in_the_same_process_waits_for_the_other_and_a_call_from_insi
     async def both_attempts() -> None:
         first = asyncio.create_task(work("first"))
         await has_begun.wait()
-        second = asyncio.create_task(work("second"))
-        second.add_done_callback(lambda _: goes_on.set())
-        await asyncio.gather(first, second)
+        await asyncio.gather(first, work("second"))
 
     asyncio.run(both_attempts())
     assert seen == ["first begins", "None", "first ends", "second begins", "None", "second ends"]
@@ -181,9 +176,9 @@ def test_an_attempt_in_the_same_process_waits_for_the_other_and_a_call_from_insi
 
 @pytest.mark.usefixtures("redis")
 @pytest.mark.parametrize(("modules", "second"), [(ARQ, "NoneType"), (in_dramatiq(MESSAGE), "Requeued")])
-def test_of_two_calls_of_a_job_at_once(monkeypatch: pytest.MonkeyPatch, modules: Any, second: str) -> None:
+def test_of_two_calls_of_a_job_at_once(install: Any, modules: Any, second: str) -> None:
     """Neither is the previous attempt of the other; but in other queues than arq a redelivery has the same attempt."""
-    install(monkeypatch, modules)
+    install(modules)
     has_ended = asyncio.Event()
 
     @only_one("k")
@@ -205,16 +200,16 @@ def test_of_two_calls_of_a_job_at_once(monkeypatch: pytest.MonkeyPatch, modules:
 @pytest.mark.parametrize(("option", "row"), REQUEUES.items())
 @pytest.mark.parametrize("times", [{}, {"timeout": 600}], ids=str)
 def test_its_queue_requeues_it_until_the_key_expires(
-    redis: Redis, prefix: str, monkeypatch: pytest.MonkeyPatch, decorate: Decorate, option: str, row: Any, times: Any
+    redis: Redis, key: str, install: Any, hold: Any, decorate: Decorate, option: str, row: Any, times: Any
 ) -> None:
     modules, args, second = row
-    install(monkeypatch, modules)
-    hold(redis, prefix, LONG)
+    install(modules)
+    hold(LONG)
     body: Function = (lambda ctx: "ran") if args else (lambda: "ran")  # noqa: ARG005
     with pytest.raises(Requeued) as raised:
         decorate(body, **times)(*args)
     assert raised.value.options == {option: pytest.approx(600 * second, abs=LIMIT * second)}
-    assert redis.pttl(f"{prefix}k") > LONG / 2
+    assert redis.pttl(key) > LONG / 2
 
 
 @both
@@ -230,23 +225,11 @@ def test_its_queue_requeues_it_until_the_key_expires(
     ],
 )
 def test_it_is_busy_like_any_other_call(
-    redis: Redis,
-    prefix: str,
-    monkeypatch: pytest.MonkeyPatch,
-    decorate: Decorate,
-    modules: Any,
-    options: Any,
-    held: Any,
+    install: Any, hold: Any, decorate: Decorate, modules: Any, options: Any, held: Any
 ) -> None:
-    install(monkeypatch, modules)
-    hold(redis, prefix, LONG, **held)
+    install(modules)
+    hold(LONG, **held)
     assert decorate(ran, **options)() is None
-
-
-@both
-def test_a_call_from_inside_of_its_own_run_does_not_wait(redis: Redis, decorate: Decorate) -> None:
-    inner = decorated(lambda: "ran", work_id=named)
-    assert decorate(lambda: (inner(), "ran"), work_id=named)() == (None, "ran")
 
 
 def in_a_loop(function: Callable[[], Any]) -> Function:
@@ -264,46 +247,37 @@ GIVES_UP: dict[str, tuple[Callable[..., Function], dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("case", GIVES_UP)
-def test_it_raises_at_once_where_it_may_not_wait(redis: Redis, prefix: str, case: str) -> None:
+def test_it_raises_at_once_where_it_may_not_wait(redis: Redis, key: str, hold: Any, case: str) -> None:
     decorate, options, milliseconds = GIVES_UP[case]
-    hold(redis, prefix, milliseconds, attempt=None)
+    hold(milliseconds, attempt=None)
     with pytest.raises(AlreadyRunning) as raised:
         decorate(ran, work_id=named, when_busy=skip, **options)()
     assert raised.value.task_id == ID
-    assert redis.pttl(f"{prefix}k") > milliseconds / 4
+    assert redis.pttl(key) > milliseconds / 4
 
 
 @both
 def test_it_gives_up_after_a_lease_while_the_holder_lives(
-    redis: Redis, prefix: str, monkeypatch: pytest.MonkeyPatch, decorate: Decorate
+    hold: Any, monkeypatch: pytest.MonkeyPatch, decorate: Decorate
 ) -> None:
-    monkeypatch.setattr(job_queues, "_SLACK", 0.1)
-    hold(redis, prefix, 400, attempt=None)
-    ended = threading.Event()
-
-    def renew() -> None:
-        while not ended.wait(0.02):
-            redis.pexpire(f"{prefix}k", LONG)
-
-    with_renewals = threading.Thread(target=renew)
-    with_renewals.start()
-    try:
-        with pytest.raises(AlreadyRunning):
-            decorate(ran, work_id=named, lease=0.5)()
-    finally:
-        ended.set()
-        with_renewals.join()
+    moments = itertools.count(0, 2000)
+    monkeypatch.setattr(job_queues, "now", lambda: next(moments))
+    monkeypatch.setattr(job_queues, "_ASKS_EVERY", 0.01)
+    hold(LONG, attempt=None)
+    with pytest.raises(AlreadyRunning):
+        decorate(ran, work_id=named, lease=3600)()
+    assert next(moments) == 6000, "it has waited once: it came at 0, and looked at 2000 and 4000"
 
 
-def test_an_async_call_leaves_the_loop_to_others_while_it_waits(redis: Redis, prefix: str) -> None:
-    hold(redis, prefix, LONG, attempt=None)
+def test_an_async_call_leaves_the_loop_to_others_while_it_waits(redis: Redis, key: str, hold: Any) -> None:
+    hold(LONG, attempt=None)
     function: Any = only_one(key="k", work_id=named, lease=3600)(as_async(ran))
 
     async def both_of_them() -> Any:
         waiting = asyncio.create_task(function())
         await asyncio.sleep(0.05)
         assert not waiting.done()
-        redis.delete(f"{prefix}k")
+        redis.delete(key)
         return await waiting
 
     assert asyncio.run(both_of_them()) == (ID, None)

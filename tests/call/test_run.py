@@ -31,14 +31,11 @@ from only_one.lock import renewal
 from only_one.lock.token import active_tokens
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
-from tests.decorated import Decorate, both
+from tests.decorated import Decorate, as_async, both, decorated
 from tests.interruptions import handled
+from tests.lock.test_leases import LONG, RELEASES
 
 NAME = "k"
-LONG = 3600.0
-"""Seconds that no test takes, so that no key expires by itself."""
-
-RELEASES = ("DELIFEQ", "DELEX", "EVAL")
 
 
 @pytest.fixture
@@ -47,10 +44,6 @@ def client(proxy: Proxy) -> Iterator[Any]:
     patience: dict[str, Any] = {"socket_timeout": None, "socket_connect_timeout": LIMIT}
     with redis_py.Redis.from_url(proxy.url, retry=Retry(NoBackoff(), 0), **patience) as client:
         yield client
-
-
-def done() -> str:
-    return "done"
 
 
 class HardStop(BaseException):
@@ -149,17 +142,13 @@ def test_a_result_is_freed_at_once_when_the_caller_drops_it(kind: str) -> None:
     def work() -> Result:
         return Result()
 
-    async def work_async() -> Result:
-        return Result()
-
     freed: list[bool] = []
-    call: Any = only_one(work, key=NAME, lease=LONG)
-    call_async: Any = only_one(work_async, key=NAME, lease=LONG)
+    call, call_async = decorated(work, lease=LONG), decorated(as_async(work), lease=LONG)
 
     async def use() -> None:
         await call_async()  # the first one learns by errors which commands the server knows; they keep its frames
         result = await call_async() if kind == "async def" else call()
-        finalize(result, lambda: freed.append(True))
+        finalize(result, freed.append, True)
         del result
         assert freed == [True]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,16 +19,15 @@ from only_one.driver import RAW
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.connections.test_connection_pool import Tokens
-
-NAME = "k"
+from tests.decorated import call_both
 
 
 @pytest.fixture
 def named(redis: Any, redis_url: str, key: str) -> Any:
-    """The URL of a client with a name, and a function that gives its connections."""
+    """The URL of a client with a name, and a function that gives the server's ids of its connections."""
 
-    def connections() -> list[Any]:
-        return [each for each in redis.client_list() if each["name"] == key]
+    def connections() -> list[str]:
+        return [each["id"] for each in redis.client_list() if each["name"] == key]
 
     return f"{redis_url}?client_name={key}", connections
 
@@ -45,22 +45,8 @@ def test_kept_connections_that_the_server_has_closed_are_replaced(redis: Any, na
             assert await asyncio.gather(*map(call, range(4))) == [0, 1, 2, 3]
             assert len(connections()) <= 5, "the thread that renews has one, too"
             for connection in connections():
-                redis.client_kill_filter(_id=connection["id"])
+                redis.client_kill_filter(_id=connection)
             assert [await call(number) for number in range(4)] == [0, 1, 2, 3]
-
-    asyncio.run(main())
-
-
-def test_a_burst_of_commands_waits_for_a_hundred_connections(named: Any) -> None:
-    """To open a thousand at once takes longer than each may take."""
-    url, connections = named
-    server = Server(redis_py.Redis.from_url(url, max_connections=10_000))
-
-    async def main() -> None:
-        client = await server.async_client()
-        replies = await asyncio.gather(*(client.execute_command("ECHO", str(each)) for each in range(300)))
-        assert replies == [b"%d" % each for each in range(300)]
-        assert len(connections()) == 100
 
     asyncio.run(main())
 
@@ -72,20 +58,15 @@ def test_a_command_that_is_refused_keeps_its_connection(redis: Any, named: Any, 
 
     async def main() -> None:
         client = await server.async_client()
-        await client.execute_command("PING", **RAW)
-        before = connections()
-        for _ in range(3):
-            with pytest.raises(redis_py.ResponseError, match="WRONGTYPE"):
-                await client.execute_command("GET", key, **RAW)
-        assert [each["id"] for each in connections()] == [each["id"] for each in before]
+        for send in (client.execute_command, partial(asyncio.to_thread, server.client.execute_command)):
+            await send("PING", **RAW)
+            before = connections()
+            for _ in range(3):
+                with pytest.raises(redis_py.ResponseError, match="WRONGTYPE"):
+                    await send("GET", key, **RAW)
+            assert connections() == before
 
     asyncio.run(main())
-    server.client.execute_command("PING", **RAW)
-    before = connections()
-    for _ in range(3):
-        with pytest.raises(redis_py.ResponseError, match="WRONGTYPE"):
-            server.client.execute_command("GET", key, **RAW)
-    assert [each["id"] for each in connections()] == [each["id"] for each in before]
 
 
 def test_after_a_time_out_no_other_kept_connection_is_used(proxy: Proxy) -> None:
@@ -181,14 +162,5 @@ def test_a_client_of_another_encoding_has_one_key_for_sync_and_async_calls(
     redis: Any, redis_url: str, key: str
 ) -> None:
     stored = f"{key}\u00e9".encode("latin-1")
-
-    def work() -> Any:
-        return redis.exists(stored)
-
-    async def work_async() -> Any:
-        return redis.exists(stored)
-
     with redis_py.Redis.from_url(redis_url, encoding="latin-1") as client:
-        decorate: Any = only_one(key=f"{NAME}\u00e9", timeout=600, redis=client)
-        assert asyncio.run(decorate(work_async)()) == 1
-        assert decorate(work)() == 1
+        assert call_both(lambda: redis.exists(stored), "k\u00e9", timeout=600, redis=client) == [1, 1]

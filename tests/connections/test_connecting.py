@@ -5,7 +5,6 @@ A client of django-redis, which names its parser, is in `tests/recipes/test_reci
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import threading
@@ -17,22 +16,12 @@ import redis as redis_py
 import redis.connection
 from celery.exceptions import SoftTimeLimitExceeded
 
-from only_one import ConfigurationError, LockUnavailable, only_one
+from only_one import ConfigurationError, LockUnavailable
 from tests.clients import Subclass
+from tests.decorated import Decorate, both, call_both, decorated, decorated_async
 from tests.interruptions import handled
 
 pytestmark = pytest.mark.usefixtures("prefix")
-
-
-def call(client: Any) -> str | None:
-    return only_one(lambda: "done", key="k", redis=client)()
-
-
-def call_async(client: Any) -> str | None:
-    async def work() -> str:
-        return "done"
-
-    return asyncio.run(only_one(work, key="k", redis=client)())
 
 
 def test_a_pool_that_names_its_parser_and_what_is_done_when_connected(redis_url: str) -> None:
@@ -44,8 +33,7 @@ def test_a_pool_that_names_its_parser_and_what_is_done_when_connected(redis_url:
 
     options: dict[str, Any] = {"parser_class": redis.connection.DefaultParser, "redis_connect_func": connect}
     with redis_py.Redis(connection_pool=redis_py.ConnectionPool.from_url(redis_url, **options)) as client:
-        assert call_async(client) == "done"
-        assert call(client) == "done"
+        assert call_both(redis=client) == ["ran", "ran"]
     assert {*connected} == {redis.connection.Connection}
 
 
@@ -56,9 +44,9 @@ class OfOurOwn(redis.connection.Connection):
 def test_a_way_to_connect_that_has_no_like_in_asyncio(redis_url: str) -> None:
     pool = redis_py.ConnectionPool.from_url(redis_url, connection_class=OfOurOwn)
     with redis_py.Redis(connection_pool=pool) as client:
-        assert call(client) == "done"
+        assert decorated(lambda: "done", redis=client)() == "done"
         with pytest.raises(ConfigurationError, match=r"OfOurOwn.*: give redis= as a URL"):
-            call_async(client)
+            decorated_async(lambda: "done", redis=client)()
 
 
 class SecretsAreElsewhere(Exception):
@@ -82,16 +70,16 @@ kinds = pytest.mark.parametrize("kind", [redis_py.Redis, Subclass])
 
 
 @kinds
-@pytest.mark.parametrize("calls", [call, call_async], ids=["sync", "async"])
+@both
 def test_whatever_is_raised_while_connecting(
-    redis_url: str, prefix: str, kind: type[redis_py.Redis], calls: Callable[[Any], str | None]
+    redis_url: str, prefix: str, kind: type[redis_py.Redis], decorate: Decorate
 ) -> None:
     def refuse() -> Any:
         raise SecretsAreElsewhere
 
     client = kind.from_url(redis_url, credential_provider=Provider(refuse))
     with client, pytest.raises(LockUnavailable, match=f"{prefix}k.*SecretsAreElsewhere"):
-        calls(client)
+        decorate(lambda: "done", redis=client)()
 
 
 @kinds
@@ -111,4 +99,4 @@ def test_what_a_signal_raises_while_connecting_is_no_trouble_of_the_server(
         kind.from_url(redis_url, credential_provider=Provider(interrupt)) as client,
         pytest.raises(SoftTimeLimitExceeded),
     ):
-        call(client)
+        decorated(lambda: "done", redis=client)()

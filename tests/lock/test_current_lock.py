@@ -49,24 +49,19 @@ def test_a_lease_is_lost_at_its_end_and_not_before(clock: Clock, make: Make, lim
     assert lock.reason is None  # nobody has noted it
 
 
-def test_the_first_reason_counts(make: Make) -> None:
-    lock = make(LONG, 2 * LONG)
-    lock.trouble = OSError()
-    assert lock.lose("deleted") == "deleted"
-    assert lock.lose("taken", b"other") == "deleted"
-    lost = loss_of(lock)
-    assert (lost.reason, lost.value, lost.__cause__) == ("deleted", "", None)
-    assert (lock.is_held, lock.expires_in) == (False, 0.0)
-
-
-def test_the_error_of_the_last_renewal_is_the_cause_of_an_expiry(clock: Clock, make: Make) -> None:
+def test_the_first_reason_counts_and_the_error_of_the_last_renewal_is_the_cause_of_an_expiry(
+    clock: Clock, make: Make
+) -> None:
     lock = make(LONG, 2 * LONG)
     lock.trouble = OSError()
     clock.moment += LONG
     assert loss_of(lock).__cause__ is lock.trouble
-    lock.lose("taken", b"\xff")
+    assert lock.lose("taken", b"\xff") == "taken"
+    assert lock.lose("deleted") == "taken"
+    clock.moment -= LONG
     lost = loss_of(lock)
-    assert (lost.value, lost.__cause__) == (r"\xff", None)
+    assert (lost.reason, lost.value, lost.__cause__) == ("taken", r"\xff", None)
+    assert (lock.is_held, lock.expires_in) == (False, 0.0)
 
 
 def test_a_loss_is_told_once(make: Make) -> None:

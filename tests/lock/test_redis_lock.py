@@ -11,7 +11,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,10 +37,10 @@ from only_one.lock.commands import MarkerUpdate, ReleaseResult, Retained
 from only_one.lock.redis_lock import AsyncLock, Lock
 from rigs.proxy import Proxy, Then
 from rigs.servers import redis_server
-from rigs.waiting import LIMIT, eventually
+from rigs.waiting import LIMIT
 from tests.decorated import Decorate, both, decorated_async
 from tests.interruptions import Interruption, interrupt
-from tests.lock.test_leases import RELEASES, freed, sets
+from tests.lock.test_leases import RELEASES, freed, leaves_no_key
 from tests.renewal import is_idle
 
 HANGS_FOR = 2.0
@@ -101,60 +101,36 @@ def sending_again(times: int, retry: Any = Retry) -> dict[str, Any]:
     return {"retry": retry(NoBackoff(), times), "retry_on_error": list(LOST)}
 
 
-class Sync:
-    """The sync lock, in words that are the same for both."""
+class Waits:
+    """An asyncio lock as if it were a sync one: each of its methods is waited for."""
 
-    client: Any = redis.Redis
-    lock: Any = Lock
-    retry: Any = Retry
+    def __init__(self, lock: AsyncLock, loop: asyncio.AbstractEventLoop) -> None:
+        self._lock = lock
+        self._loop = loop
 
-    def __init__(self) -> None:
-        self.clients: list[Any] = []
-
-    def connect(self, url: str, **options: Any) -> Any:
-        client = self.client.from_url(url, **options)
-        self.clients.append(client)
-        return client
-
-    def do(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return action(*args, **kwargs)
-
-    def close(self) -> None:
-        for client in self.clients:
-            client.close()
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._lock, name)
+        if not callable(attribute):
+            return attribute
+        return lambda *args, **options: self._loop.run_until_complete(attribute(*args, **options))
 
 
-class Async(Sync):
-    """The asyncio lock, in a loop of its own."""
+@pytest.fixture(params=["sync", "async"])
+def make_lock(request: pytest.FixtureRequest, key: str) -> Iterator[Callable[..., Any]]:
+    """A callable that makes our sync lock, or our asyncio lock, of a server."""
+    loop, clients = asyncio.new_event_loop(), ExitStack()
 
-    client: Any = redis.asyncio.Redis
-    lock: Any = AsyncLock
-    retry: Any = redis.asyncio.retry.Retry
+    def make(url: str, timeout: float | None, retries: int = 0) -> Any:
+        if request.param == "sync":
+            client: Any = clients.enter_context(redis.Redis.from_url(url, **sending_again(retries)))
+            return Lock(client, key, timeout=timeout)
+        client = redis.asyncio.Redis.from_url(url, **sending_again(retries, redis.asyncio.retry.Retry))
+        clients.callback(lambda: loop.run_until_complete(client.aclose()))
+        return Waits(AsyncLock(client, key, timeout=timeout), loop)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.loop = asyncio.new_event_loop()
-
-    def do(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.loop.run_until_complete(action(*args, **kwargs))
-
-    def close(self) -> None:
-        for client in self.clients:
-            self.do(client.aclose)
-        self.loop.close()
-
-
-@pytest.fixture(params=[Sync, Async], ids=["sync", "async"])
-def side(request: pytest.FixtureRequest) -> Iterator[Sync]:
-    """The sync and the asyncio lock in turn."""
-    side: Sync = request.param()
-    yield side
-    side.close()
-
-
-@pytest.fixture
-def client(side: Sync, url: str) -> Any:
-    return side.connect(url)
+    yield make
+    clients.close()
+    loop.close()
 
 
 # Acquire and release
@@ -190,36 +166,31 @@ def test_a_key_is_acquired_and_released(url: str, direct: Any, key: str, options
 # What redis-py's lock does, ours does too; for redis-py's own tests see `test_redis_py`
 
 
-def test_a_lock_that_was_extended_keeps_its_longer_time(side: Sync, client: Any, direct: Any, key: str) -> None:
+def test_a_lock_that_was_extended_keeps_its_longer_time(make_lock: Any, url: str, direct: Any, key: str) -> None:
+    """And where it could not be extended, it has its time as before."""
+
     def has_time(seconds: float) -> bool:
         return bool(before + seconds <= lock.expires_at <= now() + seconds)
 
-    lock = side.lock(client, key, timeout=20_000)
+    lock = make_lock(url, 20_000)
     before = now()
-    assert side.do(lock.acquire)
+    assert lock.acquire()
     assert has_time(20_000)
-    assert side.do(lock.extend, 30_000) is True
+    assert lock.extend(30_000) is True
     assert 20_000_000 < direct.pttl(key) <= 50_000_000
     assert has_time(50_000)
     before = now()
-    assert side.do(lock.extend, 10_000, replace_ttl=True) is True
+    assert lock.extend(10_000, replace_ttl=True) is True
     assert has_time(10_000)
     before = now()
-    assert side.do(lock.reacquire) is True
+    assert lock.reacquire() is True
     assert 10_000_000 < direct.pttl(key) <= 20_000_000
     assert has_time(20_000)
-
-
-def test_a_lock_that_could_not_be_extended_has_its_time_as_before(
-    side: Sync, client: Any, direct: Any, key: str
-) -> None:
-    lock = side.lock(client, key, timeout=0.1)
-    assert side.do(lock.acquire)
     expires_at = lock.expires_at
-    assert freed(direct, key)
+    direct.set(key, "another's")
     for action in (lambda: lock.extend(600), lock.reacquire, lock.release):
         with pytest.raises(LockNotOwnedError):
-            side.do(action)
+            action()
         assert lock.expires_at == expires_at
 
 
@@ -353,35 +324,27 @@ def test_the_server_features_that_another_thread_has_learnt_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "acquires", "releases"),
+    ("url", "busy", "releases"),
     [
-        ("redis_url", ["SET", "SET"], RELEASES),
-        ("limited_url", ["SET", "SET"], ["EVAL"]),
-        *((old, ["SET", "SET", "GET"], ["EVAL"]) for old in KINDS[2:]),
+        ("redis_url", ["SET"], RELEASES),
+        ("limited_url", ["SET"], ["EVAL"]),
+        *((old, ["SET", "GET"], ["EVAL"]) for old in KINDS[2:]),
     ],
     indirect=["url"],
 )
 @both
 def test_a_server_is_asked_once_for_what_it_refuses(
-    decorate: Decorate, proxy: Proxy, key: str, acquires: list[str], releases: list[str]
+    decorate: Decorate, proxy: Proxy, direct: Any, key: str, busy: list[str], releases: list[str]
 ) -> None:
-    features, sent = Features(), []
-    with redis.Redis.from_url(proxy.url) as client:
-        for _ in range(3):
-            proxy.forget_commands()
-            assert acquire(client, features, key, b"ours") is None
-            assert acquire(client, features, key, b"other") == b"ours"
-            assert commands.release_now(client, features, key, b"ours") == HELD
-            sent.append(proxy.commands)
-    assert sent[1] == sent[2]
-    assert sent[2][:-1] == acquires
-    assert sent[2][-1] in releases
-
     run = decorate(lambda: "done", timeout=600, redis=proxy.url)
     for _ in range(3):
         proxy.forget_commands()
         assert run() == "done"
-    assert [name for name in proxy.commands if name != "INFO"] == ["SET", sent[2][-1]]
+        direct.set(key, "another's")
+        assert run() is None
+        direct.delete(key)
+    sent = [name for name in proxy.commands if name != "INFO"]
+    assert sent in [["SET", release, *busy] for release in releases]
 
 
 # Lost replies, seen by the lock itself
@@ -390,35 +353,32 @@ def test_a_server_is_asked_once_for_what_it_refuses(
 @over_new_and_old
 @pytest.mark.parametrize("losses", [1, 2])
 def test_the_reply_to_acquire_is_lost_and_redis_py_asks_again(
-    side: Sync, proxy: Proxy, direct: Any, key: str, losses: int
+    make_lock: Any, proxy: Proxy, direct: Any, key: str, losses: int
 ) -> None:
-    client = side.connect(proxy.url, **sending_again(losses, side.retry))
     for timeout in (600, None):
-        lost = proxy.lose_reply("SET", times=losses)
-        lock = side.lock(client, key, timeout=timeout)
-        assert side.do(lock.acquire, blocking=False)
+        lock, lost = make_lock(proxy.url, timeout, losses), proxy.lose_reply("SET", times=losses)
+        assert lock.acquire(blocking=False)
         assert lost.met.is_set()
         assert direct.get(key) == lock.local.token
-        side.do(lock.release)
+        lock.release()
         assert direct.exists(key) == 0
 
 
 @over_new_and_old
-@pytest.mark.parametrize("timeout", [600, None])
+@pytest.mark.parametrize(("timeout", "extends"), [(600, False), (600, True), (None, False)])
 def test_the_reply_to_release_is_lost_and_redis_py_asks_again(
-    side: Sync, proxy: Proxy, direct: Any, key: str, timeout: float | None, monkeypatch: pytest.MonkeyPatch
+    make_lock: Any, proxy: Proxy, direct: Any, key: str, timeout: float | None, monkeypatch: Any, *, extends: bool
 ) -> None:
     """Also later than it was acquired for at first, where it was extended."""
-    lock = side.lock(side.connect(proxy.url, **sending_again(1, side.retry)), key, timeout=timeout)
-    for extends in (False, True):
-        assert side.do(lock.acquire, blocking=False)
-        if extends and timeout:
-            assert side.do(lock.extend, 600)
-            monkeypatch.setattr("only_one.lock.redis_lock.now", lambda: now() + 900)
-        lost = proxy.lose_reply(*RELEASES)
-        side.do(lock.release)
-        assert lost.met.is_set()
-        assert direct.exists(key) == 0
+    lock = make_lock(proxy.url, timeout, retries=1)
+    assert lock.acquire(blocking=False)
+    if extends:
+        assert lock.extend(600)
+        monkeypatch.setattr("only_one.lock.redis_lock.now", lambda: now() + 900)
+    lost = proxy.lose_reply(*RELEASES)
+    lock.release()
+    assert lost.met.is_set()
+    assert direct.exists(key) == 0
 
 
 # Lost replies, seen by a decorated run
@@ -522,10 +482,7 @@ def test_a_set_that_was_sent_twice_leaves_no_key_when_the_first_comes_after_the_
     assert held.met.is_set()
     assert direct.get(key) == (other and other.encode())
     direct.delete(key)
-    before = sets(direct)
-    held.let_go()
-    assert eventually(lambda: sets(direct) > before)
-    assert freed(direct, key)
+    assert leaves_no_key(held, direct, key)
 
 
 @both
