@@ -127,9 +127,9 @@ say("returned", result, os.getpid() == mine, imported)
 """
 
 
-@pytest.mark.parametrize(("moment", "way"), [("holding", "sync"), ("renewing", "async")])
-def test_a_fork_in_the_middle(redis: Any, redis_url: str, prefix: str, way: str, moment: str) -> None:
-    """The child does its own work with its own key, and neither renews nor releases what is the parent's."""
+@pytest.mark.parametrize("way", ["sync", "async"])
+def test_a_fork_in_the_middle(redis: Any, redis_url: str, prefix: str, way: str) -> None:
+    """Of a renewal: the child does its own work with its own key, and neither renews nor releases the parent's."""
 
     def tell(who: str, order: str) -> None:
         redis.rpush(f"{prefix}to {who}", order)
@@ -147,15 +147,13 @@ def test_a_fork_in_the_middle(redis: Any, redis_url: str, prefix: str, way: str,
     with Proxy(redis_url) as proxy, Program(FORKS, proxy.url, redis_url, prefix, way) as program:
         assert program.says() == ["parent", program.pid]
         token = redis.get(f"{prefix}parent")
-        if moment == "renewing":
-            held = proxy.hold_up("EVAL", times=sys.maxsize)
-            tell("parent", "renew")
-            assert held.met.wait(LIMIT)  # the thread that renews waits for the answer
+        held = proxy.hold_up("EVAL", times=sys.maxsize)
+        tell("parent", "renew")
+        assert held.met.wait(LIMIT)  # the thread that renews waits for the answer
         tell("parent", "fork")
         assert program.says()[0] == "child"
-        if moment == "renewing":
-            held.left = 0
-            held.let_go()
+        held.left = 0
+        held.let_go()
         # Both are renewed, each by its own process.
         assert is_renewed("parent")
         assert is_renewed("child")

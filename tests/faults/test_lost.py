@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from only_one import LockLost, carry_on, current_lock, fail, only_one
+from only_one import LockLost, current_lock, fail, only_one
 from only_one.clock import now
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import SLACK, Program, Running, RunningAsync
-from tests.renewal import is_awaited, is_renewed, later, renew_now
+from tests.renewal import is_renewed, later, renew_now
 
 LONG = 3600.0
 """Seconds that no test takes, so that no key expires by itself."""
@@ -53,32 +53,7 @@ class Told:
         self._then()
 
 
-# A callable; that it is told once of a key that is taken away is in `lock/test_leases.py`, and in `test_paused.py`
-
-
-@pytest.mark.parametrize("times", [{"timeout": 600}, {"timeout": 600, "lease": 400}], ids=["plain", "renewed"])
-@pytest.mark.usefixtures("redis")
-def test_a_callable_is_told_of_an_overrun(kind: type[Running], times: dict[str, Any]) -> None:
-    """When the timeout is over and not before, and not if the run has ended by then."""
-    told, never_told = Told(), Told()
-    with Running("another", lease=LONG) as another, kind("k", when_lost=told, **times) as run:
-        with kind("in time", when_lost=never_told, **times):
-            pass
-        assert is_awaited(run.lock)
-        with later(350):  # renewed until the timeout is over, and no longer
-            assert eventually(lambda: run.lock.expires_at > run.lock.ends_at - 0.01)
-        with later(590):
-            assert is_renewed(another.lock)
-            assert not told.losses
-        with later(600):
-            assert eventually(lambda: told.losses)
-            assert not run.lock.is_held
-            assert run.result is None  # it is still under way
-            assert is_renewed(another.lock)
-    assert [lost.reason for lost in told.losses] == ["overrun"]
-    assert told.threads == ["only_one-lost"]
-    assert not never_told.losses
-    assert run.result == "done"
+# A callable; that it is told once of a key that is taken away, or at the end of its timeout, is in `test_paused.py`
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
@@ -109,8 +84,10 @@ def test_a_callable_that_takes_its_time_and_raises_harms_nobody(
     assert record.exc_info[0] is error
 
 
-def test_a_callable_is_told_of_what_only_the_release_finds(redis: Any, key: str) -> None:
-    """By a thread of its own, too, for which the call waits."""
+def test_a_callable_is_told_of_what_only_the_release_finds(
+    redis: Any, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a thread of its own, too, for which the call waits; and it is logged once."""
     ended: list[bool] = []
 
     def take_some_time() -> None:
@@ -124,6 +101,7 @@ def test_a_callable_is_told_of_what_only_the_release_finds(redis: Any, key: str)
     assert run.result == "done"
     assert [(lost.reason, lost.value) for lost in told.losses] == [("taken", SHOWN)]
     assert told.threads == ["only_one-lost"]
+    assert [each.levelno for each in caplog.records] == [logging.WARNING]
     assert redis.get(key) == HAND
 
 
@@ -173,17 +151,6 @@ def test_a_process_that_ends_waits_for_a_callable_that_is_told_at_the_end(redis_
 # fail
 
 
-@pytest.mark.parametrize("policy", [carry_on, fail])
-def test_a_loss_that_only_the_release_finds_is_logged_once(
-    redis: Any, key: str, caplog: pytest.LogCaptureFixture, policy: Any
-) -> None:
-    """And a run that is to fail then fails."""
-    with Running(lease=LONG, when_lost=policy) as run:
-        redis.set(key, HAND)
-    assert [each.levelno for each in caplog.records] == [logging.WARNING]
-    assert run.result == "done" if policy is carry_on else isinstance(run.result, LockLost)
-
-
 @pytest.mark.parametrize(("times", "reason"), [({"lease": LONG}, "deleted"), ({"timeout": 600}, "overrun")])
 def test_a_sync_run_fails_when_it_returns_and_an_async_run_at_once(
     redis: Any, prefix: str, times: dict[str, Any], reason: str
@@ -207,14 +174,18 @@ def test_a_sync_run_fails_when_it_returns_and_an_async_run_at_once(
         assert (each.result.key, each.result.reason) == (each.lock.key, reason)
 
 
-def test_an_exception_of_the_run_is_never_replaced(redis: Any, key: str, kind: type[Running]) -> None:
-    def explode() -> None:
-        msg = "the run's own"
-        raise KeyError(msg)
+def explode() -> None:
+    msg = "the run's own"
+    raise KeyError(msg)
 
-    with kind(lease=LONG, when_lost=fail, ends=explode) as run:
+
+@pytest.mark.parametrize(("ends", "raised"), [(lambda: "done", LockLost), (explode, KeyError)])
+def test_a_loss_that_only_the_release_finds_fails_the_run_and_replaces_no_exception(
+    redis: Any, key: str, kind: type[Running], ends: Callable[[], object], raised: type[Exception]
+) -> None:
+    with kind(lease=LONG, when_lost=fail, ends=ends) as run:
         redis.set(key, HAND)
-    assert isinstance(run.result, KeyError)
+    assert isinstance(run.result, raised)
 
 
 def cancelling() -> int:

@@ -18,7 +18,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from kombu.utils import json as broker
 
@@ -132,25 +132,15 @@ def test_equal_values_have_one_digest(value: object, same: object) -> None:
     assert digest([value]) == digest((same,))
 
 
-def test_a_lone_str_is_the_md5_of_its_utf8() -> None:
-    url = "https://example.org/f\N{LATIN SMALL LETTER E WITH DIAERESIS}ed"
-    assert digest(url) == hashlib.md5(url.encode(), usedforsecurity=False).hexdigest()
-
-
 @given(confusable, confusable)
-@example(["a", "b"], ["a,b"])
-@example({"a": 1}, {"a": "1"})
-@example([[]], [])
-@example([["a"], "b"], ["a", ["b"]])
-@example({"a": None}, {})
-@example(frozenset({"a"}), ["a"])
-@example(frozenset({1}), frozenset({True}))
 def test_digests_are_equal_exactly_where_values_are(first: Any, second: Any) -> None:
     assert (digest(first) == digest(second)) == (model(first) == model(second))
 
 
 def test_different_values_have_different_digests() -> None:
     containers = [[1], {"1": 1}, {1}, [[1]], (b"1",), [], {}, frozenset(), [""], [None], {"": ""}]
+    containers += [["a", "b"], ["a,b"], {"a": 1}, {"a": "1"}, {"a": None}, [[]], [["a"], "b"], ["a", ["b"]]]
+    containers += [{"a"}, ["a"], {True}]
     dataclasses = [Feed("a"), Feed("b"), Feed("a", ["x"]), Sheet("a"), {"url": "a", "tags": []}]
     huge = [10**5000, 10**5000 + 1, -(10**5000), 2**64, 2**64 + 1, 2.0**64]
     values = [*confusable_scalars, *containers, *dataclasses, *huge]
