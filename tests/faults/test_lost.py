@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -188,41 +188,10 @@ def test_a_loss_that_only_the_release_finds_fails_the_run_and_replaces_no_except
     assert isinstance(run.result, raised)
 
 
-def cancelling() -> int:
-    """How many cancellations this task has been asked for and has not been relieved of."""
-    task: Any = asyncio.current_task()
-    return int(task.cancelling()) if sys.version_info >= (3, 11) else 0
-
-
 def lose(redis: Any, key: str) -> None:
     """Take the key of the run that calls this away, and have it learn of that."""
     redis.delete(key)
     renew_now(current_lock())
-
-
-@pytest.mark.parametrize("learns", ["at its end", "just before its end"])
-def test_a_run_that_has_ended_is_not_cancelled_any_more(redis: Any, key: str, learns: str) -> None:
-    """Or its caller would be, while the key is released or afterwards."""
-
-    def are_telling() -> bool:
-        return any(each.name == "only_one-lost" for each in threading.enumerate())
-
-    @only_one("k", lease=LONG, when_lost=fail)
-    async def run() -> None:
-        if learns == "at its end":
-            current_lock().expires_at = now()
-        else:  # and it does not let the loop cancel it
-            lose(redis, key)
-            assert eventually(lambda: not current_lock().on_loss and not are_telling())
-
-    async def main() -> int:
-        with pytest.raises(LockLost):
-            await run()
-        assert await asyncio.to_thread(eventually, lambda: not are_telling())
-        await asyncio.sleep(0)
-        return cancelling()
-
-    assert asyncio.run(main()) == 0
 
 
 @pytest.mark.parametrize("lost", [False, pytest.param(True, marks=counted)], ids=["held", "lost too"])
@@ -254,39 +223,65 @@ def test_a_cancellation_from_outside_stays_one(redis: Any, key: str, lost: Any) 
     assert not redis.exists(key)
 
 
+def are_telling() -> bool:
+    """Whether a run is about to be told of a loss, and cancelled."""
+    return any(each.name == "only_one-lost" for each in threading.enumerate())
+
+
 class Own(Exception):
     """What a run raises in place of its cancellation."""
 
 
-@pytest.mark.parametrize(
-    ("ends", "raised"),
-    [
-        (asyncio.CancelledError, LockLost),
-        pytest.param(Own, Own, marks=counted),
-        pytest.param(None, LockLost, marks=counted),
-    ],
-    ids=["is cancelled", "raises", "returns"],
-)
-def test_a_run_that_is_cancelled_because_of_its_loss_leaves_no_cancellation_behind(
-    redis: Any, key: str, ends: type[BaseException] | None, raised: type[Exception]
-) -> None:
-    """Else a `timeout()` or `TaskGroup` around the call would think that it was cancelled from outside."""
+async def learns_at_its_end(_redis: Any, _key: str) -> None:
+    current_lock().expires_at = now()
 
-    @only_one("k", lease=LONG, when_lost=fail)
-    async def run() -> None:
-        lose(redis, key)
-        try:
-            await asyncio.sleep(LIMIT)
-        except asyncio.CancelledError:
-            if ends:
-                raise ends from None
+
+async def learns_just_before_its_end(redis: Any, key: str) -> None:
+    lose(redis, key)
+    # And it does not let the loop cancel it.
+    assert eventually(lambda: not current_lock().on_loss and not are_telling())
+
+
+async def is_cancelled(redis: Any, key: str) -> None:
+    lose(redis, key)
+    await asyncio.sleep(LIMIT)
+
+
+async def raises(redis: Any, key: str) -> None:
+    try:
+        await is_cancelled(redis, key)
+    except asyncio.CancelledError:
+        raise Own from None
+
+
+async def returns(redis: Any, key: str) -> None:
+    with suppress(asyncio.CancelledError):
+        await is_cancelled(redis, key)
+
+
+@pytest.mark.parametrize(
+    ("run", "raised"),
+    [
+        (learns_at_its_end, LockLost),
+        (learns_just_before_its_end, LockLost),
+        (is_cancelled, LockLost),
+        pytest.param(raises, Own, marks=counted),
+        pytest.param(returns, LockLost, marks=counted),
+    ],
+)
+def test_a_run_that_has_lost_its_key_leaves_no_cancellation_behind(
+    redis: Any, key: str, run: Callable[..., Any], raised: type[Exception]
+) -> None:
+    """Its caller would be cancelled, or a `timeout()` or `TaskGroup` would think that it was cancelled from outside."""
+    decorated = only_one("k", lease=LONG, when_lost=fail)(run)
 
     async def main() -> int:
         with pytest.raises(raised):
-            await run()
-        left = cancelling()
+            await decorated(redis, key)
+        assert await asyncio.to_thread(eventually, lambda: not are_telling())
         await asyncio.sleep(0)  # nothing is left to be cancelled
-        return left
+        task: Any = asyncio.current_task()
+        return int(task.cancelling()) if sys.version_info >= (3, 11) else 0
 
     assert asyncio.run(main()) == 0
 
