@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import ssl
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis as redis_py
-from redis.exceptions import AskError, MovedError, RedisClusterException, RedisError
+from redis.exceptions import AskError, MovedError, RedisError
 
 from only_one import configure, only_one
 from only_one.connections import cluster as clusters
@@ -85,18 +85,14 @@ class Cluster:
             )
         return False
 
-    def connect(self, **options: Any) -> Any:
-        """A client as users have it."""
-        options = {"socket_timeout": LIMIT, "socket_connect_timeout": LIMIT, **options}
-        found: list[Any] = []
-
-        def try_to() -> bool:
-            with suppress(RedisClusterException, RedisError):
-                found.append(redis_py.RedisCluster("127.0.0.1", self.nodes[0].server.port, **options))
-            return bool(found)
-
-        assert eventually(try_to)
-        return found[0]
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Once it is well, what a test decorates acquires its keys there, by a client as users have it."""
+        assert eventually(self.is_well)
+        options: dict[str, Any] = {"socket_timeout": LIMIT, "socket_connect_timeout": LIMIT}
+        self.client = redis_py.RedisCluster("127.0.0.1", self.nodes[0].server.port, **options)
+        with self.client, configure(redis=self.client):
+            yield
 
     def name_on(self, node: Node, prefix: str) -> str:
         """A name whose key is kept by a node."""
@@ -144,13 +140,10 @@ def three() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(three: Cluster, prefix: str) -> Iterator[Cluster]:
-    """The cluster, which is well; what a test covers takes its keys there."""
+    """The cluster, in which what a test decorates acquires its keys."""
     assert prefix
-    assert eventually(three.is_well)
-    three.client = three.connect()
-    with configure(redis=three.client):
+    with three.connected():
         yield three
-    three.client.close()
 
 
 @pytest.fixture
@@ -436,9 +429,7 @@ def test_a_replica_that_takes_over_during_a_run(prefix: str) -> None:
     told: list[object] = []
     with ExitStack() as stack:
         cluster = Cluster(stack)
-        assert eventually(cluster.is_well)
-        cluster.client = stack.enter_context(cluster.connect())
-        stack.enter_context(configure(redis=cluster.client))
+        stack.enter_context(cluster.connected())
         master = cluster.nodes[0]
         name = cluster.name_on(master, prefix)
         key = f"{prefix}{name}"

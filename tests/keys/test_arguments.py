@@ -47,15 +47,6 @@ def test_a_positional_only_name_may_come_again_as_keyword() -> None:
         maker("{md5}", lambda a, /: a)(a=2)
 
 
-def test_where_arguments_stand_counts() -> None:
-    key = maker("{md5}", lambda *args, **kwargs: (args, kwargs))
-    calls = [key(), key(1), key(1, 2), key((1, 2)), key(a=1), key(b=1), key(1, a=2), key({"a": 2}), key((1,), {"a": 2})]
-    calls += [key(None), key([]), key({}), key("a", 1), key(a="1"), key("a=1"), key(args=1), key(kwargs={"a": 1})]
-    assert len(set(calls)) == len(calls)
-    key = maker("{md5}", lambda a, b: (a, b))
-    assert key(1, 2) == key(b=2, a=1) != key(a=2, b=1)
-
-
 @pytest.mark.parametrize("template", ["{a}", "{a:md5}", "{a.real}:{name}"])
 def test_a_key_of_one_parameter_does_not_look_at_the_rest(template: str) -> None:
     key = maker(template, lambda a, b, *rest, **others: (a, b, rest, others))
