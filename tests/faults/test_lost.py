@@ -273,7 +273,7 @@ def test_a_run_that_has_lost_its_key_leaves_no_cancellation_behind(
     redis: Any, key: str, run: Callable[..., Any], raised: type[Exception]
 ) -> None:
     """Its caller would be cancelled, or a `timeout()` or `TaskGroup` would think that it was cancelled from outside."""
-    decorated = only_one("k", lease=LONG, when_lost=fail)(run)
+    decorated: Any = only_one("k", lease=LONG, when_lost=fail)(run)
 
     async def main() -> int:
         with pytest.raises(raised):

@@ -18,7 +18,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kombu.utils import json as broker
 
@@ -72,6 +72,7 @@ def after_the_broker(value: object) -> Any:
 
 
 @given(carried, carried)
+@example({7: 1, -1.5: 2, True: 3, None: 4, 1e300: 5, math.inf: 6}, None)
 def test_a_trip_through_the_broker_does_not_count(first: Any, second: Any) -> None:
     key = maker("{md5}", importer)
     args, kwargs = after_the_broker([[first], {"d": second}])
