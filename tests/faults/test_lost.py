@@ -1,7 +1,7 @@
 """Keys that are lost while a run goes on: what `when_lost` is told, when, and by whom.
 
-A loss is noticed when it is the turn of a lease, which here comes when the test says so; `later` is when a timeout is
-over. So nothing depends on how fast the machine is; how soon a loss is told is measured by the test marked `soak`.
+A loss is noticed when it is the turn of a lease, which here comes when the test says so. So nothing depends on how
+fast the machine is; how soon a loss is told is measured by the test marked `soak`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from only_one.clock import now
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import SLACK, Program, Running, RunningAsync
-from tests.renewal import is_renewed, later, renew_now
+from tests.renewal import is_renewed, renew_now
 
 LONG = 3600.0
 """Seconds that no test takes, so that no key expires by itself."""
@@ -151,27 +151,20 @@ def test_a_process_that_ends_waits_for_a_callable_that_is_told_at_the_end(redis_
 # fail
 
 
-@pytest.mark.parametrize(("times", "reason"), [({"lease": LONG}, "deleted"), ({"timeout": 600}, "overrun")])
-def test_a_sync_run_fails_when_it_returns_and_an_async_run_at_once(
-    redis: Any, prefix: str, times: dict[str, Any], reason: str
-) -> None:
+def test_a_sync_run_fails_when_it_returns_and_an_async_run_at_once(redis: Any, prefix: str) -> None:
     with (
-        Running("sync", when_lost=fail, **times) as run,
-        RunningAsync("async", when_lost=fail, **times) as run_async,
-        ExitStack() as stack,
+        Running("sync", lease=LONG, when_lost=fail) as run,
+        RunningAsync("async", lease=LONG, when_lost=fail) as run_async,
     ):
-        if reason == "deleted":
-            redis.delete(f"{prefix}sync", f"{prefix}async")
-            renew_now(run.lock, run_async.lock)
-        else:
-            stack.enter_context(later(600))
+        redis.delete(f"{prefix}sync", f"{prefix}async")
+        renew_now(run.lock, run_async.lock)
         run_async.join()  # nobody has told it to finish
         assert eventually(lambda: not run.lock.is_held)
         assert run.result is None
         run.__exit__()
     for each in (run, run_async):
         assert isinstance(each.result, LockLost)
-        assert (each.result.key, each.result.reason) == (each.lock.key, reason)
+        assert (each.result.key, each.result.reason) == (each.lock.key, "deleted")
 
 
 def explode() -> None:
