@@ -75,8 +75,9 @@ def test_where_nothing_forks_and_there_is_one_clock_less() -> None:
 
 # Parent and child do what they are told by lists of their own, until they are told to end.
 FORKS = """
-import asyncio, json, os, sys, threading
+import json, os, sys, threading
 import only_one, redis
+from tests.decorated import decorated, decorated_async
 from tests.renewal import is_awaited, renew_now
 url, direct, prefix, way = sys.argv[1:]
 only_one.configure(redis=url, prefix=prefix)
@@ -106,24 +107,15 @@ def obey(who):
                 return False
     return True
 
-@only_one.only_one("child", lease=600)
 def child():
     obey("child")
     return only_one.current_lock().is_held
 
-def body():
-    return "the parent's" if obey("parent") else child()
-
-@only_one.only_one("parent", lease=600)
 def parent():
-    return body()
+    return "the parent's" if obey("parent") else decorated(child, "child", lease=600)()
 
-@only_one.only_one("parent", lease=600)
-async def parent_async():
-    return body()
-
-result = asyncio.run(parent_async()) if way == "async" else parent()
-say("returned", result, os.getpid() == mine, imported)
+decorate = decorated_async if way == "async" else decorated
+say("returned", decorate(parent, "parent", lease=600)(), os.getpid() == mine, imported)
 """
 
 
