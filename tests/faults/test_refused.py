@@ -21,7 +21,7 @@ TROUBLES = {
     "no memory": ("CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0"),
     "a replica": ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE"),
     "a password": ("CONFIG SET requirepass right", "CONFIG SET requirepass "),
-    "no connection": ("CONFIG SET maxclients 1", "CONFIG SET maxclients 10000"),
+    "no connection": ("CONFIG SET maxclients 1", "CONFIG SET maxclients 500"),
     "no right to acquire": ("ACL SETUSER limited reset on >secret ~* +@all -set", "ACL DELUSER limited"),
 }
 """What breaks a server, and what mends it."""
