@@ -214,7 +214,7 @@ def test_a_lost_master_costs_no_lease_on_the_others(
     with (
         Running(names[0], lease=60, when_lost=told.append) as thread,
         RunningAsync(names[1], lease=60, when_lost=told.append) as loop,
-        Running(names[2], lease=60, when_lost=told.append) as waits,
+        RunningAsync(names[2], lease=60, when_lost=told.append) as waits,
     ):
         runs = [thread, loop, waits]
         before = [run.lock.expires_at for run in runs]

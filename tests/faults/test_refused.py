@@ -12,7 +12,7 @@ import redis as redis_py
 from only_one import LockUnavailable, carry_on, configure, current_lock, fail, skip
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
-from tests.decorated import Decorate, both
+from tests.decorated import Decorate, both, decorated, decorated_async
 from tests.faults.programs import Running
 from tests.renewal import fails_to_renew, is_renewed
 
@@ -111,6 +111,19 @@ def test_a_wrong_url_is_told_with_what_to_write(
     patient = url if "rediss" in url else f"{url}?socket_timeout={LIMIT}&socket_connect_timeout={LIMIT}"
     with trouble(client, name), pytest.raises(LockUnavailable, match=words):
         decorate(is_held, redis=patient)()
+
+
+def test_a_user_who_may_acquire_and_not_release_gets_the_result_all_the_same(
+    server: RedisServer, client: Any, prefix: str
+) -> None:
+    url = url_of_user(server, client, "+set", "+get", "+hello")
+    assert decorated(is_held, redis=url, timeout=600)() is True
+    assert decorated_async(is_held, redis=url, timeout=600, takeover=False)() is None  # the key could not be released
+    with pytest.raises(LockUnavailable, match=r"(?i)eval"):  # nor be taken over from ourselves
+        decorated_async(is_held, redis=url, timeout=600)()
+    url_of_user(server, client, "+@all")
+    assert eventually(lambda: not client.exists(f"{prefix}k"))
+    assert decorated_async(is_held, redis=url, timeout=600)() is True
 
 
 @pytest.mark.parametrize(("missing", "rights"), [("eval", []), ("pexpire", ["+eval"])])

@@ -25,6 +25,12 @@ def test_without_persistence_the_holder_learns_that_it_has_lost(server: RedisSer
     assert told == ["deleted"]
     assert {each.result for each in (run, later, too)} == {"done"}
 
+    with Running(lease=60) as at_its_end:
+        server.kill()
+    assert at_its_end.result == "done"
+    server.start()
+    assert eventually(lambda: only_one(lambda: "next", key="k")() == "next")
+
 
 def test_with_an_append_only_file_keys_are_there_again(prefix: str) -> None:
     """They go on falling, are renewed and released by their runs, and do not block where their runs are dead."""
