@@ -170,7 +170,8 @@ def test_what_a_run_does_in_a_cluster(cluster: Cluster, names: list[str], prefix
         assert only_one(lambda: "other", key=name)() is None
         assert is_renewed(node.call, run.lock)
         run.lock.extend(600)
-        assert run.lock.fence == int(node.client.get(f"{{{key}}}:fence"))
+        first = run.lock.fence
+        assert run.lock.fence == first == int(node.client.get(f"{{{key}}}:fence"))
     assert b'"kept"' in node.client.get(key)
     assert 60_000 < node.client.pttl(key) <= 600_000
     node.client.delete(key)
