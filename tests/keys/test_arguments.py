@@ -35,6 +35,8 @@ def test_every_kind_of_parameter(template: str) -> None:
     calls = [key(1, c=3), key(2, c=3), key(1, 2, 5, c=3), key(1, 2, 5, 6, c=3), key(1, c=3, x=1), key(1, c=3, y=1)]
     calls += [key(1, c=3, a=1), key(1, c=3, x=1, y=2)]
     assert len(set(calls)) == len(calls)
+    key = maker("{md5}", lambda a, b: (a, b))
+    assert key(1, 2) == key(b=2, a=1) != key(2, 1)
 
 
 def test_a_positional_only_name_may_come_again_as_keyword() -> None:
