@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.feeds.journal import Row, read
+from examples.feeds.journal import read
 from examples.feeds.picture import problem
 from tests.programs import ROOT, numbers, program
 
@@ -61,22 +61,13 @@ def test_a_worker_that_dies_is_a_failure(tmp_path: Path, module: str) -> None:
     assert "failed: the worker ended early, with status -9" in demo.text
 
 
-@pytest.fixture
-def row(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Row:
-    """That of a journal of one row: what happened when, in which process."""
-    monkeypatch.setenv("DEMO_DIRECTORY", str(tmp_path))
-    lines = [json.dumps([100 + after, kind, "feed", pid]) for after, kind, pid in request.param]
-    (tmp_path / "journal").write_text("\n".join([*lines, '[109.0, "ti']))  # the last one is half written
-    return read(["feed"])["feed"]
-
-
 def good(without: str = "", *more: tuple[float, str, int]) -> Lines:
     """A journal as it should be, changed a little."""
     return [*(line for line in GOOD if line[1] != without), *more]
 
 
 @pytest.mark.parametrize(
-    ("row", "overlaps", "reason"),
+    ("lines", "overlaps", "reason"),
     [
         (good(), 0, None),
         (good("skip"), 0, "nothing was skipped"),
@@ -87,9 +78,14 @@ def good(without: str = "", *more: tuple[float, str, int]) -> Lines:
         (good("", (4.1, "start", 3), (4.2, "end", 3), (4.3, "start", 3), (6.0, "end", 3)), 2, "two runs overlapped"),
         (good("", (5.5, "start", 2), (6.0, "end", 2)), 0, "not every tick became a run or a skip"),
     ],
-    indirect=["row"],
 )
-def test_the_verdict_of_a_journal_and_the_overlaps_in_it(row: Row, overlaps: int, reason: str | None) -> None:
+def test_the_verdict_of_a_journal_and_the_overlaps_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: Lines, overlaps: int, reason: str | None
+) -> None:
+    monkeypatch.setenv("DEMO_DIRECTORY", str(tmp_path))
+    written = [json.dumps([100 + after, kind, "feed", pid]) for after, kind, pid in lines]
+    (tmp_path / "journal").write_text("\n".join([*written, '[109.0, "ti']))  # the last one is half written
+    row = read(["feed"])["feed"]
     assert len(row.overlaps) == overlaps
     assert problem({"feed": row}) == reason
 

@@ -74,46 +74,38 @@ def test_a_chunk_that_breaks_off_is_not_there(folder: Path, monkeypatch: pytest.
     assert making.make("spring", 0) == 0
 
 
-class Picky:
-    """A server that refuses some recipients, and some messages, for good or for now."""
+def test_who_is_refused_for_good_is_not_tried_again_and_who_is_refused_for_now_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accepted: list[str] = []
+    refused: dict[str, Exception] = {}
 
-    def __init__(self) -> None:
-        self.got: list[str] = []
-        self.rules: dict[str, tuple[str, int]] = {}
+    class Picky:
+        """A server that refuses some recipients, and some messages, for good or for now."""
 
-    def sendmail(self, _: str, to: list[str], __: str) -> None:
-        what, code = self.rules.get(to[0], ("", 0))
-        if what == "to":
-            raise smtplib.SMTPRecipientsRefused({to[0]: (code, b"refused")})
-        if what == "message":
-            raise smtplib.SMTPDataError(code, b"refused")
-        self.got.append(to[0])
+        def sendmail(self, _: str, to: list[str], __: str) -> None:
+            if to[0] in refused:
+                raise refused[to[0]]
+            accepted.append(to[0])
 
+    def deliver() -> int:
+        return sending.deliver("spring", lambda: None)
 
-@pytest.fixture
-def picky(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Picky:
     for number in range(3):
         making.make("spring", number)
     (folder / "spring" / "000000.new").write_bytes(b"..")  # of one that was killed when it began a journal
     monkeypatch.setenv("NEWSLETTER_SMTP", "127.0.0.1:25")
-    server = Picky()
-    monkeypatch.setattr(smtplib, "SMTP", lambda *_, **__: nullcontext(server))
-    return server
-
-
-def deliver() -> int:
-    return sending.deliver("spring", lambda: None)
-
-
-def test_who_is_refused_for_good_is_not_tried_again_and_who_is_refused_for_now_is(picky: Picky) -> None:
-    picky.rules = {"person-3@example.net": ("to", 550), "person-17@example.net": ("message", 554)}
-    for what in ("to", "message"):
-        picky.rules["person-25@example.net"] = (what, 451)
+    monkeypatch.setattr(smtplib, "SMTP", lambda *_, **__: nullcontext(Picky()))
+    for_good, by_message, for_now = (f"person-{number}@example.net" for number in (3, 17, 25))
+    refused[for_good] = smtplib.SMTPRecipientsRefused({for_good: (550, b"refused")})
+    refused[by_message] = smtplib.SMTPDataError(554, b"refused")
+    for error in (smtplib.SMTPRecipientsRefused({for_now: (451, b"refused")}), smtplib.SMTPDataError(451, b"refused")):
+        refused[for_now] = error
         with pytest.raises(OSError, match="refused"):
             deliver()
-    del picky.rules["person-25@example.net"]
+    del refused[for_now]
     assert [deliver(), deliver()] == [5, 0]
-    assert len({*picky.got}) == len(picky.got) == 25
+    assert len({*accepted}) == len(accepted) == 25
     assert sorted(sending.journals("spring")) == [b"aaaaaaaaa.", b"aaaaaaraa.", b"aaraaaaaa."]
 
 

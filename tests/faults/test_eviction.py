@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -22,9 +22,10 @@ from tests.renewal import is_renewed, renew_now
 
 
 @pytest.fixture
-def evicting(own_server: RedisServer, prefix: str) -> Iterator[Any]:
-    """A client of a server that may evict keys."""
+def evicting(own_server: RedisServer, prefix: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A client of a server that may evict keys, and of which nobody has asked before: its port may be another's."""
     assert prefix
+    monkeypatch.setattr(eviction, "_asked", set())
     with redis_py.Redis.from_url(own_server.url) as client:
         client.config_set("maxmemory", "100mb")
         client.config_set("maxmemory-policy", "volatile-ttl")
@@ -33,80 +34,58 @@ def evicting(own_server: RedisServer, prefix: str) -> Iterator[Any]:
         client.flushall()
 
 
-@pytest.fixture
-def proxy(own_server: RedisServer, evicting: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """The way to it, by an address that has not been looked at before: its port may have been another test's."""
-    assert evicting
-    monkeypatch.setattr(eviction, "_asked", set())
-    with Proxy(own_server.url) as proxy:
-        yield proxy
+@pytest.mark.parametrize(("kind", "times"), [(Running, {"timeout": 60}), (RunningAsync, {"lease": 60})])
+def test_a_server_that_may_evict_keys_is_warned_of_once(
+    evicting: Any,
+    own_server: RedisServer,
+    caplog: pytest.LogCaptureFixture,
+    kind: type[Running],
+    times: dict[str, Any],
+) -> None:
+    """And no run waits for it."""
 
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """A callable that gives the warnings of eviction that there have been."""
-
-    def found() -> list[str]:
+    def warnings() -> list[str]:
         logged = [text for name, level, text in caplog.record_tuples if (name, level) == ("only_one", logging.WARNING)]
         return [text for text in logged if "maxmemory" in text]
 
-    return found
+    def run(source: Any) -> Any:
+        return only_one(lambda: "done", key="short", timeout=60, redis=source)()
 
-
-def run(source: Any) -> Any:
-    """A short run with a plain timeout, which is never renewed."""
-    return only_one(lambda: "done", key="short", timeout=60, redis=source)()
-
-
-def assert_all_is_said(url: str) -> None:
-    """Wait for the warning that there would be: the thread that looks renews, too, and warns by another one."""
-    with Running("later", lease=60, redis=url) as later:
-        assert is_renewed(later.lock)
-    for thread in threading.enumerate():
-        if thread.name == "only_one-log":
-            thread.join(LIMIT)
-
-
-@pytest.mark.parametrize(("kind", "times"), [(Running, {"timeout": 60}), (RunningAsync, {"lease": 60})])
-def test_a_server_that_may_evict_keys_is_warned_of_once(
-    evicting: Any, proxy: Proxy, warnings: Callable[[], list[str]], kind: type[Running], times: dict[str, Any]
-) -> None:
-    """And no run waits for it."""
     evicting.config_resetstat()
-    held = proxy.hold_up("INFO")
-    with kind(redis=proxy.url, **times) as first:
-        assert held.met.wait(LIMIT)
-    assert first.result == "done"
-    assert run(proxy.url) == "done"
-    assert warnings() == []
-    assert "cmdstat_info" not in evicting.info("commandstats")  # not carried out so far
-    held.let_go()
-    assert eventually(warnings)
-    with redis_py.Redis.from_url(proxy.url) as client:
+    with Proxy(own_server.url) as proxy, redis_py.Redis.from_url(proxy.url) as client:
+        held = proxy.hold_up("INFO")
+        with kind(redis=proxy.url, **times) as first:
+            assert held.met.wait(LIMIT)
+        assert first.result == "done"
+        assert run(proxy.url) == "done"
+        assert warnings() == []
+        assert "cmdstat_info" not in evicting.info("commandstats")  # not carried out so far
+        held.let_go()
+        assert eventually(warnings)
         for source in (proxy.url, proxy.url.replace("/0", "/1"), client):
             assert run(source) == "done"
-            assert_all_is_said(proxy.url)
+            # The thread that looks renews, too, and warns by another one.
+            with Running("later", lease=60, redis=proxy.url) as later:
+                assert is_renewed(later.lock)
+            for thread in threading.enumerate():
+                if thread.name == "only_one-log":
+                    thread.join(LIMIT)
+        assert proxy.commands.count("INFO") == 1
     (warning,) = warnings()
     assert f"127.0.0.1:{proxy.port}" in warning
     assert "maxmemory-policy volatile-ttl" in warning
     assert "write maxmemory-policy noeviction" in warning
     assert warning.endswith(", or give redis= a server that has it")
-    assert proxy.commands.count("INFO") == 1
 
 
 @pytest.mark.parametrize(
     ("memory", "policy", "warns"),
     [("100mb", "allkeys-lru", True), ("100mb", "noeviction", False), ("0", "allkeys-lru", False)],
 )
-def test_what_is_warned_of(
-    evicting: Any, proxy: Proxy, warnings: Callable[[], list[str]], memory: str, policy: str, warns: Any
-) -> None:
+def test_what_is_warned_of(evicting: Any, memory: str, policy: str, warns: Any) -> None:
     evicting.config_set("maxmemory", memory)
     evicting.config_set("maxmemory-policy", policy)
-    assert run(proxy.url) == "done"
-    assert eventually(lambda: "INFO" in proxy.commands)
-    assert_all_is_said(proxy.url)
-    assert len(warnings()) == warns
+    assert bool(eviction.eviction_warning(evicting)) == warns
 
 
 def test_what_sentinels_watch_is_warned_of_by_its_name_and_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,16 +103,13 @@ def test_what_sentinels_watch_is_warned_of_by_its_name_and_theirs(monkeypatch: p
                 assert eviction.eviction_warning(client) is None
 
 
-def test_a_user_who_may_not_ask(evicting: Any, proxy: Proxy, warnings: Callable[[], list[str]]) -> None:
+def test_a_user_who_may_not_ask(evicting: Any, own_server: RedisServer) -> None:
     evicting.acl_setuser("limited", enabled=True, passwords=["+secret"], keys=["*"], commands=["+@all", "-info"])
-    url = proxy.url.replace("redis://", "redis://limited:secret@")
-    assert run(url) == "done"
-    assert eventually(lambda: "INFO" in proxy.commands)
-    for _ in range(2):
-        assert_all_is_said(url)
-        assert run(url) == "done"
-    assert warnings() == []
-    assert proxy.commands.count("INFO") == 1
+    with Proxy(own_server.url) as proxy:
+        url = proxy.url.replace("redis://", "redis://limited:secret@")
+        with redis_py.Redis.from_url(url) as client:
+            assert [eviction.eviction_warning(client) for _ in range(2)] == [None, None]
+        assert proxy.commands == ["INFO"]
 
 
 @pytest.mark.parametrize("policy", ["volatile-lru", "volatile-ttl", "allkeys-lru", "allkeys-random"])

@@ -75,8 +75,9 @@ def test_where_nothing_forks_and_there_is_one_clock_less() -> None:
 
 # Parent and child do what they are told by lists of their own, until they are told to end.
 FORKS = """
-import asyncio, json, os, sys, threading
+import json, os, sys, threading
 import only_one, redis
+from tests.decorated import decorated, decorated_async
 from tests.renewal import is_awaited, renew_now
 url, direct, prefix, way = sys.argv[1:]
 only_one.configure(redis=url, prefix=prefix)
@@ -106,30 +107,21 @@ def obey(who):
                 return False
     return True
 
-@only_one.only_one("child", lease=600)
 def child():
     obey("child")
     return only_one.current_lock().is_held
 
-def body():
-    return "the parent's" if obey("parent") else child()
-
-@only_one.only_one("parent", lease=600)
 def parent():
-    return body()
+    return "the parent's" if obey("parent") else decorated(child, "child", lease=600)()
 
-@only_one.only_one("parent", lease=600)
-async def parent_async():
-    return body()
-
-result = asyncio.run(parent_async()) if way == "async" else parent()
-say("returned", result, os.getpid() == mine, imported)
+decorate = decorated_async if way == "async" else decorated
+say("returned", decorate(parent, "parent", lease=600)(), os.getpid() == mine, imported)
 """
 
 
-@pytest.mark.parametrize(("moment", "way"), [("holding", "sync"), ("renewing", "async")])
-def test_a_fork_in_the_middle(redis: Any, redis_url: str, prefix: str, way: str, moment: str) -> None:
-    """The child does its own work with its own key, and neither renews nor releases what is the parent's."""
+@pytest.mark.parametrize("way", ["sync", "async"])
+def test_a_fork_in_the_middle(redis: Any, redis_url: str, prefix: str, way: str) -> None:
+    """Of a renewal: the child does its own work with its own key, and neither renews nor releases the parent's."""
 
     def tell(who: str, order: str) -> None:
         redis.rpush(f"{prefix}to {who}", order)
@@ -147,15 +139,13 @@ def test_a_fork_in_the_middle(redis: Any, redis_url: str, prefix: str, way: str,
     with Proxy(redis_url) as proxy, Program(FORKS, proxy.url, redis_url, prefix, way) as program:
         assert program.says() == ["parent", program.pid]
         token = redis.get(f"{prefix}parent")
-        if moment == "renewing":
-            held = proxy.hold_up("EVAL", times=sys.maxsize)
-            tell("parent", "renew")
-            assert held.met.wait(LIMIT)  # the thread that renews waits for the answer
+        held = proxy.hold_up("EVAL", times=sys.maxsize)
+        tell("parent", "renew")
+        assert held.met.wait(LIMIT)  # the thread that renews waits for the answer
         tell("parent", "fork")
         assert program.says()[0] == "child"
-        if moment == "renewing":
-            held.left = 0
-            held.let_go()
+        held.left = 0
+        held.let_go()
         # Both are renewed, each by its own process.
         assert is_renewed("parent")
         assert is_renewed("child")

@@ -1,7 +1,7 @@
 """Keys that are lost while a run goes on: what `when_lost` is told, when, and by whom.
 
-A loss is noticed when it is the turn of a lease, which here comes when the test says so; `later` is when a timeout is
-over. So nothing depends on how fast the machine is; how soon a loss is told is measured by the test marked `soak`.
+A loss is noticed when it is the turn of a lease, which here comes when the test says so. So nothing depends on how
+fast the machine is; how soon a loss is told is measured by the test marked `soak`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
 
-from only_one import LockLost, carry_on, current_lock, fail, only_one
+from only_one import LockLost, current_lock, fail, only_one
 from only_one.clock import now
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import SLACK, Program, Running, RunningAsync
-from tests.renewal import is_awaited, is_renewed, later, renew_now
+from tests.renewal import is_renewed, renew_now
 
 LONG = 3600.0
 """Seconds that no test takes, so that no key expires by itself."""
@@ -53,32 +53,7 @@ class Told:
         self._then()
 
 
-# A callable; that it is told once of a key that is taken away is in `lock/test_leases.py`, and in `test_paused.py`
-
-
-@pytest.mark.parametrize("times", [{"timeout": 600}, {"timeout": 600, "lease": 400}], ids=["plain", "renewed"])
-@pytest.mark.usefixtures("redis")
-def test_a_callable_is_told_of_an_overrun(kind: type[Running], times: dict[str, Any]) -> None:
-    """When the timeout is over and not before, and not if the run has ended by then."""
-    told, never_told = Told(), Told()
-    with Running("another", lease=LONG) as another, kind("k", when_lost=told, **times) as run:
-        with kind("in time", when_lost=never_told, **times):
-            pass
-        assert is_awaited(run.lock)
-        with later(350):  # renewed until the timeout is over, and no longer
-            assert eventually(lambda: run.lock.expires_at > run.lock.ends_at - 0.01)
-        with later(590):
-            assert is_renewed(another.lock)
-            assert not told.losses
-        with later(600):
-            assert eventually(lambda: told.losses)
-            assert not run.lock.is_held
-            assert run.result is None  # it is still under way
-            assert is_renewed(another.lock)
-    assert [lost.reason for lost in told.losses] == ["overrun"]
-    assert told.threads == ["only_one-lost"]
-    assert not never_told.losses
-    assert run.result == "done"
+# A callable; that it is told once of a key that is taken away, or at the end of its timeout, is in `test_paused.py`
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
@@ -109,8 +84,10 @@ def test_a_callable_that_takes_its_time_and_raises_harms_nobody(
     assert record.exc_info[0] is error
 
 
-def test_a_callable_is_told_of_what_only_the_release_finds(redis: Any, key: str) -> None:
-    """By a thread of its own, too, for which the call waits."""
+def test_a_callable_is_told_of_what_only_the_release_finds(
+    redis: Any, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a thread of its own, too, for which the call waits; and it is logged once."""
     ended: list[bool] = []
 
     def take_some_time() -> None:
@@ -124,6 +101,7 @@ def test_a_callable_is_told_of_what_only_the_release_finds(redis: Any, key: str)
     assert run.result == "done"
     assert [(lost.reason, lost.value) for lost in told.losses] == [("taken", SHOWN)]
     assert told.threads == ["only_one-lost"]
+    assert [each.levelno for each in caplog.records] == [logging.WARNING]
     assert redis.get(key) == HAND
 
 
@@ -173,85 +151,40 @@ def test_a_process_that_ends_waits_for_a_callable_that_is_told_at_the_end(redis_
 # fail
 
 
-@pytest.mark.parametrize("policy", [carry_on, fail])
-def test_a_loss_that_only_the_release_finds_is_logged_once(
-    redis: Any, key: str, caplog: pytest.LogCaptureFixture, policy: Any
-) -> None:
-    """And a run that is to fail then fails."""
-    with Running(lease=LONG, when_lost=policy) as run:
-        redis.set(key, HAND)
-    assert [each.levelno for each in caplog.records] == [logging.WARNING]
-    assert run.result == "done" if policy is carry_on else isinstance(run.result, LockLost)
-
-
-@pytest.mark.parametrize(("times", "reason"), [({"lease": LONG}, "deleted"), ({"timeout": 600}, "overrun")])
-def test_a_sync_run_fails_when_it_returns_and_an_async_run_at_once(
-    redis: Any, prefix: str, times: dict[str, Any], reason: str
-) -> None:
+def test_a_sync_run_fails_when_it_returns_and_an_async_run_at_once(redis: Any, prefix: str) -> None:
     with (
-        Running("sync", when_lost=fail, **times) as run,
-        RunningAsync("async", when_lost=fail, **times) as run_async,
-        ExitStack() as stack,
+        Running("sync", lease=LONG, when_lost=fail) as run,
+        RunningAsync("async", lease=LONG, when_lost=fail) as run_async,
     ):
-        if reason == "deleted":
-            redis.delete(f"{prefix}sync", f"{prefix}async")
-            renew_now(run.lock, run_async.lock)
-        else:
-            stack.enter_context(later(600))
+        redis.delete(f"{prefix}sync", f"{prefix}async")
+        renew_now(run.lock, run_async.lock)
         run_async.join()  # nobody has told it to finish
         assert eventually(lambda: not run.lock.is_held)
         assert run.result is None
         run.__exit__()
     for each in (run, run_async):
         assert isinstance(each.result, LockLost)
-        assert (each.result.key, each.result.reason) == (each.lock.key, reason)
+        assert (each.result.key, each.result.reason) == (each.lock.key, "deleted")
 
 
-def test_an_exception_of_the_run_is_never_replaced(redis: Any, key: str, kind: type[Running]) -> None:
-    def explode() -> None:
-        msg = "the run's own"
-        raise KeyError(msg)
+def explode() -> None:
+    msg = "the run's own"
+    raise KeyError(msg)
 
-    with kind(lease=LONG, when_lost=fail, ends=explode) as run:
+
+@pytest.mark.parametrize(("ends", "raised"), [(lambda: "done", LockLost), (explode, KeyError)])
+def test_a_loss_that_only_the_release_finds_fails_the_run_and_replaces_no_exception(
+    redis: Any, key: str, kind: type[Running], ends: Callable[[], object], raised: type[Exception]
+) -> None:
+    with kind(lease=LONG, when_lost=fail, ends=ends) as run:
         redis.set(key, HAND)
-    assert isinstance(run.result, KeyError)
-
-
-def cancelling() -> int:
-    """How many cancellations this task has been asked for and has not been relieved of."""
-    task: Any = asyncio.current_task()
-    return int(task.cancelling()) if sys.version_info >= (3, 11) else 0
+    assert isinstance(run.result, raised)
 
 
 def lose(redis: Any, key: str) -> None:
     """Take the key of the run that calls this away, and have it learn of that."""
     redis.delete(key)
     renew_now(current_lock())
-
-
-@pytest.mark.parametrize("learns", ["at its end", "just before its end"])
-def test_a_run_that_has_ended_is_not_cancelled_any_more(redis: Any, key: str, learns: str) -> None:
-    """Or its caller would be, while the key is released or afterwards."""
-
-    def are_telling() -> bool:
-        return any(each.name == "only_one-lost" for each in threading.enumerate())
-
-    @only_one("k", lease=LONG, when_lost=fail)
-    async def run() -> None:
-        if learns == "at its end":
-            current_lock().expires_at = now()
-        else:  # and it does not let the loop cancel it
-            lose(redis, key)
-            assert eventually(lambda: not current_lock().on_loss and not are_telling())
-
-    async def main() -> int:
-        with pytest.raises(LockLost):
-            await run()
-        assert await asyncio.to_thread(eventually, lambda: not are_telling())
-        await asyncio.sleep(0)
-        return cancelling()
-
-    assert asyncio.run(main()) == 0
 
 
 @pytest.mark.parametrize("lost", [False, pytest.param(True, marks=counted)], ids=["held", "lost too"])
@@ -283,39 +216,65 @@ def test_a_cancellation_from_outside_stays_one(redis: Any, key: str, lost: Any) 
     assert not redis.exists(key)
 
 
+def are_telling() -> bool:
+    """Whether a run is about to be told of a loss, and cancelled."""
+    return any(each.name == "only_one-lost" for each in threading.enumerate())
+
+
 class Own(Exception):
     """What a run raises in place of its cancellation."""
 
 
-@pytest.mark.parametrize(
-    ("ends", "raised"),
-    [
-        (asyncio.CancelledError, LockLost),
-        pytest.param(Own, Own, marks=counted),
-        pytest.param(None, LockLost, marks=counted),
-    ],
-    ids=["is cancelled", "raises", "returns"],
-)
-def test_a_run_that_is_cancelled_because_of_its_loss_leaves_no_cancellation_behind(
-    redis: Any, key: str, ends: type[BaseException] | None, raised: type[Exception]
-) -> None:
-    """Else a `timeout()` or `TaskGroup` around the call would think that it was cancelled from outside."""
+async def learns_at_its_end(_redis: Any, _key: str) -> None:
+    current_lock().expires_at = now()
 
-    @only_one("k", lease=LONG, when_lost=fail)
-    async def run() -> None:
-        lose(redis, key)
-        try:
-            await asyncio.sleep(LIMIT)
-        except asyncio.CancelledError:
-            if ends:
-                raise ends from None
+
+async def learns_just_before_its_end(redis: Any, key: str) -> None:
+    lose(redis, key)
+    # And it does not let the loop cancel it.
+    assert eventually(lambda: not current_lock().on_loss and not are_telling())
+
+
+async def is_cancelled(redis: Any, key: str) -> None:
+    lose(redis, key)
+    await asyncio.sleep(LIMIT)
+
+
+async def raises(redis: Any, key: str) -> None:
+    try:
+        await is_cancelled(redis, key)
+    except asyncio.CancelledError:
+        raise Own from None
+
+
+async def returns(redis: Any, key: str) -> None:
+    with suppress(asyncio.CancelledError):
+        await is_cancelled(redis, key)
+
+
+@pytest.mark.parametrize(
+    ("run", "raised"),
+    [
+        (learns_at_its_end, LockLost),
+        (learns_just_before_its_end, LockLost),
+        (is_cancelled, LockLost),
+        pytest.param(raises, Own, marks=counted),
+        pytest.param(returns, LockLost, marks=counted),
+    ],
+)
+def test_a_run_that_has_lost_its_key_leaves_no_cancellation_behind(
+    redis: Any, key: str, run: Callable[..., Any], raised: type[Exception]
+) -> None:
+    """Its caller would be cancelled, or a `timeout()` or `TaskGroup` would think that it was cancelled from outside."""
+    decorated: Any = only_one("k", lease=LONG, when_lost=fail)(run)
 
     async def main() -> int:
         with pytest.raises(raised):
-            await run()
-        left = cancelling()
+            await decorated(redis, key)
+        assert await asyncio.to_thread(eventually, lambda: not are_telling())
         await asyncio.sleep(0)  # nothing is left to be cancelled
-        return left
+        task: Any = asyncio.current_task()
+        return int(task.cancelling()) if sys.version_info >= (3, 11) else 0
 
     assert asyncio.run(main()) == 0
 

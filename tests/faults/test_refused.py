@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,30 +16,26 @@ from tests.decorated import Decorate, both, decorated, decorated_async
 from tests.faults.programs import Running
 from tests.renewal import fails_to_renew, is_renewed
 
-
-@contextmanager
-def out_of_memory(server: RedisServer, client: Any) -> Iterator[str]:
-    """No memory is left, and nothing may be evicted."""
-    client.config_set("maxmemory-policy", "noeviction")
-    client.config_set("maxmemory", 1)
-    yield server.url
-    client.config_set("maxmemory", 0)
-
-
-@contextmanager
-def read_only(server: RedisServer, client: Any) -> Iterator[str]:
-    """It is the replica of another."""
-    client.replicaof("127.0.0.1", 1)
-    yield server.url
-    client.replicaof("NO", "ONE")
+TROUBLES = {
+    "none": ("PING", "PING"),
+    "no memory": ("CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0"),
+    "a replica": ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE"),
+    "a password": ("CONFIG SET requirepass right", "CONFIG SET requirepass "),
+    "no connection": ("CONFIG SET maxclients 1", "CONFIG SET maxclients 500"),
+    "no right to acquire": ("ACL SETUSER limited reset on >secret ~* +@all -set", "ACL DELUSER limited"),
+}
+"""What breaks a server, and what mends it."""
 
 
 @contextmanager
-def wrong_password(server: RedisServer, client: Any) -> Iterator[str]:
-    """It wants another password than the URL has."""
-    client.config_set("requirepass", "right")
-    yield server.url.replace("redis://", "redis://:wrong@")
-    client.config_set("requirepass", "")
+def trouble(client: Any, name: str) -> Iterator[None]:
+    """The server has this trouble until the end of the block."""
+    breaks, mends = TROUBLES[name]
+    client.execute_command(*breaks.split(" "))
+    try:
+        yield
+    finally:
+        client.execute_command(*mends.split(" "))
 
 
 @pytest.fixture
@@ -63,33 +59,25 @@ def url_of_user(server: RedisServer, client: Any, *rules: str) -> str:
     return server.url.replace("redis://", "redis://limited:secret@")
 
 
-@contextmanager
-def not_permitted(server: RedisServer, client: Any) -> Iterator[str]:
-    """Our user may not call what acquires a key."""
-    yield url_of_user(server, client, "+@all", "-set")
-
-
-Trouble = Callable[[RedisServer, Any], AbstractContextManager[str]]
-
-
 def is_held() -> bool:
     return current_lock().is_held
 
 
 @both
 @pytest.mark.parametrize(
-    ("trouble", "named"),
+    ("name", "credentials", "named"),
     [
-        (out_of_memory, "OutOfMemoryError"),
-        (read_only, "ReadOnlyError"),
-        (wrong_password, "AuthenticationError"),
-        (not_permitted, "NoPermissionError"),
+        ("no memory", "", "OutOfMemoryError"),
+        ("a replica", "", "ReadOnlyError"),
+        ("a password", ":wrong@", "AuthenticationError"),
+        ("no right to acquire", "limited:secret@", "NoPermissionError"),
     ],
 )
 def test_a_server_that_refuses_is_named_and_when_down_decides(
-    server: RedisServer, client: Any, prefix: str, decorate: Decorate, trouble: Trouble, named: str
+    server: RedisServer, client: Any, prefix: str, decorate: Decorate, name: str, credentials: str, named: str
 ) -> None:
-    with trouble(server, client) as url:
+    url = server.url.replace("redis://", f"redis://{credentials}")
+    with trouble(client, name):
         for options in ({}, {"when_down": fail}):
             with pytest.raises(LockUnavailable, match=named) as caught:
                 decorate(is_held, redis=url, **options)()
@@ -106,36 +94,23 @@ def test_a_server_that_refuses_is_named_and_when_down_decides(
 
 @both
 @pytest.mark.parametrize(
-    ("before", "after", "setting", "words"),
+    ("name", "before", "after", "words"),
     [
-        ("redis://", "rediss://", ("maxclients", 1), "write redis:// in place of rediss://"),
-        ("redis://", "rediss://", None, "write redis:// in place of rediss://"),
-        ("redis://", "redis://:wrong@", ("requirepass", "right"), "write the server's user and password: redis://"),
-        ("redis://", "redis://", ("requirepass", "right"), "write the server's user and password: redis://"),
-        ("/0", "/99", None, "write the number of a database"),
+        ("no connection", "redis://", "rediss://", "write redis:// in place of rediss://"),
+        ("none", "redis://", "rediss://", "write redis:// in place of rediss://"),
+        ("a password", "redis://", "redis://:wrong@", "write the server's user and password: redis://"),
+        ("a password", "redis://", "redis://", "write the server's user and password: redis://"),
+        ("none", "/0", "/99", "write the number of a database"),
     ],
     ids=["answers without TLS", "waits for no TLS", "wrong password", "no password", "no such database"],
 )
 def test_a_wrong_url_is_told_with_what_to_write(
-    server: RedisServer,
-    client: Any,
-    decorate: Decorate,
-    before: str,
-    after: str,
-    setting: tuple[str, object] | None,
-    words: str,
+    server: RedisServer, client: Any, decorate: Decorate, name: str, before: str, after: str, words: str
 ) -> None:
     url = server.url.replace(before, after)
     patient = url if "rediss" in url else f"{url}?socket_timeout={LIMIT}&socket_connect_timeout={LIMIT}"
-    usual = client.config_get(setting[0]) if setting else {}
-    if setting:
-        client.config_set(*setting)
-    try:
-        with pytest.raises(LockUnavailable, match=words):
-            decorate(is_held, redis=patient)()
-    finally:
-        for name, value in usual.items():
-            client.config_set(name, value)
+    with trouble(client, name), pytest.raises(LockUnavailable, match=words):
+        decorate(is_held, redis=patient)()
 
 
 def test_a_user_who_may_acquire_and_not_release_gets_the_result_all_the_same(
@@ -174,11 +149,9 @@ def test_a_user_who_may_take_and_not_renew_is_told_which_right_is_missing(
         assert is_renewed(run.lock)
 
 
-def test_a_server_that_runs_out_of_memory_during_a_run_goes_on_renewing(
-    server: RedisServer, client: Any, prefix: str
-) -> None:
+def test_a_server_that_runs_out_of_memory_during_a_run_goes_on_renewing(client: Any, prefix: str) -> None:
     told: list[object] = []
-    with Running(lease=60, when_lost=told.append) as run, out_of_memory(server, client):
+    with Running(lease=60, when_lost=told.append) as run, trouble(client, "no memory"):
         with pytest.raises(redis_py.ResponseError, match="maxmemory"):
             client.set("filler", "x")
         client.pexpire(f"{prefix}k", 30_000)

@@ -10,7 +10,7 @@ import pytest
 import redis as redis_py
 from redis.exceptions import RedisError
 
-from only_one import LockLost, LockUnavailable, configure, fail, only_one
+from only_one import LockUnavailable, configure, only_one
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.clients import Clients, clients
@@ -100,43 +100,36 @@ def test_a_failover_during_a_run(watched: Watched, prefix: str, fault: Callable[
 
     And what it had not is lost: that run is told, and does not take its key from the next one.
     """
-    told: list[object] = []
+    told: list[Any] = []
     keys = [f"{prefix}thread", f"{prefix}loop", f"{prefix}lost"]
     call = only_one(lambda: "done", key="new", lease=60)
     on_replica = watched.on_replica
-    with Running("lost", lease=60, when_lost=fail) as lost:
-        with (
-            Running("thread", lease=60, when_lost=told.append) as thread,
-            RunningAsync("loop", lease=60, when_lost=told.append) as loop,
-        ):
-            # What renews waits for none of them for long, whatever the user's client does.
-            background = thread.lock.server.node_of("").client.connection_pool
-            for pool in (background, *(each.connection_pool for each in background.sentinel_manager.sentinels)):
-                assert pool.connection_kwargs["socket_timeout"] == 0.5
-            watched.on_master.wait(1, round(LIMIT * 1000))
-            assert on_replica.exists(*keys) == 3
-            assert on_replica.delete(keys[2]) == 1
-            fault(watched.master)
-            if fault is RedisServer.kill:
-                assert isinstance(outcome_of(call), LockUnavailable)
-            assert watched.fail_over()
-            for key, run in zip(keys, [thread, loop], strict=False):
-                on_replica.pexpire(key, 30_000)
-                renew_now(run.lock)
-                assert eventually(lambda key=key: on_replica.pttl(key) > 30_000)  # type: ignore[misc]
-                assert on_replica.get(key) == run.lock.token
-                assert run.lock.is_held
-            # A connection of the user's own to a frozen master is waited for, once.
-            assert eventually(lambda: outcome_of(only_one(lambda: "other", key="thread")) is None)
-            assert eventually(lambda: outcome_of(call) == "done")
-            renew_now(lost.lock)
-            assert eventually(lambda: not lost.lock.is_held)
-            with Running("lost", lease=60) as next_run:
-                lost.finish.set()
-                assert isinstance(lost.join(), LockLost)
-                assert lost.result.reason == "deleted"
-                assert on_replica.get(keys[2]) == next_run.lock.token
-        assert thread.result == loop.result == next_run.result == "done"
-        assert told == []
-        # At once, or in the background if the run's own connection had yet to learn of the new master.
-        assert eventually(lambda: not on_replica.exists(*keys, f"{prefix}new"))
+    with (
+        Running("thread", lease=60, when_lost=told.append) as thread,
+        RunningAsync("loop", lease=60, when_lost=told.append) as loop,
+        Running("lost", lease=60, when_lost=told.append) as lost,
+    ):
+        watched.on_master.wait(1, round(LIMIT * 1000))
+        assert on_replica.exists(*keys) == 3
+        assert on_replica.delete(keys[2]) == 1
+        fault(watched.master)
+        if fault is RedisServer.kill:
+            assert isinstance(outcome_of(call), LockUnavailable)
+        assert watched.fail_over()
+        for key, run in zip(keys, [thread, loop], strict=False):
+            on_replica.pexpire(key, 30_000)
+            renew_now(run.lock)
+            assert eventually(lambda key=key: on_replica.pttl(key) > 30_000)  # type: ignore[misc]
+            assert on_replica.get(key) == run.lock.token
+            assert run.lock.is_held
+        # A connection of the user's own to a frozen master is waited for, once.
+        assert eventually(lambda: outcome_of(only_one(lambda: "other", key="thread")) is None)
+        assert eventually(lambda: outcome_of(call) == "done")
+        renew_now(lost.lock)
+        assert eventually(lambda: told)
+        on_replica.set(keys[2], "the next one")
+    assert thread.result == loop.result == lost.result == "done"
+    assert [(each.key, each.reason) for each in told] == [(keys[2], "deleted")]
+    assert on_replica.get(keys[2]) == b"the next one"
+    # At once, or in the background if the run's own connection had yet to learn of the new master.
+    assert eventually(lambda: not on_replica.exists(keys[0], keys[1], f"{prefix}new"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import importlib.util
 import math
@@ -10,7 +9,6 @@ import os
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from pathlib import Path, PurePosixPath
@@ -57,13 +55,11 @@ def model(value: object) -> object:
     return type(value).__name__, repr(value)
 
 
-def rebuilt(value: Any, leaf: Callable[[Any], Any], sequence: Callable[[list[Any]], Any]) -> Any:
-    """The value with other leaves and other sequences in it, its dicts built the other way round."""
+def with_tuples(value: Any) -> Any:
+    """The value with tuples in the place of lists, its dicts built the other way round."""
     if isinstance(value, dict):
-        return {key: rebuilt(item, leaf, sequence) for key, item in reversed(value.items())}
-    if isinstance(value, (list, tuple)):
-        return sequence([rebuilt(item, leaf, sequence) for item in value])
-    return leaf(value)
+        return {key: with_tuples(item) for key, item in reversed(value.items())}
+    return tuple(map(with_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
 def after_the_broker(value: object) -> Any:
@@ -72,6 +68,7 @@ def after_the_broker(value: object) -> Any:
 
 
 @given(carried, carried)
+@example({7: 1, -1.5: 2, True: 3, None: 4, 1e300: 5, math.inf: 6}, None)
 def test_a_trip_through_the_broker_does_not_count(first: Any, second: Any) -> None:
     key = maker("{md5}", importer)
     args, kwargs = after_the_broker([[first], {"d": second}])
@@ -81,7 +78,7 @@ def test_a_trip_through_the_broker_does_not_count(first: Any, second: Any) -> No
 
 @given(carried)
 def test_a_tuple_equals_a_list_and_dict_order_does_not_count(value: Any) -> None:
-    assert digest(rebuilt(value, lambda leaf: leaf, tuple)) == digest(rebuilt(value, lambda leaf: leaf, list))
+    assert digest(with_tuples(value)) == digest(value)
 
 
 @given(st.lists(hashables, max_size=6), st.randoms())
@@ -97,21 +94,11 @@ def test_set_order_does_not_count(items: list[Any], chance: random.Random) -> No
     assert digest(set(collide)) == digest(set(backwards))
 
 
-@given(carried)
-def test_an_enum_is_its_value_wherever_it_stands(value: Any) -> None:
-    def member(leaf: Any) -> Any:
-        if not isinstance(leaf, (str, int, bytes)):
-            return leaf
-        made: Any = enum.Enum
-        return made("Of", {"MEMBER": leaf})["MEMBER"]
-
-    assert digest(rebuilt(value, member, list)) == digest(value)
-
-
 @pytest.mark.parametrize(
     ("value", "same"),
     [
         (Colour.BLUE, ["blue", 3]),
+        ({"a": Level.LOW, "b": {Mode.FAST}}, {"a": 1, "b": {"fast"}}),
         ({Mode.FAST: 1}, {"fast": 1}),
         ({Level.LOW: 1}, {"1": 1}),
         ({Colour.NONE: 1}, {"null": 1}),
@@ -132,25 +119,15 @@ def test_equal_values_have_one_digest(value: object, same: object) -> None:
     assert digest([value]) == digest((same,))
 
 
-def test_a_lone_str_is_the_md5_of_its_utf8() -> None:
-    url = "https://example.org/f\N{LATIN SMALL LETTER E WITH DIAERESIS}ed"
-    assert digest(url) == hashlib.md5(url.encode(), usedforsecurity=False).hexdigest()
-
-
 @given(confusable, confusable)
-@example(["a", "b"], ["a,b"])
-@example({"a": 1}, {"a": "1"})
-@example([[]], [])
-@example([["a"], "b"], ["a", ["b"]])
-@example({"a": None}, {})
-@example(frozenset({"a"}), ["a"])
-@example(frozenset({1}), frozenset({True}))
 def test_digests_are_equal_exactly_where_values_are(first: Any, second: Any) -> None:
     assert (digest(first) == digest(second)) == (model(first) == model(second))
 
 
 def test_different_values_have_different_digests() -> None:
     containers = [[1], {"1": 1}, {1}, [[1]], (b"1",), [], {}, frozenset(), [""], [None], {"": ""}]
+    containers += [["a", "b"], ["a,b"], {"a": 1}, {"a": "1"}, {"a": None}, [[]], [["a"], "b"], ["a", ["b"]]]
+    containers += [{"a"}, ["a"], {True}]
     dataclasses = [Feed("a"), Feed("b"), Feed("a", ["x"]), Sheet("a"), {"url": "a", "tags": []}]
     huge = [10**5000, 10**5000 + 1, -(10**5000), 2**64, 2**64 + 1, 2.0**64]
     values = [*confusable_scalars, *containers, *dataclasses, *huge]

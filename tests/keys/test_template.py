@@ -8,7 +8,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from only_one.keys.template import compile_key
-from tests.keys.calls import NAME, as_it_is, importer, maker
+from tests.keys.calls import NAME, as_it_is, maker
 
 NASTY = "%:{}-_/ab AFf01235789"
 separators = st.text(NASTY, min_size=1, max_size=3).filter(lambda text: text[0] not in "%{}")
@@ -78,11 +78,6 @@ def test_what_a_callable_returns_is_kept_apart_and_can_be_sent(first: str, secon
 def test_a_template_can_be_sent_whatever_it_is_written_with() -> None:
     make = compile_key("report-\udce9{{}}:{a}:\ud800", inspect.signature(lambda a: a))
     assert make(NAME, (1,), {}).encode() == b"report-%ED%B3%A9%7B%7D:1:%ED%A0%80"
-
-
-def test_a_constant_key_asks_nothing_of_the_call() -> None:
-    make = compile_key("k", inspect.signature(importer))
-    assert make(NAME, (), {}) == make(NAME, (object(), 2, 3, 4, 5), {"nope": 1}) == "k"
 
 
 def test_a_callable_gets_all_arguments_by_their_names() -> None:

@@ -59,30 +59,22 @@ async def plain_async(a: int, b: str = "x") -> float:
 def forms() -> None:
     """Each way to decorate."""
     assert_type(bare(1, "x", b"", c=2.0), float | None)
-    assert_type(bare(a=1), float | None)
     assert_type(only_one(plain)(1, b="y"), float | None)
     assert_type(only_one(plain, key="k", timeout=300)(1, b="y"), float | None)
-    assert_type(only_one(plain, key=lambda a, b: f"{a}")(1), float | None)
-    assert_type(only_one(plain, 300, lease=10)(1), float | None)
+    assert_type(only_one(plain, 300, key=lambda a, b: f"{a}")(1), float | None)
     assert_type(only_one()(plain)(1), float | None)
     assert_type(only_one("k")(plain)(1, "y"), float | None)
     assert_type(only_one("k")(lambda: "x")(), str | None)
-    assert_type(only_one("k", 300)(plain)(1), float | None)
-    assert_type(only_one(key="k", timeout=300.5)(plain)(a=1), float | None)
     assert_type(only_one("k", timedelta(minutes=5), lease=timedelta(seconds=10))(plain)(1), float | None)
-    assert_type(only_one(timeout=300, lease=10)(plain)(1), float | None)
     assert_type(only_one(key=lambda a, b: f"k{a}")(plain)(1), float | None)
-    assert_type(only_one("k", work_id=lambda a, b: a)(plain)(1), float | None)
+    assert_type(only_one(key="k", timeout=300.5, work_id=lambda a, b: a)(plain)(a=1), float | None)
 
 
 async def async_forms() -> None:
     """The same for what is awaited."""
     assert_type(await only_one(plain_async)(1, b="y"), float | None)
-    assert_type(await only_one()(plain_async)(1), float | None)
-    assert_type(await only_one("k", 300, lease=10)(plain_async)(1), float | None)
     assert_type(await only_one(key=lambda a, b: f"k{a}")(plain_async)(a=1), float | None)
     assert_type(await only_one(plain_async, key="k", timeout=300)(1, b="y"), float | None)
-    assert_type(await only_one("k")(plain_async)(1), float | None)
     await assert_type(only_one(plain_async)(1), Coroutine[Any, Any, float | None])
 
 
@@ -109,28 +101,20 @@ def policies() -> None:
     assert_type(only_one("k", when_busy=fail)(plain)(1), float)
     assert_type(only_one("k", when_busy=who)(plain)(1), float | str)
     assert_type(only_one("k", when_busy=lambda error: error.task_id)(plain)(1), float | str | None)
-    assert_type(only_one("k", when_busy=lambda _: "busy")(plain)(1), float | str)
     assert_type(only_one("k", when_down=skip)(plain)(1), float | None)
-    assert_type(only_one("k", when_down=carry_on)(plain)(1), float | None)
-    assert_type(only_one("k", when_busy=fail, when_down=fail)(plain)(1), float)
     assert_type(only_one("k", when_busy=fail, when_down=carry_on)(plain)(1), float)
     assert_type(only_one("k", when_busy=fail, when_down=skip)(plain)(1), float | None)
-    assert_type(only_one("k", when_busy=fail, when_down=why)(plain)(1), float | bytes)
-    assert_type(only_one("k", when_busy=retry())(plain)(1), float)
     again = retry(5, max_retries=3)
     assert_type(only_one("k", when_busy=again, when_down=retry(timedelta(seconds=9)))(plain)(1), float)
     assert_type(only_one("k", when_busy=buffer_one())(plain)(1), float)
     assert_type(only_one("k", when_busy=who, when_down=why)(plain)(1), float | str | bytes)
     assert_type(only_one(plain, key="k", when_busy=who, when_down=why)(1), float | str | bytes)
-    assert_type(only_one(key=lambda a, b: "k", when_busy=who)(plain)(1), float | str)
     assert_type(only_one(when_busy=fail)(plain)(1), float)
 
 
 async def async_policies() -> None:
     """The same for what is awaited."""
     assert_type(await only_one("k", when_busy=fail)(plain_async)(1), float)
-    assert_type(await only_one("k", when_busy=skip)(plain_async)(1), float | None)
-    assert_type(await only_one("k", when_busy=who)(plain_async)(1), float | str)
     assert_type(await only_one("k", when_busy=fail, when_down=why)(plain_async)(1), float | bytes)
     assert_type(await only_one(plain_async, key="k", when_busy=fail, when_down=carry_on)(1), float)
     assert_type(returns_nothing(), None)
@@ -169,12 +153,6 @@ class Feed:
         """A class method."""
         return a
 
-    @property
-    @only_one("k", when_busy=fail)
-    def size(self) -> int:
-        """A property."""
-        return 1
-
 
 async def methods(feed: Feed) -> None:
     """What methods give."""
@@ -183,7 +161,6 @@ async def methods(feed: Feed) -> None:
     assert_type(await feed.load_async(1), float)
     assert_type(Feed.static(1), float | None)
     assert_type(Feed.of_class(1), float | None)
-    assert_type(feed.size, int)
 
 
 # --- the rest ------------------------------------------------------------------------------------------------------

@@ -29,9 +29,7 @@ async def calls() -> None:
     """The parameters are those of the function."""
     decorated()  # type: ignore[call-arg]
     decorated("x")  # type: ignore[arg-type]
-    decorated(1, "x", 2)  # type: ignore[call-arg]
     decorated(1, c=3)  # type: ignore[call-arg]
-    only_one(plain)("x")  # type: ignore[arg-type]
     only_one(plain, key="k", timeout=3)()  # type: ignore[call-arg]
     await decorated_async("x")  # type: ignore[arg-type]
     await decorated(1)  # type: ignore[misc]
@@ -54,7 +52,6 @@ def options() -> None:
     only_one("k", "300")  # type: ignore[call-overload]
     only_one("k", lease="300")  # type: ignore[call-overload]
     only_one("k", work_id="7")  # type: ignore[call-overload]
-    only_one("k", timeout=[300])  # type: ignore[call-overload]
     only_one("k", 300, 30)  # type: ignore[call-overload]
     only_one(key=3)  # type: ignore[call-overload]
     only_one(3)  # type: ignore[call-overload]
