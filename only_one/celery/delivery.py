@@ -129,6 +129,18 @@ class TaskCaller(Caller):
         for policy in (options.when_busy, options.when_down):
             refuse_long_countdown(self.app, getattr(policy, "countdown", None))
 
+    def keeps_key(self, decoration: Decoration, key: str, request: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a retry with these arguments has the key of its task, which ``request`` is about.
+
+        The same arguments have the same key, whatever a worker or a base's ``__call__`` has made of them for the run.
+        """
+        with suppress(Exception):  # of arguments that have no digest, or cannot be compared
+            if list(args or ()) == list(request.args or ()) and (kwargs or {}) == (request.kwargs or {}):
+                return True
+            prefix = decoration.options_for(self).prefix
+            return prefix + decoration.make_key(self, tuple(args or ()), kwargs or {}) == key
+        return False
+
 
 class Delivery(TaskCaller):
     """The run of a task's message in a worker: one delivery, among others with the same task id and attempt.
@@ -153,8 +165,7 @@ class Delivery(TaskCaller):
         self._decoration = decoration
         self.is_unique_in_queue = decoration.task is not None
         if self.is_unique_in_queue:
-            # A retry may have other arguments than those of the key that came with its message.
-            self.key = None if self.header.attempt else self.header.key
+            self.key = self.header.key
             self.queued = self.header.token.encode() if self.header.token else None
         self.is_redelivered = bool((request.delivery_info or {}).get("redelivered"))
         self._request = request
@@ -343,13 +354,11 @@ class Delivery(TaskCaller):
         sig = ended_by.sig if isinstance(ended_by, Retry) else vars(request).get("only_one_requeued")
         if sig is None:
             return None
-        next_key = None
-        with suppress(Exception):  # of arguments that the retry has, and that have no digest
-            next_key = options.prefix + self._decoration.make_key(self, tuple(sig.args or ()), sig.kwargs or {})
-        if next_key != key:
+        if not self.keeps_key(self._decoration, key, request, sig.args, sig.kwargs):
             return None
         begins_in = getattr(ended_by, "when", None) or sig.options.get("countdown")
-        seconds = waits_for(self.app, options.queue_timeout, request.expires, begins_in)
+        expires = sig.options.get("expires", request.expires)
+        seconds = waits_for(self.app, options.queue_timeout, expires, begins_in)
         work = self.work._replace(attempt=sig.options.get("retries", self.work.attempt + 1))
         token = work.token_factory(self._task, "queued").token(seconds)
         note = note_of(key, *work)

@@ -88,6 +88,8 @@ class Publication(TaskCaller):
         is_sent_again = given.get("retries") or is_requeued
         is_refused = not isinstance(self._args or (), (list, tuple))  # by Celery
         goes_past = is_sent_again or is_refused
+        if is_requeued:
+            self._forget_key_of_other_arguments(decoration, carried or {})
         if goes_past or self.app.conf.task_always_eager:
             return self._publish()
         options = decoration.options_for(self)
@@ -133,6 +135,14 @@ class Publication(TaskCaller):
         """The result of the existing task; for a holder that is no task, publish, and the worker decides."""
         return self._publish() if work_held_by(self._holder) is None else self._task.AsyncResult(error.task_id)
 
+    def _forget_key_of_other_arguments(self, decoration: Decoration, carried: dict[str, Any]) -> None:
+        """Publish a retry without its task's key if its arguments give another: that is made when the retry begins."""
+        request: Any = self._task.request
+        key = carried.get("key") if str(request.id) == self.id else None
+        if key and not self.keeps_key(decoration, key, request, self._args, self._kwargs):
+            without = {name: value for name, value in carried.items() if name != "key"}
+            self._options = {**self._options, "headers": {**self._options["headers"], HEADER: without}}
+
     def _publish(self, header: Header | None = None) -> Any:
         self._is_published, self._holder = True, None
         if header is None:
@@ -144,7 +154,7 @@ class Publication(TaskCaller):
         """The arguments as the worker will see them, for a task with pydantic's models."""
         args, kwargs = self._args, self._kwargs
         dump = getattr(self._task, "_dump_pydantic_arguments", None)
-        if dump is not None and self._options.get("serializer") != "pickle":
+        if dump is not None and self._options.get("serializer", self._task.serializer) != "pickle":
             args, kwargs = dump(args, kwargs)
         return tuple(args or ()), kwargs or {}
 

@@ -61,7 +61,12 @@ REQUEUES = {"delay": (in_dramatiq(MESSAGE), (), 1000), "defer": (ARQ, (CONTEXT,)
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], None]:
     """A callable that has modules imported."""
-    return lambda modules: [monkeypatch.setitem(sys.modules, name, module) for name, module in modules.items()]
+
+    def install(modules: dict[str, Any]) -> None:
+        for name, module in modules.items():
+            monkeypatch.setitem(sys.modules, name, module)
+
+    return install
 
 
 @pytest.fixture

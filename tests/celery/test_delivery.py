@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import logging
 from collections.abc import Callable
@@ -233,9 +234,10 @@ def test_the_value_that_is_retained_for_a_retry(queue: Queue, monkeypatch: pytes
     ) -> Any:  # fmt: skip
         request: Any = {"id": "the-id", "retries": 4, "args": ["a"], "kwargs": {"b": 1}, "expires": None}
         request |= {"headers": None, "delivery_info": None, **changes}
-        decoration: Any = SimpleNamespace(task=task if is_unique else None, make_key=make_key)
-        run = Delivery(task, SimpleNamespace(**request), bound=False, decoration=decoration)
         options: Any = SimpleNamespace(queue_timeout=seconds, prefix="p:")
+        own = task if is_unique else None
+        decoration: Any = SimpleNamespace(task=own, make_key=make_key, options_for=lambda _caller: options)
+        run = Delivery(task, SimpleNamespace(**request), bound=False, decoration=decoration)
         stored = run.retained_value(options, "p:k:a", ended_by or Retry(when=when, sig=sig or task.s("a", b=1)))
         return stored and (stored[0], stored[1] - 1000)
 
@@ -252,9 +254,11 @@ def test_the_value_that_is_retained_for_a_retry(queue: Queue, monkeypatch: pytes
     assert retained(when=3)[1] == 3.5
     assert retained(expires=7)[1] == 7
     assert retained(expires=-1) is None
+    assert retained(task.s("a", b=1).set(expires=9), expires=7)[1] == 9
     assert retained(seconds=0) is None
     assert retained(is_unique=False) is None
     assert retained(task.s("a", b=2)) is not None  # which is no part of the key
+    assert retained(task.s(3, b=1), args=[3]) is not None  # whatever key they give here, they gave it before
     for other in (task.s("b", b=1), task.s(), task.s(object())):
         assert retained(other) is None
     for error in (KeyboardInterrupt(), ValueError(), Retry()):  # of which a task that raises the last has sent nothing
@@ -292,33 +296,83 @@ def test_a_task_is_unique_from_queued_to_finished_over_a_retry(
     assert len(queue) == 0
 
 
-KEYS: list[tuple[str, int, bool, int, str, Any]] = [
-    ("queued", 1, True, 1, "k-1", {}),
-    ("queued", 1, False, 1, "k-1", {}),
-    ("running", 0, True, 1, "k-1", {}),
-    ("running", 0, True, 1, "k-1", {"redis": CLOSED}),
-    ("running", 0, True, 1, "k-1", {"active": False}),
-    ("queued", 0, True, 0, "kept", {}),
-    ("queued", 0, False, 0, "kept", {}),
-]
+class Colour(str, enum.Enum):
+    """What JSON makes a plain str of."""
+
+    RED = "red"
 
 
-@pytest.mark.parametrize(("state", "attempt", "is_its_own", "retries", "key", "settings"), KEYS)
-def test_a_first_attempt_has_the_key_that_came_with_its_message(
-    queue: Queue, keys: Keys, state: str, attempt: int, retries: int, key: str, settings: Any, *, is_its_own: bool
+class Lowers(Task):  # type: ignore[misc]  # Celery has no types
+    """A base that changes the arguments."""
+
+    def __call__(self, value: str) -> Any:
+        return self.run(value.lower())
+
+
+class AddsTenant(Task):  # type: ignore[misc]
+    """A base that adds an argument when it is sent, and takes it away before it runs."""
+
+    typing = False
+
+    def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        return super().apply_async(args, {**(kwargs or {}), "tenant": "acme"}, **options)
+
+    def __call__(self, *args: Any, tenant: str, **kwargs: Any) -> Any:
+        assert tenant
+        return self.run(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("template", "base", "value", "retried", "is_kept"),
+    [
+        ("{md5}", Task, "A", {}, True),
+        ("{md5}", Lowers, "A", {}, True),
+        ("{value.value}", Task, Colour.RED, {}, True),
+        ("{md5}", AddsTenant, "A", {}, True),
+        ("{value}", Task, "A", {"args": ("B",)}, False),
+        ("{value.value}", Task, Colour.RED, {"args": ("red",)}, True),
+        ("k", Task, "A", {"args": ("B",)}, True),
+    ],
+)
+def test_a_retry_has_the_key_of_its_task_unless_its_arguments_give_another(
+    queue: Queue, keys: Keys, template: str, base: Any, value: Any, retried: Any, *, is_kept: bool
 ) -> None:
-    """A retry has that of its arguments, which may be others by now; also where no server answers."""
+    def work(value: Any) -> str:
+        ran_with.append(current_lock().key)
+        if len(ran_with) == 1:
+            task.retry(countdown=0, **retried)
+        return str(value)
+
+    ran_with: list[str] = []
+    task = unique(queue.app, template, function=work, celery={"base": base})
+    answer = task.delay(value)
+    queue.deliver()
+    assert task.delay(value).is_duplicate == is_kept
+    while len(queue):
+        queue.deliver()
+    assert answer.state == "SUCCESS"
+    assert (ran_with[0] == ran_with[1]) == is_kept
+    assert not keys.redis.keys(f"{keys.prefix}*")
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+@pytest.mark.parametrize("is_its_own", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"redis": CLOSED}, {"active": False}])
+def test_an_attempt_has_the_key_that_came_with_its_message(
+    queue: Queue, keys: Keys, attempt: int, settings: Any, *, is_its_own: bool
+) -> None:
+    """Also where no server answers."""
     answer = unique(queue.app, "k-{value}", when_down=carry_on).delay(1)
     del keys["k-1"]
     message = queue.take()
-    value = token_of(answer.id if is_its_own else "another", state=state, attempt=attempt)
-    message["headers"]["retries"] = retries
-    message["headers"]["only_one"].update(key=f"{keys.prefix}kept", attempt=retries, token=value.decode())
+    value = token_of(answer.id if is_its_own else "another", state="queued", attempt=attempt)
+    message["headers"]["retries"] = attempt
+    message["headers"]["only_one"].update(key=f"{keys.prefix}kept", attempt=attempt, token=value.decode())
     keys["kept"] = value
     with configure(**settings):
         queue.deliver(message)
-    assert answer.get() == [1, "more", f"{keys.prefix}{key}"]
-    assert ("kept" in keys) == (key != "kept")
+    assert answer.get() == [1, "more", f"{keys.prefix}kept"]
+    assert ("kept" in keys) == bool(settings)
 
 
 @pytest.mark.parametrize("make", [a_task, above_and_below, unique_with_newest])

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -349,8 +350,9 @@ def test_a_task_that_was_received_is_dead_with_its_worker(dead: bytes) -> None:
     assert not is_dead(TokenFactory("t", "the-id", 0, "received").token(600))
 
 
-NOT_DEAD: list[dict[str, object]] = [
-    *({"pid": pid} for pid in (0, -1, -99_999_999, 2**31, 2**63, 2**64, 10**30, True, "1", None, 1.5, [], {})),
+NO_IDS: list[Any] = [0, -1, -99_999_999, 2**31, 2**63, 2**64, 10**30, True, "1", None, 1.5, [], {}]
+NOT_DEAD: list[Any] = [
+    *({"pid": pid} for pid in NO_IDS),
     *({"state": state} for state in ("kept", "queued", "", "Running")),
     {"only_one": 2},
     {"replacement": "2"},
