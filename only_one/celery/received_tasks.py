@@ -22,8 +22,9 @@ from only_one.driver import RAW, TROUBLE, drive
 from only_one.events import logger
 from only_one.forks import in_each_child
 from only_one.holder import Holder, is_queued, task_id_of
-from only_one.lock.commands import expiry_in, replace
+from only_one.lock.commands import Retained, expiry_in, replace
 from only_one.lock.current_lock import Lease
+from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import hold, release_later
 from only_one.lock.token import TokenFactory, words_of
 from only_one.settings import DEFAULT_LEASE
@@ -47,24 +48,28 @@ class _WaitingLease(Lease):
 
     Attributes:
         request: gives the task's request; None once Celery has forgotten it.
+        message: the task's message, which knows for longer whether it is acknowledged.
         note: the name of the note for a run that has taken the key over.
     """
 
     def __init__(self, request: Any, note: str, *lease: Any) -> None:
         """See ``Lease`` for the other arguments."""
         self.request = ref(request)
+        self.message = request.message
         self.note = note
         super().__init__(*lease)
 
     def lives_on(self, sent: float, ttl: float) -> None:
-        """Note the same; a task whose request is forgotten has ended, or is in its queue again: its key may expire.
+        """Note the same, and renew the key no more once the task has ended, or is in its queue again.
 
-        Or it has ended because its message is acknowledged: Celery remembers for long what had an ``eta``.
+        It has ended if its message is acknowledged: Celery remembers for long what had an ``eta``.
         """
         super().lives_on(sent, ttl)
         request = self.request()
         if request is None or request.acknowledged:
             self.renew_at = self.ends_at
+        if request is None and not self.message.acknowledged:
+            _queue_again(self)
 
     def lose(self, reason: str, value: bytes = b"") -> str:
         """Note that the key is lost, unless it comes back; until then each renewal finds the other's value."""
@@ -99,8 +104,9 @@ def _on_received(sender: Any, request: Any, **_: Any) -> None:
         return
     if now() >= _swept_at + DEFAULT_LEASE:  # time to forget what has begun since, or has ended without
         _swept_at = now()
-        for lease in [each for each in _waiting if each.reason is not None or each.request() is None]:
-            del _waiting[lease]
+        for lease in list(_waiting):
+            if lease.reason is not None or (lease.request() is None and lease.message.acknowledged):
+                del _waiting[lease]
     announce: list[Callable[..., None]] = [partial(_announce_redelivery, decoration) for decoration in decorations]
     for do in (_receive, *announce):
         try:
@@ -144,6 +150,17 @@ def _receive(consumer: Any, request: Any) -> None:
         request.request_dict.update(header._replace(token=token.decode()).as_headers())
         _waiting[lease] = options.server, work.token_factory(request.task, "queued"), queued_for
         hold(lease)
+
+
+def _queue_again(lease: _WaitingLease) -> None:
+    """Store the value of a task in its queue: Celery forgets what it has received when it loses its connection.
+
+    The broker delivers the message again, soon or late, and perhaps to another worker.
+    """
+    server, factory, queued_for = _waiting.pop(lease)
+    until = now() + (left := queued_for())
+    retained = Retained(factory.token(left), until, lease.note)
+    release_later(PendingRelease(server, lease.key, lease.token, until, no_write_in_flight=True, retained=retained))
 
 
 def _announce_redelivery(decoration: Decoration, _sender: Any, request: Any) -> None:

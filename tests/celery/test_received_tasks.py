@@ -74,7 +74,7 @@ class Worker:
         if header is not None:
             headers.update(header.as_headers(), id=header.id, retries=header.attempt)
         request = {"eta": None, "expires": None, "acknowledged": False, "content_type": message["content-type"]}
-        request |= {"delivery_info": {"redelivered": False}}
+        request |= {"delivery_info": {"redelivered": False}, "message": SimpleNamespace(acknowledged=False)}
         request.update(changes)
         real = task.app.tasks[task.name]
         request.update(task=real, app=task.app, id=headers["id"], name=task.name, request_dict=headers)
@@ -150,12 +150,25 @@ def test_a_key_is_not_renewed_once_its_task_has_ended(
     lease = worker.lease_of(task)
     assert lease.renew_at < lease.ends_at
     if is_forgotten:
-        worker.requests.clear()
+        worker.requests.pop().message.acknowledged = True
     else:
         worker.requests[-1].acknowledged = True
     lease.lives_on(clock[0], LEASE)
     assert lease.renew_at == lease.ends_at
     assert lease.expires_at == clock[0] + LEASE
+
+
+def test_a_task_is_queued_again_when_its_worker_loses_the_connection_to_the_broker(
+    task: Any, worker: Worker, keys: Keys, clock: list[float]
+) -> None:
+    """Celery forgets it then, and may take it again much later; it is not told of that."""
+    lease = worker.lease_of(task)
+    worker.requests.clear()
+    lease.lives_on(clock[0], LEASE)
+    assert eventually(lambda: keys.state() == QUEUED)
+    assert keys.lives_for(HOUR)
+    worker.receive(task)
+    assert keys.state() == RECEIVED
 
 
 def is_queued_since(moment: float, keys: Keys, key: str = "k") -> bool:
@@ -345,7 +358,7 @@ def test_a_task_that_has_begun_or_ended_is_forgotten_after_a_while(
     (lease,) = received_tasks._waiting
     lease.lose("taken", lease.token)
     assert receive("b") == "ab"
-    del worker.requests[-1]  # as where it was skipped: its key was another run's
+    worker.requests.pop().message.acknowledged = True  # as where it was skipped: its key was another run's
     clock[0] += LEASE - 1
     assert receive("c") == "abc"
     clock[0] += 1
