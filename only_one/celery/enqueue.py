@@ -15,13 +15,17 @@ from redis.exceptions import ResponseError
 
 from only_one.call.effective_options import Decoration, EffectiveOptions, Policy
 from only_one.call.locked_call import LockedCall
+from only_one.call.owed_key import note_of
+from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.driver import TROUBLE, drive
 from only_one.errors import AlreadyRunning, OnlyOneError
 from only_one.events import Busy, emit, logger
 from only_one.holder import Holder
-from only_one.lock.commands import expiry_in, release_now, replace
+from only_one.lock.commands import Retained, expiry_in, release_now, replace
 from only_one.lock.liveness import is_dead
+from only_one.lock.pending_releases import PendingRelease
+from only_one.lock.renewal import release_later
 from only_one.lock.token import TokenFactory
 from only_one.policies import BufferOne, RequeueRequest
 
@@ -29,7 +33,7 @@ from . import coalescing, redelivery
 from .broker import waits_for
 from .delivery import TaskCaller
 from .requeue import HEADER, Header
-from .work import work_held_by
+from .work import Work, work_held_by
 
 _UNTIL_PUBLISHED = 30.0
 """Seconds for which the key is acquired at first, so a producer that dies before it has published blocks nobody."""
@@ -174,16 +178,24 @@ class Publication(TaskCaller):
         # A task's own `apply_async` may have published nothing, or under an id of its own.
         if result is None:
             return None
+        self._lengthen(call, str(result.id))
+        return result
+
+    def _lengthen(self, call: LockedCall, task_id: str) -> None:
+        """Let the key of the published task live for as long as the task may wait; in the background, if that fails."""
         limit, token = call.options.timeout or 0, call.token  # `_queue` gives a time
-        if result.id != self.id:
-            token = TokenFactory(self._task.name, str(result.id), 0, "queued").token(limit)
+        if task_id != self.id:
+            token = TokenFactory(self._task.name, task_id, 0, "queued").token(limit)
         # It compares with the token of a task that is queued: a worker may have begun it, and have its own lease.
         try:
             drive(call.client, replace(call.key, call.token, token, limit))
-        except TROUBLE as error:
-            level = logging.WARNING if isinstance(error, ResponseError) else logging.DEBUG
-            logger.log(level, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
-        return result
+        except ResponseError as error:
+            logger.warning("%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
+        except TROUBLE as error:  # the server is away, and may be back soon
+            logger.debug("%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
+            retained = Retained(token, now() + limit, note_of(call.key, *Work(task_id, 0, 0)))
+            given = (call.server, call.key, call.token, retained.until)
+            release_later(PendingRelease(*given, no_write_in_flight=True, retained=retained))
 
     def _queue_newest(self, call: LockedCall, digest: str, seconds: float) -> Any:
         """Publish the task with its number; or, if the newest task is equal, give that task's result."""

@@ -95,6 +95,7 @@ def publish(task: Task, request: Any, header: Header, countdown: float | None) -
     ignores = task.ignore_result if ignores is None else ignores
     # A signal handler may hand on the headers of this delivery, and with them an earlier count.
     kept = {"message_id": f"{HEADER}:{header.times + 1}", "compression": vars(request).get("compression")}
+    kept |= {name: vars(request).get(name) for name in ("argsrepr", "kwargsrepr")}  # which may hide something
     # Without one it is the app's.
     kept["serializer"] = registry.type_to_name.get((vars(request).get("properties") or {}).get("content_type"))
     again: Any = task.signature_from_request(

@@ -636,3 +636,5 @@ def test_a_task_is_published_though_its_key_is_not_lengthened(
     assert len(queue) == 1
     text = f"{keys.prefix}k is queued, and may be queued again in 30 s"
     assert [each.levelname for each in caplog.records if text in each.getMessage()] == levels
+    if levels == ["DEBUG"]:
+        assert eventually(lambda: keys.left() > 1000), "as soon as the server is back"
