@@ -108,6 +108,11 @@ class Proxy(AbstractContextManager["Proxy"]):
         credentials, at, _ = self._parts.netloc.rpartition("@")
         return self._parts._replace(netloc=f"{credentials}{at}127.0.0.1:{self.port}").geturl()
 
+    def lead_to(self, server_url: str) -> None:
+        """Forward new connections to another server, as a name does that has moved; those that are open stay."""
+        with self._lock:
+            self._parts = urlsplit(server_url)
+
     def __enter__(self) -> Self:
         self._acceptor = threading.Thread(target=self._accept, name="proxy", daemon=True)
         self._acceptor.start()

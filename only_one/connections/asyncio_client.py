@@ -21,6 +21,9 @@ _time_limit: Any = vars(connection)["async_timeout"]
 NO_LIMIT = 2**31
 """As many connections as commands ask for."""
 
+_OF_ALL_CONNECTIONS = (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError)
+"""The errors after which no other connection is used again either."""
+
 _MOST_CONNECTIONS = 100
 """Connections of one event loop: to open many more at once takes longer than one of them may take."""
 
@@ -136,13 +139,14 @@ class _KeptConnections:
             async with _time_limit(limit):
                 await connection.send_packed_command(_packed(connection, args))
                 reply = await connection.read_response(disable_decoding=True)
-        except redis.ResponseError:
-            self._idle.append(kept)
-            raise
         except BaseException as error:
+            if isinstance(error, redis.ResponseError) and not isinstance(error, redis.ReadOnlyError):
+                self._idle.append(kept)
+                raise
             self._broken.append(connection)
             # The others may be closed, too, or the network between may have forgotten them all.
-            if isinstance(error, (redis.ConnectionError, redis.TimeoutError, asyncio.TimeoutError)):
+            # Or their server is a replica now, and its name may lead to another server.
+            if isinstance(error, (*_OF_ALL_CONNECTIONS, asyncio.TimeoutError)):
                 self._broken += [each for each, _ in self._idle]
                 self._idle = []
             if isinstance(error, asyncio.TimeoutError) and limit is not None:

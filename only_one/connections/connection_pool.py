@@ -118,8 +118,8 @@ class PinnedClient(redis.Redis):
         try:
             # After a time-out it is sent again, as often as the user's client says.
             reply = connection.retry.call_with_retry(attempt, lambda _: connection.disconnect())
-        except redis.ResponseError:
-            self._keep(pinned)
+        except redis.ResponseError as refused:
+            self._put_back(pinned, refused)
             raise
         except _BrokenError as broken:
             pinned.drop()
@@ -134,10 +134,17 @@ class PinnedClient(redis.Redis):
             return reply
         return untyped.execute_command(*args, **options)
 
+    def _put_back(self, pinned: _Pinned, refused: redis.ResponseError) -> None:
+        if isinstance(refused, redis.ReadOnlyError):  # a replica now, and its name may lead to another server
+            self._drop(pinned, refused)
+        else:
+            self._keep(pinned)
+
     def _drop(self, pinned: _Pinned, error: BaseException) -> None:
         # A reply may be on its way still, which the next command there would take for its own.
         pinned.drop()
-        if isinstance(error, redis.TimeoutError):  # the network between may have forgotten the others, too
+        # The network between may have forgotten the others, too; or they lead to a replica, too.
+        if isinstance(error, (redis.TimeoutError, redis.ReadOnlyError)):
             self.kept = []
 
     def _keep(self, pinned: _Pinned) -> None:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
+import redis
+
 from only_one.clock import now
 from only_one.driver import Command
 
@@ -64,6 +66,8 @@ class Node:
             self.fail(pause)
             return [error] * len(commands)
         self._pause = _FIRST_PAUSE
+        if any(isinstance(each, redis.ReadOnlyError) for each in replies):  # a replica, as in `PinnedClient`
+            self.client.connection_pool.disconnect(inuse_connections=False)
         return replies
 
     def fail(self, pause: float | None = None) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from redis import Redis
 
+from only_one.testing import redis_server
 from rigs.proxy import Proxy
 from rigs.waiting import eventually
 from tests.faults.programs import Running
@@ -31,3 +33,28 @@ def test_a_connection_that_is_gone_for_less_than_the_lease_or_for_more(
             assert eventually(lambda: told)
     assert run.result == "done"
     assert told == ["expired"]  # once, though the end found it out, too
+
+
+def test_a_server_s_name_that_moves_to_the_new_master_while_the_old_one_goes_on_as_its_replica(
+    kind: type[Running],
+) -> None:
+    """The connections to the old one stay open, and each command there is refused."""
+    with (
+        redis_server() as old,
+        redis_server() as new,
+        Proxy(old.url) as proxy,
+        Redis.from_url(old.url) as former,
+        Redis.from_url(new.url) as master,
+    ):
+        master.replicaof("127.0.0.1", str(old.port))
+        with kind(lease=60, redis=proxy.url) as run:
+            assert eventually(lambda: master.exists(run.lock.key))
+            master.replicaof("NO", "ONE")
+            proxy.lead_to(new.url)
+            former.replicaof("127.0.0.1", str(new.port))
+            assert fails_to_renew(run.lock)
+            assert is_renewed(run.lock)
+        assert run.result == "done"
+        assert eventually(lambda: not master.exists(run.lock.key))
+        with kind(lease=60, redis=proxy.url) as run:
+            assert master.exists(run.lock.key)
