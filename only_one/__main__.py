@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import re
@@ -13,8 +14,7 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
 
-from redis.exceptions import RedisError
-
+from .driver import TROUBLE
 from .errors import OnlyOneError
 from .holder import printable
 from .inspection import Held, held, held_key, release_key
@@ -35,6 +35,8 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m on
         The exit status: 0 if all was done, 1 if a key was not freed or not found, 2 for wrong use and trouble.
     """
     given = _parser(program).parse_args(arguments)
+    if sys.stdout is None:  # closed, as by `>&-`
+        sys.stdout = io.StringIO()
     out: Any = sys.stdout
     if hasattr(out, "reconfigure"):
         out.reconfigure(errors="backslashreplace")  # what a terminal cannot show
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m on
     except BrokenPipeError:  # the reader has seen enough, as `head` has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (OnlyOneError, RedisError, OSError) as error:
+    except (OnlyOneError, *TROUBLE) as error:
         print(f"{program}: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     return status
@@ -161,9 +163,9 @@ _NOT_DEAD = {"alive": "alive", "unknown": "not known to be dead"}
 
 
 def _facts(found: Held) -> dict[str, Any]:
-    """The facts about a key, None if unknown. Nobody knows when a key that is renewed will be free."""
+    """The facts about a key, None if unknown."""
     holder = found.holder
-    is_renewed = holder is not None and holder.deadline is None
+    free_by = _free_by(found)
     return {
         "key": found.key,
         "state": holder.state if holder else "foreign",
@@ -173,12 +175,23 @@ def _facts(found: Held) -> dict[str, Any]:
         "pid": holder.pid if holder else None,
         "since": _time(holder.since) if holder else None,
         "age": max(0, round(time.time() - holder.since)) if holder else None,
-        "free_by": None if is_renewed or found.expires_in is None else _time(time.time() + found.expires_in),
+        "free_by": None if free_by is None else _time(free_by),
         "process": found.process,
         "attempt": holder.attempt if holder else None,
         "expires_in": found.expires_in,
         "value": _value(found),
     }
+
+
+def _free_by(found: Held) -> float | None:
+    """When a key is free at the latest, in seconds since the epoch; None if nobody knows."""
+    if found.expires_in is None:
+        return None
+    expires_at, holder = time.time() + found.expires_in, found.holder
+    if holder is None or holder.state not in {"running", "received"} or found.process == "dead":
+        return expires_at
+    # A living process may renew it, until the deadline if there is one.
+    return None if holder.deadline is None else max(expires_at, holder.deadline)
 
 
 def _value(found: Held) -> str:

@@ -67,7 +67,7 @@ class Busy(HasHolder, Event):
         taken = f"{self.name} did not run: {printable(self.key)} is taken by"
         if holder is None:
             return f"{taken} a value that is not a holder of only_one"
-        since = f"{printable(holder.state)} for {now - holder.since:.1f} s"
+        since = f"{printable(holder.state)} for {max(0, now - holder.since):.1f} s"
         return f"{taken} {holder}, {since}, free {_when_free(holder, now)}"
 
 
@@ -108,7 +108,7 @@ class Released(Event):
             after a release whose first reply was lost, too), ``"taken"`` (the key had another
             holder, and was left alone), ``"unknown"`` (the server could not be asked; the key is
             released in the background), or ``"kept"`` (the key stays for the rest of ``at_least``).
-        seconds: the seconds for which the key was held.
+        seconds: the seconds from the question for the key to the end of its release.
     """
 
     outcome: Literal["held", "gone", "taken", "unknown", "kept"]

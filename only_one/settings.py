@@ -119,6 +119,9 @@ class _Override(AbstractContextManager[None]):
         self.is_entered = False
 
     def __enter__(self) -> None:
+        if self.is_entered:
+            msg = "the options of this configure(...) have been withdrawn: write with configure(...) for each block"
+            raise ConfigurationError(msg)
         self.is_entered = True
 
     def __exit__(self, *_: object) -> None:

@@ -17,7 +17,7 @@ from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, both, call_both, decorated, events
 from tests.faults.programs import Holder, Running
-from tests.renewal import later, wait_for_another_attempt
+from tests.renewal import later, renew_now, wait_for_another_attempt
 
 
 def parsed(value: Any) -> Value:
@@ -78,6 +78,19 @@ def test_a_key_that_was_lost_is_not_kept(redis: Any, key: str, kind: type[Runnin
         redis.set(key, value) if value else redis.delete(key)
     assert run.result == "done"
     assert (redis.get(key), redis.ttl(key)) == (value, -1 if value else -2)
+
+
+def test_a_key_that_was_freed_by_hand_does_not_come_back_after_a_long_run(
+    redis: Any, key: str, kind: type[Running]
+) -> None:
+    with events() as seen, kind(at_least=6000, lease=100) as run:
+        redis.delete(key)
+        renew_now(run.lock)
+        assert eventually(lambda: run.lock.reason == "deleted")
+        with later(1000):
+            run.__exit__()
+    assert [each.outcome for each in seen if isinstance(each, Released)] == ["gone"]
+    assert not redis.exists(key)
 
 
 @both

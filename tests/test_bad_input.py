@@ -42,6 +42,14 @@ only_one: Any = package.only_one  # type checkers would refuse much of this
 configure_: Any = configure
 subscribe_: Any = subscribe
 KombusClient: Any = PrefixedStrictRedis
+# Of redis-py, which needs another library for it.
+OfSeveralDatabases: Any = type("MultiDBClient", (Redis,), {"__module__": "redis.multidb.client"})
+
+
+class LazyText:
+    """Tells of a class that it does not have, as Django's lazy objects do."""
+
+    __class__: Any = str
 
 
 def refused(error: type[Exception], words: str, call: Callable[[], object]) -> None:
@@ -243,11 +251,17 @@ def test_a_task_cannot_be_decorated_twice() -> None:
     ],
     ids=label,
 )
-def test_what_has_yet_to_run_is_closed_when_it_is_refused(redis_url: str, made: Any, words: str) -> None:
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_what_has_yet_to_run_is_closed_when_it_is_refused(redis_url: str, made: Any, words: str, kind: str) -> None:
     """Python would warn of a coroutine that nobody has awaited."""
     begun = made()
+
+    async def returns_it() -> Any:
+        return begun
+
+    call = only_one("k")(lambda: begun) if kind == "def" else lambda: asyncio.run(only_one("k")(returns_it)())
     with configure(redis=redis_url):
-        refused(ConfigurationError, words, only_one("k")(lambda: begun))
+        refused(ConfigurationError, words, call)
     if made is coroutine:
         assert inspect.getcoroutinestate(begun) == inspect.CORO_CLOSED
     if made is Awaitable:
@@ -300,6 +314,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     *(({"redis": value}, FOR_ASYNC) for value in (redis.asyncio.Redis(), redis.asyncio.Redis)),
     ({"redis": valkey.Valkey()}, "client of valkey-py"),
     ({"redis": valkey.asyncio.Valkey()}, "write the server's URL, redis://"),
+    ({"redis": OfSeveralDatabases()}, "give the client or URL of one"),
     ({"redis": KombusClient(global_keyprefix="a:")}, "write a URL, and prefix='a:only_one:'"),
     ({"redis": lambda: None}, "return a client of redis-py"),
     ({"redis": lambda: valkey.Valkey()}, "write the server's URL"),
@@ -431,7 +446,6 @@ def test_a_template_that_cannot_work(template: str, words: str) -> None:
         (None, function, "write a template such as"),
         (lambda: "k", two, "all parameters"),
         (lambda x, y, z: "k", two, "all parameters"),
-        (lambda x, y, /: "k", two, "all parameters"),
         (lambda x: "k", with_self, "all parameters"),  # neither for a function nor for a bound task
         (lambda y: "k", app().task(lazy=False, name="few")(two), "all parameters"),
         *((key, two, "write a plain one") for key in ASYNC),
@@ -455,6 +469,10 @@ def test_a_lambda_as_the_key_needs_its_keyword() -> None:
         ("{md5}", (1, 2, object()), "'rest'"),
         ("{a.id}", (None,), "key=callable"),
         ("{a:%Y}", ("x",), "format, or key=callable"),
+        ("{a:c}", (-1,), "format, or key=callable"),
+        ("{a:.2f}", (10**400,), "format, or key=callable"),
+        ("{a!r}", (10**5000,), "format, or key=callable"),
+        ("{md5}", (LazyText(),), "key=callable"),
         (lambda *_, **__: b"k", (), "<lambda> returned b'k': ret"),
         (lambda *_, **__: "", (), "return a str"),
     ],

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis import Redis
+from redis import Redis, RedisCluster
 
-from only_one import current_lock
+from only_one import configure, current_lock
 from only_one.__main__ import _cell, main
 from only_one.lock.token import TokenFactory
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT
-from tests.decorated import Busy, decorated, token_of_the_dead
+from tests.decorated import CLOSED, Busy, decorated, token_of_the_dead
 
 Out = pytest.CaptureFixture[str]
 
@@ -81,6 +81,18 @@ def test_a_list_in_json(redis: Redis, prefix: str, busy: Busy, capsys: Out) -> N
     assert (running["free_by"], running["process"]) == (None, "alive")  # it is renewed for as long as it runs
     assert 1200 - LIMIT < running["expires_in"] <= 1200
     assert (foreign["key"], foreign["state"], foreign["value"]) == (f"{prefix}\x1b[31m", "foreign", "\\xff\x1b")
+
+
+def test_a_run_whose_lease_is_renewed_is_free_by_its_timeout(
+    redis: Redis, prefix: str, busy: Busy, capsys: Out
+) -> None:
+    with busy("k", lease=600, timeout=3600):
+        assert main(["show", "--json", "k"]) == 0
+    redis.set(f"{prefix}dead", token_of_the_dead(), px=600_000)  # whose lease nobody renews
+    assert main(["show", "--json", "dead"]) == 0
+    ends = [datetime.fromisoformat(json.loads(line)["free_by"]) for line in capsys.readouterr().out.splitlines()]
+    for end, seconds in zip(ends, (3600, 600), strict=True):
+        assert abs(end - datetime.now(timezone.utc) - timedelta(seconds=seconds)) < timedelta(seconds=LIMIT)
 
 
 def test_foreign_values_are_shown_escaped(redis: Redis, prefix: str, capsys: Out) -> None:
@@ -223,6 +235,20 @@ def test_a_reader_that_has_seen_enough(redis: Redis, redis_url: str, prefix: str
     ran = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, check=False)
     os.close(theirs)
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_a_cluster_that_is_down(capsys: Out) -> None:
+    with configure(redis=lambda: RedisCluster.from_url(CLOSED)):
+        for arguments in (["list"], ["show", "k"], ["release", "--dead"]):
+            assert main(arguments) == 2
+            assert "RedisClusterException" in capsys.readouterr().err
+
+
+def test_a_key_is_freed_though_the_output_is_closed(redis_url: str, prefix: str, dead: str) -> None:
+    for command, status in ((f"release {dead}", 0), ("list", 0), (f"show {dead}", 1)):
+        program = f"{sys.executable} -m only_one --redis {redis_url} --prefix {prefix} {command} >&-"
+        ran = subprocess.run(["/bin/sh", "-c", program], stderr=subprocess.PIPE, text=True, check=False)
+        assert (ran.returncode, "Error" in ran.stderr) == (status, False), ran.stderr
 
 
 def test_the_program_needs_no_celery_and_spells_out_what_the_terminal_cannot_show(

@@ -425,6 +425,15 @@ def test_a_block_that_ends_first_takes_nothing_from_the_others(redis: Redis, pre
     assert function() == (f"{prefix}k", 30, None)
 
 
+def test_a_block_cannot_be_entered_again() -> None:
+    """Its options would not hold, and no call would say so."""
+    options = configure(timeout=90)
+    with options:
+        pass
+    with pytest.raises(ConfigurationError, match="write with configure"), options:
+        pass
+
+
 def test_an_option_that_is_not_given_is_shown_as_dots() -> None:
     assert "prefix: str | Unset = …, " in str(inspect.signature(configure)).replace("'", "")
 

@@ -178,7 +178,8 @@ class Decoration:
             server = find_server(settings.source_of(merged, app_server)) if settings.is_active(merged) else None
             options = EffectiveOptions(**vars(merged), made_from=current, server=server, ttl=ttl, expiry=expiry_in(ttl))
             caller.check(options)
-            self._options_by_app[caller.app] = options
+            if server is None or server.is_known:
+                self._options_by_app[caller.app] = options
         return options
 
     def make_key(self, caller: Caller, args: Args, kwargs: Kwargs) -> str:

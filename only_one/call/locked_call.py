@@ -221,7 +221,8 @@ class LockedCall:
             if marker and is_marked:
                 self.caller.on_marked(self.server, self.key)
             has_expired = became.status == "gone" and now() > self.lease.expires_at  # while it was released
-            if self._retained and has_expired:
+            is_deleted = self.lost is not None and self.lost.reason == "deleted"  # and is not to come back
+            if self._retained and has_expired and not is_deleted:
                 became = None
         except Exception as error:
             if is_of_signal_handler(error):

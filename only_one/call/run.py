@@ -88,12 +88,23 @@ async def _run_and_release_async(call: AsyncLockedCall, decoration: Decoration, 
 def _run_as(lease: Lease, decoration: Decoration, args: Args, kwargs: Kwargs) -> Any:
     reset = current.set(lease)
     try:
-        result = decoration.function(*args, **kwargs)
+        return _checked(decoration, decoration.function(*args, **kwargs))
     finally:
         current.reset(reset)
+
+
+async def _run_as_async(lease: Lease, decoration: Decoration, args: Args, kwargs: Kwargs) -> Any:
+    reset = current.set(lease)
+    try:
+        return _checked(decoration, await decoration.function(*args, **kwargs))
+    finally:
+        current.reset(reset)
+
+
+def _checked(decoration: Decoration, result: Any) -> Any:
+    """The result of a function, unless it is work that has yet to be done: the key would be released before."""
     if type(result) not in _YET_TO_RUN and not hasattr(type(result), "__await__"):
         return result
-    # The key would be released before the work is done.
     end = getattr(result, "close", None) or getattr(result, "cancel", None)
     if end is not None:
         end()
@@ -103,11 +114,3 @@ def _run_as(lease: Lease, decoration: Decoration, args: Args, kwargs: Kwargs) ->
         "the context"
     )
     raise ConfigurationError(msg)
-
-
-async def _run_as_async(lease: Lease, decoration: Decoration, args: Args, kwargs: Kwargs) -> Any:
-    reset = current.set(lease)
-    try:
-        return await decoration.function(*args, **kwargs)
-    finally:
-        current.reset(reset)

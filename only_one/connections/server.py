@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import redis
 from redis import backoff, retry
 from redis.client import Pipeline
+from redis.exceptions import RedisClusterException
 
 from only_one.errors import ConfigurationError
 from only_one.events import logger
@@ -38,20 +39,34 @@ _ADVICE = {
 """What to write, by a pattern of an error's text and of the class of the connection."""
 
 
+class _NoClient:
+    """Stands in for a client that a callable could not make: a cluster's client connects when it is made."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def execute_command(self, *_args: Any, **_options: Any) -> Any:
+        raise self._error
+
+    pipeline = scan_iter = execute_command
+
+
 class Server:
     """One server as seen from this process.
 
     Attributes:
         client: a sync client of redis-py that closes the connection on which a command is interrupted.
         features: which commands the server knows.
+        is_known: whether there is a client; else each command raises the error for which none could be made.
         looked_at_from: from when on the renewing thread asks for the eviction policy after an acquire, by ``now()``.
     """
 
     def __init__(self, client: Any) -> None:
-        self.client = PinnedClient(client) if PinnedClient.fits(client) else guarded(client)
+        self.client: Any = PinnedClient(client) if PinnedClient.fits(client) else guarded(client)
         self.features = Features()
         if isinstance(client, redis.RedisCluster):
             self.features.release = "EVAL"  # the slot of an unknown command is not known
+        self.is_known = not isinstance(client, _NoClient)
         self.looked_at_from = 0.0
         self._given = client
         self._nodes: ClusterNodes | Node | None = None
@@ -70,13 +85,16 @@ class Server:
     def describe(self, problem: Exception) -> str:
         """The type and the text of an error, with the server's address, and what to write instead if that is known."""
         pool = getattr(self._given, "connection_pool", None)
-        address = _address(pool) if pool else "the cluster"
+        address = _address(pool) if pool else "the cluster" if self.is_known else "the server"
         text = f"{problem} {getattr(getattr(pool, 'connection_class', None), '__name__', '')}"
         advice = next((f" ({advice})" for pattern, advice in _ADVICE.items() if re.search(pattern, text)), "")
         return f"{type(problem).__name__} of {address}: {problem}{advice}"
 
     async def async_client(self) -> AsyncClient:
         """The asyncio client of the same server for the running event loop."""
+        if not self.is_known:
+            none: AsyncClient = self.client
+            return none
         loop = asyncio.get_running_loop()
         opened = self._async_clients.get(loop)
         if opened is None:
@@ -117,6 +135,9 @@ def check_source(name: str, source: Source) -> Source:
         except (TypeError, ValueError, redis.RedisError):  # whose text may hold the password
             msg = f"{name}={masked(source)!r} cannot be read: write redis://[user:password@]host:6379/0[?option=value]"
             raise ConfigurationError(msg) from None
+    elif type(source).__module__.startswith("redis.multidb"):
+        msg = f"{name}= a client of several databases, of which each has keys of its own: give the client or URL of one"
+        raise ConfigurationError(msg)
     elif any(each.__module__.startswith("valkey.") for each in inspect.getmro(type(source))):
         msg = f"{name}= a client of valkey-py, and only redis-py's can be used: write the server's URL, redis://host:6379/0"
         raise ConfigurationError(msg)
@@ -154,7 +175,10 @@ def find_server(source: Source) -> Server:
         return _from_clients.setdefault(id(source), Server(source))
     with suppress(TypeError, KeyError):
         return _from_callables[source]
-    made = source()
+    try:
+        made = source()
+    except (redis.RedisError, RedisClusterException) as error:  # asked again by the next call
+        return Server(_NoClient(error))
     if not isinstance(made, str) and not _is_client(made):
         msg = f"the callable given as redis= returned a {type(made).__name__}: return a client of redis-py"
         raise ConfigurationError(msg)

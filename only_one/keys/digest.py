@@ -37,7 +37,7 @@ def type_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def digest(value: object) -> str:
+def digest(value: Any) -> str:
     """The MD5 of one value.
 
     A str is digested as its plain UTF-8, as in the recipe of Celery's cookbook.
@@ -52,7 +52,8 @@ def digest(value: object) -> str:
         return _digest_of_short(value)
     value = plain(value)
     try:
-        content = str.encode(value, "utf-8", "surrogatepass") if isinstance(value, str) else VERSION + _encode(value)
+        is_text = issubclass(type(value), str)
+        content = str.encode(value, "utf-8", "surrogatepass") if is_text else VERSION + _encode(value)
     except RecursionError:
         raise UnknownType(type_name(value)) from None
     return md5(content, usedforsecurity=False).hexdigest()
@@ -76,7 +77,8 @@ def _encode(value: object) -> bytes:
     """The canonical encoding of one value: a letter for the type, a length, and the content."""
     kind = type(value)
     if kind not in _ENCODERS:
-        kind = next(each for each in _ENCODERS if isinstance(value, each))
+        # By its real class: a lazy object tells of another's, and has none of its methods.
+        kind = next(each for each in _ENCODERS if issubclass(kind, each))
     return _ENCODERS[kind](value)
 
 

@@ -224,11 +224,12 @@ def _formatted(field: Field, spec: str, value: object) -> str:
         raise _unkeyable(problem, f"write {by_digest}{_identity(field.path, value)}key=callable")
     if isinstance(value, bytes) and not field.conversion:
         value = repr(value)
-    converted = _CONVERSIONS[field.conversion](value)
     try:
+        converted = _CONVERSIONS[field.conversion](value)
         text = format(converted, spec)
-    except (TypeError, ValueError) as error:
-        problem = f"{field} cannot format the parameter {field.parameter!r}, a {type(converted).__qualname__} ({error})"
+    except (TypeError, ValueError, OverflowError) as error:
+        kind = str if field.conversion else type(value)
+        problem = f"{field} cannot format the parameter {field.parameter!r}, a {kind.__qualname__} ({error})"
         raise _unkeyable(problem, "write another format, or key=callable") from error
     # The address of an object is another in every process.
     if not isinstance(value, str) and re.search(r"0x[0-9a-fA-F]{6,}", converted if field.conversion else text):

@@ -3,7 +3,7 @@
 import functools
 import re
 from collections.abc import Callable, Mapping
-from inspect import Signature, signature
+from inspect import Parameter, Signature, signature
 from string import Formatter
 from typing import Any
 
@@ -103,6 +103,7 @@ def _check_parameters(label: str, key: Callable[..., Any], arguments: Arguments)
     example = arguments.call.bind_partial()
     example.arguments = {name: None for name, each in parameters.items() if each.kind in BY_POSITION + BY_NAME}
     by_name = example.arguments.keys() == parameters.keys() == accepted.parameters.keys()
+    by_name &= all(each.kind is not Parameter.POSITIONAL_ONLY for each in accepted.parameters.values())
     args, kwargs = ((), example.arguments) if by_name else (example.args, example.kwargs)
     try:
         accepted.bind(*args, **kwargs)

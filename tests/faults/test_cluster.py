@@ -13,13 +13,14 @@ import pytest
 import redis as redis_py
 from redis.exceptions import AskError, MovedError, RedisError
 
-from only_one import configure, only_one
+from only_one import LockUnavailable, configure, only_one
 from only_one.connections import cluster as clusters
 from only_one.connections import node as nodes
 from only_one.inspection import held, release_key
 from rigs.proxy import Proxy
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
+from tests.decorated import CLOSED, Decorate, both
 from tests.faults.programs import Holder, Running, RunningAsync
 from tests.renewal import MOMENT, Clock, fails_to_renew, renew_now
 
@@ -200,6 +201,24 @@ def test_a_cluster_behind_other_addresses_that_speaks_tls(prefix: str, kind: typ
 
 
 # Nodes that do not answer
+
+
+@both
+@pytest.mark.usefixtures("prefix")
+def test_a_cluster_that_is_down_when_its_client_is_made(redis_url: str, decorate: Decorate) -> None:
+    """Each call makes a client until there is one, which connects at once."""
+    made: list[Any] = []
+
+    def client() -> Any:
+        made.append("cluster")
+        url, kind = (CLOSED, redis_py.RedisCluster) if len(made) < 3 else (redis_url, redis_py.Redis)
+        return kind.from_url(url)
+
+    work = decorate(lambda: "done", redis=client, when_down=lambda error: error)
+    for number in (1, 2):
+        assert isinstance(work(), LockUnavailable)
+        assert len(made) == number
+    assert [work(), work(), len(made)] == ["done", "done", 3]
 
 
 @pytest.mark.parametrize(

@@ -94,4 +94,5 @@ def test_a_callable_gets_all_arguments_by_their_names() -> None:
 
 def test_a_callable_that_has_other_names_gets_them_in_their_order() -> None:
     assert maker(lambda x, y: f"{x}{y}", lambda a, b: (a, b))(b=2, a=1) == "12"
+    assert maker(hex, lambda number: number)(number=255) == "0xff"  # whose parameter has no name for a caller
     assert maker(max, lambda a, b: (a, b))("x", b="y") == "y"  # whose parameters nobody knows

@@ -89,12 +89,13 @@ def test_the_last_renewal_lasts_until_the_end(watch: Watch, redis_url: str) -> N
     for moment, expires_at, renew_at in [
         (MOMENT + TTL - 1, MOMENT + 2 * TTL - 1, MOMENT + TTL - 1 + TTL / 3),
         (MOMENT + TTL, MOMENT + 2 * TTL, MOMENT + 2 * TTL),
+        (MOMENT + 1.5 * TTL, MOMENT + 2 * TTL, MOMENT + 2 * TTL),
     ]:
         watch.clock.moment = lock.renew_at = moment
         lock.expires_at = moment + 1
         watch.renewer.renew_what_is_due()
         assert (lock.expires_at, lock.renew_at) == (expires_at, renew_at)
-        assert (TTL - LIMIT) * 1000 < watch.redis.pttl(lock.key) <= TTL * 1000
+        assert (expires_at - moment - LIMIT) * 1000 < watch.redis.pttl(lock.key) <= (expires_at - moment) * 1000
 
 
 def test_a_trip_that_takes_long_gives_others_the_next_turn(watch: Watch, redis_url: str) -> None:
