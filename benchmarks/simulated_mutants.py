@@ -19,12 +19,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import md5
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 FILES = (
@@ -135,35 +135,38 @@ def _is_left_out(node: ast.AST) -> bool:
     return is_kept or isinstance(node, ast.AugAssign)
 
 
-def command(world: list[str], package: Path, begin: int) -> list[str]:
-    """Plays a part."""
-    given = ["--package", str(package), "--begin", str(begin), "--histories", str(PART), "--jobs", "1", *world]
-    return [sys.executable, "-m", "tests.simulation", *given]
+def reds(world: list[str], package: Path, seeds: Iterable[int], limit: float | None = None) -> set[int]:
+    """The seeds whose histories are red; all of them if one does not end in time, or the code cannot run."""
+    given = ["--package", str(package), "--jobs", "1", *world, "--seeds", *map(str, seeds)]
+    command = [sys.executable, "-m", "tests.simulation", *given]
+    try:
+        played = subprocess.run(command, cwd=ROOT, timeout=limit, capture_output=True, text=True, check=False)
+    except subprocess.TimeoutExpired:
+        return set(seeds)
+    if not played.returncode:
+        return set()
+    found = re.findall(r"^seed (\d+):", played.stdout.replace("\r", "\n"), re.MULTILINE)
+    return set(map(int, found)) or set(seeds)
 
 
 def longest() -> float:
     """The seconds within which a part of either world has to end."""
     begun = time.monotonic()
     for world in WORLDS:
-        subprocess.run(command(world, ROOT, 0), cwd=ROOT, capture_output=True, check=True)
+        reds(world, ROOT, range(PART))
     return SLOWER * (time.monotonic() - begun)
 
 
 def histories_until_seen(mutant: Mutant, most: int, limit: float) -> int | None:
-    """How many histories of each world it takes until one is red; None if none of ``most`` is."""
+    """How many histories of each world it takes until one is red that is not without it; None if none of ``most``."""
     with TemporaryDirectory() as directory:
         shutil.copytree(ROOT / "only_one", Path(directory, "only_one"))
         Path(directory, "only_one", mutant.file).write_text(mutant.text)
         for begin in range(0, most, PART):
             for world in WORLDS:
-                part: Any = {"args": command(world, Path(directory), begin), "timeout": limit}
-                try:
-                    played = subprocess.run(cwd=ROOT, capture_output=True, text=True, check=False, **part)
-                except subprocess.TimeoutExpired:  # a history that does not end
-                    return begin + 1
-                if played.returncode:
-                    seeds = re.findall(r"^seed (\d+):", played.stdout.replace("\r", "\n"), re.MULTILINE)
-                    return min(map(int, seeds), default=begin) + 1
+                found = reds(world, Path(directory), range(begin, begin + PART), limit)
+                if found and (seen := found - reds(world, ROOT, sorted(found))):
+                    return min(seen) + 1
     return None
 
 
