@@ -59,6 +59,7 @@ EQUIVALENT = {
     ("time.sleep(_FIRST_PAUSE)", ""): "the same",
     ("self.renew_at = sent + ttl / 3", "'self.renews' -> 'True'"): "the other part says the same",
     ("_LONGEST_REMEMBERED", ""): "memory",
+    ('if features.release == "DELEX":', "'features.release == \"DELEX\"' -> 'False'"): "the script does the same",
     ("self.wakes_at = due = min(due, self.next_due())", ""): "a thread that stops between two lines",
 }
 """Changes by a part of their line and of what is told of them, with the reason why no history could show them.
