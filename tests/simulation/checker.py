@@ -297,6 +297,11 @@ class Checker:
     def _check_loss(self, call: Call, reason: str) -> None:
         if self._is_false_loss(call, reason):
             self.problem("told of a loss that was none", f"{call.name}: {reason}")
+        values = [each for each in self.stored[call.key_there] if each.until > call.asked]
+        was_free = not values or values[-1].until < inf or any(a.until < b.since for a, b in pairwise(values))
+        was_anothers = any(each.value != call.lock.token for each in values)
+        if (reason == "deleted" and not was_free) or (reason == "taken" and not was_anothers):
+            self.problem("told of another loss", f"{call.name}: {reason}")
 
     def _is_false_loss(self, call: Call, reason: str) -> bool:
         """Whether a run that is told that its key is lost has not lost it."""
