@@ -38,6 +38,7 @@ class Call:
         ended: when the run ended.
         had_key: whether the run began with its key.
         held_to_the_end: whether it had the key when it ended.
+        extended: for how many seconds it has got more time.
         lapsed_at: when its key would expire, before an ``extend`` or a renewal whose reply came too late.
         is_excused: whether its key may be another's while it believes to hold it.
     """
@@ -53,6 +54,7 @@ class Call:
     outcome: Any = None
     fence: int | None = None
     told_at: float = inf
+    extended: float = 0
     lapsed_at: float = inf
     had_key = has_succeeded = held_to_the_end = is_excused = False
 
@@ -178,7 +180,7 @@ class Checker:
         if not call.held_to_the_end:
             call.lapsed_at = min(call.lapsed_at, call.lock.expires_at)
         is_calm = self.history.is_calm(call.asked) and not call.is_excused
-        limit = self.history.plan.times[1] or inf
+        limit = (self.history.plan.times[1] or inf) + call.extended
         if call.had_key and is_calm and not call.lock.is_held and call.ended < call.asked + limit:
             self.problem("a loss without a cause", call.name)
         is_cancelled = self.history.is_async and self.history.plan.when_lost == "fail"

@@ -245,6 +245,7 @@ class LockWorld(History):
             with suppress(*errors):
                 call.lapsed_at = call.lock.expires_at
                 call.lock.extend(2)
+                call.extended += 2
                 if call.lock.reason is not None:
                     self.problem("a lost key was extended", f"{call.name}: {call.lock.reason}")
             if call.lock.is_held:
