@@ -312,10 +312,12 @@ def _name_of(function: Callable[..., Any], key: Any, signature: inspect.Signatur
         KeyTemplateError: if ``{name}`` would be that of different functions, or ``{md5}`` has no
             stable value.
     """
-    module: str | None = function.__module__
-    if module in ("__main__", "__mp_main__"):
+    own = getattr(function, "__module__", None) or "builtins"
+    module: str | None = own
+    if own in ("__main__", "__mp_main__"):
         spec = getattr(inspect.unwrap(function), "__globals__", {}).get("__spec__")
         module = getattr(spec, "name", None)
+        module = None if module == "__main__" else module  # of a directory, or a zip file
     if has_field(key, "name") and function.__name__ == "<lambda>":
         msg = "a lambda has no {name}: write @only_one('a-key') above a def, or key=lambda … if it was meant as the key"
         raise KeyTemplateError(msg)
@@ -328,7 +330,7 @@ def _name_of(function: Callable[..., Any], key: Any, signature: inspect.Signatur
     first = next(iter(signature.parameters), None)
     if first in ("self", "cls") and has_field(key, "md5"):
         _check_method(function, first)
-    return f"{module or function.__module__}.{function.__qualname__}"
+    return f"{module or own}.{function.__qualname__}"
 
 
 def _check_method(function: Callable[..., Any], first: str) -> None:

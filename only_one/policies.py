@@ -149,7 +149,8 @@ def check_policy(name: str, policy: Any) -> Any:
         ConfigurationError: for another policy, or for a value that cannot be called with one error.
     """
     instead = "write skip, fail, or any callable that takes the error and returns the result"
-    if not callable(policy):
+    is_error = isinstance(policy, type) and issubclass(policy, BaseException)  # which would be returned, not raised
+    if is_error or not callable(policy):
         msg = f"{name}={policy!r}: {instead}"
         raise ConfigurationError(msg)
     if policy is retry or policy is buffer_one:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, files
+from itertools import pairwise
 from pathlib import Path
 from random import SystemRandom
 from tempfile import TemporaryDirectory, gettempdir
@@ -132,7 +133,7 @@ def redis_server(*options: str, binary: str | None = None) -> Iterator[RedisServ
         unix_socket, log = Path(directory, "socket"), Path(directory, "log")
         ours = ["--bind", "127.0.0.1", "--unixsocket", str(unix_socket), "--save", "", "--appendonly", "no"]
         for _ in range(5):  # the port may be taken
-            port = SystemRandom().choice(PORTS)
+            port = int(dict(pairwise(options)).get("--port", SystemRandom().choice(PORTS)))
             command = [program, "--port", str(port), *ours, "--dir", directory, *options]
             with log.open("wb") as output, Guarded(command, stdout=output, stderr=output) as process:
                 if _is_up(program, process, unix_socket):

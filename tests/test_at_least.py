@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
@@ -48,6 +49,16 @@ def test_it_is_kept_from_when_it_was_acquired(redis: Any, key: str, kind: type[R
     redis.pexpire(key, 1)
     assert eventually(lambda: decorated(lambda: "again")() == "again")
     assert not redis.exists(key)
+
+
+@pytest.mark.parametrize("code", [None, 0, 1, "trouble"])
+def test_a_program_that_exits_without_an_error_has_succeeded(
+    redis: Any, key: str, kind: type[Running], code: int | str | None
+) -> None:
+    with kind(at_least=6000, ends=lambda: sys.exit(code)) as run:
+        pass
+    assert isinstance(run.result, SystemExit)
+    assert redis.exists(key) == (not code)
 
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt, asyncio.CancelledError])

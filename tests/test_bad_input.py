@@ -296,7 +296,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     # What is no time is refused as for `timeout`; only none at all is no mistake here, and False is not none.
     *(({"timeout": 10, "at_least": value}, "at_least=") for value in (False, None, -1, 10.5, timedelta(minutes=1))),
     *(({"when_busy": value}, POLICY) for value in (None, "only_one.skip", lambda: None, lambda error, more: None)),
-    *(({"when_busy": value}, POLICY) for value in ASYNC),
+    *(({"when_busy": value}, POLICY) for value in (*ASYNC, LookupError)),
     ({"when_busy": carry_on}, "when_busy=skip"),
     *(({"when_busy": value}, value.__name__ + PARENTHESES) for value in (retry, buffer_one)),
     ({"when_down": None}, "when_down=None: write skip"),

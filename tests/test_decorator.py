@@ -294,7 +294,8 @@ def python(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_name_of_a_function_in_main_needs_the_m_switch(redis_url: str, prefix: str, tmp_path: Path) -> None:
     def run(key: str, *command: str) -> subprocess.CompletedProcess[str]:
-        (tmp_path / "nightly_report.py").write_text(PROGRAM.replace("{key}", key))
+        for program in ("nightly_report.py", "__main__.py"):
+            (tmp_path / program).write_text(PROGRAM.replace("{key}", key))
         return python(tmp_path, *command, redis_url, prefix)
 
     refused = run("", "nightly_report.py")
@@ -303,6 +304,8 @@ def test_the_name_of_a_function_in_main_needs_the_m_switch(redis_url: str, prefi
     assert "python -m" in refused.stderr
     accepted = run("", "-m", "nightly_report")
     assert accepted.stdout.startswith(f"{prefix}nightly_report.main:"), accepted.stderr
+    refused = run("", ".")  # a folder with a program
+    assert "KeyTemplateError" in refused.stderr
     with_a_key = run("('nightly-report')", "nightly_report.py")
     assert with_a_key.stdout == f"{prefix}nightly-report {prefix}async False\n", with_a_key.stderr
 
@@ -335,6 +338,8 @@ def test_the_name_of_a_function_in_a_spawned_process_and_of_one_of_c(prefix: str
     of_c = only_one("{name}")(math.factorial)
     assert of_c(3) == 6
     assert key_of(of_c, 3) == f"{prefix}math.factorial"
+    method: Any = str.upper
+    assert only_one("k")(method)("a") == "A"
 
 
 @pytest.mark.parametrize("made", [functools.cache, functools.singledispatch, functools.partial])

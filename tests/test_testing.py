@@ -117,6 +117,14 @@ def test_the_server_and_its_directory_end_with_the_block() -> None:
     assert not server.unix_socket.parent.exists()
 
 
+def test_a_port_that_is_given_is_the_server_s() -> None:
+    with redis_server() as server:
+        pass
+    with redis_server("--port", str(server.port)) as again:
+        assert again.port == server.port
+        assert client(again).ping()
+
+
 def test_a_server_that_cannot_start_says_why_in_its_own_words() -> None:
     with redis_server() as first:
         for options, words in (

@@ -6,7 +6,6 @@ That key is no reason to skip the job; but the first attempt may yet be alive, s
 
 import asyncio
 import inspect
-import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,10 +13,11 @@ from typing import Any, NamedTuple
 
 from only_one.clock import now
 from only_one.events import logger
+from only_one.forks import in_each_child
 from only_one.holder import Holder
 from only_one.lock.current_lock import current
 from only_one.lock.liveness import is_dead
-from only_one.lock.token import TokenFactory, this_process
+from only_one.lock.token import TokenFactory, active_tokens, this_process
 from only_one.policies import fail
 from only_one.settings import DEFAULT_LEASE
 
@@ -38,19 +38,20 @@ class Job(NamedTuple):
         attempt: the number of its retries so far; None if that is not known.
         requeue: makes the error by which its queue requeues the job, after so many seconds; None if there is
             no such error.
-        counts_starts: whether each start of the job has another attempt, also that of a redelivery.
+        start: the queue's own object, which each start of the job has anew, also that of a redelivery; None if it has
+            none.
     """
 
     id: str
     attempt: int | None = None
     requeue: Callable[[float], Exception] | None = None
-    counts_starts: bool = False
+    start: object = None
 
 
 def _job_of_rq(rq: Any, _args: Args) -> Job | None:
     job = rq.get_current_job()
     # To requeue a job with a delay needs a scheduler, which may not run.
-    return Job(job.id, job.number_of_retries or 0) if job else None
+    return Job(job.id, job.number_of_retries or 0, start=job) if job else None
 
 
 def _job_of_dramatiq(dramatiq: Any, _args: Args) -> Job | None:
@@ -61,6 +62,7 @@ def _job_of_dramatiq(dramatiq: Any, _args: Args) -> Job | None:
         message.message_id,
         message.options.get("retries", 0),
         lambda seconds: dramatiq.errors.Retry("a previous attempt holds the key", delay=round(seconds * 1000)),
+        message,
     )
 
 
@@ -68,7 +70,7 @@ def _job_of_arq(arq: Any, args: Args) -> Job | None:
     context = args[0] if args and isinstance(args[0], dict) else {}
     if "job_id" not in context or "job_try" not in context:
         return None
-    return Job(context["job_id"], context["job_try"], lambda seconds: arq.Retry(defer=seconds), counts_starts=True)
+    return Job(context["job_id"], context["job_try"], lambda seconds: arq.Retry(defer=seconds), context)
 
 
 _QUEUES = {"rq": _job_of_rq, "dramatiq": _job_of_dramatiq, "arq": _job_of_arq}
@@ -82,6 +84,19 @@ def _current_job(args: Args) -> Job | None:
                 if job := job_of(sys.modules[name], args):
                     return job
     return None
+
+
+_inherited: object = None
+"""The start of the job that has forked this process."""
+
+
+def _note_inherited() -> None:
+    global _inherited  # noqa: PLW0603 - that of the process
+    job = _current_job(())
+    _inherited = job and job.start
+
+
+in_each_child(_note_inherited)
 
 
 def _is_in_event_loop() -> bool:
@@ -113,7 +128,7 @@ class JobCaller(Caller):
     def __init__(self, decoration: Decoration, job: Job) -> None:
         super().__init__(decoration.name, TokenFactory(decoration.name, job.id, job.attempt))
         self._job = job
-        self._is_named = decoration.work_id is not None
+        self.start = job.start
         self._is_async = inspect.iscoroutinefunction(decoration.function)
         self._left = 0.0
         self._waits_until: float | None = None
@@ -122,8 +137,8 @@ class JobCaller(Caller):
         """Whether ``value`` is that of another attempt of this job, this one or an earlier one.
 
         A later attempt makes this one out of date, or belongs to other work with an id that is used again.
-        A call from inside the run is no attempt, nor is a child that the run has forked: both have the job's identity.
-        Nor is another call of the same start, which only a queue that counts its starts tells from a redelivery.
+        A call from inside the run is no attempt, nor is another call of the same start, nor one in a child that the
+        job has forked: all have the job's identity.
         """
         holder, process = Holder.parse(value), this_process()
         if holder is None or holder.state != "running" or holder.task_id != self._job.id:
@@ -131,10 +146,11 @@ class JobCaller(Caller):
         if (holder.attempt or 0) > (self._job.attempt or 0):
             return False
         if value.startswith(process.mark):
-            is_beside = self._job.counts_starts and holder.attempt == self._job.attempt
+            is_beside = self.start is not None and getattr(active_tokens.get(value), "start", None) is self.start
             return current.get() is None and not is_beside
-        is_of_parent = value.startswith(process.machine_mark) and holder.pid == os.getppid()
-        return self._is_named or is_dead(value) or not is_of_parent
+        is_in_child = self.start is not None and self.start is _inherited
+        may_be_of_family = is_in_child and value.startswith(process.machine_mark)
+        return is_dead(value) or not may_be_of_family
 
     def waits(self, options: EffectiveOptions, left: float) -> float:
         """Seconds until the key is asked for again; 0 if the job is requeued, or has waited for as long as it may."""

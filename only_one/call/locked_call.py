@@ -78,7 +78,7 @@ class LockedCall:
         self._asked_at = now()  # before SET: the key never outlives what its holder believes
 
     def __enter__(self) -> "Self":
-        active_tokens.add(self.token)  # before SET, too: others in this process see that it lives
+        active_tokens[self.token] = self.caller  # before SET, too: others in this process see that it lives
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
@@ -90,7 +90,7 @@ class LockedCall:
             elif self._stage == "asked":
                 self.clean_up(no_write_in_flight=False)
         if self._stage != "kept later":  # of which others in this process see that it is not free
-            active_tokens.discard(self.token)
+            active_tokens.pop(self.token, None)
         lost = self.lost if self.options.when_lost is fail else None
         if error is None and lost is not None:
             raise lost
@@ -209,7 +209,8 @@ class LockedCall:
             self._tell(self.lost)
         self.lease.lose("released")  # from here on nothing is lost
         retained, marker = self.caller.at_end(self.options, self.key, self.ended_by)
-        if self.has_succeeded:
+        exits = isinstance(self.ended_by, SystemExit) and not self.ended_by.code and self.caller.app is None
+        if self.has_succeeded or exits:  # a program may end by `sys.exit()`, and has done its work
             retained = self._kept()
         is_kept = retained is not None and retained.note is None
         # A retry's value goes, too: a key names one task that waits, and it was taken over from the other.

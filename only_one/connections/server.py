@@ -132,7 +132,7 @@ def check_source(name: str, source: Source) -> Source:
             raise ConfigurationError(msg)
         try:
             redis.Redis.from_url(source).connection_pool.make_connection()  # does not connect
-        except (TypeError, ValueError, redis.RedisError):  # whose text may hold the password
+        except (AttributeError, TypeError, ValueError, redis.RedisError):  # whose text may hold the password
             msg = f"{name}={masked(source)!r} cannot be read: write redis://[user:password@]host:6379/0[?option=value]"
             raise ConfigurationError(msg) from None
     elif type(source).__module__.startswith("redis.multidb"):

@@ -32,7 +32,7 @@ class Lease:
         trouble: the error of the last renewal, or None if that succeeded.
         may_live_until: when the key expires by the last ``extend``, which may have got no reply, by ``clock.now()``.
         on_its_way: when the key expires by a renewal that has got no reply, by ``clock.now()``.
-        see_to_it_by: wakes the renewing thread in time, if that renews the lease.
+        renewer: what renews the lease, and tells its run of a loss; None before it does.
     """
 
     reason: str | None = None
@@ -40,7 +40,7 @@ class Lease:
     trouble: Exception | None = None
     may_live_until = -inf
     on_its_way = inf
-    see_to_it_by: Callable[[float], object] = staticmethod(lambda _due: None)
+    renewer: Any = None
     _fence: int | None = None
 
     def __init__(self, server: Server | None, key: str, token: bytes, begun: float, ttl: float, limit: float) -> None:
@@ -130,6 +130,7 @@ class Lease:
         Raises:
             ConfigurationError: for a time that cannot work.
             LockLost: if the key is not ours any more.
+            redis.exceptions.RedisError: if the server cannot be asked.
         """
         ends_at = self.ends_at + option_values.seconds("extend", seconds, "to release the key, return")
         self.ensure_held()
@@ -144,7 +145,7 @@ class Lease:
         expires_at = min(asked + ttl, on_its_way, self.on_its_way, renewed_until)
         self.ends_at = ends_at
         self.lives_on(expires_at - ttl, ttl)
-        self.see_to_it_by(self.renew_at)
+        self.renewer.see_to_it_by(self.renew_at)
 
     @property
     def fence(self) -> int:
@@ -158,6 +159,7 @@ class Lease:
 
         Raises:
             LockLost: if the key is not ours any more.
+            redis.exceptions.RedisError: if the server cannot be asked.
         """
         fence = self._fence
         if fence is None:
@@ -176,7 +178,7 @@ class Lease:
         commands = evaluate(script, self.key, self.token, *args, beside=beside)
         reply = drive(self.server.client, commands) if self.server else time.time_ns() // 1000
         if not isinstance(reply, int):
-            self.lose("deleted" if reply is None else "taken", reply or b"")
+            self.renewer.lost(self, "deleted" if reply is None else "taken", reply or b"")
         if self.reason is not None:  # or it was noted as lost while we waited for the reply
             self.ensure_held()
         return reply

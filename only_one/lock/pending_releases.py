@@ -83,7 +83,7 @@ class PendingReleases(dict[bytes, PendingRelease]):
     def end(self, token: bytes) -> None:
         """Remove a release. Its token may have been active still, so that no call in this process took over its key."""
         self.pop(token, None)
-        active_tokens.discard(token)
+        active_tokens.pop(token, None)
 
     def release_due(self) -> None:
         """Try all releases that are due, in one trip to each node."""

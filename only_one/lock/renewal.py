@@ -265,7 +265,7 @@ def start_thread() -> RuntimeError | None:
 def hold(lease: Lease) -> None:
     """Renew ``lease`` from now on, until ``let_go``, and tell its run when it is lost."""
     _renewer.leases[lease.token] = ref(lease)
-    lease.see_to_it_by = _renewer.see_to_it_by
+    lease.renewer = _renewer
     server = lease.server
     if server is not None and server.looked_at_from <= lease.begun:
         server.looked_at_from = math.inf

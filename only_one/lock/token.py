@@ -38,8 +38,8 @@ class _Process:
 this_process = cache(_Process)
 """The one ``_Process`` of this process, made on first use, and anew in a forked child."""
 
-active_tokens: set[bytes] = set()
-"""The tokens of this process whose calls have not ended; its other tokens that are still stored are held by nobody.
+active_tokens: dict[bytes, object] = {}
+"""The tokens of this process whose calls have not ended, with the callers; its other tokens are held by nobody.
 
 A forked child begins without any: a call that was under way at the fork stays the parent's.
 """

@@ -42,16 +42,19 @@ def no_job() -> None:
 
 
 def in_rq(attempt: int | None) -> dict[str, Any]:
-    return {"rq": SimpleNamespace(get_current_job=lambda: SimpleNamespace(id=ID, number_of_retries=attempt))}
+    job = SimpleNamespace(id=ID, number_of_retries=attempt)
+    return {"rq": SimpleNamespace(get_current_job=lambda: job)}
 
 
-def in_dramatiq(message: Any) -> dict[str, Any]:
-    current = SimpleNamespace(get_current_message=lambda: message)
+def in_dramatiq(message: Any, *later: Any) -> dict[str, Any]:
+    """In the run of a message, and after the first look at it in the runs of others."""
+    messages = itertools.chain([message], itertools.repeat(later[-1] if later else message))
+    current = SimpleNamespace(get_current_message=lambda: next(messages))
     errors = SimpleNamespace(Retry=Requeued)
     return {"dramatiq": SimpleNamespace(middleware=SimpleNamespace(CurrentMessage=current), errors=errors)}
 
 
-MESSAGE = SimpleNamespace(message_id=ID, options={"retries": 1})
+MESSAGE, REDELIVERED = (SimpleNamespace(message_id=ID, options={"retries": 1}) for _ in range(2))
 ARQ = {"arq": SimpleNamespace(Retry=Requeued)}
 CONTEXT = {"job_id": ID, "job_try": 1, "redis": None}
 REQUEUES = {"delay": (in_dramatiq(MESSAGE), (), 1000), "defer": (ARQ, (CONTEXT,), 1)}
@@ -180,9 +183,17 @@ def test_an_attempt_in_the_same_process_waits_for_the_other_and_a_call_from_insi
 
 
 @pytest.mark.usefixtures("redis")
-@pytest.mark.parametrize(("modules", "second"), [(ARQ, "NoneType"), (in_dramatiq(MESSAGE), "Requeued")])
+@pytest.mark.parametrize(
+    ("modules", "second"),
+    [
+        (ARQ, "NoneType"),
+        (in_rq(1), "NoneType"),
+        (in_dramatiq(MESSAGE), "NoneType"),
+        (in_dramatiq(MESSAGE, REDELIVERED), "Requeued"),
+    ],
+)
 def test_of_two_calls_of_a_job_at_once(install: Any, modules: Any, second: str) -> None:
-    """Neither is the previous attempt of the other; but in other queues than arq a redelivery has the same attempt."""
+    """Neither is the previous attempt of the other; a redelivery that comes to the same process is one of it."""
     install(modules)
     has_ended = asyncio.Event()
 
@@ -223,7 +234,6 @@ def test_its_queue_requeues_it_until_the_key_expires(
     [
         (in_rq(2), {}, {**ELSEWHERE, "attempt": 3}),  # later, or of other work with the same id
         (in_rq(2), {}, {**ELSEWHERE, "task_id": "job-2"}),
-        (in_rq(2), {}, {**OTHERS, "pid": os.getppid(), "process_start": None}),  # of which this is a fork
         (in_rq(2), {}, {**ELSEWHERE, "state": "kept"}),  # it has succeeded
         (in_rq(2), {"work_id": lambda: None}, ELSEWHERE),
         ({}, {}, ELSEWHERE),
@@ -235,6 +245,51 @@ def test_it_is_busy_like_any_other_call(
     install(modules)
     hold(LONG, **held)
     assert decorate(ran, **options)() is None
+
+
+FORKS = """
+import os, sys
+from multiprocessing import get_context
+from types import SimpleNamespace
+
+job = SimpleNamespace(id="job-1", number_of_retries=0)
+sys.modules["rq"] = SimpleNamespace(get_current_job=lambda: job)
+from only_one import only_one
+
+fork = get_context("fork")
+has_begun, may_end, results = fork.Event(), fork.Event(), fork.SimpleQueue()
+
+@only_one("k", redis=sys.argv[1], lease=600)
+def part(number):
+    has_begun.set()
+    may_end.wait()
+    return number
+
+def in_child(number):
+    child = fork.Process(target=lambda: results.put(part(number)))
+    child.start()
+    return child
+
+children = [in_child(1)]
+has_begun.wait()
+children.append(in_child(2))
+print(results.get())
+may_end.set()
+print(results.get())
+for child in children:
+    child.join()
+"""
+
+
+def test_children_that_a_job_forks_are_no_attempts_of_each_other(redis_url: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKS, redis_url],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=LIMIT,
+    )
+    assert done.stdout == "None\n1\n"
 
 
 def in_a_loop(function: Callable[[], Any]) -> Function:

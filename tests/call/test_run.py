@@ -97,7 +97,7 @@ def test_nothing_is_left_of_a_call_that_has_ended(
 ) -> None:
     """However it has ended: nothing of it is kept, and nothing is sent for it."""
     tokens: list[bytes] = []
-    before = set(active_tokens)
+    before = active_tokens.copy()
 
     def work() -> None:
         tokens.append(current_lock().token)

@@ -84,6 +84,29 @@ def test_a_callable_that_takes_its_time_and_raises_harms_nobody(
     assert record.exc_info[0] is error
 
 
+@pytest.mark.parametrize("ask", [lambda lock: lock.fence, lambda lock: lock.extend(1)], ids=["fence", "extend"])
+def test_a_loss_that_the_run_finds_by_a_question_is_told_at_once(
+    redis: Any, key: str, kind: type[Running], ask: Callable[[Any], object]
+) -> None:
+    told = Told()
+    with kind(lease=LONG, timeout=2 * LONG, when_lost=told) as run:
+        redis.delete(key)
+        with pytest.raises(LockLost, match="deleted"):
+            ask(run.lock)
+        assert eventually(lambda: told.losses)
+    assert len(told.losses) == 1
+    assert told.threads == ["only_one-lost"]
+
+
+def test_an_async_run_that_finds_its_loss_by_a_question_is_cancelled(redis: Any, key: str) -> None:
+    with RunningAsync(lease=LONG, when_lost=fail) as run:
+        redis.delete(key)
+        with pytest.raises(LockLost, match="deleted"):
+            assert run.lock.fence
+        run.join()
+    assert isinstance(run.result, LockLost)
+
+
 def test_a_callable_is_told_of_what_only_the_release_finds(
     redis: Any, key: str, caplog: pytest.LogCaptureFixture
 ) -> None:

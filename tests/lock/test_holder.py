@@ -167,10 +167,11 @@ def test_a_process_is_alive_until_nothing_is_left_of_it(process: Acquirer) -> No
 def test_the_calls_of_this_process_are_alive_until_they_have_ended() -> None:
     with ThreadPoolExecutor(1) as pool:
         values = [TokenFactory("work").token(600), pool.submit(TokenFactory("work").token, 600).result()]
-        active_tokens.update(values)
+        active_tokens.update(dict.fromkeys(values))
         assert not any(map(is_dead, values))
         assert not any(pool.map(is_dead, values))
-        active_tokens.difference_update(values)
+        for value in values:
+            del active_tokens[value]
         assert all(map(is_dead, values))
         assert all(pool.map(is_dead, values))
 
@@ -280,7 +281,7 @@ if not pid:
 value = os.read(ours, 10_000)
 os.waitpid(pid, 0)
 own = TokenFactory("work").token(600)
-token.active_tokens.add(own)
+token.active_tokens[own] = None
 print(token.machine(), is_dead(value), is_dead(own), os.path.exists("/proc/self"))
 """
 """It prints its machine, whether a child that is gone is dead, whether it is itself, and whether /proc is there."""

@@ -72,6 +72,7 @@ class Watch:
     def lease(self, server: Any, name: str = "k", limit: float = math.inf, ttl: float = TTL) -> Lease:
         """A lease in its care."""
         made = Lease(server, self.key(name), b"token", self.clock.moment, ttl, limit)
+        made.renewer = self.renewer
         self.renewer.leases[name.encode()] = ref(made)
         self._leases.append(made)
         return made
