@@ -90,8 +90,8 @@ class Publication(TaskCaller):
         carried = dict(given.get("headers") or {}).get(HEADER)
         is_requeued = isinstance(carried, dict) and carried.get("id") == self.id
         is_sent_again = given.get("retries") or is_requeued
-        is_refused = not isinstance(self._args or (), (list, tuple))  # by Celery
-        goes_past = is_sent_again or is_refused
+        are_accepted = isinstance(self._args or (), (list, tuple)) and isinstance(self._kwargs or {}, Mapping)
+        goes_past = is_sent_again or not are_accepted  # by Celery
         if is_requeued:
             self._forget_key_of_other_arguments(decoration, carried or {})
         if goes_past or self.app.conf.task_always_eager:

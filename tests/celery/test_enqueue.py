@@ -482,6 +482,8 @@ def test_options_that_celery_refuses(queue: Queue, keys: Keys) -> None:
     task.delay()
     with pytest.raises(TypeError, match="list or tuple"):
         task.apply_async("ab")
+    with pytest.raises(TypeError, match="mapping"):
+        task.apply_async((), [("value", 1)])
 
 
 def test_options_by_their_position(queue: Queue) -> None:
