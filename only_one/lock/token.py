@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import time
-from functools import cache, lru_cache
+from functools import lru_cache
 from json.encoder import encode_basestring_ascii
 from pathlib import Path
 
@@ -35,8 +35,14 @@ class _Process:
         self.numbers = itertools.count(1)
 
 
-this_process = cache(_Process)
-"""The one ``_Process`` of this process, made on first use, and anew in a forked child."""
+_made: dict[str, _Process] = {}
+
+
+def this_process() -> _Process:
+    """The one ``_Process`` of this process, made on first use, and anew in a forked child."""
+    # By `setdefault`, which is atomic: two threads that are the first must not be two processes.
+    return _made.get("this") or _made.setdefault("this", _Process())
+
 
 active_tokens: dict[bytes, object] = {}
 """The tokens of this process whose calls have not ended, with the callers; its other tokens are held by nobody.
@@ -45,7 +51,7 @@ A forked child begins without any: a call that was under way at the fork stays t
 """
 
 
-in_each_child(this_process.cache_clear)
+in_each_child(_made.clear)
 in_each_child(active_tokens.clear)
 
 

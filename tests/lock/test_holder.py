@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from only_one.lock import liveness, token
 from only_one.lock.liveness import is_dead, is_gone
 from only_one.lock.token import TokenFactory, active_tokens, kept, process_start
 from rigs.namespaces import MACHINE, unshare
+from rigs.waiting import LIMIT
 from tests.faults.programs import Program
 
 ACQUIRES = """
@@ -162,6 +164,16 @@ def test_a_process_is_alive_until_nothing_is_left_of_it(process: Acquirer) -> No
     process.process.wait()
     assert all(map(is_dead, values * 2))
     assert is_gone(process.value)
+
+
+def test_two_threads_that_make_the_first_tokens_are_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one of two calls of a job would take the other for that of another process."""
+    both_are_there = threading.Barrier(2, timeout=LIMIT)
+    monkeypatch.setattr(token, "_made", {})
+    monkeypatch.setattr(token, "machine", lambda: str(both_are_there.wait() * 0))
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: token.this_process(), range(2))
+    assert first is second is token.this_process()
 
 
 def test_the_calls_of_this_process_are_alive_until_they_have_ended() -> None:
