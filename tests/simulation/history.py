@@ -27,7 +27,8 @@ class History(World):
     """A history: one server, some processes, and what they do.
 
     Attributes:
-        PLAN: what a history is made of; of each the seed chooses one.
+        PLAN: what a history is made of; of each the seed chooses one. Its ``trouble`` is how probable it is for each
+            message that its connection is cut, and that it is late.
         FAULTS: which happen at some time in some histories, and how probable each is, once, twice and so on.
             Each is a method with that name.
         greets: whether each connection begins with redis-py's name: two messages, which are half of all.
@@ -43,6 +44,7 @@ class History(World):
         self.plan = SimpleNamespace(**{name: self.choose(f"plan {name}", values) for name, values in self.PLAN.items()})
         self.store = Store(lambda: self.now, self.wall, self.plan.server)
         self.host = Host(self, self.store)
+        self.host.loses, self.host.delays = self.plan.trouble
         self.greets = self.draw("plan greets") < 1 / 8
         self.problems: list[tuple[str, str]] = []
         self.pids = count(101)

@@ -19,9 +19,6 @@ from .network import Loop
 from .process import Machine, Process, thread
 from .tracing import Interrupted, Tracer
 
-_LOSES, _DELAYS = [0.0, 0.01, 0.03, 0.08], [0.0, 0.01, 0.05, 0.15]
-"""How probable it is for each message that its connection is cut, and that it is late, by the trouble."""
-
 _SCRIPTS = (b"EVAL", b"EVALSHA")
 _WRITES = (b"SET", b"DELIFEQ", b"DELEX", *_SCRIPTS)
 _REFUSALS = [
@@ -53,7 +50,7 @@ class LockWorld(History):
         "when_lost": ["fail", "carry_on", "callable", "fails"],
         "when_down": ["fail", "fail", "skip", "carry_on", "fails"],
         "keys": [["k"], ["k"], ["k", "n"]],
-        "trouble": [0, 0, 1, 2, 3],
+        "trouble": [(0.0, 0.0), (0.0, 0.0), (0.01, 0.01), (0.03, 0.05), (0.08, 0.15)],
         "jobs": [False, False, False, True],  # calls with one number are attempts of one job
     }
     FAULTS: ClassVar[dict[str, list[float]]] = {
@@ -74,9 +71,7 @@ class LockWorld(History):
     def __init__(self, processes: list[Process], seed: int, left_out: frozenset[str] = frozenset()) -> None:
         super().__init__(processes, seed, left_out)
         self.processes = processes[: self.plan.processes]
-        self.plan.jobs &= "work_id" in processes[0].package.only_one.__kwdefaults__  # else it is an earlier version
         self.machines = [Machine("alpha", is_known=self.draw("plan known") < 0.95), Machine("beta")]
-        self.host.loses, self.host.delays = _LOSES[self.plan.trouble], _DELAYS[self.plan.trouble]
         self.is_async: bool = getattr(self.plan, "async")
         self.store.evicts = self.draw("plan evicts") < 0.1
         self.is_silent = self.draw("plan silent") < 0.05  # nobody hears of events
@@ -87,9 +82,7 @@ class LockWorld(History):
         self.when_busy: dict[Process, str] = {}
 
     def play(self) -> None:
-        logger, level = logging.getLogger("only_one"), logging.ERROR if self.is_silent else logging.NOTSET
-        if logger.level != level:
-            logger.setLevel(level)
+        logging.getLogger("only_one").setLevel(logging.ERROR if self.is_silent else logging.NOTSET)
         for number, process in enumerate(self.processes):
             self._start(process, f"p{number}", self.choose("plan machine", self.machines))
         faults_end = self.now + 8
@@ -128,9 +121,8 @@ class LockWorld(History):
         plan, package = self.plan, process.package
         policies = {"fail": package.fail, "carry_on": package.carry_on, "skip": package.skip, "fails": fails}
         lease, timeout = plan.times
-        is_refused = timeout is not None and plan.at_least > timeout
         self.when_busy[process] = self.choose(f"plan when_busy of {process.name}", ["fail", "skip", "fails"])
-        given = {"lease": lease, "timeout": timeout, "at_least": None if is_refused else plan.at_least}
+        options = {"lease": lease, "timeout": timeout, "at_least": plan.at_least, "work_id": plan.jobs and Call.job}
         if not self.is_silent:
             process.package.subscribe(lambda event: self.checker.event(process, event))
         decorate = package.only_one(
@@ -139,8 +131,7 @@ class LockWorld(History):
             when_down=policies[plan.when_down],
             when_lost=policies.get(plan.when_lost, ignores),
             redis="redis://server:6379/0?protocol=2",
-            **({"work_id": Call.job} if plan.jobs else {}),
-            **{option: value for option, value in given.items() if value},
+            **{option: value for option, value in options.items() if value},
         )
         return decorate(self._async_body if self.is_async else self._body)  # type: ignore[no-any-return]
 

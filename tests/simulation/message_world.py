@@ -123,7 +123,7 @@ class MessageWorld(History):
         "triggers": [2, 3, 4, 6],
         "broker": ["redis", "amqp"],
         "has_beat": [False, False, True],
-        "trouble": [0, 0, 0, 1],
+        "trouble": [(0.0, 0.0), (0.0, 0.0), (0.0, 0.0), (0.02, 0.03)],
         "server": ["valkey"],
     }
     FAULTS: ClassVar[dict[str, list[float]]] = {
@@ -139,7 +139,6 @@ class MessageWorld(History):
         self.plan.is_unique = self.plan.placement in ("above", "both")
         if self.plan.is_unique and self.plan.when_busy == "retry":  # which is refused there
             self.plan.when_busy = "default"
-        self.host.loses, self.host.delays = [0.0, 0.02][self.plan.trouble], [0.0, 0.03][self.plan.trouble]
         self.apps: dict[tuple[Process, int], Any] = {}
         self.machines = [Machine("alpha"), Machine("beta")]
         self.triggers: dict[str, Trigger] = {}

@@ -184,25 +184,19 @@ class World:
         thread.waiting += 1
         if seconds is not None:
             self.after(seconds, self.resume, thread, thread.waiting, None)
-        if thread.tracer is not None:
-            sys.settrace(None)
-        # An event loop is put aside while its thread waits: Python keeps one for each thread of the system.
-        loop = asyncio._get_running_loop()
-        if loop is None:
-            value = self.hub.switch()
-        else:
-            hooks = sys.get_asyncgen_hooks()
-            asyncio._set_running_loop(None)
-            sys.set_asyncgen_hooks(None, None)
-            value = self.hub.switch()
-            asyncio._set_running_loop(loop)
-            sys.set_asyncgen_hooks(*hooks)
+        # Python keeps these for each thread of the system: they are put aside while a thread of the world waits.
+        loop, hooks = asyncio._get_running_loop(), sys.get_asyncgen_hooks()
+        sys.settrace(None)
+        asyncio._set_running_loop(None)
+        sys.set_asyncgen_hooks(None, None)
+        value = self.hub.switch()
+        asyncio._set_running_loop(loop)
+        sys.set_asyncgen_hooks(*hooks)
         thread.waiting += 1
         if thread.interrupt is not None:
             error, thread.interrupt = thread.interrupt, None
             handle_signal(error)
-        if thread.tracer is not None:
-            sys.settrace(thread.tracer)
+        sys.settrace(thread.tracer)
         return value
 
     def note(self, who: str, what: str, *details: Any) -> None:
