@@ -12,7 +12,7 @@ from copy import deepcopy
 from datetime import datetime, timezone
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import billiard.einfo
 import celery.worker.request
@@ -66,17 +66,9 @@ class App(Celery):  # type: ignore[misc]
     """An app whose time is the world's."""
 
     now = Clock.now
-    _checkers: ClassVar[dict[str, Any]] = {}
-
-    def type_checker(self, fun: Any, bound: bool = False) -> Any:  # noqa: FBT001, FBT002
-        """Of tasks with one name there is one signature."""
-        if fun.__name__ not in self._checkers:
-            self._checkers[fun.__name__] = super().type_checker(fun, bound)
-        return self._checkers[fun.__name__]
 
 
 celery.worker.request.datetime = Clock
-billiard.einfo.traceback = SimpleNamespace(format_exception=lambda *_: ["not kept"])  # which takes long to make
 billiard.einfo.Traceback = lambda _: None
 
 

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import celery.worker.state
 from celery import _state, chain, chord
-from celery.app.utils import Settings
 from celery.backends import cache
 from celery.exceptions import Ignore, Reject, Retry
 
@@ -321,13 +320,6 @@ class MessageWorld(History):
             self.arrived_at.setdefault(delivery.work.trigger, self.now)
 
 
-class _Settings(Settings):  # type: ignore[misc]
-    """An app's settings, when all of them stand in the first of its maps: Celery asks for them often."""
-
-    def __getitem__(self, key: str) -> Any:
-        return self.maps[0][key]
-
-
 @functools.cache
 def _app(_process: Process, broker: str, *, acks_late: bool) -> Any:
     """An app, made once: that takes longer than a history."""
@@ -341,8 +333,6 @@ def _app(_process: Process, broker: str, *, acks_late: bool) -> Any:
         only_one_redis="redis://server:6379/0?protocol=2",
     )
     app.finalize()
-    app.conf.update({name: app.conf[name] for name in app.conf})
-    object.__setattr__(app.conf, "__class__", _Settings)
 
     def tail(result: Any, name: str) -> Any:
         playing().triggers[name].received.append(result)

@@ -7,21 +7,17 @@ What redis-py does is the world's for good: a Python process that plays historie
 from __future__ import annotations
 
 import builtins
-import copy
 import importlib
-import inspect
 import os
 import pathlib
 import pkgutil
 import queue
 import random
-import re
 import signal
 import socket
 import sys
 import threading
 import time
-import traceback
 import uuid
 from collections.abc import Callable
 from functools import lru_cache
@@ -207,18 +203,6 @@ class FakePath(str):
         return b"1 (x) S " + b"0 " * 18 + b"%d" % machine.processes[pid].started + b" 0 0"
 
 
-@lru_cache(500)
-def _signature_of(function: Any, is_bound: bool) -> inspect.Signature:  # noqa: FBT001
-    return inspect.signature(function.__get__(0) if is_bound else function)
-
-
-def _signature(function: Any) -> inspect.Signature:
-    """The signature of a function; remembered for classes, methods and functions of modules: they outlive a history."""
-    if "<locals>" in getattr(function, "__qualname__", "<locals>"):
-        return inspect.signature(function)
-    return _signature_of(getattr(function, "__func__", function), hasattr(function, "__self__"))
-
-
 _time = Fake(time, clock_gettime=_now, monotonic=_now, perf_counter=_now, time=lambda: playing().wall(), sleep=_sleep)
 vars(_time)["time_ns"] = lambda: round(playing().wall() * 1e9)
 _os = Fake(os, kill=_kill, urandom=_urandom, register_at_fork=_on_fork, getpid=lambda: getattr(this(), "pid", 1))
@@ -239,9 +223,6 @@ FAKES: dict[str, ModuleType] = {
     "_queue": _queue,
     "pathlib": Fake(pathlib, Path=FakePath),
     "random": Fake(random, SystemRandom=lambda: _random),
-    "inspect": Fake(inspect, signature=_signature),
-    # The renewing thread formats even the exception that ends a history, which is slow.
-    "traceback": Fake(traceback, format_exc=lambda: repr(sys.exc_info()[1])),
     "atexit": Fake(ModuleType("atexit"), register=_on_exit),
 }
 
@@ -282,10 +263,9 @@ _CHANGES: list[tuple[Any, str, Any]] = [
     (redis.utils, "_get_filterable_args", lambda *_: {}),  # of which it would say that they are deprecated
     (redis.client.CaseInsensitiveDict, "__init__", dict.update),  # a client's replies: all are in upper case
     (redis.event.EventDispatcher, "__init__", lambda dispatcher, *_: dispatcher.__dict__.update(_dispatcher)),
-    (redis.connection, "get_default_socket_keepalive_options", dict),
     (redis.connection, "parse_url", lambda url: {**_parsed(url)}),
     (redis.connection, "get_pool_name", lambda _: "pool"),  # for metrics that nobody reads
-    (redis.retry.AbstractRetry, "__deepcopy__", lambda retry, _: copy.copy(retry)),  # its back-off has no state
+    (redis.connection, "get_default_socket_keepalive_options", dict),
     (builtins, "__import__", _import_own),
     (signal, "valid_signals", lambda: [handle_signal]),  # none of the program that runs the world
     (signal, "getsignal", lambda handler: handler),
@@ -323,12 +303,6 @@ def _connect_own(signal: Any, receiver: Any, **_: Any) -> Any:
     return _connect(signal, own, weak=False)
 
 
-def _rebound_in(module: ModuleType) -> dict[str, Any]:
-    """The variables of a module that its functions bind anew, with their values at first."""
-    names = re.findall(r"^ +global ([\w, ]+)", inspect.getsource(module), re.MULTILINE)
-    return {name: vars(module)[name] for line in names for name in line.replace(",", " ").split()}
-
-
 class Process:
     """A process with a copy of the package.
 
@@ -349,9 +323,9 @@ class Process:
         own = self.modules.values()
         for module in own:
             vars(module)["__process__"] = self
-        self._at_first = [(vars(module), first) for module in own if (first := _rebound_in(module))]
+        self._at_first = [(vars(module), vars(module).copy()) for module in own]
         items = [item for module in own for item in vars(module).items() if item[0][:2] != "__"]
-        values = {id(value): value for name, value in items if not name.isupper()}.values()  # all others are constant
+        values = {id(value): value for _, value in items}.values()
         self._remembering: list[Any] = [value for value in values if hasattr(value, "cache_clear")]
         containers = [value for value in values if isinstance(value, _CONTAINERS)]
         self._contents = [(each, getattr(each, "extend", None) or each.update, each.copy()) for each in containers]
@@ -380,8 +354,7 @@ class Process:
             remembers.cache_clear()
         for container, refill, content in self._contents:
             container.clear()
-            if content:
-                refill(content)
+            refill(content)
         self._begin_as_child(pid)
 
     def fork(self, pid: int) -> None:
