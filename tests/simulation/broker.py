@@ -111,12 +111,6 @@ class Delivery:
         self.work = Work(names[-1], headers.get("replaced_task_nesting") or 0, headers["retries"])
         self.forget()
 
-    def ack(self, *_: Any) -> None:
-        self.worker.broker.ack(self)
-
-    def reject(self, _logger: Any, _errors: Any, requeue: bool) -> None:  # noqa: FBT001
-        self.worker.broker.reject(self, requeue=requeue)
-
     def begin(self, child: Process) -> None:
         self.child = child
         world = self.worker.world
@@ -229,7 +223,7 @@ class Broker:
         self.world.note("broker", "redelivers", f"#{delivery.number}")
         self._arrive(Delivery(payload, delivery.number))
 
-    def ack(self, delivery: Delivery) -> None:
+    def ack(self, delivery: Delivery, *_: Any) -> None:
         # Redis knows a message by its tag, which a redelivery has, too; AMQP by the connection on which it came.
         known_by_tag = delivery.number if self.kind == "redis" else None
         self.unacked = [each for each in self.unacked if each is not delivery and each.number != known_by_tag]
@@ -237,7 +231,7 @@ class Broker:
         self.world.note(name_of_this(), "acknowledges", f"#{delivery.number}")
         self.deliver()
 
-    def reject(self, delivery: Delivery, *, requeue: bool) -> None:
+    def reject(self, delivery: Delivery, _logger: Any, _errors: Any, requeue: bool) -> None:  # noqa: FBT001
         self.world.note(name_of_this(), "rejects", f"#{delivery.number}", "requeue" if requeue else "")
         if requeue:
             self.again(delivery)
@@ -309,7 +303,8 @@ class Worker:
         channel = SimpleNamespace(no_ack_consumers=None, decode_body=_decode)
         message = _virtual.Message(job.payload, channel=channel)
         self.receiving, receive = job, self._strategy(job.task)
-        receive(message, None, job.ack, job.reject, [], to_timestamp=lambda eta, *_: eta.timestamp())
+        acknowledge, reject = partial(self.broker.ack, job), partial(self.broker.reject, job)
+        receive(message, None, acknowledge, reject, [], to_timestamp=lambda eta, *_: eta.timestamp())
         self.receiving = None  # a request that nobody needs any more is forgotten
         if job.request is None:  # a revoked task is not even received
             job.ends("TaskRevoked")

@@ -31,7 +31,6 @@ class Status(str):
 
 OK = Status("OK")
 _SYNTAX = Refusal("ERR syntax error")
-_EXPIRY = Refusal("ERR invalid expire time in 'set' command")
 _NOSCRIPT = Refusal("NOSCRIPT No matching script. Please use EVAL.")
 WRONGTYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 Command = list[bytes]
@@ -90,19 +89,14 @@ class Store:
 
     def do_set(self, key: bytes, value: bytes, *options: bytes) -> Any:
         upper = [each.upper() for each in options]
-        if self.kind == "redis6" and b"NX" in upper and b"GET" in upper:
+        if_absent, gets = b"NX" in upper, b"GET" in upper
+        if self.kind == "redis6" and if_absent and gets:
             raise _SYNTAX
-        expires = None
-        if b"PX" in upper:
-            milliseconds = int(options[upper.index(b"PX") + 1])
-            if milliseconds <= 0:
-                raise _EXPIRY
-            expires = self._clock() + milliseconds / 1000
-        before = self.get(key, bytes if b"GET" in upper else None)
-        if b"NX" not in upper or before is None:
-            self.set(key, value, expires)
-            return before if b"GET" in upper else OK
-        return before if b"GET" in upper else None
+        before = self.get(key, bytes if gets else None)
+        is_set = not if_absent or before is None
+        if is_set:
+            self.set(key, value, self._clock() + int(options[upper.index(b"PX") + 1]) / 1000)
+        return before if gets else (OK if is_set else None)
 
     def do_get(self, key: bytes) -> Any:
         return self.get(key, bytes)
@@ -132,7 +126,7 @@ class Store:
     def do_pttl(self, key: bytes) -> int:
         if self.get(key) is None:
             return -2
-        expires = self.keys[key][1]
+        expires = self.expires_at(key)
         return -1 if expires is None else round((expires - self._clock()) * 1000)
 
     def do_scan(self, _cursor: bytes, _match: bytes, pattern: bytes, *_count: bytes) -> list[Any]:
@@ -186,11 +180,7 @@ class Store:
     def do_eval(self, text: bytes, count: bytes, *rest: bytes) -> Any:
         self.known[_sha(text)] = text
         keys, args = rest[: int(count)], rest[int(count) :]
-        try:
-            return _from_lua(_compiled(text)(self._call, _lua.table(*keys), _lua.table(*args)))
-        except Refusal as refusal:
-            text_of_it = f"{refusal} script: x, on @user_script:1."
-            raise Refusal(text_of_it) from None
+        return _from_lua(_compiled(text)(self._call, _lua.table(*keys), _lua.table(*args)))
 
     def do_evalsha(self, sha: bytes, *rest: bytes) -> Any:
         if sha not in self.known:
