@@ -1,7 +1,7 @@
 """Play histories: ``make simulate``, or one of them again."""
 
 import argparse
-import multiprocessing.util
+import multiprocessing
 import sys
 import time
 from collections import Counter
@@ -39,13 +39,7 @@ def _play(given: tuple[list[int], bool, Any]) -> tuple[int, Counter[Any], list[t
         met.update(history.met)
         for kind, text in history.problems[:1]:
             problems.append((f"--messages: {kind}" if messages else kind, seed, text))
-    _forget_finalizers()
     return len(seeds), met, problems
-
-
-def _forget_finalizers() -> None:
-    """What processes of the world would do at their end is not to be done by this one: they are over."""
-    vars(multiprocessing.util)["_finalizer_registry"].clear()
 
 
 def main() -> int:
@@ -101,7 +95,6 @@ def _again(given: Any) -> int:
     print("faults:", *history.faults)
     for kind, text in history.problems:
         print(f"{kind}: {text}")
-    _forget_finalizers()
     return bool(history.problems)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing.util
 import sys
 import warnings
 from collections.abc import Callable
@@ -123,4 +124,5 @@ class Histories:
         history.greets |= self.greets
         begin_history(history)
         history.play()
+        vars(multiprocessing.util)["_finalizer_registry"].clear()  # which this process is not to call at its own end
         return history
