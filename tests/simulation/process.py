@@ -250,14 +250,10 @@ def _driver_info(*given: Any) -> Any:
 
 _CHANGES: list[tuple[Any, str, Any]] = [
     (redis.connection, "socket", _socket),
-    (redis.connection, "os", _os),
-    (redis.asyncio.connection, "os", _os),
+    *[(each, "os", _os) for each in (redis.connection, redis.asyncio.connection, uuid)],
+    *[(each, "resolve_driver_info", _driver_info) for each in (redis.connection, redis.client)],
+    *[(each, "resolve_driver_info", _driver_info) for each in (redis.asyncio.connection, redis.asyncio.client)],
     (redis.retry, "sleep", _sleep),
-    (uuid, "os", _os),
-    (redis.connection, "resolve_driver_info", _driver_info),
-    (redis.client, "resolve_driver_info", _driver_info),
-    (redis.asyncio.connection, "resolve_driver_info", _driver_info),
-    (redis.asyncio.client, "resolve_driver_info", _driver_info),
     # What redis-py computes anew for each client, connection or command, but from constants.
     (redis.utils, "get_lib_version", lambda: "0"),
     (redis.utils, "_get_filterable_args", lambda *_: {}),  # of which it would say that they are deprecated

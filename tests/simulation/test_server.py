@@ -25,9 +25,12 @@ conditions = st.sampled_from([b"", b"may be missing", b"may be withdrawn"])
 numbers = st.sampled_from([b"0", b"1", b"2"])
 
 
-def script(script: Any, *args: st.SearchStrategy[bytes]) -> st.SearchStrategy[list[Any]]:
-    command = [b"EVAL", script.text.encode(), b"%d" % len(KEYS), *KEYS]
-    return st.tuples(*map(st.just, command), *args).map(list)
+def command(*parts: bytes | st.SearchStrategy[bytes]) -> st.SearchStrategy[list[bytes]]:
+    return st.tuples(*(st.just(each) if isinstance(each, bytes) else each for each in parts)).map(list)
+
+
+def script(script: Any, *args: bytes | st.SearchStrategy[bytes]) -> st.SearchStrategy[list[bytes]]:
+    return command(b"EVAL", script.text.encode(), b"%d" % len(KEYS), *KEYS, *args)
 
 
 scripts = [  # those that do not reply the time
@@ -38,22 +41,22 @@ scripts = [  # those that do not reply the time
     script(redelivery.STORED),
     script(redelivery.REQUEUED, numbers, lives),
     script(owed_key._WITHDRAW, values, lives, numbers),
-    script(coalescing._NUMBER, st.just(b"pending"), values, numbers, lives),
+    script(coalescing._NUMBER, b"pending", values, numbers, lives),
 ]
-plain = st.one_of(
-    st.tuples(st.just(b"SET"), keys, values, st.just(b"NX"), st.just(b"GET"), st.just(b"PX"), lives),
-    st.tuples(st.just(b"SET"), keys, values, st.just(b"NX"), st.just(b"PX"), lives),
-    st.tuples(st.just(b"GET"), keys),
-    st.tuples(st.just(b"DEL"), keys),
-    st.tuples(st.just(b"DELIFEQ"), keys, values),
-    st.tuples(st.just(b"DELEX"), keys, st.just(b"IFEQ"), values),
-    st.tuples(st.just(b"HSET"), keys, values, numbers),
-    st.tuples(st.just(b"PEXPIRE"), keys, lives),
-    st.tuples(st.just(b"PEXPIRE"), keys, st.just(b"-1")),  # it expires at once
-    st.tuples(st.just(b"PTTL"), keys),
-    st.just((b"SCAN", b"0", b"MATCH", rb"\{\k\}*", b"COUNT", b"1000")),
-).map(list)
-sequences = st.lists(st.one_of(plain, *scripts), max_size=12)
+plain = [
+    command(b"SET", keys, values, b"NX", b"GET", b"PX", lives),
+    command(b"SET", keys, values, b"NX", b"PX", lives),
+    command(b"GET", keys),
+    command(b"DEL", keys),
+    command(b"DELIFEQ", keys, values),
+    command(b"DELEX", keys, b"IFEQ", values),
+    command(b"HSET", keys, values, numbers),
+    command(b"PEXPIRE", keys, lives),
+    command(b"PEXPIRE", keys, b"-1"),  # it expires at once
+    command(b"PTTL", keys),
+    command(b"SCAN", b"0", b"MATCH", rb"\{\k\}*", b"COUNT", b"1000"),
+]
+sequences = st.lists(st.one_of(*plain, *scripts), max_size=12)
 
 
 @pytest.fixture
