@@ -33,6 +33,7 @@ class Call:
         asked: when it was made.
         answered: when it had its outcome.
         told_at: when it was told that its key is lost.
+        found_at: when it found that by a question.
         lock: what ``current_lock`` gave in the run; None before there is one.
         began: when the run began.
         ended: when the run ended.
@@ -54,6 +55,7 @@ class Call:
     outcome: Any = None
     fence: int | None = None
     told_at: float = inf
+    found_at: float = inf
     extended: float = 0
     lapsed_at: float = inf
     had_key = has_succeeded = held_to_the_end = is_excused = False
@@ -183,6 +185,10 @@ class Checker:
         limit = (self.history.plan.times[1] or inf) + call.extended
         if call.had_key and is_calm and not call.lock.is_held and call.ended < call.asked + limit:
             self.problem("a loss without a cause", call.name)
+        has_gone_on = call.ended - call.found_at > 0.1 and self.history.is_calm(call.found_at)
+        may_be_told = call.had_key and not self.history.is_silent and not call.process.no_thread
+        if has_gone_on and may_be_told and call.told_at == inf:
+            self.problem("told too late", call.name)
         is_cancelled = self.history.is_async and self.history.plan.when_lost == "fail"
         late = call.ended - call.told_at
         if is_cancelled and late > 0.01 and self.history.is_calm(call.ended - late):
@@ -200,7 +206,7 @@ class Checker:
         if not (outcome is None or outcome == "done" or is_users or isinstance(outcome, documented)):
             self.problem("an exception that is not documented", f"{call.name}: {outcome!r}")
         if isinstance(outcome, package.LockLost) and call.told_at == inf:  # then it was checked
-            self._check_loss(call, outcome.reason)
+            self._check_loss(call, outcome)
         if outcome == "done" and not call.has_succeeded:
             self.problem("an outcome without a run", call.name)
         self._check_time(call)
@@ -294,14 +300,16 @@ class Checker:
 
         for call in sorted(lost, key=likelihood)[-1:]:
             call.told_at = self.history.now
-            self._check_loss(call, event.reason)
+            self._check_loss(call, event)
 
-    def _check_loss(self, call: Call, reason: str) -> None:
+    def _check_loss(self, call: Call, told: Any) -> None:
+        reason = told.reason
         if self._is_false_loss(call, reason):
             self.problem("told of a loss that was none", f"{call.name}: {reason}")
         values = [each for each in self.stored[call.key_there] if each.until > call.asked]
         was_free = not values or values[-1].until < inf or any(a.until < b.since for a, b in pairwise(values))
-        was_anothers = any(each.value != call.lock.token for each in values)
+        others = [each.value for each in values if each.value != call.lock.token]
+        was_anothers = told.value.encode() in others or any(isinstance(each, list) for each in others)
         if (reason == "deleted" and not was_free) or (reason == "taken" and not was_anothers):
             self.problem("told of another loss", f"{call.name}: {reason}")
 

@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from math import inf
 from typing import Any, ClassVar
 
@@ -214,7 +214,12 @@ class LockWorld(History):
     def _body(self, call: Call) -> str:
         with self._witnessed(call) as seconds:
             self._look_around(call)
-            self.sleep(seconds)
+            asks_after = seconds / 2 if self.draw(f"asks meanwhile {call.name}") < 0.05 else 0.0
+            if asks_after:
+                self.sleep(asks_after)
+                with self._asks(call):
+                    self.checker.fenced(call, call.lock.fence)
+            self.sleep(seconds - asks_after)
             self._look_around(call)
             if self.draw(f"nested in {call.name}") < 0.1:
                 self._call_and_check(call.process, f"{call.name}.0")
@@ -225,15 +230,24 @@ class LockWorld(History):
             await asyncio.sleep(seconds)
         return "done"
 
+    @contextmanager
+    def _asks(self, call: Call) -> Iterator[None]:
+        """A question of the run about its lock, which may be that it is lost."""
+        package = call.process.package
+        try:
+            yield
+        except package.LockLost:
+            call.found_at = min(call.found_at, self.now)
+        except (package.OnlyOneError, OSError, redis.RedisError):
+            pass
+
     def _look_around(self, call: Call) -> None:
         """Use what a run can ask of its lock."""
-        package = call.process.package
-        errors = (package.OnlyOneError, OSError, redis.RedisError)
         if self.draw(f"fence {call.name}") < 0.2:
-            with suppress(*errors):
+            with self._asks(call):
                 self.checker.fenced(call, call.lock.fence)
         if self.draw(f"extend {call.name}") < 0.1:
-            with suppress(*errors):
+            with self._asks(call):
                 call.lapsed_at = call.lock.expires_at
                 call.lock.extend(2)
                 call.extended += 2
