@@ -151,7 +151,7 @@ class Delivery(TaskCaller):
         under_way: the keys that runs of this message hold, one of each decorator of the task; None for a run that is
             over. The task may call it once more in this delivery, as a base's ``__call__`` does that tries again.
         is_unique_in_queue: whether the task is unique from queued to finished, also while it waits for a retry.
-        is_redelivered: whether the broker says that it has delivered the message before.
+        is_redelivered: whether the broker says that it has delivered the message before, or that it was rejected.
         is_superseded: whether it has the key, but a newer task that ``buffer_one`` coalesces does the work.
     """
 
@@ -167,7 +167,10 @@ class Delivery(TaskCaller):
         if self.is_unique_in_queue:
             self.key = self.header.key
             self.queued = self.header.token.encode() if self.header.token else None
-        self.is_redelivered = bool((request.delivery_info or {}).get("redelivered"))
+        died = (request.headers or {}).get("x-death") or ()
+        # It comes back by a dead-letter queue; one that has only expired in a queue is delayed, and has not begun.
+        was_rejected = any(each.get("reason") in {"rejected", "delivery_limit"} for each in died)
+        self.is_redelivered = was_rejected or bool((request.delivery_info or {}).get("redelivered"))
         self._request = request
         self._began = now()
 
@@ -244,6 +247,7 @@ class Delivery(TaskCaller):
         """
         with redelivery.unless_down(self.work.id):
             self._check_marker(server, key, waits=remembered_for(self.app))
+        self._request.expires = None  # it has begun in time
         self._publish_again(server, key, self.header, None)
 
     def requeue(self, server: Server, key: str, how: RequeueRequest) -> Any:

@@ -163,6 +163,8 @@ BUSY: dict[str, str] = {
     "a retry": "requeued",
     "redelivered": "requeued",
     "redelivered, and has waited": "requeued",
+    "rejected, and back from a dead-letter queue": "requeued",
+    "expired, and back from a dead-letter queue": "skipped",
     "new, and has waited": "skipped",
     "chain": "failed",
     "chord": "failed",
@@ -182,6 +184,8 @@ def test_a_task_whose_key_is_busy_waits_if_a_skip_would_do_harm(
     if "has waited" in how:
         header = Header(answer.id, 0, times=1, lineage=None if "redelivered" in how else "of its first message")
         message["headers"] |= header.as_headers()
+    if "dead-letter" in how:
+        message["headers"]["x-death"] = [{"reason": how.partition(",")[0]}]
     queue.deliver(message, redelivered=how == "redelivered")
     assert answer.state == {"skipped": "SUCCESS", "requeued": "PENDING", "failed": "FAILURE"}[outcome]
     assert len(queue) == (outcome == "requeued")

@@ -294,6 +294,15 @@ def test_how_long_the_key_of_a_queued_task_lives(
     assert len(queue) == 1
 
 
+@pytest.mark.parametrize("begun", ["2026-11-01T05:45+00:00", "2027-03-14T06:45+00:00"], ids=["autumn", "spring"])
+def test_a_time_beyond_a_change_of_the_clocks(queue: Queue, monkeypatch: pytest.MonkeyPatch, begun: str) -> None:
+    """A time without a zone is UTC's, for Celery."""
+    moment = datetime.fromisoformat(begun)
+    queue.app.conf.timezone = "America/New_York"
+    monkeypatch.setattr(queue.app, "now", lambda: moment.astimezone(queue.app.timezone))
+    assert waits_for(queue.app, 600, (moment + timedelta(minutes=30)).replace(tzinfo=None), None) == 1800
+
+
 def test_how_long_a_task_is_waited_for_to_the_second_and_until_a_date(queue: Queue, keys: Keys) -> None:
     for expires, until, seconds in ((None, None, 600), (None, 60, 660), (None, -60, 600), (0, 60, 0), (60, None, 60)):
         assert waits_for(queue.app, 600, expires, until) == seconds

@@ -38,7 +38,7 @@ def test_a_redelivery_is_requeued_while_its_run_lasts_and_dropped_afterwards(
 
     runs: list[str] = []
     # The policy is not for redeliveries.
-    answer = a_task(queue.app, kind(work), when_busy=fail, celery={"base": Awaits}).delay()
+    answer = a_task(queue.app, kind(work), when_busy=fail, celery={"base": Awaits}).apply_async(expires=600)
     message = queue.take()
     queue.deliver(message)
     assert answer.state == "SUCCESS", answer.result
@@ -47,6 +47,7 @@ def test_a_redelivery_is_requeued_while_its_run_lasts_and_dropped_afterwards(
     assert len(queue) == 1
     later = queue.take()
     assert (later["headers"]["only_one"]["times"], later["headers"]["only_one"]["number"]) == (1, 1)
+    assert later["headers"]["expires"] is None, "it has begun in time"
     queue.deliver(message, redelivered=True)
     queue.deliver(later)
     assert runs == ["run"]
