@@ -231,6 +231,12 @@ def _cluster(client: Any) -> Any:
     given: dict[str, Any] = client.nodes_manager.connection_kwargs
     options = {name: value for name, value in given.items() if name in known and value is not None}
     is_tls = issubclass(given.get("connection_class", redis.Connection), redis.SSLConnection)
-    options.update(ssl=is_tls, address_remap=client.nodes_manager.address_remap, max_connections=NO_LIMIT)
-    nodes = [cluster.ClusterNode(str(node.host), int(node.port)) for node in client.get_nodes()]
+    manager: Any = client.nodes_manager
+    options.update(ssl=is_tls, address_remap=manager.address_remap, max_connections=NO_LIMIT)
+    options["require_full_coverage"] = manager._require_full_coverage  # noqa: SLF001 - it has no public name
+    if "dynamic_startup_nodes" in known:
+        options["dynamic_startup_nodes"] = manager._dynamic_startup_nodes  # noqa: SLF001 - nor has this
+    # Those that were given, too: their names may lead to others by now.
+    known_nodes = (*client.get_nodes(), *getattr(client, "startup_nodes", ()))
+    nodes = [cluster.ClusterNode(str(node.host), int(node.port)) for node in known_nodes]
     return _Cluster(startup_nodes=nodes, **options)

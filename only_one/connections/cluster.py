@@ -72,6 +72,8 @@ class ClusterNodes:
             but: the node that is not asked.
             first: the node that is asked; None for the node that has been reachable for the longest time.
         """
+        for known in list(self._manager.nodes_cache.values()):  # the user's client has learnt of others, perhaps
+            self._at((known.host, known.port))
         node = first or min((each for each in self._nodes.values() if each is not but), key=by_reach, default=None)
         if node is None or node.backs_off_until > now():
             return

@@ -188,16 +188,18 @@ def guarded(client: Any) -> Any:
     """
     if isinstance(client, redis.RedisCluster):  # where each node has a pool
         cluster: Any = client
+        of_masters = {"read_from_replicas": False, "load_balancing_strategy": None}  # a replica may lag
 
         def of_node(node: Any) -> Any:
             return guarded(cluster.get_redis_connection(node))
 
         def pipeline(*args: Any, **options: Any) -> Any:
             made = cluster.pipeline(*args, **options)
-            made.get_redis_connection = of_node
+            vars(made).update(of_masters, get_redis_connection=of_node)
             return made
 
         changed: dict[str, Any] = {"get_redis_connection": of_node, "pipeline": pipeline, "close": lambda: None}
+        changed |= of_masters
     elif hasattr(client, "connection_pool"):
         # The client's own connection never returns to the pool, and so is never checked. The user closes it.
         changed = {"connection": None, "auto_close_connection_pool": False}

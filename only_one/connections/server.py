@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import os
 import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
@@ -33,6 +34,7 @@ PATIENCE: dict[str, Any] = {"socket_timeout": 0.9, "socket_connect_timeout": 0.5
 _ADVICE = {
     "WRONG_VERSION|record layer|Timeout connecting.*SSL": "if the port has no TLS, write redis:// in place of rediss://",
     "(?i)authentica|username-password": "write the server's user and password: redis://user:password@host:6379/0",
+    "^MovedError": "the server is a node of a cluster: write redis=redis.RedisCluster(...)",
     "DB index": "write the number of a database that the server has, such as redis://host:6379/0",
     "new thread": "nothing could renew the key: write timeout= without lease=, or call before the main thread ends",
 }
@@ -70,7 +72,6 @@ class Server:
         self.looked_at_from = 0.0
         self._given = client
         self._nodes: ClusterNodes | Node | None = None
-        self._async_clients: dict[asyncio.AbstractEventLoop, tuple[AsyncClient, AsyncGenerator[AsyncClient, None]]] = {}
 
     def node_of(self, key: str) -> Node:
         """The node that stores ``key``, with the renewing thread's own connections and short time-outs.
@@ -86,7 +87,7 @@ class Server:
         """The type and the text of an error, with the server's address, and what to write instead if that is known."""
         pool = getattr(self._given, "connection_pool", None)
         address = _address(pool) if pool else "the cluster" if self.is_known else "the server"
-        text = f"{problem} {getattr(getattr(pool, 'connection_class', None), '__name__', '')}"
+        text = f"{type(problem).__name__} {problem} {getattr(getattr(pool, 'connection_class', None), '__name__', '')}"
         advice = next((f" ({advice})" for pattern, advice in _ADVICE.items() if re.search(pattern, text)), "")
         return f"{type(problem).__name__} of {address}: {problem}{advice}"
 
@@ -95,16 +96,15 @@ class Server:
         if not self.is_known:
             none: AsyncClient = self.client
             return none
-        loop = asyncio.get_running_loop()
-        opened = self._async_clients.get(loop)
-        if opened is None:
-            for other in list(self._async_clients):  # a copy: loops in other threads change it
-                if other.is_closed():
-                    self._async_clients.pop(other, None)
+        # They live as long as the loop, and a forked child that goes on with its parent's loop has its own.
+        clients = vars(asyncio.get_running_loop()).setdefault("only_one_clients", {})
+        place = self, os.getpid()
+        if place not in clients:
             # An async generator, because the loop closes its generators at shutdown: the only hook to close the client.
             generator = self._open_async_client()
-            opened = self._async_clients[loop] = await anext(generator), generator
-        return opened[0]
+            clients[place] = await anext(generator), generator
+        client: AsyncClient = clients[place][0]
+        return client
 
     async def _open_async_client(self) -> AsyncGenerator[AsyncClient, None]:
         async with aclosing(make_async_client(self._given)) as client:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import ssl
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,10 +89,10 @@ class Cluster:
         return False
 
     @contextmanager
-    def connected(self) -> Iterator[None]:
+    def connected(self, **options: Any) -> Iterator[None]:
         """Once it is well, what a test decorates acquires its keys there, by a client as users have it."""
         assert eventually(self.is_well)
-        options: dict[str, Any] = {"socket_timeout": LIMIT, "socket_connect_timeout": LIMIT}
+        options.update(socket_timeout=LIMIT, socket_connect_timeout=LIMIT)
         self.client = redis_py.RedisCluster("127.0.0.1", self.nodes[0].server.port, **options)
         with self.client, configure(redis=self.client):
             yield
@@ -198,6 +200,27 @@ def test_a_cluster_behind_other_addresses_that_speaks_tls(prefix: str, kind: typ
         assert run.result == "done"
         assert not node.client.exists(f"{prefix}k")
         assert {"SET", "EVAL"} <= set(proxy.commands)
+
+
+def test_the_url_of_one_node_is_told_with_what_to_write(cluster: Cluster, names: list[str]) -> None:
+    url = f"{cluster.nodes[0].server.url}?socket_timeout={LIMIT}"
+    with pytest.raises(LockUnavailable, match=r"write redis=redis\.RedisCluster"):
+        only_one(lambda: "done", key=names[1], redis=url)()
+
+
+def test_a_cluster_with_a_slot_that_nobody_has_and_other_nodes_than_are_known(prefix: str, kind: type[Running]) -> None:
+    """The asyncio client allows what the user's client does, and asks the nodes that were given, too."""
+    with redis_server(*OPTIONS) as server:
+        node = Node(server)
+        node.client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16382)
+        assert eventually(lambda: node.client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
+        client: Any = redis_py.RedisCluster("127.0.0.1", server.port, require_full_coverage=False)
+        if hasattr(client, "startup_nodes") and kind is RunningAsync:
+            known: Any = client.nodes_manager.nodes_cache
+            known[next(iter(known))] = SimpleNamespace(host="127.0.0.1", port=1)  # it has gone
+        with client, kind(lease=60, redis=client) as run:
+            assert node.client.get(f"{prefix}k") == run.lock.token
+        assert run.result == "done"
 
 
 # Nodes that do not answer
@@ -381,10 +404,15 @@ def test_a_slot_that_nobody_is_known_to_have(said: Said) -> None:
 def test_a_cluster_of_one(said: Said) -> None:
     """There is nobody else to be asked."""
     said.theirs._nodes = {("127.0.0.1", said.ports[0]): said.names[0]}
+    known, said.theirs._manager.nodes_cache = said.theirs._manager.nodes_cache, {}
     said.replies[said.ports[0]] = lambda _: redis_py.ConnectionError()
     for _ in range(3):
         said.send(0, "GET")
         assert len(said.asked) == 1
+    said.theirs._manager.nodes_cache = known  # until the user's client has learnt of others
+    said.replies.update(dict.fromkeys(said.ports[1:], lambda _: redis_py.ConnectionError()))
+    said.send(0, "GET")
+    assert [command for _, command in said.asked] == ["GET", "CLUSTER SLOTS"]
 
 
 # Slots that move
@@ -442,6 +470,23 @@ def test_all_nodes_are_looked_at(cluster: Cluster, names: list[str], prefix: str
 
 
 # Replicas
+
+
+def test_keys_are_read_from_masters_only(prefix: str) -> None:
+    """Whatever the user's client does: a replica may lag, or be away."""
+    with ExitStack() as stack:
+        cluster = Cluster(stack)
+        stack.enter_context(cluster.connected())
+        master = cluster.nodes[0]
+        name = cluster.name_on(master, prefix)
+        replica = cluster.replica_of(master)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # from redis-py 5.3 on, in favour of an option that 5.2 does not have
+            client: Any = redis_py.RedisCluster("127.0.0.1", master.server.port, read_from_replicas=True)
+        with client, configure(redis=client), Running(name, lease=600):
+            replica.server.kill()
+            for _ in range(4):  # as the client takes turns
+                assert [each.key for each in held()] == [f"{prefix}{name}"]
 
 
 def test_a_replica_that_takes_over_during_a_run(prefix: str) -> None:

@@ -39,6 +39,25 @@ def test_a_fork_while_another_thread_looks_a_server_up_or_configures(redis_url: 
     assert subprocess.run(command, check=False).returncode == 7
 
 
+WITH_THE_LOOP_OF_ITS_PARENT = """
+import asyncio, os, sys
+from only_one.connections.server import find_server
+
+server, loop = find_server(sys.argv[1]), asyncio.new_event_loop()
+own = loop.run_until_complete(server.async_client())
+pid = os.fork()
+if not pid:
+    os._exit(7 if loop.run_until_complete(server.async_client()) is not own else 8)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_child_that_goes_on_with_the_event_loop_of_its_parent_has_connections_of_its_own(redis_url: str) -> None:
+    """Else each would read the other's replies."""
+    command = [sys.executable, "-c", WITH_THE_LOOP_OF_ITS_PARENT, redis_url]
+    assert subprocess.run(command, check=False).returncode == 7
+
+
 WITH_THE_ID_OF_ITS_PARENT = """
 import os
 os.getpid = lambda: 1
