@@ -162,15 +162,16 @@ def find_server(source: Source) -> Server:
     Raises:
         ConfigurationError: if a callable returns something else than a client or a URL.
     """
-    check_source("redis", source)
     if isinstance(source, str):
         if source not in _from_urls:
+            check_source("redis", source)
             never = retry.Retry(backoff.NoBackoff(), 0)
             made = Server(redis.Redis.from_url(source, retry=never, max_connections=NO_LIMIT, **PATIENCE))
             made.client.sends_again = True
             if _from_urls.setdefault(source, made) is made:
                 logger.info("locks are kept in %s", masked(source), extra={"only_one_server": masked(source)})
         return _from_urls[source]
+    check_source("redis", source)
     if _is_client(source):
         return _from_clients.setdefault(id(source), Server(source))
     with suppress(TypeError, KeyError):
