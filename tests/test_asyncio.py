@@ -126,12 +126,21 @@ def test_a_call_that_is_cancelled_wherever_it_waits_leaves_no_key(
     assert stored or cancelled >= least
 
 
-def test_a_client_lives_as_long_as_its_loop(redis_url: str) -> None:
+def test_a_client_lives_as_long_as_its_loop_and_its_server(redis_url: str) -> None:
     """Also in a loop that nobody closes: Python collects it, with its files."""
+
+    async def of_a_server_that_is_dropped() -> Any:
+        client = await Server(redis_py.Redis.from_url(redis_url)).async_client()
+        return ref(client)
+
     server = Server(redis_py.Redis.from_url(redis_url))
     loops = [asyncio.new_event_loop() for _ in range(2)]
     first, again, other = (loop.run_until_complete(server.async_client()) for loop in (loops[0], *loops))
     assert first is again is not other
+    dropped = loops[0].run_until_complete(of_a_server_that_is_dropped())
+    gc.collect()
+    loops[0].run_until_complete(asyncio.sleep(0))  # which closes it
+    assert eventually(lambda: gc.collect() is not None and dropped() is None)
     loops.pop().close()
     gone: list[Any] = [ref(first), ref(other), ref(loops.pop())]
     del first, again, other

@@ -96,19 +96,21 @@ class Server:
         if not self.is_known:
             none: AsyncClient = self.client
             return none
-        # They live as long as the loop, and a forked child that goes on with its parent's loop has its own.
-        clients = vars(asyncio.get_running_loop()).setdefault("only_one_clients", {})
-        place = self, os.getpid()
-        if place not in clients:
+        # By the loop, because it may be dropped without being closed; and weakly, because so may be the server.
+        by_server: Any = vars(asyncio.get_running_loop()).setdefault("only_one_clients", WeakKeyDictionary())
+        # A forked child that goes on with its parent's loop must not use, nor close, what that has opened.
+        by_process = by_server.setdefault(self, {})
+        if os.getpid() not in by_process:
             # An async generator, because the loop closes its generators at shutdown: the only hook to close the client.
-            generator = self._open_async_client()
-            clients[place] = await anext(generator), generator
-        client: AsyncClient = clients[place][0]
+            generator = _open_async_client(self._given)
+            by_process[os.getpid()] = await anext(generator), generator
+        client: AsyncClient = by_process[os.getpid()][0]
         return client
 
-    async def _open_async_client(self) -> AsyncGenerator[AsyncClient, None]:
-        async with aclosing(make_async_client(self._given)) as client:
-            yield client
+
+async def _open_async_client(given: Any) -> AsyncGenerator[AsyncClient, None]:
+    async with aclosing(make_async_client(given)) as client:
+        yield client
 
 
 _from_urls: dict[str, Server] = {}
