@@ -29,7 +29,10 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_name("mutants.csv")
 COLUMNS = ("module", "killed", "survived", "percent", "tests")
-SELECTION = ["-m", "not soak and not interrupts"]
+AS_ANOTHER_USER = "tests/lock/test_holder.py::test_a_process_of_another_user"
+"""Tests whose process becomes another user, with whom mutmut's code in the changed module fails."""
+
+SELECTION = ["-m", "not soak and not interrupts", f"--deselect={AS_ANOTHER_USER}"]
 TESTS = {
     "__main__": "test_cli.py",
     "option_values": "test_bad_input.py",

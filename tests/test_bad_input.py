@@ -295,12 +295,13 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"timeout": 10, "lease": timedelta(minutes=1)}, SHORTER),
     # What is no time is refused as for `timeout`; only none at all is no mistake here, and False is not none.
     *(({"timeout": 10, "at_least": value}, "at_least=") for value in (False, None, -1, 10.5, timedelta(minutes=1))),
-    *(({"when_busy": value}, POLICY) for value in (None, "only_one.skip", lambda: None, lambda error, more: None)),
+    *(({"when_busy": value}, POLICY) for value in (None, "only_one.skip", lambda error, more: None)),
+    ({"when_busy": lambda: None}, "when_busy=<function"),
     *(({"when_busy": value}, POLICY) for value in (*ASYNC, LookupError)),
-    ({"when_busy": carry_on}, "when_busy=skip"),
+    ({"when_busy": carry_on}, "when_busy=carry_on would run two at a time: write when_busy=skip"),
     *(({"when_busy": value}, value.__name__ + PARENTHESES) for value in (retry, buffer_one)),
     ({"when_down": None}, "when_down=None: write skip"),
-    ({"when_down": buffer_one()}, "retry()"),
+    ({"when_down": buffer_one()}, "when_down=buffer_one(countdown=None) needs"),
     ({"when_lost": None}, "when_lost=None: write skip"),
     ({"when_lost": skip}, "when_lost=carry_on"),
     *(({"when_lost": value}, "when_lost=fail") for value in (retry(), buffer_one())),
@@ -359,7 +360,7 @@ def test_an_option_that_cannot_work_is_refused_when_it_is_given(options: dict[st
         (lambda: configure_(url="redis://localhost"), TypeError, "url"),
         (lambda: configure_(redis=None), ConfigurationError, SOURCE),
         (current_lock, ConfigurationError, "@only_one above it"),
-        (lambda: retry(0), ConfigurationError, "countdown=0: write"),
+        (lambda: retry(0), ConfigurationError, "countdown=0: write at least 0.001 seconds; for a delay that grows"),
         (lambda: buffer_one("5"), ConfigurationError, "countdown=300"),  # type: ignore[arg-type]
         (lambda: retry(max_retries=-1), ConfigurationError, "such as 10"),
         (lambda: retry(max_retries=0.5), ConfigurationError, "such as 10"),  # type: ignore[arg-type]
@@ -444,7 +445,7 @@ def test_a_template_that_cannot_work(template: str, words: str) -> None:
         ("{md5[x]}", named, "key=callable"),
         ("{name}", lambda: 1, "key=lambda"),
         (None, function, "write a template such as"),
-        (lambda: "k", two, "all parameters"),
+        (lambda: "k", two, "key=<lambda> takes () ("),
         (lambda x, y, z: "k", two, "all parameters"),
         (lambda x: "k", with_self, "all parameters"),  # neither for a function nor for a bound task
         (lambda y: "k", app().task(lazy=False, name="few")(two), "all parameters"),
@@ -475,6 +476,7 @@ def test_a_lambda_as_the_key_needs_its_keyword() -> None:
         ("{md5}", (LazyText(),), "key=callable"),
         (lambda *_, **__: b"k", (), "<lambda> returned b'k': ret"),
         (lambda *_, **__: "", (), "return a str"),
+        (functools.partial(lambda *_, **__: None), (), "key=functools.partial(<function"),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -43,7 +43,7 @@ def compile_key(key: object, call: Signature) -> MakeKey:
     if isinstance(key, str):
         return _template(key, Arguments(call))
     if callable(key):
-        return _computed(key, Arguments(call))
+        return _computed(key, call)
     msg = f"key is {key!r}: write a template such as '{{name}}:{{md5}}', or key=callable of the call's arguments"
     raise KeyTemplateError(msg)
 
@@ -53,11 +53,11 @@ def has_field(key: object, name: str) -> bool:
     return isinstance(key, str) and any(field.path == name for field in _split(key)[1])
 
 
-def _computed(key: Callable[..., Any], arguments: Arguments) -> MakeKey:
+def _computed(key: Callable[..., Any], call: Signature) -> MakeKey:
     if is_async(key):
         msg = "key= is async: write a plain one, the key is made before anything is awaited"
         raise KeyTemplateError(msg)
-    compute, escape = compile_call("key", key, arguments.call), escaper()
+    compute, escape = compile_call("key", key, call), escaper()
 
     def make(_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         computed = compute(args, kwargs)

@@ -75,6 +75,7 @@ USER = SimpleNamespace(id=7, team=SimpleNamespace(name="ops"))
     [
         ("nightly-report", (), {}, "nightly-report"),  # a constant key asks nothing of the call
         ("{name}", (1,), {}, NAME),
+        ("{name}:{name}", (1,), {}, f"{NAME}:{NAME}"),
         ("{a}", ("x",), {}, "x"),
         ("{a}", (None,), {}, "None"),
         ("{a.id}", (USER,), {}, "7"),
@@ -127,8 +128,13 @@ for _ in range(100_000):
 class Told:
     """Has a text, with its address in it."""
 
+    def __init__(self, digits: str) -> None:
+        self.digits = digits
+
     def __repr__(self) -> str:
-        return f"<Told {id(self):#x}>"
+        return f"<Told 0x{id(self):{self.digits}}>"
+
+    __str__ = __repr__
 
 
 # Of no known type: itself, as a part, or as the key of a dict; `Feed` is a class with fields, and no instance of it.
@@ -138,7 +144,8 @@ object.__delattr__(UNSET_FIELD, "url")
 UNKNOWN += [UNSET_FIELD, [1, [Opaque()]], {"a": Opaque()}, {Opaque(): 1}, {Opaque()}, Feed("a", [Opaque()])]  # type: ignore[list-item]
 ENDLESS = [LOOP, RING, DEEP]
 # Their text has an address in it.
-ADDRESSED = [Opaque(), Opaque().__init__, ValueError(Opaque()), partial(print, Opaque()), Told()]  # type: ignore[misc]
+ADDRESSED = [Opaque(), Opaque().__init__, ValueError(Opaque()), partial(print, Opaque())]  # type: ignore[misc]
+ADDRESSED += [Told("x"), Told("016X")]  # as on Linux, and on Windows
 IN_TEXTS = ("{feed}", "{feed!r}", "{feed!s}", "{feed!a}", "{feed!r:md5}", "{feed!r:>99}", "{feed!r:.9}")
 # Their text differs between processes, or after the broker.
 CONTAINERS: list[Any] = [[1], (), {"a": 1}, {1}, Feed("a"), Point(1, 2)]
@@ -152,12 +159,18 @@ UNKNOWN_CONTAINERS = [deque([{"a"}]), MappingProxyType({1: {"a"}}), SimpleNamesp
         *((IN_TEXTS, value, "'feed'") for value in ADDRESSED),
         *((("{feed}", "{feed!r}", "{feed!r:md5}"), value, r"'feed'.*\{feed:md5\}") for value in CONTAINERS),
         *((("{feed}", "{feed!r}"), value, r"'feed'.*text: write key=callable") for value in UNKNOWN_CONTAINERS),
+        (("{md5}", "{feed:md5}"), Opaque(), "is or holds a tests.keys.calls.Opaque: "),
+        (("{md5}",), UNSET_FIELD, "is or holds a tests.keys.calls.Feed: "),
+        (("{md5}",), {10**5000: 1}, "is or holds a builtins.int: "),
+        (("{feed}", "{feed!r}"), ValueError(Opaque()), "is or holds a builtins.ValueError: "),
+        (("{feed}",), Opaque(), "is a tests.keys.calls.Opaque, which"),
         (("{feed.id}",), None, r"\{feed.id\}.*'feed'"),
         (("{feed[id]}",), {}, r"\{feed\[id\]\}.*'feed'"),
-        (("{feed[3]}",), [1], r"\{feed\[3\]\}.*'feed'"),
+        (("{feed[3]}",), [1], r"\{feed\[3\]\}.*'feed' \(IndexError: "),
         (("{feed[id]}",), 3, r"\{feed\[id\]\}.*'feed'"),
-        (("{feed:d}",), "x", r"\{feed:d\}.*'feed'"),
-        (("{feed:%Y}",), None, r"\{feed:%Y\}.*'feed'"),
+        (("{feed:d}",), "x", r"\{feed:d\}.*'feed', a str \("),
+        (("{feed!r:d}",), 3, r"\{feed!r:d\}.*'feed', a str \("),
+        (("{feed:%Y}",), None, r"\{feed:%Y\}.*'feed', a NoneType \("),
     ],
 )
 def test_a_value_without_a_stable_key_is_named_with_the_way_out(
