@@ -91,10 +91,8 @@ _ADDED_LATER: dict[str, Any] = {"replacement": 0}
 
 _LONGEST_REMEMBERED = 2000
 
-_MOST_REMEMBERED = 1000
 
-
-@lru_cache(maxsize=_MOST_REMEMBERED, typed=True)
+@lru_cache(maxsize=1000)
 def _parse(value: str | bytes) -> Holder | None:
     try:
         fields = json.loads(value)

@@ -108,7 +108,7 @@ class TokenFactory:
         return head + b'%d%06d,"since":%d}' % (next(process.numbers), left, since)
 
 
-@lru_cache(maxsize=1024, typed=True)
+@lru_cache(maxsize=1024)
 def _serialize(**values: object) -> str:
     """JSON of an object, without its braces; remembered, because the names of functions are few and tokens many."""
     return json.dumps(values, separators=(",", ":"))[1:-1]

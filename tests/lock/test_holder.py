@@ -403,7 +403,10 @@ def test_a_value_that_only_begins_like_one_of_ours_or_is_serialized_otherwise_is
 def test_what_is_remembered_of_the_living_has_an_end(process: Acquirer) -> None:
     values = [changed(process.value, number=number) for number in range(1001)]
     assert not any(map(is_dead, values))
-    assert holder._parse.cache_info().currsize == 1000
+    remembered = holder._parse.cache_info()
+    assert remembered.currsize == 1000
+    assert Holder.parse(changed(process.value, more="x" * 2000)) is not None
+    assert holder._parse.cache_info().misses == remembered.misses  # no huge value takes the memory
     process.kill()
     assert all(map(is_dead, values))
 
