@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from only_one import forks
 from only_one.lock import commands
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
@@ -73,6 +75,26 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 def test_a_child_that_begins_a_namespace_of_processes_may_have_its_parents_id() -> None:
     assert subprocess.run([sys.executable, "-c", WITH_THE_ID_OF_ITS_PARENT], check=False).returncode == 7
+
+
+def test_of_the_threads_that_see_a_fork_at_once_one_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the later one would clear what the first call has begun."""
+    came: list[object] = []
+    begun: list[object] = []
+
+    def begin_anew() -> None:
+        begun.append(None)
+        assert eventually(lambda: len(came) == 2)
+
+    def see_fork(_: int) -> None:
+        came.append(None)
+        forks.see_fork()
+
+    monkeypatch.setattr(forks, "_in_each_child", [begin_anew])
+    monkeypatch.setattr(forks, "_pid", 0)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(see_fork, range(2)))
+    assert len(begun) == 1
 
 
 NOT_LINUX = """

@@ -21,10 +21,10 @@ import pytest
 
 from only_one import holder
 from only_one.clock import now
-from only_one.holder import Holder, printable
+from only_one.holder import Holder, is_queued, printable, task_id_of
 from only_one.lock import liveness, token
 from only_one.lock.liveness import is_dead, is_gone
-from only_one.lock.token import TokenFactory, active_tokens, kept, process_start
+from only_one.lock.token import TokenFactory, active_tokens, kept, process_start, words_of
 from rigs.namespaces import MACHINE, unshare
 from rigs.waiting import LIMIT
 from tests.faults.programs import Program
@@ -132,6 +132,7 @@ def test_a_holder_is_shown_and_not_changed() -> None:
     assert str(with_task) == f"a\\nb (task the-id), pid {os.getpid()} on {socket.gethostname()}"
     assert str(without) == f"a\\nb, pid {os.getpid()} on {socket.gethostname()}"
     assert printable("a\x1b[2J\r") == "a\\x1b[2J\\r"
+    assert printable("\xe9\\ '") == "\xe9\\ '"
     with pytest.raises(dataclasses.FrozenInstanceError):
         with_task.state = "kept"  # type: ignore[misc, union-attr]
 
@@ -144,6 +145,7 @@ def test_a_value_of_a_later_version_is_read(dead: bytes) -> None:
     replaced = Holder.parse(TokenFactory("work", "the-id", 0, replacement=2).token(60))
     assert replaced is not None
     assert replaced.replacement == 2
+    assert words_of("the-id", 2, 0) in TokenFactory("work", "the-id", 0, replacement=2).token(60)
     assert b"replacement" not in TokenFactory("work", "the-id", 0).token(60), "the first version refuses it"
 
 
@@ -333,7 +335,7 @@ def test_on_a_platform_without_a_proc_nobody_is_dead(
     assert not any(map(is_gone, values))
 
 
-def test_a_kernel_without_time_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_kernel_without_time_namespaces_and_one_with_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Before Linux 5.6; and what a machine is called, as it must be the same for all that use this format."""
     (tmp_path / "proc/sys/kernel/random").mkdir(parents=True)
     (tmp_path / "proc/sys/kernel/random/boot_id").write_text("the-boot\n", encoding="ascii")
@@ -342,6 +344,8 @@ def test_a_kernel_without_time_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_p
     (tmp_path / f"proc/{os.getpid()}/ns/pid").symlink_to("pid:[1]")
     monkeypatch.setattr(token, "Path", lambda path: tmp_path / path.lstrip("/") if path.startswith("/") else Path(path))
     assert token.machine() == f"{socket.gethostname()}/the-boot/pid:[1]/"
+    (tmp_path / f"proc/{os.getpid()}/ns/time").symlink_to("time:[2]")
+    assert token.machine() == f"{socket.gethostname()}/the-boot/pid:[1]/time:[2]"
 
 
 # Values that name no process that could be dead
@@ -368,7 +372,8 @@ NOT_DEAD: list[Any] = [
     *({"pid": pid} for pid in NO_IDS),
     *({"state": state} for state in ("kept", "queued", "", "Running")),
     {"only_one": 2},
-    {"replacement": "2"},
+    *({name: "2"} for name in ("replacement", "process_start", "attempt", "limit", "since", "number")),
+    *({name: 2} for name in ("host", "process", "name", "task_id")),
     # Of a time that is further away no date could be made.
     *({name: far} for name in ("since", "limit") for far in (-(10**14) - 1, 10**14 + 1, 10**1000)),
 ]
@@ -391,8 +396,11 @@ def test_a_value_that_only_begins_like_one_of_ours_or_is_serialized_otherwise_is
     values = [json.dumps(fields, indent=1).encode()]
     del fields["attempt"]
     values.append(json.dumps(fields, separators=(",", ":")).encode())
-    for damage in (b"", b"}", b"\x00", b"\xff", b" ", b"[" * 100_000):
+    for damage in (b"", b"}", b"\x00", b"\xff", b" ", b"[" * 100_000, b"2", b"[]", b"null"):
         values += [dead[: dead.index(b'"state"')] + damage, damage]
+    assert not any(map(Holder.parse, values[1:]))
+    assert not any(map(task_id_of, values[1:]))
+    assert not any(is_queued(value.replace(b'"running"', b'"queued"')) for value in values[1:])
     assert not any(map(is_dead, values))
     assert not any(map(is_gone, values))
 
@@ -401,6 +409,7 @@ def test_a_value_that_only_begins_like_one_of_ours_or_is_serialized_otherwise_is
 
 
 def test_what_is_remembered_of_the_living_has_an_end(process: Acquirer) -> None:
+    holder._parse.cache_clear()
     values = [changed(process.value, number=number) for number in range(1001)]
     assert not any(map(is_dead, values))
     remembered = holder._parse.cache_info()
