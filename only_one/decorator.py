@@ -136,8 +136,8 @@ def only_one(  # pyright: ignore[reportInconsistentOverload] - a key by position
             is requeued, or waits until the key is free, or raises ``AlreadyRunning``.
             The jobs of RQ, Dramatiq (with ``CurrentMessage``) and arq are known without it, and
             Celery's tasks always are.
-        redis: the server: a client of redis-py, a URL, or a callable that returns a client, called
-            once for all functions that it is given to.
+        redis: the server: a client of redis-py, a URL, or a callable that returns a client: called
+            until it has returned one, for all functions that it is given to.
             The default is the configured server, else ``ONLY_ONE_REDIS_URL`` of the environment,
             else the Celery app's, else ``redis://localhost:6379/0``.
 

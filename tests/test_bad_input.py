@@ -282,6 +282,7 @@ FOR_ASYNC = "give a sync one or a URL"
 URLS = ["", "localhost:6379", "localhost", "http://localhost", "redis://localhost:port", "redis://localhost/feeds"]
 # Whose text is in order, and what it says is not.
 URLS += ["unix://", "redis://localhost:99999", "redis://localhost?db=x", "redis://localhost/0?nope=1"]
+URLS += ["redis://localhost?maint_notifications_config=x"]
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     *(({"lease": value}, AT_LEAST) for value in (0, -1.5, math.nan, 0.0009, timedelta(microseconds=5))),
@@ -474,6 +475,7 @@ def test_a_lambda_as_the_key_needs_its_keyword() -> None:
         ("{a:.2f}", (10**400,), "format, or key=callable"),
         ("{a!r}", (10**5000,), "format, or key=callable"),
         ("{md5}", (LazyText(),), "key=callable"),
+        ("{a:md5}", (LazyText(),), "key=callable"),
         (lambda *_, **__: b"k", (), "<lambda> returned b'k': ret"),
         (lambda *_, **__: "", (), "return a str"),
         (functools.partial(lambda *_, **__: None), (), "key=functools.partial(<function"),

@@ -52,10 +52,10 @@ def test_a_list_is_plain_rows_in_a_pipe(redis: Redis, prefix: str, busy: Busy, d
 
     rows = {row[0]: row[1:] for row in (line.split("\t") for line in capsys.readouterr().out.splitlines())}
     state, task, task_id, _, pid, since, age, free_by, process = rows.pop(f"{prefix}queued")
-    assert {key: (row[0], row[-1]) for key, row in rows.items()} == {
-        dead: ("running", "dead"),
-        f"{prefix}alive": ("running", "alive"),
-        f"{prefix}received": ("received", "alive"),
+    assert {key: (row[0], row[-2] == "-", row[-1]) for key, row in rows.items()} == {
+        dead: ("running", False, "dead"),
+        f"{prefix}alive": ("running", True, "alive"),
+        f"{prefix}received": ("received", True, "alive"),
     }
     assert (state, task, task_id, pid, process) == ("queued", "t", "the-id", str(os.getpid()), "-")
     assert abs(datetime.fromisoformat(since) - datetime.now(timezone.utc)) < timedelta(seconds=LIMIT)

@@ -16,7 +16,6 @@ from only_one.events import logger
 from only_one.forks import in_each_child
 from only_one.holder import Holder
 from only_one.lock.current_lock import current
-from only_one.lock.liveness import is_dead
 from only_one.lock.token import TokenFactory, active_tokens, this_process
 from only_one.policies import fail
 from only_one.settings import DEFAULT_LEASE
@@ -38,8 +37,7 @@ class Job(NamedTuple):
         attempt: the number of its retries so far; None if that is not known.
         requeue: makes the error by which its queue requeues the job, after so many seconds; None if there is
             no such error.
-        start: the queue's own object, which each start of the job has anew, also that of a redelivery; None if it has
-            none.
+        start: an object that each start of the job has anew, also that of a redelivery; None if the queue has none.
     """
 
     id: str
@@ -70,7 +68,9 @@ def _job_of_arq(arq: Any, args: Args) -> Job | None:
     context = args[0] if args and isinstance(args[0], dict) else {}
     if "job_id" not in context or "job_try" not in context:
         return None
-    return Job(context["job_id"], context["job_try"], lambda seconds: arq.Retry(defer=seconds), context)
+    job_id, attempt = context["job_id"], context["job_try"]  # arq counts redeliveries, too
+    start = sys.intern(f"{job_id} {attempt}")  # the same for a copy of the context
+    return Job(job_id, attempt, lambda seconds: arq.Retry(defer=seconds), start)
 
 
 _QUEUES = {"rq": _job_of_rq, "dramatiq": _job_of_dramatiq, "arq": _job_of_arq}
@@ -149,8 +149,7 @@ class JobCaller(Caller):
             is_beside = self.start is not None and getattr(active_tokens.get(value), "start", None) is self.start
             return current.get() is None and not is_beside
         is_in_child = self.start is not None and self.start is _inherited
-        may_be_of_family = is_in_child and value.startswith(process.machine_mark)
-        return is_dead(value) or not may_be_of_family
+        return not (is_in_child and value.startswith(process.machine_mark))
 
     def waits(self, options: EffectiveOptions, left: float) -> float:
         """Seconds until the key is asked for again; 0 if the job is requeued, or has waited for as long as it may."""

@@ -234,8 +234,6 @@ def _cluster(client: Any) -> Any:
     manager: Any = client.nodes_manager
     options.update(ssl=is_tls, address_remap=manager.address_remap, max_connections=NO_LIMIT)
     options["require_full_coverage"] = manager._require_full_coverage  # noqa: SLF001 - it has no public name
-    if "dynamic_startup_nodes" in known:
-        options["dynamic_startup_nodes"] = manager._dynamic_startup_nodes  # noqa: SLF001 - nor has this
     # Those that were given, too: their names may lead to others by now.
     known_nodes = (*client.get_nodes(), *getattr(client, "startup_nodes", ()))
     nodes = [cluster.ClusterNode(str(node.host), int(node.port)) for node in known_nodes]

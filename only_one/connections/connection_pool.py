@@ -188,7 +188,7 @@ def guarded(client: Any) -> Any:
     """
     if isinstance(client, redis.RedisCluster):  # where each node has a pool
         cluster: Any = client
-        of_masters = {"read_from_replicas": False, "load_balancing_strategy": None}  # a replica may lag
+        of_masters = {"read_from_replicas": False, "load_balancing_strategy": None}
 
         def of_node(node: Any) -> Any:
             return guarded(cluster.get_redis_connection(node))
@@ -198,8 +198,16 @@ def guarded(client: Any) -> Any:
             vars(made).update(of_masters, get_redis_connection=of_node)
             return made
 
+        def execute_command(*args: Any, **options: Any) -> Any:
+            if args[0] not in ("GET", "PTTL"):
+                return type(cluster).execute_command(found, *args, **options)
+            # A replica may lag. Where the client itself reads from them, its copies do so, too.
+            alone = pipeline()
+            alone.execute_command(*args, **options)
+            return alone.execute()[0]
+
         changed: dict[str, Any] = {"get_redis_connection": of_node, "pipeline": pipeline, "close": lambda: None}
-        changed |= of_masters
+        changed["execute_command"] = execute_command
     elif hasattr(client, "connection_pool"):
         # The client's own connection never returns to the pool, and so is never checked. The user closes it.
         changed = {"connection": None, "auto_close_connection_pool": False}

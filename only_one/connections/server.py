@@ -93,9 +93,9 @@ class Server:
 
     async def async_client(self) -> AsyncClient:
         """The asyncio client of the same server for the running event loop."""
+        client: AsyncClient = self.client
         if not self.is_known:
-            none: AsyncClient = self.client
-            return none
+            return client
         # By the loop, because it may be dropped without being closed; and weakly, because so may be the server.
         by_server: Any = vars(asyncio.get_running_loop()).setdefault("only_one_clients", WeakKeyDictionary())
         # A forked child that goes on with its parent's loop must not use, nor close, what that has opened.
@@ -104,7 +104,7 @@ class Server:
             # An async generator, because the loop closes its generators at shutdown: the only hook to close the client.
             generator = _open_async_client(self._given)
             by_process[os.getpid()] = await anext(generator), generator
-        client: AsyncClient = by_process[os.getpid()][0]
+        client, _ = by_process[os.getpid()]
         return client
 
 

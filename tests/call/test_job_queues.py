@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -203,7 +204,7 @@ def test_of_two_calls_of_a_job_at_once(install: Any, modules: Any, second: str) 
         return "done"
 
     async def job() -> None:
-        calls = [asyncio.create_task(work(CONTEXT)) for _ in range(2)]
+        calls = [asyncio.create_task(work(CONTEXT.copy())) for _ in range(2)]
         await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
         has_ended.set()
         results: Any = await asyncio.gather(*calls, return_exceptions=True)
@@ -248,7 +249,7 @@ def test_it_is_busy_like_any_other_call(
 
 
 FORKS = """
-import os, sys
+import sys
 from multiprocessing import get_context
 from types import SimpleNamespace
 
@@ -278,10 +279,18 @@ may_end.set()
 print(results.get())
 for child in children:
     child.join()
+
+@only_one("k", redis=sys.argv[1], lease=600)
+def whole():
+    child = in_child(3)
+    print(results.get())
+    child.join()
+
+whole()
 """
 
 
-def test_children_that_a_job_forks_are_no_attempts_of_each_other(redis_url: str) -> None:
+def test_children_that_a_job_forks_are_no_attempts_of_each_other_nor_of_it(redis_url: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKS, redis_url],
         capture_output=True,
@@ -289,7 +298,18 @@ def test_children_that_a_job_forks_are_no_attempts_of_each_other(redis_url: str)
         check=True,
         timeout=LIMIT,
     )
-    assert done.stdout == "None\n1\n"
+    assert done.stdout == "None\n1\nNone\n"
+
+
+@pytest.mark.parametrize(("held", "raised"), [(ELSEWHERE, pytest.raises(Requeued)), (OTHERS, nullcontext())])
+def test_to_a_child_that_a_job_has_forked_only_a_run_elsewhere_is_an_attempt(
+    monkeypatch: pytest.MonkeyPatch, install: Any, hold: Any, held: Any, raised: Any
+) -> None:
+    install(in_dramatiq(MESSAGE))
+    monkeypatch.setattr(job_queues, "_inherited", MESSAGE)
+    hold(LONG, **held)
+    with raised:
+        assert decorated(ran)() is None
 
 
 def in_a_loop(function: Callable[[], Any]) -> Function:

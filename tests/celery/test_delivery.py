@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import logging
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -164,6 +165,7 @@ BUSY: dict[str, str] = {
     "redelivered": "requeued",
     "redelivered, and has waited": "requeued",
     "rejected, and back from a dead-letter queue": "requeued",
+    "delivery_limit, and back from a dead-letter queue": "requeued",
     "expired, and back from a dead-letter queue": "skipped",
     "new, and has waited": "skipped",
     "chain": "failed",
@@ -224,6 +226,16 @@ def test_of_two_decorators_with_one_key_the_inner_one_is_busy_like_any_other(que
     queue.deliver()
     assert (answer.state, answer.result) == ("SUCCESS", None)
     assert len(queue) == 0
+
+
+def test_a_task_that_ends_its_process_has_not_succeeded(queue: Queue, keys: Keys) -> None:
+    def ends() -> None:
+        sys.exit(0)
+
+    a_task(queue.app, ends, at_least=600).delay()
+    with pytest.raises(SystemExit):
+        queue.deliver()
+    assert "k" not in keys
 
 
 # Unique from queued to finished
