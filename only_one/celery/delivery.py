@@ -233,7 +233,10 @@ class Delivery(TaskCaller):
         if decides and held >= self.work:
             return
         is_done = is_kept and held == self.work
-        if is_done or held > self.work:
+        # A message that was requeued as new work, and is no redelivery, has not run: the other work has only its id.
+        has_not_run = self.header.lineage and not self.may_be_redelivered
+        is_late = held > self.work and not has_not_run
+        if is_done or is_late:
             self._drop(key, "it is out of date")
         if held == self.work:
             self._wait_for_run(server, key)

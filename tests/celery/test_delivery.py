@@ -78,6 +78,19 @@ def test_a_task_is_never_skipped_because_of_its_own_lock(
         assert len(runs) == 1
 
 
+def test_new_work_with_the_id_of_work_that_is_under_way_waits_for_as_long_as_that_takes(
+    queue: Queue, keys: Keys
+) -> None:
+    answer = a_task(queue.app, done, when_busy=retry()).delay()
+    keys["k"] = token_of(answer.id, attempt=2)
+    for _ in range(3):
+        queue.deliver()
+        assert len(queue) == 1
+    del keys["k"]
+    queue.deliver()
+    assert answer.get() == "done"
+
+
 # Calls from inside
 
 
