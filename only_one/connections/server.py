@@ -34,7 +34,7 @@ PATIENCE: dict[str, Any] = {"socket_timeout": 0.9, "socket_connect_timeout": 0.5
 _ADVICE = {
     "WRONG_VERSION|record layer|Timeout connecting.*SSL": "if the port has no TLS, write redis:// in place of rediss://",
     "(?i)authentica|username-password": "write the server's user and password: redis://user:password@host:6379/0",
-    "^MovedError": "the server is a node of a cluster: write redis=redis.RedisCluster(...)",
+    "^MovedError|^ResponseError MOVED": "the server is a node of a cluster: write redis=redis.RedisCluster(...)",
     "DB index": "write the number of a database that the server has, such as redis://host:6379/0",
     "new thread": "nothing could renew the key: write timeout= without lease=, or call before the main thread ends",
 }

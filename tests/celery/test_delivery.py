@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
+import celery
 import pytest
 from celery import Celery, Task
 from celery.exceptions import Retry
@@ -404,6 +405,7 @@ def test_an_attempt_has_the_key_that_came_with_its_message(
     assert ("kept" in keys) == bool(settings)
 
 
+@pytest.mark.skipif(celery.VERSION < (5, 7), reason="Celery's result backends know it since 5.7")
 @pytest.mark.parametrize("make", [a_task, above_and_below, unique_with_newest])
 def test_a_task_id_that_is_no_str(queue: Queue, keys: Keys, make: Any) -> None:
     """Celery does without; the worker gets what the broker's JSON makes of it, which is again the UUID."""
