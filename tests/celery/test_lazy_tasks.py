@@ -218,8 +218,14 @@ def test_an_apply_async_that_others_have_put_there_is_called(queue: Queue) -> No
 # Async tasks
 
 
-async def fetch(*_: Any) -> str:
-    return current_lock().key
+@pytest.fixture
+def fetch() -> Any:
+    """A function of its own for each test: a decorator above a lazy task is for all tasks of a function."""
+
+    async def fetch(*_: Any) -> str:
+        return current_lock().key
+
+    return fetch
 
 
 def registered(app: Celery, run: Any, **options: Any) -> Any:
@@ -241,7 +247,7 @@ ASYNC_TASKS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("order", ["before", "finalized", "after"])
 @pytest.mark.parametrize("make", ASYNC_TASKS.values(), ids=ASYNC_TASKS)
 def test_every_call_of_a_task_that_celery_would_not_await_is_refused(
-    new_app: Any, queue: Queue, caplog: pytest.LogCaptureFixture, make: Any, order: str
+    new_app: Any, queue: Queue, fetch: Any, caplog: pytest.LogCaptureFixture, make: Any, order: str
 ) -> None:
     """Of an app that was created before or after the decoration, or was finalized before."""
     earlier = None if order == "after" else new_app()
@@ -261,13 +267,15 @@ def test_every_call_of_a_task_that_celery_would_not_await_is_refused(
 
 
 @pytest.mark.parametrize("options", [{}, {"lazy": False}, RETRIED], ids=repr)
-def test_the_decorator_above_a_task_that_celery_would_not_await_is_refused(queue: Queue, options: Any) -> None:
+def test_the_decorator_above_a_task_that_celery_would_not_await_is_refused(
+    queue: Queue, fetch: Any, options: Any
+) -> None:
     with pytest.raises(ConfigurationError, match="asyncio"):
         decorated("k")(queue.app.task(fetch, **options)).delay()
 
 
 def test_an_async_function_that_is_awaited_can_be_a_task(
-    queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch
+    queue: Queue, keys: Keys, fetch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the class of the task, by a decorator of the user's, or by the pool of a library."""
     queue.app.conf.task_annotations = {"*": {"rate_limit": "7/m"}}

@@ -6,6 +6,7 @@ import sys
 import time
 from collections import Counter
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,15 @@ def _play(given: tuple[list[int], bool, Any]) -> tuple[int, Counter[Any], list[t
 
 
 def main() -> int:
-    root = Path(__file__).parents[2]
+    package: Any = find_spec("only_one")  # not imported: each process of the worlds has a copy
     parser = argparse.ArgumentParser("python -m tests.simulation", description="Search interleavings of the lock.")
     parser.add_argument("--seed", type=int, help="play this history again, shrunk, as a timeline")
     parser.add_argument("--begin", type=int, default=None, help="the first seed; by default the time, so each is fresh")
     parser.add_argument("--histories", type=int, default=10_000, help="how many are played")
     parser.add_argument("--seeds", type=int, nargs="*", help="play these")
-    parser.add_argument("--package", default=str(root), help="the folder with another version of only_one")
+    parser.add_argument(
+        "--package", default=str(Path(package.origin).parents[1]), help="the folder with another version of only_one"
+    )
     parser.add_argument("--messages", action="store_true", help="the world of messages, and not of the lock")
     parser.add_argument("--both", action="store_true", help="of five histories one is in the world of messages")
     parser.add_argument("--greets", action="store_true", help="redis-py tells its name in each, not in one of eight")
