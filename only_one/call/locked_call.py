@@ -148,10 +148,10 @@ class LockedCall:
             return False
         limit = self.options.timeout or inf
         self.lease = Lease(self.server, self.key, self.token, self._asked_at, self.options.ttl, limit)
-        if acquired is None and not self.lease.is_held:
-            acquired = TimeoutError("the answer came when the key had expired again")
-        if acquired is not None:
-            self.result = self.down(acquired)
+        too_late = None if self.lease.is_held else TimeoutError("the answer came when the key had expired again")
+        problem = acquired or too_late
+        if problem is not None:
+            self.result = self.down(problem)
             self.lease.lose("unavailable")
             return self.result is CARRIED_ON
         self._stage = "held"

@@ -124,9 +124,9 @@ def release_command(features: Features, key: Key, token: bytes) -> Command:
     return _RELEASE.command((key,), token, -1)
 
 
-def expiry_in(seconds: float | None) -> Expiry:
-    """The expiry of a key as SET takes it, None for never. Bytes cost redis-py less than a str and an int."""
-    return () if seconds is None else (b"PX", b"%d" % round(seconds * 1000))
+def expiry_in(seconds: float) -> Expiry:
+    """The expiry of a key as SET takes it. Bytes cost redis-py less than a str and an int."""
+    return b"PX", b"%d" % round(seconds * 1000)
 
 
 def acquire(features: Features, key: Key, token: bytes, expiry: Expiry) -> Commands[bytes | None]:

@@ -137,7 +137,8 @@ def make_lock(request: pytest.FixtureRequest, key: str) -> Iterator[Callable[...
 
 
 def acquire(client: Any, features: Features, key: str, token: bytes, seconds: float | None = 600) -> bytes | None:
-    return driver.drive(client, commands.acquire(features, key, token, commands.expiry_in(seconds)))
+    expiry = commands.expiry_in(seconds) if seconds else ()
+    return driver.drive(client, commands.acquire(features, key, token, expiry))
 
 
 @pytest.mark.parametrize("url", KINDS, indirect=True)

@@ -42,6 +42,7 @@ class Call:
         extended: for how many seconds it has got more time.
         lapsed_at: when its key would expire, before an ``extend`` or a renewal whose reply came too late.
         is_excused: whether its key may be another's while it believes to hold it.
+        is_cancelled: whether somebody cancels it.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Call:
     found_at: float = inf
     extended: float = 0
     lapsed_at: float = inf
-    had_key = has_succeeded = held_to_the_end = is_excused = False
+    had_key = has_succeeded = held_to_the_end = is_excused = is_cancelled = False
 
     def job(self) -> str:
         """The job of which it is an attempt."""
@@ -205,8 +206,13 @@ class Checker:
         is_users = type(outcome).__name__ in ("Interrupted", "BodyFails")
         if not (outcome is None or outcome == "done" or is_users or isinstance(outcome, documented)):
             self.problem("an exception that is not documented", f"{call.name}: {outcome!r}")
-        if isinstance(outcome, package.LockLost) and call.told_at == inf:  # then it was checked
-            self._check_loss(call, outcome)
+        if isinstance(outcome, asyncio.CancelledError) and not call.is_cancelled:
+            self.problem("cancelled by nobody", call.name)
+        if isinstance(outcome, package.LockLost):
+            if call.told_at == inf:  # else it was checked
+                self._check_loss(call, outcome)
+            if outcome.__cause__ is not None and outcome.reason != "expired":
+                self.problem("told of another loss", f"{call.name}: {outcome.reason}, by {outcome.__cause__!r}")
         if outcome == "done" and not call.has_succeeded:
             self.problem("an outcome without a run", call.name)
         self._check_time(call)
@@ -339,6 +345,8 @@ class Checker:
     def look(self) -> None:
         """No holder believes longer than the server keeps."""
         for call in self.running():
+            if (call.lock.expires_in > 0) != call.lock.is_held:
+                self.problem("told another time", f"{call.name}: {call.lock.expires_in:.3f} s")
             if not call.had_key or call.is_excused or not call.lock.is_held:
                 continue
             value, expiry = self.store.keys.get(call.key_there, (None, None))
@@ -347,7 +355,8 @@ class Checker:
                 self.problem("a belief that outlives the key", f"{call.name}: {too_long:.3f} s")
                 call.is_excused = True  # it is told once
 
-    def at_the_end(self) -> None:
+    def at_the_end(self, well_since: float) -> None:
+        self._check_rest(well_since)
         if not self.history.is_silent:
             self._check_told()
         if not (self.history.faults or self.history.is_async or self.history.plan.jobs):
@@ -356,11 +365,22 @@ class Checker:
             for key in list(self.stored):
                 self._check_what_is_left(self.store.get(key), self.store.keys.get(key, (None, None))[1] or inf)
 
+    def _check_rest(self, well_since: float) -> None:
+        """What is released in the background ends a lease after all is well."""
+        lease, timeout = self.history.plan.times
+        longest = max(lease or timeout or 30.0, self.at_least) + max((call.extended for call in self.calls), default=0)
+        ends_at = well_since + self.history.host.latest + longest + 1
+        for process in {call.process for call in self.calls if not call.process.is_dead}:
+            for pending in process.modules["only_one.lock.renewal"]._renewer.pending_releases.values():
+                if pending.until > ends_at:
+                    self.problem("a release that does not end", f"{process.name}: in {pending.until - ends_at:.1f} s")
+
     def _check_told(self) -> None:
         """A run that ends without its key has been told."""
         for call in self.calls:
             is_interrupted = type(call.outcome).__name__ in ("Interrupted", "CancelledError")
             has_lost = call.had_key and call.answered < inf and not call.held_to_the_end
+            has_lost |= isinstance(call.outcome, call.process.package.LockLost)
             if has_lost and call.told_at == inf and not is_interrupted:
                 self.problem("a loss that nobody was told", f"{call.name}: {call.lock.reason}")
 

@@ -79,7 +79,10 @@ class History(World):
         self.note(process.name, "is killed")
 
     def end_in_order(self, process: Process) -> None:
-        """Do what is registered for the end of a process."""
+        """Wait for the threads that are no daemons, and do what is registered for the end of a process."""
+        for each in self.threads:
+            if each.process is process and each.lives and not (each.dead or each.is_daemon):
+                self.wait(each.joined.append, None)
         process.has_ended = True
         for do in reversed(process.at_exit):
             do()

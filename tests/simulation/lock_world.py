@@ -92,8 +92,9 @@ class LockWorld(History):
             self.problem("a call never ended", f"{len(self.left)} processes wait")
         self.run(max(self.now, faults_end))
         self.quiet = True
-        self.run(max(self.now, self.trouble_ends()) + 2 * self.host.latest + 3)
-        self.checker.at_the_end()
+        well_since = max(self.now, self.trouble_ends())
+        self.run(well_since + 2 * self.host.latest + 3)
+        self.checker.at_the_end(well_since)
 
     # processes and their calls
 
@@ -187,9 +188,11 @@ class LockWorld(History):
         if self.fault(f"cancelled of {name}", 0.15):
             after = self.choose(f"cancelled after {name}", [0.0005, 0.001, 0.003, 0.1, 1.0])
             task.get_loop().call_later(after, task.cancel)
+            call.is_cancelled = True
         if self.fault(f"cancelled at a command of {name}", 0.05):
             loop: Any = task.get_loop()
             loop.on_write = task.cancel
+            call.is_cancelled = True
         try:
             outcome: Any = await task
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001

@@ -111,8 +111,8 @@ class FakeThread:
 
     _thread: Any = None
 
-    def __init__(self, target: Any, args: tuple[Any, ...] = (), name: str = "", **_: Any) -> None:
-        self._target, self._args, self._name = target, args, name
+    def __init__(self, target: Any, args: tuple[Any, ...] = (), name: str = "", *, daemon: bool = False) -> None:
+        self._target, self._args, self._name, self._daemon = target, args, name, daemon
 
     def start(self) -> None:
         process = this()
@@ -120,6 +120,7 @@ class FakeThread:
             msg = "can't start new thread"
             raise RuntimeError(msg)
         self._thread = playing().spawn(process, f"{process.name}/{self._name}", self._target, *self._args)
+        self._thread.is_daemon = self._daemon
 
     def join(self) -> None:
         if self._thread is not None and not self._thread.dead:

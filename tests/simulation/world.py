@@ -33,10 +33,12 @@ class Thread(greenlet.greenlet):  # type: ignore[misc]
         interrupt: what is raised when the thread goes on.
         waiting: counts its waits, so that a late wake is known.
         joined: each wakes a thread that waits for the end of this one.
+        is_daemon: whether its process ends without waiting for it.
     """
 
     interrupt: BaseException | None = None
     waiting = 0
+    is_daemon = True
 
     def __init__(self, world: World, process: Any, name: str, do: Callable[[], object]) -> None:
         super().__init__(self._run, world.hub)
