@@ -71,6 +71,11 @@ class _WaitingLease(Lease):
         if request is None and not self.message.acknowledged:
             _queue_again(self)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the key is lost, or the task has ended: its message is acknowledged, and Celery has forgotten it."""
+        return self.reason is not None or (self.request() is None and self.message.acknowledged)
+
     def lose(self, reason: str, value: bytes = b"") -> str:
         """Note that the key is lost, unless it comes back; until then each renewal finds the other's value."""
         if reason == "taken" and self.is_lent_to(value):
@@ -105,7 +110,7 @@ def _on_received(sender: Any, request: Any, **_: Any) -> None:
     if now() >= _swept_at + DEFAULT_LEASE:  # time to forget what has begun since, or has ended without
         _swept_at = now()
         for lease in list(_waiting):
-            if lease.reason is not None or (lease.request() is None and lease.message.acknowledged):
+            if lease.is_over:
                 del _waiting[lease]
     announce: list[Callable[..., None]] = [partial(_announce_redelivery, decoration) for decoration in decorations]
     for do in (_receive, *announce):
@@ -185,7 +190,7 @@ def _on_shutdown(**_: Any) -> None:
     """
     while _waiting:
         lease, (server, factory, queued_for) = _waiting.popitem()
-        if lease.reason is not None:
+        if lease.is_over:
             continue
         request, left = lease.request(), queued_for()
         queued = factory.token(left)

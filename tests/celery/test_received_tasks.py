@@ -322,6 +322,16 @@ def test_a_server_that_does_not_answer_is_logged_once_and_not_asked_for_a_while(
     assert [(each.levelname, bool(each.exc_info)) for each in caplog.records] == [("WARNING", True)] * 2
 
 
+def test_a_server_that_is_gone_when_the_worker_ends_is_no_news_where_all_tasks_have_ended(
+    task: Any, worker: Worker, way: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert worker.lease_of(task)
+    worker.requests.pop().message.acknowledged = True
+    with way.refused():
+        worker_shutdown.send(sender=None)
+    assert not caplog.records
+
+
 REDELIVERED: dict[str, Any] = {"delivery_info": {"redelivered": True}, "kwargs": {}}
 
 
