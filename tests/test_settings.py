@@ -594,7 +594,10 @@ def test_a_plain_function_has_the_settings_of_the_processs_app(
         assert seen() == [f"4 {KEY}", KEY]
 
 
-@pytest.mark.parametrize(("namespace", "name"), [(None, "ONLY_ONE_PREFIX"), ("JOBS", "CELERY_ONLY_ONE_REDIS_URL")])
+NOT_READ = [(None, "ONLY_ONE_PREFIX"), ("JOBS", "CELERY_ONLY_ONE_REDIS_URL"), ("JOBS", "JOBS_ONLY_ONE_WHEN_DOWN")]
+
+
+@pytest.mark.parametrize(("namespace", "name"), NOT_READ)
 def test_a_setting_that_is_not_read_is_warned_of_once(
     url: str, caplog: pytest.LogCaptureFixture, namespace: str | None, name: str
 ) -> None:

@@ -11,9 +11,9 @@ from kombu.utils.imports import symbol_by_name
 from only_one.connections.server import Source
 from only_one.errors import ConfigurationError
 from only_one.events import logger
-from only_one.settings import CONFIGURABLE, Options, check
+from only_one.settings import CHECKS, CONFIGURABLE, Options, check
 
-_NEARLY_OURS = re.compile(rf"(\w+_)?only_one_({'|'.join(CONFIGURABLE)})\w*", re.IGNORECASE)
+_NEARLY_OURS = re.compile(rf"(\w+_)?only_one_({'|'.join(CHECKS)})\w*", re.IGNORECASE)
 
 _warned: set[tuple[str | None, str]] = set()
 _import_by_name: Callable[[Any], Any] = symbol_by_name
@@ -64,7 +64,7 @@ def app_options(app: Celery | None) -> tuple[Options, Callable[[], Source | None
 
 
 def _warn_of_others(app: Celery) -> None:
-    """Warn once of each setting that is not read: in another namespace or in none, or with a misspelt name."""
+    """Warn once of each setting that is not read: in another namespace or in none, misspelt, or a decorator's alone."""
     namespace = f"{app.namespace.rstrip('_')}_" if app.namespace else ""
     ours = [f"only_one_{name}" for name in CONFIGURABLE]
     read = [(namespace + each).upper() if namespace.isupper() else (namespace + each).lower() for each in ours]
