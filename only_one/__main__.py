@@ -94,7 +94,7 @@ def _list(given: argparse.Namespace, app: Any) -> int:
     facts = [_facts(each) for each in sorted(held(given.match, app=app))]
     if not facts and not given.json:
         print(f"no key of the pattern {printable(given.match)} is held", file=sys.stderr)
-    rows = [[_cell(each[name]) for name in _COLUMNS] for each in facts]
+    rows = [[_cell(each[name], name) for name in _COLUMNS] for each in facts]
     if given.json:
         lines = [json.dumps(each) for each in facts]
     elif sys.stdout.isatty():
@@ -117,7 +117,7 @@ def _show(given: argparse.Namespace, app: Any) -> int:
         print(json.dumps(_facts(found)))
     else:
         for name, value in _facts(found).items():
-            print(f"{name.replace('_', ' ') + ':':<12} {_cell(value)}")
+            print(f"{name.replace('_', ' ') + ':':<12} {_cell(value, name)}")
     return 0
 
 
@@ -208,10 +208,10 @@ def _time(moment: float) -> str | None:
 _LONGEST_CELL = 200
 
 
-def _cell(value: Any) -> str:
-    """A text that is safe in a terminal: anybody can store anything at our keys."""
+def _cell(value: Any, name: str = "") -> str:
+    """A text that is safe in a terminal: anybody can store anything at our keys. A key is whole, to be given back."""
     text = "-" if value is None else printable(str(value))
-    return text if len(text) <= _LONGEST_CELL else text[: _LONGEST_CELL - 1] + "…"
+    return text if name == "key" or len(text) <= _LONGEST_CELL else text[: _LONGEST_CELL - 1] + "…"
 
 
 with suppress(ImportError):  # it comes with Celery

@@ -135,6 +135,15 @@ def test_show(redis: Redis, prefix: str, capsys: Out) -> None:
         assert capsys.readouterr() == ("", f"{shown} is free\n")
 
 
+def test_a_long_key_is_freed_as_it_is_shown(redis: Redis, prefix: str, capsys: Out) -> None:
+    store(redis, f"{prefix}{'a' * 200}:{'b' * 200}")
+    main(["list"])
+    key = capsys.readouterr().out.partition("\t")[0]
+    assert main(["show", key]) == 0
+    assert f"{key}\n" in capsys.readouterr().out
+    assert main(["release", key]) == 0
+
+
 def test_a_living_holder_is_not_freed_without_force(redis: Redis, prefix: str, capsys: Out) -> None:
     def run() -> list[Any]:
         seen = [main(["release", "k"]), current_lock().is_held and redis.exists(f"{prefix}k")]
