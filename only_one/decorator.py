@@ -280,8 +280,10 @@ def signature_of(function: Any) -> inspect.Signature:
             "write @only_one above the function that consumes it"
         )
     else:
+        # Celery's wrapper for autoretry copies the signature of a bound method's function, which has the object, too.
+        wrapped = getattr(function, "__wrapped__", None)
         try:
-            return inspect.signature(function)
+            return inspect.signature(wrapped if inspect.ismethod(wrapped) else function)
         except ValueError:
             problem = f"{function!r}, whose parameters are unknown: write @only_one above a def around it"
     msg = f"only_one cannot decorate {problem}"

@@ -244,6 +244,25 @@ ASYNC_TASKS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.parametrize("make", [functools.partial(Celery.task, bind=True), registered], ids=["bound", "class-based"])
+@pytest.mark.parametrize("options", [{}, RETRIED], ids=repr)
+def test_the_key_above_a_decorated_method_has_the_arguments_of_the_call(
+    queue: Queue, keys: Keys, make: Any, options: Any
+) -> None:
+    """Celery copies the signature of the function, which has the task itself, to its wrapper of the method."""
+
+    def both(self: Any, value: int, other: int = 1) -> Any:
+        return self.name, value, other
+
+    task = decorated("{value}:{other}")(make(queue.app, decorated("below")(both), **options))
+    answer = task.delay(5, 2)
+    assert keys.holder("5:2").task_id == answer.id
+    assert task.delay(other=2, value=5) == answer
+    assert task.delay(5) != answer
+    assert "5:1" in keys
+    assert queue.deliver() == (task.name, 5, 2)
+
+
 @pytest.mark.parametrize("order", ["before", "finalized", "after"])
 @pytest.mark.parametrize("make", ASYNC_TASKS.values(), ids=ASYNC_TASKS)
 def test_every_call_of_a_task_that_celery_would_not_await_is_refused(
