@@ -12,7 +12,7 @@ from redis.asyncio import ConnectionPool, Redis, RedisCluster, cluster, connecti
 from only_one.clock import now
 from only_one.errors import ConfigurationError
 
-from .connection_pool import packed, raise_as_connection_error
+from .connection_pool import OF_ALL_CONNECTIONS, leaves_usable, packed, raise_as_connection_error
 
 _sentinel: Any = sentinel  # which has no types
 _time_limit: Any = vars(connection)["async_timeout"]
@@ -20,9 +20,6 @@ _time_limit: Any = vars(connection)["async_timeout"]
 
 NO_LIMIT = 2**31
 """As many connections as commands ask for."""
-
-_OF_ALL_CONNECTIONS = (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError)
-"""The errors after which no other connection is used again either."""
 
 _MOST_CONNECTIONS = 100
 """Connections of one event loop: to open many more at once takes longer than one of them may take."""
@@ -140,13 +137,11 @@ class _KeptConnections:
                 await connection.send_packed_command(_packed(connection, args))
                 reply = await connection.read_response(disable_decoding=True)
         except BaseException as error:
-            if isinstance(error, redis.ResponseError) and not isinstance(error, redis.ReadOnlyError):
+            if leaves_usable(error):
                 self._idle.append(kept)
                 raise
             self._broken.append(connection)
-            # The others may be closed, too, or the network between may have forgotten them all.
-            # Or their server is a replica now, and its name may lead to another server.
-            if isinstance(error, (*_OF_ALL_CONNECTIONS, asyncio.TimeoutError)):
+            if isinstance(error, (*OF_ALL_CONNECTIONS, asyncio.TimeoutError)):
                 self._broken += [each for each, _ in self._idle]
                 self._idle = []
             if isinstance(error, asyncio.TimeoutError) and limit is not None:

@@ -23,6 +23,13 @@ from only_one.forks import in_each_child
 _MOST_KEPT = 16
 """The most connections that are kept. The pool has the others, and lends them to the user's own commands, too."""
 
+OF_ALL_CONNECTIONS = (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError)
+"""The errors after which no other kept connection is used again either.
+
+The server may have closed the others, too, or the network between may have forgotten them. Or their server is a
+replica now, and its name may lead to another server.
+"""
+
 _clients: WeakSet["PinnedClient"] = WeakSet()
 _inherited: list[Any] = []
 
@@ -118,33 +125,23 @@ class PinnedClient(redis.Redis):
         try:
             # After a time-out it is sent again, as often as the user's client says.
             reply = connection.retry.call_with_retry(attempt, lambda _: connection.disconnect())
-        except redis.ResponseError as refused:
-            self._put_back(pinned, refused)
-            raise
-        except _BrokenError as broken:
-            pinned.drop()
-            if self.sends_again:
-                self.kept = []  # they may be broken, too
-                raise broken.args[0] from None
         except BaseException as error:
-            self._drop(pinned, error)
-            raise
+            self._end(pinned, error)
+            if not isinstance(error, _BrokenError):
+                raise
+            if self.sends_again:
+                raise error.args[0] from None
         else:
             self._keep(pinned)
             return reply
         return untyped.execute_command(*args, **options)
 
-    def _put_back(self, pinned: _Pinned, refused: redis.ResponseError) -> None:
-        if isinstance(refused, redis.ReadOnlyError):  # a replica now, and its name may lead to another server
-            self._drop(pinned, refused)
-        else:
+    def _end(self, pinned: _Pinned, error: BaseException) -> None:
+        if leaves_usable(error):
             self._keep(pinned)
-
-    def _drop(self, pinned: _Pinned, error: BaseException) -> None:
-        # A reply may be on its way still, which the next command there would take for its own.
-        pinned.drop()
-        # The network between may have forgotten the others, too; or they lead to a replica, too.
-        if isinstance(error, (redis.TimeoutError, redis.ReadOnlyError)):
+        else:  # a reply may be on its way still, which the next command there would take for its own
+            pinned.drop()
+        if isinstance(error, (_BrokenError, *OF_ALL_CONNECTIONS)):
             self.kept = []
 
     def _keep(self, pinned: _Pinned) -> None:
@@ -152,6 +149,11 @@ class PinnedClient(redis.Redis):
             self.kept.append(pinned)
         elif pinned.drop.detach():
             redis.ConnectionPool.release(self.connection_pool, pinned.connection)  # past the guard
+
+
+def leaves_usable(error: BaseException) -> bool:
+    """Whether the connection of a command that has failed can be kept: the server has refused it, and is a master."""
+    return isinstance(error, redis.ResponseError) and not isinstance(error, redis.ReadOnlyError)
 
 
 def _is_known(kind: Any) -> bool:
