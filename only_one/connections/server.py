@@ -128,34 +128,39 @@ def check_source(name: str, source: Source) -> Source:
     Raises:
         ConfigurationError: for another value; the message says what to write instead.
     """
-    if isinstance(source, str):
-        if not re.fullmatch(r"rediss?://[^/]*(/\d*)?(\?.*)?|unix://[^?]*/[^?]+(\?.*)?", source):
-            msg = f"{name}={masked(source)!r} is not a URL of Redis: write redis://host:6379/0, rediss://… or unix:///path"
-            raise ConfigurationError(msg)
-        try:
-            redis.Redis.from_url(source).connection_pool.make_connection()  # does not connect
-        except (AttributeError, TypeError, ValueError, redis.RedisError):  # whose text may hold the password
-            msg = f"{name}={masked(source)!r} cannot be read: write redis://[user:password@]host:6379/0[?option=value]"
-            raise ConfigurationError(msg) from None
-    elif type(source).__module__.startswith("redis.multidb"):
-        msg = f"{name}= a client of several databases, of which each has keys of its own: give the client or URL of one"
+    if problem := _url_problem(source) if isinstance(source, str) else _client_problem(source):
+        msg = f"{name}={problem}"
         raise ConfigurationError(msg)
-    elif any(each.__module__.startswith("valkey.") for each in inspect.getmro(type(source))):
-        msg = f"{name}= a client of valkey-py, and only redis-py's can be used: write the server's URL, redis://host:6379/0"
-        raise ConfigurationError(msg)
-    elif key_prefix := getattr(source, "global_keyprefix", None):  # kombu's, which knows few commands
-        msg = f"{name}= a client that prefixes some of the keys: write a URL, and prefix='{key_prefix}only_one:'"
-        raise ConfigurationError(msg)
-    elif inspect.iscoroutinefunction(getattr(source, "execute_command", None)):
-        msg = f"{name}= an asyncio client: give a sync one or a URL, the asyncio client is made from it"
-        raise ConfigurationError(msg)
-    elif not _is_client(source):
-        instead = "give a URL such as redis://host:6379/0, a client, or a callable that returns one"
-        if not callable(source):
-            msg = f"{name}= a {type(source).__name__}: {instead}"
-            raise ConfigurationError(msg)
-        check_callable(name, source, 0, instead)
+    if not isinstance(source, str) and not _is_client(source):
+        check_callable(name, source, 0, _INSTEAD)
     return source
+
+
+_INSTEAD = "give a URL such as redis://host:6379/0, a client, or a callable that returns one"
+
+
+def _url_problem(url: str) -> str | None:
+    """What is wrong with a URL, and what to write instead, without its password; None for a URL that can work."""
+    if not re.fullmatch(r"rediss?://[^/]*(/\d*)?(\?.*)?|unix://[^?]*/[^?]+(\?.*)?", url):
+        return f"{masked(url)!r} is not a URL of Redis: write redis://host:6379/0, rediss://… or unix:///path"
+    try:
+        redis.Redis.from_url(url).connection_pool.make_connection()  # does not connect
+    except (AttributeError, TypeError, ValueError, redis.RedisError):  # whose text may hold the password
+        return f"{masked(url)!r} cannot be read: write redis://[user:password@]host:6379/0[?option=value]"
+    return None
+
+
+def _client_problem(client: Any) -> str | None:
+    """The same for what is no URL."""
+    if type(client).__module__.startswith("redis.multidb"):
+        return " a client of several databases, of which each has keys of its own: give the client or URL of one"
+    if any(each.__module__.startswith("valkey.") for each in inspect.getmro(type(client))):
+        return " a client of valkey-py, and only redis-py's can be used: write the server's URL, redis://host:6379/0"
+    if key_prefix := getattr(client, "global_keyprefix", None):  # kombu's, which knows few commands
+        return f" a client that prefixes some of the keys: write a URL, and prefix='{key_prefix}only_one:'"
+    if inspect.iscoroutinefunction(getattr(client, "execute_command", None)):
+        return " an asyncio client: give a sync one or a URL, the asyncio client is made from it"
+    return None if _is_client(client) or callable(client) else f" a {type(client).__name__}: {_INSTEAD}"
 
 
 def find_server(source: Source) -> Server:
