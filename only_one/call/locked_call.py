@@ -14,7 +14,7 @@ from redis.exceptions import ResponseError
 from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.driver import TROUBLE, Commands, is_of_signal_handler, unanswered
-from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable
+from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable, OnlyOneError
 from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, logger, wanted, warn_of_first_skip
 from only_one.holder import is_queued
 from only_one.lock.commands import ReleaseResult, Retained, acquire, end, replace
@@ -25,14 +25,14 @@ from only_one.lock.renewal import hold, let_go, release_later, start_thread
 from only_one.lock.token import active_tokens, kept
 from only_one.policies import CarryOn, RequeueRequest, fail, skip
 
-from .effective_options import Caller, EffectiveOptions
+from .effective_options import Caller, EffectiveOptions, Policy
 from .owed_key import owed_to, to_store
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 CARRIED_ON = object()
-"""The result of ``LockedCall.down`` if the policy lets the run begin without its key."""
+"""In place of a policy's result: it lets the run begin without its key."""
 
 
 class LockedCall:
@@ -174,13 +174,11 @@ class LockedCall:
             emit(Busy(self.key, self.caller.name, value))
         elif policy is skip:
             return None
-        try:
-            return policy(AlreadyRunning(self.key, value.decode(errors="backslashreplace")))
-        except CarryOn:
+        result = self._ask(policy, AlreadyRunning(self.key, value.decode(errors="backslashreplace")))
+        if result is CARRIED_ON:
             msg = "when_busy ends in carry_on, which would run two at a time: write when_busy=skip or when_busy=fail"
-            raise ConfigurationError(msg) from None
-        except RequeueRequest as how:
-            return self.caller.requeue(self.server, self.key, how)
+            raise ConfigurationError(msg)
+        return result
 
     def down(self, problem: Exception) -> Any:
         """The result that ``when_down`` gives, or ``CARRIED_ON``."""
@@ -192,7 +190,10 @@ class LockedCall:
         error.__cause__ = problem.with_traceback(None)
         if wanted(Down):
             emit(Down(self.key, self.caller.name, error))
-        policy = self.caller.on_down(self.options, self.key)
+        return self._ask(self.caller.on_down(self.options, self.key), error)
+
+    def _ask(self, policy: Policy, error: OnlyOneError) -> Any:
+        """The result that a policy gives, or ``CARRIED_ON``."""
         try:
             return policy(error)
         except CarryOn:
