@@ -11,50 +11,48 @@ class CarryOn(Exception):
     """Raised by ``carry_on``; the call that asked the policy catches it."""
 
 
-@dataclass(eq=False)
-class RequeueRequest(Exception):
-    """Raised by ``retry`` and ``buffer_one``; the call that asked the policy catches it and requeues its task.
+@dataclass(frozen=True)
+class Retry:
+    """The policy that ``retry`` returns.
 
     Attributes:
-        error: raised if there is no task that can be requeued.
         countdown: seconds until the message is delivered again; None for a delay that grows.
         max_retries: the most requeues of the task; None for no limit.
         only_newest: whether only the newest of all tasks that wait for the key stays.
     """
 
-    error: OnlyOneError
-    countdown: float | None = None
-    max_retries: int | None = None
-    only_newest: bool = False
-
-
-@dataclass(frozen=True)
-class Retry:
-    """The policy that ``retry`` returns."""
-
     countdown: float | None
-    max_retries: int | None
+    max_retries: int | None = None
+    only_newest = False
 
     def __repr__(self) -> str:
         return f"retry(countdown={self.countdown!r}, max_retries={self.max_retries!r})"
 
     def __call__(self, error: OnlyOneError) -> NoReturn:
         """Ask for a requeue of the task."""
-        raise RequeueRequest(error, self.countdown, self.max_retries)
+        raise RequeueRequest(error, self)
 
 
-@dataclass(frozen=True)
-class BufferOne:
-    """The policy that ``buffer_one`` returns."""
+class BufferOne(Retry):
+    """The policy that ``buffer_one`` returns: the task is requeued in the place of older ones that wait."""
 
-    countdown: float | None
+    only_newest = True
 
     def __repr__(self) -> str:
         return f"buffer_one(countdown={self.countdown!r})"
 
-    def __call__(self, error: OnlyOneError) -> NoReturn:
-        """Ask for a requeue of the task, in the place of older ones that wait."""
-        raise RequeueRequest(error, self.countdown, only_newest=True)
+
+@dataclass(eq=False)
+class RequeueRequest(Exception):
+    """Raised by ``retry`` and ``buffer_one``; the call that asked the policy catches it and requeues its task.
+
+    Attributes:
+        error: raised if there is no task that can be requeued.
+        policy: how to requeue the task.
+    """
+
+    error: OnlyOneError
+    policy: Retry
 
 
 def skip(_error: OnlyOneError) -> None:

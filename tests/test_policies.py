@@ -304,7 +304,7 @@ def test_a_policy_asks_for_a_requeue_and_can_be_shared(make: Any, arguments: Any
         policy(error)
     request = raised.value
     assert request.error is error
-    assert (request.countdown, request.max_retries, request.only_newest) == asks_for
+    assert (request.policy.countdown, request.policy.max_retries, request.policy.only_newest) == asks_for
     assert repr(policy) == shown
     with pytest.raises(AttributeError):  # nobody can change it for the others that have it
         policy.countdown = 3

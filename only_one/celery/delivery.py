@@ -226,7 +226,7 @@ class Delivery(TaskCaller):
         Raises:
             Ignore: the message is requeued after earlier work, and while its own runs; it is dropped after later work.
         """
-        has_to_wait = isinstance(options.when_busy, (RetryPolicy, BufferOne))
+        has_to_wait = isinstance(options.when_busy, RetryPolicy)
         # A kept key may be that of earlier work with this id, for which a message waits that is requeued by now.
         may_be_new = self.is_first_delivery or (is_kept and not self.may_be_redelivered)
         decides = has_to_wait and may_be_new
@@ -240,7 +240,7 @@ class Delivery(TaskCaller):
             self._drop(key, "it is out of date")
         if held == self.work:
             self._wait_for_run(server, key)
-        self.requeue(server, key, RequeueRequest(AlreadyRunning(key)))
+        self.requeue(server, key, RequeueRequest(AlreadyRunning(key), retry()))
 
     def _wait_for_run(self, server: Server, key: str) -> NoReturn:
         """Requeue this redelivery until its run has ended, and its result is stored.
@@ -263,22 +263,22 @@ class Delivery(TaskCaller):
             Ignore: so that this delivery ends without a result.
             AlreadyRunning: at the limit.
         """
-        header = self.header
-        if how.max_retries is not None and header.times >= how.max_retries:
+        header, policy = self.header, how.policy
+        if policy.max_retries is not None and header.times >= policy.max_retries:
             raise how.error from how.error.__cause__  # not in the context of the request
         if self.is_first_delivery:
             header = header._replace(lineage=uuid())
         if isinstance(how.error, LockUnavailable):  # asking again would take as long again
-            publish(self._task, self._request, header, how.countdown)
+            publish(self._task, self._request, header, policy.countdown)
             raise Ignore
         with redelivery.unless_down(self.work.id):
             if not self.is_first_delivery:
                 self._check_marker(server, key)
-            if how.only_newest:
+            if policy.only_newest:
                 header = header._replace(trigger=coalescing.arrive(*self._coalesced(server, key)))
                 if not header.trigger:
                     return None
-        self._publish_again(server, key, header, how.countdown)
+        self._publish_again(server, key, header, policy.countdown)
 
     def _publish_again(self, server: Server, key: str, header: Header, countdown: float | None) -> NoReturn:
         """Publish the message, and note in the completion marker how often that was done.

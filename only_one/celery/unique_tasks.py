@@ -36,7 +36,7 @@ def decorate_task(task_or_proxy: Any, key: Any, options: Options, signature_of: 
         KeyTemplateError: for a key that cannot work.
         ConfigurationError: for an option that cannot work, or an object that cannot be decorated.
     """
-    if isinstance(policy := options.get("when_busy"), Retry):
+    if type(policy := options.get("when_busy")) is Retry:
         msg = (
             f"when_busy={policy!r} above @app.task: there is nothing to requeue yet when a task is queued; "
             "write @only_one below @app.task, or buffer_one()"
