@@ -9,14 +9,15 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 from only_one.clock import now
 from only_one.connections import server as servers
 from only_one.lock import renewal
 from rigs.waiting import eventually
+
+if TYPE_CHECKING:
+    import pytest  # which live workers, who import this, would take long for
 
 MOMENT = 128.0
 """When a `Clock` begins: of few bits, as other numbers that tests add to it, so that nothing is rounded."""

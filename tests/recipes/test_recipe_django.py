@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -81,12 +83,19 @@ def manage(place: Place, *arguments: str, **env: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.fixture
-def project(place: Place) -> Place:
-    """A new project, into which a user has copied what is on the page."""
-    place.run(sys.executable, "-m", "django", "startproject", "config", ".")
+@pytest.fixture(scope="module")
+def new_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a new project, into which a user has copied what is on the page."""
+    folder = tmp_path_factory.mktemp("project")
+    subprocess.run([sys.executable, "-m", "django", "startproject", "config", "."], cwd=folder, check=True)
     source = ROOT / "examples" / "django_feeds"
-    shutil.copytree(source, place.folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def project(place: Place, new_project: Path) -> Place:
+    shutil.copytree(new_project, place.folder, dirs_exist_ok=True)
     place.env["REDIS"] = place.url.removesuffix("/0")
     for name in ("ONLY_ONE_REDIS_URL", "CELERY_BROKER_URL", "CELERY_RESULT_BACKEND"):
         del place.env[name]
