@@ -119,7 +119,8 @@ class _KeptConnections:
 
     def __init__(self, connection_pool: Any) -> None:
         self.connection_pool = connection_pool
-        self._idle: list[tuple[Any, float | None]] = []
+        self._patience: float | None = None  # seconds for a reply on a connection that is connected
+        self._idle: list[Any] = []
         self._broken: list[Any] = []
         self._all: set[Any] = set()  # also those that an exception between two lines has lost
 
@@ -128,35 +129,31 @@ class _KeptConnections:
         while self._broken:
             self._all.discard(broken := self._broken.pop())
             await broken.disconnect(nowait=True)
-        kept = self._idle.pop() if self._idle else self._connection()
-        connection, limit = kept
-        if not connection.is_connected:  # to connect takes several parts, and redis-py limits each
-            connection.socket_timeout, limit = limit, None
+        connection = self._idle.pop() if self._idle else self.connection_pool.make_connection()
+        self._all.add(connection)
+        limit = None
+        if connection.is_connected:
+            connection.socket_timeout, limit = None, self._patience
+        else:  # to connect takes several parts, and redis-py limits each
+            self._patience = connection.socket_timeout
         try:
             async with _time_limit(limit):
                 await connection.send_packed_command(_packed(connection, args))
                 reply = await connection.read_response(disable_decoding=True)
         except BaseException as error:
             if leaves_usable(error):
-                self._idle.append(kept)
+                self._idle.append(connection)
                 raise
             self._broken.append(connection)
             if isinstance(error, (*OF_ALL_CONNECTIONS, asyncio.TimeoutError)):
-                self._broken += [each for each, _ in self._idle]
+                self._broken += self._idle
                 self._idle = []
             if isinstance(error, asyncio.TimeoutError) and limit is not None:
                 msg = f"no reply within {limit:g} seconds"
                 raise redis.TimeoutError(msg) from None
             raise
-        connection.socket_timeout = None
-        self._idle.append(kept)
+        self._idle.append(connection)
         return reply
-
-    def _connection(self) -> tuple[Any, float | None]:
-        """A new connection, and the seconds within which it must have a reply once it is connected."""
-        connection = self.connection_pool.make_connection()
-        self._all.add(connection)
-        return connection, connection.socket_timeout
 
     async def aclose(self) -> None:
         """Close all connections, also those of commands that were forgotten."""
