@@ -134,7 +134,6 @@ _UNFIT: list[tuple[str, object, str]] = [
     ("when_busy", carry_on, "would run two at a time: write when_busy=skip or when_busy=fail"),
     ("when_lost", skip, "comes when the run has begun: write when_lost=carry_on to let it go on, or when_lost=fail"),
     ("when_lost", Retry, "is too late to wait: write when_lost=fail, and the task may retry by itself"),
-    ("when_lost", BufferOne, "is too late to wait: write when_lost=fail, and the task may retry by itself"),
     ("when_down", BufferOne, "needs the server to say which task is the newest: write when_down=retry()"),
 ]
 """The policies that make no sense for an option: its name, a function or a whole class, and the advice."""
@@ -155,7 +154,7 @@ def check_policy(name: str, policy: Any) -> Any:
         msg = f"{name}={policy.__name__}: write {name}={policy.__name__}(), with parentheses"
         raise ConfigurationError(msg)
     for option, unfit, why in _UNFIT:
-        is_unfit = policy is unfit or type(policy) is unfit
+        is_unfit = policy is unfit or (isinstance(unfit, type) and isinstance(policy, unfit))
         if is_unfit and name == option:
             msg = f"{name}={getattr(policy, '__name__', repr(policy))} {why}"
             raise ConfigurationError(msg)
