@@ -119,7 +119,7 @@ class _KeptConnections:
 
     def __init__(self, connection_pool: Any) -> None:
         self.connection_pool = connection_pool
-        self._patience: float | None = None  # seconds for a reply on a connection that is connected
+        self._patience: float | None = connection_pool.make_connection().socket_timeout  # which does not connect
         self._idle: list[Any] = []
         self._broken: list[Any] = []
         self._all: set[Any] = set()  # also those that an exception between two lines has lost
@@ -131,13 +131,11 @@ class _KeptConnections:
             await broken.disconnect(nowait=True)
         connection = self._idle.pop() if self._idle else self.connection_pool.make_connection()
         self._all.add(connection)
-        limit = None
-        if connection.is_connected:
-            connection.socket_timeout, limit = None, self._patience
-        else:  # to connect takes several parts, and redis-py limits each
-            self._patience = connection.socket_timeout
+        # To connect takes several parts, and redis-py limits each.
+        each_part, whole = (None, self._patience) if connection.is_connected else (self._patience, None)
+        connection.socket_timeout = each_part
         try:
-            async with _time_limit(limit):
+            async with _time_limit(whole):
                 await connection.send_packed_command(_packed(connection, args))
                 reply = await connection.read_response(disable_decoding=True)
         except BaseException as error:
@@ -148,8 +146,8 @@ class _KeptConnections:
             if isinstance(error, (*OF_ALL_CONNECTIONS, asyncio.TimeoutError)):
                 self._broken += self._idle
                 self._idle = []
-            if isinstance(error, asyncio.TimeoutError) and limit is not None:
-                msg = f"no reply within {limit:g} seconds"
+            if isinstance(error, asyncio.TimeoutError) and whole is not None:
+                msg = f"no reply within {whole:g} seconds"
                 raise redis.TimeoutError(msg) from None
             raise
         self._idle.append(connection)

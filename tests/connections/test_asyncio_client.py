@@ -88,6 +88,22 @@ def test_after_a_time_out_no_other_kept_connection_is_used(proxy: Proxy) -> None
     asyncio.run(main())
 
 
+def test_a_client_that_was_closed_waits_no_longer_for_a_reply_than_before(proxy: Proxy) -> None:
+    """A loop closes it with its generators, and may be run again."""
+    server = Server(redis_py.Redis.from_url(proxy.url, socket_timeout=2))
+
+    async def main() -> None:
+        client = await server.async_client()
+        for _ in range(2):  # on a new connection, and on one that is kept
+            await client.execute_command("PING", **RAW)
+        await client.aclose()
+        proxy.lose_request("ECHO", then="hang")
+        with pytest.raises(redis_py.TimeoutError):
+            await client.execute_command("ECHO", "x", **RAW)
+
+    asyncio.run(main())
+
+
 def test_a_client_whose_credentials_are_renewed_goes_through_the_pool_of_redis_py(redis_url: str) -> None:
     with redis_py.Redis.from_url(redis_url, credential_provider=Tokens()) as client:
         assert isinstance(make_async_client(client).client, redis_asyncio.Redis)
