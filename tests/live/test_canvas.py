@@ -69,23 +69,6 @@ POSITIONS: dict[str, Callable[[Any], Any]] = {
     "run again, in a chord's header": lambda work: chord([retried(work), other.si()], after.s()).delay(),
 }
 
-EACH_POLICY = {
-    "alone",
-    "in a chain, with others after it",
-    "in a chord's header",
-    "in the header of a chord with others after it",
-    "a chord's body, with others after it",
-    "with `link`",
-    "with `link_error`",
-    "run again by `self.retry()`",
-}
-"""Where each policy is tried: of a policy that is given, what the others receive is left to Celery everywhere."""
-
-
-def columns(position: str) -> list[str]:
-    """What is tried at a position: everywhere what is not given, which depends on the position."""
-    return [*COLUMNS, UNIQUE] if position in EACH_POLICY else [COLUMNS[0], UNIQUE]
-
 
 @dataclass
 class Case:
@@ -162,7 +145,7 @@ def worker(place: World) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def table(place: World) -> dict[str, list[str]]:
     """What real workers do, row by row."""
-    cases = [begin(place, position, column) for position in POSITIONS for column in columns(position)]
+    cases = [begin(place, position, column) for position in POSITIONS for column in [*COLUMNS, UNIQUE]]
     all_become(cases, is_over_or_requeued_twice)
     for case in cases:
         if case.column == NEWER:
@@ -226,7 +209,7 @@ def expected(position: str, column: str) -> str:
 def test_what_others_receive(table: dict[str, list[str]], position: str) -> None:
     print("|", " | ".join([position, *table[position]]), "|")
     *of_runs, of_unique = table[position]
-    assert of_runs == [expected(position, column) for column in columns(position) if column != UNIQUE]
+    assert of_runs == [expected(position, column) for column in COLUMNS]
     assert of_unique == of_runs[0]
 
 

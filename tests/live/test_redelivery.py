@@ -81,7 +81,7 @@ def broker_kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def worker(place: World) -> Iterator[None]:
-    with place.worker("-c", str(len(CASES) + 2)):
+    with place.worker("-c", str(len(CASES) + 7)):
         yield
 
 
