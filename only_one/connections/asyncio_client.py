@@ -155,9 +155,7 @@ class _KeptConnections:
 
     async def aclose(self) -> None:
         """Close all connections, also those of commands that were forgotten."""
-        left = list(self._all)
-        await asyncio.gather(*(each.disconnect() for each in left), return_exceptions=True)
-        self._all.difference_update(left)
+        await asyncio.gather(*(each.disconnect() for each in self._all), return_exceptions=True)
 
 
 def _packed(connection: Any, command: Any) -> Any:
