@@ -104,6 +104,22 @@ def test_a_client_that_was_closed_waits_no_longer_for_a_reply_than_before(proxy:
     asyncio.run(main())
 
 
+def test_a_command_that_is_cancelled_leaves_those_their_turn_that_wait(redis_url: str, key: str) -> None:
+    server = Server(redis_py.Redis.from_url(redis_url, max_connections=1))
+
+    async def main() -> None:
+        client = await server.async_client()
+        await client.execute_command("PING", **RAW)
+        blocked = asyncio.create_task(client.execute_command("BLPOP", key, 0, **RAW))
+        waiting = asyncio.create_task(client.execute_command("PING", **RAW))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        blocked.cancel()
+        assert await waiting == b"PONG"
+
+    asyncio.run(main())
+
+
 def test_a_client_whose_credentials_are_renewed_goes_through_the_pool_of_redis_py(redis_url: str) -> None:
     with redis_py.Redis.from_url(redis_url, credential_provider=Tokens()) as client:
         assert isinstance(make_async_client(client).client, redis_asyncio.Redis)
