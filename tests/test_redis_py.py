@@ -131,10 +131,12 @@ def test_redis_pys_own_tests_of_its_locks(
 ) -> None:
     """Of both kinds side by side, each with a server of its own, all of which they empty."""
     (tmp_path / "our_locks.py").write_text(PLUGIN)
-    # As they are, and not as our own pytest.ini would have them; nor with a real pytest_asyncio, if there is one.
+    # As they are, and not as our own pytest.ini would have them; nor with plugins that are installed here, such as
+    # pytest_asyncio.
     # Nor are the folders above looked into, as those of temporary files, which may be somebody else's.
-    options = f"-p our_locks -p no:asyncio -p no:cacheprovider -c {os.devnull} -rs --rootdir . --confcutdir .".split()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    options = f"-p our_locks -p no:cacheprovider -c {os.devnull} -rs --rootdir . --confcutdir .".split()
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "yes"}
     passed, running = 0, []
     for its_server, file in (own_server, "tests/test_lock.py"), (server, "tests/test_asyncio/test_lock.py"):
         command = [sys.executable, "-m", "pytest", *options, "--redis-url", its_server.url, file]
