@@ -133,7 +133,7 @@ def _receive(consumer: Any, request: Any) -> None:
     begins_in = waits_for(request.app, 0, None, request.eta)
     queued_for = partial(waits_for, request.app, options.queue_timeout, request.expires, request.eta)
     limit = queued_for()
-    was_queued_with_key = header.key is not None and (header.token or header.attempt)
+    was_queued_with_key = header.token or header.attempt
     if header.key is None or not was_queued_with_key or limit <= 0:
         return
     token = work.token_factory(request.task, "received").token(limit if request.expires else None)
