@@ -18,8 +18,14 @@ _BESIDE = (b"return redis.call('pexpire'", b"fence")
 _TAKES_OVER = b"may be missing"
 """Words of the script that takes a key over."""
 
+_RELEASES = b"return redis.call('del', KEYS[1]) + "
+"""Words of the script that releases a key."""
+
 _REFUSES = {"valkey": 0, "redis": 1, "redis7": 2, "redis6": 3}
 """How many commands a server does not know, of which each process learns once."""
+
+_MOST = 60
+"""How often a process sends the same command at most: at its end, a release that is refused."""
 
 EPSILON = 0.0015
 """Seconds: the server counts in milliseconds."""
@@ -42,7 +48,6 @@ class Call:
         extended: for how many seconds it has got more time.
         lapsed_at: when its key would expire, before an ``extend`` or a renewal whose reply came too late.
         is_excused: whether its key may be another's while it believes to hold it.
-        is_cancelled: whether somebody cancels it.
     """
 
     name: str
@@ -59,7 +64,12 @@ class Call:
     found_at: float = inf
     extended: float = 0
     lapsed_at: float = inf
-    had_key = has_succeeded = held_to_the_end = is_excused = is_cancelled = False
+    had_key = has_succeeded = held_to_the_end = is_excused = False
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether its outcome is an exception that has come in between."""
+        return type(self.outcome).__name__ in ("Interrupted", "CancelledError")
 
     def job(self) -> str:
         """The job of which it is an attempt."""
@@ -87,6 +97,7 @@ class Checker:
     Attributes:
         calls: all calls so far.
         stored: all values so far of each key.
+        added_later: the fields of values that an earlier version refuses; those of a plain function have none.
         lost_data_at: when something outside of the lock's power last changed a key.
     """
 
@@ -99,6 +110,7 @@ class Checker:
         self.calls: list[Call] = []
         self.stored: defaultdict[bytes, list[Stored]] = defaultdict(list)
         self.events: Counter[tuple[int, str]] = Counter()
+        self.added_later: dict[str, Any] = history.processes[0].modules["only_one.holder"]._ADDED_LATER
 
     def running(self) -> list[Call]:
         begun = [call for call in self.calls if call.lock is not None and call.ended == inf]
@@ -116,6 +128,8 @@ class Checker:
             last.until = min(now, inf if expiry is None else expiry)
         if after is not None:
             stored.append(Stored(after, now))
+            if _is_ours(after) and any(field.encode() in after for field in self.added_later):
+                self.problem("a value that an earlier version refuses", str(after))
         self.look()
 
     def data_is_lost(self) -> None:
@@ -206,19 +220,20 @@ class Checker:
         is_users = type(outcome).__name__ in ("Interrupted", "BodyFails")
         if not (outcome is None or outcome == "done" or is_users or isinstance(outcome, documented)):
             self.problem("an exception that is not documented", f"{call.name}: {outcome!r}")
-        if isinstance(outcome, asyncio.CancelledError) and not call.is_cancelled:
+        if isinstance(outcome, package.LockLost) and call.told_at == inf:  # then it was checked
+            self._check_loss(call, outcome)
+        cancelled = [each for each in self.history.faults if each.startswith("cancelled")]
+        if isinstance(outcome, asyncio.CancelledError) and not any(f" of {call.name}#" in each for each in cancelled):
             self.problem("cancelled by nobody", call.name)
-        if isinstance(outcome, package.LockLost):
-            if call.told_at == inf:  # else it was checked
-                self._check_loss(call, outcome)
-            if outcome.__cause__ is not None and outcome.reason != "expired":
-                self.problem("told of another loss", f"{call.name}: {outcome.reason}, by {outcome.__cause__!r}")
         if outcome == "done" and not call.has_succeeded:
             self.problem("an outcome without a run", call.name)
         self._check_time(call)
         self._check_policies(call)
-        is_interrupted = type(outcome).__name__ in ("Interrupted", "CancelledError")
-        if call.held_to_the_end and self.history.is_calm(call.ended) and not (call.is_excused or is_interrupted):
+        keeps = outcome == "done" and call.held_to_the_end and call.answered < call.asked + self.at_least
+        is_there = keeps and self.store.get(call.key_there) == call.lock.token
+        if is_there and call.lock.token not in call.process.active_tokens:
+            self.problem("a key that is kept later looks dead", call.name)
+        if call.held_to_the_end and self.history.is_calm(call.ended) and not (call.is_excused or call.is_interrupted):
             self._check_release(call)
 
     def _check_policies(self, call: Call) -> None:
@@ -243,20 +258,24 @@ class Checker:
             if not any(not value or each.value == value for each in stored):
                 self.problem("skipped for no holder", f"{call.name}: {value[-40:]!r}")
             self._check_holder(call, value)
+        has_set = any(each.value.find(b'"pid":%d,' % call.process.pid) > 0 for each in stored if _is_ours(each.value))
+        if isinstance(outcome, package.LockUnavailable) and "the answer came" in outcome.problem and not has_set:
+            self.problem("unavailable for another reason", f"{call.name}: {outcome}")
         if isinstance(outcome, package.LockUnavailable) and (must_be_up or plan.when_down != "fail"):
             self.problem("unavailable for no reason", f"{call.name}: {outcome}")
         if isinstance(outcome, package.LockLost) and plan.when_lost != "fail":
             self.problem("an outcome of no policy", f"{call.name}: {outcome!r}")
 
     def _check_holder(self, call: Call, value: bytes) -> None:
-        """No call is skipped for a run of a process of its machine that was dead before."""
-        machine = call.process.machine
-        for pid, process in machine.processes.items():
-            is_dead = getattr(process, "died_at", inf) < call.asked
-            is_its = b'"pid":%d,' % pid in value and f'"{machine.name}/'.encode() in value
-            is_holder = b'"running"' in value and b'"since":999' not in value  # which somebody has put there by hand
-            if machine.is_known and is_dead and is_its and is_holder:
-                self.problem("skipped for a dead holder", f"{call.name}: {value[-40:]!r}")
+        """No call is skipped for a run that was dead before: of a process of its machine, or one of its own process."""
+        own, machine = call.process, call.process.machine
+        dead = {pid for pid, each in machine.processes.items() if getattr(each, "died_at", inf) < call.asked}
+        others = [each for each in self.calls if each.process is own and each is not call]
+        if not any(each.answered >= call.asked or (self.at_least and each.has_succeeded) for each in others):
+            dead.add(own.pid)
+        is_holder = b'"running"' in value and b'"since":999' not in value  # which somebody has put there by hand
+        if is_holder and machine.is_known and any(b'"pid":%d,' % pid in value for pid in dead):
+            self.problem("skipped for a dead holder", f"{call.name}: {value[-40:]!r}")
 
     def _check_release(self, call: Call) -> None:
         """When a call returns, its key is released, or kept."""
@@ -345,50 +364,51 @@ class Checker:
     def look(self) -> None:
         """No holder believes longer than the server keeps."""
         for call in self.running():
-            if (call.lock.expires_in > 0) != call.lock.is_held:
-                self.problem("told another time", f"{call.name}: {call.lock.expires_in:.3f} s")
             if not call.had_key or call.is_excused or not call.lock.is_held:
                 continue
             value, expiry = self.store.keys.get(call.key_there, (None, None))
-            too_long = inf if value != call.lock.token or expiry is None else call.lock.expires_at - expiry
+            believed = self.history.now + call.lock.expires_in
+            too_long = inf if value != call.lock.token or expiry is None else believed - expiry
+            if believed == self.history.now:
+                self.problem("a belief of no time", call.name)
             if too_long > EPSILON:
                 self.problem("a belief that outlives the key", f"{call.name}: {too_long:.3f} s")
                 call.is_excused = True  # it is told once
 
-    def at_the_end(self, well_since: float) -> None:
-        self._check_rest(well_since)
+    def at_the_end(self) -> None:
         if not self.history.is_silent:
             self._check_told()
+        self._check_commands()
         if not (self.history.faults or self.history.is_async or self.history.plan.jobs):
             self._check_cost()
         if not self.has_failed_over:  # else a key may have come back that nobody knows of
             for key in list(self.stored):
                 self._check_what_is_left(self.store.get(key), self.store.keys.get(key, (None, None))[1] or inf)
 
-    def _check_rest(self, well_since: float) -> None:
-        """What is released in the background ends a lease after all is well."""
-        lease, timeout = self.history.plan.times
-        longest = max(lease or timeout or 30.0, self.at_least) + max((call.extended for call in self.calls), default=0)
-        ends_at = well_since + self.history.host.latest + longest + 1
-        for process in {call.process for call in self.calls if not call.process.is_dead}:
-            for pending in process.modules["only_one.lock.renewal"]._renewer.pending_releases.values():
-                if pending.until > ends_at:
-                    self.problem("a release that does not end", f"{process.name}: in {pending.until - ends_at:.1f} s")
-
     def _check_told(self) -> None:
         """A run that ends without its key has been told."""
         for call in self.calls:
-            is_interrupted = type(call.outcome).__name__ in ("Interrupted", "CancelledError")
-            has_lost = call.had_key and call.answered < inf and not call.held_to_the_end
-            has_lost |= isinstance(call.outcome, call.process.package.LockLost)
-            if has_lost and call.told_at == inf and not is_interrupted:
+            is_told_so = isinstance(call.outcome, call.process.package.LockLost)
+            has_lost = call.had_key and call.answered < inf and (is_told_so or not call.held_to_the_end)
+            if has_lost and call.told_at == inf and not call.is_interrupted:
                 self.problem("a loss that nobody was told", f"{call.name}: {call.lock.reason}")
+
+    def _executed(self) -> list[tuple[Any, ...]]:
+        """For which process, which commands were executed, and their replies."""
+        return [each[3:] for each in self.history.log if each[1:3] == ("server", "executes for")]
+
+    def _check_commands(self) -> None:
+        """No command is sent without a pause, and no script where the server can release without one."""
+        for (name, command), times in Counter((name, command) for name, command, _ in self._executed()).items():
+            if times > _MOST and command[0] != b"CLIENT":
+                self.problem("a command again and again", f"{name} sent {command} {times} times")
+            if self.history.plan.server in ("valkey", "redis") and any(_RELEASES in part for part in command):
+                self.problem("a script for a release", name)
 
     def _check_cost(self) -> None:
         """A run costs two commands and a skip one, beside what each process learns of its server."""
         version = self.history.plan.server
-        done = [each[4:] for each in self.history.log if each[1:3] == ("server", "executes for")]
-        sent = [(command, reply) for command, reply in done if command[0] in _OF_A_CALL]
+        sent = [(command, reply) for _, command, reply in self._executed() if command[0] in _OF_A_CALL]
         sent = [each for each in sent if not any(script in each[0][1] for script in _BESIDE)]
         most = _REFUSES[version] * len({call.process for call in self.calls})
         # A key that is free when an old server is asked for the holder is asked for once more; and so is one of a dead
@@ -403,7 +423,7 @@ class Checker:
             self.problem("too many commands", f"{len(sent)} for {len(self.calls)} calls")
 
     def _check_what_is_left(self, value: Any, expiry: float) -> None:
-        if not isinstance(value, bytes) or b'"only_one"' not in value:
+        if not _is_ours(value):
             return
         left = expiry - self.history.now
         if b'"kept"' in value:
@@ -413,11 +433,24 @@ class Checker:
         elif not any(b'"pid":%d,' % pid in value for pid in self._that_release_nothing()):
             self.problem("a key without a run", f"{left:.1f} s more: {value[-40:]!r}")
 
+    def when_all_is_over(self) -> None:
+        """A process remembers no call that has ended."""
+        for process in {call.process for call in self.calls if not call.process.is_dead and not call.process.no_thread}:
+            if any(each.startswith(f"interrupted of {process.name}.") for each in self.history.faults):
+                continue  # at the very end of a call
+            renewer = process.modules["only_one.lock.renewal"]._renewer
+            if left := [*renewer.pending_releases, *renewer.leases, *process.active_tokens]:
+                self.problem("a call is remembered", f"{process.name}: {left}")
+
     def _that_release_nothing(self) -> Iterator[int]:
         for process in {call.process for call in self.calls}:
             yield from filter(process.machine.is_dead, process.machine.processes)
             if any(each.startswith(f"no thread of {process.name}#") for each in self.history.faults):
                 yield process.pid
+
+
+def _is_ours(value: Any) -> bool:
+    return isinstance(value, bytes) and b'"only_one"' in value
 
 
 def _is_kept_of(value: Any, call: Call) -> bool:

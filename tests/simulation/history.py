@@ -33,7 +33,6 @@ class History(World):
         FAULTS: which happen at some time in some histories, and how probable each is, once, twice and so on.
             Each is a method with that name.
         greets: whether each connection begins with redis-py's name: two messages, which are half of all.
-        problems: what must not happen, and has: which kind, and a text.
     """
 
     PLAN: ClassVar[dict[str, list[Any]]]
@@ -47,7 +46,6 @@ class History(World):
         self.host = Host(self, self.store)
         self.host.loses, self.host.delays = self.plan.trouble
         self.greets = self.draw("plan greets") < 1 / 8
-        self.problems: list[tuple[str, str]] = []
         self.pids = count(101)
 
     def plan_faults(self, seconds: float) -> None:
@@ -79,18 +77,14 @@ class History(World):
         self.note(process.name, "is killed")
 
     def end_in_order(self, process: Process) -> None:
-        """Wait for the threads that are no daemons, and do what is registered for the end of a process."""
+        """Do what is registered for the end of a process."""
         for each in self.threads:
-            if each.process is process and each.lives and not (each.dead or each.is_daemon):
+            if each.process is process and each.lives and not (each.is_daemon or each.dead):
                 self.wait(each.joined.append, None)
         process.has_ended = True
         for do in reversed(process.at_exit):
             do()
         process.is_dead = True
-
-    def problem(self, kind: str, text: str) -> None:
-        self.problems.append((kind, text))
-        self.note("checker", kind.upper(), text)
 
 
 class _Errors(logging.Handler):

@@ -34,9 +34,6 @@ def fails(_error: object) -> None:
     raise BodyFails
 
 
-def ignores(_error: object) -> None: ...
-
-
 class LockWorld(History):
     """One history of the lock."""
 
@@ -92,9 +89,10 @@ class LockWorld(History):
             self.problem("a call never ended", f"{len(self.left)} processes wait")
         self.run(max(self.now, faults_end))
         self.quiet = True
-        well_since = max(self.now, self.trouble_ends())
-        self.run(well_since + 2 * self.host.latest + 3)
-        self.checker.at_the_end(well_since)
+        self.run(max(self.now, self.trouble_ends()) + 2 * self.host.latest + 3)
+        self.checker.at_the_end()
+        self.run(self.now + 60)
+        self.checker.when_all_is_over()
 
     # processes and their calls
 
@@ -130,7 +128,7 @@ class LockWorld(History):
             "{call.key}",
             when_busy=policies[self.when_busy[process]],
             when_down=policies[plan.when_down],
-            when_lost=policies.get(plan.when_lost, ignores),
+            when_lost=policies.get(plan.when_lost, lambda _: None),
             redis="redis://server:6379/0?protocol=2",
             **{option: value for option, value in options.items() if value},
         )
@@ -188,11 +186,9 @@ class LockWorld(History):
         if self.fault(f"cancelled of {name}", 0.15):
             after = self.choose(f"cancelled after {name}", [0.0005, 0.001, 0.003, 0.1, 1.0])
             task.get_loop().call_later(after, task.cancel)
-            call.is_cancelled = True
         if self.fault(f"cancelled at a command of {name}", 0.05):
             loop: Any = task.get_loop()
             loop.on_write = task.cancel
-            call.is_cancelled = True
         try:
             outcome: Any = await task
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001

@@ -111,8 +111,8 @@ class FakeThread:
 
     _thread: Any = None
 
-    def __init__(self, target: Any, args: tuple[Any, ...] = (), name: str = "", *, daemon: bool = False) -> None:
-        self._target, self._args, self._name, self._daemon = target, args, name, daemon
+    def __init__(self, target: Any, args: tuple[Any, ...] = (), name: str = "", *, daemon: bool) -> None:
+        self._target, self._args, self._name, self._is_daemon = target, args, name, daemon
 
     def start(self) -> None:
         process = this()
@@ -120,7 +120,7 @@ class FakeThread:
             msg = "can't start new thread"
             raise RuntimeError(msg)
         self._thread = playing().spawn(process, f"{process.name}/{self._name}", self._target, *self._args)
-        self._thread.is_daemon = self._daemon
+        self._thread.is_daemon = self._is_daemon
 
     def join(self) -> None:
         if self._thread is not None and not self._thread.dead:
@@ -338,6 +338,11 @@ class Process:
             own = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "only_one"}
         _importing.pop()
         return own
+
+    @property
+    def active_tokens(self) -> Any:
+        """The tokens of its calls that have not ended."""
+        return self.modules["only_one.lock.token"].active_tokens
 
     def begin(self, machine: Machine, pid: int, name: str) -> None:
         """Begin anew, as a process that has just been started."""

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import greenlet
 
-from .tracing import Tracer, handle_signal
+from .tracing import Interrupted, Tracer, handle_signal
 
 T = TypeVar("T")
 WALL = 1_700_000_000.0
@@ -32,8 +32,8 @@ class Thread(greenlet.greenlet):  # type: ignore[misc]
         life: the life of the process when the thread began.
         interrupt: what is raised when the thread goes on.
         waiting: counts its waits, so that a late wake is known.
-        joined: each wakes a thread that waits for the end of this one.
         is_daemon: whether its process ends without waiting for it.
+        joined: each wakes a thread that waits for the end of this one.
     """
 
     interrupt: BaseException | None = None
@@ -58,6 +58,8 @@ class Thread(greenlet.greenlet):  # type: ignore[misc]
             self._do()
         except BaseException as error:  # noqa: BLE001 - whoever waits for the thread sees that it has ended
             self.world.note(self.name, "died", repr(error))
+            if isinstance(error, Exception) and not isinstance(error, Interrupted):
+                self.world.problem("a thread died", f"{self.name}: {error!r}")
         finally:
             sys.settrace(None)
             for wake in self.joined:
@@ -75,6 +77,7 @@ class World:
         met: how often each kind of thing has happened.
         branches: those that were taken, if they are counted.
         quiet: whether no fault happens any more.
+        problems: what must not happen, and has: which kind, and a text.
         troubled_at: when the last fault happened.
     """
 
@@ -91,6 +94,7 @@ class World:
         self.met: Counter[str] = Counter()
         self.branches: Counter[tuple[str, int, int]] | None = None
         self.quiet = False
+        self.problems: list[tuple[str, str]] = []
         self._events: list[tuple[float, bytes, Callable[..., object], tuple[Any, ...]]] = []
         self._numbers: defaultdict[str, int] = defaultdict(int)
         self._digests: dict[str, Any] = {}
@@ -203,3 +207,7 @@ class World:
 
     def note(self, who: str, what: str, *details: Any) -> None:
         self.log.append((self.now - 1000, who, what, *details))
+
+    def problem(self, kind: str, text: str) -> None:
+        self.problems.append((kind, text))
+        self.note("checker", kind.upper(), text)
