@@ -153,3 +153,34 @@ def test_a_worker_asks_for_the_key_of_a_killed_run_by_a_connection_of_its_greenl
     server: RedisServer, prefix: str, under: str
 ) -> None:
     assert said(under, KILLED, server.url, prefix) == ["None"]
+
+
+ENDS_WHILE_IT_CONNECTS = """
+import atexit
+from eventlet.patcher import original
+native, sleep = original("_thread"), original("time").sleep
+main, connects, go_on = native.get_ident(), native.allocate_lock(), native.allocate_lock()
+connects.acquire()
+go_on.acquire()
+
+class Connection(redis.Connection):
+    def __init__(self, **options):
+        if native.get_ident() != main:  # in the thread that renews, whose pool is locked now
+            connects.release()
+            go_on.acquire()
+            sleep(0.3)
+        super().__init__(**options)
+
+pool = redis.ConnectionPool.from_url(url, connection_class=Connection)
+call = eventlet.spawn(only_one.only_one(lambda: None, key="k", redis=redis.Redis(connection_pool=pool)))
+eventlet.sleep(0)
+call.kill()  # while it acquires the key, so that there is something to release in the background
+connects.acquire()
+atexit.register(go_on.release)
+print("ends")
+"""
+
+
+def test_a_process_under_eventlet_that_ends_with_pending_releases(server: RedisServer, prefix: str) -> None:
+    """A greenlet that waits for a lock of another thread's is never woken."""
+    assert said(EVENTLET, ENDS_WHILE_IT_CONNECTS, server.url, prefix) == ["ends"]

@@ -59,7 +59,7 @@ class _Renewer:
             return None
         # Imported here, not at the first host name: a child forked during that import would wait for ever.
         "".encode("idna")
-        if "gevent.monkey" in sys.modules:
+        if sys.modules.keys() & {"gevent.monkey", "eventlet.patcher"}:
             atexit.register(self.end)
         return _start_native_thread("only_one-leases", self.run)
 
@@ -72,7 +72,11 @@ class _Renewer:
         self.ended.put(None)
 
     def end(self) -> None:
-        """End the thread, and wait for that for a second: with a hub of gevent's it may crash a process that exits."""
+        """End the thread, and wait for that for a second.
+
+        With a hub of gevent's it may crash a process that exits. With eventlet, who waits for one of its locks, as the
+        end of the process may do, is never woken.
+        """
         if not self.vacancy:
             self.is_ending = True
             self.woken.put(-math.inf)
