@@ -70,11 +70,12 @@ class Clients:
     """A server of its own for a kind of client.
 
     Attributes:
+        kind: one of `KINDS`.
         witness: a client that asks the server directly.
     """
 
     def __init__(self, kind: str, stack: ExitStack) -> None:
-        self._kind = kind
+        self.kind = kind
         self._stack = stack
         options = ("--cluster-enabled", "yes") if kind == "cluster" else ()
         self.server = stack.enter_context(redis_server(*options))
@@ -82,7 +83,6 @@ class Clients:
         if kind == "cluster":
             self.witness.execute_command("CLUSTER ADDSLOTS", *range(16384))
             assert eventually(lambda: self.witness.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
-            stack.enter_context(few_commands(self.witness))
         elif kind == "Sentinel":
             self._sentinel = _start_sentinel(self.server, stack)
             assert eventually(lambda: sum(map(_is_a_sentinels, self.witness.client_list())) == BY_A_SENTINEL)
@@ -106,12 +106,12 @@ class Clients:
 
     def connect(self, **options: Any) -> Any:
         """Another client of the kind."""
-        if self._kind == "cluster":
+        if self.kind == "cluster":
             return redis_py.RedisCluster.from_url(self.server.url, **options)
-        if self._kind == "Sentinel":
+        if self.kind == "Sentinel":
             manager: Any = Sentinel([("127.0.0.1", self._sentinel)])  # type: ignore[no-untyped-call]
             return manager.master_for("watched", **options)
-        return OF_ONE_SERVER[self._kind](self.server.url, **options)
+        return OF_ONE_SERVER[self.kind](self.server.url, **options)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from only_one.connections.asyncio_client import AsyncClient
 from only_one.connections.server import Server
 from only_one.lock import renewal
 from rigs.waiting import LIMIT, eventually
-from tests.clients import KINDS, clients
+from tests.clients import Clients
 from tests.decorated import decorated
 
 MANY = 1000
@@ -153,17 +153,18 @@ def test_a_client_lives_as_long_as_its_loop_and_its_server(redis_url: str) -> No
 
 
 @pytest.mark.parametrize("most", [1, 10, None])
-@pytest.mark.parametrize("kind", KINDS)
-def test_more_calls_at_a_time_than_connections_wait_for_one_another(kind: str, most: int | None, prefix: str) -> None:
+def test_more_calls_at_a_time_than_connections_wait_for_one_another(
+    those: Clients, most: int | None, prefix: str
+) -> None:
     """As threads do; each has a key of its own, and all run. To open a thousand at once takes longer than each may."""
-    many = MANY if kind == "plain" else MANY // 10
+    many = MANY if those.kind == "plain" else MANY // 10
     options: dict[str, Any] = {} if most is None else {"max_connections": most}
     options |= {"socket_timeout": LIMIT, "socket_connect_timeout": LIMIT}  # after which redis-py connects again
 
     async def all_at_once() -> Any:
         return await asyncio.gather(*(call(number) for number in range(many)))
 
-    with clients(kind) as those, those.connected(**options) as client:
+    with those.connected(**options) as client:
         call = decorated(work, "{number}", timeout=600, redis=client)
         begun = those.witness.info("stats")["total_connections_received"]
         assert asyncio.run(all_at_once()) == list(range(many))

@@ -28,7 +28,7 @@ from only_one import LockUnavailable, current_lock, inspection, only_one
 from only_one.connections.connection_pool import guarded
 from only_one.connections.server import Server
 from rigs.waiting import LIMIT, eventually
-from tests.clients import KINDS, Clients, clients
+from tests.clients import Clients
 from tests.interruptions import Interruption, handled, interrupt
 
 MOST = 100
@@ -114,12 +114,6 @@ def moments(monkeypatch: pytest.MonkeyPatch) -> Moments:
     for name in ("can_read", "can_read_destructive"):
         monkeypatch.setattr(asynchronous, name, can_read_async, raising=False)
     return own
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def those(request: pytest.FixtureRequest) -> Iterator[Clients]:
-    with clients(request.param) as found:
-        yield found
 
 
 both = pytest.mark.parametrize("error", [SoftTimeLimitExceeded, Interruption])
