@@ -507,7 +507,7 @@ threads = [threading.Thread(target=work) for _ in range(int(sys.argv[2]))]
 for thread in threads:
     thread.start()
 
-for number in range(10):
+for number in range(10 if threads else 2):
     pid = os.fork()
     if not pid:
         assert threads or [os.fstat(each).st_ino for each in sockets] == inodes  # else they are those of the threads
