@@ -9,9 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pytest
 import redis as redis_py
-from redis.asyncio.cluster import ClusterNode
 from redis.exceptions import RedisError
 from redis.sentinel import Sentinel
 
@@ -24,29 +22,6 @@ WATCHED = "sentinel monitor watched 127.0.0.1 {port} 1\n"
 
 BY_A_SENTINEL = 2
 """Connections to the server that it watches, for commands and for messages."""
-
-
-USED = ["del", "delifeq", "eval", "evalsha", "get", "incr", "keys", "pexpire", "pttl", "scan", "set"]
-"""Commands that the tests send to a cluster."""
-
-
-@contextmanager
-def few_commands(server: Any) -> Iterator[None]:
-    """Have clients of a cluster ask of these commands only: to read of all four hundred is most of what they do.
-
-    Args:
-        server: a client of one node.
-    """
-    few = ["COMMAND", "INFO", *(name for name in USED if server.execute_command("COMMAND INFO", name) != [None])]
-    send = ClusterNode.execute_command
-
-    async def send_async(self: Any, *args: Any, **options: Any) -> Any:
-        return await send(self, *(few if args == ("COMMAND",) else args), **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(redis_py.RedisCluster, "command", lambda self: self.execute_command(*few))
-        patch.setattr(ClusterNode, "execute_command", send_async)
-        yield
 
 
 class Subclass(redis_py.Redis):

@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
@@ -21,7 +21,7 @@ from rigs.proxy import Proxy
 from rigs.servers import RedisServer, redis_server
 from rigs.shared_tasks import forget_shared_tasks
 from rigs.waiting import LIMIT
-from tests.clients import KINDS, Clients, clients, few_commands
+from tests.clients import KINDS, Clients, clients
 from tests.decorated import events
 from tests.faults.programs import Running, RunningAsync
 
@@ -115,9 +115,7 @@ def server(prefix: str) -> Iterator[RedisServer]:  # noqa: ARG001 - for its sett
 @pytest.fixture(scope="module", params=KINDS)
 def those(request: pytest.FixtureRequest) -> Iterator[Clients]:
     """A server of the module's own for each kind of client."""
-    with clients(request.param) as found, ExitStack() as stack:
-        if found.kind == "cluster":
-            stack.enter_context(few_commands(found.witness))
+    with clients(request.param) as found:
         yield found
 
 

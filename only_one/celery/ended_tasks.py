@@ -127,7 +127,7 @@ def _all_keys(server: Server, prefix: str) -> list[Any]:
 
 def _ask(server: Server, key: Any, *command: Any) -> Any:
     """The reply to a command, by a client with short time-outs, and not while its server backs off: forks wait."""
-    if type(_at_work).__module__ != "_thread":
+    if type(_at_work).__module__.partition(".")[0] in {"gevent", "eventlet"}:
         # Greenlets must share no connection with the renewing thread, which is native; and a pool of them never forks.
         return server.client.execute_command(*command, **RAW)
     while True:

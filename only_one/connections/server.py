@@ -40,6 +40,8 @@ _ADVICE = {
 }
 """What to write, by a pattern of an error's text and of the class of the connection."""
 
+_INSTEAD = "give a URL such as redis://host:6379/0, a client, or a callable that returns one"
+
 
 class _NoClient:
     """Stands in for a client that a callable could not make: a cluster's client connects when it is made."""
@@ -128,15 +130,13 @@ def check_source(name: str, source: Source) -> Source:
     Raises:
         ConfigurationError: for another value; the message says what to write instead.
     """
-    if problem := _url_problem(source) if isinstance(source, str) else _client_problem(source):
+    problem = _url_problem(source) if isinstance(source, str) else _client_problem(source)
+    if problem:
         msg = f"{name}={problem}"
         raise ConfigurationError(msg)
     if not isinstance(source, str) and not _is_client(source):
         check_callable(name, source, 0, _INSTEAD)
     return source
-
-
-_INSTEAD = "give a URL such as redis://host:6379/0, a client, or a callable that returns one"
 
 
 def _url_problem(url: str) -> str | None:

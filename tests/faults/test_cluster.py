@@ -22,7 +22,6 @@ from only_one.inspection import held, holder_of, release_key
 from rigs.proxy import Proxy
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
-from tests.clients import few_commands
 from tests.decorated import CLOSED, Decorate, both
 from tests.faults.programs import Holder, Running, RunningAsync
 from tests.renewal import MOMENT, Clock, fails_to_renew, renew_now
@@ -140,7 +139,6 @@ class Cluster:
 def three() -> Iterator[Cluster]:
     with ExitStack() as stack:
         cluster = Cluster(stack)
-        stack.enter_context(few_commands(cluster.nodes[0].client))
         yield cluster
 
 
