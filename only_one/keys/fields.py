@@ -213,9 +213,9 @@ def _follow(field: Field, steps: list[tuple[str, str]], value: Any) -> Any:
 
 def _formatted(field: Field, spec: str, value: object) -> str:
     value = plain(value)
+    is_textual = isinstance(value, _TEXTUAL)
     # The text of a container differs for equal ones: a set's order by process, a tuple's brackets by the broker.
-    is_unstable = isinstance(value, Iterable) or type(value).__str__ is object.__str__
-    if is_unstable and not isinstance(value, _TEXTUAL):
+    if not is_textual and (isinstance(value, Iterable) or type(value).__str__ is object.__str__):
         problem = f"the parameter {field.parameter!r} is a {type_name(value)}, which has no stable text"
         by_digest = ""
         with suppress(UnknownType):
@@ -232,7 +232,7 @@ def _formatted(field: Field, spec: str, value: object) -> str:
         problem = f"{field} cannot format the parameter {field.parameter!r}, a {kind.__qualname__} ({error})"
         raise _unkeyable(problem, "write another format, or key=callable") from error
     # The address of an object is another in every process.
-    if not isinstance(value, str) and re.search(r"0x[0-9a-fA-F]{6,}", converted if field.conversion else text):
+    if not is_textual and re.search(r"0x[0-9a-fA-F]{6,}", converted if field.conversion else text):
         raise UnknownType(type_name(value))
     return text
 

@@ -90,6 +90,8 @@ USER = SimpleNamespace(id=7, team=SimpleNamespace(name="ops"))
         ("{a:%H:%M}", (time(3, 4),), {}, "03:04"),
         ("{a:03d}", (7,), {}, "007"),
         ("{a!s}", (1,), {}, "1"),
+        ("{a:#010x}", (0xABCDEF12,), {}, "0xabcdef12"),  # which is no address of an object
+        ("{a!r}", (b"0xABCDEF12",), {}, "b'0xABCDEF12'"),
         ("{a!a}", ("\xe9",), {}, "'\\xe9'"),
         ("{a!r:>5}", ("x",), {}, "  'x'"),
         ("{a}:{b}", ("x:y%", "z"), {}, "x%3Ay%25:z"),
