@@ -14,8 +14,10 @@ The rule by which the mutants are taken stands here, and nobody chooses among th
 
 import argparse
 import ast
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +25,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import md5
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
@@ -139,13 +142,15 @@ def reds(world: list[str], package: Path, seeds: Iterable[int], limit: float | N
     """The seeds whose histories are red; all of them if one does not end in time, or the code cannot run."""
     given = ["--package", str(package), "--jobs", "1", *world, "--seeds", *map(str, seeds)]
     command = [sys.executable, "-m", "tests.simulation", *given]
-    try:
-        played = subprocess.run(command, cwd=ROOT, timeout=limit, capture_output=True, text=True, check=False)
-    except subprocess.TimeoutExpired:
-        return set(seeds)
-    if not played.returncode:
+    with subprocess.Popen(command, cwd=ROOT, stdout=PIPE, stderr=DEVNULL, text=True, start_new_session=True) as playing:
+        try:
+            output, _ = playing.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(playing.pid, signal.SIGKILL)  # also the process that plays, or it would go on for ever
+            return set(seeds)
+    if not playing.returncode:
         return set()
-    found = re.findall(r"^seed (\d+):", played.stdout.replace("\r", "\n"), re.MULTILINE)
+    found = re.findall(r"^seed (\d+):", output.replace("\r", "\n"), re.MULTILINE)
     return set(map(int, found)) or set(seeds)
 
 
