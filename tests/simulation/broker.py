@@ -20,6 +20,7 @@ import celery.worker.state
 from billiard.einfo import ExceptionInfo
 from celery import Celery, signals
 from celery.app.trace import trace_task_ret
+from celery.backends.cache import CacheBackend
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded, WorkerLostError
 from celery.worker.strategy import default as strategy_of
 from kombu import common
@@ -51,6 +52,15 @@ TRANSPORTS: dict[str, Any] = {
     for name in ("redis", "amqp")
 }
 """The transports by which Celery publishes, by the name that they have."""
+
+
+class Results(CacheBackend):  # type: ignore[misc]
+    """A result backend that may take its time."""
+
+    def store_result(self, *args: Any, **kwargs: Any) -> Any:
+        """Store a result, in the time for which the world waits."""
+        playing().sleep(playing().choose(f"storing of {name_of_this()}", [0.0, 0.0, 0.0, 0.4]))
+        return super().store_result(*args, **kwargs)
 
 
 class Clock(datetime):

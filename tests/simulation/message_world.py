@@ -323,7 +323,7 @@ class MessageWorld(History):
 @functools.cache
 def _app(_process: Process, broker: str, *, acks_late: bool) -> Any:
     """An app, made once: that takes longer than a history."""
-    app = App("world", broker="sim://", backend="cache+memory://", set_as_current=False)
+    app = App("world", broker="sim://", backend=f"{__package__}.broker:Results+memory://", set_as_current=False)
     app.conf.update(
         broker_transport=TRANSPORTS[broker],
         broker_transport_options={"visibility_timeout": 60},
