@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from redis import Redis
 
@@ -37,6 +37,8 @@ from only_one.holder import Holder
 if TYPE_CHECKING:
     from typing_extensions import assert_type  # noqa: TC004 - on 3.10 it is not there when the tests run
 
+T = TypeVar("T")
+
 # --- every form keeps the parameters, and adds what a skip gives ---------------------------------------------------
 
 
@@ -44,6 +46,12 @@ if TYPE_CHECKING:
 def bare(a: int, b: str = "x", *rest: bytes, c: float = 1) -> float:
     """With parameters of each kind."""
     return c
+
+
+@only_one
+def bare_generic(a: T) -> list[T]:
+    """Of any type."""
+    return [a]
 
 
 def plain(a: int, b: str = "x") -> float:
@@ -59,6 +67,7 @@ async def plain_async(a: int, b: str = "x") -> float:
 def forms() -> None:
     """Each way to decorate."""
     assert_type(bare(1, "x", b"", c=2.0), float | None)
+    assert_type(bare_generic(1), list[int] | None)
     assert_type(only_one(plain)(1, b="y"), float | None)
     assert_type(only_one(plain, key="k", timeout=300)(1, b="y"), float | None)
     assert_type(only_one(plain, 300, key=lambda a, b: f"{a}")(1), float | None)
