@@ -5,6 +5,7 @@ Nothing here sends a command: ``acquire`` and ``release`` yield commands, and ``
 
 import asyncio
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal
@@ -310,14 +311,25 @@ class AsyncLockedCall(LockedCall):
     def __init__(self, options: EffectiveOptions, server: Server, client: Any, caller: Caller, key: str) -> None:
         super().__init__(options, server, client, caller, key)
         self._task: Any = asyncio.current_task()
+        self._cancellations = self._cancelling()
         self._is_over = self._is_cancelled = False
+
+    def _cancelling(self) -> int:
+        """How often the task has been cancelled so far; 0 before Python 3.11, which does not count."""
+        cancelling: Callable[[], int] = getattr(self._task, "cancelling", int)
+        return cancelling()
+
+    def is_cancelled_anew(self) -> bool:
+        """Whether the task was cancelled since the call began: what it has suppressed before may be counted still."""
+        return self._cancelling() > self._cancellations
 
     def withdraw_cancellation(self) -> bool:
         """Withdraw our cancellation, if there was one, and return whether it was the only one."""
         if not self._is_cancelled:
             return False
         self._is_cancelled = False
-        return not getattr(self._task, "uncancel", int)()  # from Python 3.11: how many are left
+        getattr(self._task, "uncancel", int)()  # from Python 3.11
+        return not self.is_cancelled_anew()
 
     def release(self) -> Commands[None]:
         """The same, and from here on the run is not cancelled."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 from contextlib import asynccontextmanager, contextmanager
 from math import inf
 from types import AsyncGeneratorType, GeneratorType
@@ -59,11 +58,8 @@ async def run_async(decoration: Decoration, caller: Caller, args: Args, kwargs: 
     client = await options.server.async_client()
     while True:
         with AsyncLockedCall(options, options.server, client, caller, key) as call:
-            # How often this task has been cancelled; 0 before Python 3.11, which does not count.
-            cancelling: Callable[[], int] = getattr(asyncio.current_task(), "cancelling", int)
-            cancellations = cancelling()
             acquired = await drive_async(client, call.acquire())
-            if cancelling() > cancellations:  # redis-py loses one that comes with the reply
+            if call.is_cancelled_anew():  # redis-py loses one that comes with the reply
                 raise asyncio.CancelledError
             if call.resolve_acquire(acquired):
                 await _run_and_release_async(call, decoration, args, kwargs)
