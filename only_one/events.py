@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from logging import DEBUG, INFO, WARNING, Logger, getLogger
-from typing import Literal
+from typing import Any, Literal
 
 from .driver import is_of_signal_handler
 from .errors import HasHolder, LockUnavailable
@@ -182,6 +182,15 @@ def _is_shown(level: int) -> bool:
             return True
         each = each.parent if each.propagate else None
     return False
+
+
+def log(level: int, message: str, *args: object, **options: Any) -> None:
+    """Log a line that is no event; a filter or handler that fails does not fail the call."""
+    try:
+        logger.log(level, message, *args, **options)
+    except Exception as error:
+        if is_of_signal_handler(error):
+            raise
 
 
 def _extra(event: Event) -> dict[str, str]:

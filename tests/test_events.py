@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
@@ -375,16 +376,39 @@ def test_the_first_skip_of_a_process_that_would_not_show_it_is_a_warning(
         assert vars(record)["only_one_event"] == "Busy"
 
 
-def test_a_filter_that_fails_does_not_fail_the_first_skip(first_skip: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[logging.LogRecord] = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a filter of the log is asked for, which fails each time, as one outside of its web request."""
+    texts: list[str] = []
 
     def fails(record: logging.LogRecord) -> bool:
-        asked.append(record)
+        texts.append(record.getMessage())
         raise ValueError
 
     monkeypatch.setattr(only_one_events.logger, "filters", [fails])
+    return texts
+
+
+def test_a_filter_that_fails_does_not_fail_the_first_skip(first_skip: None, asked: list[str]) -> None:
     assert decorated(work)() is None
     assert asked
+
+
+@both
+def test_a_filter_that_fails_does_not_fail_a_call_nor_replace_its_result(
+    redis: Redis, prefix: str, redis_url: str, asked: list[str], caplog: Log, decorate: Decorate
+) -> None:
+    """Of a server that is new to the process, and with a key that is another's list when it is released."""
+
+    def work() -> str:
+        redis.delete(f"{prefix}k")
+        redis.rpush(f"{prefix}k", "another's")
+        return "done"
+
+    caplog.set_level(logging.DEBUG, "only_one")
+    assert decorate(work, redis=f"{redis_url}?client_name={uuid4().hex}")() == "done"
+    for words in ("locks are kept in", "could not be released"):
+        assert any(words in text for text in asked)
 
 
 def test_an_exception_of_a_signal_handler_in_the_log_of_the_first_skip_reaches_the_caller(

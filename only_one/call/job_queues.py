@@ -9,10 +9,11 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from logging import INFO
 from typing import Any, NamedTuple
 
 from only_one.clock import now
-from only_one.events import logger
+from only_one.events import log
 from only_one.forks import in_each_child
 from only_one.holder import Holder
 from only_one.lock.current_lock import current
@@ -161,7 +162,7 @@ class JobCaller(Caller):
             if left > limit:
                 return 0
             self._waits_until = now() + limit + _SLACK
-            logger.info("%s waits for the key of a previous attempt of job %s", self.name, self._job.id)
+            log(INFO, "%s waits for the key of a previous attempt of job %s", self.name, self._job.id)
         return min(self._left, _ASKS_EVERY) if now() < self._waits_until else 0
 
     def on_busy(self, options: EffectiveOptions, server: Any, key: str, value: bytes) -> Policy:
@@ -173,6 +174,6 @@ class JobCaller(Caller):
         if not self.is_held_by_own(value):
             return super().on_busy(options, server, key, value)
         if self._job.requeue:
-            logger.info("%s requeues job %s: a previous attempt holds %s", self.name, self._job.id, key)
+            log(INFO, "%s requeues job %s: a previous attempt holds %s", self.name, self._job.id, key)
             raise self._job.requeue(self._left)
         return fail

@@ -7,6 +7,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from logging import DEBUG, ERROR
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +17,7 @@ from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.driver import TROUBLE, Commands, is_of_signal_handler, unanswered
 from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable, OnlyOneError
-from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, logger, wanted, warn_of_first_skip
+from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, log, wanted, warn_of_first_skip
 from only_one.holder import is_queued
 from only_one.lock.commands import ReleaseResult, Retained, acquire, end, replace
 from only_one.lock.current_lock import Lease
@@ -233,7 +234,7 @@ class LockedCall:
             # Any other is not raised: the run has its own result or exception.
             if marker is None and "WRONGTYPE" in str(error):  # a list or hash that somebody has put there
                 became = ReleaseResult("taken")
-            logger.debug("%s could not be released: %s", self.key, error)
+            log(DEBUG, "%s could not be released: %s", self.key, error)
         self._released(became)
 
     def clean_up(self, *, no_write_in_flight: bool, retained: Retained | None = None) -> None:
@@ -300,7 +301,7 @@ class LockedCall:
             with suppress(CarryOn):
                 self.options.when_lost(lost)
         except (Exception, SystemExit):  # noqa: BLE001 - there is no call left that could raise it
-            logger.exception("when_lost of %s failed", self.caller.name)
+            log(ERROR, "when_lost of %s failed", self.caller.name, exc_info=True)
 
 
 class AsyncLockedCall(LockedCall):

@@ -3,6 +3,7 @@
 import functools
 import re
 from collections.abc import Callable
+from logging import WARNING
 from typing import Any
 
 from celery import Celery, _state
@@ -10,7 +11,7 @@ from kombu.utils.imports import symbol_by_name
 
 from only_one.connections.server import Source
 from only_one.errors import ConfigurationError
-from only_one.events import logger
+from only_one.events import log
 from only_one.settings import CHECKS, CONFIGURABLE, Options, check
 
 _NEARLY_OURS = re.compile(rf"(\w+_)?only_one_({'|'.join(CHECKS)})\w*", re.IGNORECASE)
@@ -73,7 +74,7 @@ def _warn_of_others(app: Celery) -> None:
         if is_unread and (app.main, name) not in _warned:
             _warned.add((app.main, name))
             text = "the configuration of the app %r has %s, which is not read: write %s"
-            logger.warning(text, app.main, name, ", ".join(read))
+            log(WARNING, text, app.main, name, ", ".join(read))
 
 
 def server_of(app: Celery) -> Source | None:

@@ -5,6 +5,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from logging import ERROR
 from typing import Any
 
 from celery import Celery, Task, _state
@@ -12,7 +13,7 @@ from celery.app.annotations import prepare
 
 from only_one.call.effective_options import refuse
 from only_one.errors import ConfigurationError
-from only_one.events import logger
+from only_one.events import log
 
 from .delivery import decorations_of, functions_of, module_of
 
@@ -52,7 +53,7 @@ class _Annotations:
             if decorations_of(kind):
                 check_awaited(kind)
         except ConfigurationError as error:
-            logger.error("%s", error)
+            log(ERROR, "%s", error)
             # A worker calls the class's `__call__`, if the class has its own; and `run` may yet be replaced.
             kind.__call__ = kind.apply_async = staticmethod(functools.partial(refuse, error))
 

@@ -6,6 +6,7 @@ A task is never skipped because of its own lock.
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from logging import INFO
 from typing import Any, NoReturn
 
 from celery import Task, _state
@@ -18,7 +19,7 @@ from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.driver import drive
 from only_one.errors import AlreadyRunning, LockUnavailable
-from only_one.events import logger
+from only_one.events import log
 from only_one.holder import Holder
 from only_one.lock.commands import Retained, evaluate
 from only_one.lock.liveness import is_gone
@@ -333,7 +334,7 @@ class Delivery(TaskCaller):
                 if marker.age < redelivery.STORES_WITHIN and not is_gone(marker.ended):
                     self._publish_again(server, key, header, None)
                 if marker.ended:
-                    logger.info("%s[%s] is run again: its run has ended, but stored no result", self.name, header.id)
+                    log(INFO, "%s[%s] is run again: its run has ended, but stored no result", self.name, header.id)
             if only_newest:
                 self.is_superseded = not coalescing.begin(*self._coalesced(server, key))
         return not self.is_superseded
@@ -409,5 +410,5 @@ class Delivery(TaskCaller):
             Ignore: always.
         """
         self._request.only_one_has_begun, self._request.only_one_key = not waits_no_more, key
-        logger.info("redelivery of %s[%s] dropped: %s", self.name, self.header.id, reason, extra={"only_one_key": key})
+        log(INFO, "redelivery of %s[%s] dropped: %s", self.name, self.header.id, reason, extra={"only_one_key": key})
         raise Ignore(reason)

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace as replace_fields
+from logging import DEBUG, WARNING
 from typing import Any
 from weakref import WeakSet
 
@@ -20,7 +21,7 @@ from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.driver import TROUBLE, drive
 from only_one.errors import AlreadyRunning, OnlyOneError
-from only_one.events import Busy, emit, logger
+from only_one.events import Busy, emit, log
 from only_one.holder import Holder
 from only_one.lock.commands import Retained, expiry_in, release_now, replace
 from only_one.lock.liveness import is_dead
@@ -76,7 +77,8 @@ class Publication(TaskCaller):
             may_never_come = marked.is_duplicate and isinstance(marked.backend, RPCBackend)
             if may_never_come and marked.app not in _warned:
                 _warned.add(marked.app)
-                logger.warning(
+                log(
+                    WARNING,
                     "%s was queued already: get() of this duplicate may wait for ever, as rpc:// gives a result only "
                     "once, and only to the process that has queued the task; use a result backend that stores "
                     "results, such as Redis",
@@ -190,9 +192,9 @@ class Publication(TaskCaller):
         try:
             drive(call.client, replace(call.key, call.token, token, limit))
         except ResponseError as error:
-            logger.warning("%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
+            log(WARNING, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
         except TROUBLE as error:  # the server is away, and may be back soon
-            logger.debug("%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
+            log(DEBUG, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
             retained = Retained(token, now() + limit, note_of(call.key, *Work(task_id, 0, 0)))
             given = (call.server, call.key, call.token, retained.until)
             release_later(PendingRelease(*given, no_write_in_flight=True, retained=retained))

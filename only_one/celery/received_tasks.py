@@ -6,6 +6,7 @@ Their keys name the worker's process, which is seen to die.
 import atexit
 from collections.abc import Callable
 from functools import cache, partial
+from logging import WARNING
 from math import inf
 from typing import Any
 from weakref import ref
@@ -19,7 +20,7 @@ from only_one.call.owed_key import Withdrawal, note_of
 from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.driver import RAW, TROUBLE, drive
-from only_one.events import logger
+from only_one.events import log
 from only_one.forks import in_each_child
 from only_one.holder import Holder, is_queued, task_id_of
 from only_one.lock.commands import Retained, expiry_in, replace
@@ -40,7 +41,7 @@ from .work import work_held_by, work_of
 @cache
 def warn_once(text: str, kind: str) -> None:  # noqa: ARG001 - they tell one warning from another
     """Log the exception that is handled, because there is nobody to raise it to: the first of its kind."""
-    logger.warning(text, exc_info=True)
+    log(WARNING, text, exc_info=True)
 
 
 class _WaitingLease(Lease):

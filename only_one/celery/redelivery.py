@@ -7,6 +7,7 @@ The result backend is not asked: there may be none, and it is written after the 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging import DEBUG
 from traceback import walk_tb
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from celery import Task
 from celery.exceptions import Ignore, Reject, Retry
 
 from only_one.driver import TROUBLE, Commands
-from only_one.events import logger
+from only_one.events import log
 from only_one.lock.commands import MarkerUpdate, Script, evaluate
 
 from .broker import redelivers_at_any_time, remembered_for, visibility_timeout
@@ -107,4 +108,4 @@ def unless_down(task_id: str) -> Iterator[None]:
     try:
         yield
     except TROUBLE as error:
-        logger.debug("what is known of the messages of %s cannot be asked or noted: %s", task_id, error)
+        log(DEBUG, "what is known of the messages of %s cannot be asked or noted: %s", task_id, error)

@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Callable
+from logging import ERROR
 from typing import Any
 
 from celery import Task
 
 from only_one.call.effective_options import refuse
 from only_one.errors import ConfigurationError, OnlyOneError
-from only_one.events import logger
+from only_one.events import log
 from only_one.policies import Retry
 from only_one.settings import Options
 
@@ -102,5 +103,5 @@ def _install_late(wrap: Callable[..., Any], key: Any, options: Options, configur
     except OnlyOneError as error:
         # Where the module is loaded a second time, it is the first error that is told.
         vars(task)["only_one_configured"] = configured
-        logger.error("%s cannot be decorated: %s", task.name, error)
+        log(ERROR, "%s cannot be decorated: %s", task.name, error)
         task.run = task.apply_async = functools.partial(refuse, error)

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
+from logging import INFO
 from typing import Any, Union
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -15,7 +16,7 @@ from redis.client import Pipeline
 from redis.exceptions import RedisClusterException
 
 from only_one.errors import ConfigurationError
-from only_one.events import logger
+from only_one.events import log
 from only_one.option_values import check_callable
 
 from .asyncio_client import NO_LIMIT, AsyncClient, make_async_client
@@ -176,7 +177,7 @@ def find_server(source: Source) -> Server:
             made = Server(redis.Redis.from_url(source, retry=never, max_connections=NO_LIMIT, **PATIENCE))
             made.client.sends_again = True
             if _from_urls.setdefault(source, made) is made:
-                logger.info("locks are kept in %s", masked(source), extra={"only_one_server": masked(source)})
+                log(INFO, "locks are kept in %s", masked(source), extra={"only_one_server": masked(source)})
         return _from_urls[source]
     check_source("redis", source)
     if _is_client(source):

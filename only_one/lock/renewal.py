@@ -20,7 +20,7 @@ from only_one.connections.node import LONG, Node, trips
 from only_one.connections.server import Server, eviction_warning
 from only_one.connections.server_features import is_forbidden
 from only_one.driver import RAW
-from only_one.events import logger
+from only_one.events import log, logger
 from only_one.forks import in_each_child
 
 from .commands import RENEW
@@ -49,7 +49,7 @@ class _Renewer:
     def see_to_it_by(self, due: float) -> None:
         """Wake the thread in time for a new lease or pending release."""
         if self.start_thread():
-            logger.warning("no thread can be started: until one can, no key is renewed, nor released later")
+            log(logging.WARNING, "no thread can be started: until one can, no key is renewed, nor released later")
         elif due < self.wakes_at:
             self.woken.put(due)
 
@@ -244,7 +244,7 @@ def _start_native_thread(name: str, run: Callable[..., None], *args: object) -> 
 def _log(level: int, message: str, *args: object) -> None:
     """Log in another thread, because a handler is the user's code, and may take long."""
     if logger.isEnabledFor(level):
-        _start_native_thread("only_one-log", logger.log, level, message, *args)
+        _start_native_thread("only_one-log", log, level, message, *args)
 
 
 _renewer = _Renewer()
