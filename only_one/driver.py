@@ -8,6 +8,8 @@ import signal
 import traceback
 from collections.abc import Generator
 from contextvars import ContextVar
+from functools import partial
+from types import CodeType
 from typing import Any, TypeVar, Union
 
 import redis
@@ -90,5 +92,14 @@ async def drive_async(client: Any, commands: Commands[T]) -> T:
 
 def is_of_signal_handler(error: Exception) -> bool:
     """Whether a signal handler has raised the exception, such as Celery's soft time limit."""
-    handlers = {getattr(signal.getsignal(each), "__code__", None) for each in signal.valid_signals()}
+    handlers = {_code_of(signal.getsignal(each)) for each in signal.valid_signals()}
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    """The code that a signal handler runs first: of a function, or of an object's ``__call__``; None if it is in C."""
+    while isinstance(handler, partial):
+        handler = handler.func
+    of_object = getattr(type(handler), "__call__", None)  # noqa: B004 - not whether it can be called
+    code: CodeType | None = getattr(handler, "__code__", getattr(of_object, "__code__", None))
+    return code

@@ -8,7 +8,8 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from weakref import finalize
 
@@ -50,23 +51,34 @@ class HardStop(BaseException):
     """What a signal handler raises that nobody must catch."""
 
 
+class Handler:
+    """Raises an error when it is called."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    def __call__(self, *_: object) -> None:
+        """Handle a signal."""
+        raise self.error
+
+
 @pytest.mark.parametrize("error", [SoftTimeLimitExceeded, Terminated, Ignore, HardStop])
+@pytest.mark.parametrize(
+    "kind", [lambda each: each.__call__, lambda each: each, partial], ids=["method", "object", "partial"]
+)
 def test_an_exception_that_interrupts_the_release_reaches_the_caller_and_the_key_is_freed(
-    redis: Any, key: str, error: type[BaseException]
+    redis: Any, key: str, error: type[BaseException], kind: Callable[[Handler], Callable[..., None]]
 ) -> None:
     """It is raised by a signal's handler when the release has been sent and its reply is yet to come."""
     main, connections = threading.get_ident(), redis_py.connection.AbstractConnection
     read = connections.read_response
-
-    def interrupt(*_: object) -> None:
-        raise error
 
     def read_response(*args: Any, **options: Any) -> Any:
         if threading.get_ident() == main:
             os.kill(os.getpid(), signal.SIGUSR1)
         return read(*args, **options)
 
-    with pytest.MonkeyPatch.context() as patch, handled(interrupt, signal.SIGUSR1):
+    with pytest.MonkeyPatch.context() as patch, handled(kind(Handler(error)), signal.SIGUSR1):
 
         @only_one(NAME, lease=LONG)
         def run() -> None:
