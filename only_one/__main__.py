@@ -109,7 +109,7 @@ def _list(given: argparse.Namespace, app: Any) -> int:
 
 
 def _show(given: argparse.Namespace, app: Any) -> int:
-    found = held_key(given.key, app=app)
+    found = _find(given.key, app)
     if found is None:
         print(f"{printable(given.key)} is free", file=sys.stderr)
         return 1
@@ -127,7 +127,7 @@ def _release(given: argparse.Namespace, app: Any) -> int:
         print(f"write {wanted}, or --queued 2h for all that have been queued for longer", file=sys.stderr)
         return 2
     if given.keys:
-        return max([_free(key, held_key(key, app=app), app, force=given.force) for key in given.keys])
+        return max([_free(key, _find(key, app), app, force=given.force) for key in given.keys])
     if given.dead:
         meant = [each for each in held(given.match, app=app) if each.process == "dead"]
     else:
@@ -137,6 +137,16 @@ def _release(given: argparse.Namespace, app: Any) -> int:
     if not meant:
         print("no such key is held, and none was freed", file=sys.stderr)
     return max([_free(each.key, each, app, force=given.force) for each in meant], default=0)
+
+
+def _find(key: str, app: Any) -> Held | None:
+    """Look at a key that is written as it is, or else as ``list`` prints it."""
+    unescaped = re.sub(_ESCAPED, lambda escaped: escaped[0].encode().decode("unicode_escape"), key)
+    return held_key(key, app=app) or held_key(unescaped, app=app)
+
+
+_ESCAPED = r"\\([tnr]|x[0-9a-f]{2}|u[0-9a-f]{4}|U00(0[0-9a-f]|10)[0-9a-f]{4})"
+"""What ``printable`` makes of line ends, terminal escapes, and blanks such as that of Chinese and Japanese."""
 
 
 def _free(key: str, found: Held | None, app: Any, *, force: bool) -> int:

@@ -39,7 +39,7 @@ def dead(redis: Redis, prefix: str) -> str:
 
 def store(redis: Redis, key: str, state: str = "queued", name: str = "t", lasts: float | None = 3600) -> str:
     """Have a task of the state hold a key."""
-    redis.set(key, TokenFactory(name, "the-id", 0, state).token(lasts), px=600_000)
+    redis.set(key.encode(errors="surrogateescape"), TokenFactory(name, "the-id", 0, state).token(lasts), px=600_000)
     return key
 
 
@@ -135,8 +135,19 @@ def test_show(redis: Redis, prefix: str, capsys: Out) -> None:
         assert capsys.readouterr() == ("", f"{shown} is free\n")
 
 
-def test_a_long_key_is_freed_as_it_is_shown(redis: Redis, prefix: str, capsys: Out) -> None:
-    store(redis, f"{prefix}{'a' * 200}:{'b' * 200}")
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{'a' * 200}:{'b' * 200}",
+        "東京\u3000駅",
+        "a\n\t\r\x1b[31mb",
+        "\U0001f468\u200d\U0001f469\U000e0001",
+        "no\\n \\U99999999",
+        b"\xff\xe9".decode(errors="surrogateescape"),
+    ],
+)
+def test_a_key_is_freed_as_it_is_shown(redis: Redis, prefix: str, capsys: Out, name: str) -> None:
+    store(redis, f"{prefix}{name}")
     main(["list"])
     key = capsys.readouterr().out.partition("\t")[0]
     assert main(["show", key]) == 0
