@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from math import inf
 from types import AsyncGeneratorType, GeneratorType
 from typing import Any
@@ -78,7 +78,8 @@ async def _run_and_release_async(call: AsyncLockedCall, decoration: Decoration, 
         if not isinstance(error, asyncio.CancelledError) or not call.withdraw_cancellation():
             raise
     finally:
-        await drive_async(call.client, call.release())
+        if not isinstance(call.ended_by, GeneratorExit):  # of a closed coroutine, which can await nothing more
+            await drive_async(call.client, call.release())
 
 
 def _run_as(lease: Lease, decoration: Decoration, args: Args, kwargs: Kwargs) -> Any:
@@ -94,7 +95,8 @@ async def _run_as_async(lease: Lease, decoration: Decoration, args: Args, kwargs
     try:
         return _checked(decoration, await decoration.function(*args, **kwargs))
     finally:
-        current.reset(reset)
+        with suppress(ValueError):  # another context may close the coroutine
+            current.reset(reset)
 
 
 def _checked(decoration: Decoration, result: Any) -> Any:

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 from weakref import finalize
@@ -141,6 +142,31 @@ def test_nothing_is_left_of_a_call_that_has_ended(
     assert eventually(lambda: tokens[-1] not in renewal._renewer.pending_releases)
     assert not {*tokens} & {*renewal._renewer.leases}
     assert active_tokens == before
+
+
+def test_an_async_run_that_is_closed_ends_and_its_key_is_freed(redis: Any, key: str) -> None:
+    """As Python closes a coroutine that nobody awaits any more, in whatever context, and without an event loop."""
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(LIMIT)
+        finally:
+            ended.set()
+
+    async def main() -> None:
+        call = decorated(work, lease=LONG)()
+        task = asyncio.ensure_future(call)
+        await asyncio.wait_for(begun.wait(), LIMIT)
+        call.close()
+        assert ended.is_set()
+        task.cancel()
+        with suppress(RuntimeError):  # it cannot be awaited again
+            await task
+
+    asyncio.run(main())
+    assert eventually(lambda: not redis.exists(key))
 
 
 @pytest.mark.usefixtures("redis")
