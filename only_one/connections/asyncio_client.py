@@ -192,11 +192,13 @@ def _client(client: Any) -> Any:
     pool = client.connection_pool
     name = pool.connection_class.__name__
     kind = getattr(connection, name, None) or getattr(_sentinel, name, None)
-    if kind is None:
-        msg = f"no asyncio client can be made from one that connects by {pool.connection_class!r}: give redis= as a URL"
+    # What it does when it has connected decides which keys it sees, by a SELECT for example.
+    connects_by = pool.connection_kwargs.get("redis_connect_func") or pool.connection_class
+    if kind is None or connects_by is not pool.connection_class:
+        msg = f"no asyncio client can be made from one that connects by {connects_by!r}: give redis= as a URL"
         raise ConfigurationError(msg)
     known = {name for base in kind.__mro__ for name in inspect.signature(base).parameters}
-    known -= {"redis_connect_func", "parser_class"}  # which mean something else to asyncio
+    known.discard("parser_class")  # which means something else to asyncio
     options = {name: value for name, value in pool.connection_kwargs.items() if name in known}
     options.update(retry=retry.Retry(backoff.NoBackoff(), 0), connection_class=kind, max_connections=NO_LIMIT)
     if not isinstance(pool, redis.SentinelConnectionPool):

@@ -24,28 +24,30 @@ from tests.interruptions import handled
 pytestmark = pytest.mark.usefixtures("prefix")
 
 
-def test_a_pool_that_names_its_parser_and_what_is_done_when_connected(redis_url: str) -> None:
-    connected: list[type[Any]] = []
-
-    def connect(connection: Any) -> None:
-        connected.append(type(connection))
-        connection.on_connect()
-
-    options: dict[str, Any] = {"parser_class": redis.connection.DefaultParser, "redis_connect_func": connect}
+def test_a_pool_that_names_its_parser(redis_url: str) -> None:
+    options: dict[str, Any] = {"parser_class": redis.connection.DefaultParser}
     with redis_py.Redis(connection_pool=redis_py.ConnectionPool.from_url(redis_url, **options)) as client:
         assert call_both(redis=client) == ["ran", "ran"]
-    assert {*connected} == {redis.connection.Connection}
 
 
 class OfOurOwn(redis.connection.Connection):
     """A way to connect that asyncio does not know."""
 
 
-def test_a_way_to_connect_that_has_no_like_in_asyncio(redis_url: str) -> None:
-    pool = redis_py.ConnectionPool.from_url(redis_url, connection_class=OfOurOwn)
+def to_another_database(connection: Any) -> None:
+    """What a client does when it has connected, and an asyncio client cannot do: it would acquire other keys."""
+    connection.on_connect()
+    connection.send_command("SELECT", 7)
+    connection.read_response()
+
+
+@pytest.mark.parametrize("option", [{"connection_class": OfOurOwn}, {"redis_connect_func": to_another_database}])
+def test_a_way_to_connect_that_has_no_like_in_asyncio(redis_url: str, option: dict[str, Any]) -> None:
+    pool = redis_py.ConnectionPool.from_url(redis_url, **option)
     with redis_py.Redis(connection_pool=pool) as client:
         assert decorated(lambda: "done", redis=client)() == "done"
-        with pytest.raises(ConfigurationError, match=r"OfOurOwn.*: give redis= as a URL"):
+        (way,) = option.values()
+        with pytest.raises(ConfigurationError, match=rf"{way.__name__}.*: give redis= as a URL"):
             decorated_async(lambda: "done", redis=client)()
 
 
