@@ -66,28 +66,28 @@ def marks_redeliveries(app: Celery) -> bool:
 
 
 def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
-    """Options that send a message back to where it came from, if the broker may delay it: with quorum queues.
+    """Options that send a message back to where it came from, and nowhere else; none if Celery's own are right.
 
-    RabbitMQ delays a message that is sent through a topic exchange. A message that came by another exchange would be
-    lost, or go to the default queue: it goes back without RabbitMQ's help, and a worker keeps the delay.
+    RabbitMQ with quorum queues delays a message that is sent through a topic exchange. A message that came by another
+    exchange would be lost, or go to the default queue: it goes back without RabbitMQ's help, and a worker keeps the
+    delay.
 
     Args:
         app: the application.
         came_by: Celery's ``delivery_info`` of the message.
-
-    Returns:
-        Options of ``apply_async``; none if Celery's own are right.
     """
-    if not detect_quorum_queues(app, _facts(app)[1])[0]:
-        return {}
     # Before the routing key of a message that RabbitMQ delays, Celery puts the seconds, in binary.
-    exchange, key = came_by["exchange"], re.sub(r"^(?:[01]\.){28}", "", came_by["routing_key"])
+    exchange, key = came_by.get("exchange"), re.sub(r"^(?:[01]\.){28}", "", came_by.get("routing_key") or "")
+    exchanges = [each.exchange for queue in app.amqp.queues.values() for each in (queue, *(queue.bindings or ()))]
+    if not detect_quorum_queues(app, _facts(app)[1])[0]:
+        # In a child of the pool that has not declared it, Redis takes a topic exchange for a direct one.
+        topic = [each for each in exchanges if each and (each.name, each.type) == (exchange, "topic")]
+        return {"declare": topic} if topic and _facts(app)[1] != "amqp" else {}
     if not exchange:  # it was sent to the queue itself
         with suppress(KeyError):  # raised if Celery must not create queues
             if (queue := app.amqp.queues[key]).exchange.type != "direct":
                 return {"queue": queue}
         return {}
-    exchanges = [each.exchange for queue in app.amqp.queues.values() for each in (queue, *(queue.bindings or ()))]
     topics = {each.name for each in exchanges if each and each.type == "topic"}
     is_topic = exchange in topics or exchange.startswith("celery_delayed_")  # on its way here, by RabbitMQ
     # Celery asks the queue whether the broker delays the message, but sends by the options beside it.

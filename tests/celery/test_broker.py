@@ -139,7 +139,13 @@ def test_with_quorum_queues_a_worker_delays_what_came_by_the_queue_itself(
     assert way_back(quorum_app, {"exchange": "", "routing_key": key}) == {}
 
 
-@pytest.mark.parametrize(("url", "more"), [("amqp://", {}), ("redis://", QUORUM)])
-def test_without_quorum_queues_nothing_is_delayed_by_the_broker(url: str, more: Any) -> None:
+@pytest.mark.parametrize(
+    ("url", "more", "declared"), [("amqp://", {}, []), ("redis://", QUORUM, [("delayeds", "topic")])]
+)
+def test_without_quorum_queues_nothing_is_delayed_by_the_broker(url: str, more: Any, declared: Any) -> None:
     app = app_with(broker_url=url, task_queues=[queue("delayed", "topic", **more)])
-    assert way_back(app, {"exchange": "delayeds", "routing_key": "delayed"}) == {}
+    assert way_back(app, {"exchange": "", "routing_key": "delayed"}) == {}
+    # A child of a worker with Redis takes an exchange that it has not declared for a direct one.
+    way = way_back(app, {"exchange": "delayeds", "routing_key": "delayed"})
+    assert [(each.name, each.type) for each in way.pop("declare", [])] == declared
+    assert not way

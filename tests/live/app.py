@@ -51,8 +51,8 @@ PAUSE = 0.55
 WAIT = 0.1 if KIND == "redis" else 5
 """Seconds between two attempts, in which the second is in a queue that nobody reads, if the broker is Redis."""
 
-DIRECT = "direct"
-"""A queue of a direct exchange of its own, for the workers that are told of it."""
+EXCHANGES = {"direct": "direct", "topic": "topic.#"}
+"""Queues of an exchange of this type of their own, with their routing keys, for the workers that are told of them."""
 
 
 app: Any = Celery("live", set_as_current=False)
@@ -71,9 +71,10 @@ if URL in os.environ:  # in a worker
     app.conf.update({"result_backend": os.environ[RESULTS], **json.loads(os.environ[SETTINGS])})
     app.conf.update({"broker_url": os.environ[BROKER], **settings_of(KIND)})
     configure(redis=os.environ[LOCKS], prefix=PREFIX)
-    if DIRECT in os.environ:
+    if "EXCHANGES" in os.environ:
         options = consumed().get("options", {})
-        app.amqp.queues.add(DIRECT, exchange="directs", exchange_type="direct", routing_key=DIRECT, **options)
+        for kind, key in EXCHANGES.items():
+            app.amqp.queues.add(kind, exchange=f"{kind}s", exchange_type=kind, routing_key=key, **options)
 
     @task_received.connect(weak=False)  # type: ignore[untyped-decorator]
     def received(request: Any, **_: Any) -> None:
