@@ -71,6 +71,7 @@ def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
     RabbitMQ with quorum queues delays a message that is sent through a topic exchange. A message that came by another
     exchange would be lost, or go to the default queue: it goes back without RabbitMQ's help, and a worker keeps the
     delay.
+    A message that came by a fanout exchange goes back to this worker's queue, or each worker would get it once more.
 
     Args:
         app: the application.
@@ -78,6 +79,11 @@ def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
     """
     # Before the routing key of a message that RabbitMQ delays, Celery puts the seconds, in binary.
     exchange, key = came_by.get("exchange"), re.sub(r"^(?:[01]\.){28}", "", came_by.get("routing_key") or "")
+    if _facts(app)[1] == "amqp":
+        for queue in app.amqp.queues.consume_from.values():
+            is_fanout = queue.exchange is not None and queue.exchange.type == "fanout"
+            if is_fanout and (exchange == queue.exchange.name or (not exchange and key == queue.name)):
+                return {"queue": _kombu.Queue(queue.name), "declare": []}
     exchanges = [each.exchange for queue in app.amqp.queues.values() for each in (queue, *(queue.bindings or ()))]
     if not detect_quorum_queues(app, _facts(app)[1])[0]:
         # In a child of the pool that has not declared it, Redis takes a topic exchange for a direct one.

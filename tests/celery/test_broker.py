@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from celery import Celery
 from celery.local import Proxy
+from kombu.common import Broadcast
 from kombu.entity import Exchange, Queue, binding
 from kombu.transport import virtual
 
@@ -149,3 +150,12 @@ def test_without_quorum_queues_nothing_is_delayed_by_the_broker(url: str, more: 
     way = way_back(app, {"exchange": "delayeds", "routing_key": "delayed"})
     assert [(each.name, each.type) for each in way.pop("declare", [])] == declared
     assert not way
+
+
+@pytest.mark.parametrize("more", [{}, QUORUM])
+@pytest.mark.parametrize("came_by", [("news", "any"), ("", "news of this worker")])
+def test_what_came_by_a_fanout_exchange_goes_back_to_this_worker_alone(came_by: tuple[str, str], more: Any) -> None:
+    cast: list[Any] = [Broadcast(each, queue=f"{each} of this worker") for each in ("others", "news")]  # type: ignore[no-untyped-call]
+    app = app_with(broker_url="amqp://", task_queues=[queue("delayed", "topic", **more), *cast])
+    way = way_back(app, dict(zip(("exchange", "routing_key"), came_by, strict=True)))
+    assert (way["queue"].name, way["queue"].exchange.type, way["declare"]) == ("news of this worker", "direct", [])

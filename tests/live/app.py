@@ -20,6 +20,7 @@ from celery import Celery, Task, shared_task
 from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, Reject, Retry
 from celery.signals import task_postrun, task_prerun, task_received
+from kombu.common import Broadcast
 from pydantic import BaseModel
 
 from only_one import (
@@ -75,6 +76,8 @@ if URL in os.environ:  # in a worker
         options = consumed().get("options", {})
         for kind, key in EXCHANGES.items():
             app.amqp.queues.add(kind, exchange=f"{kind}s", exchange_type=kind, routing_key=key, **options)
+    if "BROADCAST" in os.environ:
+        app.amqp.queues.add(Broadcast(os.environ["BROADCAST"]))  # type: ignore[no-untyped-call]
 
     @task_received.connect(weak=False)  # type: ignore[untyped-decorator]
     def received(request: Any, **_: Any) -> None:
