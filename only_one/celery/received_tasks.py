@@ -15,10 +15,11 @@ from celery import signals
 from celery.app.task import Context
 from redis.exceptions import ResponseError
 
+from only_one import settings
 from only_one.call.effective_options import Decoration
 from only_one.call.owed_key import Withdrawal, note_of
 from only_one.clock import now
-from only_one.connections.server import Server
+from only_one.connections.server import Server, find_server
 from only_one.driver import RAW, TROUBLE, drive
 from only_one.events import log
 from only_one.forks import in_each_child
@@ -31,6 +32,7 @@ from only_one.lock.token import TokenFactory, words_of
 from only_one.settings import DEFAULT_LEASE
 
 from . import coalescing
+from .app_settings import app_options
 from .broker import redelivers_at_any_time, remembered_for, waits_for
 from .delivery import Delivery, caller_from_outside, decorations_of, key_of_message, queue_options_of
 from .redelivery import read_marker
@@ -223,16 +225,20 @@ def withdrawal_of(task: Any, request: Any) -> Withdrawal | None:
     Returns:
         The withdrawal; None if the task has no key.
     """
-    options, header, work = queue_options_of(task), header_of(request), work_of(request)
+    options = queue_options_of(task)
+    return _withdrawal(options.server, options.queue_timeout, request) if options else None
+
+
+def _withdrawal(server: Server | None, queue_timeout: float, request: Any) -> Withdrawal | None:
+    header, work = header_of(request), work_of(request)
     key: str | None = vars(request).get("only_one_key", header.key)
-    server = options.server if options else None
-    if options is None or server is None or key is None:
+    if server is None or key is None:
         return None
     return Withdrawal(
         server,
         key,
         words_of(*work),
-        until=now() + options.queue_timeout,
+        until=now() + queue_timeout,
         no_write_in_flight=True,
         note=note_of(key, *work),
         triggers=coalescing.triggers_of(key),
@@ -242,15 +248,33 @@ def withdrawal_of(task: Any, request: Any) -> Withdrawal | None:
 
 def withdraw(task: Any, request: Any) -> None:
     """Release the key of a unique task that has ended without having begun; in the background, if that fails."""
-    if (withdrawal := withdrawal_of(task, request)) is None:
+    _send(withdrawal_of(task, request), task.name)
+
+
+def _send(withdrawal: Withdrawal | None, name: str) -> None:
+    if withdrawal is None:
         return
     try:
         withdrawal.server.client.execute_command(*withdrawal.command(), **RAW)
     except Exception as error:  # noqa: BLE001 - nobody to raise it to
-        warn_once(f"a key of {task.name}, which did not run, could not be released, and will be", type(error).__name__)
+        warn_once(f"a key of {name}, which did not run, could not be released, and will be", type(error).__name__)
         release_later(withdrawal)
+
+
+def _on_unknown(sender: Any, message: Any, **found: Any) -> None:
+    """The worker has no such task, and drops the message: another version of the code has sent it.
+
+    Its key is in the message; its server is the app's, because what the decorator says is not known here.
+    """
+    request = Context({**(message.headers or {}), "id": found["id"]})
+    if header_of(request).key is not None:
+        of_app, app_server = app_options(sender.app)
+        options = settings.merge(settings.current, of_app)
+        server = find_server(settings.source_of(options, app_server)) if settings.is_active(options) else None
+        _send(_withdrawal(server, options.queue_timeout, request), found["name"])
 
 
 atexit.register(_on_shutdown)  # at a cold shutdown Celery sends no signal when it has restored the messages
 signals.task_received.connect(_on_received)
+signals.task_unknown.connect(_on_unknown)
 signals.worker_shutdown.connect(_on_shutdown)

@@ -10,6 +10,7 @@ import os
 import signal
 
 import pytest
+from celery.exceptions import NotRegistered
 
 from only_one.__main__ import main
 from only_one.inspection import held
@@ -104,3 +105,15 @@ def test_it_is_queued_again_when_its_worker_ends(scene: Scene, shutdown: signal.
         assert each.expires_in() > A_LEASE
         assert unique.delay(each.key) == its
     scene.place.client.flushdb()
+
+
+def test_it_is_free_when_its_worker_does_not_know_the_task(scene: Scene) -> None:
+    """As in a deployment; Celery drops its message."""
+    unknown = live.above("in another version")
+    with scene.place.worker("-c", "1"):
+        for _ in range(2):
+            answer = unknown.delay(scene.key)
+            assert not answer.is_duplicate
+            with pytest.raises(NotRegistered):
+                answer.get(timeout=LIMIT)
+            assert scene.is_free()
