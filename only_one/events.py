@@ -2,9 +2,8 @@
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from logging import DEBUG, INFO, WARNING, Logger, getLogger
+from logging import DEBUG, ERROR, INFO, WARNING, Logger, getLogger
 from typing import Any, Literal
 
 from .driver import is_of_signal_handler
@@ -241,5 +240,4 @@ def _tell(hook: Callable[[Event], object], event: Event) -> None:
     except Exception as error:
         if is_of_signal_handler(error):
             raise
-        with suppress(Exception):  # a filter or handler that fails
-            logger.exception("a hook failed on %s: %r", type(event).__name__, hook)
+        log(ERROR, "a hook failed on %s: %r", type(event).__name__, hook, exc_info=True)

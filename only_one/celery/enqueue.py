@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace as replace_fields
-from logging import DEBUG, WARNING
 from typing import Any
 from weakref import WeakSet
 
@@ -78,7 +77,7 @@ class Publication(TaskCaller):
             if may_never_come and marked.app not in _warned:
                 _warned.add(marked.app)
                 log(
-                    WARNING,
+                    logging.WARNING,
                     "%s was queued already: get() of this duplicate may wait for ever, as rpc:// gives a result only "
                     "once, and only to the process that has queued the task; use a result backend that stores "
                     "results, such as Redis",
@@ -192,9 +191,9 @@ class Publication(TaskCaller):
         try:
             drive(call.client, replace(call.key, call.token, token, limit))
         except ResponseError as error:
-            log(WARNING, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
+            log(logging.WARNING, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
         except TROUBLE as error:  # the server is away, and may be back soon
-            log(DEBUG, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
+            log(logging.DEBUG, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
             retained = Retained(token, now() + limit, note_of(call.key, *Work(task_id, 0, 0)))
             given = (call.server, call.key, call.token, retained.until)
             release_later(PendingRelease(*given, no_write_in_flight=True, retained=retained))
