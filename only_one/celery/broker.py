@@ -78,28 +78,36 @@ def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
         came_by: Celery's ``delivery_info`` of the message.
     """
     # Before the routing key of a message that RabbitMQ delays, Celery puts the seconds, in binary.
-    exchange, key = came_by.get("exchange"), re.sub(r"^(?:[01]\.){28}", "", came_by.get("routing_key") or "")
-    if _facts(app)[1] == "amqp":
-        for queue in app.amqp.queues.consume_from.values():
-            is_fanout = queue.exchange is not None and queue.exchange.type == "fanout"
-            if is_fanout and (exchange == queue.exchange.name or (not exchange and key == queue.name)):
-                return {"queue": _kombu.Queue(queue.name), "declare": []}
+    exchange, key = came_by.get("exchange") or "", re.sub(r"^(?:[01]\.){28}", "", came_by.get("routing_key") or "")
+    kind = _facts(app)[1]
+    if kind == "amqp" and (own := _own_queue(app, exchange, key)):
+        return {"queue": _kombu.Queue(own), "declare": []}
     exchanges = [each.exchange for queue in app.amqp.queues.values() for each in (queue, *(queue.bindings or ()))]
-    if not detect_quorum_queues(app, _facts(app)[1])[0]:
+    topics = {each.name: each for each in exchanges if each and each.type == "topic"}
+    if not detect_quorum_queues(app, kind)[0]:
         # In a child of the pool that has not declared it, Redis takes a topic exchange for a direct one.
-        topic = [each for each in exchanges if each and (each.name, each.type) == (exchange, "topic")]
-        return {"declare": topic} if topic and _facts(app)[1] != "amqp" else {}
+        return {"declare": [topics[exchange]]} if exchange in topics and kind != "amqp" else {}
     if not exchange:  # it was sent to the queue itself
         with suppress(KeyError):  # raised if Celery must not create queues
             if (queue := app.amqp.queues[key]).exchange.type != "direct":
                 return {"queue": queue}
         return {}
-    topics = {each.name for each in exchanges if each and each.type == "topic"}
     is_topic = exchange in topics or exchange.startswith("celery_delayed_")  # on its way here, by RabbitMQ
     # Celery asks the queue whether the broker delays the message, but sends by the options beside it.
-    beside = {} if is_topic else {"exchange": exchange, "routing_key": key, "declare": []}
+    beside: dict[str, Any] = {} if is_topic else {"exchange": exchange, "routing_key": key, "declare": []}
     source = _kombu.Exchange(exchange, type="topic" if is_topic else "direct")
     return {"queue": _kombu.Queue(exchange=source, routing_key=key), **beside}
+
+
+def _own_queue(app: Celery, exchange: str, key: str) -> str | None:
+    """The name of this worker's queue of a fanout exchange, if a message came by either; None for other messages."""
+    for queue in app.amqp.queues.consume_from.values():
+        source = queue.exchange
+        if source is None or source.type != "fanout":
+            continue
+        if source.name == exchange if exchange else queue.name == key:
+            return str(queue.name)
+    return None
 
 
 def refuse_long_countdown(app: Celery, countdown: float | None) -> None:
