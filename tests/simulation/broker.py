@@ -57,10 +57,10 @@ TRANSPORTS: dict[str, Any] = {
 class Results(CacheBackend):  # type: ignore[misc]
     """A result backend that may take its time."""
 
-    def store_result(self, *args: Any, **kwargs: Any) -> Any:
-        """Store a result, in the time for which the world waits."""
+    def mark_as_done(self, *args: Any, **kwargs: Any) -> Any:
+        """Store the result of a run that has returned, in the time for which the world waits."""
         playing().sleep(playing().choose(f"storing of {name_of_this()}", [0.0, 0.0, 0.0, 0.4]))
-        return super().store_result(*args, **kwargs)
+        return super().mark_as_done(*args, **kwargs)
 
 
 class Clock(datetime):
@@ -189,7 +189,7 @@ class Broker:
         self.queue: list[Delivery] = []
         self.unacked: list[Delivery] = []
         self.published: list[Delivery] = []
-        self.redelivered: set[int] = set()
+        self.redelivered: dict[int, float] = {}  # when, at last
         self.redelivered_before_a_run: set[str] = set()
         self.workers: list[Any] = []
 
@@ -225,7 +225,7 @@ class Broker:
         if delivery not in self.unacked:
             return
         self.unacked.remove(delivery)
-        self.redelivered.add(delivery.number)
+        self.redelivered[delivery.number] = self.world.now
         if all(run.work != delivery.work for run in self.world.runs):
             self.redelivered_before_a_run.add(delivery.work.trigger)
         payload = deepcopy(delivery.payload)
