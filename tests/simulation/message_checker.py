@@ -99,7 +99,8 @@ class MessageChecker:
         just_ended = {run.trigger.name for run in self.history.runs if run.ended is not None and run.ended > since}
         keep = {each.name for each in triggers if each.how in _UNIQUE and _GIVE_UP_THEIR_KEY.isdisjoint(each.ends)}
         keep &= {each.work.trigger for each in self.history.broker.published} - just_ended
-        # A message whose run was killed has no key until it is delivered again; one whose run has ended needs none.
+        # A message whose child was killed has no key until it is delivered again; one whose run has ended needs none.
+        keep -= self.history.killed
         keep -= {run.trigger.name for run in self.history.runs if run.end not in (None, "Retry", "Ignore", "Reject")}
         if trigger.is_sent and (others := before & after & keep) and not self._may_forget:
             self.problem("a second message", f"{trigger.name} beside {others}")
