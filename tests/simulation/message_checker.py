@@ -160,9 +160,9 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
     has_succeeded = trigger.how == "id" or any(end.startswith("'done") for end in checker.outcomes_of(trigger.name))
     if has_succeeded and checker.had("kill"):
         return True  # Celery finds the earlier success of this id, and takes it for that of the child that was killed
-    # A redelivery of the message is taken for one of an earlier message with this id. Or the key is kept, by a task
-    # with the same id: to tell the two apart could cost a result.
-    may_be_ignored = checker.was_redelivered(trigger) or plan.at_least
+    # A redelivery of the message is taken for one of an earlier message with this id. Or the key is held by a task with
+    # the same id, because it is kept, or by a command that came late: to tell the two apart could cost a result.
+    may_be_ignored = checker.was_redelivered(trigger) or plan.at_least or checker.had("late")
     if trigger.how == "id" and outcomes == {"Ignore"} and may_be_ignored:
         return True
     is_skipped = plan.when_busy in ("skip", "buffer_one") or (plan.when_busy == "default" and not trigger.runs)
