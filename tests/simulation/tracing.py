@@ -83,8 +83,21 @@ EXCEPTIONS = {
     "while self.renew_what_is_due():  # pass": "more than 500 leases in a process",
     "gevent.get_original(": "gevent",
     "eventlet.original(": "eventlet",
+    'sys.modules.keys() & {"gevent.monkey"': "gevent and eventlet",
+    "while not self.is_ending:": "the same: they end the thread",
+    "if not self.vacancy:  # def end": "the same",
+    "if not self.vacancy:  # self.is_ending": "the same",
+    "call/job_queues.py": "the jobs of other queues",
+    "call.claim_work():  # if not isinstance": "a task is never an async run",
+    "isinstance(call.ended_by, GeneratorExit)": "a coroutine that is closed by hand",
+    "isinstance(handler, partial)": "how a user writes a signal handler",
+    "if is_of_signal_handler(error):  # raise": "Python traces no line after an exception that its tracer has raised",
+    "server.is_known:  # return options": "a cluster that is down when its client is made",
+    "if result is CARRIED_ON:": "a mistake of the user, who is told at once",
+    "if end is not None:": "the same",
+    "for _ in range(3):": "a key that is set and free again three times within one call",
 }
-"""Branches that no history takes, by some of their first line and the line after it, and why."""
+"""Branches that no history takes, by their file, or some of their first line and the line after it, and why."""
 
 
 def describe_rare(package: Path, steps: Counter[Branch], least: int) -> Iterator[str]:
@@ -105,12 +118,13 @@ def describe_rare(package: Path, steps: Counter[Branch], least: int) -> Iterator
                 taken[branch] += steps[step]
         for before, after in sorted(branch for branch in parser.arcs() if ways.get(branch[0], 0) > 1):
             text, count = f"{lines[before].strip()}  # {lines[abs(after)].strip()}", taken[before, after]
-            exceptions = {each for each in EXCEPTIONS if each in text}
+            name = f"{path.relative_to(package)}:{before} -> {after}"
+            exceptions = {each for each in EXCEPTIONS if each in f"{name} {text}"}
             unused -= exceptions
-            kind = "excepted" if exceptions else "rare" if count < least else "met"
+            kind = "met" if count >= least else "excepted" if exceptions else "rare"
             kinds[kind] += 1
             if kind == "rare":
-                yield f"{count:8} {f'{path.relative_to(package)}:{before} -> {after}':32} {text}"[:150]
+                yield f"{count:8} {name:32} {text}"[:150]
     yield from (f"no branch has the exception {each!r}" for each in sorted(unused))
     rare = f"{kinds['rare']} were met less than {least} times"
     yield f"{kinds.total()} branches, {kinds['excepted']} are excepted, {rare}"
