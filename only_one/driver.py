@@ -97,9 +97,10 @@ def is_of_signal_handler(error: Exception) -> bool:
 
 
 def _code_of(handler: Any) -> CodeType | None:
-    """The code that a signal handler runs first: of a function, or of an object's ``__call__``; None if it is in C."""
+    """The code that a signal handler runs first, also of an object's ``__call__``; None if it is not Python's."""
     while isinstance(handler, partial):
         handler = handler.func
-    of_object = getattr(type(handler), "__call__", None)  # noqa: B004 - not whether it can be called
-    code: CodeType | None = getattr(handler, "__code__", getattr(of_object, "__code__", None))
+    if not callable(handler):  # SIG_DFL and the like, whose class is an enum, which can be called
+        return None
+    code: CodeType | None = getattr(handler, "__code__", getattr(type(handler).__call__, "__code__", None))
     return code

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
 from typing import Any
 from uuid import uuid4
 
@@ -257,6 +258,18 @@ def test_a_hook_may_unsubscribe_and_subscribe_while_it_is_called(redis: Redis) -
     ends.pop()()
     assert kinds(seen) == ["Acquired", "Released"]
     assert kinds(seen_by_the_next)[-1] == "Released"
+
+
+class Only(Enum):
+    """Has a metaclass that can be called, as have Python's own names of signal handlers."""
+
+    ONE = 1
+
+
+def test_a_hook_that_fails_in_an_enum_is_no_signal_handler(redis: Redis) -> None:
+    unsubscribe = subscribe(lambda _: Only(2))
+    assert decorated(lambda: "ran")() == "ran"
+    unsubscribe()
 
 
 def test_a_hook_that_raises_is_logged_and_never_fatal(redis: Redis, busy: KeyIsBusy, caplog: Log) -> None:
