@@ -22,6 +22,9 @@ from .settings import UNSET, configure
 
 _COLUMNS = ("key", "state", "task", "id", "host", "pid", "since", "age", "free_by", "process")
 
+_ESCAPED = r"\\([tnr]|x[0-9a-f]{2}|u[0-9a-f]{4}|U00(0[0-9a-f]|10)[0-9a-f]{4})"
+"""What ``printable`` makes of line ends, terminal escapes, and blanks such as that of Chinese and Japanese."""
+
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "python -m only_one", app: Any = None) -> int:
     """Run one command.
@@ -142,11 +145,7 @@ def _release(given: argparse.Namespace, app: Any) -> int:
 def _find(key: str, app: Any) -> Held | None:
     """Look at a key that is written as it is, or else as ``list`` prints it."""
     unescaped = re.sub(_ESCAPED, lambda escaped: escaped[0].encode().decode("unicode_escape"), key)
-    return held_key(key, app=app) or held_key(unescaped, app=app)
-
-
-_ESCAPED = r"\\([tnr]|x[0-9a-f]{2}|u[0-9a-f]{4}|U00(0[0-9a-f]|10)[0-9a-f]{4})"
-"""What ``printable`` makes of line ends, terminal escapes, and blanks such as that of Chinese and Japanese."""
+    return held_key(key, app=app) or (held_key(unescaped, app=app) if unescaped != key else None)
 
 
 def _free(key: str, found: Held | None, app: Any, *, force: bool) -> int:
