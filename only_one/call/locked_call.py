@@ -5,7 +5,6 @@ Nothing here sends a command: ``acquire`` and ``release`` yield commands, and ``
 
 import asyncio
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from logging import DEBUG, ERROR
 from math import inf
@@ -317,8 +316,7 @@ class AsyncLockedCall(LockedCall):
 
     def _cancelling(self) -> int:
         """How often the task has been cancelled so far; 0 before Python 3.11, which does not count."""
-        cancelling: Callable[[], int] = getattr(self._task, "cancelling", int)
-        return cancelling()
+        return int(getattr(self._task, "cancelling", int)())
 
     def is_cancelled_anew(self) -> bool:
         """Whether the task was cancelled since the call began: what it has suppressed before may be counted still."""
