@@ -16,7 +16,7 @@ import redis as redis_py
 import redis.connection
 from celery.exceptions import SoftTimeLimitExceeded
 
-from only_one import ConfigurationError, LockUnavailable
+from only_one import ConfigurationError, LockUnavailable, current_lock
 from tests.clients import Subclass
 from tests.decorated import Decorate, both, call_both, decorated, decorated_async
 from tests.interruptions import handled
@@ -45,7 +45,7 @@ def to_another_database(connection: Any) -> None:
 def test_a_way_to_connect_that_has_no_like_in_asyncio(redis_url: str, option: dict[str, Any]) -> None:
     pool = redis_py.ConnectionPool.from_url(redis_url, **option)
     with redis_py.Redis(connection_pool=pool) as client:
-        assert decorated(lambda: "done", redis=client)() == "done"
+        assert decorated(lambda: client.exists(current_lock().key), redis=client)() == 1
         (way,) = option.values()
         with pytest.raises(ConfigurationError, match=rf"{way.__name__}.*: give redis= as a URL"):
             decorated_async(lambda: "done", redis=client)()
