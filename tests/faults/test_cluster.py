@@ -138,8 +138,7 @@ class Cluster:
 @pytest.fixture(scope="module")
 def three() -> Iterator[Cluster]:
     with ExitStack() as stack:
-        cluster = Cluster(stack)
-        yield cluster
+        yield Cluster(stack)
 
 
 @pytest.fixture

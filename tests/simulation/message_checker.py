@@ -100,7 +100,7 @@ class MessageChecker:
         keep = {each.name for each in triggers if each.how in _UNIQUE and _GIVE_UP_THEIR_KEY.isdisjoint(each.ends)}
         keep &= {each.work.trigger for each in self.history.broker.published} - just_ended
         # A message whose child was killed has no key until it is delivered again; one whose run has ended needs none.
-        keep -= self.history.killed
+        keep -= self.history.begun_and_killed
         keep -= {run.trigger.name for run in self.history.runs if run.end not in (None, "Retry", "Ignore", "Reject")}
         if trigger.is_sent and (others := before & after & keep) and not self._may_forget:
             self.problem("a second message", f"{trigger.name} beside {others}")
@@ -116,7 +116,8 @@ class MessageChecker:
 
     def was_redelivered(self, trigger: Any) -> bool:
         broker = self.history.broker
-        return any(each.number in broker.redelivered for each in broker.published if each.work.trigger == trigger.name)
+        own = [each.number for each in broker.published if each.work.trigger == trigger.name]
+        return not broker.last_redelivered_at.keys().isdisjoint(own)
 
 
 # at the end: each reads what has happened, and gives the problems
@@ -218,7 +219,7 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
 
 def _was_redelivered_after(history: Any, run: Any) -> bool:
     numbers = [each.number for each in history.broker.published if each.work == run.work]
-    return any(history.broker.redelivered.get(number, -inf) > run.ended for number in numbers)
+    return any(history.broker.last_redelivered_at.get(number, -inf) > run.ended for number in numbers)
 
 
 def _was_killed(run: Any, until: float) -> bool:

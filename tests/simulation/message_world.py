@@ -147,7 +147,7 @@ class MessageWorld(History):
         self.runs: list[Run] = []
         self.deliveries_ended: Counter[int] = Counter()
         self.revoked: set[str | None] = set()
-        self.killed: set[str] = set()  # the triggers of which a child was killed, perhaps before the run began
+        self.begun_and_killed: set[str] = set()
         self.broker = Broker(self, self.plan.broker)
         self.checker = MessageChecker(self)
         self.store.changed = self.checker.changed
@@ -226,7 +226,7 @@ class MessageWorld(History):
             if run.process is process:
                 run.end, run.ended = "killed", self.now
         jobs = [job for worker in self.broker.workers for job in worker.jobs]
-        self.killed |= {job.work.trigger for job in jobs if job.child is process}
+        self.begun_and_killed |= {job.work.trigger for job in jobs if job.child is process}
 
     def app_of(self, process: Process) -> Any:
         """The app of a process; when it is first asked for, the task is decorated anew."""
