@@ -42,6 +42,11 @@ class MessageChecker:
         return any(word in each for each in self.history.faults for word in words)
 
     @property
+    def late_commands(self) -> int:
+        """How many messages to the server came late; a late reply changes nothing there."""
+        return sum("late of" in fault and " up#" in fault for fault in self.history.faults)
+
+    @property
     def may_lose_messages(self) -> bool:
         """Whether a message may be acknowledged whose task has not begun or not ended, as Celery has it."""
         return not self.plan.acks_late and self.had("kill", "shutdown", "lost connection")
@@ -128,12 +133,11 @@ def _no_message_waits(history: Any, _checker: MessageChecker) -> Problems:
         yield "a message waits for ever", str(delivery.work)
 
 
-def _no_key_without_a_run(history: Any, _checker: MessageChecker) -> Problems:
-    # Of a `delay()` whose two commands are both sent twice: the guarantees say so.
-    may_be_queued_late = sum("late of" in fault and " up#" in fault for fault in history.faults) > 1
+def _no_key_without_a_run(history: Any, checker: MessageChecker) -> Problems:
     for key in list(history.store.keys):
         value = history.store.get(key)
-        is_queued_late = may_be_queued_late and value is not None and b'"queued"' in value
+        # Of a `delay()` whose two commands are both sent twice: the guarantees say so.
+        is_queued_late = checker.late_commands > 1 and value is not None and b'"queued"' in value
         if value is not None and not key.startswith(b"{") and not is_queued_late:
             yield "a key without a run", f"{key!r} {value!r}"[:200]
 
@@ -163,7 +167,7 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
         return True  # Celery finds the earlier success of this id, and takes it for that of the child that was killed
     # A redelivery of the message is taken for one of an earlier message with this id. Or the key is held by a task with
     # the same id, because it is kept, or by a command that came late: to tell the two apart could cost a result.
-    may_be_ignored = checker.was_redelivered(trigger) or plan.at_least or checker.had("late")
+    may_be_ignored = checker.was_redelivered(trigger) or plan.at_least or checker.late_commands
     if trigger.how == "id" and outcomes == {"Ignore"} and may_be_ignored:
         return True
     is_skipped = plan.when_busy in ("skip", "buffer_one") or (plan.when_busy == "default" and not trigger.runs)
