@@ -65,6 +65,12 @@ class AlreadyRunning(HasHolder, OnlyOneError):
         return f"{printable(self.key)} is taken by {self.holder or 'a value that is not a holder of only_one'}"
 
 
+_NEVER_LOST = {
+    "released": "is released: the run has ended",
+    "unavailable": "was never acquired: the server was down",
+}
+
+
 class LockLost(HasHolder, OnlyOneError):
     """The run has lost its key, so another run with the same key may be under way.
 
@@ -87,7 +93,7 @@ class LockLost(HasHolder, OnlyOneError):
 
     def __str__(self) -> str:
         now = f", now held by {self.holder}" if self.holder else ""
-        return f"{printable(self.key)} is lost: {self.reason}{now}"
+        return f"{printable(self.key)} {_NEVER_LOST.get(self.reason, f'is lost: {self.reason}')}{now}"
 
 
 class LockUnavailable(OnlyOneError):

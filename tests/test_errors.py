@@ -70,6 +70,19 @@ def test_an_error_survives_every_trip(error: OnlyOneError) -> None:
     assert_same(error, backend.exception_to_python(json.loads(stored)))  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "is released: the run has ended"),
+        ({"redis": CLOSED, "when_down": carry_on}, "was never acquired: the server was down"),
+    ],
+)
+def test_a_key_that_was_never_lost_is_not_called_lost(redis: Redis, options: Any, text: str) -> None:  # noqa: ARG001
+    lock = decorated(current_lock, **options)()
+    with pytest.raises(LockLost, match=text):
+        lock.extend(1)
+
+
 @pytest.mark.parametrize("name", RAISED)
 def test_every_error_has_one_root(name: str) -> None:
     kind, also = getattr(package, name), RAISED[name][1]
