@@ -16,10 +16,8 @@ from typing import Any
 from uuid import uuid4
 
 import amqp
-from celery.utils.quorum_queues import detect_quorum_queues
 from kombu.connection import Connection
 from kombu.transport import TRANSPORT_ALIASES
-from kombu.transport.native_delayed_delivery import bind_queue_to_native_delayed_delivery_exchange
 
 from rigs.rabbitmq import RabbitMQ, rabbitmq_server
 from rigs.waiting import LIMIT, eventually
@@ -75,16 +73,8 @@ class Broker(ABC):
         """How many messages wait in a queue."""
 
     @abstractmethod
-    def let_return(self, queue: str) -> None:
-        """Let messages return to a queue that no worker was told of when it started."""
-
-    @abstractmethod
     def move(self, source: str, target: str) -> None:
         """Take a message from the head of a queue to that of another."""
-
-    @abstractmethod
-    def crash(self) -> bool:
-        """Have it killed and started again, with all messages; returns whether it has them still."""
 
     @abstractmethod
     def copy_of(self, task_id: str) -> Any:
@@ -109,15 +99,8 @@ class RedisBroker(Broker):
     def queued(self, queue: str) -> int:
         return int(self._client.llen(queue))
 
-    def let_return(self, queue: str) -> None:
-        """They do."""
-
     def move(self, source: str, target: str) -> None:
         self._client.lmove(source, target, "RIGHT", "LEFT")
-
-    def crash(self) -> bool:
-        """It keeps messages in memory."""
-        return False
 
     def copy_of(self, task_id: str) -> str:
         found: list[str] = []
@@ -142,9 +125,8 @@ class RedisBroker(Broker):
 class RabbitBroker(Broker):
     """Queues of RabbitMQ, which gives us a copy of what it delivers."""
 
-    def __init__(self, server: RabbitMQ, kind: str, url: str, connection: Any, app: Any) -> None:
+    def __init__(self, server: RabbitMQ, kind: str, url: str, connection: Any) -> None:
         self.url = url
-        self._app = app
         self.settings = settings_of(kind)
         self._server, self._connection, self._place = server, connection, connection.virtual_host
         self._channel: Any = connection.default_channel
@@ -160,20 +142,9 @@ class RabbitBroker(Broker):
     def queued(self, queue: str) -> int:
         return int(self._channel.queue_declare(queue, passive=True).message_count)
 
-    def let_return(self, queue: str) -> None:
-        """A worker binds only those that it is told of when it starts to where the broker delays messages."""
-        if detect_quorum_queues(self._app, "amqp")[0]:
-            with self._connection.channel() as channel:
-                self._app.amqp.queues[queue].bind(channel).declare()
-            bind_queue_to_native_delayed_delivery_exchange(self._connection, self._app.amqp.queues[queue])
-
     def move(self, source: str, target: str) -> None:
         message = self._channel.basic_get(source, no_ack=True)
         self._channel.basic_publish(message, self.settings.get("task_default_exchange", ""), target)
-
-    def crash(self) -> bool:
-        self._server.crash()
-        return True
 
     def copy_of(self, task_id: str) -> Any:
         def is_found() -> bool:
@@ -223,4 +194,4 @@ def broker(client: Any, url: str, app: Any, kind: str = KIND) -> Iterator[Broker
     server = _rabbitmq()
     url = server.make_place()
     with Connection(url) as connection:  # type: ignore[no-untyped-call]
-        yield RabbitBroker(server, kind, url, connection, app)
+        yield RabbitBroker(server, kind, url, connection)
