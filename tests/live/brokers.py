@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -53,56 +52,35 @@ def consumed() -> dict[str, Any]:
     return {"exchange_type": "topic", "options": {"queue_arguments": {"x-queue-type": "quorum"}}}
 
 
-class Broker(ABC):
-    """What tests ask of a broker.
+class RedisBroker:
+    """What tests ask of a broker: of Redis.
+
+    Messages are in lists, and in a hash from when they are delivered until they are acknowledged.
 
     Attributes:
         url: where it is.
         settings: what its applications are told.
     """
 
-    url: str
-    settings: dict[str, Any]
-
-    @abstractmethod
-    def messages(self) -> int:
-        """How many there are for the usual queue: in it, on their way to it, or delivered and not acknowledged."""
-
-    @abstractmethod
-    def queued(self, queue: str) -> int:
-        """How many messages wait in a queue."""
-
-    @abstractmethod
-    def move(self, source: str, target: str) -> None:
-        """Take a message from the head of a queue to that of another."""
-
-    @abstractmethod
-    def copy_of(self, task_id: str) -> Any:
-        """The message of a task that was delivered and is not acknowledged."""
-
-    @abstractmethod
-    def deliver_again(self, copy: Any) -> None:
-        """Have a message delivered once more."""
-
-
-class RedisBroker(Broker):
-    """Messages are in lists, and in a hash from when they are delivered until they are acknowledged."""
-
     def __init__(self, client: Any, url: str, app: Any) -> None:
         self.url = url
-        self.settings = {}
+        self.settings: dict[str, Any] = {}
         self._client, self._app = client, app
 
     def messages(self) -> int:
+        """How many there are for the usual queue: in it, on their way to it, or delivered and not acknowledged."""
         return self.queued("celery") + int(self._client.hlen("unacked"))
 
     def queued(self, queue: str) -> int:
+        """How many messages wait in a queue."""
         return int(self._client.llen(queue))
 
     def move(self, source: str, target: str) -> None:
+        """Take a message from the head of a queue to that of another."""
         self._client.lmove(source, target, "RIGHT", "LEFT")
 
     def copy_of(self, task_id: str) -> str:
+        """The message of a task that was delivered and is not acknowledged."""
         found: list[str] = []
 
         def is_found() -> bool:
@@ -114,7 +92,7 @@ class RedisBroker(Broker):
         return found[0]
 
     def deliver_again(self, copy: str) -> None:
-        """As it does when its visibility timeout is over."""
+        """Have a message delivered once more, as when its visibility timeout is over."""
         # Under a name of its own, which no worker removes in between as it acknowledges the message.
         name = f"copy-{uuid4().hex}"
         self._client.hset("unacked", name, copy)
@@ -122,8 +100,8 @@ class RedisBroker(Broker):
             connection.default_channel.qos.restore_by_tag(name)
 
 
-class RabbitBroker(Broker):
-    """Queues of RabbitMQ, which gives us a copy of what it delivers."""
+class RabbitBroker:
+    """The same of RabbitMQ, which gives us a copy of what it delivers."""
 
     def __init__(self, server: RabbitMQ, kind: str, url: str, connection: Any) -> None:
         self.url = url
@@ -157,7 +135,10 @@ class RabbitBroker(Broker):
         return self._delivered[task_id]
 
     def deliver_again(self, copy: Any) -> None:
-        """As it does when a connection is lost: it has been with a consumer, who did not acknowledge it."""
+        """Have a message delivered once more, as when a connection is lost.
+
+        It has been with a consumer, who did not acknowledge it.
+        """
         properties = dict(copy.headers["properties"])
         message = amqp.Message(copy.body, application_headers=properties.pop("headers"), **properties)
         queue = copy.delivery_info["routing_key"].removeprefix("deliver.")
@@ -168,6 +149,9 @@ class RabbitBroker(Broker):
             while all(each.headers["id"] != message.headers["id"] for each in taken):
                 self._connection.drain_events(timeout=LIMIT)
         # What was taken goes back as the channel is closed.
+
+
+Broker = RedisBroker | RabbitBroker
 
 
 @cache
