@@ -154,8 +154,7 @@ def closed_results(app: Any) -> Iterator[None]:
     finally:
         app.backend.result_consumer.stop()
         app.backend.result_consumer._pubsub = None  # or a result that is collected connects once more, to say so
-        if hasattr(app.backend, "client"):  # that of `rpc://` has none
-            app.backend.client.connection_pool.disconnect()
+        app.backend.client.connection_pool.disconnect()
 
 
 @contextmanager
