@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_type_hints
 
 import redis
-from celery import Celery, Task, shared_task
+from celery import Celery, Task
 from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, Reject, Retry
 from celery.signals import task_postrun, task_prerun, task_received
@@ -313,32 +313,6 @@ modelled = app.task(name="modelled", **PYDANTIC)(only_one("{feed.key}", timeout=
 unique_modelled: Any = only_one("{feed[key]}", timeout=TIMEOUT)(
     app.task(name="unique modelled", **PYDANTIC)(with_a_model)
 )
-
-
-class SingleTask(Task):  # type: ignore[misc]  # Celery has no types
-    """The recipe of 2010."""
-
-    name = "SingleTask"
-
-    @only_one("{key}", timeout=TIMEOUT)
-    def run(self, key: str, *orders: Any) -> Any:
-        assert isinstance(self, SingleTask)
-        return work(self, key, *orders)
-
-
-single_task = app.register_task(SingleTask())
-
-
-@shared_task(bind=True, name="a shared name")  # type: ignore[untyped-decorator]
-@only_one("{key}", timeout=TIMEOUT)
-def shared(self: Any, key: str, *orders: Any) -> Any:
-    return work(self, key, *orders)
-
-
-@app.task(bind=True, name="with the default key", shared=False)  # type: ignore[untyped-decorator]
-@only_one
-def with_the_default_key(self: Any, key: str, *orders: Any) -> Any:
-    return work(self, key, *orders)
 
 
 PAUSE_OF_CANVAS = 2

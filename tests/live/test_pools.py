@@ -1,4 +1,4 @@
-"""Tasks of every kind in every pool: they run, are skipped, retried, requeued and ended by limits.
+"""Tasks of every kind in every pool: they run, are skipped, renewed, requeued and ended by limits.
 
 The suite runs each pool once; `make matrix` runs each with every combination of settings.
 """
@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from celery.exceptions import TimeLimitExceeded
 
-from only_one.inspection import key_of
 from rigs.waiting import LIMIT, eventually
 from tests.live import app as live
 from tests.live.workers import PREFIX, SETTINGS, Scene, World, answered
@@ -36,9 +35,6 @@ MATRIX = [(pool, options) for options in VARIANTS for pool in SIZE]
 
 KINDS = {
     "plain": live.plain,
-    "default key": live.with_the_default_key,
-    "shared, with a name of its own": live.shared,
-    "class": live.single_task,
     "base class with __call__": live.based,
     "pydantic": live.modelled,
     "unique, base class with __call__": live.unique_based,
@@ -76,8 +72,6 @@ def result(answer: Any) -> Any:
 def test_a_task_runs_and_is_skipped_and_runs_again(scene: Scene, kind: str) -> None:
     task = KINDS[kind]
     argument: Any = {"key": scene.key} if "pydantic" in kind else scene.key
-    if kind == "default key":
-        scene.key = key_of(task, argument).removeprefix(PREFIX)
     for is_busy in (False, True, False):
         if is_busy:
             scene.take()
@@ -118,16 +112,6 @@ def test_a_run_renews_its_lease(scene: Scene, tasks: dict[str, Any]) -> None:
     assert scene.expires_in() > live.LEASE / 2
     scene.open()
     assert result(running)
-
-
-@pytest.mark.usefixtures("pool")
-@pytest.mark.parametrize(("variant", "how"), [("plain", "retry"), ("again", "exception")])
-def test_a_task_that_is_retried(scene: Scene, variant: str, how: str) -> None:
-    task = live.BELOW[variant]
-    answer = task.delay(scene.key, "once", how)
-    assert result(answer) == [task.name, answer.id, 1, True]
-    assert scene.is_free()
-    assert scene.runs() == ["0", "1"]
 
 
 @pytest.mark.usefixtures("pool")
