@@ -367,24 +367,6 @@ CHECKS = {
 
 
 @pytest.mark.usefixtures("workers")
-def test_queued_then_running_then_free(scene: Scene) -> None:
-    answer = unique.apply_async((scene.key, "gate", "done"), queue=scene.queue)
-    assert scene.state() == ("queued", answer.id)
-    assert unique.delay(scene.key) == answer
-    assert scene.queued(scene.queue) == 1
-    scene.consume()
-    scene.begun()
-    assert scene.state() == ("running", answer.id)
-    assert 0 < scene.expires_in() <= live.TIMEOUT
-    assert unique.delay(scene.key) == answer
-    assert scene.queued() == scene.queued(scene.queue) == 0
-    scene.open()
-    assert answer.get(timeout=LIMIT) == "done"
-    assert unique.delay(scene.key, "again").get(timeout=LIMIT) == "again"
-    assert scene.is_free()
-
-
-@pytest.mark.usefixtures("workers")
 def test_the_runs_of_starmap_and_chunks_are_decorated(scene: Scene) -> None:
     held = unique.delay(scene.key, "gate", "done")
     scene.begun()
