@@ -81,15 +81,13 @@ class RedisBroker:
 
     def copy_of(self, task_id: str) -> str:
         """The message of a task that was delivered and is not acknowledged."""
-        found: list[str] = []
 
-        def is_found() -> bool:
+        def found() -> list[str]:
             kept = [raw.decode() for raw in self._client.hvals("unacked")]
-            found[:] = [raw for raw in kept if json.loads(raw)[0]["headers"]["id"] == task_id]
-            return bool(found)
+            return [raw for raw in kept if json.loads(raw)[0]["headers"]["id"] == task_id]
 
-        assert eventually(is_found), f"no message of {task_id}"
-        return found[0]
+        assert eventually(found), f"no message of {task_id}"
+        return found()[0]
 
     def deliver_again(self, copy: str) -> None:
         """Have a message delivered once more, as when its visibility timeout is over."""
