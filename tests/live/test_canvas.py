@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -17,8 +16,7 @@ from rigs.waiting import LIMIT, eventually
 from tests.live import app as live
 from tests.live.workers import PREFIX, Scene, World
 
-NEWER = "buffer_one(), a newer one comes"
-COLUMNS = ["not given", "skip", "fail", "retry()", "buffer_one()", NEWER, "a callable"]
+COLUMNS = ["not given", "skip", "fail", "retry()", "buffer_one()", "a callable"]
 UNIQUE = "unique"
 """As the first column, of a task that is unique from queued to finished."""
 
@@ -147,10 +145,6 @@ def table(place: World) -> dict[str, list[str]]:
     """What real workers do, row by row."""
     cases = [begin(place, position, column) for position in POSITIONS for column in [*COLUMNS, UNIQUE]]
     all_become(cases, is_over_or_requeued_twice)
-    for case in cases:
-        if case.column == NEWER:
-            live.OF_POLICY["buffer_one()"].delay(case.scene.key, f"result of {case.scene.key}")
-    all_become([case for case in cases if case.column == NEWER], Case.is_over)
     waiting = [case for case in cases if not case.is_over()]
     for case in waiting:
         case.when = ", once the key is free"
@@ -185,7 +179,7 @@ def begin(place: World, position: str, column: str) -> Case:
     """Send a canvas in which a task finds its key busy."""
     scene = Scene(place)
     scene.take()
-    work = unique if column == UNIQUE else live.OF_POLICY["buffer_one()" if column == NEWER else column]
+    work = unique if column == UNIQUE else live.OF_POLICY[column]
     return Case(position, column, scene, POSITIONS[position](work.si(scene.key, f"result of {scene.key}")))
 
 
@@ -201,7 +195,7 @@ def expected(position: str, column: str) -> str:
         return waits
     if column == "not given":
         return failed if is_in_header or "others after it" in position else "`None`"
-    given = {"skip": "`None`", "fail": failed, NEWER: "`None`", "a callable": "what it returns"}
+    given = {"skip": "`None`", "fail": failed, "a callable": "what it returns"}
     return given.get(column, waits)
 
 
@@ -211,23 +205,3 @@ def test_what_others_receive(table: dict[str, list[str]], position: str) -> None
     *of_runs, of_unique = table[position]
     assert of_runs == [expected(position, column) for column in COLUMNS]
     assert of_unique == of_runs[0]
-
-
-DUPLICATES: dict[str, Callable[[Any], Any]] = {
-    "chain": lambda work: chain(work, work),
-    "chord of chains": lambda work: chord([chain(work, after.s()), chain(other.si(), work)], after.s()),
-}
-
-
-@pytest.mark.parametrize("canvas", DUPLICATES)
-def test_a_canvas_of_duplicates_ends(scene: Scene, canvas: str) -> None:
-    """Its runs take over what is merely queued, which runs, too, when it comes."""
-    queued = unique.apply_async((scene.key, "done"), queue=scene.queue)
-    with suppress(AlreadyRunning, ChordError):
-        DUPLICATES[canvas](unique.si(scene.key, "done")).apply_async().get(timeout=LIMIT)
-    scene.place.wait_for("end", scene.key)
-    assert eventually(lambda: scene.state() == ("queued", queued.id))  # it has its key again
-    scene.consume()
-    assert queued.get(timeout=LIMIT) == "done"
-    assert scene.is_free()
-    assert set(scene.runs()) == {"0"}
