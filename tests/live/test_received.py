@@ -12,11 +12,9 @@ import signal
 import pytest
 from celery.exceptions import NotRegistered
 
-from only_one.__main__ import main
-from only_one.inspection import held
 from rigs.waiting import LIMIT, eventually
 from tests.live import app as live
-from tests.live.workers import PREFIX, Scene, World, kill_tree
+from tests.live.workers import Scene, World, kill_tree
 
 HOUR = 3600
 A_LEASE = 30
@@ -42,49 +40,25 @@ def is_received(scene: Scene, pid: int, attempt: int = 0) -> bool:
     return eventually(is_its)
 
 
-def test_it_is_free_at_once_when_its_worker_is_killed(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_free_at_once_when_its_worker_is_killed(scene: Scene) -> None:
     """Also one that waits for its time, until then: with a countdown, or as a retry."""
-    by_hand, counts_down, retry = (Scene(scene.place, f"{scene.key}-{name}") for name in ("hand", "eta", "retry"))
-    waiting = {each.key: each for each in (scene, by_hand, counts_down, retry)}
+    counts_down, retry = Scene(scene.place), Scene(scene.place)
     with scene.place.worker("-c", "1") as worker:
-        waits = {retry.key: unique.delay(retry.key, "retry in an hour")}
+        waits = {retry: unique.delay(retry.key, "retry in an hour")}
         assert is_received(retry, worker.pid, attempt=1)
-        first = keep_busy(scene.place)
-        waits |= {each.key: unique.delay(each.key) for each in (scene, by_hand)}
-        waits[counts_down.key] = unique.apply_async((counts_down.key,), countdown=HOUR)
-        for each in (scene, by_hand, counts_down):
+        keep_busy(scene.place)
+        waits[scene] = unique.delay(scene.key)
+        waits[counts_down] = unique.apply_async((counts_down.key,), countdown=HOUR)
+        for each in (scene, counts_down):
             assert is_received(each, worker.pid)
-        for key, each in waiting.items():
-            assert unique.delay(key) == waits[key]
-            later = HOUR * (each in {counts_down, retry})
-            assert later < each.expires_in() <= later + A_LEASE
+        for each, its in waits.items():
+            assert unique.delay(each.key) == its
         kill_tree(worker)
-    assert {each.key: each.process for each in held(f"*{scene.key}*")} == dict.fromkeys(
-        [PREFIX + key for key in waiting], "dead"
-    )
-    again = unique.delay(scene.key)
-    assert again != waits[scene.key]
-    assert scene.state() == ("queued", again.id)
-    main(["release", "--dead", "--match", f"{scene.key}*"])
-    freed = capsys.readouterr().out
-    assert all(each.key in freed and not each.is_held() for each in (by_hand, counts_down, retry))
-    first.free()
+    for each, its in waits.items():
+        again = unique.delay(each.key)
+        assert again != its
+        assert each.state() == ("queued", again.id)
     scene.place.client.flushdb()
-
-
-@pytest.mark.parametrize("how", ["return", "replace"])
-def test_a_redelivery_for_which_no_process_is_free_until_its_run_has_ended_is_dropped(scene: Scene, how: str) -> None:
-    """As after a connection to Redis that was lost for a moment: the worker has received it while the run lasted."""
-    with scene.place.worker("-c", "1"):
-        answer = live.redelivered.delay(scene.key, how)
-        scene.begun()
-        before = scene.place.received(answer.id)
-        scene.place.broker.deliver_again(scene.place.broker.copy_of(answer.id))
-        assert eventually(lambda: scene.place.received(answer.id) > before)
-        scene.open()
-        assert eventually(lambda: f"[{answer.id}] dropped: its run has ended" in scene.place.log())
-        assert answer.get(timeout=LIMIT)
-    assert scene.runs() == ["0"] * (1 + (how == "replace"))
 
 
 @pytest.mark.parametrize("shutdown", [signal.SIGTERM, signal.SIGQUIT], ids=["warm", "cold"])
@@ -92,15 +66,15 @@ def test_it_is_queued_again_when_its_worker_ends(scene: Scene, shutdown: signal.
     waiting = [Scene(scene.place) for _ in range(3)]
     with scene.place.worker("-c", "1") as worker:
         first = keep_busy(scene.place)
-        waits = [unique.delay(each.key) for each in waiting]
+        waits = {each: unique.delay(each.key) for each in waiting}
         assert is_received(waiting[-1], worker.pid)
         os.kill(worker.pid, shutdown)
         if shutdown is signal.SIGTERM:
             first.open()
         worker.wait(LIMIT)
-    unrun = [(each, its) for each, its in zip(waiting, waits, strict=True) if not scene.place.notes("begin", each.key)]
+    unrun = {each: its for each, its in waits.items() if not scene.place.notes("begin", each.key)}
     assert unrun
-    for each, its in unrun:
+    for each, its in unrun.items():
         assert each.state() == ("queued", its.id)
         assert each.expires_in() > A_LEASE
         assert unique.delay(each.key) == its
