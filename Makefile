@@ -8,7 +8,7 @@ TOGETHER := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 # Each process would compile the package and its tests anew, and there are hundreds.
 unexport PYTHONDONTWRITEBYTECODE
 PEERS := celery-singleton==0.3.1 celery-once==3.0.1 python-redis-lock==4.0.1 sherlock==0.4.1 filelock huey==3.5.4 hiredis
-WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,buffer_one canvas ends redelivery requeued)
+WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,canvas ends redelivery requeued)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-picture newsletter docs dev test test-rabbitmq lint types interrupts suite site browser-check words \

@@ -6,7 +6,9 @@ gates, or when they have ended.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +45,7 @@ class Case:
 
 
 CASES = [
-    *[Case(how) for how in ("return", "exception", "retry", "reject", "kill")],
+    *[Case(how) for how in ("return", "exception", "retry", "replace", "reject", "kill")],
     *[Case(how, "nowhere") for how in ("return", "retry", "kill")],
     Case("return", "ignored"),
     *[Case(how, is_late=True) for how in ("return", "retry")],
@@ -53,6 +55,7 @@ EXPECTED: dict[str, tuple[list[str], str]] = {
     "return": (["0"], "SUCCESS"),
     "exception": (["0"], "FAILURE"),
     "retry": (["0", "1"], "SUCCESS"),
+    "replace": (["0", "0"], "SUCCESS"),
     "reject": (["0", "0"], "SUCCESS"),
     "kill": (["0", "0"], "SUCCESS"),
 }
@@ -62,7 +65,9 @@ HAS_ENDED, OUT_OF_DATE = "its run has ended", "it is out of date"
 IS_DROPPED = {
     "return": {HAS_ENDED},
     "exception": {HAS_ENDED},
-    "retry": {HAS_ENDED, OUT_OF_DATE},  # the second where the retry is running when the redelivery comes
+    # The second where the next run is under way when the redelivery comes.
+    "retry": {HAS_ENDED, OUT_OF_DATE},
+    "replace": {HAS_ENDED, OUT_OF_DATE},
 }
 """Why the redelivery is dropped, where it has nothing to do any more."""
 
@@ -150,13 +155,16 @@ def test_a_redelivery_is_never_beside_the_run(redelivered: dict[Case, tuple[Scen
     assert scene.runs() == attempts
 
 
-def test_a_retry_waits_for_the_previous_attempt_to_clean_up(scene: Scene) -> None:
-    """In the queue, and when that takes longer, in the queue again."""
-    answer = live.plain.delay(scene.key, "once", "retry and clean up")
-    scene.place.wait_for("received", scene.key, 3)
-    scene.open()
-    assert answer.get(timeout=LIMIT)["attempt"] == 1
-    assert scene.runs() == ["0", "1"]
+@pytest.mark.parametrize("task", [live.BELOW["buffered"], live.ABOVE["buffered"]], ids=["below", "above"])
+def test_a_killed_task_of_buffer_one_is_dropped_for_a_newer_one_that_waits(scene: Scene, task: Any) -> None:
+    task.delay(scene.key, 1, "gate")
+    pid = scene.begun().pid
+    newer = task.delay(scene.key, 2)
+    scene.place.wait_for("seen", scene.key)
+    os.kill(pid, signal.SIGKILL)
+    assert newer.get(timeout=LIMIT) == 2
+    assert eventually(lambda: scene.place.broker.messages() == 0)
+    assert scene.place.witness.lines("end", scene.key) == [["2"]]
 
 
 @pytest.mark.usefixtures("redelivered")
