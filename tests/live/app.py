@@ -23,16 +23,7 @@ from celery.signals import task_postrun, task_prerun, task_received
 from kombu.common import Broadcast
 from pydantic import BaseModel
 
-from only_one import (
-    AlreadyRunning,
-    buffer_one,
-    configure,
-    current_lock,
-    fail,
-    only_one,
-    retry,
-    skip,
-)
+from only_one import AlreadyRunning, buffer_one, configure, current_lock, fail, only_one, retry, skip
 from only_one.clock import now
 from only_one.connections.server import find_server
 from only_one.lock.pending_releases import PendingRelease
@@ -123,14 +114,6 @@ def stay_in_c(*_: Any) -> None:
     system.pthread_mutex_lock(mutex)
 
 
-def retry_and_clean_up(task: Any, key: str) -> None:
-    """Retry, and wait at the gate before that has its effect."""
-    try:
-        task.retry(countdown=0)
-    finally:
-        wait_at(f"gate:{key}")
-
-
 def retry_with_the_key_that_follows(task: Any, _: str) -> None:
     key = task.request.args[-1]
     task.retry(args=(key, f"result of {key}"), countdown=0)
@@ -163,7 +146,6 @@ ORDERS: dict[str, Callable[[Any, str], Any]] = {
     "retry later": lambda task, _: task.retry(countdown=WAIT),
     "retry in an hour": lambda task, _: task.retry(countdown=3600),
     "retry with this key": retry_with_the_key_that_follows,
-    "retry and clean up": retry_and_clean_up,
     "replace": lambda task, key: task.replace(task.si(key)),
 }
 
@@ -275,17 +257,7 @@ class Around(Task):  # type: ignore[misc]  # Celery has no types
         return super().__call__(key, *orders)
 
 
-class Renames(Task):  # type: ignore[misc]  # Celery has no types
-    """Gives its run another argument than its message has."""
-
-    abstract = True
-
-    def __call__(self, key: str, *orders: Any) -> Any:
-        return super().__call__(f"{key}-renamed", *orders)
-
-
 based, unique_based = below("based", {"base": Around}), above("based", {"base": Around})
-renamed = below("renamed", {"base": Renames})
 
 
 class Feed(BaseModel):
@@ -295,25 +267,15 @@ class Feed(BaseModel):
     orders: list[str] = []
 
 
-class Found(BaseModel):
-    """A result that is one."""
-
-    whose: dict[str, Any]
-
-
-def with_a_model(self: Any, feed: Feed) -> Found:
-    """Is given a model, and gives one."""
-    assert isinstance(feed, Feed)
-    return Found(whose=work(self, feed.key, *feed.orders))
+def with_a_model(self: Any, feed: Feed) -> None:
+    """Is given a model."""
+    work(self, feed.key, *feed.orders)
 
 
 with_a_model.__annotations__ = get_type_hints(with_a_model)  # as strings Celery 5.5 does not read them
-PYDANTIC = {"bind": True, "pydantic": True, "shared": False}
-modelled = app.task(name="modelled", **PYDANTIC)(only_one("{feed.key}", timeout=TIMEOUT)(with_a_model))
-unique_modelled: Any = only_one("{feed[key]}", timeout=TIMEOUT)(
-    app.task(name="unique modelled", **PYDANTIC)(with_a_model)
+modelled = app.task(name="modelled", bind=True, pydantic=True, shared=False)(
+    only_one("{feed.key}", timeout=TIMEOUT)(with_a_model)
 )
-
 
 PAUSE_OF_CANVAS = 2
 """Seconds between two deliveries of what waits, of which there are dozens, and the worker has others to see to."""

@@ -283,13 +283,13 @@ class Scene:
         self.key = key or f"key-{uuid4().hex}"
         self.queue = f"queue-{self.key}"
 
-    def queued(self, queue: str = "celery") -> int:
-        """How many messages are in a queue."""
-        return self.place.broker.queued(queue)
+    def queued(self) -> int:
+        """How many messages are in this test's queue."""
+        return self.place.broker.queued(self.queue)
 
     def consume(self) -> None:
         """Have the worker take what is in this test's queue now, and not what comes back there from a run of it."""
-        for _ in range(self.queued(self.queue)):
+        for _ in range(self.queued()):
             self.place.broker.move(self.queue, "celery")
 
     def open(self, times: int = 1) -> None:
