@@ -332,40 +332,18 @@ class Colour(str, enum.Enum):
     RED = "red"
 
 
-class Lowers(Task):  # type: ignore[misc]  # Celery has no types
-    """A base that changes the arguments."""
-
-    def __call__(self, value: str) -> Any:
-        return self.run(value.lower())
-
-
-class AddsTenant(Task):  # type: ignore[misc]
-    """A base that adds an argument when it is sent, and takes it away before it runs."""
-
-    typing = False
-
-    def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
-        return super().apply_async(args, {**(kwargs or {}), "tenant": "acme"}, **options)
-
-    def __call__(self, *args: Any, tenant: str, **kwargs: Any) -> Any:
-        assert tenant
-        return self.run(*args, **kwargs)
-
-
 @pytest.mark.parametrize(
-    ("template", "base", "value", "retried", "is_kept"),
+    ("template", "value", "retried", "is_kept"),
     [
-        ("{md5}", Task, "A", {}, True),
-        ("{md5}", Lowers, "A", {}, True),
-        ("{value.value}", Task, Colour.RED, {}, True),
-        ("{md5}", AddsTenant, "A", {}, True),
-        ("{value}", Task, "A", {"args": ("B",)}, False),
-        ("{value.value}", Task, Colour.RED, {"args": ("red",)}, True),
-        ("k", Task, "A", {"args": ("B",)}, True),
+        ("{md5}", "A", {}, True),
+        ("{value.value}", Colour.RED, {}, True),
+        ("{value}", "A", {"args": ("B",)}, False),
+        ("{value.value}", Colour.RED, {"args": ("red",)}, True),
+        ("k", "A", {"args": ("B",)}, True),
     ],
 )
 def test_a_retry_has_the_key_of_its_task_unless_its_arguments_give_another(
-    queue: Queue, keys: Keys, template: str, base: Any, value: Any, retried: Any, *, is_kept: bool
+    queue: Queue, keys: Keys, template: str, value: Any, retried: Any, *, is_kept: bool
 ) -> None:
     def work(value: Any) -> str:
         ran_with.append(current_lock().key)
@@ -374,7 +352,7 @@ def test_a_retry_has_the_key_of_its_task_unless_its_arguments_give_another(
         return str(value)
 
     ran_with: list[str] = []
-    task = unique(queue.app, template, function=work, celery={"base": base})
+    task = unique(queue.app, template, function=work)
     answer = task.delay(value)
     queue.deliver()
     assert task.delay(value).is_duplicate == is_kept
