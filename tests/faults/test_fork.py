@@ -266,13 +266,13 @@ def test_children_that_c_code_has_forked_exclude_each_other_and_renew(redis_url:
         assert program.line() == "7 8 7"
 
 
-IN_MULTIPROCESSING = """
-import multiprocessing, os, sys
+LEAVES_A_RELEASE = """
+import multiprocessing, sys
 from only_one.clock import now
 from only_one.connections.server import find_server
 from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import release_later
-url, key = sys.argv[1:]
+url, key, *is_in_a_child = sys.argv[1:]
 
 def leave_a_release():
     server = find_server(url)
@@ -280,10 +280,13 @@ def leave_a_release():
     server.client.set(key, key)
     release_later(PendingRelease(server, key, key.encode(), now() + 600, no_write_in_flight=True))
 
-process = multiprocessing.get_context("fork").Process(target=leave_a_release)
-process.start()
-process.join()
-print(process.exitcode, flush=True)
+if is_in_a_child:
+    process = multiprocessing.get_context("fork").Process(target=leave_a_release)
+    process.start()
+    process.join()
+    print(process.exitcode, flush=True)
+else:
+    leave_a_release()
 """
 
 
@@ -291,6 +294,14 @@ def test_a_release_that_has_failed_is_finished_at_the_end_of_a_child_of_multipro
     redis: Any, redis_url: str, prefix: str
 ) -> None:
     """It ends past `atexit`."""
-    with Program(IN_MULTIPROCESSING, redis_url, f"{prefix}k") as program:
+    with Program(LEAVES_A_RELEASE, redis_url, f"{prefix}k", "in a child") as program:
         assert program.line() == "0"
+    assert not redis.exists(f"{prefix}k")
+
+
+def test_a_release_that_has_failed_is_finished_at_the_end_of_any_other_process(
+    redis: Any, redis_url: str, prefix: str
+) -> None:
+    with Program(LEAVES_A_RELEASE, redis_url, f"{prefix}k") as program:
+        assert program.line() == ""
     assert not redis.exists(f"{prefix}k")

@@ -16,7 +16,6 @@ from only_one.lock import pending_releases, renewal
 from only_one.lock.pending_releases import PendingRelease
 from only_one.testing import RedisServer
 from rigs.waiting import eventually
-from tests.faults.programs import Program
 from tests.lock.test_leases import freed
 from tests.lock.watched import DOWN, LONG, Watch, keys, node
 from tests.renewal import MOMENT, later
@@ -149,26 +148,3 @@ def test_many_tokens_of_unknown_fate_are_released_in_a_few_trips(
         if not no_write_in_flight:  # "missing" is not final
             client.set(names[0], names[0])
             assert freed(client, names[0])
-
-
-ENDS = """
-import sys
-import redis
-from only_one.connections import server as servers
-from only_one.lock import renewal
-from only_one.lock.pending_releases import PendingRelease
-from only_one.clock import now
-server = servers.find_server(sys.argv[1])
-for number in range(10):
-    key = f"{sys.argv[2]}{number}"
-    server.node_of(key).fail(600)
-    server.client.set(key, key)
-    renewal.release_later(PendingRelease(server, key, key.encode(), now() + 600, no_write_in_flight=bool(number % 2)))
-"""
-
-
-def test_a_process_that_ends_tries_its_pending_releases_once_more(direct: Any, redis_url: str, prefix: str) -> None:
-    """Also where a delayed SET may still arrive, as nobody will ask after it."""
-    with Program(ENDS, redis_url, prefix) as program:
-        assert program.line() == ""
-    assert not direct.keys(f"{prefix}*")
