@@ -19,9 +19,6 @@ from rigs.waiting import LIMIT, eventually
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-SLACK = 1.5
-"""Seconds by which something may be late, on a machine that has other things to do."""
-
 # The process reports each thing that happens as a line of JSON, and goes on until it is ended.
 HOLDER = """
 import json, sys, time

@@ -1,7 +1,7 @@
 """Keys that are lost while a run goes on: what `when_lost` is told, when, and by whom.
 
 A loss is noticed when it is the turn of a lease, which here comes when the test says so. So nothing depends on how
-fast the machine is; how soon a loss is told is measured by the test marked `soak`.
+fast the machine is; when it is the turn of a lease is in `lock/test_renewal.py`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from only_one import LockLost, current_lock, fail, only_one
 from only_one.clock import now
-from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
-from tests.faults.programs import SLACK, Program, Running, RunningAsync
+from tests.faults.programs import Program, Running, RunningAsync
 from tests.renewal import is_renewed, renew_now
 
 LONG = 3600.0
@@ -308,37 +307,3 @@ def test_a_run_that_has_lost_its_key_leaves_no_cancellation_behind(
         return int(task.cancelling()) if sys.version_info >= (3, 11) else 0
 
     assert asyncio.run(main()) == suppressed
-
-
-# How soon
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("way", ["deleted", "overrun", "cut", "black_hole"])
-def test_how_soon_a_loss_is_told(
-    redis: Any, redis_url: str, key: str, kind: type[Running], way: str, record_property: Callable[[str, object], None]
-) -> None:
-    """Within a third of the lease of a key that is deleted, and else when the timeout or the lease is over."""
-    lease = 0.6
-    moments: list[float] = []
-    options: dict[str, Any] = {"timeout" if way == "overrun" else "lease": lease}
-    options["when_lost"] = lambda _: moments.append(time.monotonic())
-    for _ in range(10):
-        moments.clear()
-        with Proxy(redis_url) as proxy, kind(redis=proxy.url, **options) as run, ExitStack() as stack:
-            begun = time.monotonic()
-            expires_at = begun + run.lock.expires_in
-            if way == "deleted":
-                redis.delete(key)
-                earliest, latest = begun, begun + lease / 3 + 0.2
-            elif way == "overrun":
-                earliest, latest = expires_at - 0.01, expires_at + 0.2
-            else:
-                stack.enter_context(getattr(proxy, way)())
-                earliest, latest = expires_at - 0.05, expires_at + lease + SLACK
-            assert eventually(lambda: moments)
-            assert run.result is None
-        assert run.result == "done"
-        (moment,) = moments
-        record_property(f"seconds, {way}", round(moment - earliest, 3))
-        assert earliest <= moment <= latest
