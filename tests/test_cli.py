@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import pty
@@ -120,19 +119,6 @@ def test_a_table_on_a_terminal(redis: Redis, redis_url: str, prefix: str) -> Non
     for head, cell in [("key", prefix), ("state", "queued"), ("task", "a task"), ("id", "the-id"), ("process", "-")]:
         assert row[heads.index(head) :].startswith(cell)
     assert "free by" in heads
-
-
-def test_show(redis: Redis, prefix: str, capsys: Out) -> None:
-    store(redis, f"{prefix}a")
-    redis.set(f"not ours:{prefix}k", "x")
-
-    assert main(["show", "a"]) == 0
-    assert "the-id" in capsys.readouterr().out
-    assert main(["show", "--json", "a"]) == 0
-    assert json.loads(capsys.readouterr().out)["id"] == "the-id"
-    for key, shown in (("nothing\x1b", "nothing\\x1b"), (f"not ours:{prefix}k", f"not ours:{prefix}k")):
-        assert main(["show", key]) == 1
-        assert capsys.readouterr() == ("", f"{shown} is free\n")
 
 
 @pytest.mark.parametrize(
@@ -303,6 +289,7 @@ def test_the_program_needs_no_celery_and_spells_out_what_the_terminal_cannot_sho
         (["list"], 0, "no key of the pattern * is held\n"),
         (["list", "--match", "a*"], 0, "no key of the pattern a* is held\n"),
         (["list", "--json"], 0, ""),
+        (["show", "k\x1b"], 1, "k\\x1b is free\n"),
         (["release", "--dead"], 0, "no such key is held, and none was freed\n"),
         (["release", "--queued", "2h"], 0, "no such key is held, and none was freed\n"),
     ],
@@ -316,10 +303,6 @@ def test_wrong_use_and_nothing_to_do_are_said(arguments: list[str], status: int,
     shown = capsys.readouterr()
     assert shown.out == ""
     assert words in shown.err if status else shown.err == words
-
-
-def test_the_program_does_not_run_when_it_is_imported() -> None:
-    importlib.import_module("only_one.__main__")
 
 
 APP = """

@@ -106,12 +106,13 @@ def test_a_key_that_expires_meanwhile_has_no_time_left(redis_url: str, redis: Re
 
 def test_one_key_is_seen_with_and_without_its_prefix(redis: Redis, prefix: str) -> None:
     stored = {f"{prefix}k": b"x", f"{prefix}{prefix}l": b"another"}
-    redis.mset(stored)
+    redis.mset({**stored, f"not ours:{prefix}m": b"x"})
     for given, key in {"k": f"{prefix}k", f"{prefix}k": f"{prefix}k", f"{prefix}l": f"{prefix}{prefix}l"}.items():
         found = held_key(given)
         assert found is not None
         assert (found.key, found.value) == (key, stored[key])
-    assert held_key("l") is None
+    for given in ("l", f"not ours:{prefix}m"):
+        assert held_key(given) is None
 
 
 def test_a_release_frees_the_key_of_a_call_and_the_run_learns_it(redis: Redis, prefix: str) -> None:
