@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,13 +12,12 @@ import redis as redis_py
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from only_one import LockLost, Lost, current_lock
+from only_one import current_lock
 from rigs.proxy import Proxy
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
-from tests.decorated import Decorate, both, decorated, events
-from tests.faults.programs import Running
-from tests.renewal import is_renewed, later, wait_for_another_attempt
+from tests.decorated import Decorate, both, decorated
+from tests.renewal import later, wait_for_another_attempt
 
 HOUR = 3600
 DAY = 24 * HOUR * 1000
@@ -114,33 +112,6 @@ def test_it_rises_over_a_restart_without_persistence(server: RedisServer) -> Non
 
 
 # More time; in a cluster, see `faults/test_cluster`
-
-
-@both
-def test_a_run_that_asks_for_more_time(redis: Any, key: str, counter: str, decorate: Decorate) -> None:
-    def work() -> str:
-        lock = current_lock()
-        lock.extend(300)
-        lock.extend(timedelta(seconds=300))
-        assert 900 < lock.expires_in <= 1200
-        assert 900_000 < redis.pttl(key) <= 1_200_000
-        with later(900):  # longer than the key was acquired for
-            assert decorated(lambda: "ran beside it")() is None
-            with Running("renewed", lease=3600) as other:
-                assert is_renewed(other.lock)  # and the thread that renews has had a look at both
-            lock.ensure_held()
-        assert losses == []
-        with later(1200):
-            assert eventually(lambda: losses)
-            for ask in (lambda: lock.fence, lambda: lock.extend(60)):
-                with pytest.raises(LockLost, match="overrun"):
-                    ask()
-        return "done"
-
-    with events(Lost) as losses:
-        assert decorate(work, timeout=600)() == "done"
-    assert [lost.reason for lost in losses] == ["overrun"]
-    assert not redis.exists(key, counter)
 
 
 @both
