@@ -262,14 +262,6 @@ def test_a_callable_that_makes_the_key_of_a_bound_task_does_not_get_the_task(app
         decorated(work, **made)(None, 1)
 
 
-def test_another_run_from_inside_a_run_is_busy(app: Celery) -> None:
-    def work(depth: int) -> list[Any]:
-        return [task.delay(depth - 1).result, task(depth - 1), task.run(depth - 1)] if depth else ["ran"]
-
-    task = a_task(app, work)
-    assert task.delay(1).get() == [None, None, None]
-
-
 def gather(values: list[Any]) -> list[Any]:
     return values
 
