@@ -196,19 +196,6 @@ def test_arguments_and_result_are_passed_through(decorate: Decorate) -> None:
     assert decorate(lambda: result)() is result
 
 
-def test_celery_still_checks_the_arguments_of_delay() -> None:
-    app = Celery("shop", broker="memory://", set_as_current=False)
-
-    @app.task(name="shop.import")  # type: ignore[untyped-decorator]
-    @only_one("k")
-    def task(a: int, b: int = 2) -> None: ...
-
-    with pytest.raises(TypeError, match="positional"):
-        task.delay(1, 2, 3)
-    with pytest.raises(TypeError, match="required"):
-        task.delay()
-
-
 # --- overlap -----------------------------------------------------------------------------------------------------
 
 
