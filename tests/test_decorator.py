@@ -196,23 +196,6 @@ def test_arguments_and_result_are_passed_through(decorate: Decorate) -> None:
     assert decorate(lambda: result)() is result
 
 
-# --- overlap -----------------------------------------------------------------------------------------------------
-
-
-def test_a_call_from_inside_its_own_run_is_busy_and_the_outer_run_still_holds_its_key(redis: Redis) -> None:
-    def work(a: int, deeper: int) -> list[Any]:
-        lock = current_lock()
-        calls = [function(a, deeper - 1), function(a + 1, 0)] if deeper else []
-        return [lock.key[-1], *calls, current_lock() is lock, lock.is_held, redis.exists(lock.key)]
-
-    async def work_async(deeper: int) -> list[Any]:
-        return ["ran", await function_async(deeper - 1) if deeper else None]
-
-    function, function_async = only_one("{a}")(work), only_one("async")(work_async)
-    assert function(1, 1) == ["1", None, ["2", True, True, 1], True, True, 1]
-    assert asyncio.run(function_async(1)) == ["ran", None]
-
-
 # --- the name of a function --------------------------------------------------------------------------------------
 
 PROGRAM = """
