@@ -77,6 +77,23 @@ def test_more_calls_at_a_time_than_connections_wait_for_one_another(
         assert not those.witness.keys(f"*{prefix}*")
 
 
+@pytest.mark.skipif(not hasattr(asyncio.Task, "cancelling"), reason="Python counts cancellations from 3.11 on")
+def test_a_cancellation_that_redis_py_loses_ends_the_call(redis_url: str) -> None:
+    """It connects with `asyncio.wait_for`, which until Python 3.12 loses one that comes at the last moment."""
+
+    async def cancel_after(steps: int) -> None:
+        """Each has a loop of its own, and so connects, which takes more steps than these."""
+        call = asyncio.ensure_future(decorated(work, redis=redis_url)())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        assert call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    for steps in range(8):
+        asyncio.run(cancel_after(steps))
+
+
 class Client:
     """A client of which each command ends as its name says.
 
