@@ -127,14 +127,14 @@ def _run(kind: str, key: str, seconds: float, task_id: str = "", end: str = "don
     return end
 
 
-@app.task(bind=True, name="below")  # type: ignore[untyped-decorator]
+@app.task(bind=True, shared=False, name="below")  # type: ignore[untyped-decorator]
 @only_one("shared:{key}", lease=1.5)
 def below(self: Any, key: str, seconds: float) -> str:
     """Shares its keys with the plain functions."""
     return _run("below", f"shared:{key}", seconds, self.request.id)
 
 
-@app.task(bind=True, name="early", acks_late=False, reject_on_worker_lost=False)  # type: ignore[untyped-decorator]
+@app.task(bind=True, shared=False, name="early", acks_late=False, reject_on_worker_lost=False)  # type: ignore[untyped-decorator]
 @only_one("early:{key}", lease=2)
 def early(self: Any, key: str, seconds: float) -> str:
     """Its message is acknowledged when it begins, so a kill loses it."""
@@ -142,13 +142,13 @@ def early(self: Any, key: str, seconds: float) -> str:
 
 
 @only_one("above:{key}", lease=2)
-@app.task(bind=True, name="above")  # type: ignore[untyped-decorator]
+@app.task(bind=True, shared=False, name="above")  # type: ignore[untyped-decorator]
 def above(self: Any, key: str, seconds: float) -> str:
     """Unique from queued to finished."""
     return _run("above", f"above:{key}", seconds, self.request.id)
 
 
-@app.task(bind=True, name="again", max_retries=None)  # type: ignore[untyped-decorator]
+@app.task(bind=True, shared=False, name="again", max_retries=None)  # type: ignore[untyped-decorator]
 @only_one("again:{key}", lease=1, when_busy=retry(0.3), when_down=retry(0.3))
 def again(self: Any, key: str, seconds: float, retries: int = 0) -> str:
     """Waits for its key, and retries by itself."""
@@ -158,7 +158,7 @@ def again(self: Any, key: str, seconds: float, retries: int = 0) -> str:
     return _run("again", f"again:{key}", seconds, self.request.id)
 
 
-@app.task(bind=True, name="newest")  # type: ignore[untyped-decorator]
+@app.task(bind=True, shared=False, name="newest")  # type: ignore[untyped-decorator]
 @only_one("newest:{key}", lease=1.5, when_busy=buffer_one(0.3), when_down=retry(0.3))
 def newest(self: Any, key: str, seconds: float) -> str:
     """One runs, and the newest waits."""

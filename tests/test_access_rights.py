@@ -91,16 +91,16 @@ def use_tasks(client: Any, url: str) -> None:
     app.conf.worker_hijack_root_logger = False
 
     @only_one("{number}")
-    @app.task(name="queued")  # type: ignore[untyped-decorator]
+    @app.task(name="queued", shared=False)  # type: ignore[untyped-decorator]
     def queued(number: int) -> int:
         return number
 
     @only_one("newest", when_busy=buffer_one())
-    @app.task(name="buffered")  # type: ignore[untyped-decorator]
+    @app.task(name="buffered", shared=False)  # type: ignore[untyped-decorator]
     def buffered(number: int) -> int:
         return number
 
-    @app.task(name="late", acks_late=True)  # type: ignore[untyped-decorator]
+    @app.task(name="late", shared=False, acks_late=True)  # type: ignore[untyped-decorator]
     @only_one("late")
     def late() -> str:
         return "done"
@@ -116,7 +116,7 @@ def use_tasks(client: Any, url: str) -> None:
         def __call__(self, sent: str) -> Any:
             return super().__call__(f"not {sent}")
 
-    @app.task(name="renames", base=Renames)  # type: ignore[untyped-decorator]
+    @app.task(name="renames", shared=False, base=Renames)  # type: ignore[untyped-decorator]
     @only_one("{sent}")
     def renames(sent: str) -> str:
         return sent
