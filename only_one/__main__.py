@@ -226,8 +226,10 @@ def _cell(value: Any, name: str = "") -> str:
 with suppress(ImportError):  # it comes with Celery
     import click
 
-    @click.command("only-one", add_help_option=False, context_settings={"ignore_unknown_options": True})
-    @click.argument("arguments", nargs=-1)
+    _AS_GIVEN = {"ignore_unknown_options": True, "allow_interspersed_args": False}  # `--` too, before a key like `-x`
+
+    @click.command("only-one", add_help_option=False, context_settings=_AS_GIVEN)
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
     @click.pass_context
     def celery_command(context: Any, arguments: tuple[str, ...]) -> None:
         """Look at the keys that are held, and free them."""

@@ -326,3 +326,5 @@ def test_the_celery_command_has_the_settings_of_its_app(
     assert (freed.returncode, freed.stdout[: len(prefix) + 11]) == (1, f"{prefix}a was freed"), freed.stderr
     assert not redis.exists(f"{prefix}a")
     assert "usage: celery only-one" in celery("--help").stdout
+    store(redis, f"{prefix}-x")
+    assert celery("release", "--", "-x").stdout.startswith(f"{prefix}-x was freed")

@@ -144,7 +144,12 @@ def _ask(server: Server, key: Any, *command: Any) -> Any:
 
 def _is_free(server: Server, options: EffectiveOptions, key: Any, task_id: str, retained: Retained | None) -> bool:
     """Release the key if its process is dead, or store a retained value; whether nothing is left to do at the key."""
-    value = _ask(server, key, "GET", key) or b""
+    try:
+        value = _ask(server, key, "GET", key) or b""
+    except ResponseError as error:
+        if "WRONGTYPE" not in str(error):
+            raise
+        return True  # a list or hash of others: where the key is not known, all that begin with the prefix are asked
     holder = Holder.parse(value)
     if holder is None or holder.task_id != task_id or not (options.takeover or is_queued(value)):
         return True

@@ -253,7 +253,10 @@ CHANGES: dict[str, Callable[[Celery], Any]] = {
 def test_all_keys_are_looked_at_where_the_user_may_have_changed_the_arguments(
     queue: Queue, keys: Keys, dead: bytes, make: Any
 ) -> None:
+    """Those of others, too, whatever is stored there."""
     keys["k-changed"] = dead
+    for number in range(20):  # one of which comes before it, in any order
+        keys.redis.rpush(f"{keys.prefix}list {number}", "of others")
     fail(make(queue.app), "k")
     assert eventually(lambda: "k-changed" not in keys)
 
