@@ -10,12 +10,16 @@ import inspect
 import math
 import os
 import pickle
+import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +28,13 @@ import pytest
 from celery import Celery, Task
 from redis import ConnectionPool, Redis
 
-from only_one import LockLost, current_lock, only_one
+from only_one import LockLost, configure, current_lock, only_one
 from only_one.inspection import key_of
 from only_one.keys.digest import digest
 from rigs.proxy import Proxy
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
-from tests.decorated import Busy, Decorate, Function, as_async, both, own_key
+from tests.decorated import Busy, Decorate, Function, as_async, both, decorated, decorated_async, own_key
 from tests.renewal import is_idle
 
 pytestmark = pytest.mark.usefixtures("redis")
@@ -194,6 +198,48 @@ def test_arguments_and_result_are_passed_through(decorate: Decorate) -> None:
     assert function(a=1) == ["1", "x", "1.5"]
     result = object()
     assert decorate(lambda: result)() is result
+
+
+# --- overlap -----------------------------------------------------------------------------------------------------
+
+
+def call_often(url: str, prefix: str, folder: Path) -> Counter[Any]:
+    """The results of calls in a process of its own, from several threads and event loops."""
+
+    def work() -> str:
+        witness = folder / "a run is under way"
+        witness.touch(exist_ok=False)
+        time.sleep(random.choice([0, 0.002]))
+        witness.unlink()
+        return "ran"
+
+    def calls(function: Function) -> Counter[Any]:
+        return Counter(function() for _ in range(30))
+
+    functions = [decorated(work, timeout=600), decorated(work), decorated_async(work)]
+    with configure(redis=url, prefix=prefix), ThreadPoolExecutor(3) as pool:
+        assert [function() for function in functions] == [None] * 3, "the parent's run has the key"
+        (folder / f"{os.getpid()}.skipped").touch()
+        return sum(pool.map(calls, functions), Counter[Any]())
+
+
+def test_processes_threads_and_event_loops_never_overlap(
+    redis: Redis, redis_url: str, prefix: str, tmp_path: Path
+) -> None:
+    """`tests/simulation` searches for the moments at which they might."""
+    patient = f"{redis_url}?socket_timeout={LIMIT}&socket_connect_timeout={LIMIT}"
+
+    @only_one("k")
+    def until_each_process_has_been_skipped() -> None:
+        assert eventually(lambda: len(list(tmp_path.glob("*.skipped"))) == 3)
+
+    with ProcessPoolExecutor(3, get_context("spawn")) as pool:
+        calls = [pool.submit(call_often, patient, prefix, tmp_path) for _ in range(3)]
+        until_each_process_has_been_skipped()
+        results = sum((each.result(LIMIT) for each in calls), Counter[Any]())
+    assert results.keys() == {"ran", None}
+    assert results.total() == 3 * 3 * 30
+    assert keys_of(redis, prefix) == []
 
 
 # --- the name of a function --------------------------------------------------------------------------------------
