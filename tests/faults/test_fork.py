@@ -19,61 +19,62 @@ from tests.faults.programs import Program
 # A child that is forked while another thread is in coverage's lock waits for it for ever.
 pytestmark = pytest.mark.interrupts
 
-# Each has something before the fork, and gives what the child is asked whether it is as it must be.
-AT_THE_FORK = """
+WHILE_A_LOCK_IS_HELD = """
 import os, signal, sys
-{before}
+from concurrent.futures import ThreadPoolExecutor
+from only_one import configure, settings
+from only_one.connections import server as servers
+
+ThreadPoolExecutor(1).submit(settings._lock.acquire).result()
 pid = os.fork()
 signal.alarm(100)
 if not pid:
-    os._exit(7 if {is_as_it_must_be} else 8)
+    servers.find_server(sys.argv[1])
+    configure(timeout=1)
+    os._exit(7)
 os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
-WHILE_A_LOCK_IS_HELD = """
-from concurrent.futures import ThreadPoolExecutor
-from only_one import configure, settings
-from only_one.connections.server import find_server
-ThreadPoolExecutor(1).submit(settings._lock.acquire).result()
-"""
+
+def test_a_fork_while_another_thread_looks_a_server_up_or_configures(redis_url: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", WHILE_A_LOCK_IS_HELD, redis_url]
+    assert subprocess.run(command, check=False).returncode == 7
+
 
 WITH_THE_LOOP_OF_ITS_PARENT = """
-import asyncio
+import asyncio, os, sys
 from only_one.connections.server import find_server
+
 server, loop = find_server(sys.argv[1]), asyncio.new_event_loop()
 own = loop.run_until_complete(server.async_client())
+pid = os.fork()
+if not pid:
+    os._exit(7 if loop.run_until_complete(server.async_client()) is not own else 8)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
+
+
+def test_a_child_that_goes_on_with_the_event_loop_of_its_parent_has_connections_of_its_own(redis_url: str) -> None:
+    """Else each would read the other's replies."""
+    command = [sys.executable, "-c", WITH_THE_LOOP_OF_ITS_PARENT, redis_url]
+    assert subprocess.run(command, check=False).returncode == 7
+
 
 WITH_THE_ID_OF_ITS_PARENT = """
+import os
 os.getpid = lambda: 1
 from only_one.lock.token import this_process
+
 own = this_process().mark
+pid = os.fork()
+if not pid:
+    os._exit(7 if this_process().mark != own else 8)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
-WITH_A_FUNCTION_THAT_HAS_RUN = """
-from only_one.lock.token import TokenFactory, this_process
-factory = TokenFactory("work")
-factory.token(600)
-"""
 
-
-@pytest.mark.parametrize(
-    ("before", "is_as_it_must_be"),
-    [
-        (WHILE_A_LOCK_IS_HELD, "find_server(sys.argv[1]) and configure(timeout=1)"),
-        # Else each would read the other's replies.
-        (WITH_THE_LOOP_OF_ITS_PARENT, "loop.run_until_complete(server.async_client()) is not own"),
-        # As one that begins a namespace of processes may have.
-        (WITH_THE_ID_OF_ITS_PARENT, "this_process().mark != own"),
-        # The beginning of its tokens is remembered.
-        (WITH_A_FUNCTION_THAT_HAS_RUN, "factory.token(600).startswith(this_process().mark)"),
-    ],
-    ids=["a lock that another thread holds", "an event loop", "the same process id", "a function that has run"],
-)
-def test_a_child_begins_with_nothing_of_its_parents(redis_url: str, before: str, is_as_it_must_be: str) -> None:
-    source = AT_THE_FORK.format(before=before, is_as_it_must_be=is_as_it_must_be)
-    command = [sys.executable, "-W", "ignore", "-c", source, redis_url]
-    assert subprocess.run(command, check=False).returncode == 7
+def test_a_child_that_begins_a_namespace_of_processes_may_have_its_parents_id() -> None:
+    assert subprocess.run([sys.executable, "-c", WITH_THE_ID_OF_ITS_PARENT], check=False).returncode == 7
 
 
 def test_of_the_threads_that_see_a_fork_at_once_one_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:

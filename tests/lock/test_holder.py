@@ -206,6 +206,28 @@ def test_a_start_is_counted_in_ticks_since_boot_whatever_the_name_of_the_process
         comm.write_text(name, encoding="utf-8")
 
 
+FORKS = """
+import os, signal
+from only_one.lock.token import TokenFactory
+factory = TokenFactory("work")
+factory.token(600)
+os.fork()
+print(factory.token(600).decode(), flush=True)
+signal.pause()
+"""
+
+
+def test_a_forked_child_is_another_process_than_its_parent() -> None:
+    """Also to a function that has run before the fork: the beginning of its tokens is remembered."""
+    with Program(FORKS) as program:
+        tokens = {json.loads(line)["pid"]: line.encode() for line in (program.line(), program.line())}
+        parents = tokens.pop(program.pid)
+        (childs,) = tokens.values()
+        assert json.loads(childs)["process"] != json.loads(parents)["process"]
+        program.kill()
+        assert [is_dead(parents), is_dead(childs)] == [True, False]
+
+
 OTHERS = """
 import json, os, sys
 from only_one.lock.token import TokenFactory, process_start
