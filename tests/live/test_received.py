@@ -61,6 +61,21 @@ def test_it_is_free_at_once_when_its_worker_is_killed(scene: Scene) -> None:
     scene.place.client.flushdb()
 
 
+@pytest.mark.parametrize("how", ["return", "replace"])
+def test_a_redelivery_for_which_no_process_is_free_until_its_run_has_ended_is_dropped(scene: Scene, how: str) -> None:
+    """As after a connection to Redis that was lost for a moment: the worker has received it while the run lasted."""
+    with scene.place.worker("-c", "1"):
+        answer = live.redelivered.delay(scene.key, how)
+        scene.begun()
+        before = scene.place.received(answer.id)
+        scene.place.broker.deliver_again(scene.place.broker.copy_of(answer.id))
+        assert eventually(lambda: scene.place.received(answer.id) > before)
+        scene.open()
+        assert eventually(lambda: f"[{answer.id}] dropped: its run has ended" in scene.place.log())
+        assert answer.get(timeout=LIMIT)
+    assert scene.runs() == ["0"] * (1 + (how == "replace"))
+
+
 @pytest.mark.parametrize("shutdown", [signal.SIGTERM, signal.SIGQUIT], ids=["warm", "cold"])
 def test_it_is_queued_again_when_its_worker_ends(scene: Scene, shutdown: signal.Signals) -> None:
     waiting = [Scene(scene.place) for _ in range(3)]
