@@ -86,7 +86,7 @@ def publish(task: Task, request: Any, header: Header, countdown: float | None) -
     longest = longest_countdown(task.app)
     delay = _delay(header.times, longest) if countdown is None else min(countdown, longest)
     way = way_back(task.app, request.delivery_info or {})
-    seconds = max(1, round(delay)) if way else delay  # RabbitMQ may keep it
+    seconds = max(1, round(delay)) if "queue" in way else delay  # RabbitMQ may keep it
     headers = {name: value for name, value in (request.headers or {}).items() if not name.startswith(_OF_THE_BROKER)}
     headers |= header._replace(times=header.times + 1, token=None).as_headers()
     # The message's setting, else the task's; the default of the request's class is nobody's choice.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 from uuid import uuid4
 
 import pytest
@@ -55,6 +56,21 @@ def test_how_long_a_requeued_message_waits(monkeypatch: pytest.MonkeyPatch) -> N
         delays = [requeue._delay(times, 1000) for times in (0, 1, 2, 3, 4, 5000)]
         assert delays == [each * part for each in (1, 2, 4, 8, 10, 10)]
         assert requeue._delay(5, 3) == 3 * part
+
+
+@pytest.mark.parametrize(("way", "countdown"), [({}, 0.2), ({"declare": []}, 0.2), ({"queue": "celery"}, 1)])
+def test_the_wait_is_whole_seconds_only_where_rabbitmq_may_keep_it(
+    queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch, way: dict[str, Any], countdown: float
+) -> None:
+    """Celery puts them into a routing key of RabbitMQ's; a message for a topic exchange of Redis waits in a worker."""
+    task = a_task(queue.app, done, when_busy=retry(0.2))
+    task.delay()
+    published = Mock(wraps=task.signature_from_request)
+    monkeypatch.setattr(task, "signature_from_request", published)
+    monkeypatch.setattr(requeue, "way_back", lambda *_: way)
+    with keys.busy():
+        queue.deliver()
+    assert published.call_args.kwargs["countdown"] == countdown
 
 
 def test_a_task_that_cannot_be_requeued_because_the_broker_is_away_fails(
