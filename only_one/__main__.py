@@ -229,7 +229,7 @@ with suppress(ImportError):  # it comes with Celery
     _AS_GIVEN = {"ignore_unknown_options": True, "allow_interspersed_args": False}  # `--` too, before a key like `-x`
 
     @click.command("only-one", add_help_option=False, context_settings=_AS_GIVEN)
-    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    @click.argument("arguments", nargs=-1)
     @click.pass_context
     def celery_command(context: Any, arguments: tuple[str, ...]) -> None:
         """Look at the keys that are held, and free them."""

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
-from redis.exceptions import ResponseError
-
 from . import settings
 from .connections.server import Server, Source, find_server
+from .connections.server_features import is_of_another_type
 from .decorator import configured_by_app, is_task
 from .driver import RAW
 from .errors import ConfigurationError
@@ -215,7 +214,7 @@ def _read(client: Any, keys: list[bytes]) -> Iterator[Held]:
         pipeline.execute_command("PTTL", key, **RAW)
     replies = pipeline.execute(raise_on_error=False)
     for key, stored, milliseconds in zip(keys, replies[::2], replies[1::2], strict=True):
-        value: Any = b"" if isinstance(stored, ResponseError) and "WRONGTYPE" in str(stored) else stored
+        value: Any = b"" if is_of_another_type(stored) else stored
         for reply in (value, milliseconds):
             if isinstance(reply, Exception):
                 raise reply

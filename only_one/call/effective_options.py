@@ -175,7 +175,7 @@ class Decoration:
             of_app, app_server = self.app_options(caller.app)
             merged = settings.merge(self.own, current, of_app)
             ttl = min(filter(None, (merged.timeout, merged.lease)))  # one of which there always is
-            server = server_of(merged, app_server)
+            server = find_configured_server(merged, app_server)
             options = EffectiveOptions(**vars(merged), made_from=current, server=server, ttl=ttl, expiry=expiry_in(ttl))
             caller.check(options)
             if server is None or server.is_known:
@@ -189,7 +189,7 @@ class Decoration:
         return self._key(caller.name, args, kwargs)
 
 
-def server_of(options: settings.Settings, app_server: Callable[[], Source | None]) -> Server | None:
+def find_configured_server(options: settings.Settings, app_server: Callable[[], Source | None]) -> Server | None:
     """The server that stores the keys, for merged options; None if the locking is switched off."""
     return find_server(settings.source_of(options, app_server)) if settings.is_active(options) else None
 

@@ -14,6 +14,7 @@ from redis.exceptions import ResponseError
 
 from only_one.clock import now
 from only_one.connections.server import Server
+from only_one.connections.server_features import is_of_another_type
 from only_one.driver import TROUBLE, Commands, is_of_signal_handler, unanswered
 from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable, OnlyOneError
 from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, log, wanted, warn_of_first_skip
@@ -231,7 +232,7 @@ class LockedCall:
             if is_of_signal_handler(error):
                 raise
             # Any other is not raised: the run has its own result or exception.
-            if marker is None and "WRONGTYPE" in str(error):  # a list or hash that somebody has put there
+            if marker is None and is_of_another_type(error):
                 became = ReleaseResult("taken")
             log(DEBUG, "%s could not be released: %s", self.key, error)
         self._released(became)

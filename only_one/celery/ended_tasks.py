@@ -17,6 +17,7 @@ from redis.exceptions import ResponseError
 from only_one.call.effective_options import Decoration, EffectiveOptions
 from only_one.clock import now
 from only_one.connections.server import Server
+from only_one.connections.server_features import is_of_another_type
 from only_one.driver import RAW, TROUBLE, drive
 from only_one.holder import Holder, is_queued
 from only_one.lock.commands import Retained, evaluate
@@ -147,9 +148,9 @@ def _is_free(server: Server, options: EffectiveOptions, key: Any, task_id: str, 
     try:
         value = _ask(server, key, "GET", key) or b""
     except ResponseError as error:
-        if "WRONGTYPE" not in str(error):
+        if not is_of_another_type(error):
             raise
-        return True  # a list or hash of others: where the key is not known, all that begin with the prefix are asked
+        return True  # where the key is not known, all that begin with the prefix are asked
     holder = Holder.parse(value)
     if holder is None or holder.task_id != task_id or not (options.takeover or is_queued(value)):
         return True

@@ -16,7 +16,7 @@ from celery.app.task import Context
 from redis.exceptions import ResponseError
 
 from only_one import settings
-from only_one.call.effective_options import Decoration, server_of
+from only_one.call.effective_options import Decoration, find_configured_server
 from only_one.call.owed_key import Withdrawal, note_of
 from only_one.clock import now
 from only_one.connections.server import Server
@@ -270,7 +270,8 @@ def _on_unknown(sender: Any, message: Any, **found: Any) -> None:
     if header_of(request).key is not None:
         of_app, app_server = app_options(sender.app)
         options = settings.merge(settings.current, of_app)
-        _send(_withdrawal(server_of(options, app_server), options.queue_timeout, request), found["name"])
+        server = find_configured_server(options, app_server)
+        _send(_withdrawal(server, options.queue_timeout, request), found["name"])
 
 
 atexit.register(_on_shutdown)  # at a cold shutdown Celery sends no signal when it has restored the messages

@@ -26,6 +26,11 @@ class Features:
         return has_other
 
 
+def is_of_another_type(error: object) -> bool:
+    """Whether the error says that a key holds no string, but a list or hash that somebody has put there."""
+    return isinstance(error, ResponseError) and "WRONGTYPE" in str(error)
+
+
 def is_forbidden(error: object) -> bool:
     """Whether the error says that this user lacks a right, for a command or in a script."""
     text = str(error).lower()

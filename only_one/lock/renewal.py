@@ -13,12 +13,10 @@ from contextlib import suppress
 from typing import Any
 from weakref import ref
 
-from redis.exceptions import ResponseError
-
 from only_one.clock import now
 from only_one.connections.node import LONG, Node, trips
 from only_one.connections.server import Server, eviction_warning
-from only_one.connections.server_features import is_forbidden
+from only_one.connections.server_features import is_forbidden, is_of_another_type
 from only_one.driver import RAW
 from only_one.events import log, logger
 from only_one.forks import in_each_child
@@ -185,9 +183,8 @@ class _Renewer:
 
     def note(self, lease: Lease, sent: float, ttl: float, reply: Any) -> None:
         """Note the result of a renewal, by its reply or error."""
-        # A list or hash that somebody has put there.
-        is_other = isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply)
-        lease.trouble = reply.with_traceback(None) if isinstance(reply, Exception) and not is_other else None
+        is_trouble = isinstance(reply, Exception) and not is_of_another_type(reply)
+        lease.trouble = reply.with_traceback(None) if is_trouble else None
         if lease.trouble:
             lease.renew_at = min(now() + _pause([lease]), lease.expires_at)
         elif isinstance(reply, int):
