@@ -199,8 +199,10 @@ def _free_by(found: Held) -> float | None:
     expires_at, holder = time.time() + found.expires_in, found.holder
     if holder is None or holder.state not in {"running", "received"} or found.process == "dead":
         return expires_at
-    # A living process may renew it, until the deadline if there is one.
-    return None if holder.deadline is None else max(expires_at, holder.deadline)
+    # A living process may renew it, until the deadline if there is one. After that its run has called `extend`.
+    if holder.deadline is None or holder.deadline < time.time():
+        return None
+    return max(expires_at, holder.deadline)
 
 
 def _value(found: Held) -> str:

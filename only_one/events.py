@@ -55,7 +55,8 @@ class Busy(HasHolder, Event):
     Attributes:
         key: the key as it is in Redis, with its prefix.
         name: the name of the task or function.
-        value: the value that is stored at the key, as bytes; empty if it is not known.
+        value: the value that is stored at the key, as bytes; empty if it is not known, as for a
+            call that was not queued because an equal task of ``buffer_one`` waits.
         holder: the ``Holder`` that the value names; None if it names none.
     """
 
@@ -63,11 +64,13 @@ class Busy(HasHolder, Event):
 
     def __str__(self) -> str:
         holder, now = self.holder, time.time()
-        taken = f"{self.name} did not run: {printable(self.key)} is taken by"
+        taken = f"{self.name} did not run: {printable(self.key)} is taken"
+        if not self.value:
+            return f"{taken}, or an equal task waits for it"
         if holder is None:
-            return f"{taken} a value that is not a holder of only_one"
+            return f"{taken} by a value that is not a holder of only_one"
         since = f"{printable(holder.state)} for {max(0, now - holder.since):.1f} s"
-        return f"{taken} {holder}, {since}, free {_when_free(holder, now)}"
+        return f"{taken} by {holder}, {since}, free {_when_free(holder, now)}"
 
 
 def _when_free(holder: Holder, now: float) -> str:
@@ -93,7 +96,7 @@ class Reclaimed(HasHolder, Event):
     value: bytes
 
     def __str__(self) -> str:
-        return f"{self.name} took over {printable(self.key)} from {self.holder}, which is dead"
+        return f"{self.name} took over {printable(self.key)} from {self.holder}, which has ended without releasing it"
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,8 @@ def check_policy(name: str, policy: Any) -> Any:
     Raises:
         ConfigurationError: for another policy, or for a value that cannot be called with one error.
     """
-    instead = "write skip, fail, or any callable that takes the error and returns the result"
+    first = "carry_on" if name == "when_lost" else "skip"
+    instead = f"write {first}, fail, or any callable that takes the error and returns the result"
     is_error = isinstance(policy, type) and issubclass(policy, BaseException)  # which would be returned, not raised
     if is_error or not callable(policy):
         msg = f"{name}={policy!r}: {instead}"
@@ -160,3 +161,16 @@ def check_policy(name: str, policy: Any) -> Any:
             raise ConfigurationError(msg)
     check_callable(name, policy, 1, instead)
     return policy
+
+
+def check_result(result: Any) -> Any:
+    """Return what a policy has returned, if it can be a result.
+
+    Raises:
+        ConfigurationError: for another policy, which would have to be called.
+    """
+    if isinstance(result, Retry) or any(result is each for each in (skip, fail, carry_on)):
+        name = getattr(result, "__name__", repr(result))
+        msg = f"{name} was returned by a policy: call it, as in return retry()(error) or return fail(error)"
+        raise ConfigurationError(msg)
+    return result

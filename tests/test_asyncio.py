@@ -6,6 +6,7 @@ import asyncio
 import gc
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Coroutine, Generator
 from typing import Any
 from weakref import ref
@@ -190,47 +191,66 @@ def test_a_cancellation_that_redis_py_loses_ends_the_call(redis_url: str) -> Non
         asyncio.run(cancel_after(steps))
 
 
-class Client:
-    """A client of which each command ends as its name says.
+class Commands:
+    """Commands of a client with two connections, of which each ends as its name says, once the test lets it."""
 
-    Attributes:
-        goes_on: ends what "times out".
-    """
-
-    goes_on: asyncio.Event
+    def __init__(self) -> None:
+        self._client = AsyncClient(lambda: self, 2)
+        self._may_end: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
 
     async def execute_command(self, command: str) -> str:
-        if command == "times out":
-            await self.goes_on.wait()
+        await self._may_end[command].wait()
+        if command.startswith("times out"):
             raise redis_py.TimeoutError
-        if command == "takes long":
-            await asyncio.Event().wait()
         return command
 
+    async def send(self, *commands: str) -> list[asyncio.Task[Any]]:
+        tasks = [asyncio.create_task(self._client.execute_command(command)) for command in commands]
+        await asyncio.sleep(0)
+        return tasks
 
-@pytest.mark.parametrize("is_down", [False, True], ids=["another has its reply", "none has"])
-def test_a_command_that_waits_for_a_connection_on_which_another_times_out(*, is_down: bool) -> None:
-    """It has its turn if the server answers others, and gives up if that is down; one that was cancelled takes none."""
-    Client.goes_on, asyncio_client = asyncio.Event(), AsyncClient(Client, 2)
+    async def end(self, command: str, task: asyncio.Task[Any]) -> None:
+        self._may_end[command].set()
+        if command.startswith("times out"):
+            with pytest.raises(redis_py.TimeoutError, match=r"^$"):
+                await asyncio.wait_for(task, LIMIT)
+        else:
+            assert await asyncio.wait_for(task, LIMIT) == command
+        await asyncio.sleep(0)  # the next one is sent
 
-    def send(command: str) -> asyncio.Task[Any]:
-        return asyncio.create_task(asyncio_client.execute_command(command))
+
+def test_commands_that_wait_for_a_connection_give_up_when_the_server_is_down() -> None:
+    """Time-outs of commands that were sent together say nothing, as the loop may have been busy; one sent later does.
+
+    A command that was cancelled takes no turn.
+    """
 
     async def main() -> None:
-        timed_out = send("times out")
-        if not is_down:
-            assert await send("answered") == "answered"
-        takes_long, cancelled, waits = send("takes long"), send("cancelled"), send("waits")
-        await asyncio.sleep(0)
+        commands = Commands()
+        names = ("times out", "times out too", "times out later", "answered", "waits", "waits too")
+        first, second, later, answered, cancelled, waits = await commands.send(*names)
         cancelled.cancel()
-        Client.goes_on.set()
-        with pytest.raises(redis_py.TimeoutError):
-            await timed_out
-        if is_down:
-            with pytest.raises(redis_py.TimeoutError, match="did not answer on any"):
-                await waits
-        else:
-            assert await waits == "waits"
-        takes_long.cancel()
+        await commands.end("times out", first)
+        await commands.end("times out too", second)
+        await commands.end("times out later", later)
+        with pytest.raises(redis_py.TimeoutError, match="did not answer on any"):
+            await asyncio.wait_for(waits, LIMIT)
+        await commands.end("answered", answered)
+
+    asyncio.run(main())
+
+
+def test_commands_that_wait_for_a_connection_go_on_while_the_server_answers_others() -> None:
+    async def main() -> None:
+        commands = Commands()
+        names = ("first", "times out", "second", "times out later", "third", "times out last", "fourth")
+        first, slow, second, later, third, last, fourth = await commands.send(*names)
+        await commands.end("first", first)
+        await commands.end("times out", slow)
+        await commands.end("times out later", later)
+        await commands.end("second", second)
+        await commands.end("times out last", last)
+        await commands.end("third", third)
+        await commands.end("fourth", fourth)
 
     asyncio.run(main())

@@ -303,7 +303,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     *(({"when_busy": value}, value.__name__ + PARENTHESES) for value in (retry, buffer_one)),
     ({"when_down": None}, "when_down=None: write skip"),
     ({"when_down": buffer_one()}, "when_down=buffer_one(countdown=None) needs"),
-    ({"when_lost": None}, "when_lost=None: write skip"),
+    ({"when_lost": None}, "when_lost=None: write carry_on, fail"),
     ({"when_lost": skip}, "when_lost=carry_on"),
     *(({"when_lost": value}, "when_lost=fail") for value in (retry(), buffer_one())),
     *(({"takeover": value}, "takeover=True or") for value in (0, None)),
@@ -381,6 +381,11 @@ def test_a_wrong_call_is_refused(call: Callable[[], object], error: type[Excepti
         (lambda error: retry(error), "retry()"),
         (lambda error: buffer_one(error), "write buffer_one()"),
         (lambda error: carry_on(error), "when_busy"),
+        (
+            lambda error: retry(max_retries=3),
+            "max_retries=3) was returned by a policy: call it",
+        ),
+        (lambda error: skip, "skip was returned by a policy"),
     ],
 )
 def test_a_policy_that_is_called_by_another(redis: Redis, prefix: str, policy: Any, words: str) -> None:

@@ -93,6 +93,10 @@ def test_a_run_whose_lease_is_renewed_is_free_by_its_timeout(
     for end, seconds in zip(ends, (3600, 600), strict=True):
         assert abs(end - datetime.now(timezone.utc) - timedelta(seconds=seconds)) < timedelta(seconds=LIMIT)
 
+    store(redis, f"{prefix}extended", "received", lasts=-1)  # so its holder has asked for more time
+    assert main(["show", "--json", "extended"]) == 0
+    assert json.loads(capsys.readouterr().out)["free_by"] is None
+
 
 def test_foreign_values_are_shown_escaped(redis: Redis, prefix: str, capsys: Out) -> None:
     redis.set(f"{prefix}\x1b[2J", b"\x1b]0;owned\x07\xff\n" + b"x" * 10_000)

@@ -90,7 +90,7 @@ def test_a_holder_that_is_killed(
     assert (event.key, event.value) == (key, holder.token)
     assert event.holder is not None
     assert (event.holder.pid, event.holder.host) == (holder.pid, socket.gethostname())
-    assert str(event).endswith(f" took over {key} from {event.holder}, which is dead")
+    assert str(event).endswith(f" took over {key} from {event.holder}, which has ended without releasing it")
 
 
 def run_after_dead_holders(url: str, prefix: str, witness: Path, rounds: int, processes: int, seed: str) -> int:

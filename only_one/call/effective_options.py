@@ -127,8 +127,8 @@ class Decoration:
         work_id: gives what ``work_id`` returns for a call, positional and keyword; None if there is no such option.
         plain: the caller of the function by itself.
         plain_bound: the same, called by hand with a task as first argument.
-        digest: gives the MD5 of all arguments of a call, positional and keyword, which tells calls with one key apart;
-            it raises ``UnkeyableArgument`` if they cannot be compared.
+        digest: gives the name and the MD5 of all arguments of a call, positional and keyword, which tells calls with
+            one key apart; it raises ``UnkeyableArgument`` if they cannot be compared.
     """
 
     function: Callable[..., Any]
@@ -150,7 +150,7 @@ class Decoration:
         self._bound_key = cache(partial(compile_key, self.template, Signature(parameters)))
         work_id = self.own.get("work_id")
         self.work_id = work_id and compile_call("work_id", work_id, self.signature)
-        self.digest = partial(compile_key("{md5}", self.signature), self.name)
+        self.digest = partial(compile_key("{name}:{md5}", self.signature), self.name)
         try:
             self._key = compile_key(self.template, self.signature)
         except KeyTemplateError as error:

@@ -25,7 +25,7 @@ from only_one.lock.liveness import is_dead
 from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import hold, let_go, release_later, start_thread
 from only_one.lock.token import active_tokens, kept
-from only_one.policies import CarryOn, RequeueRequest, fail, skip
+from only_one.policies import CarryOn, RequeueRequest, check_result, fail, skip
 
 from .effective_options import Caller, EffectiveOptions, Policy
 from .owed_key import owed_to, to_store
@@ -197,7 +197,7 @@ class LockedCall:
     def _ask(self, policy: Policy, error: OnlyOneError) -> Any:
         """The result that a policy gives, or ``CARRIED_ON``."""
         try:
-            return policy(error)
+            return check_result(policy(error))
         except CarryOn:
             return CARRIED_ON
         except RequeueRequest as how:

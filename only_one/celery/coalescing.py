@@ -87,8 +87,8 @@ def queue_anew(server: Server, key: str, app: Celery, task_id: str, digest: str,
         key: the key as it is in Redis.
         app: the task's app.
         task_id: the task's id.
-        digest: the MD5 of its arguments, by which equal calls are known; empty if they cannot be compared.
-        seconds: for so long it may wait, and other tasks with the same digest get its result.
+        digest: what its name and arguments give, by which equal calls are known; empty if they cannot be compared.
+        seconds: for so long other tasks with the same digest get its result.
 
     Returns:
         Its number; the id of the pending task if that is the newest and has the same digest.

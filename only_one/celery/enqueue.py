@@ -36,7 +36,10 @@ from .requeue import HEADER, Header
 from .work import Work, work_held_by
 
 _UNTIL_PUBLISHED = 30.0
-"""Seconds for which the key is acquired at first, so a producer that dies before it has published blocks nobody."""
+"""Seconds for which the key is acquired at first, so a producer that dies before it has published blocks nobody.
+
+And seconds for which the newest task of ``buffer_one`` is waited for, counted from its ``countdown`` or ``eta``.
+"""
 
 _warned: WeakSet[Any] = WeakSet()
 
@@ -116,7 +119,11 @@ class Publication(TaskCaller):
         ttl = min(seconds, _UNTIL_PUBLISHED)
         at_first = replace_fields(options, ttl=ttl, expiry=expiry_in(ttl), timeout=seconds, lease=None)
         call = LockedCall(at_first, options.server, options.server.client, self, key)
-        return self._queue_newest(call, digest, seconds) if only_newest else self._queue_first(call)
+        if not only_newest:
+            return self._queue_first(call)
+        # Its message may be lost, or its worker killed, and no key says so.
+        trusted_for = min(seconds, waits_for(self.app, _UNTIL_PUBLISHED, None, delay))
+        return self._queue_newest(call, digest, trusted_for)
 
     def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:  # noqa: ARG002
         """The policy for a duplicate, or the existing task's result if none is configured."""

@@ -114,7 +114,8 @@ class _Renewer:
 
     def held(self) -> list[Lease]:
         """The leases of the runs that are under way."""
-        leases = {token: reference() for token, reference in list(self.leases.items())}
+        # Of a copy that is made in one step: until Python 3.11, what is collected meanwhile lets other threads run.
+        leases = {token: reference() for token, reference in self.leases.copy().items()}
         for token in [token for token, lease in leases.items() if lease is None]:
             self.leases.pop(token, None)
         return [lease for lease in leases.values() if lease is not None and lease.reason is None]

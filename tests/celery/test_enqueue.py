@@ -35,6 +35,7 @@ from only_one import (
     skip,
 )
 from only_one.celery.broker import waits_for
+from only_one.celery.coalescing import triggers_of
 from only_one.celery.requeue import Header
 from only_one.holder import task_id_of
 from only_one.lock import renewal
@@ -557,15 +558,29 @@ def test_each_task_of_buffer_one_is_numbered(queue: Queue, keys: Keys, replaceme
     assert second == expected.as_headers()["only_one"]
 
 
-def test_the_newest_task_is_not_waited_for_when_it_has_expired(queue: Queue, keys: Keys) -> None:
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [({}, 30), ({"expires": 6000}, 30), ({"expires": 20}, 20), ({"countdown": 600}, 630)],
+)
+def test_the_newest_task_is_not_waited_for_when_it_has_expired_or_may_be_lost(
+    queue: Queue, keys: Keys, given: dict[str, Any], seconds: float
+) -> None:
+    """By a purge, or with its worker: no key says so."""
     task = unique(queue.app, "k", when_busy=buffer_one())
-    first = task.apply_async(expires=6000)
+    first = task.apply_async(**given)
+    ((until, microseconds),) = keys.redis.zscan_iter(triggers_of(f"{keys.prefix}k"), match="until:*")
+    assert seconds - SLACK < microseconds / 1e6 - time.time() <= seconds + 1
+    keys.redis.zadd(triggers_of(f"{keys.prefix}k"), {until: microseconds + 700e6})
     assert task.delay() == first
-    triggers = f"{{{keys.prefix}k}}:triggers"
-    ((until, microseconds),) = keys.redis.zscan_iter(triggers, match="until:*")
-    assert 6000 - SLACK < microseconds / 1e6 - time.time() <= 6001
-    keys.redis.zadd(triggers, {until: microseconds - 6000e6})  # as if it had been queued so much earlier
+    keys.redis.zadd(triggers_of(f"{keys.prefix}k"), {until: microseconds - 700e6})  # as if it had been queued earlier
     assert task.delay() != first
+    assert len(queue) == 2
+
+
+def test_another_task_with_the_same_key_is_no_duplicate_of_the_newest(queue: Queue) -> None:
+    full, delta = (unique(queue.app, "k", function=each, when_busy=buffer_one()) for each in (work, done))
+    first = full.delay()
+    assert delta.delay() != first
     assert len(queue) == 2
 
 
@@ -580,6 +595,7 @@ def test_a_duplicate_of_the_newest_task_is_a_busy_event(queue: Queue, keys: Keys
         assert seen == []
         task.delay(1)
     assert seen == [Busy(f"{keys.prefix}k", task.name, b"")]
+    assert str(seen[0]) == f"{task.name} did not run: {keys.prefix}k is taken, or an equal task waits for it"
     assert len(queue) == 4
 
 

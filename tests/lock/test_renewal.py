@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import subprocess
@@ -11,6 +12,7 @@ from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import redis as redis_py
@@ -205,6 +207,25 @@ def test_only_runs_that_are_under_way_are_in_its_care(watch: Watch, redis_url: s
     assert watch.renewer.next_due() == pending.try_at < kept.renew_at
     pending.try_at = kept.renew_at + 1
     assert watch.renewer.next_due() == kept.renew_at
+
+
+def test_leases_come_and_go_while_they_are_looked_at(watch: Watch, redis_url: str) -> None:
+    """Garbage is collected then, until Python 3.11, and whatever it calls lets other threads run."""
+    lease = ref(watch.lease(watch.server(redis_url)))
+    watch.renewer.leases.update({b"%d" % number: lease for number in range(3000)})  # CPython keeps 2000 tuples
+
+    def end_one(phase: str, _: object) -> None:
+        if phase == "start":
+            watch.renewer.leases.popitem()
+
+    before = gc.get_threshold()
+    gc.callbacks.append(end_one)
+    gc.set_threshold(10)
+    try:
+        assert 0 < len(watch.renewer.held()) <= 3000
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(end_one)
 
 
 @pytest.fixture
