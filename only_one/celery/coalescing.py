@@ -13,7 +13,13 @@ from only_one.connections.server import Server
 from only_one.driver import drive
 from only_one.lock.commands import Script, evaluate
 
-from .broker import remembered_for
+from .broker import remembered_for, waits_for
+
+_IS_WAITED_FOR = 30.0
+"""Seconds for which equal calls get the pending task's result, from when it may begin.
+
+Its message may be lost, or its worker killed, and no key says so. While a worker requeues it, it is known to be there.
+"""
 
 # The set forgets what is older than the time for which a message may still be delivered.
 # Members with one number are sorted by the alphabet: an id stands before "last", "pending", "same:" and "sent:".
@@ -28,6 +34,9 @@ local now = time[1] * 1000000 + time[2]
 redis.call('zremrangebyscore', KEYS[2], '-inf', string.format('%.0f', now - ARGV[4] * 1000))
 if what == 'pending' then
     raise('pending')
+    for _, member in ipairs(redis.call('zrangebyscore', KEYS[2], number, number)) do
+        if string.sub(member, 1, 5) == 'same:' then set('until:' .. string.sub(member, 6), now + ARGV[6] * 1000) end
+    end
 else
     local like = what == 'anew' and of('same:' .. same)
     if like and like == of('pending') and like > of('begun') and now < of('until:' .. same) then
@@ -43,7 +52,6 @@ else
     if is_newest then raise(call) end
     if what == 'anew' and same ~= '' then
         raise('same:' .. same)
-        set('until:' .. same, now + ARGV[6] * 1000)
     elseif what ~= 'anew' and number < math.max(of('pending'), of('begun')) then
         number = 0
     elseif what == 'begin' then
@@ -79,7 +87,7 @@ def begin(server: Server, key: str, app: Celery, task_id: str, trigger: int | No
     return int(_send(server, key, app, "begin", task_id, trigger, call))
 
 
-def queue_anew(server: Server, key: str, app: Celery, task_id: str, digest: str, seconds: float) -> int | bytes:
+def queue_anew(server: Server, key: str, app: Celery, task_id: str, digest: str) -> int | bytes:
     """Number a task that is about to be queued.
 
     Args:
@@ -88,18 +96,29 @@ def queue_anew(server: Server, key: str, app: Celery, task_id: str, digest: str,
         app: the task's app.
         task_id: the task's id.
         digest: what its name and arguments give, by which equal calls are known; empty if they cannot be compared.
-        seconds: for so long other tasks with the same digest get its result.
 
     Returns:
         Its number; the id of the pending task if that is the newest and has the same digest.
     """
-    reply: int | bytes = _send(server, key, app, "anew", task_id, 0, digest, round(seconds * 1000))
+    reply: int | bytes = _send(server, key, app, "anew", task_id, 0, digest)
     return reply
 
 
-def note_published(server: Server, key: str, app: Celery, trigger: int) -> None:
-    """Note that a task's message is in the queue: it is the pending task from now on, unless a newer one is."""
-    _send(server, key, app, "pending", "", trigger)
+def note_published(server: Server, key: str, app: Celery, trigger: int, expires: Any, until: Any) -> None:
+    """Note that a task's message is in the queue: it is the pending task from now on, unless a newer one is.
+
+    Args:
+        server: the server that stores the key.
+        key: the key as it is in Redis.
+        app: the task's app.
+        trigger: the task's number.
+        expires: when the worker no longer begins it, in one of Celery's forms; or None.
+        until: when it may begin, in seconds or as a time; None for at once.
+    """
+    seconds = waits_for(app, _IS_WAITED_FOR, None, until)
+    if expires is not None:
+        seconds = min(seconds, waits_for(app, 0, expires, None))
+    _send(server, key, app, "pending", "", trigger, "", round(seconds * 1000))
 
 
 def _send(server: Server, key: str, app: Celery, what: str, task_id: str, trigger: int | None, *more: Any) -> Any:

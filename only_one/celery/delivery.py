@@ -292,7 +292,9 @@ class Delivery(TaskCaller):
             milliseconds, beside = round(remembered_for(self.app) * 1000), (self.marker(key),)
             drive(server.client, evaluate(redelivery.REQUEUED, key, header.times + 1, milliseconds, beside=beside))
             if header.trigger is not None:
-                coalescing.note_published(server, key, self.app, header.trigger)
+                requeued = self._request.only_one_requeued.options
+                times = requeued.get("expires"), requeued.get("countdown")
+                coalescing.note_published(server, key, self.app, header.trigger, *times)
         raise Ignore
 
     def _coalesced(self, server: Server, key: str) -> tuple[Any, ...]:

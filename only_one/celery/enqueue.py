@@ -36,10 +36,7 @@ from .requeue import HEADER, Header
 from .work import Work, work_held_by
 
 _UNTIL_PUBLISHED = 30.0
-"""Seconds for which the key is acquired at first, so a producer that dies before it has published blocks nobody.
-
-And seconds for which the newest task of ``buffer_one`` is waited for, counted from its ``countdown`` or ``eta``.
-"""
+"""Seconds for which the key is acquired at first, so a producer that dies before it has published blocks nobody."""
 
 _warned: WeakSet[Any] = WeakSet()
 
@@ -121,9 +118,7 @@ class Publication(TaskCaller):
         call = LockedCall(at_first, options.server, options.server.client, self, key)
         if not only_newest:
             return self._queue_first(call)
-        # Its message may be lost, or its worker killed, and no key says so.
-        trusted_for = min(seconds, waits_for(self.app, _UNTIL_PUBLISHED, None, delay))
-        return self._queue_newest(call, digest, trusted_for)
+        return self._queue_newest(call, digest, expires, delay)
 
     def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:  # noqa: ARG002
         """The policy for a duplicate, or the existing task's result if none is configured."""
@@ -205,10 +200,10 @@ class Publication(TaskCaller):
             given = (call.server, call.key, call.token, retained.until)
             release_later(PendingRelease(*given, no_write_in_flight=True, retained=retained))
 
-    def _queue_newest(self, call: LockedCall, digest: str, seconds: float) -> Any:
+    def _queue_newest(self, call: LockedCall, digest: str, expires: Any, until: Any) -> Any:
         """Publish the task with its number; or, if the newest task is equal, give that task's result."""
         try:
-            trigger = coalescing.queue_anew(call.server, call.key, self.app, self.id, digest, seconds)
+            trigger = coalescing.queue_anew(call.server, call.key, self.app, self.id, digest)
         except TROUBLE as error:
             return self._publish() if call.resolve_acquire(error) else call.result
         if isinstance(trigger, bytes):
@@ -217,7 +212,7 @@ class Publication(TaskCaller):
         replacement = self._options.get("replaced_task_nesting", 0)
         result = self._publish(Header(self.id, 0, key=call.key, trigger=trigger, replacement=replacement))
         with redelivery.unless_down(self.id):
-            coalescing.note_published(call.server, call.key, self.app, trigger)
+            coalescing.note_published(call.server, call.key, self.app, trigger, expires, until)
         return result
 
 

@@ -22,11 +22,10 @@ def note(app: Celery, server: Server, prefix: str) -> Callable[..., Any]:
     def call(what: str, task_id: str, number: int | None = None, *digest: Any) -> Any:
         where = (server, f"{prefix}k", app)
         if what == "pending":
-            coalescing.note_published(*where, number or 0)
+            coalescing.note_published(*where, number or 0, None, None)
             return None
         if what == "anew":
-            digest_of_arguments, milliseconds = digest
-            reply: Any = coalescing.queue_anew(*where, task_id, digest_of_arguments, milliseconds / 1000)
+            reply: Any = coalescing.queue_anew(*where, task_id, *digest)
             return reply if isinstance(reply, int) else reply.decode()
         order = coalescing.arrive if what == "arrive" else coalescing.begin
         return order(*where, task_id, number, digest[0] if digest else "")
@@ -69,7 +68,7 @@ def test_tasks_are_numbered_as_they_arrive(note: Any, server: Server, keys: Keys
     redis.zadd(triggers, {"last": ahead, "id:old": ahead - 7320e6, "id:young": ahead - 7140e6})
     assert note("arrive", "fourth") == ahead + 1
     redis.persist(triggers)
-    assert note("anew", "fifth", 0, "", 600_000) == ahead + 2
+    assert note("anew", "fifth", 0, "") == ahead + 2
     assert REMEMBERED - 60 < redis.ttl(triggers) <= REMEMBERED
     assert note("begin", "sixth") == ahead + 3
     assert redis.zscore(triggers, "last") == redis.zscore(triggers, "begun") == ahead + 3
@@ -82,11 +81,11 @@ def test_an_equal_of_the_newest_task_that_waits_is_its_duplicate(note: Any, serv
     numbers = [0]
 
     def is_new(task_id: str, digest: str = "equal") -> bool:
-        numbers.append(note("anew", task_id, 0, digest, 600_000))
+        numbers.append(note("anew", task_id, 0, digest))
         return bool(numbers[-1] > numbers[-2])
 
     def duplicate_of() -> Any:
-        return note("anew", "a duplicate", 0, "equal", 600_000)
+        return note("anew", "a duplicate", 0, "equal")
 
     def publish() -> None:
         note("pending", "", numbers[-1])
