@@ -23,6 +23,9 @@ def test_beat_and_worker_say_what_the_page_shows(place: Place) -> None:
             for schedule in SCHEDULES:
                 place.wait_for("beat", SENT.format(schedule), 6)
             place.wait_for("beat", "did not run", 2)
+            place.wait_for("beat", "ERROR")
+            # Once it is ended, Celery's beat may find its schedule closed in the middle of a tick, and log that.
+            errors = [line for line in place.log("beat").splitlines() if "ERROR" in line]
         sent = place.log("beat")
         skips = {task: len(re.findall(f"{task} did not run", sent)) for task in SCHEDULES.values()}
         for schedule, task in SCHEDULES.items():
@@ -34,8 +37,7 @@ def test_beat_and_worker_say_what_the_page_shows(place: Place) -> None:
         assert re.search(f"^{pattern}$", sent + received, re.MULTILINE), pattern
     assert {task for task, number in skips.items() if number} == {"import_prices", "send_reminders"}
     assert {*re.findall(r"(\w+) did not run", received)} == {"count_stock"}
-    assert {*re.findall(r"ERROR.* task (\w+):", sent)} == {"reminders"}
-    assert sent.count("ERROR") == len(re.findall(r"ERROR.* task reminders:", sent))
+    assert not [line for line in errors if " task reminders:" not in line]
 
 
 def test_of_two_hosts_one_reports(place: Place) -> None:
