@@ -62,7 +62,7 @@ class AlreadyRunning(HasHolder, OnlyOneError):
         return task_id_of(self.value)
 
     def __str__(self) -> str:
-        unknown = "a value that is not a holder of only_one" if self.value else "a holder that is not known"
+        unknown = "a value that is not a holder of only_one" if self.value else "a value that is not known"
         return f"{printable(self.key)} is taken by {self.holder or unknown}"
 
 

@@ -66,7 +66,7 @@ class Busy(HasHolder, Event):
         holder, now = self.holder, time.time()
         taken = f"{self.name} did not run: {printable(self.key)} is taken"
         if not self.value:
-            return f"{taken}, or an equal task waits for it"
+            return f"{taken} by a value that is not known, or an equal task waits for it"
         if holder is None:
             return f"{taken} by a value that is not a holder of only_one"
         since = f"{printable(holder.state)} for {max(0, now - holder.since):.1f} s"

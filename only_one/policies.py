@@ -169,7 +169,7 @@ def check_result(result: Any) -> Any:
     Raises:
         ConfigurationError: for another policy, which would have to be called.
     """
-    if isinstance(result, Retry) or any(result is each for each in (skip, fail, carry_on)):
+    if isinstance(result, Retry) or any(result is each for each in (skip, fail, carry_on, retry, buffer_one)):
         name = getattr(result, "__name__", repr(result))
         msg = f"{name} was returned by a policy: call it, as in return retry()(error) or return fail(error)"
         raise ConfigurationError(msg)

@@ -135,7 +135,7 @@ def use_tasks(client: Any, url: str) -> None:
     ):
         drive(server.client, commands_)
     trigger = coalescing.arrive(server, key, app, "1", None, "")
-    coalescing.note_published(server, key, app, trigger, None, None)
+    coalescing.note_published(server, key, app, trigger, 30)
     coalescing.begin(server, key, app, "1", trigger, "")
     withdraw(server, key, trigger)
 

@@ -253,4 +253,12 @@ def test_commands_that_wait_for_a_connection_go_on_while_the_server_answers_othe
         await commands.end("third", third)
         await commands.end("fourth", fourth)
 
+        # Nor is one that timed out long ago the first of two.
+        (alone,) = await commands.send("times out alone")
+        await commands.end("times out alone", alone)
+        again, fifth, sixth = await commands.send("times out again", "fifth", "sixth")
+        await commands.end("times out again", again)
+        await commands.end("fifth", fifth)
+        await commands.end("sixth", sixth)
+
     asyncio.run(main())

@@ -385,7 +385,7 @@ def test_a_wrong_call_is_refused(call: Callable[[], object], error: type[Excepti
             lambda error: retry(max_retries=3),
             "max_retries=3) was returned by a policy: call it",
         ),
-        (lambda error: skip, "skip was returned by a policy"),
+        *((lambda error, each=each: each, f"{each.__name__} was returned") for each in (skip, retry, buffer_one)),
     ],
 )
 def test_a_policy_that_is_called_by_another(redis: Redis, prefix: str, policy: Any, words: str) -> None:

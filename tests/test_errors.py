@@ -99,7 +99,7 @@ HOLDER = AlreadyRunning("k", TOKEN).holder
 @pytest.mark.parametrize(
     ("kind", "given", "args", "text"),
     [
-        (AlreadyRunning, {}, ("k", ""), "k is taken by a holder that is not known"),
+        (AlreadyRunning, {}, ("k", ""), "k is taken by a value that is not known"),
         (AlreadyRunning, {"value": "v"}, ("k", "v"), "k is taken by a value that is not a holder of only_one"),
         (AlreadyRunning, {"value": TOKEN}, ("k", TOKEN), "k is taken by {holder}"),
         (LockLost, {"reason": "deleted"}, ("k", "deleted", ""), "k is lost: deleted"),

@@ -2,7 +2,6 @@
 
 import re
 from contextlib import suppress
-from datetime import date
 from typing import Any
 
 import kombu
@@ -48,7 +47,7 @@ def waits_for(app: Celery, queue_timeout: float, expires: Any, until: Any) -> fl
 
 
 def _seconds_until(app: Celery, when: Any) -> float:
-    if not isinstance(when, (str, date)):  # to which a datetime belongs
+    if not isinstance(when, str) and not hasattr(when, "isoformat"):
         return float(when)
     time: Any = maybe_iso8601(when if isinstance(when, str) else when.isoformat())
     # By timestamps: the difference of two times of one zone leaves out that its clocks change.

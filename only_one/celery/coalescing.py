@@ -3,6 +3,7 @@
 Each task with the key is numbered when it first arrives; its message carries the number.
 The number is the server's time in microseconds.
 A sorted set beside the key has the latest number, the pending (published) one, the begun one, and that of each id.
+A pending task's message may be lost: after a while an equal call is published with its number, and one of them runs.
 """
 
 from typing import Any
@@ -22,7 +23,6 @@ Its message may be lost, or its worker killed, and no key says so. While a worke
 """
 
 # The set forgets what is older than the time for which a message may still be delivered.
-# Members with one number are sorted by the alphabet: an id stands before "last", "pending", "same:" and "sent:".
 _NUMBER = Script("""
 local what, id, number, same = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[5] or ''
 local call = 'sent:' .. same
@@ -31,17 +31,32 @@ local function set(member, to) redis.call('zadd', KEYS[2], string.format('%.0f',
 local function raise(member) set(member, math.max(of(member), number)) end
 local time = redis.call('time')
 local now = time[1] * 1000000 + time[2]
+local function with(prefix, score)
+    local found = {}
+    for _, member in ipairs(redis.call('zrangebyscore', KEYS[2], score, score)) do
+        local is_one = string.sub(member, 1, #prefix) == prefix
+        if is_one then found[#found + 1] = string.sub(member, #prefix + 1) end
+    end
+    return found
+end
+local function has_another_begun()
+    for _, other in ipairs(with('by:', number)) do
+        if other ~= id then return true end
+    end
+end
 redis.call('zremrangebyscore', KEYS[2], '-inf', string.format('%.0f', now - ARGV[4] * 1000))
 if what == 'pending' then
     raise('pending')
-    for _, member in ipairs(redis.call('zrangebyscore', KEYS[2], number, number)) do
-        if string.sub(member, 1, 5) == 'same:' then set('until:' .. string.sub(member, 6), now + ARGV[6] * 1000) end
-    end
+    for _, digest in ipairs(with('same:', number)) do set('until:' .. digest, now + ARGV[6] * 1000) end
 else
     local like = what == 'anew' and of('same:' .. same)
-    if like and like == of('pending') and like > of('begun') and now < of('until:' .. same) then
-        local first = redis.call('zrangebyscore', KEYS[2], like, like)[1]
-        if string.sub(first, 1, 3) == 'id:' then return string.sub(first, 4) end
+    if like and like == of('pending') and like > of('begun') then
+        local equals = with('id:', like)
+        if equals[1] and now < of('until:' .. same) then return equals[1] end
+        for _, other in ipairs(equals) do
+            redis.call('zrem', KEYS[2], 'id:' .. other)
+            number = like
+        end
     end
     if number == 0 and what ~= 'anew' then number = of('id:' .. id) end
     local is_newest = number < 0
@@ -52,10 +67,11 @@ else
     if is_newest then raise(call) end
     if what == 'anew' and same ~= '' then
         raise('same:' .. same)
-    elseif what ~= 'anew' and number < math.max(of('pending'), of('begun')) then
+    elseif what ~= 'anew' and (number < math.max(of('pending'), of('begun')) or has_another_begun()) then
         number = 0
     elseif what == 'begin' then
         raise('begun')
+        raise('by:' .. id)
     end
 end
 redis.call('pexpire', KEYS[2], ARGV[4])
@@ -98,13 +114,13 @@ def queue_anew(server: Server, key: str, app: Celery, task_id: str, digest: str)
         digest: what its name and arguments give, by which equal calls are known; empty if they cannot be compared.
 
     Returns:
-        Its number; the id of the pending task if that is the newest and has the same digest.
+        Its number; the id of the pending task if that is the newest, has the same digest, and is known to wait.
     """
     reply: int | bytes = _send(server, key, app, "anew", task_id, 0, digest)
     return reply
 
 
-def note_published(server: Server, key: str, app: Celery, trigger: int, expires: Any, until: Any) -> None:
+def note_published(server: Server, key: str, app: Celery, trigger: int, seconds: float) -> None:
     """Note that a task's message is in the queue: it is the pending task from now on, unless a newer one is.
 
     Args:
@@ -112,13 +128,22 @@ def note_published(server: Server, key: str, app: Celery, trigger: int, expires:
         key: the key as it is in Redis.
         app: the task's app.
         trigger: the task's number.
-        expires: when the worker no longer begins it, in one of Celery's forms; or None.
-        until: when it may begin, in seconds or as a time; None for at once.
+        seconds: for so long equal calls get its result.
     """
-    seconds = waits_for(app, _IS_WAITED_FOR, None, until)
-    if expires is not None:
-        seconds = min(seconds, waits_for(app, 0, expires, None))
     _send(server, key, app, "pending", "", trigger, "", round(seconds * 1000))
+
+
+def is_waited_for(app: Celery, most: float, until: Any, unseen: float = 0) -> float:
+    """Seconds for which equal calls get the result of a task that is published now.
+
+    Args:
+        app: the task's app.
+        most: the most seconds, as of a task that expires.
+        until: when it may begin, in seconds or as a time; None for at once.
+        unseen: the seconds since its number was first published. With a rate limit a task may wait for long, and each
+            that is published in its place waits behind it: so each is waited for as long as all before.
+    """
+    return min(most, waits_for(app, max(_IS_WAITED_FOR, unseen), None, until))
 
 
 def _send(server: Server, key: str, app: Celery, what: str, task_id: str, trigger: int | None, *more: Any) -> Any:

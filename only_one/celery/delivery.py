@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from logging import INFO
+from math import inf
 from typing import Any, NoReturn
 
 from celery import Task, _state
@@ -293,8 +294,9 @@ class Delivery(TaskCaller):
             drive(server.client, evaluate(redelivery.REQUEUED, key, header.times + 1, milliseconds, beside=beside))
             if header.trigger is not None:
                 requeued = self._request.only_one_requeued.options
-                times = requeued.get("expires"), requeued.get("countdown")
-                coalescing.note_published(server, key, self.app, header.trigger, *times)
+                most = waits_for(self.app, inf, requeued.get("expires"), None)
+                seconds = coalescing.is_waited_for(self.app, most, requeued.get("countdown"))
+                coalescing.note_published(server, key, self.app, header.trigger, seconds)
         raise Ignore
 
     def _coalesced(self, server: Server, key: str) -> tuple[Any, ...]:

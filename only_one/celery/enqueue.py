@@ -1,6 +1,7 @@
 """Enqueue deduplication: ``delay`` and ``apply_async`` of a unique task, and the result that a duplicate gets."""
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace as replace_fields
@@ -118,7 +119,7 @@ class Publication(TaskCaller):
         call = LockedCall(at_first, options.server, options.server.client, self, key)
         if not only_newest:
             return self._queue_first(call)
-        return self._queue_newest(call, digest, expires, delay)
+        return self._queue_newest(call, digest, seconds, delay)
 
     def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:  # noqa: ARG002
         """The policy for a duplicate, or the existing task's result if none is configured."""
@@ -200,7 +201,7 @@ class Publication(TaskCaller):
             given = (call.server, call.key, call.token, retained.until)
             release_later(PendingRelease(*given, no_write_in_flight=True, retained=retained))
 
-    def _queue_newest(self, call: LockedCall, digest: str, expires: Any, until: Any) -> Any:
+    def _queue_newest(self, call: LockedCall, digest: str, most: float, until: Any) -> Any:
         """Publish the task with its number; or, if the newest task is equal, give that task's result."""
         try:
             trigger = coalescing.queue_anew(call.server, call.key, self.app, self.id, digest)
@@ -209,10 +210,12 @@ class Publication(TaskCaller):
         if isinstance(trigger, bytes):
             emit(Busy(call.key, self.name, b""))
             return self._task.AsyncResult(trigger.decode())
+        # The number is the server's time.
+        seconds = coalescing.is_waited_for(self.app, most, until, unseen=time.time() - trigger / 1e6)
         replacement = self._options.get("replaced_task_nesting", 0)
         result = self._publish(Header(self.id, 0, key=call.key, trigger=trigger, replacement=replacement))
         with redelivery.unless_down(self.id):
-            coalescing.note_published(call.server, call.key, self.app, trigger, expires, until)
+            coalescing.note_published(call.server, call.key, self.app, trigger, seconds)
         return result
 
 

@@ -28,8 +28,8 @@ _MOST_CONNECTIONS = 100
 class AsyncClient:
     """An asyncio client whose commands wait for one another if they are more than its connections.
 
-    No command waits longer than it takes to know that a server is down: if one times out, and then one that was sent
-    after that, those that wait give up. One time-out says little: the event loop may have been busy with thousands of
+    No command waits longer than it takes to know that a server is down: if one times out, and then one that has waited
+    for it, those that wait give up. One time-out says little: the event loop may have been busy with thousands of
     calls, and read no reply meanwhile.
     (redis-py's pools refuse such commands, or can lose a connection for good when a task is cancelled.)
 
@@ -78,7 +78,7 @@ class AsyncClient:
                 return reply
         except (redis.RedisError, exceptions.RedisClusterException, asyncio.CancelledError, GeneratorExit) as error:
             if isinstance(error, redis.TimeoutError) and self._answered_at < sent:
-                self._note_timeout(sent)
+                self._note_timeout(asked, sent)
             raise  # the connection is closed if need be, or will be by the next command
         except BaseException as error:
             if client is self.client:  # else another has been begun already
@@ -93,13 +93,13 @@ class AsyncClient:
             if client is not self.client:
                 self.to_be_closed.add(client)
 
-    def _note_timeout(self, sent: float) -> None:
+    def _note_timeout(self, asked: float, sent: float) -> None:
         """Note that a command that was sent then has timed out, and no other was answered since."""
-        is_in_doubt = self._doubted_at > self._answered_at
-        if not is_in_doubt:
-            self._doubted_at = now()
-        elif sent > self._doubted_at:
+        was_in_doubt = self._doubted_at > self._answered_at
+        if was_in_doubt and asked < self._doubted_at < sent:  # it has waited for one that timed out
             self._timed_out_at = now()
+        elif self._doubted_at < sent:
+            self._doubted_at = now()
 
     async def close_what_is_left(self) -> None:
         """Close the connections of the earlier clients, and those to the Sentinels by which these found the master."""

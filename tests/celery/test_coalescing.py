@@ -22,7 +22,7 @@ def note(app: Celery, server: Server, prefix: str) -> Callable[..., Any]:
     def call(what: str, task_id: str, number: int | None = None, *digest: Any) -> Any:
         where = (server, f"{prefix}k", app)
         if what == "pending":
-            coalescing.note_published(*where, number or 0, None, None)
+            coalescing.note_published(*where, number or 0, 600)
             return None
         if what == "anew":
             reply: Any = coalescing.queue_anew(*where, task_id, *digest)
@@ -111,6 +111,21 @@ def test_an_equal_of_the_newest_task_that_waits_is_its_duplicate(note: Any, serv
     publish()
     assert is_new("fifth", "")  # sent once more under its id, which has the other number by now
     assert is_new("sixth")
+
+
+def test_of_equal_tasks_of_which_one_may_be_lost_one_runs(note: Any, keys: Keys) -> None:
+    triggers = f"{{{keys.prefix}k}}:triggers"
+    first = note("anew", "first", 0, "equal")
+    note("pending", "", first)
+    keys.redis.zadd(triggers, {"until:equal": 1})  # so long ago was it seen
+    assert note("anew", "copy", 0, "equal") == first
+    note("pending", "", first)
+    assert note("anew", "a duplicate", 0, "equal") == "copy"
+    assert note("arrive", "first", first) == note("arrive", "copy", first) == first, "either may wait"
+    assert note("begin", "first", first) == first
+    assert note("begin", "copy", first) == note("arrive", "copy", first) == 0
+    assert note("begin", "first", first) == first, "its message is delivered again"
+    assert note("anew", "new", 0, "equal") > first
 
 
 def test_a_begin_that_arrives_twice_does_not_supersede_what_was_sent_in_between(note: Any) -> None:

@@ -582,6 +582,20 @@ def test_the_newest_task_is_not_waited_for_when_it_has_expired_or_may_be_lost(
     assert len(queue) == 2
 
 
+def test_a_task_that_may_be_lost_is_replaced_ever_more_seldom(queue: Queue, keys: Keys) -> None:
+    """Each is waited for as long as all before: with a rate limit they wait behind one another."""
+    task, triggers = unique(queue.app, "k", when_busy=buffer_one()), triggers_of(f"{keys.prefix}k")
+    task.delay()
+    number = keys.redis.zscore(triggers, "pending") - 1000e6  # it was queued so long ago
+    for member, score in keys.redis.zscan_iter(triggers):
+        keys.redis.zadd(triggers, {member: number if score < time.time() * 1e6 else 1})
+    second = task.delay()
+    assert len(queue) == 2
+    assert task.delay() == second
+    ((_, microseconds),) = keys.redis.zscan_iter(triggers, match="until:*")
+    assert 1000 - SLACK < microseconds / 1e6 - time.time() < 1000 + SLACK
+
+
 def test_another_task_with_the_same_key_is_no_duplicate_of_the_newest(queue: Queue) -> None:
     full, delta = (unique(queue.app, "k", function=each, when_busy=buffer_one()) for each in (work, done))
     first = full.delay()
@@ -600,7 +614,8 @@ def test_a_duplicate_of_the_newest_task_is_a_busy_event(queue: Queue, keys: Keys
         assert seen == []
         task.delay(1)
     assert seen == [Busy(f"{keys.prefix}k", task.name, b"")]
-    assert str(seen[0]) == f"{task.name} did not run: {keys.prefix}k is taken, or an equal task waits for it"
+    reason = "is taken by a value that is not known, or an equal task waits for it"
+    assert str(seen[0]) == f"{task.name} did not run: {keys.prefix}k {reason}"
     assert len(queue) == 4
 
 
