@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import date, datetime, timedelta, timezone
 from json import loads
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -279,6 +280,7 @@ TIMES: dict[str, tuple[float, Any, Callable[[], Any]]] = {
     "eta in the app's zone": (9000 + QUEUE_TIMEOUT, {}, lambda: {"eta": in_(9000).replace(tzinfo=None)}),
     "eta in another zone": (9000 + QUEUE_TIMEOUT, {}, lambda: {"eta": in_(9000).astimezone(EAST)}),
     "countdown and expires": (10_000, {}, lambda: {"countdown": 9000, "expires": 10_000}),
+    "eta of another class": (9000 + QUEUE_TIMEOUT, {}, lambda: {"eta": SimpleNamespace(isoformat=in_(9000).isoformat)}),
     "eta in the past": (QUEUE_TIMEOUT, {}, lambda: {"eta": in_(-9000)}),
 }
 

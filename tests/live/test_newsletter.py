@@ -241,8 +241,8 @@ def test_without_the_decorator_two_bodies_send_twice(house: House) -> None:
     results = [house.chord(make_chunk, live.send_undecorated.si(house.name)) for _ in range(2)]
     house.are_at_it("send", number=2)
     house.let_go()
-    for result in results:  # later they get into each other's way, and one may have to begin again
-        result.get(timeout=LIMIT)
+    for result in results:  # later they get into each other's way, and one may have to begin again, or fail
+        result.get(timeout=LIMIT, propagate=False)
     assert [house.accepted[each.email] for each in recipients.chunk(0)] == [2] * IN_A_CHUNK
 
 
