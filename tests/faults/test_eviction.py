@@ -26,6 +26,7 @@ def evicting(own_server: RedisServer, prefix: str, monkeypatch: pytest.MonkeyPat
     """A client of a server that may evict keys, and of which nobody has asked before: its port may be another's."""
     assert prefix
     monkeypatch.setattr(eviction, "_asked", set())
+    monkeypatch.setattr(eviction, "_from_urls", {})
     with redis_py.Redis.from_url(own_server.url) as client:
         client.config_set("maxmemory", "100mb")
         client.config_set("maxmemory-policy", "volatile-ttl")
@@ -91,6 +92,7 @@ def test_what_is_warned_of(evicting: Any, memory: str, policy: str, warns: Any) 
 def test_what_sentinels_watch_is_warned_of_by_its_name_and_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two deployments may have one service name: each is asked, once."""
     monkeypatch.setattr(eviction, "_asked", set())
+    monkeypatch.setattr(eviction, "_from_urls", {})
     with clients("Sentinel") as those, clients("Sentinel") as others:
         for each in (those, others):
             each.witness.config_set("maxmemory", "100mb")
