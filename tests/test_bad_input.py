@@ -32,6 +32,7 @@ from only_one import (
     carry_on,
     configure,
     current_lock,
+    fail,
     retry,
     skip,
     subscribe,
@@ -375,17 +376,17 @@ def test_a_wrong_call_is_refused(call: Callable[[], object], error: type[Excepti
     refused(error, words, call)
 
 
+POLICIES: tuple[Any, ...] = (skip, fail, carry_on, retry, buffer_one)
+
+
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
         (lambda error: retry(error), "retry()"),
         (lambda error: buffer_one(error), "write buffer_one()"),
         (lambda error: carry_on(error), "when_busy"),
-        (
-            lambda error: retry(max_retries=3),
-            "max_retries=3) was returned by a policy: call it",
-        ),
-        *((lambda error, each=each: each, f"{each.__name__} was returned") for each in (skip, retry, buffer_one)),
+        (lambda error: retry(max_retries=3), "max_retries=3) was returned by a policy: call it"),
+        *((lambda error, each=each: each, f"{each.__name__} was returned") for each in POLICIES),
     ],
 )
 def test_a_policy_that_is_called_by_another(redis: Redis, prefix: str, policy: Any, words: str) -> None:

@@ -58,16 +58,17 @@ def test_how_long_a_requeued_message_waits(monkeypatch: pytest.MonkeyPatch) -> N
         assert requeue._delay(5, 3) == 3 * part
 
 
-@pytest.mark.parametrize(("way", "countdown"), [({}, 0.2), ({"declare": []}, 0.2), ({"queue": "celery"}, 1)])
+@pytest.mark.parametrize(("way_back", "countdown"), [("", 0.2), ("declare", 0.2), ("queue", 1)])
 def test_the_wait_is_whole_seconds_only_where_rabbitmq_may_keep_it(
-    queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch, way: dict[str, Any], countdown: float
+    queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch, way_back: str, countdown: float
 ) -> None:
     """Celery puts them into a routing key of RabbitMQ's; a message for a topic exchange of Redis waits in a worker."""
     task = a_task(queue.app, done, when_busy=retry(0.2))
     task.delay()
     published = Mock(wraps=task.signature_from_request)
     monkeypatch.setattr(task, "signature_from_request", published)
-    monkeypatch.setattr(requeue, "way_back", lambda *_: way)
+    ways = {"": {}, "declare": {"declare": []}, "queue": {"queue": queue.app.conf.task_default_queue}}
+    monkeypatch.setattr(requeue, "way_back", lambda *_: ways[way_back])
     with keys.busy():
         queue.deliver()
     assert published.call_args.kwargs["countdown"] == countdown

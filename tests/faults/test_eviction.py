@@ -92,7 +92,6 @@ def test_what_is_warned_of(evicting: Any, memory: str, policy: str, warns: Any) 
 def test_what_sentinels_watch_is_warned_of_by_its_name_and_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two deployments may have one service name: each is asked, once."""
     monkeypatch.setattr(eviction, "_asked", set())
-    monkeypatch.setattr(eviction, "_from_urls", {})
     with clients("Sentinel") as those, clients("Sentinel") as others:
         for each in (those, others):
             each.witness.config_set("maxmemory", "100mb")
