@@ -16,10 +16,10 @@ from only_one.lock.commands import Script, evaluate
 
 from .broker import remembered_for, waits_for
 
-_IS_WAITED_FOR = 30.0
-"""Seconds for which equal calls get the pending task's result, from when it may begin.
+_TRUSTED_FOR = 30.0
+"""Seconds for which a pending task is trusted to wait, from when it may begin: equal calls get its result.
 
-Its message may be lost, or its worker killed, and no key says so. While a worker requeues it, it is known to be there.
+Its message may be lost, or its worker killed, and no key says so. A worker that requeues it has seen it.
 """
 
 # The set forgets what is older than the time for which a message may still be delivered.
@@ -53,10 +53,8 @@ else
     if like and like == of('pending') and like > of('begun') then
         local equals = with('id:', like)
         if equals[1] and now < of('until:' .. same) then return equals[1] end
-        for _, other in ipairs(equals) do
-            redis.call('zrem', KEYS[2], 'id:' .. other)
-            number = like
-        end
+        for _, other in ipairs(equals) do redis.call('zrem', KEYS[2], 'id:' .. other) end
+        if equals[1] then number = like end
     end
     if number == 0 and what ~= 'anew' then number = of('id:' .. id) end
     local is_newest = number < 0
@@ -114,7 +112,7 @@ def queue_anew(server: Server, key: str, app: Celery, task_id: str, digest: str)
         digest: what its name and arguments give, by which equal calls are known; empty if they cannot be compared.
 
     Returns:
-        Its number; the id of the pending task if that is the newest, has the same digest, and is known to wait.
+        Its number; the id of the pending task if that is the newest, has the same digest, and is trusted to wait.
     """
     reply: int | bytes = _send(server, key, app, "anew", task_id, 0, digest)
     return reply
@@ -128,22 +126,22 @@ def note_published(server: Server, key: str, app: Celery, trigger: int, seconds:
         key: the key as it is in Redis.
         app: the task's app.
         trigger: the task's number.
-        seconds: for so long equal calls get its result.
+        seconds: for so long it is trusted to wait, and equal calls get its result.
     """
     _send(server, key, app, "pending", "", trigger, "", round(seconds * 1000))
 
 
-def is_waited_for(app: Celery, most: float, until: Any, unseen: float = 0) -> float:
-    """Seconds for which equal calls get the result of a task that is published now.
+def trusted_for(app: Celery, most: float, until: Any, unseen: float = 0) -> float:
+    """Seconds for which a task that is published now is trusted to wait.
 
     Args:
         app: the task's app.
         most: the most seconds, as of a task that expires.
         until: when it may begin, in seconds or as a time; None for at once.
         unseen: the seconds since its number was first published. With a rate limit a task may wait for long, and each
-            that is published in its place waits behind it: so each is waited for as long as all before.
+            that is published beside it waits behind it: so each is trusted for as long as all before.
     """
-    return min(most, waits_for(app, max(_IS_WAITED_FOR, unseen), None, until))
+    return min(most, waits_for(app, max(_TRUSTED_FOR, unseen), None, until))
 
 
 def _send(server: Server, key: str, app: Celery, what: str, task_id: str, trigger: int | None, *more: Any) -> Any:

@@ -295,7 +295,7 @@ class Delivery(TaskCaller):
             if header.trigger is not None:
                 requeued = self._request.only_one_requeued.options
                 most = waits_for(self.app, inf, requeued.get("expires"), None)
-                seconds = coalescing.is_waited_for(self.app, most, requeued.get("countdown"))
+                seconds = coalescing.trusted_for(self.app, most, requeued.get("countdown"))
                 coalescing.note_published(server, key, self.app, header.trigger, seconds)
         raise Ignore
 

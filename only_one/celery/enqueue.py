@@ -211,7 +211,7 @@ class Publication(TaskCaller):
             emit(Busy(call.key, self.name, b""))
             return self._task.AsyncResult(trigger.decode())
         # The number is the server's time.
-        seconds = coalescing.is_waited_for(self.app, most, until, unseen=time.time() - trigger / 1e6)
+        seconds = coalescing.trusted_for(self.app, most, until, unseen=time.time() - trigger / 1e6)
         replacement = self._options.get("replaced_task_nesting", 0)
         result = self._publish(Header(self.id, 0, key=call.key, trigger=trigger, replacement=replacement))
         with redelivery.unless_down(self.id):
