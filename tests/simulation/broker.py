@@ -11,6 +11,7 @@ from contextlib import suppress
 from copy import deepcopy
 from datetime import datetime, timezone
 from functools import cache, partial
+from math import inf
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -102,6 +103,7 @@ class Delivery:
     Attributes:
         payload: the message.
         number: its number; a redelivery has the same.
+        is_work: whether its task is decorated.
         worker: the worker that has received it.
         is_done: whether it is acknowledged.
         request: Celery's request for it.
@@ -117,8 +119,9 @@ class Delivery:
         self.payload, self.number = payload, number
         headers = payload["headers"]
         self.id, self.task = headers["id"], headers["task"]
-        names: list[str] = re.findall(r"'(t\d+)'", headers["argsrepr"])
-        self.work = Work(names[-1], headers.get("replaced_task_nesting") or 0, headers["retries"])
+        self.is_work = self.task.endswith("work")
+        [name] = re.findall(r"{'(t\d+)'", headers["argsrepr"])
+        self.work = Work(name, headers.get("replaced_task_nesting") or 0, headers["retries"])
         self.forget()
 
     def begin(self, child: Process) -> None:
@@ -191,11 +194,12 @@ class Broker:
         self.published: list[Delivery] = []
         self.last_redelivered_at: dict[int, float] = {}
         self.redelivered_before_a_run: set[str] = set()
+        self.last_lost_at = -inf
         self.workers: list[Any] = []
 
     def put(self, payload: dict[str, Any]) -> None:
         delivery = Delivery(payload, len(self.published))
-        if delivery.task == "work" and self.world.fault(f"publishing fails of {name_of_this()}", 0.02):
+        if delivery.is_work and self.world.fault(f"publishing fails of {name_of_this()}", 0.02):
             msg = "the broker is away"
             raise OperationalError(msg)
         self.published.append(delivery)
@@ -206,6 +210,11 @@ class Broker:
         self.world.sleep(0)
 
     def _arrive(self, delivery: Delivery) -> None:
+        if self.world.fault("message lost", self.world.plan.message_loss):  # as by a purge
+            self.world.note("broker", "loses", f"#{delivery.number}")
+            self.last_lost_at = self.world.now
+            self.published[delivery.number].is_done = delivery.is_done = True
+            return
         self.queue.append(delivery)
         self.deliver()
 

@@ -17,6 +17,8 @@ _GIVE_UP_THEIR_KEY = {"replace", "retry unraised", "retry swallowed", "requeue"}
 _WAITS = {"Ignore", "Retry", "None"}
 """Outcomes of a delivery that tell nobody of a failure."""
 _JUST_NOW = 0.1
+_TRUSTED_FOR = 31.0
+"""Seconds after which a call whose equal waits in the queue has a message of its own."""
 
 Problems = Iterator[tuple[str, str]]
 
@@ -32,6 +34,12 @@ class MessageChecker:
         for invariant in INVARIANTS:
             for kind, text in invariant(self.history, self):
                 self.problem(kind, text)
+
+    def last_call(self, trigger: Any) -> None:
+        """When all is over, a call runs: what has happened before keeps none from it."""
+        is_duplicate = self.may_leave_a_queued_key and self.plan.is_unique and self.plan.when_busy != "buffer_one"
+        if not (trigger.runs or is_duplicate):
+            self.problem("the last call did not run", f"{trigger.error!r}")
 
     def only(self, *kinds: str) -> bool:
         """Whether no other kinds of faults have happened."""
@@ -49,6 +57,16 @@ class MessageChecker:
     @property
     def may_lose_messages(self) -> bool:
         """Whether a message may be acknowledged whose task has not begun or not ended, as Celery has it."""
+        return self.acknowledges_early or self.had("message lost")
+
+    @property
+    def may_leave_a_queued_key(self) -> bool:
+        """Whether a message was lost, or both commands of a ``delay()`` were sent twice: the docs say so."""
+        return self.late_commands > 1 or self.had("message lost")
+
+    @property
+    def acknowledges_early(self) -> bool:
+        """Whether one may have been acknowledged whose task has not ended."""
         return not self.plan.acks_late and self.had("kill", "shutdown", "lost connection")
 
     # while it happens
@@ -96,6 +114,11 @@ class MessageChecker:
         self._being_sent.add(trigger.name)
         yield
         self._being_sent.remove(trigger.name)
+        if self.plan.when_busy == "buffer_one" and not trigger.is_sent and trigger.error is None:
+            for other in self.history.triggers.values():
+                is_equal = other.task == trigger.task and other.given == trigger.given
+                if other.id == trigger.id and not (other is trigger or is_equal):
+                    self.problem("a duplicate of another call", f"{trigger.name} of {other.name}")
         is_unique = self.plan.is_unique and self.plan.when_busy != "buffer_one" and trigger.how in _UNIQUE
         if not is_unique or not self.only("publishing fails", "shutdown", "lost connection"):
             return
@@ -136,9 +159,8 @@ def _no_message_waits(history: Any, _checker: MessageChecker) -> Problems:
 def _no_key_without_a_run(history: Any, checker: MessageChecker) -> Problems:
     for key in list(history.store.keys):
         value = history.store.get(key)
-        # Of a `delay()` whose two commands are both sent twice: the guarantees say so.
-        is_queued_late = checker.late_commands > 1 and value is not None and b'"queued"' in value
-        if value is not None and not key.startswith(b"{") and not is_queued_late:
+        is_queued = checker.may_leave_a_queued_key and value is not None and b'"queued"' in value
+        if value is not None and not key.startswith(b"{") and not is_queued:
             yield "a key without a run", f"{key!r} {value!r}"[:200]
 
 
@@ -150,7 +172,7 @@ def _exceptions_are_documented(history: Any, _checker: MessageChecker) -> Proble
 
 def _no_task_is_lost(history: Any, checker: MessageChecker) -> Problems:
     """All work that was published is done or told: also a later attempt, and what an id is used for again."""
-    for work in {each.work: None for each in history.broker.published if each.task == "work"}:
+    for work in {each.work: None for each in history.broker.published if each.is_work}:
         trigger, outcomes = history.triggers[work.trigger], set(history.outcomes[work])
         ends = {run.end for run in trigger.runs if run.work == work} - {"killed"}
         has_ended = bool(ends) and (ends != {"Reject"} or trigger.ends == ("reject",) or not checker.plan.acks_late)
@@ -244,7 +266,8 @@ def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
     may_be_overtaken = checker.had("cut") and checker.had("late")
     may_be_overtaken |= sent[-1].how == "id" and checker.was_redelivered(sent[-1])
     was_told = history.revoked or outcomes - _WAITS or others
-    if not (checker.may_lose_messages or may_be_overtaken or was_told):
+    may_be_lost = checker.acknowledges_early or history.broker.last_lost_at > sent[-1].asked - _TRUSTED_FOR
+    if not (may_be_lost or may_be_overtaken or was_told):
         yield "the newest did not run", sent[-1].name
 
 

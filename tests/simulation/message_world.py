@@ -23,19 +23,21 @@ from .history import History
 from .message_checker import MessageChecker
 from .process import Machine, Process, playing, this
 
-HOW: dict[str, Callable[[Any, Any, Any, str], Any]] = {
-    "delay": lambda work, _tail, _part, name: work.delay(name),
-    "id": lambda work, _tail, _part, name: work.apply_async((name,), task_id="same-id"),
-    "countdown": lambda work, _tail, _part, name: work.apply_async((name,), countdown=1),
-    "long countdown": lambda work, _tail, _part, name: work.apply_async((name,), countdown=4),
-    "expires": lambda work, _tail, _part, name: work.apply_async((name,), expires=2),
-    "soft limit": lambda work, _tail, _part, name: work.apply_async((name,), soft_time_limit=1),
-    "hard limit": lambda work, _tail, _part, name: work.apply_async((name,), time_limit=1),
-    "chain": lambda work, tail, _part, name: chain(work.s(name), tail.s(name)).apply_async().parent,
-    "chord": lambda work, tail, part, name: chord([work.s(name), part.s(name)])(tail.s(name)).parent.results[0],
-    "link": lambda work, tail, _part, name: work.apply_async((name,), link=tail.s(name)),
-    "link_error": lambda work, tail, _part, name: work.apply_async((name,), link_error=tail.si("failed", name)),
-    "by name": lambda work, _tail, _part, name: work.app.send_task("work", (name,)),
+Given = dict[str, int]
+"""What a task is called with: its first key is the name of the trigger. So equal calls differ in the order alone."""
+HOW: dict[str, Callable[[Any, Any, Any, Given], Any]] = {
+    "delay": lambda work, _tail, _part, given: work.delay(given),
+    "id": lambda work, _tail, _part, given: work.apply_async((given,), task_id="same-id"),
+    "countdown": lambda work, _tail, _part, given: work.apply_async((given,), countdown=1),
+    "long countdown": lambda work, _tail, _part, given: work.apply_async((given,), countdown=4),
+    "expires": lambda work, _tail, _part, given: work.apply_async((given,), expires=2),
+    "soft limit": lambda work, _tail, _part, given: work.apply_async((given,), soft_time_limit=1),
+    "hard limit": lambda work, _tail, _part, given: work.apply_async((given,), time_limit=1),
+    "chain": lambda work, tail, _part, given: chain(work.s(given), tail.s(given)).apply_async().parent,
+    "chord": lambda work, tail, part, given: chord([work.s(given), part.s(given)])(tail.s(given)).parent.results[0],
+    "link": lambda work, tail, _part, given: work.apply_async((given,), link=tail.s(given)),
+    "link_error": lambda work, tail, _part, given: work.apply_async((given,), link_error=tail.si("failed", given)),
+    "by name": lambda work, _tail, _part, given: work.app.send_task(work.name, (given,)),
 }
 """How a task is sent."""
 _HOW = [*HOW, *["delay"] * 7, *["id"] * 3, "chain", "chord", "soft limit", "hard limit"]
@@ -60,7 +62,7 @@ def _end(action: str, task: Any, trigger: Trigger) -> None:
     if action in ("reject", "requeue"):
         raise Reject(requeue=action == "requeue")
     if action == "replace":
-        raise task.replace(task.s(trigger.name))
+        raise task.replace(task.s(trigger.given))
     if action in ("retry", "retry soon"):
         raise task.retry(countdown=1.0 if action == "retry" else 0.1)
     with suppress(Retry):
@@ -72,6 +74,7 @@ class Trigger:
     """One call of a producer.
 
     Attributes:
+        given: the task's argument.
         ends: how its runs end.
         how: how it is sent.
         error: what the call has raised.
@@ -81,6 +84,8 @@ class Trigger:
     """
 
     name: str
+    task: str
+    given: Given
     ends: tuple[str, ...]
     how: str
     asked: float
@@ -124,6 +129,9 @@ class MessageWorld(History):
         "has_beat": [False, False, True],
         "trouble": [(0.0, 0.0), (0.0, 0.0), (0.0, 0.0), (0.02, 0.03)],
         "server": ["valkey"],
+        "tasks": [("work",), ("work",), ("work", "other work")],
+        "calls": ["different", "equal"],
+        "message_loss": [*[0.0] * 9, 0.2],
     }
     FAULTS: ClassVar[dict[str, list[float]]] = {
         "killed child": [0.15, 0.15],
@@ -169,15 +177,19 @@ class MessageWorld(History):
             own = [process for _, process in zip(range(3), given, strict=False)]
             self.broker.workers.append(Worker(self, f"w{number}", machine, own))
         self.plan_faults(12)
-        self.run(self.now + 200, lambda: not left)
+        self.run(self.now + 300, lambda: not left)
         self.run(self.now + 15)
         self.quiet = True
         self.host.loses = self.host.delays = 0.0
-        self.run(self.now + 120, self._is_drained)
+        self.run(self.now + 1000, self._is_drained)
         self.run(self.now + 35 + (plan.at_least or 0.0))
         if left:
             self.problem("a call never ended", f"{left} wait")
         self.checker.at_the_end()
+        last = f"t{plan.triggers}"
+        self.spawn(self.processes[0], "producer/last", self._send, "producer", last, (), "delay")
+        self.run(self.now + 35)
+        self.checker.last_call(self.triggers[last])
         _state._on_app_finalizers.intersection_update(finalizers)
 
     @property
@@ -185,7 +197,7 @@ class MessageWorld(History):
         return [run for run in self.runs if run.ended is None]
 
     def _is_drained(self) -> bool:
-        return not self.broker.queue and not self.broker.unacked and not self.running
+        return not self.broker.alive() and not self.running
 
     # faults: each happens at some time in some histories
 
@@ -235,46 +247,52 @@ class MessageWorld(History):
             return self.apps[key]
         plan, package = self.plan, process.package
         app = self.apps[key] = _app(process, plan.broker, acks_late=plan.acks_late)
-        app.tasks.pop("work", None)
         policies = {"retry": package.retry(), "buffer_one": package.buffer_one()}
         policies |= {"skip": package.skip, "fail": package.fail, "default": None}
         given = {"when_busy": policies[plan.when_busy], "lease": plan.lease, "at_least": plan.at_least}
         given = {name: value for name, value in given.items() if value is not None}
 
-        def work(task: Any, name: str) -> str:
-            return playing().body(task, name)  # type: ignore[no-any-return] # the app outlives this history
+        def body(task: Any, given: Given) -> str:
+            return playing().body(task, next(iter(given)))  # type: ignore[no-any-return] # the app outlives this history
 
-        function: Any = work
-        if plan.placement != "above":
-            function = package.only_one("k" if plan.placement == "below" else "inner", **given)(function)
-        if plan.placement == "two below":
-            function = package.only_one("k", **given)(function)
-        task = app.task(bind=True, name="work", shared=False)(function)
-        if plan.is_unique:
-            package.only_one("k", **given)(task)
+        for name in plan.tasks:
+            app.tasks.pop(name, None)
+            function: Any = body
+            if plan.placement != "above":
+                function = package.only_one("k" if plan.placement == "below" else "inner", **given)(function)
+            if plan.placement == "two below":
+                function = package.only_one("k", **given)(function)
+            task = app.task(bind=True, name=name, shared=False)(function)
+            if plan.is_unique:
+                package.only_one("k", **given)(task)
         return app
 
     # producing
 
     def _produce(self, producer: str, names: list[str], left: list[str]) -> None:
         for name in names:
-            self.sleep(self.choose(f"pause before {name}", [0.0, 0.01, 1.0, 3.0]))
+            # After so long a message that is lost while a run is long keeps no equal call from a message of its own.
+            pauses = [0.01, 1.0, 33.0] if self.plan.message_loss else [0.0, 0.01, 1.0, 3.0]
+            self.sleep(self.choose(f"pause before {name}", pauses))
             if not self.is_left_out(f"call {name}"):
-                self._send(producer, name)
+                ends, how = self.choose(f"ends of {name}", _ENDS), self.choose(f"how of {name}", _HOW)
+                self._send(producer, name, ends, how)
         left.remove(producer)
 
-    def _send(self, producer: str, name: str) -> None:
-        ends, how = self.choose(f"ends of {name}", _ENDS), self.choose(f"how of {name}", _HOW)
+    def _send(self, producer: str, name: str, ends: tuple[str, ...], how: str) -> None:
         if how == "id":
             self._wait_for_the_last_with_that_id()
         self.met[f"sent: {how}"] += 1
         self.met[f"ends: {', '.join(ends)}"] += 1
-        trigger = self.triggers[name] = Trigger(name, ends, how, self.now, "same-id" if how == "id" else None)
+        equals = [f"t{number}" for number in range(self.plan.triggers)] if self.plan.calls == "equal" else []
+        given = dict.fromkeys([name, *equals], 0)
+        task, task_id = self.choose(f"task of {name}", self.plan.tasks), "same-id" if how == "id" else None
+        trigger = self.triggers[name] = Trigger(name, task, given, ends, how, self.now, task_id)
         self.note(producer, "sends", name, how, *ends)
         with self.checker.sending(trigger):
             try:
                 tasks = self.app_of(this()).tasks
-                result = HOW[how](tasks["work"], tasks["tail"], tasks["part"], name)
+                result = HOW[how](tasks[task], tasks["tail"], tasks["part"], given)
                 trigger.id = getattr(result, "id", trigger.id)
             except Exception as error:  # noqa: BLE001 - the checker says which are allowed
                 trigger.error = error
@@ -301,7 +319,8 @@ class MessageWorld(History):
         self.arrived_at.setdefault(name, self.now)
         self.note(process.name, "runs", *work)
         try:
-            self.sleep(self.choose(f"length of {name}", [0.01, 0.5, 2.0, 4.0]))
+            lengths = [2.0, 40.0] if self.plan.message_loss else [0.01, 0.5, 2.0, 4.0]
+            self.sleep(self.choose(f"length of {name}", lengths))
             if action := trigger.action_for(run):
                 _end(action, task, trigger)
             run.end = "done"
@@ -317,7 +336,7 @@ class MessageWorld(History):
         """Note how a delivery has ended for Celery."""
         self.note(name_of_this(), "ends", *delivery.work, end)
         self.deliveries_ended[delivery.number] += 1
-        if delivery.task == "work":
+        if delivery.is_work:
             self.outcomes[delivery.work].append(end)
             self.told_at[delivery.work.trigger] = self.now
             self.arrived_at.setdefault(delivery.work.trigger, self.now)
@@ -337,12 +356,12 @@ def _app(_process: Process, broker: str, *, acks_late: bool) -> Any:
     )
     app.finalize()
 
-    def tail(result: Any, name: str) -> Any:
-        playing().triggers[name].received.append(result)
+    def tail(result: Any, given: Given) -> Any:
+        playing().triggers[next(iter(given))].received.append(result)
         return result
 
-    def part(name: str) -> str:
-        return name
+    def part(given: Given) -> str:
+        return next(iter(given))
 
     app.task(name="tail", shared=False)(tail)
     app.task(name="part", shared=False)(part)
