@@ -26,7 +26,7 @@ COUNTED = {"x-death": [{"count": 1}], "x-first-death-queue": "q", "x-last-death-
 
 @pytest.mark.parametrize("ignores", [None, False, True])
 def test_what_a_requeued_message_carries(queue: Queue, keys: Keys, *, ignores: bool | None) -> None:
-    """The user's headers, whether the message or else the task ignores its result; and no claim to a key any more.
+    """What it came with, whether the message or else the task ignores its result; and no claim to a key any more.
 
     A token that is not the key's would be compared in vain, by the worker that receives it and by the run: a trip each.
     """
@@ -35,13 +35,19 @@ def test_what_a_requeued_message_carries(queue: Queue, keys: Keys, *, ignores: b
     headers = message["headers"]
     headers |= Header(answer.id, 0, key=f"{keys.prefix}k", token="t").as_headers()  # noqa: S106
     headers["headers"] = {"x-mine": 1, **COUNTED}
+    headers |= {"argsrepr": "hidden", "kwargsrepr": "hidden, too", "compression": "application/x-gzip"}
+    asked = SimpleNamespace(request_dict=message, content_type="application/x-python-serialize")
+    requeue.keep_content_type(asked)
     del headers["ignore_result"]
     if ignores is not None:
         headers["ignore_result"] = ignores
     with keys.busy():
         queue.deliver(message)
-    again = queue.take()["headers"]
+    requeued = queue.take()
+    assert requeued["content-type"] == asked.content_type
+    again = requeued["headers"]
     assert again["x-mine"] == 1
+    assert {name: again[name] for name in ("argsrepr", "kwargsrepr", "compression")}.items() <= headers.items()
     assert not COUNTED.keys() & again.keys()
     assert again["ignore_result"] is (ignores is not False)
     ours = again["only_one"]
