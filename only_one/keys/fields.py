@@ -76,7 +76,11 @@ class Arguments:
         Raises:
             TypeError: if the function could not be called so.
         """
-        bound = self.call.bind(*args, **kwargs)
+        try:
+            bound = self.call.bind(*args, **kwargs)
+        except TypeError as error:
+            msg = f"{error}: the decorated function takes {self.call}"
+            raise TypeError(msg) from None
         bound.apply_defaults()
         return bound
 
