@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m on
     except BrokenPipeError:  # the reader has seen enough, as `head` has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (OnlyOneError, *TROUBLE) as error:
+    except (OnlyOneError, UnicodeError, *TROUBLE) as error:  # half of a surrogate pair is in no key
         print(f"{program}: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     return status

@@ -5,6 +5,7 @@ So it decides without sending, and one piece of code serves both drivers. The id
 """
 
 import signal
+import sys
 import traceback
 from collections.abc import Generator
 from contextvars import ContextVar
@@ -39,12 +40,16 @@ def note_unanswered() -> None:
     unanswered.set(unanswered.get() + 1)
 
 
-def _after(error: Exception, commands: Commands[T], command: Command, *, sends_again: bool) -> tuple[Command, bool]:
+def _after(
+    error: Exception, handled: BaseException | None, commands: Commands[T], command: Command, *, sends_again: bool
+) -> tuple[Command, bool]:
     """The command to send after an error, and whether the next one that gets no answer is sent again.
 
     A command of our own client that got no answer is sent again, once for each generator: so the client knows in the
     time of two attempts that a server is down. Other clients send again by themselves.
     """
+    if raised := raised_by_signal_handler(error, handled):
+        raise raised
     if isinstance(error, (redis.ConnectionError, redis.TimeoutError)):
         note_unanswered()
         if sends_again:
@@ -54,14 +59,14 @@ def _after(error: Exception, commands: Commands[T], command: Command, *, sends_a
 
 def drive(client: Any, commands: Commands[T]) -> T:
     """Send the commands of a generator, and return the generator's result."""
-    sends_again = getattr(client, "sends_again", False)
+    sends_again, handled = getattr(client, "sends_again", False), sys.exc_info()[1]
     try:
         command = next(commands)
         while True:
             try:
                 reply = client.execute_command(*command, **RAW)
             except Exception as error:  # noqa: BLE001 - the generator says which errors end it
-                command, sends_again = _after(error, commands, command, sends_again=sends_again)
+                command, sends_again = _after(error, handled, commands, command, sends_again=sends_again)
             else:
                 command = commands.send(reply)
     except StopIteration as stop:
@@ -73,14 +78,14 @@ def drive(client: Any, commands: Commands[T]) -> T:
 
 async def drive_async(client: Any, commands: Commands[T]) -> T:
     """Send the commands of a generator, and return the generator's result."""
-    sends_again = getattr(client, "sends_again", False)
+    sends_again, handled = getattr(client, "sends_again", False), sys.exc_info()[1]
     try:
         command = next(commands)
         while True:
             try:
                 reply = await client.execute_command(*command, **RAW)
             except Exception as error:  # noqa: BLE001 - the generator says which errors end it
-                command, sends_again = _after(error, commands, command, sends_again=sends_again)
+                command, sends_again = _after(error, handled, commands, command, sends_again=sends_again)
             else:
                 command = commands.send(reply)
     except StopIteration as stop:
@@ -90,10 +95,26 @@ async def drive_async(client: Any, commands: Commands[T]) -> T:
         commands.close()  # now: what a signal handler raises while it is collected is lost
 
 
-def is_of_signal_handler(error: Exception) -> bool:
+def is_of_signal_handler(error: BaseException) -> bool:
     """Whether a signal handler has raised the exception, such as Celery's soft time limit."""
     handlers = {_code_of(signal.getsignal(each)) for each in signal.valid_signals()}
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def raised_by_signal_handler(error: BaseException, handled: BaseException | None) -> BaseException | None:
+    """The exception of a signal handler for which an error stands; None if there is none.
+
+    redis-py raises errors of its own in place of the system's, of which a handler may raise one, such as a
+    ``TimeoutError``. A codec of Python's, until 3.11, raises another exception of the same class.
+
+    Args:
+        error: what was raised.
+        handled: the exception that was being handled before; what led to that is another's.
+    """
+    each: BaseException | None = error
+    while each is not None and each is not handled and not is_of_signal_handler(each):
+        each = each.__cause__ or each.__context__
+    return None if each is handled else each
 
 
 def _code_of(handler: Any) -> CodeType | None:

@@ -116,10 +116,11 @@ class _Override(AbstractContextManager[None]):
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.thread = threading.get_ident()
         self.is_entered = False
 
     def __enter__(self) -> None:
-        if self.is_entered:
+        if self.is_entered or self not in _overrides:
             msg = "the options of this configure(...) have been withdrawn: write with configure(...) for each block"
             raise ConfigurationError(msg)
         self.is_entered = True
@@ -127,9 +128,10 @@ class _Override(AbstractContextManager[None]):
     def __exit__(self, *_: object) -> None:
         global current  # noqa: PLW0603 - see its docstring
         with _lock:
-            # Also options set for good inside of the block, but not those of other threads' blocks.
+            # Also options set for good inside of the block, but not those of other threads.
             start = _overrides.index(self)
-            _overrides[start:] = [each for each in _overrides[start:] if each.is_entered and each is not self]
+            left = [each for each in _overrides[start + 1 :] if each.is_entered or each.thread != self.thread]
+            _overrides[start:] = left
             current = {name: value for override in _overrides for name, value in override.options.items()}
 
 

@@ -423,6 +423,13 @@ def test_a_block_that_ends_first_takes_nothing_from_the_others(redis: Redis, pre
         first.__exit__(None, None, None)
         assert function() == (f"{prefix}b:k", 30, None)
     assert function() == (f"{prefix}k", 30, None)
+    with ThreadPoolExecutor(1) as pool, configure():
+        with pool.submit(configure, prefix=f"{prefix}c:").result():
+            assert function() == (f"{prefix}c:k", 30, None)
+        for_good = pool.submit(configure, timeout=90).result()
+    assert function() == (f"{prefix}k", 90, 90)
+    with for_good:
+        pass
 
 
 def test_a_block_cannot_be_entered_again() -> None:
@@ -430,8 +437,11 @@ def test_a_block_cannot_be_entered_again() -> None:
     options = configure(timeout=90)
     with options:
         pass
-    with pytest.raises(ConfigurationError, match="write with configure"), options:
-        pass
+    with configure():
+        dropped = configure(timeout=90)
+    for each in (options, dropped):
+        with pytest.raises(ConfigurationError, match="write with configure"), each:
+            pass
 
 
 def test_an_option_that_is_not_given_is_shown_as_dots() -> None:

@@ -24,7 +24,7 @@ from only_one.lock.current_lock import Lease
 from only_one.lock.liveness import is_dead
 from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import hold, let_go, release_later, start_thread
-from only_one.lock.token import active_tokens, kept
+from only_one.lock.token import active_tokens, kept, this_process
 from only_one.policies import CarryOn, RequeueRequest, check_result, fail, skip
 
 from .effective_options import Caller, EffectiveOptions, Policy
@@ -113,6 +113,8 @@ class LockedCall:
             if value is not None and self.caller.is_held_by_own(value):
                 self.pause = self.caller.waits(options, (yield ("PTTL", self.key)) / 1000)
         except TROUBLE as error:
+            if is_of_signal_handler(error):  # which may be one of the system's, such as a `TimeoutError`
+                raise
             return error
         finally:
             # Of a SET that was sent twice, the first may be carried out when the call is over.
@@ -129,7 +131,9 @@ class LockedCall:
         if became.status == "taken":
             return became.value
         self._owed = owed
-        if wanted(Reclaimed) and not is_queued(before):
+        # What this process has left itself, as where an acquire was cancelled, is of no process that was killed.
+        is_others = not before.startswith(this_process().mark)
+        if is_others and wanted(Reclaimed) and not is_queued(before):
             emit(Reclaimed(self.key, self.caller.name, before))
         return None
 

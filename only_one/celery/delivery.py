@@ -42,6 +42,8 @@ def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[A
     bound = bool(args) and isinstance(args[0], Task) and wrapper in _functions_with_bases(args[0])
     task = _state.get_current_task()
     is_its_run = task is not None and (wrapper in functions_of(task) or (bound and args[0] is task))
+    if task is not None and is_its_run and task.request.called_directly and _is_item():
+        return TaskCaller(task, bound=bound)
     if task is None or not is_its_run or task.request.called_directly:
         return decoration.plain_bound if bound else decoration.plain
     request = task.request
@@ -50,6 +52,12 @@ def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[A
     if is_inside or request.is_eager:  # which has no message
         return TaskCaller(task, work_of(request).token_factory(task), bound=bound)
     return Delivery(task, request, bound=bound, decoration=decoration)
+
+
+def _is_item() -> bool:
+    """Whether a worker runs a list of calls of one task, by ``map``, ``starmap`` or ``chunks``."""
+    task = _state.get_current_worker_task()
+    return task is not None and task.name in ("celery.map", "celery.starmap")
 
 
 def is_in_task() -> bool:

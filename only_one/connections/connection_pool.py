@@ -17,11 +17,14 @@ from weakref import WeakSet, finalize
 
 import redis
 
-from only_one.driver import RAW, Command, is_of_signal_handler, note_unanswered
+from only_one.driver import RAW, Command, is_of_signal_handler, note_unanswered, raised_by_signal_handler
 from only_one.forks import in_each_child
 
 _MOST_KEPT = 16
 """The most connections that are kept. The pool has the others, and lends them to the user's own commands, too."""
+
+_named = inspect.signature(redis.ConnectionPool.get_connection).parameters.get("command_name")
+_FOR_NO_COMMAND = ("_",) if _named and _named.default is _named.empty else ()  # until redis-py 5.2; later ones warn
 
 OF_ALL_CONNECTIONS = (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError)
 """The errors after which no other kept connection is used again either.
@@ -35,7 +38,7 @@ _inherited: list[Any] = []
 
 
 class _BrokenError(Exception):
-    """Holds a ``ConnectionError`` of redis-py's, for which redis-py would wait for a while and try again."""
+    """Holds an error for which redis-py would try again: its ``ConnectionError``, or one of a signal handler."""
 
 
 class _Pinned:
@@ -48,8 +51,7 @@ class _Pinned:
 
     def __init__(self, pool: Any) -> None:
         """Borrow a connection from the pool."""
-        client: Any = redis.Redis(connection_pool=pool, single_connection_client=True)
-        self.connection, client.connection = client.connection, None
+        self.connection = pool.get_connection(*_FOR_NO_COMMAND)
         # Whatever was handled then is over when it is dropped, and a later exception may have the same id.
         vars(self.connection).pop("lent_during", None)
         # No `__del__`: a signal handler's exception in it would be lost, even where nothing was connected.
@@ -113,14 +115,17 @@ class PinnedClient(redis.Redis):
         except IndexError:  # which is over when we connect, and so not in the traceback of an error there
             pinned = None
         pinned = pinned or _Pinned(self.connection_pool)
-        connection = pinned.connection
+        connection, handled = pinned.connection, sys.exc_info()[1]
 
         def attempt() -> Any:
             try:
                 connection.send_packed_command((packed(args),))
                 return connection.read_response(disable_decoding=True)
-            except redis.ConnectionError as error:
-                raise _BrokenError(error) from None
+            except (redis.RedisError, OSError) as error:
+                raised = raised_by_signal_handler(error, handled)
+                if raised or isinstance(error, redis.ConnectionError):
+                    raise _BrokenError(raised or error) from None
+                raise
 
         try:
             # After a time-out it is sent again, as often as the user's client says.
@@ -129,7 +134,7 @@ class PinnedClient(redis.Redis):
             self._end(pinned, error)
             if not isinstance(error, _BrokenError):
                 raise
-            if self.sends_again:
+            if self.sends_again or not isinstance(error.args[0], redis.ConnectionError):
                 raise error.args[0] from None
         else:
             self._keep(pinned)

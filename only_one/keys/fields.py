@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from inspect import BoundArguments, Parameter, Signature
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from only_one.errors import UnkeyableArgument
@@ -30,7 +31,7 @@ _LONGEST = 200
 
 _STEP = r"\.([^.\[\]]+)|\[([^\[\]]+)\]"
 _OWN = ("name", "md5")
-_TEXTUAL = (str, bytes, int, float, type(None))
+_TEXTUAL = (str, bytes, int, float, type(None), PurePath)
 _IDENTITIES = ("id", "pk", "uuid", "key", "name")
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {"": lambda value: value, "!r": repr, "!s": str, "!a": ascii}
 

@@ -37,7 +37,7 @@ def _has_gone(holder: Holder) -> bool:
             os.kill(holder.pid, 0)
     except ProcessLookupError:
         return True
-    except (OSError, OverflowError):  # not ours to ask
+    except (PermissionError, OverflowError):  # not ours to ask
         pass
     return not _may_have_begun(holder.pid, holder.process_start, int(now()))
 

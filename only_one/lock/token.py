@@ -12,6 +12,7 @@ from functools import lru_cache
 from json.encoder import encode_basestring_ascii
 from pathlib import Path
 
+from only_one.driver import is_of_signal_handler
 from only_one.forks import in_each_child
 from only_one.holder import FORMAT
 
@@ -127,7 +128,9 @@ def machine() -> str | None:
         links = [Path(f"/proc/self/ns/{kind}") for kind in ("pid", "time")]
         namespaces = [str(link.readlink()) if link.is_symlink() else "" for link in links]
         return "/".join([socket.gethostname(), boot, *namespaces])
-    except OSError:
+    except OSError as error:
+        if is_of_signal_handler(error):
+            raise
         return None
 
 
@@ -136,7 +139,9 @@ def process_start(pid: int) -> int | None:
     try:
         # The command's name, second in the line, is in parentheses and may hold anything, blanks included.
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
-    except (OSError, IndexError, ValueError):
+    except (OSError, IndexError, ValueError) as error:
+        if is_of_signal_handler(error):
+            raise
         return None
 
 

@@ -135,6 +135,19 @@ def test_what_a_run_calls_is_a_plain_function(queue: Queue, call: Any) -> None:
     assert answer.get() == [own, [f"{whose.__module__}.whose", None, None], own]
 
 
+@pytest.mark.parametrize("call", ["map", "starmap"])
+def test_each_run_of_a_list_of_calls_has_the_key_of_its_task(queue: Queue, keys: Keys, call: str) -> None:
+    """So it does not run beside another run of the task, whatever name the task has."""
+
+    def own_key(_: str) -> str:
+        return current_lock().key
+
+    task = a_task(queue.app, own_key, key="{name}")
+    getattr(task, call)(["x"]).apply_async()
+    assert queue.deliver() == [f"{keys.prefix}{task.name}"]
+    assert task("x") != f"{keys.prefix}{task.name}"
+
+
 def test_a_run_that_is_called_by_super_is_its_tasks(queue: Queue, keys: Keys) -> None:
     """It is not skipped behind its previous attempt; and the run of another task that it calls is none of its own."""
     answer = queue.app.register_task(Calls()).apply_async(("k",), retries=1)

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
+from encodings import idna
+from signal import pthread_kill
+from threading import Thread, main_thread
 from typing import Any
 
 import pytest
@@ -17,6 +21,8 @@ import redis.connection
 from celery.exceptions import SoftTimeLimitExceeded
 
 from only_one import ConfigurationError, LockUnavailable, current_lock
+from rigs.proxy import Proxy
+from rigs.waiting import LIMIT, eventually
 from tests.clients import Subclass
 from tests.decorated import Decorate, both, call_both, decorated, decorated_async
 from tests.interruptions import handled
@@ -84,12 +90,17 @@ def test_whatever_is_raised_while_connecting(
         decorate(lambda: "done", redis=client)()
 
 
+raised = pytest.mark.parametrize("error", [SoftTimeLimitExceeded, TimeoutError])
+"""The second is also of the system, and redis-py raises its own in its place."""
+
+
 @kinds
+@raised
 def test_what_a_signal_raises_while_connecting_is_no_trouble_of_the_server(
-    redis_url: str, kind: type[redis_py.Redis]
+    redis_url: str, kind: type[redis_py.Redis], error: type[Exception]
 ) -> None:
     def soft_time_limit(*_: object) -> None:
-        raise SoftTimeLimitExceeded
+        raise error
 
     def interrupt() -> tuple[()]:
         if threading.current_thread() is threading.main_thread():  # not in that which releases what is left behind
@@ -99,6 +110,45 @@ def test_what_a_signal_raises_while_connecting_is_no_trouble_of_the_server(
     with (
         handled(soft_time_limit, signal.SIGUSR1),
         kind.from_url(redis_url, credential_provider=Provider(interrupt)) as client,
-        pytest.raises(SoftTimeLimitExceeded),
+        pytest.raises(error),
     ):
         decorated(lambda: "done", redis=client)()
+
+
+def test_what_a_signal_raises_while_a_host_is_encoded_reaches_the_caller(redis_url: str) -> None:
+    """Until Python 3.11, a codec's error is raised as another one of the same class."""
+
+    def time_is_over(*_: object) -> None:
+        raise SoftTimeLimitExceeded
+
+    def at_encode(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is idna.Codec.encode.__code__:
+            sys.setprofile(None)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    run = decorated(lambda: None, redis=f"{redis_url}?client_name=encoded")
+    sys.setprofile(at_encode)
+    with handled(time_is_over, signal.SIGUSR1), pytest.raises(SoftTimeLimitExceeded):
+        run()
+
+
+@raised
+@pytest.mark.parametrize("names", [("SET",), ("DELIFEQ", "DELEX", "EVAL")], ids=["acquire", "release"])
+def test_what_a_signal_raises_while_a_reply_is_awaited_reaches_the_caller(
+    proxy: Proxy, redis: redis_py.Redis, key: str, error: type[Exception], names: tuple[str, ...]
+) -> None:
+    def time_is_over(*_: object) -> None:
+        raise error
+
+    def send_signal() -> None:
+        held.met.wait(LIMIT)
+        pthread_kill(main_thread().ident or 0, signal.SIGUSR1)
+
+    run = decorated(lambda: None, redis=proxy.url)
+    run()
+    held = proxy.hold_up(*names)
+    Thread(target=send_signal).start()
+    with handled(time_is_over, signal.SIGUSR1), pytest.raises(error):
+        run()
+    held.let_go()
+    eventually(lambda: not redis.exists(key))

@@ -7,6 +7,7 @@ import re
 from collections import deque
 from datetime import time
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -90,6 +91,7 @@ USER = SimpleNamespace(id=7, team=SimpleNamespace(name="ops"))
         ("{a:%H:%M}", (time(3, 4),), {}, "03:04"),
         ("{a:03d}", (7,), {}, "007"),
         ("{a!s}", (1,), {}, "1"),
+        ("{a}", (Path("/0xABCDEF12"),), {}, "/0xABCDEF12"),
         ("{a:#010x}", (0xABCDEF12,), {}, "0xabcdef12"),  # which is no address of an object
         ("{a!r}", (b"0xABCDEF12",), {}, "b'0xABCDEF12'"),
         ("{a!a}", ("\xe9",), {}, "'\\xe9'"),

@@ -69,7 +69,7 @@ class Call:
     @property
     def is_interrupted(self) -> bool:
         """Whether its outcome is an exception that has come in between."""
-        return type(self.outcome).__name__ in ("Interrupted", "CancelledError")
+        return type(self.outcome).__name__ in ("Interrupted", "TimeIsOver", "CancelledError")
 
     def job(self) -> str:
         """The job of which it is an attempt."""
@@ -217,7 +217,7 @@ class Checker:
         self.history.note(call.name, "gets", str(shown)[:120])
         package = call.process.package
         documented = (package.AlreadyRunning, package.LockLost, package.LockUnavailable, asyncio.CancelledError)
-        is_users = type(outcome).__name__ in ("Interrupted", "BodyFails")
+        is_users = type(outcome).__name__ in ("Interrupted", "TimeIsOver", "BodyFails")
         if not (outcome is None or outcome == "done" or is_users or isinstance(outcome, documented)):
             self.problem("an exception that is not documented", f"{call.name}: {outcome!r}")
         if isinstance(outcome, package.LockLost) and call.told_at == inf:  # then it was checked

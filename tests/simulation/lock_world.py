@@ -145,18 +145,21 @@ class LockWorld(History):
         running: Any = thread()
         for name, pause in self._calls_of(process):
             self.sleep(pause)
-            counting = running.tracer
+            counting, tracer = running.tracer, None
             if self.fault(f"interrupted of {name}", 0.1):  # by an exception at some line, as of a signal handler
                 lines = self.choose(f"lines before {name}", [30, 300, 1000]) * self.draw(f"line of {name}")
-                running.tracer = Tracer(self.branches, int(lines)).trace
+                tracer = Tracer(self.branches, int(lines))
+                running.tracer = tracer.trace
                 sys.settrace(running.tracer)
-            self._call_and_check(process, name)
+            outcome = self._call_and_check(process, name)
+            if tracer and tracer.raised not in (None, outcome):
+                self.problem("an interruption is lost", f"{name} gets {outcome!r}")
             running.tracer = counting
             sys.settrace(counting)
             if self.fault(f"fork of {process.name}", 0.03):
                 self._fork(process)
 
-    def _call_and_check(self, process: Process, name: str) -> None:
+    def _call_and_check(self, process: Process, name: str) -> Any:
         call = self.checker.begins(process, name)
         try:
             outcome: Any = self.functions[process](call)
@@ -167,6 +170,7 @@ class LockWorld(History):
         sys.settrace(getattr(thread(), "tracer", None))
         if isinstance(outcome, Interrupted) and "." in name.partition(".")[2]:  # it is the outer call's, too
             raise outcome
+        return outcome
 
     def _fork(self, process: Process) -> None:
         """Go on as a forked child, which has no other thread; the parent is killed."""
@@ -237,6 +241,8 @@ class LockWorld(History):
             yield
         except package.LockLost:
             call.found_at = min(call.found_at, self.now)
+        except Interrupted:
+            raise
         except (package.OnlyOneError, OSError, redis.RedisError):
             pass
 
