@@ -49,7 +49,11 @@ def _after(
     time of two attempts that a server is down. Other clients send again by themselves.
     """
     if raised := raised_by_signal_handler(error, handled):
-        raise raised
+        context = raised.__context__
+        try:
+            raise raised
+        finally:
+            raised.__context__ = context  # and not the error that stood for it
     if isinstance(error, (redis.ConnectionError, redis.TimeoutError)):
         note_unanswered()
         if sends_again:
@@ -97,8 +101,7 @@ async def drive_async(client: Any, commands: Commands[T]) -> T:
 
 def is_of_signal_handler(error: BaseException) -> bool:
     """Whether a signal handler has raised the exception, such as Celery's soft time limit."""
-    handlers = {_code_of(signal.getsignal(each)) for each in signal.valid_signals()}
-    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+    return _has_frame_of(_handlers(), error)
 
 
 def raised_by_signal_handler(error: BaseException, handled: BaseException | None) -> BaseException | None:
@@ -111,10 +114,29 @@ def raised_by_signal_handler(error: BaseException, handled: BaseException | None
         error: what was raised.
         handled: the exception that was being handled before; what led to that is another's.
     """
+    handlers, seen = _handlers(), {id(handled)}
     each: BaseException | None = error
-    while each is not None and each is not handled and not is_of_signal_handler(each):
-        each = each.__cause__ or each.__context__
-    return None if each is handled else each
+    while each is not None and id(each) not in seen:
+        if _has_frame_of(handlers, each):
+            return each
+        seen.add(id(each))
+        # What the user's code has raised in the place of another exception stands for itself.
+        by = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(each.__traceback__)][-1:]
+        is_translated = any(name.partition(".")[0] in _TRANSLATORS for name in by)
+        each = (each.__cause__ or each.__context__) if is_translated else None
+    return None
+
+
+_TRANSLATORS = ("redis", "only_one", "socket", "asyncio")
+"""Packages whose code raises an exception of its own in the place of another."""
+
+
+def _handlers() -> set[CodeType | None]:
+    return {_code_of(signal.getsignal(each)) for each in signal.valid_signals()}
+
+
+def _has_frame_of(handlers: set[CodeType | None], error: BaseException) -> bool:
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _code_of(handler: Any) -> CodeType | None:

@@ -199,8 +199,7 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 
 def _scan(client: Any, pattern: str) -> Iterator[Held]:
-    as_sent = pattern.encode(errors="surrogateescape")
-    scanned = client.scan_iter(match=as_sent, count=_AT_ONCE, NEVER_DECODE=True)
+    scanned = client.scan_iter(match=pattern, count=_AT_ONCE, NEVER_DECODE=True)
     seen: set[bytes] = set()  # SCAN may show a key more than once
     while found := set(islice(scanned, _AT_ONCE)):
         yield from _read(client, list(found - seen))

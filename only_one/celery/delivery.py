@@ -42,7 +42,7 @@ def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[A
     bound = bool(args) and isinstance(args[0], Task) and wrapper in _functions_with_bases(args[0])
     task = _state.get_current_task()
     is_its_run = task is not None and (wrapper in functions_of(task) or (bound and args[0] is task))
-    if task is not None and is_its_run and task.request.called_directly and _is_item():
+    if task is not None and is_its_run and task.request.called_directly and _is_item_of(task):
         return TaskCaller(task, bound=bound)
     if task is None or not is_its_run or task.request.called_directly:
         return decoration.plain_bound if bound else decoration.plain
@@ -54,10 +54,13 @@ def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[A
     return Delivery(task, request, bound=bound, decoration=decoration)
 
 
-def _is_item() -> bool:
-    """Whether a worker runs a list of calls of one task, by ``map``, ``starmap`` or ``chunks``."""
-    task = _state.get_current_worker_task()
-    return task is not None and task.name in ("celery.map", "celery.starmap")
+def _is_item_of(task: Any) -> bool:
+    """Whether a worker runs a list of calls of this task, by ``map``, ``starmap`` or ``chunks``."""
+    running = _state.get_current_worker_task()
+    if running is None or running.name not in ("celery.map", "celery.starmap"):
+        return False
+    named = (running.request.kwargs or {}).get("task") or {}
+    return bool(named.get("task") == task.name)
 
 
 def is_in_task() -> bool:

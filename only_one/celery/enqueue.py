@@ -19,7 +19,7 @@ from only_one.call.locked_call import LockedCall
 from only_one.call.owed_key import note_of
 from only_one.clock import now
 from only_one.connections.server import Server
-from only_one.driver import TROUBLE, drive
+from only_one.driver import TROUBLE, drive, is_of_signal_handler
 from only_one.errors import AlreadyRunning, OnlyOneError
 from only_one.events import Busy, emit, log
 from only_one.holder import Holder
@@ -196,6 +196,8 @@ class Publication(TaskCaller):
         except ResponseError as error:
             log(logging.WARNING, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
         except TROUBLE as error:  # the server is away, and may be back soon
+            if is_of_signal_handler(error):
+                raise
             log(logging.DEBUG, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
             retained = Retained(token, now() + limit, note_of(call.key, *Work(task_id, 0, 0)))
             given = (call.server, call.key, call.token, retained.until)
@@ -206,6 +208,8 @@ class Publication(TaskCaller):
         try:
             trigger = coalescing.queue_anew(call.server, call.key, self.app, self.id, digest)
         except TROUBLE as error:
+            if is_of_signal_handler(error):
+                raise
             return self._publish() if call.resolve_acquire(error) else call.result
         if isinstance(trigger, bytes):
             emit(Busy(call.key, self.name, b""))

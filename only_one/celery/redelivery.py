@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from celery import Task
 from celery.exceptions import Ignore, Reject, Retry
 
-from only_one.driver import TROUBLE, Commands
+from only_one.driver import TROUBLE, Commands, is_of_signal_handler
 from only_one.events import log
 from only_one.lock.commands import MarkerUpdate, Script, evaluate
 
@@ -108,4 +108,6 @@ def unless_down(task_id: str) -> Iterator[None]:
     try:
         yield
     except TROUBLE as error:
+        if is_of_signal_handler(error):
+            raise
         log(DEBUG, "what is known of the messages of %s cannot be asked or noted: %s", task_id, error)

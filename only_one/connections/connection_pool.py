@@ -134,11 +134,12 @@ class PinnedClient(redis.Redis):
             self._end(pinned, error)
             if not isinstance(error, _BrokenError):
                 raise
-            if self.sends_again or not isinstance(error.args[0], redis.ConnectionError):
-                raise error.args[0] from None
+            (broken,) = error.args
         else:
             self._keep(pinned)
             return reply
+        if self.sends_again or not isinstance(broken, redis.ConnectionError):
+            raise broken
         return untyped.execute_command(*args, **options)
 
     def _end(self, pinned: _Pinned, error: BaseException) -> None:

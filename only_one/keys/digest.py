@@ -78,8 +78,7 @@ def _encode(value: object) -> bytes:
     kind = type(value)
     if kind not in _ENCODERS:
         # By its real class: a lazy object tells of another's, and has none of its methods.
-        kinds = [Enum, object] if is_dataclass(kind) else _ENCODERS
-        kind = next(each for each in kinds if issubclass(kind, each))
+        kind = next(each for each in _ENCODERS if issubclass(kind, each))
     return _ENCODERS[kind](value)
 
 

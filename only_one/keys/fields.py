@@ -80,7 +80,7 @@ class Arguments:
         try:
             bound = self.call.bind(*args, **kwargs)
         except TypeError as error:
-            msg = f"{error}: the decorated function takes {self.call}"
+            msg = f"{error}: the decorated function takes ({', '.join(self.call.parameters)})"
             raise TypeError(msg) from None
         bound.apply_defaults()
         return bound

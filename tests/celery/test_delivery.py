@@ -147,6 +147,13 @@ def test_each_run_of_a_list_of_calls_has_the_key_of_its_task(queue: Queue, keys:
     assert queue.deliver() == [f"{keys.prefix}{task.name}"]
     assert task("x") != f"{keys.prefix}{task.name}"
 
+    def outer(_: str) -> Any:
+        return task("x")
+
+    calls_it: Any = queue.app.task(outer, name=f"outer-{task.name}", shared=False)
+    getattr(calls_it, call)(["x"]).apply_async()
+    assert queue.deliver() == [task("x")], "another task that an item calls is called directly"
+
 
 def test_a_run_that_is_called_by_super_is_its_tasks(queue: Queue, keys: Keys) -> None:
     """It is not skipped behind its previous attempt; and the run of another task that it calls is none of its own."""

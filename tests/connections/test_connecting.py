@@ -95,6 +95,25 @@ raised = pytest.mark.parametrize("error", [SoftTimeLimitExceeded, TimeoutError])
 
 
 @kinds
+@both
+def test_the_cause_that_a_provider_raises_again(redis_url: str, kind: type[redis_py.Redis], decorate: Decorate) -> None:
+    """So the chain of exceptions is a circle."""
+
+    def refuse() -> Any:
+        try:
+            try:
+                raise SecretsAreElsewhere  # noqa: TRY301 - as user code does
+            except SecretsAreElsewhere as error:
+                raise RuntimeError from error
+        except RuntimeError as error:
+            raise error.__cause__ or error  # noqa: B904 - as user code does
+
+    client = kind.from_url(redis_url, credential_provider=Provider(refuse))
+    with client, pytest.raises(LockUnavailable, match="SecretsAreElsewhere"):
+        decorate(lambda: "done", redis=client)()
+
+
+@kinds
 @raised
 def test_what_a_signal_raises_while_connecting_is_no_trouble_of_the_server(
     redis_url: str, kind: type[redis_py.Redis], error: type[Exception]

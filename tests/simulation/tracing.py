@@ -77,7 +77,7 @@ class Tracer:
 def _is_dropped(frame: Any) -> bool:
     """Whether what is raised here is dropped: by Python while it collects, by redis-py while it checks or closes."""
     line = getline(frame.f_code.co_filename, frame.f_lineno)
-    is_dropped: bool = frame.f_code.co_name == "get_connection" or ".shutdown(" in line
+    is_dropped: bool = frame.f_code.co_name == "get_connection" or "sock.shutdown(" in line or "sock.close(" in line
     while frame and not is_dropped:
         is_dropped, frame = frame.f_code.co_name in ("__del__", "_drop", "can_read", "on_disconnect"), frame.f_back
     return is_dropped
