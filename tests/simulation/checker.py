@@ -11,6 +11,9 @@ from itertools import pairwise
 from math import inf
 from typing import Any
 
+from .history import BodyFails
+from .tracing import Interrupted
+
 _OF_A_CALL = (b"SET", b"GET", b"DELIFEQ", b"DELEX", b"EVAL")
 _BESIDE = (b"return redis.call('pexpire'", b"fence")
 """Words of the scripts that renew and that make a fence."""
@@ -69,7 +72,7 @@ class Call:
     @property
     def is_interrupted(self) -> bool:
         """Whether its outcome is an exception that has come in between."""
-        return type(self.outcome).__name__ in ("Interrupted", "TimeIsOver", "CancelledError")
+        return isinstance(self.outcome, (Interrupted, asyncio.CancelledError))
 
     def job(self) -> str:
         """The job of which it is an attempt."""
@@ -217,7 +220,7 @@ class Checker:
         self.history.note(call.name, "gets", str(shown)[:120])
         package = call.process.package
         documented = (package.AlreadyRunning, package.LockLost, package.LockUnavailable, asyncio.CancelledError)
-        is_users = type(outcome).__name__ in ("Interrupted", "TimeIsOver", "BodyFails")
+        is_users = isinstance(outcome, (Interrupted, BodyFails))
         if not (outcome is None or outcome == "done" or is_users or isinstance(outcome, documented)):
             self.problem("an exception that is not documented", f"{call.name}: {outcome!r}")
         if isinstance(outcome, package.LockLost) and call.told_at == inf:  # then it was checked

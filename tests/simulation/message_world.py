@@ -271,7 +271,7 @@ class MessageWorld(History):
 
     def _produce(self, producer: str, names: list[str], left: list[str]) -> None:
         for name in names:
-            # After so long a message that is lost while a run is long keeps no equal call from a message of its own.
+            # Runs are longer than an equal call trusts a message that was lost, and so are the pauses between calls.
             pauses = [0.01, 1.0, 33.0] if self.plan.message_loss else [0.0, 0.01, 1.0, 3.0]
             self.sleep(self.choose(f"pause before {name}", pauses))
             if not self.is_left_out(f"call {name}"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -35,7 +36,7 @@ class Tracer:
     Attributes:
         met: how often each branch was taken, by file, line and next line; None if nobody counts.
         left: lines until it raises; none if it is not positive.
-        raised: what it has raised.
+        raised: what it has raised, unless Python or redis-py drops that.
     """
 
     def __init__(self, met: Counter[tuple[str, int, int]] | None, left: int = 0) -> None:
@@ -46,7 +47,7 @@ class Tracer:
     def trace(self, frame: Any, _what: str, _arg: Any) -> Any:
         file, first, met = frame.f_code.co_filename, frame.f_code.co_firstlineno, self.met
         is_counted, may_raise = _kind_of(file)
-        raises = may_raise and self.left > 0
+        raises = may_raise and self.left > 0 and frame.f_code.co_name not in ("__del__", "_drop")
         if met is None or not is_counted:
             return self._count_down if raises else None
         last = frame.f_lineno if frame.f_lineno != first else -first  # a generator goes on where it was
@@ -64,30 +65,33 @@ class Tracer:
         return step
 
     def _count_down(self, frame: Any, what: str, _arg: Any) -> Any:
-        if what == "line" and self.left > 0:
+        if what == "line":
             self.left -= 1
-            if self.left == 0 and _is_dropped(frame):
-                self.left = 1
-            elif self.left == 0:
-                self.raised = self.kind()
-                handle_signal(self.raised)
+            if self.left == 0:
+                error = self.kind()
+                self.raised = None if _is_dropped(frame) else error
+                handle_signal(error)
         return self._count_down
 
 
 def _is_dropped(frame: Any) -> bool:
     """Whether what is raised here is dropped: by Python while it collects, by redis-py while it checks or closes."""
-    line = getline(frame.f_code.co_filename, frame.f_lineno)
-    is_dropped: bool = frame.f_code.co_name == "get_connection" or "sock.shutdown(" in line or "sock.close(" in line
+    code = frame.f_code
+    line = f"{code.co_filename} {code.co_name} {getline(code.co_filename, frame.f_lineno)}"
+    is_dropped = re.search(r"/redis/.*( get_connection |sock\.(shutdown|close)\()", line) is not None
     while frame and not is_dropped:
-        is_dropped, frame = frame.f_code.co_name in ("__del__", "_drop", "can_read", "on_disconnect"), frame.f_back
+        code, frame = frame.f_code, frame.f_back
+        is_dropped = "/redis/observability/" in code.co_filename or code.co_name in _DROPS
     return is_dropped
+
+
+_DROPS = ("__del__", "_drop", "can_read", "on_disconnect")
 
 
 @cache
 def _kind_of(file: str) -> tuple[bool, bool]:
     """Whether its branches are counted, and whether its lines may raise."""
-    may_raise = "/only_one/" in file or ("/redis/" in file and "/redis/observability/" not in file)  # which drops it
-    return any(room in file for room in ROOMS), may_raise
+    return any(room in file for room in ROOMS), "/only_one/" in file or "/redis/" in file
 
 
 EXCEPTIONS = {
