@@ -25,6 +25,11 @@ Commands = Generator[Command, Any, T]
 TROUBLE = (RedisError, RedisClusterException, OSError)
 """The errors that redis-py raises when the server could not be asked, or refused."""
 
+_TRANSLATORS = ("redis", "only_one", "socket")
+"""Packages in whose code an exception is raised in the place of another."""
+
+_SIGNALS = signal.valid_signals()
+
 RAW = {"NEVER_DECODE": True, "get": True}
 """Options of redis-py: replies come as bytes, also from clients that decode, and SET with GET gives the old value."""
 
@@ -127,12 +132,8 @@ def raised_by_signal_handler(error: BaseException, handled: BaseException | None
     return None
 
 
-_TRANSLATORS = ("redis", "only_one", "socket", "asyncio")
-"""Packages whose code raises an exception of its own in the place of another."""
-
-
 def _handlers() -> set[CodeType | None]:
-    return {_code_of(signal.getsignal(each)) for each in signal.valid_signals()}
+    return {_code_of(signal.getsignal(each)) for each in _SIGNALS}
 
 
 def _has_frame_of(handlers: set[CodeType | None], error: BaseException) -> bool:

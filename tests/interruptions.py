@@ -6,6 +6,7 @@ import dis
 import gc
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -14,6 +15,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import only_one as package
+from rigs.waiting import LIMIT
 
 OURS = str(Path(package.__file__).parent)
 
@@ -126,3 +128,19 @@ def is_interrupted_after(seconds: float, call: Callable[[], object]) -> bool:
     except Interruption:
         return True
     return False
+
+
+@contextmanager
+def raised_after(event: threading.Event, error: type[BaseException]) -> Iterator[None]:
+    """A block in whose thread, the main one, a signal handler raises once something has happened."""
+
+    def time_is_over(*_: object) -> None:
+        raise error
+
+    def send_signal() -> None:
+        event.wait(LIMIT)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    with handled(time_is_over, signal.SIGUSR1):
+        threading.Thread(target=send_signal).start()
+        yield

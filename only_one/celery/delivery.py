@@ -37,16 +37,17 @@ from .work import Work, work_held_by, work_of
 def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Caller:
     """The caller of ``wrapper``: the current task if this is its run, else a plain function.
 
-    A function that is called directly, or from another task's run, is none of that task's.
+    A function that is called directly, or from another task's run, is none of that task's; but by ``map`` and the like.
     """
     bound = bool(args) and isinstance(args[0], Task) and wrapper in _functions_with_bases(args[0])
     task = _state.get_current_task()
     is_its_run = task is not None and (wrapper in functions_of(task) or (bound and args[0] is task))
-    if task is not None and is_its_run and task.request.called_directly and _is_item_of(task):
-        return TaskCaller(task, bound=bound)
-    if task is None or not is_its_run or task.request.called_directly:
-        return decoration.plain_bound if bound else decoration.plain
+    plain = decoration.plain_bound if bound else decoration.plain
+    if task is None or not is_its_run:
+        return plain
     request = task.request
+    if request.called_directly:
+        return TaskCaller(task, bound=bound) if _is_item_of(task) else plain
     under_way = vars(request).get("only_one_under_way")
     is_inside = under_way and decoration in under_way.values()  # a call from inside its own run
     if is_inside or request.is_eager:  # which has no message

@@ -196,12 +196,12 @@ class Publication(TaskCaller):
         except ResponseError as error:
             log(logging.WARNING, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
         except TROUBLE as error:  # the server is away, and may be back soon
-            if is_of_signal_handler(error):
-                raise
             log(logging.DEBUG, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
             retained = Retained(token, now() + limit, note_of(call.key, *Work(task_id, 0, 0)))
             given = (call.server, call.key, call.token, retained.until)
             release_later(PendingRelease(*given, no_write_in_flight=True, retained=retained))
+            if is_of_signal_handler(error):
+                raise
 
     def _queue_newest(self, call: LockedCall, digest: str, most: float, until: Any) -> Any:
         """Publish the task with its number; or, if the newest task is equal, give that task's result."""

@@ -11,8 +11,6 @@ import sys
 import threading
 from collections.abc import Callable
 from encodings import idna
-from signal import pthread_kill
-from threading import Thread, main_thread
 from typing import Any
 
 import pytest
@@ -22,10 +20,10 @@ from celery.exceptions import SoftTimeLimitExceeded
 
 from only_one import ConfigurationError, LockUnavailable, current_lock
 from rigs.proxy import Proxy
-from rigs.waiting import LIMIT, eventually
+from rigs.waiting import eventually
 from tests.clients import Subclass
 from tests.decorated import Decorate, both, call_both, decorated, decorated_async
-from tests.interruptions import handled
+from tests.interruptions import handled, raised_after
 
 pytestmark = pytest.mark.usefixtures("prefix")
 
@@ -156,18 +154,10 @@ def test_what_a_signal_raises_while_a_host_is_encoded_reaches_the_caller(redis_u
 def test_what_a_signal_raises_while_a_reply_is_awaited_reaches_the_caller(
     proxy: Proxy, redis: redis_py.Redis, key: str, error: type[Exception], names: tuple[str, ...]
 ) -> None:
-    def time_is_over(*_: object) -> None:
-        raise error
-
-    def send_signal() -> None:
-        held.met.wait(LIMIT)
-        pthread_kill(main_thread().ident or 0, signal.SIGUSR1)
-
     run = decorated(lambda: None, redis=proxy.url)
     run()
     held = proxy.hold_up(*names)
-    Thread(target=send_signal).start()
-    with handled(time_is_over, signal.SIGUSR1), pytest.raises(error):
+    with raised_after(held.met, error), pytest.raises(error):
         run()
     held.let_go()
-    eventually(lambda: not redis.exists(key))
+    assert eventually(lambda: not redis.exists(key))
