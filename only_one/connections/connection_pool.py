@@ -169,13 +169,19 @@ def _is_known(kind: Any) -> bool:
     return are_own and "disable_decoding" in inspect.signature(kind.read_response).parameters
 
 
+@cache
+def _form(parts: int) -> bytes:
+    return b"*%d\r\n" % parts + b"$%d\r\n%b\r\n" * parts
+
+
 def packed(command: Command) -> bytes:
     """A command as the server reads it, in UTF-8; redis-py's own way takes three times as long."""
-    parts = [b"*%d\r\n" % len(command)]
+    values: list[int | bytes] = []
     for each in command:
         encoded = each if type(each) is bytes else str(each).encode()
-        parts.append(b"$%d\r\n%b\r\n" % (len(encoded), encoded))
-    return b"".join(parts)
+        values.append(len(encoded))
+        values.append(encoded)
+    return _form(len(command)) % tuple(values)
 
 
 def _begin_anew_in_child() -> None:
