@@ -247,15 +247,15 @@ def wrap(function: Any, key: Any, options: Options, task: Any = None) -> Any:
 
 
 def _caller_of(decoration: Decoration, wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Caller:
-    is_in_task = False
+    task = None
     if _CELERY in sys.modules:
         from only_one.celery import delivery  # noqa: PLC0415 - not before Celery is there
 
-        caller = delivery.caller_of(decoration, wrapper, args)
+        task = delivery.current_task()
+        caller = delivery.caller_of(task, decoration, wrapper, args)
         if caller is not decoration.plain:
             return caller
-        is_in_task = delivery.is_in_task()
-    return job_queues.caller_of(decoration, args, kwargs, detects=not is_in_task)
+    return job_queues.caller_of(decoration, args, kwargs, detects=task is None)
 
 
 def signature_of(function: Any) -> inspect.Signature:

@@ -34,13 +34,17 @@ from .requeue import Header, header_of, publish
 from .work import Work, work_held_by, work_of
 
 
-def caller_of(decoration: Decoration, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Caller:
+def current_task() -> Any:
+    """The task of Celery that is under way here; None if there is none."""
+    return _state.get_current_task()
+
+
+def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Caller:
     """The caller of ``wrapper``: the current task if this is its run, else a plain function.
 
     A function that is called directly, or from another task's run, is none of that task's; but by ``map`` and the like.
     """
     bound = bool(args) and isinstance(args[0], Task) and wrapper in _functions_with_bases(args[0])
-    task = _state.get_current_task()
     is_its_run = task is not None and (wrapper in functions_of(task) or (bound and args[0] is task))
     plain = decoration.plain_bound if bound else decoration.plain
     if task is None or not is_its_run:
@@ -62,11 +66,6 @@ def _is_item_of(task: Any) -> bool:
         return False
     named = (running.request.kwargs or {}).get("task") or {}
     return bool(named.get("task") == task.name)
-
-
-def is_in_task() -> bool:
-    """Whether a task of Celery is under way here."""
-    return _state.get_current_task() is not None
 
 
 def caller_from_outside(task: Any, decoration: Decoration) -> Caller:

@@ -100,14 +100,15 @@ class Server:
         if not self.is_known:
             return client
         # By the loop, because it may be dropped without being closed; and weakly, because so may be the server.
-        by_server: Any = vars(asyncio.get_running_loop()).setdefault("only_one_clients", WeakKeyDictionary())
-        # A forked child that goes on with its parent's loop must not use, nor close, what that has opened.
-        by_process = by_server.setdefault(self, {})
-        if os.getpid() not in by_process:
+        # And by the process: a forked child that goes on with its parent's loop must not use, nor close, what that has
+        # opened.
+        of_loop, name = vars(asyncio.get_running_loop()), f"only_one_clients_{os.getpid()}"
+        clients: Any = of_loop.get(name) or of_loop.setdefault(name, WeakKeyDictionary())
+        if self not in clients:
             # An async generator, because the loop closes its generators at shutdown: the only hook to close the client.
             generator = _open_async_client(self._given)
-            by_process[os.getpid()] = await anext(generator), generator
-        client, _ = by_process[os.getpid()]
+            clients[self] = await anext(generator), generator
+        client, _ = clients[self]
         return client
 
 
