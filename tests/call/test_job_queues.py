@@ -187,15 +187,15 @@ def test_an_attempt_in_the_same_process_waits_for_the_other_and_a_call_from_insi
 @pytest.mark.parametrize(
     ("modules", "second"),
     [
-        (ARQ, "NoneType"),
-        (in_rq(1), "NoneType"),
-        (in_dramatiq(MESSAGE), "NoneType"),
-        (in_dramatiq(MESSAGE, REDELIVERED), "Requeued"),
+        (lambda: ARQ, "NoneType"),
+        (lambda: in_rq(1), "NoneType"),
+        (lambda: in_dramatiq(MESSAGE), "NoneType"),
+        (lambda: in_dramatiq(MESSAGE, REDELIVERED), "Requeued"),
     ],
 )
-def test_of_two_calls_of_a_job_at_once(install: Any, modules: Any, second: str) -> None:
+def test_of_two_calls_of_a_job_at_once(install: Any, modules: Callable[[], Any], second: str) -> None:
     """Neither is the previous attempt of the other; a redelivery that comes to the same process is one of it."""
-    install(modules)
+    install(modules())
     has_ended = asyncio.Event()
 
     @only_one("k")
@@ -349,7 +349,10 @@ def test_it_gives_up_after_a_lease_while_the_holder_lives(
     assert next(moments) == 6000, "it has waited once: it came at 0, and looked at 2000 and 4000"
 
 
-def test_an_async_call_leaves_the_loop_to_others_while_it_waits(redis: Redis, key: str, hold: Any) -> None:
+def test_an_async_call_leaves_the_loop_to_others_while_it_waits(
+    redis: Redis, key: str, hold: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it blocks the loop"))
     hold(LONG, attempt=None)
     function: Any = only_one(key="k", work_id=named, lease=3600)(as_async(ran))
 
