@@ -355,6 +355,7 @@ def test_an_option_that_cannot_work_is_refused_when_it_is_given(options: dict[st
         (lambda: only_one(300, "k"), ConfigurationError, "only_one("),
         (lambda: only_one(function, "k"), ConfigurationError, "key"),
         (lambda: only_one("k", key="l"), ConfigurationError, "write one of them"),
+        (lambda: only_one(lambda _: "k")(two), KeyTemplateError, "key=lambda"),
         (lambda: only_one("k", work_id=lambda: 1)(two), KeyTemplateError, "all parameters of the function, (x"),
         (lambda: only_one(key_="k"), TypeError, "key_"),
         (lambda: ExitStack().enter_context(only_one("k")), ConfigurationError, "write the block as a function"),
@@ -462,10 +463,6 @@ def test_a_template_that_cannot_work(template: str, words: str) -> None:
 )
 def test_a_key_that_cannot_work(key: Any, target: Any, words: str) -> None:
     refused(KeyTemplateError, words, lambda: only_one(key=key)(target))
-
-
-def test_a_lambda_as_the_key_needs_its_keyword() -> None:
-    refused(KeyTemplateError, "key=lambda", lambda: only_one(lambda _: "k")(two))
 
 
 @pytest.mark.usefixtures("redis")
