@@ -212,7 +212,9 @@ class Broker:
     def _arrive(self, delivery: Delivery) -> None:
         if self.world.fault("message lost", self.world.plan.message_loss):  # as by a purge
             self.world.note("broker", "loses", f"#{delivery.number}")
-            self.last_lost_at = self.world.now
+            eta = delivery.payload["headers"]["eta"]  # it is trusted to wait until then
+            waits = (datetime.fromisoformat(eta) - Clock.now()).total_seconds() if eta else 0.0
+            self.last_lost_at = max(self.last_lost_at, self.world.now + waits)
             self.published[delivery.number].is_done = delivery.is_done = True
             return
         self.queue.append(delivery)
