@@ -103,11 +103,13 @@ class PendingReleases(dict[bytes, PendingRelease]):
     def release(self, node: Node, due: list[PendingRelease]) -> list[PendingRelease]:
         """Try once to release keys of one node, in one trip; returns those for which the server did nothing."""
         commands = [each.command() for each in due]
-        replies = node.send(commands, RAW)
-        for pending, command, reply in zip(due, commands, replies, strict=True):
+        undone = []
+        for pending, command, reply in zip(due, commands, node.send(commands, RAW), strict=True):
             if pending.note_reply(command, reply):
                 self.end(pending.token)
-        return [pending for pending, reply in zip(due, replies, strict=True) if isinstance(reply, Exception)]
+            if isinstance(reply, Exception):
+                undone.append(pending)
+        return undone
 
     def finish(self) -> None:
         """At the end of the process, release the keys that could not be released at the end of a run."""

@@ -13,7 +13,9 @@ from redis.exceptions import ResponseError
 from only_one.clock import now
 from only_one.connections import server as servers
 from only_one.lock import pending_releases, renewal
+from only_one.lock.commands import Retained, release_command
 from only_one.lock.pending_releases import PendingRelease
+from only_one.lock.token import active_tokens
 from only_one.testing import RedisServer
 from rigs.waiting import eventually
 from tests.lock.test_leases import freed
@@ -52,6 +54,30 @@ def test_a_pending_release_is_tried_once_more_when_the_token_has_expired(watch: 
     assert left.note_reply(("DELIFEQ", "k"), 0)
 
 
+def test_the_token_of_a_set_that_got_no_answer_lasts_from_the_last_attempt_on(watch: Watch, redis_url: str) -> None:
+    """A frozen server may carry the SET out when it goes on; until then nobody gives up."""
+    left = watch.pending(watch.server(redis_url), no_write_in_flight=False)
+    lasts = left.until - MOMENT
+    for _ in range(2):
+        watch.clock.moment = left.until
+        assert not left.note_reply(left.command(), OSError())
+        assert left.until == pytest.approx(watch.clock.moment + lasts)
+
+
+def test_a_retained_value_is_stored_while_it_has_time_left(watch: Watch, redis_url: str) -> None:
+    server, key, retained = watch.server(redis_url), watch.key(), Retained(b"kept", MOMENT + 2)
+    stores, outlives = (
+        PendingRelease(server, key, b"token", MOMENT + lasts, no_write_in_flight=True, retained=retained)
+        for lasts in (1, 3)
+    )
+    assert (stores.until, outlives.until) == (MOMENT + 2, MOMENT + 3)
+    for _ in ("the token is there", "it is missing"):
+        server.client.execute_command(*stores.command())
+        assert watch.redis.getdel(key) == b"kept"
+    watch.clock.moment = MOMENT + 2
+    assert stores.command() == release_command(server.features, key, b"token")
+
+
 def test_pending_releases_that_are_due(watch: Watch, redis_url: str) -> None:
     """Those that have waited longest come first, and a node that backs off is not asked."""
     server, down = watch.server(redis_url), watch.server(redis_url)
@@ -82,11 +108,13 @@ def test_a_release_that_takes_long_gives_others_the_next_turn(watch: Watch, redi
 
 def test_of_too_many_pending_releases_the_oldest_is_forgotten(watch: Watch, redis_url: str) -> None:
     server = watch.server(redis_url)
+    active_tokens[b"0"] = None
     for number in range(10_001):
         assert len(watch.renewer.pending_releases) == number
         renewal.release_later(PendingRelease(server, "k", b"%d" % number, MOMENT, no_write_in_flight=True))
     assert len(watch.renewer.pending_releases) == 10_000
     assert next(iter(watch.renewer.pending_releases)) == b"1"
+    assert b"0" not in active_tokens
     renewal.release_later(PendingRelease(server, "k", b"last", MOMENT, no_write_in_flight=True))
     assert len(watch.renewer.pending_releases) == 10_000
     assert list(watch.renewer.pending_releases)[::9_999] == [b"2", b"last"]
