@@ -71,7 +71,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("key", help="the key, with or without the prefix")
     add("--json", action="store_true", help="one line of JSON")
 
-    add = commands.add_parser("release", help="free keys; the runs that hold them go on, and learn it").add_argument
+    add = commands.add_parser("release", help="release keys; the runs that hold them go on, and learn it").add_argument
     add("keys", nargs="*", metavar="key", help="a key, with or without the prefix")
     add("--force", action="store_true", help="also where the holder is not known to be dead")
     add("--dead", action="store_true", help="all keys whose holder is certainly dead, seen from here")
@@ -197,7 +197,9 @@ def _free_by(found: Held) -> float | None:
     if found.expires_in is None:
         return None
     expires_at, holder = time.time() + found.expires_in, found.holder
-    if holder is None or holder.state not in {"running", "received"} or found.process == "dead":
+    if holder is None or found.process == "dead":
+        return expires_at
+    if holder.state not in {"running", "received"}:  # no process renews it
         return expires_at
     # A living process may renew it, until the deadline if there is one. After that its run has called `extend`.
     if holder.deadline is None or holder.deadline < time.time():

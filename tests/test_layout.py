@@ -54,6 +54,19 @@ def test_what_is_to_be_changed_is_where_the_page_says(what: str, where: str) -> 
             assert re.search(rf"\b{name}\b", text), name
 
 
+def parts(test: ast.AST) -> int:
+    """How many conditions are joined by `and` and `or`."""
+    test = test.operand if isinstance(test, ast.UnaryOp) else test
+    return sum(map(parts, test.values)) if isinstance(test, ast.BoolOp) else 1
+
+
+def test_a_condition_of_more_than_two_parts_has_a_name() -> None:
+    nodes = [(path.name, node) for path in ROOT.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    tests = [(name, node.test) for name, node in nodes if isinstance(node, (ast.If, ast.IfExp, ast.While))]
+    assert len(tests) > 100
+    assert [f"{name}:{test.lineno}: {ast.unparse(test)}" for name, test in tests if parts(test) > 2] == []
+
+
 def private_names(tree: ast.AST) -> Iterator[str]:
     """Names of others that begin with an underscore."""
     for node in ast.walk(tree):

@@ -142,9 +142,10 @@ class JobCaller(Caller):
         job has forked: all have the job's identity.
         """
         holder, process = Holder.parse(value), this_process()
-        if holder is None or holder.state != "running" or holder.task_id != self._job.id:
+        if holder is None or holder.state != "running":
             return False
-        if (holder.attempt or 0) > (self._job.attempt or 0):
+        is_later = (holder.attempt or 0) > (self._job.attempt or 0)
+        if holder.task_id != self._job.id or is_later:
             return False
         if value.startswith(process.mark):
             is_beside = self.start is not None and getattr(active_tokens.get(value), "start", None) is self.start
@@ -155,7 +156,8 @@ class JobCaller(Caller):
     def waits(self, options: EffectiveOptions, left: float) -> float:
         """Seconds until the key is asked for again; 0 if the job is requeued, or has waited for as long as it may."""
         self._left = max(left, 0.01)
-        if self._job.requeue or (not self._is_async and _is_in_event_loop()):
+        would_block = not self._is_async and _is_in_event_loop()
+        if self._job.requeue or would_block:
             return 0
         if self._waits_until is None:
             limit = options.lease or DEFAULT_LEASE

@@ -132,8 +132,8 @@ class LockedCall:
             return became.value
         self._owed = owed
         # What this process has left itself, as where an acquire was cancelled, is of no process that was killed.
-        is_others = not before.startswith(this_process().mark)
-        if is_others and wanted(Reclaimed) and not is_queued(before):
+        is_killed = not is_queued(before) and not before.startswith(this_process().mark)
+        if is_killed and wanted(Reclaimed):
             emit(Reclaimed(self.key, self.caller.name, before))
         return None
 
@@ -229,8 +229,9 @@ class LockedCall:
             if marker and is_marked:
                 self.caller.on_marked(self.server, self.key)
             has_expired = became.status == "gone" and now() > self.lease.expires_at  # while it was released
-            is_deleted = self.lost is not None and self.lost.reason == "deleted"  # and is not to come back
-            if self._retained and has_expired and not is_deleted:
+            is_deleted = self.lost is not None and self.lost.reason == "deleted"
+            comes_back = has_expired and not is_deleted
+            if self._retained and comes_back:
                 became = None
         except Exception as error:
             if is_of_signal_handler(error):
@@ -265,7 +266,8 @@ class LockedCall:
             # A key that is gone may have been released by the first of two commands, or have expired meanwhile.
             is_certain = unanswered.get() == self._unanswered and now() < self.lease.expires_at
             is_deleted = became.status == "gone" and is_certain
-            if self.lost is None and (is_deleted or became.status == "taken"):
+            is_lost = is_deleted or became.status == "taken"
+            if self.lost is None and is_lost:
                 reason = "deleted" if is_deleted else "taken"
                 self.lost = LockLost(self.key, reason, became.value.decode(errors="backslashreplace"))
                 self._tell(self.lost)

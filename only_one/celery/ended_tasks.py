@@ -152,7 +152,9 @@ def _is_free(server: Server, options: EffectiveOptions, key: Any, task_id: str, 
             raise
         return True  # where the key is not known, all that begin with the prefix are asked
     holder = Holder.parse(value)
-    if holder is None or holder.task_id != task_id or not (options.takeover or is_queued(value)):
+    if holder is None or holder.task_id != task_id:
+        return True
+    if not options.takeover and not is_queued(value):
         return True
     # A task that is queued may just have begun: then its process is waited for.
     is_over = is_queued(value) or is_dead(value) or _has_ended(holder)

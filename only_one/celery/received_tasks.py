@@ -136,8 +136,9 @@ def _receive(consumer: Any, request: Any) -> None:
     begins_in = waits_for(request.app, 0, None, request.eta)
     queued_for = partial(waits_for, request.app, options.queue_timeout, request.expires, request.eta)
     limit = queued_for()
-    was_queued_with_key = header.token or header.attempt
-    if header.key is None or not was_queued_with_key or limit <= 0:
+    if header.key is None or limit <= 0:
+        return
+    if not header.token and not header.attempt:  # it was queued without its key
         return
     token = work.token_factory(request.task, "received").token(limit if request.expires else None)
     # However long it waits, unless it expires: then it does not run.
@@ -177,7 +178,8 @@ def _announce_redelivery(decoration: Decoration, _sender: Any, request: Any) -> 
     Redis delivers again what runs in a worker that has lost its connection. With RabbitMQ a run tells in any case.
     """
     task, app = request.task, request.app
-    if not (task.acks_late and request.delivery_info["redelivered"]) or redelivers_at_any_time(app):
+    is_redelivery = task.acks_late and request.delivery_info["redelivered"]
+    if not is_redelivery or redelivers_at_any_time(app):
         return
     delivery = Delivery(task, Context(request.request_dict), bound=False, decoration=decoration)
     options = decoration.options_for(caller_from_outside(task, decoration))
@@ -200,12 +202,14 @@ def _on_shutdown(**_: Any) -> None:
         try:
             # Asked, because the task may have begun, or ended, or been requeued, and Celery still have its request.
             value = server.client.execute_command("GET", lease.key, **RAW)
+            if value is None:
+                continue
             if request is not None and request.acknowledged:
                 if value == lease.token:
                     withdraw(request.task, Context(request.request_dict))
             elif value == lease.token and left > 0:
                 drive(server.client, replace(lease.key, lease.token, queued, left))
-            elif value is not None and lease.is_lent_to(value) and left > 0:
+            elif left > 0 and lease.is_lent_to(value):
                 # The other run would store the value of this process, which is dead by then.
                 server.client.execute_command("SET", lease.note, queued, "NX", *expiry_in(left))
         except Exception as error:  # noqa: BLE001 - the next worker that receives it says so

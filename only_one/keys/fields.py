@@ -216,11 +216,15 @@ def _follow(field: Field, steps: list[tuple[str, str]], value: Any) -> Any:
     return value
 
 
+def _has_stable_text(value: object) -> bool:
+    """Whether equal values have equal texts: a set's order differs by process, a tuple's brackets by the broker."""
+    return not isinstance(value, Iterable) and type(value).__str__ is not object.__str__
+
+
 def _formatted(field: Field, spec: str, value: object) -> str:
     value = plain(value)
     is_textual = isinstance(value, _TEXTUAL)
-    # The text of a container differs for equal ones: a set's order by process, a tuple's brackets by the broker.
-    if not is_textual and (isinstance(value, Iterable) or type(value).__str__ is object.__str__):
+    if not is_textual and not _has_stable_text(value):
         problem = f"the parameter {field.parameter!r} is a {type_name(value)}, which has no stable text"
         by_digest = ""
         with suppress(UnknownType):
