@@ -116,6 +116,8 @@ OTHERS: dict[str, Any] = {"pid": os.getpid(), "process": "another"}
         ({"dramatiq": SimpleNamespace()}, (), {}, (None, None)),
         (ARQ, (CONTEXT,), {}, (ID, 1)),
         (ARQ, ({"job_id": ID},), {}, (None, None)),
+        (ARQ, (7,), {}, (None, None)),
+        (ARQ, (), {}, (None, None)),
         ({}, (CONTEXT,), {}, (None, None)),
     ],
 )

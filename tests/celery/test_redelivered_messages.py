@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from celery import Task
+from celery.exceptions import Ignore, Reject
 
 from only_one import buffer_one, carry_on, current_lock, fail, retry, skip
 from only_one.celery import delivery
@@ -17,7 +19,18 @@ from only_one.driver import drive
 from only_one.lock.commands import evaluate
 from rigs.proxy import Proxy
 from rigs.waiting import eventually
-from tests.celery.deliveries import OUTCOMES, REMEMBERED, Awaits, Keys, Queue, a_task, done, lambda_of, token_of
+from tests.celery.deliveries import (
+    OUTCOMES,
+    REMEMBERED,
+    Awaits,
+    Keys,
+    Queue,
+    a_task,
+    done,
+    lambda_of,
+    raises,
+    token_of,
+)
 from tests.decorated import CLOSED
 from tests.live import brokers as brokers  # which names the transport "unmarked"
 
@@ -52,6 +65,38 @@ def test_a_redelivery_is_requeued_while_its_run_lasts_and_dropped_afterwards(
     queue.deliver(later)
     assert runs == ["run"]
     assert len(queue) == 0
+
+
+ENDS: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "returns": (lambda _: "done", True),
+    "fails": (raises(ValueError()), True),
+    "is retried": (lambda task: task.retry(countdown=0), True),
+    "is replaced": (lambda task: task.replace(task.s()), True),
+    "is ignored": (raises(Ignore()), False),
+    "is rejected": (raises(Reject(requeue=True)), False),
+}
+"""How a run ends, and whether that is the end of its work."""
+
+
+@pytest.mark.parametrize("fails_for_good", [True, False])
+@pytest.mark.parametrize("end", ENDS)
+def test_a_redelivery_is_dropped_after_an_end_of_the_work(queue: Queue, end: str, *, fails_for_good: bool) -> None:
+    waits: list[Any] = []
+    ends, is_end = ENDS[end]
+
+    def work(self: Any) -> Any:
+        if waits:
+            return "run again"
+        queue.deliver_elsewhere(message, redelivered=True)
+        waits.append(queue.take())
+        return ends(self)
+
+    settings = {"bind": True, "acks_on_failure_or_timeout": fails_for_good}
+    a_task(queue.app, work, celery=settings).delay()
+    message = queue.take()
+    queue.deliver(message)
+    work_is_done = is_end and (fails_for_good or end != "fails")
+    assert (queue.deliver(waits[0]) == "run again") is not work_is_done
 
 
 class TriesAgain(Task):  # type: ignore[misc]  # Celery has no types
