@@ -6,7 +6,8 @@ import itertools
 import ssl
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,9 +33,21 @@ OPTIONS = (
     *("--cluster-node-timeout", "3600000"),
     *("--cluster-require-full-coverage", "no"),
     *("--repl-diskless-sync-delay", "0"),
-    # As in most servers: redis-py does not know the slot of such a command, and sends it to no node.
-    *("--rename-command", "DELIFEQ", ""),
 )
+
+
+@cache
+def _without_delifeq() -> tuple[str, ...]:
+    """Options for a server without the command, as most are: redis-py does not know its slot, and sends it nowhere."""
+    with redis_server() as server, redis_py.Redis.from_url(server.url) as client:
+        is_known = any(client.execute_command("COMMAND INFO DELIFEQ"))
+    return ("--rename-command", "DELIFEQ", "") if is_known else ()
+
+
+def a_node() -> AbstractContextManager[RedisServer]:
+    """A server that is to be a node of a cluster."""
+    return redis_server(*OPTIONS, *_without_delifeq())
+
 
 CERTIFICATE = Path(__file__).with_name("tls.pem")
 
@@ -68,7 +81,7 @@ class Cluster:
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
-        servers = [stack.enter_context(redis_server(*OPTIONS)) for _ in range(3)]
+        servers = [stack.enter_context(a_node()) for _ in range(3)]
         self.nodes = [Node(server) for server in servers]
         bounds = [0, 5461, 10923, 16384]
         for number, node in enumerate(self.nodes):
@@ -116,7 +129,7 @@ class Cluster:
 
     def replica_of(self, master: Node) -> Node:
         """A new node that follows a master, and is known to all."""
-        replica = Node(self._stack.enter_context(redis_server(*OPTIONS)))
+        replica = Node(self._stack.enter_context(a_node()))
         replica.client.execute_command("CLUSTER MEET", "127.0.0.1", master.server.port)
 
         def follows() -> bool:
@@ -184,7 +197,7 @@ def test_a_cluster_behind_other_addresses_that_speaks_tls(prefix: str, kind: typ
     """The clients that are made from the user's are told of both, and whom to trust."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(CERTIFICATE)
-    with redis_server(*OPTIONS) as server, Proxy(server.url, tls=context) as proxy:
+    with a_node() as server, Proxy(server.url, tls=context) as proxy:
         node = Node(server)
         node.client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
         assert eventually(lambda: node.client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
@@ -210,7 +223,7 @@ def test_the_url_of_one_node_is_told_with_what_to_write(cluster: Cluster, names:
 
 def test_a_cluster_with_a_slot_that_nobody_has_and_other_nodes_than_are_known(prefix: str, kind: type[Running]) -> None:
     """The asyncio client allows what the user's client does, and asks the nodes that were given, too."""
-    with redis_server(*OPTIONS) as server:
+    with a_node() as server:
         node = Node(server)
         node.client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16382)
         assert eventually(lambda: node.client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")

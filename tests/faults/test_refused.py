@@ -143,7 +143,8 @@ def test_a_user_who_may_take_and_not_renew_is_told_which_right_is_missing(
         assert fails_to_renew(run.lock)
         (warning,) = warned()
         assert warning.startswith(f"{run.lock.key} cannot be renewed")
-        assert f"'{missing}' command" in warning
+        # Redis 7 does not say which command of a script is refused.
+        assert f"'{missing}' command" in warning or (missing == "pexpire" and "executing the script" in warning)
         assert run.lock.is_held
         url_of_user(server, client, "+@all")
         assert is_renewed(run.lock)

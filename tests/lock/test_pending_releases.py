@@ -133,6 +133,7 @@ def test_the_pending_releases_at_the_end_of_the_process(
 
     monkeypatch.setattr(pending_releases, "time", SimpleNamespace(sleep=sleep))
     server = watch.server(url or redis_url)
+    server.features.release = "EVAL"  # which each server knows
     watch.pending(server, "none in flight")
     watch.pending(server, "other", no_write_in_flight=False)
     renewal._renewer.pending_releases.finish()

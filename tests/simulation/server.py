@@ -180,7 +180,13 @@ class Store:
     def do_eval(self, text: bytes, count: bytes, *rest: bytes) -> Any:
         self.known[_sha(text)] = text
         keys, args = rest[: int(count)], rest[int(count) :]
-        return _from_lua(_compiled(text)(self._call, _lua.table(*keys), _lua.table(*args)))
+        try:
+            return _from_lua(_compiled(text)(self._call, _lua.table(*keys), _lua.table(*args)))
+        except Refusal as refusal:
+            if self.kind != "redis6":
+                raise
+            msg = f"ERR Error running script (call to f_{_sha(text).decode()}): @user_script:2: {refusal}"
+            raise Refusal(msg) from None
 
     def do_evalsha(self, sha: bytes, *rest: bytes) -> Any:
         if sha not in self.known:

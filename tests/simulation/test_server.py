@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from only_one.call import owed_key
 from only_one.celery import coalescing, redelivery
 from only_one.lock import commands as lock_commands
+from rigs.servers import redis_server
+from tests.lock.test_redis_lock import OLD
 
 from .server import Status, Store
 
@@ -59,11 +62,25 @@ plain = [
 sequences = st.lists(st.one_of(*plain, *scripts), max_size=12)
 
 
+@pytest.fixture(scope="module", params=[None, OLD] if OLD else [None], ids=["the newest", "Redis 6.2"][: 1 + bool(OLD)])
+def client(request: pytest.FixtureRequest) -> Iterator[Any]:
+    with redis_server(binary=request.param) as server, redis.Redis.from_url(server.url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def kind(client: Any) -> str:
+    """Which server it is, as the model names it."""
+    server = client.info("server")
+    major = int(server["redis_version"].partition(".")[0])
+    return "valkey" if "valkey_version" in server else "redis" if major > 7 else f"redis{major}"
+
+
 @pytest.fixture
-def real(redis: Any) -> Callable[..., Any]:
+def real(client: Any) -> Callable[..., Any]:
     def execute(command: list[bytes]) -> Any:
         try:
-            return redis.execute_command(*command, NEVER_DECODE=True)
+            return client.execute_command(*command, NEVER_DECODE=True)
         except Exception as error:  # noqa: BLE001 - compared with the model's
             return error
 
@@ -73,7 +90,7 @@ def real(redis: Any) -> Callable[..., Any]:
 def comparable(reply: Any, name: bytes) -> Any:
     """A reply without what differs by time, by server or by client: only how an error begins."""
     if isinstance(reply, Exception):
-        text = str(reply).removeprefix("WRONGTYPE ")
+        text = str(reply).removeprefix("WRONGTYPE ").removeprefix("ERR ")
         return "unknown" if "unknown command" in text else text[:20]
     if name == b"PTTL" and isinstance(reply, int) and reply > 0:
         return round(reply / 30_000)
@@ -86,8 +103,10 @@ def comparable(reply: Any, name: bytes) -> Any:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sequence=sequences)
-def test_the_model_replies_and_stores_what_a_real_server_does(sequence: list[Any], real: Callable[..., Any]) -> None:
-    model = Store(time.monotonic, time.time, "valkey")
+def test_the_model_replies_and_stores_what_a_real_server_does(
+    sequence: list[Any], real: Callable[..., Any], kind: str
+) -> None:
+    model = Store(time.monotonic, time.time, kind)
     real([b"DEL", *KEYS])
     for command in [*sequence, *([b"GET", key] for key in KEYS), *([b"PTTL", key] for key in KEYS)]:
         expected, modelled = real(command), model.execute(command)
