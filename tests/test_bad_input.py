@@ -356,7 +356,11 @@ def test_an_option_that_cannot_work_is_refused_when_it_is_given(options: dict[st
         (lambda: only_one(function, "k"), ConfigurationError, "key"),
         (lambda: only_one("k", key="l"), ConfigurationError, "write one of them"),
         (lambda: only_one(lambda _: "k")(two), KeyTemplateError, "key=lambda"),
-        (lambda: only_one("k", work_id=lambda: 1)(two), KeyTemplateError, "all parameters of the function, (x"),
+        (
+            lambda: only_one("k", work_id=lambda: 1)(two),
+            KeyTemplateError,
+            "work_id=<lambda>.<locals>.<lambda> takes ()",
+        ),
         (lambda: only_one(key_="k"), TypeError, "key_"),
         (lambda: ExitStack().enter_context(only_one("k")), ConfigurationError, "write the block as a function"),
         (lambda: asyncio.run(AsyncExitStack().enter_async_context(only_one("k"))), ConfigurationError, "above its def"),
