@@ -207,6 +207,14 @@ def test_a_callable_is_called_once_and_not_when_decorating(url: str) -> None:
     assert calls == ["method", "unhashable"]
 
 
+@pytest.mark.parametrize("config", [SENTINEL, WITH_TLS, ALSO_WITH_TLS])
+def test_a_broker_whose_url_does_not_say_all_is_told_with_what_to_write(config: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"write only_one_redis=... in its configuration, a URL, a client or a"
+    ):
+        server_of(an_app(**config))
+
+
 @pytest.mark.parametrize("where", ["result_backend", "broker_url"])
 @pytest.mark.parametrize("verify", ["required", "optional", "none"])
 def test_a_url_with_tls_as_celery_documents_it(where: str, verify: str) -> None:
@@ -513,7 +521,7 @@ def test_a_setting_that_is_none_is_not_given(url: str) -> None:
         ("redis", "localhost", "redis://"),
         ("lease", 100, "longer than"),
         ("when_busy", "fail", "only_one.fail"),
-        ("when_busy", "only_one.fial", "only_one.f"),
+        ("when_busy", "only_one.fial", ": write 'only_one.fail' or 'package.module.name'"),
         ("when_busy", "no_such_package.policy", "only_one.f"),
         ("when_busy", "only_one.retry", "()"),
     ],
@@ -604,7 +612,12 @@ def test_a_plain_function_has_the_settings_of_the_processs_app(
         assert seen() == [f"4 {KEY}", KEY]
 
 
-NOT_READ = [(None, "ONLY_ONE_PREFIX"), ("JOBS", "CELERY_ONLY_ONE_REDIS_URL"), ("JOBS", "JOBS_ONLY_ONE_WHEN_DOWN")]
+NOT_READ = [
+    (None, "ONLY_ONE_PREFIX"),
+    ("JOBS", "CELERY_ONLY_ONE_REDIS_URL"),
+    ("JOBS", "JOBS_ONLY_ONE_WHEN_DOWN"),
+    ("JOBS_", "JOBS_ONLY_ONE_WHEN_DOWN"),
+]
 
 
 @pytest.mark.parametrize(("namespace", "name"), NOT_READ)
@@ -617,4 +630,5 @@ def test_a_setting_that_is_not_read_is_warned_of_once(
     for _ in range(2):
         assert run(a_task(app)) == KEY
     (warned,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert f"has {name}, which is not read: write {read}, " in warned
+    text = f"the configuration of the app {app.main!r} has {name}, which is not read: write {read}, "
+    assert warned.startswith(text)
