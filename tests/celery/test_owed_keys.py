@@ -18,8 +18,9 @@ from only_one import AlreadyRunning, fail
 from only_one.clock import now
 from only_one.connections.connection_pool import PinnedClient
 from only_one.lock import commands
+from only_one.settings import DEFAULT_LEASE
 from rigs.waiting import eventually
-from tests.celery.deliveries import QUEUE_TIMEOUT, Keys, Queue, decorated, done, done_async, raises, unique
+from tests.celery.deliveries import QUEUE_TIMEOUT, Keys, Queue, decorated, done, done_async, raises, token_of, unique
 
 pytestmark = pytest.mark.usefixtures("redis")
 
@@ -90,13 +91,20 @@ def test_a_task_that_a_worker_receives_at_that_moment_keeps_no_other_run_out(
         def execute_command(self, *args: Any, **options: Any) -> Any:
             reply = super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
             if args[0] == "SET":
-                keys["k"] = received
+                keys.redis.set(f"{keys.prefix}k", received, px=round(DEFAULT_LEASE * 500))
             return reply
 
     received = tasks().value.replace(b'"queued"', b'"received"')
     with Client.from_url(redis_url) as client:
         assert decorated(key="k", redis=client)(done)() == "done"
     assert keys.holder().state == "received"
+    assert DEFAULT_LEASE / 2 < keys.left() <= DEFAULT_LEASE, "the worker could not renew it meanwhile"
+
+
+def test_nothing_is_owed_to_a_task_whose_run_was_killed(redis_url: str, keys: Keys) -> None:
+    keys["k"] = token_of("killed", is_dead=True)
+    assert decorated(key="k", redis=redis_url)(done)() == "done"
+    assert "k" not in keys
 
 
 def test_a_task_whose_time_has_come_to_its_end_has_no_key(
