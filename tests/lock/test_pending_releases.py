@@ -65,16 +65,16 @@ def test_the_token_of_a_set_that_got_no_answer_lasts_from_the_last_attempt_on(wa
 
 
 def test_a_retained_value_is_stored_while_it_has_time_left(watch: Watch, redis_url: str) -> None:
-    server, key, retained = watch.server(redis_url), watch.key(), Retained(b"kept", MOMENT + 2)
+    server, key, retained = watch.server(redis_url), watch.key(), Retained(b"kept", MOMENT + 600)
     stores, outlives = (
         PendingRelease(server, key, b"token", MOMENT + lasts, no_write_in_flight=True, retained=retained)
-        for lasts in (1, 3)
+        for lasts in (300, 900)
     )
-    assert (stores.until, outlives.until) == (MOMENT + 2, MOMENT + 3)
+    assert (stores.until, outlives.until) == (MOMENT + 600, MOMENT + 900)
     for _ in ("the token is there", "it is missing"):
         server.client.execute_command(*stores.command())
         assert watch.redis.getdel(key) == b"kept"
-    watch.clock.moment = MOMENT + 2
+    watch.clock.moment = MOMENT + 600
     assert stores.command() == release_command(server.features, key, b"token")
 
 

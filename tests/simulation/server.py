@@ -40,7 +40,7 @@ class Store:
     """The keys of one server.
 
     Attributes:
-        kind: which server it is: "valkey" (9), "redis" (8.4), "redis7" or "redis6".
+        kind: which server it is: "valkey" (9), "redis" (8.4), "redis7" (to 8.3) or "redis6".
         keys: the value of each key, and when it expires: bytes, a dict for a hash, a ``SortedSet``, a list.
         evicts: whether it says that it evicts keys when its memory is full.
         changed: called with a key, when its value before would have expired, and its new value.

@@ -72,8 +72,10 @@ def client(request: pytest.FixtureRequest) -> Iterator[Any]:
 def kind(client: Any) -> str:
     """Which server it is, as the model names it."""
     server = client.info("server")
-    major = int(server["redis_version"].partition(".")[0])
-    return "valkey" if "valkey_version" in server else "redis" if major > 7 else f"redis{major}"
+    if "valkey_version" in server:
+        return "valkey"
+    version = tuple(map(int, server["redis_version"].split(".")[:2]))
+    return "redis" if version >= (8, 4) else "redis7" if version >= (7, 0) else "redis6"
 
 
 @pytest.fixture
