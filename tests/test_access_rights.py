@@ -131,7 +131,7 @@ def use_tasks(client: Any, url: str) -> None:
         commands.release(server.features, key, b"ours", MarkerUpdate(marker, 60_000)),
         commands.end(server.features, key, b"ours", Retained(b"kept", now() + 1), MarkerUpdate(marker, 60_000)),
         evaluate(redelivery.STORED, key, beside=(marker,)),
-        redelivery.read_marker(key, marker),
+        redelivery.read_marker(key, marker, 0),
     ):
         drive(server.client, commands_)
     trigger = coalescing.arrive(server, key, app, "1", None, "")

@@ -57,7 +57,7 @@ class CompletionMarker(NamedTuple):
     age: int
 
 
-def read_marker(key: str, marker: str, waits: float = 0) -> Commands[CompletionMarker]:
+def read_marker(key: str, marker: str, waits: float) -> Commands[CompletionMarker]:
     """Read the completion marker of one attempt.
 
     Args:
