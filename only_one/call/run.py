@@ -25,8 +25,8 @@ def run(decoration: Decoration, caller: Caller, args: Args, kwargs: Kwargs) -> A
     """Run the function if its key is free, else return or raise as the policies say."""
     options = decoration.options_for(caller)
     key = caller.key or options.prefix + decoration.make_key(caller, args, kwargs)
-    if options.server is None:  # switched off: for all that the run can see, it holds its key
-        return _run_as(Lease(None, key, b"", now(), inf, inf), decoration, args, kwargs)
+    if options.server is None:
+        return _run_as(_switched_off(key), decoration, args, kwargs)
     while True:
         with LockedCall(options, options.server, options.server.client, caller, key) as call:
             if call.resolve_acquire(drive(call.client, call.acquire())):
@@ -53,8 +53,8 @@ async def run_async(decoration: Decoration, caller: Caller, args: Args, kwargs: 
     """Run the function if its key is free, else return or raise as the policies say."""
     options = decoration.options_for(caller)
     key = caller.key or options.prefix + decoration.make_key(caller, args, kwargs)
-    if options.server is None:  # switched off: for all that the run can see, it holds its key
-        return await _run_as_async(Lease(None, key, b"", now(), inf, inf), decoration, args, kwargs)
+    if options.server is None:
+        return await _run_as_async(_switched_off(key), decoration, args, kwargs)
     client = await options.server.async_client()
     while True:
         with AsyncLockedCall(options, options.server, client, caller, key) as call:
@@ -80,6 +80,11 @@ async def _run_and_release_async(call: AsyncLockedCall, decoration: Decoration, 
     finally:
         if not isinstance(call.ended_by, GeneratorExit):  # of a closed coroutine, which can await nothing more
             await drive_async(call.client, call.release())
+
+
+def _switched_off(key: str) -> Lease:
+    """The lease of a run without locking: for all that the run can see, it holds its key."""
+    return Lease(None, key, b"", now(), inf, inf)
 
 
 def _run_as(lease: Lease, decoration: Decoration, args: Args, kwargs: Kwargs) -> Any:
