@@ -14,9 +14,10 @@ from celery.exceptions import Ignore
 from celery.signals import task_revoked
 from redis import Redis
 
-from only_one import AlreadyRunning, fail
+from only_one import Acquired, AlreadyRunning, Reclaimed, Released, fail
 from only_one.clock import now
 from only_one.connections.connection_pool import PinnedClient
+from only_one.events import Event
 from only_one.lock import commands
 from only_one.settings import DEFAULT_LEASE
 from rigs.waiting import eventually
@@ -105,6 +106,16 @@ def test_nothing_is_owed_to_a_task_whose_run_was_killed(redis_url: str, keys: Ke
     keys["k"] = token_of("killed", is_dead=True)
     assert decorated(key="k", redis=redis_url)(done)() == "done"
     assert "k" not in keys
+
+
+def test_the_holder_of_a_key_that_is_taken_over_is_told_to_be_killed_only_if_it_was(
+    redis_url: str, keys: Keys, happened: list[Event]
+) -> None:
+    for state, kinds in {"queued": [Acquired, Released], "running": [Reclaimed, Acquired, Released]}.items():
+        happened.clear()
+        keys["k"] = token_of("another", state=state, is_dead=True)
+        assert decorated(key="k", redis=redis_url)(done)() == "done"
+        assert [type(event) for event in happened] == kinds
 
 
 def test_a_task_whose_time_has_come_to_its_end_has_no_key(
