@@ -116,14 +116,17 @@ def bound(self: Any, value: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("order", ["before", "after", "made"])
-@pytest.mark.parametrize("kind", [{}, {"bind": True, "autoretry_for": (OSError,)}], ids=["plain", "bound"])
+@pytest.mark.parametrize(
+    "kind", [{}, {"bind": True, "autoretry_for": (OSError,)}, {"name": None}], ids=["plain", "bound", "named by Celery"]
+)
 def test_a_tasks_copy_in_another_app(new_app: Any, keys: Keys, order: str, kind: Any) -> None:
     """`app.task` puts the task into every app that is finalized later."""
     app = new_app("first")
     if order == "made":
         app.finalize()
     others = None if order == "after" else new_app("others")
-    first = unique(app, "k", function=bound if kind else work, celery={"shared": True, **kind})
+    function = bound if "bind" in kind else FunctionType(work.__code__, globals(), f"work_{uuid4().hex}", (0, 0))
+    first = unique(app, "k", function=function, celery={"shared": True, **kind})
     answer = first.delay()
     others = others or new_app("others")
     copy = others.tasks[first.name]
