@@ -118,6 +118,15 @@ def test_a_call_from_inside_the_run_of_a_bound_task_has_a_key_without_the_task(q
     assert answer.get() == [f"{keys.prefix}k-outer", f"{keys.prefix}k-inner"]
 
 
+def test_a_bound_task_that_is_called_by_hand_is_a_function_whose_key_has_no_task(app: Celery, keys: Keys) -> None:
+    def work(self: Any, value: str) -> Any:  # noqa: ARG001 - the task
+        return current_lock().key, *whose()
+
+    task = a_task(app, work, key=lambda value: f"k-{value}", celery={"bind": True})
+    for call in (task, task.run):
+        assert call("by hand") == (f"{keys.prefix}k-by hand", f"{__name__}.{work.__qualname__}", None, None)
+
+
 CALLS: dict[str, Callable[[Any], Any]] = {
     "another task": lambda task: task(),
     "another task's run": lambda task: task.run(),
