@@ -200,6 +200,15 @@ def test_arguments_and_result_are_passed_through(decorate: Decorate) -> None:
     assert decorate(lambda: result)() is result
 
 
+@both
+def test_the_key_has_the_arguments_however_they_are_given(decorate: Decorate, prefix: str) -> None:
+    def key_of(a: int, *, b: int) -> str:
+        return current_lock().key
+
+    function = decorate(key_of, key="{a}:{b}")
+    assert function(1, b=2) == function(b=2, a=1) == f"{prefix}1:2"
+
+
 # --- overlap -----------------------------------------------------------------------------------------------------
 
 
