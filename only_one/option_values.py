@@ -26,14 +26,14 @@ def seconds(name: str, value: object, instead: str, *, or_zero: bool = False) ->
     Raises:
         ConfigurationError: for any other value.
     """
-    also_allowed = (0,) if or_zero else ()
     if isinstance(value, timedelta):
         value = value.total_seconds()
+    is_zero = or_zero and value == 0
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         msg = f"{name}={value!r}: write seconds, such as {name}=300, or a timedelta, such as timedelta(minutes=5)"
     elif value > 10 * 365 * 24 * 3600:
         msg = f"{name} is longer than ten years: write at most ten years, in seconds; {instead}"
-    elif value >= 0.001 or value in also_allowed:  # noqa: PLR2004 - Redis counts in milliseconds
+    elif value >= 0.001 or is_zero:  # noqa: PLR2004 - Redis counts in milliseconds
         return float(value)
     else:  # NaN, too
         msg = f"{name}={value!r}: write at least 0.001 seconds; {instead}"

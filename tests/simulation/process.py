@@ -188,6 +188,8 @@ class FakePath(str):
 
     def readlink(self) -> str:
         if self == "/proc/self":
+            if not this().machine.is_known and this().pid % 2:
+                raise FileNotFoundError  # /proc is not mounted
             return str(this().pid) if this().machine.is_known else "1"
         return f"{self.rpartition('/')[2]}:[{this().machine.name}]"
 

@@ -62,7 +62,7 @@ plain = [
 sequences = st.lists(st.one_of(*plain, *scripts), max_size=12)
 
 
-@pytest.fixture(scope="module", params=[None, OLD] if OLD else [None], ids=["the newest", "Redis 6.2"][: 1 + bool(OLD)])
+@pytest.fixture(scope="module", params=[None, OLD] if OLD else [None], ids=lambda old: "old" if old else "new")
 def client(request: pytest.FixtureRequest) -> Iterator[Any]:
     with redis_server(binary=request.param) as server, redis.Redis.from_url(server.url) as client:
         yield client

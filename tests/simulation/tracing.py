@@ -116,10 +116,10 @@ EXCEPTIONS = {
     "call.claim_work():  # if not isinstance": "a task is never an async run",
     "isinstance(call.ended_by, GeneratorExit)": "a coroutine that is closed by hand",
     "isinstance(handler, partial)": "how a user writes a signal handler",
-    "if not callable(handler):": "the same",
-    "if is_of_signal_handler(error):": "Python traces no line after an exception that its tracer has raised",
-    "raised_by_signal_handler(error, handled)": "the same",
-    "if _has_frame_of(handlers, each):": "the same",
+    "if not callable(handler):  # return None": "the same",
+    "if is_of_signal_handler(error):  # raise": "Python traces no line after an exception that its tracer has raised",
+    "raised_by_signal_handler(error, handled):  # context": "the same",
+    "if _has_frame_of(handlers, each):  # return each": "the same",
     "server.is_known:  # return options": "a cluster that is down when its client is made",
     "if result is CARRIED_ON:": "a mistake of the user, who is told at once",
     "if end is not None:": "the same",
@@ -139,13 +139,14 @@ def describe_rare(package: Path, steps: Counter[Branch], least: int) -> Iterator
     for path in [package / "driver.py", *sorted(package.glob("call/*.py")), *sorted(package.glob("lock/*.py"))]:
         parser, lines = PythonParser(text=path.read_text(), filename=str(path)), ["", *path.read_text().splitlines()]
         parser.parse_source()
+        code_of = [line.partition("  # ")[0].strip() for line in lines].__getitem__
         ways = parser.exit_counts()
         taken: Counter[tuple[int, int]] = Counter()
         for step in [step for step in steps if step[0] == str(path)]:
             for branch in parser.translate_arcs([step[1:]]):
                 taken[branch] += steps[step]
         for before, after in sorted(branch for branch in parser.arcs() if ways.get(branch[0], 0) > 1):
-            text, count = f"{lines[before].strip()}  # {lines[abs(after)].strip()}", taken[before, after]
+            text, count = f"{code_of(before)}  # {code_of(abs(after))}", taken[before, after]
             name = f"{path.relative_to(package)}:{before} -> {after}"
             exceptions = {each for each in EXCEPTIONS if each in f"{name} {text}"}
             unused -= exceptions
