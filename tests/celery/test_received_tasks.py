@@ -231,6 +231,16 @@ def test_a_task_is_queued_again_by_the_run_that_has_its_key_when_the_worker_ends
     assert task.delay("k") == waits
 
 
+def test_a_task_that_has_begun_is_left_to_its_run_when_the_worker_ends(task: Any, worker: Worker, keys: Keys) -> None:
+    begun = task.delay("k")
+    worker.receive(task)
+    keys["k"] = TokenFactory(task.name, begun.id, 0).token(HOUR)
+    names = set(keys.redis.scan_iter(f"*{keys.prefix}*"))
+    worker_shutdown.send(sender=None)
+    assert keys.state() == ("running", 0)
+    assert set(keys.redis.scan_iter(f"*{keys.prefix}*")) == names
+
+
 def test_a_task_whose_child_is_killed_before_it_begins_while_another_run_has_its_key_has_no_key(
     task: Any, worker: Worker, keys: Keys
 ) -> None:
@@ -301,6 +311,16 @@ def test_a_message_without_a_key_of_its_own_gets_none(queue: Queue, task: Any, w
     assert worker.lease_of(unique(queue.app, "{key}", function=work, when_busy=buffer_one()), "newest") is None
     assert keys.state("newest") is None
     assert worker.lease_of(task, "next"), "nothing has gone wrong"
+
+
+def test_a_task_that_was_queued_without_its_key_costs_no_command(
+    app: Celery, worker: Worker, way: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    newest = unique(app, "{key}", function=work, when_busy=buffer_one())
+    newest.delay("k")
+    with way.refused():
+        worker.receive(newest)
+    assert not caplog.records
 
 
 def test_a_server_that_does_not_answer_is_logged_once_and_not_asked_for_a_while(
