@@ -11,13 +11,14 @@ from uuid import uuid4
 import pytest
 from celery import Celery
 from celery.exceptions import WorkerLostError
-from celery.signals import task_failure, task_received, worker_shutdown
+from celery.signals import task_failure, task_received, task_unknown, worker_shutdown
 from kombu.asynchronous.timer import Timer
 
 from only_one import buffer_one, configure
 from only_one.celery import received_tasks
 from only_one.celery.requeue import Header
 from only_one.clock import now
+from only_one.lock.commands import WAITS_NO_MORE
 from only_one.lock.token import TokenFactory
 from rigs.proxy import Proxy
 from rigs.waiting import eventually
@@ -59,10 +60,13 @@ class Worker:
     """What a worker's consumer has of its own.
 
     Attributes:
+        app: the app.
+        timer: what it does later.
         requests: the tasks that it has received.
     """
 
     def __init__(self, queue: Queue) -> None:
+        self.app = queue.app
         self.timer: Any = Timer()  # type: ignore[no-untyped-call]
         self.requests: list[Request] = []
         self._queue = queue
@@ -98,6 +102,7 @@ def test_the_key_lives_with_its_worker_and_the_run_has_its_token(task: Any, work
     lease = worker.lease_of(task)
     assert lease.ttl == LEASE
     assert keys.state() == RECEIVED
+    assert keys.holder().deadline is None
     assert keys.lives_for(LEASE)
     assert worker.requests[-1].request_dict["only_one"]["token"].encode() == keys["k"]
     assert decorated(lambda: fails_to_renew(lease), key="k")()
@@ -131,6 +136,8 @@ def test_a_task_that_expires_soon_has_its_key_until_then(task: Any, worker: Work
     assert not lease.renews
     assert lease.ttl == LEASE - 1
     assert 0 < keys.left("later") <= LEASE - 1
+    holder = keys.holder("later")
+    assert LEASE - 2 < holder.deadline - holder.since <= LEASE - 1
 
 
 def test_a_key_is_not_renewed_before_its_task_may_begin(
@@ -163,10 +170,11 @@ def test_a_task_is_queued_again_when_its_worker_loses_the_connection_to_the_brok
 ) -> None:
     """Celery forgets it then, and may take it again much later; it is not told of that."""
     lease = worker.lease_of(task)
+    lost_at = time.time() - 0.001  # a value has whole milliseconds
     worker.requests.clear()
     lease.lives_on(clock[0], LEASE)
     assert eventually(lambda: keys.state() == QUEUED)
-    assert keys.lives_for(HOUR)
+    assert is_queued_since(lost_at, keys)
     worker.receive(task)
     assert keys.state() == RECEIVED
 
@@ -201,6 +209,7 @@ def test_tasks_that_have_not_begun_are_queued_again_when_the_worker_ends(task: A
     # The lost one's message was acknowledged as it was given to the child, which was killed before it had its key.
     changes: Any = {"runs": {}, "waits": {}, "lost": {"acknowledged": True}, "expired": {"expires": soon}, "late": {}}
     changes["another's"] = {"acknowledged": True}  # it was requeued by its child, and another run has the key
+    changes["gone"] = {}
     for key, its in changes.items():
         task.delay(key)
         tokens.append(keys[key])
@@ -210,10 +219,12 @@ def test_tasks_that_have_not_begun_are_queued_again_when_the_worker_ends(task: A
     # The producer's command was sent twice: the second arrives now.
     keys.redis.set(f"{keys.prefix}late", tokens[-2], ex=LEASE)
     keys["another's"] = TokenFactory("another").token(HOUR)
+    del keys["gone"]
     assert eventually(lambda: datetime.now(timezone.utc) > soon)
     ended_at = time.time() - 0.001  # a value has whole milliseconds
     worker_shutdown.send(sender=None)
-    assert [keys.state(key) for key in ("runs", "waits", "lost", "late")] == [RECEIVED, QUEUED, None, QUEUED]
+    states = {key: keys.state(key) for key in ("runs", "waits", "lost", "late", "gone")}
+    assert states == {"runs": RECEIVED, "waits": QUEUED, "lost": None, "late": QUEUED, "gone": None}
     assert is_queued_since(ended_at, keys, "waits")
     assert keys.left("late") <= LEASE
     assert not keys.redis.keys(f"*{keys.prefix}another's*withdrawn*")
@@ -229,6 +240,20 @@ def test_a_task_is_queued_again_by_the_run_that_has_its_key_when_the_worker_ends
     assert decorated(lambda: worker_shutdown.send(sender=None), key="k")()
     assert is_queued_since(ended_at, keys)
     assert task.delay("k") == waits
+
+
+def test_a_task_that_was_revoked_while_another_run_had_its_key_is_not_queued_again(
+    task: Any, worker: Worker, keys: Keys, clock: list[float]
+) -> None:
+    lease = worker.lease_of(task)
+    keys.redis.set(lease.note, WAITS_NO_MORE)
+    assert decorated(lambda: worker_shutdown.send(sender=None), key="k")()
+    assert "k" not in keys
+    lease = worker.lease_of(task)
+    keys.redis.set(lease.note, WAITS_NO_MORE)
+    worker.requests.clear()
+    lease.lives_on(clock[0], LEASE)
+    assert eventually(lambda: "k" not in keys)
 
 
 def test_a_task_that_has_begun_is_left_to_its_run_when_the_worker_ends(task: Any, worker: Worker, keys: Keys) -> None:
@@ -340,6 +365,10 @@ def test_a_server_that_does_not_answer_is_logged_once_and_not_asked_for_a_while(
     assert keys.state() == RECEIVED
     assert len(received_tasks._waiting) == 1, "it is asked once when the worker ends"
     assert [(each.levelname, bool(each.exc_info)) for each in caplog.records] == [("WARNING", True)] * 2
+    assert [each.getMessage() for each in caplog.records] == [
+        f"a key of {task.name}, which was received, could not be renewed",
+        "keys of tasks that are queued again could not be lengthened",
+    ]
 
 
 def test_a_server_that_is_gone_when_the_worker_ends_is_no_news_where_all_tasks_have_ended(
@@ -360,8 +389,8 @@ def test_a_run_is_told_of_a_redelivery_that_waits_for_a_process(
     app: Celery, worker: Worker, keys: Keys, celery: dict[str, Any]
 ) -> None:
     task = a_task(app, work, key="{key}", celery=celery)
-    answer = task.delay("k")
-    worker.receive(task, **REDELIVERED, args=["k"])
+    answer = task.delay(key="k")
+    worker.receive(task, **{**REDELIVERED, "kwargs": {"key": "k"}}, args=[])
     told = {} if "acks_late" in celery else {b"asked": b"1"}
     assert keys.marked(answer.id) == told
 
@@ -393,3 +422,27 @@ def test_a_task_that_has_begun_or_ended_is_forgotten_after_a_while(
     assert receive("c") == "abc"
     clock[0] += 1
     assert receive("d") == "cd"
+
+
+def test_a_task_that_the_worker_does_not_know_has_no_key(
+    task: Any, queue: Queue, worker: Worker, keys: Keys, way: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another version of the code has sent it, and Celery drops it."""
+
+    def drop(headers: dict[str, Any] | None) -> None:
+        message: Any = SimpleNamespace(headers=headers)
+        found = {"message": message, "id": (headers or {}).get("id"), "name": task.name, "exc": None}
+        task_unknown.send(sender=worker, **found)
+
+    task.delay("k")
+    for headers in (None, {"id": "another"}):
+        drop(headers)
+    assert keys.state() == QUEUED
+    with way.refused():
+        drop(queue.messages()[-1]["headers"])
+    assert eventually(lambda: "k" not in keys)
+    (record,) = caplog.records
+    assert record.getMessage() == f"a key of {task.name}, which did not run, could not be released, and will be"
+    task.delay("k")
+    drop(queue.messages()[-1]["headers"])
+    assert "k" not in keys
