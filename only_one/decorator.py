@@ -14,6 +14,7 @@ from .call.effective_options import Caller, Decoration
 from .call.run import run, run_async
 from .connections.server import Source
 from .errors import AlreadyRunning, ConfigurationError, KeyTemplateError, LockLost, LockUnavailable
+from .keys.digest import importable_name
 from .keys.template import has_field
 from .option_values import Seconds
 from .policies import carry_on, fail
@@ -321,15 +322,11 @@ def _name_of(function: Callable[..., Any], key: Any, signature: inspect.Signatur
             stable value.
     """
     own = getattr(function, "__module__", None) or "builtins"
-    module: str | None = own
-    if own in ("__main__", "__mp_main__"):
-        spec = getattr(inspect.unwrap(function), "__globals__", {}).get("__spec__")
-        module = getattr(spec, "name", None)
-        module = None if module == "__main__" else module  # of a directory, or a zip file
+    module = importable_name(own, getattr(inspect.unwrap(function), "__globals__", {}))
     if has_field(key, "name") and function.__name__ == "<lambda>":
         msg = "a lambda has no {name}: write @only_one('a-key') above a def, or key=lambda … if it was meant as the key"
         raise KeyTemplateError(msg)
-    if has_field(key, "name") and module is None:
+    if has_field(key, "name") and module == "__main__":
         msg = (
             f"{{name}} of {function.__qualname__} in __main__ would be the same in every program: "
             f"write a key, such as @only_one('{function.__name__}-of-my-program'), or start it with python -m"
@@ -338,7 +335,7 @@ def _name_of(function: Callable[..., Any], key: Any, signature: inspect.Signatur
     first = next(iter(signature.parameters), None)
     if first in ("self", "cls") and has_field(key, "md5"):
         _check_method(function, first)
-    return f"{module or own}.{function.__qualname__}"
+    return f"{module}.{function.__qualname__}"
 
 
 def _check_method(function: Callable[..., Any], first: str) -> None:

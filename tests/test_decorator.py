@@ -292,6 +292,34 @@ def test_the_name_of_a_function_in_main_needs_the_m_switch(redis_url: str, prefi
     assert with_a_key.stdout == f"{prefix}nightly-report {prefix}async False\n", with_a_key.stderr
 
 
+SHOP = """
+import multiprocessing
+from dataclasses import dataclass
+from only_one import only_one
+from only_one.inspection import key_of
+
+@dataclass
+class Order:
+    number: int
+
+@only_one("{order:md5}", redis="redis://localhost")
+def ship(order): ...
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(key_of(ship, Order(1)), pool.apply(key_of, (ship, Order(1))))
+"""
+
+
+def test_a_dataclass_has_one_digest_however_its_program_was_started(tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text(SHOP)
+    (imported,) = python(tmp_path, "-c", "from shop import *; print(key_of(ship, Order(1)))").stdout.split()
+    assert python(tmp_path, "-m", "shop").stdout.split() == [imported] * 2
+    program, spawned = python(tmp_path, "shop.py").stdout.split()
+    assert program == spawned
+    assert program != imported  # any program may have a class with this name
+
+
 def test_a_function_that_cloudpickle_sends_to_another_process_has_the_same_key(prefix: str) -> None:
     """As Ray and Dask do with a function that cannot be imported there: with all that belongs to it."""
 

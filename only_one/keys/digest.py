@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from datetime import date, datetime, time, timedelta
@@ -30,6 +30,21 @@ with suppress(ImportError):  # a third of OpenSSL's time for short texts
 
 class UnknownType(Exception):
     """Raised with the name of a type that has no canonical encoding."""
+
+
+def importable_name(module: str, namespace: Mapping[str, Any]) -> str:
+    """The name by which other programs import a module, also if it is the program that was started with ``-m``.
+
+    Args:
+        module: the name that the module has in this process.
+        namespace: its global variables.
+
+    Returns:
+        The name; ``"__main__"`` for a program that no other can import.
+    """
+    if module not in ("__main__", "__mp_main__"):
+        return module
+    return getattr(namespace.get("__spec__"), "name", None) or "__main__"
 
 
 def type_name(value: object) -> str:
@@ -120,7 +135,9 @@ def _dataclass(value: Any) -> bytes:
         compared = {field.name: getattr(value, field.name) for field in fields(value) if field.compare}
     except AttributeError:  # one that is not set yet
         raise UnknownType(type_name(value)) from None
-    return _sized(b"C", _encode(type_name(value)) + _dict(compared))
+    kind = type(value)
+    module = importable_name(kind.__module__, getattr(kind.__init__, "__globals__", {}))
+    return _sized(b"C", _encode(f"{module}.{kind.__qualname__}") + _dict(compared))
 
 
 # The order counts for subclasses: an Enum may be a str, a datetime is a date, a bool is an int, all are objects.
