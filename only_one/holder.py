@@ -34,6 +34,8 @@ class Holder:
         deadline: when the key is free at the latest, in seconds since the epoch; None without a
             ``timeout``. It does not change when the run calls ``extend``.
         replacement: how often the Celery task was replaced so far, by ``Task.replace``.
+        queue: what names the job whose id ``task_id`` is: ``"rq"``, ``"dramatiq"``, ``"arq"``, ``"work_id"``,
+            or ``"celery.map"`` for an item of that task; None for a Celery task and a plain function.
     """
 
     id: str
@@ -48,6 +50,7 @@ class Holder:
     since: float
     deadline: float | None
     replacement: int = 0
+    queue: str | None = None
 
     @classmethod
     def parse(cls, value: str | bytes) -> "Holder | None":
@@ -62,7 +65,7 @@ class Holder:
 def task_id_of(value: str | bytes) -> str | None:
     """The id of the Celery task that ``value`` names; None if it names none."""
     holder = Holder.parse(value)
-    return holder.task_id if holder else None
+    return holder.task_id if holder and holder.queue is None else None
 
 
 def printable(text: str) -> str:
@@ -82,11 +85,11 @@ _TYPES: dict[str, Any] = {
     **dict.fromkeys(("machine", "host", "process", "state", "name"), str),
     **dict.fromkeys(("pid", "number", "since", "replacement"), int),
     **dict.fromkeys(("process_start", "attempt", "limit"), (int, type(None))),
-    "task_id": (str, type(None)),
+    **dict.fromkeys(("task_id", "queue"), (str, type(None))),
 }
 """The types in the JSON of a value; times are in milliseconds."""
 
-_ADDED_LATER: dict[str, Any] = {"replacement": 0}
+_ADDED_LATER: dict[str, Any] = {"replacement": 0, "queue": None}
 """The fields that the first values of this format did not have, with what a value without them means."""
 
 _LONGEST_REMEMBERED = 2000

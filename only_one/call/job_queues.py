@@ -39,12 +39,14 @@ class Job(NamedTuple):
         requeue: makes the error by which its queue requeues the job, after so many seconds; None if there is
             no such error.
         start: an object that each start of the job has anew, also that of a redelivery; None if the queue has none.
+        queue: see ``Holder``.
     """
 
     id: str
     attempt: int | None = None
     requeue: Callable[[float], Exception] | None = None
     start: object = None
+    queue: str = "work_id"
 
 
 def _job_of_rq(rq: Any, _args: Args) -> Job | None:
@@ -83,7 +85,7 @@ def _current_job(args: Args) -> Job | None:
         if name in sys.modules:
             with suppress(AttributeError):  # it is being imported, or is another's module with that name
                 if job := job_of(sys.modules[name], args):
-                    return job
+                    return job._replace(queue=name)
     return None
 
 
@@ -123,11 +125,19 @@ def caller_of(decoration: Decoration, args: Args, kwargs: Kwargs, *, detects: bo
     return decoration.plain if job is None else JobCaller(decoration, job)
 
 
+def _is_inside(value: bytes) -> bool:
+    """Whether the run that ``value`` names is under way here, and has made this call."""
+    lease = current.get()
+    while lease is not None and lease.token != value:
+        lease = lease.outer and lease.outer()
+    return lease is not None
+
+
 class JobCaller(Caller):
     """The call of a function by a job: never skipped because of a previous attempt of the same job."""
 
     def __init__(self, decoration: Decoration, job: Job) -> None:
-        super().__init__(decoration.name, TokenFactory(decoration.name, job.id, job.attempt))
+        super().__init__(decoration.name, TokenFactory(decoration.name, job.id, job.attempt, queue=job.queue))
         self._job = job
         self.start = job.start
         self._is_async = inspect.iscoroutinefunction(decoration.function)
@@ -149,7 +159,7 @@ class JobCaller(Caller):
             return False
         if value.startswith(process.mark):
             is_beside = self.start is not None and getattr(active_tokens.get(value), "start", None) is self.start
-            return current.get() is None and not is_beside
+            return not is_beside and not _is_inside(value)
         is_in_child = self.start is not None and self.start is _inherited
         return not (is_in_child and value.startswith(process.machine_mark))
 

@@ -37,7 +37,7 @@ def work_of(request: Any) -> Work:
 
 def work_held_by(holder: Holder | None) -> Work | None:
     """The work whose message holds a key; None if no task's message does."""
-    if holder is None:
+    if holder is None or holder.queue is not None:
         return None
     if holder.task_id is None or holder.attempt is None:
         return None

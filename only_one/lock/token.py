@@ -56,11 +56,12 @@ in_each_child(_made.clear)
 in_each_child(active_tokens.clear)
 
 
-def _task_fields(task_id: str | None, attempt: int | None, replacement: int) -> str:
+def _task_fields(task_id: str | None, attempt: int | None, replacement: int, queue: str | None = None) -> str:
     task = encode_basestring_ascii(task_id) if type(task_id) is str else json.dumps(task_id)  # the same, sooner
     fields = f'"task_id":{task},"attempt":{"null" if attempt is None else attempt},'
     # Only if needed: a worker of the first version, which refuses unknown fields, reads the other values, too.
-    return f'{fields}"replacement":{replacement},' if replacement else fields
+    added = {"replacement": replacement or None, "queue": queue}
+    return fields + "".join(f'"{name}":{json.dumps(value)},' for name, value in added.items() if value is not None)
 
 
 def words_of(task_id: str, replacement: int, attempt: int) -> bytes:
@@ -80,9 +81,10 @@ class TokenFactory:
         attempt: int | None = None,
         state: str = "running",
         replacement: int = 0,
+        queue: str | None = None,
     ) -> None:
         """See ``Holder`` for the arguments."""
-        self._serialized = f"{_serialize(state=state, name=name)},{_task_fields(task_id, attempt, replacement)}"
+        self._serialized = f"{_serialize(state=state, name=name)},{_task_fields(task_id, attempt, replacement, queue)}"
         # The common beginning of tokens, and the process and limit for which it was made: at first none.
         self._head: tuple[_Process | None, float | None, bytes] = (None, None, b"")
 

@@ -186,6 +186,38 @@ def test_an_attempt_in_the_same_process_waits_for_the_other_and_a_call_from_insi
 
 
 @pytest.mark.usefixtures("redis")
+@pytest.mark.parametrize("is_over", [False, True], ids=["in the run", "after it"])
+def test_an_attempt_that_a_run_of_other_work_has_begun_waits_for_the_other(
+    caplog: pytest.LogCaptureFixture, *, is_over: bool
+) -> None:
+    """As that of a consumer that is a run itself, or that a start-up began."""
+    calls: list[asyncio.Task[str]] = []
+    caplog.set_level(logging.INFO, "only_one")
+
+    @only_one("job", work_id=named)
+    async def work() -> str:
+        nested = await outer()
+        assert await asyncio.to_thread(eventually, lambda: "waits for the key" in caplog.text)
+        return f"done, nested: {nested}"
+
+    @only_one("outer")
+    async def outer() -> Any:
+        return await work()
+
+    @only_one("consumer")
+    async def consumer() -> None:
+        calls.extend(asyncio.create_task(work()) for _ in range(2))
+        if not is_over:
+            await asyncio.wait(calls)
+
+    async def program() -> list[str]:
+        await consumer()
+        return await asyncio.gather(*calls)
+
+    assert asyncio.run(program()) == ["done, nested: None"] * 2
+
+
+@pytest.mark.usefixtures("redis")
 @pytest.mark.parametrize(
     ("modules", "second"),
     [

@@ -171,9 +171,9 @@ def raises(error: BaseException) -> Callable[..., None]:
     return call
 
 
-def token_of(task_id: str | None, *, state: str = "running", attempt: int | None = 0, is_dead: bool = False) -> bytes:
+def token_of(task_id: str | None, *, attempt: int | None = 0, is_dead: bool = False, **fields: Any) -> bytes:
     """The value of a run, of a task or a function: on another machine, or of a process of this one that is gone."""
-    value = json.loads(TokenFactory("a task", task_id, attempt, state).token(600))
+    value = json.loads(TokenFactory("a task", task_id, attempt, **fields).token(600))
     if is_dead:
         with subprocess.Popen([sys.executable, "-c", ""]) as process:
             process.wait()
