@@ -122,25 +122,26 @@ def caller_of(decoration: Decoration, args: Args, kwargs: Kwargs, *, detects: bo
     if decoration.work_id is not None:
         work_id = decoration.work_id(args, kwargs)
         job = None if work_id is None else Job(str(work_id), None, job and job.requeue)
-    return decoration.plain if job is None else JobCaller(decoration, job)
+    is_async = inspect.iscoroutinefunction(decoration.function)
+    return decoration.plain if job is None else JobCaller(decoration.name, job, is_async=is_async)
 
 
 def _is_inside(value: bytes) -> bool:
     """Whether the run that ``value`` names is under way here, and has made this call."""
     lease = current.get()
     while lease is not None and lease.token != value:
-        lease = lease.outer and lease.outer()
+        lease = lease.outer() if lease.outer else None
     return lease is not None
 
 
 class JobCaller(Caller):
     """The call of a function by a job: never skipped because of a previous attempt of the same job."""
 
-    def __init__(self, decoration: Decoration, job: Job) -> None:
-        super().__init__(decoration.name, TokenFactory(decoration.name, job.id, job.attempt, queue=job.queue))
+    def __init__(self, name: str, job: Job, *, is_async: bool = False, bound: bool = False) -> None:
+        super().__init__(name, TokenFactory(name, job.id, job.attempt, queue=job.queue), bound=bound)
         self._job = job
         self.start = job.start
-        self._is_async = inspect.iscoroutinefunction(decoration.function)
+        self._is_async = is_async
         self._left = 0.0
         self._waits_until: float | None = None
 

@@ -15,6 +15,7 @@ from celery.exceptions import Ignore, Retry
 from kombu.utils.uuid import uuid
 
 from only_one.call.effective_options import AtEnd, Caller, Decoration, EffectiveOptions, Policy
+from only_one.call.job_queues import Job, JobCaller
 from only_one.call.owed_key import note_of
 from only_one.clock import now
 from only_one.connections.server import Server
@@ -51,7 +52,9 @@ def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], ar
         return plain
     request = task.request
     if request.called_directly:
-        return TaskCaller(task, bound=bound) if _is_item_of(task) else plain
+        running = _state.get_current_worker_task()
+        is_item = running is not None and task_of_items(running, running.request.kwargs) == task.name
+        return ItemCaller(task, running.request, bound=bound) if is_item else plain
     under_way = vars(request).get("only_one_under_way")
     is_inside = under_way and decoration in under_way.values()  # a call from inside its own run
     if is_inside or request.is_eager:  # which has no message
@@ -59,13 +62,12 @@ def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], ar
     return Delivery(task, request, bound=bound, decoration=decoration)
 
 
-def _is_item_of(task: Any) -> bool:
-    """Whether a worker runs a list of calls of this task, by ``map``, ``starmap`` or ``chunks``."""
-    running = _state.get_current_worker_task()
-    if running is None or running.name not in ("celery.map", "celery.starmap"):
-        return False
-    named = (running.request.kwargs or {}).get("task") or {}
-    return bool(named.get("task") == task.name)
+def task_of_items(task: Any, kwargs: Any) -> str | None:
+    """The name of the task that a message of ``map``, ``starmap`` or ``chunks`` calls; None for any other message."""
+    if task.name not in ("celery.map", "celery.starmap"):
+        return None
+    name: str | None = ((kwargs or {}).get("task") or {}).get("task")
+    return name
 
 
 def caller_from_outside(task: Any, decoration: Decoration) -> Caller:
@@ -153,6 +155,21 @@ class TaskCaller(Caller):
             prefix = decoration.options_for(self).prefix
             return prefix + decoration.make_key(self, tuple(args or ()), kwargs or {}) == key
         return False
+
+
+class ItemCaller(JobCaller):
+    """The call of a task's function by ``map``, ``starmap`` or ``chunks``: one of those of the list's message.
+
+    If that is delivered again, its items meet those of the first delivery, and wait for them.
+    """
+
+    check = TaskCaller.check
+
+    def __init__(self, task: Task, request: Any, *, bound: bool) -> None:
+        """``request`` is that of the list."""
+        job = Job(str(request.id), request.retries, start=request, queue="celery.map")
+        super().__init__(task.name or "", job, bound=bound)
+        self.app = task.app
 
 
 class Delivery(TaskCaller):

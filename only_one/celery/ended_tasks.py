@@ -27,7 +27,7 @@ from only_one.lock.renewal import finish_pending_releases, release_later
 from only_one.lock.token import machine
 
 from . import redelivery
-from .delivery import Delivery, caller_from_outside, decorations_of, key_of_message, queue_options_of
+from .delivery import Delivery, caller_from_outside, decorations_of, key_of_message, queue_options_of, task_of_items
 from .received_tasks import received_request, warn_once, withdraw, withdrawal_of
 
 _WAITS_FOR_A_SERVER = 300.0
@@ -63,8 +63,12 @@ def _on_retry(sender: Any, request: Any, reason: Any = None, **_: Any) -> None:
 
 def _watch(task: Any, task_id: str, args: Any, kwargs: Any, request: Any) -> None:
     """Release a task's keys as soon as its process is dead, in a thread: the worker has other tasks to serve."""
-    for decoration in decorations_of(task):
-        given = (task, decoration, str(task_id), args or (), kwargs or {}, request)
+    if name := task_of_items(task, kwargs):
+        task, args, kwargs = task.app.tasks.get(name), None, None
+    else:
+        args, kwargs = args or (), kwargs or {}
+    for decoration in decorations_of(task) if task else ():
+        given = (task, decoration, str(task_id), args, kwargs, request)
         threading.Thread(target=_release_when_dead, args=given, name="only_one-endings", daemon=True).start()
 
 
@@ -100,8 +104,11 @@ def _end_message(
     """Withdraw a unique task that never began, unless its message is sent again.
 
     Returns:
-        The message's key, if it is known, and the value that keeps this key if the message is sent again.
+        The message's key, if it is known, and the value that keeps this key if the message is sent again. Of the items
+        of a list it is not known which was under way.
     """
+    if args is None:
+        return None, None
     if request is None or decoration.task is None:
         return key_of_message(task, decoration, options.prefix, args, kwargs), None
     delivery = Delivery(task, request, bound=False, decoration=decoration)

@@ -191,7 +191,7 @@ def test_an_attempt_that_a_run_of_other_work_has_begun_waits_for_the_other(
     caplog: pytest.LogCaptureFixture, *, is_over: bool
 ) -> None:
     """As that of a consumer that is a run itself, or that a start-up began."""
-    calls: list[asyncio.Task[str]] = []
+    calls: list[asyncio.Task[Any]] = []
     caplog.set_level(logging.INFO, "only_one")
 
     @only_one("job", work_id=named)
@@ -210,7 +210,7 @@ def test_an_attempt_that_a_run_of_other_work_has_begun_waits_for_the_other(
         if not is_over:
             await asyncio.wait(calls)
 
-    async def program() -> list[str]:
+    async def program() -> Any:
         await consumer()
         return await asyncio.gather(*calls)
 

@@ -16,7 +16,7 @@ import pytest
 from celery import Celery, Task
 from celery.exceptions import Retry
 
-from only_one import buffer_one, carry_on, configure, current_lock, fail, retry
+from only_one import AlreadyRunning, buffer_one, carry_on, configure, current_lock, fail, retry
 from only_one.celery import delivery
 from only_one.celery.delivery import Delivery
 from only_one.celery.requeue import Header
@@ -162,6 +162,26 @@ def test_each_run_of_a_list_of_calls_has_the_key_of_its_task(queue: Queue, keys:
     calls_it: Any = queue.app.task(outer, name=f"outer-{task.name}", shared=False)
     getattr(calls_it, call)(["x"]).apply_async()
     assert queue.deliver() == [task("x")], "another task that an item calls is called directly"
+
+
+def test_a_list_of_calls_that_is_delivered_again_waits_for_the_key_of_its_first_delivery(
+    queue: Queue, keys: Keys
+) -> None:
+    """A worker on another machine was killed in the middle of it, or still runs it."""
+
+    def done(_: str) -> str:
+        return "done"
+
+    task = a_task(queue.app, done)
+    answer = task.map(["x", "y"]).apply_async()
+    message = queue.take()
+    keys["k"] = token_of(answer.id, queue="celery.map")
+    queue.deliver(message, redelivered=True)
+    assert isinstance(answer.result, AlreadyRunning), "it may be held for ten minutes"
+    keys.redis.pexpire(f"{keys.prefix}k", 200)
+    assert queue.deliver(message, redelivered=True) == ["done", "done"]
+    keys["k"] = token_of("another list", queue="celery.map")
+    assert queue.deliver(message, redelivered=True) == [None, None]
 
 
 def test_a_run_that_is_called_by_super_is_its_tasks(queue: Queue, keys: Keys) -> None:

@@ -225,6 +225,16 @@ def test_the_key_of_a_lost_process_is_released(task: Any, keys: Keys, child: sub
     assert "error" in keys
 
 
+@pytest.mark.parametrize("name", ["celery.map", "celery.starmap"])
+def test_the_key_of_an_item_of_a_list_of_calls_is_released(app: Celery, task: Any, keys: Keys, name: str) -> None:
+    keys["k"], keys["another"] = (held_by(2**30, each, queue="celery.map") for each in ("mine", "another"))
+    for named in (task.name, "a task that this worker does not know"):
+        kwargs = {"task": {"task": named}, "it": ["k"]}
+        task_failure.send(sender=app.tasks[name], task_id="mine", exception=WorkerLostError(), args=(), kwargs=kwargs)
+        assert eventually(lambda: "k" not in keys)
+    assert "another" in keys
+
+
 def test_no_other_keys_are_looked_at_where_the_message_says_which_it_is(
     task: Any, keys: Keys, way: Proxy, dead: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
