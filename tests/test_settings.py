@@ -21,7 +21,17 @@ import pytest
 from celery import Celery, _state, shared_task
 from redis import Redis
 
-from only_one import AlreadyRunning, ConfigurationError, configure, current_lock, fail, only_one, settings, skip
+from only_one import (
+    AlreadyRunning,
+    ConfigurationError,
+    LockUnavailable,
+    configure,
+    current_lock,
+    fail,
+    only_one,
+    settings,
+    skip,
+)
 from only_one.celery import app_settings
 from only_one.celery.app_settings import current_app, server_of
 from only_one.connections import server as servers_of_product
@@ -99,6 +109,7 @@ def call_with(levels: Levels, body: Any) -> Any:
 
 ALL = {"only_one_redis": 1, "result_backend": 2, "broker_url": 3}
 BY_CLASS = {"result_backend": "celery.backends.redis:RedisBackend", "redis_host": "127.0.0.1", "redis_db": 3}
+REST = {"redis_host": "127.0.0.1", "redis_port": "{port}"}
 SENTINEL = {"broker_url": "sentinel://127.0.0.1:26379", "broker_transport_options": {"master_name": "main"}}
 WITH_TLS = {"broker_url": "rediss://127.0.0.1:6379", "broker_use_ssl": {"ssl_cert_reqs": "none"}}
 ALSO_WITH_TLS = {"broker_url": "redis://127.0.0.1:6379", "broker_use_ssl": True}
@@ -136,6 +147,10 @@ def filled_in(server: RedisServer, value: Any) -> Any:
         ({"app": {"broker_url": [1, 2]}}, 1),
         ({"app": {"broker_url": "redis://127.0.0.1:{port}/1;redis://127.0.0.1:{port}/2"}}, 1),
         ({"app": {**BY_CLASS, "redis_port": "{port}", "broker_url": 1}}, 3),
+        # The rest of the address is in settings of Celery's.
+        ({"app": {"result_backend": "redis:///3", **REST}}, 3),
+        ({"app": {"broker_url": "redis://127.0.0.1", "broker_port": "{port}", "broker_vhost": "3"}}, 3),
+        ({"app": {"broker_url": ["redis://127.0.0.1/3", "memory://"], "broker_port": "{port}"}}, 3),
         # As Celery writes the URL of a socket.
         ({"app": {"result_backend": SOCKET}}, 3),
         ({"app": {"broker_url": SOCKET}}, 3),
@@ -205,6 +220,22 @@ def test_a_callable_is_called_once_and_not_when_decorating(url: str) -> None:
         with configure(redis=source.client):
             assert functions[0]() == decorated(own_key)() == KEY
     assert calls == ["method", "unhashable"]
+
+
+def test_a_callable_that_cannot_reach_what_it_asks_is_asked_again_by_the_next_call(url: str) -> None:
+    answers: list[Any] = [TimeoutError("no address is known"), OSError("nor now"), url]
+
+    def source() -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    decorate = {"redis": source}
+    with pytest.raises(LockUnavailable, match="no address is known"):
+        decorated(own_key, **decorate)()
+    assert decorated(own_key, when_down=skip, **decorate)() is None
+    assert decorated(own_key, **decorate)() == KEY
 
 
 @pytest.mark.parametrize("config", [SENTINEL, WITH_TLS, ALSO_WITH_TLS])

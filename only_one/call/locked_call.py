@@ -216,7 +216,7 @@ class LockedCall:
             self._tell(self.lost)
         self.lease.lose("released")  # from here on nothing is lost
         retained, marker = self.caller.at_end(self.options, self.key, self.ended_by)
-        exits = isinstance(self.ended_by, SystemExit) and not self.ended_by.code and self.caller.app is None
+        exits = isinstance(self.ended_by, SystemExit) and self.ended_by.code in (None, 0) and self.caller.app is None
         if self.has_succeeded or exits:  # a program may end by `sys.exit()`, and has done its work
             retained = self._kept()
         is_kept = retained is not None and retained.note is None

@@ -16,6 +16,11 @@ from only_one.settings import CHECKS, CONFIGURABLE, Options, check
 
 _NEARLY_OURS = re.compile(rf"(\w+_)?only_one_({'|'.join(CHECKS)})\w*", re.IGNORECASE)
 
+_OF_BACKEND = [f"redis_{name}" for name in ("host", "port", "db", "username", "password")]
+_OF_BACKEND += ["redis_backend_use_ssl", "redis_backend_credential_provider"]
+_OF_BROKER = [f"broker_{name}" for name in ("host", "port", "user", "password", "vhost")]
+"""Settings of Celery's that say what a URL does not."""
+
 _warned: set[tuple[str | None, str]] = set()
 _import_by_name: Callable[[Any], Any] = symbol_by_name
 
@@ -84,13 +89,16 @@ def server_of(app: Celery) -> Source | None:
         ConfigurationError: if that cannot be known.
     """
     url = _redis_url(app.conf.result_backend)
-    if url and not app.conf.redis_backend_use_ssl:
+    if url and not any(app.conf.get(name) for name in _OF_BACKEND):
         return url
     client = getattr(app.backend, "client", None)
     if hasattr(client, "register_script"):
         return client
     brokers = app.conf.broker_read_url  # `broker_url`, if not configured
     broker: Any = next(iter(brokers.split(";") if isinstance(brokers, str) else brokers or ()), None)
+    if any(app.conf.get(name) for name in _OF_BROKER):
+        whole = app.connection_for_read(broker).as_uri(include_password=True).rstrip("/")
+        broker = whole if "?" in whole else re.sub(r"^[^?]*", lambda _: whole, str(broker), count=1)
     url = _redis_url(broker)
     if url and not app.conf.broker_use_ssl:
         return url

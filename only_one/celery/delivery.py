@@ -82,9 +82,11 @@ def functions_of(task: Any) -> Iterator[Any]:
 
 
 def _functions_with_bases(task: Any) -> Iterator[Any]:
-    """The same, and those of its bases' ``run``, which may be called by ``super()``."""
-    for function in (task.run, *(vars(kind).get("run") for kind in type(task).__mro__)):
-        yield from _with_wrapped(function)
+    """The same, and those of its bases' ``run``, which may be called by ``super()``, and of their ``__call__``."""
+    yield from _with_wrapped(task.run)
+    for kind in type(task).__mro__:
+        for name in ("run", "__call__"):
+            yield from _with_wrapped(vars(kind).get(name))
 
 
 def _with_wrapped(function: Any) -> Iterator[Any]:

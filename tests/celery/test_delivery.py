@@ -196,6 +196,24 @@ def test_a_run_that_is_called_by_super_is_its_tasks(queue: Queue, keys: Keys) ->
     assert answer.get() == [["calls", answer.id, 1], None]
 
 
+def test_a_run_whose_call_is_decorated_by_its_base_is_its_tasks(queue: Queue, keys: Keys) -> None:
+    class Locked(Task):  # type: ignore[misc]  # Celery has no types
+        abstract = True
+
+        @decorated("{name}")
+        def __call__(self) -> Any:
+            return super().__call__()
+
+    task = queue.app.task(lambda_of(whose), base=Locked, name="locked", shared=False)
+    answer = task.apply_async(retries=1)
+    keys["locked"] = token_of(answer.id)
+    queue.deliver()
+    assert len(queue) == 1
+    del keys["locked"]
+    queue.deliver()
+    assert answer.get() == ["locked", answer.id, 1]
+
+
 def test_a_second_call_after_its_own_run_has_ended_waits_as_the_first(queue: Queue, keys: Keys) -> None:
     class Twice(Task):  # type: ignore[misc]  # Celery has no types
         abstract = True
