@@ -200,7 +200,7 @@ def test_a_run_whose_call_is_decorated_by_its_base_is_its_tasks(queue: Queue, ke
     class Locked(Task):  # type: ignore[misc]  # Celery has no types
         abstract = True
 
-        @decorated("{name}")
+        @decorated("{name}")  # type: ignore[untyped-decorator]
         def __call__(self) -> Any:
             return super().__call__()
 
