@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +29,9 @@ _REFUSES = {"valkey": 0, "redis": 1, "redis7": 2, "redis6": 3}
 
 _MOST = 60
 """How often a process sends the same command at most: at its end, a release that is refused."""
+
+_TOKEN = re.compile(rb'"pid":(\d+),.*"state":"(\w+)",.*"number":(\d+)\d{6},')
+"""The process of a token, its state, and its number."""
 
 EPSILON = 0.0015
 """Seconds: the server counts in milliseconds."""
@@ -461,17 +464,12 @@ def _is_kept_of(value: Any, call: Call) -> bool:
     return isinstance(value, bytes) and b'"kept"' in value and number in value
 
 
-def _token(value: bytes) -> str:
-    """A word for a value: of a token the process and the number."""
-    if b'"only_one"' not in value:
-        return "script" if b"\n" in value else value[:24].decode(errors="replace")
-    fields = json.loads(value)
-    state = "" if fields["state"] == "running" else f"({fields['state']})"
-    return f"<{fields['pid']}:{fields['number'] // 1000000}{state}>"
-
-
 def shown(detail: Any) -> str:
     """A detail of the log, as a timeline shows it: of commands and values only what a reader needs."""
     if isinstance(detail, tuple):  # a command
-        return " ".join(map(_token, detail))[:110]
-    return _token(detail) if isinstance(detail, bytes) else str(detail)
+        return " ".join(map(shown, detail))[:110]
+    if not isinstance(detail, bytes):
+        return str(detail)
+    if token := _TOKEN.search(detail):
+        return token.expand(rb"<\1:\3 \2>").decode()
+    return "script" if b"\n" in detail else detail[:24].decode(errors="replace")
