@@ -71,12 +71,9 @@ def this() -> Any:
 # Python's modules
 
 
-class Fake(ModuleType):
+def _fake(real: ModuleType, **own: Any) -> Any:
     """A module with some names of its own; all others are the real module's."""
-
-    def __init__(self, real: ModuleType, **own: Any) -> None:
-        super().__init__(real.__name__)
-        vars(self).update({**vars(real), **own})
+    return SimpleNamespace(**{**vars(real), **own})
 
 
 def _now(*_: int) -> Any:
@@ -206,27 +203,27 @@ class FakePath(str):
         return b"1 (x) S " + b"0 " * 18 + b"%d" % machine.processes[pid].started + b" 0 0"
 
 
-_time = Fake(time, clock_gettime=_now, monotonic=_now, perf_counter=_now, time=lambda: playing().wall(), sleep=_sleep)
+_time = _fake(time, clock_gettime=_now, monotonic=_now, perf_counter=_now, time=lambda: playing().wall(), sleep=_sleep)
 vars(_time)["time_ns"] = lambda: round(playing().wall() * 1e9)
-_os = Fake(os, kill=_kill, urandom=_urandom, register_at_fork=_on_fork, getpid=lambda: getattr(this(), "pid", 1))
-_socket = Fake(
+_os = _fake(os, kill=_kill, urandom=_urandom, register_at_fork=_on_fork, getpid=lambda: getattr(this(), "pid", 1))
+_socket = _fake(
     socket,
     socket=lambda *_: BlockingSocket(greenlet.getcurrent()),
     getaddrinfo=lambda host, port, *_: [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, port))],
     gethostname=lambda: this().machine.name,
 )
-_queue = Fake(queue, SimpleQueue=FakeQueue)
+_queue = _fake(queue, SimpleQueue=FakeQueue)
 _random = SimpleNamespace(uniform=lambda low, high: playing().uniform("random", low, high))
-FAKES: dict[str, ModuleType] = {
+FAKES: dict[str, Any] = {
     "time": _time,
     "os": _os,
-    "threading": Fake(threading, Thread=FakeThread, Lock=FakeLock),
+    "threading": _fake(threading, Thread=FakeThread, Lock=FakeLock),
     "socket": _socket,
     "queue": _queue,
     "_queue": _queue,
-    "pathlib": Fake(pathlib, Path=FakePath),
-    "random": Fake(random, SystemRandom=lambda: _random),
-    "atexit": Fake(ModuleType("atexit"), register=_on_exit),
+    "pathlib": _fake(pathlib, Path=FakePath),
+    "random": _fake(random, SystemRandom=lambda: _random),
+    "atexit": SimpleNamespace(register=_on_exit),
 }
 
 
