@@ -28,7 +28,7 @@ from kombu import common
 from kombu.exceptions import OperationalError
 from kombu.transport import virtual
 
-from .process import FakeQueue, Machine, Process, playing, thread
+from .process import FakeQueue, Machine, Process, playing, this
 
 _virtual: Any = virtual
 _common: Any = common
@@ -48,6 +48,9 @@ class Channel(virtual.Channel):
         return 0
 
 
+_RECEIVING = SimpleNamespace(no_ack_consumers=None, decode_body=partial(_virtual.Channel.decode_body, Channel))
+"""What a message needs of the channel on which it is received."""
+
 TRANSPORTS: dict[str, Any] = {
     name: type(name, (virtual.Transport,), {"Channel": Channel, "driver_type": name, "driver_name": name})
     for name in ("redis", "amqp")
@@ -60,7 +63,7 @@ class Results(CacheBackend):  # type: ignore[misc]
 
     def mark_as_done(self, *args: Any, **kwargs: Any) -> Any:
         """Store the result of a run that has returned, in the time for which the world waits."""
-        playing().sleep(playing().choose(f"storing of {name_of_this()}", [0.0, 0.0, 0.0, 0.4]))
+        playing().sleep(playing().choose(f"storing of {this().name}", [0.0, 0.0, 0.0, 0.4]))
         return super().mark_as_done(*args, **kwargs)
 
 
@@ -81,12 +84,6 @@ class App(Celery):  # type: ignore[misc]
 
 celery.worker.request.datetime = Clock
 billiard.einfo.Traceback = lambda _: None
-
-
-def name_of_this() -> str:
-    """The name of the process that runs."""
-    running = thread()
-    return running.process.name if running else "broker"
 
 
 class Work(NamedTuple):
@@ -199,13 +196,13 @@ class Broker:
 
     def put(self, payload: dict[str, Any]) -> None:
         delivery = Delivery(payload, len(self.published))
-        if delivery.is_work and self.world.fault(f"publishing fails of {name_of_this()}", 0.02):
+        if delivery.is_work and self.world.fault(f"publishing fails of {this().name}", 0.02):
             msg = "the broker is away"
             raise OperationalError(msg)
         self.published.append(delivery)
         times = (payload["headers"].get("only_one") or {}).get("times", 0)
         shown = f"{delivery.task} id={delivery.id[:8]} times={times}"
-        self.world.note(name_of_this(), "publishes", f"#{delivery.number}", *delivery.work, shown)
+        self.world.note(this().name, "publishes", f"#{delivery.number}", *delivery.work, shown)
         self.world.after(self.world.uniform("publishing", 0.001, 0.01), lambda: self._arrive(delivery))
         self.world.sleep(0)
 
@@ -249,11 +246,11 @@ class Broker:
         known_by_tag = delivery.number if self.kind == "redis" else None
         self.unacked = [each for each in self.unacked if each is not delivery and each.number != known_by_tag]
         self.published[delivery.number].is_done = delivery.is_done = True
-        self.world.note(name_of_this(), "acknowledges", f"#{delivery.number}")
+        self.world.note(this().name, "acknowledges", f"#{delivery.number}")
         self.deliver()
 
     def reject(self, delivery: Delivery, _logger: Any, _errors: Any, requeue: bool) -> None:  # noqa: FBT001
-        self.world.note(name_of_this(), "rejects", f"#{delivery.number}", "requeue" if requeue else "")
+        self.world.note(this().name, "rejects", f"#{delivery.number}", "requeue" if requeue else "")
         if requeue:
             self.again(delivery)
         else:
@@ -321,8 +318,7 @@ class Worker:
         """As the worker's consumer does with a message: the strategy of Celery decides."""
         if job not in self.jobs:
             return  # the connection was lost on which it came
-        channel = SimpleNamespace(no_ack_consumers=None, decode_body=_decode)
-        message = _virtual.Message(job.payload, channel=channel)
+        message = _virtual.Message(job.payload, channel=_RECEIVING)
         self.receiving, receive = job, self._strategy(job.task)
         acknowledge, reject = partial(self.broker.ack, job), partial(self.broker.reject, job)
         receive(message, None, acknowledge, reject, [], to_timestamp=lambda eta, *_: eta.timestamp())
@@ -443,10 +439,6 @@ def _name_of_error(info: Any) -> str:
     error = info.exception
     error = getattr(error, "exc", error)  # of a retry, and of one with a traceback
     return getattr(error, "exc_cls_name", type(error).__name__)
-
-
-def _decode(body: Any, encoding: Any = None) -> Any:
-    return _virtual.Channel.codecs[encoding].decode(body) if encoding else body
 
 
 def _on_received(sender: Any = None, request: Any = None, **_: Any) -> None:

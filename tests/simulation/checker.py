@@ -223,7 +223,7 @@ class Checker:
         self._check_policies(call)
         keeps = outcome == "done" and call.held_to_the_end and call.answered < call.asked + self.at_least
         is_there = keeps and self.store.get(call.key_there) == call.lock.token
-        if is_there and call.lock.token not in call.process.active_tokens:
+        if is_there and call.lock.token not in call.process.modules["only_one.lock.token"].active_tokens:
             self.problem("a key that is kept later looks dead", call.name)
         if call.held_to_the_end and self.history.is_calm(call.ended) and not (call.is_excused or call.is_interrupted):
             self._check_release(call)
@@ -409,7 +409,8 @@ class Checker:
             if any(each.startswith(f"interrupted of {process.name}.") for each in self.history.faults):
                 continue  # at the very end of a call
             renewer = process.modules["only_one.lock.renewal"]._renewer
-            if left := [*renewer.pending_releases, *renewer.leases, *process.active_tokens]:
+            active_tokens = process.modules["only_one.lock.token"].active_tokens
+            if left := [*renewer.pending_releases, *renewer.leases, *active_tokens]:
                 self.problem("a call is remembered", f"{process.name}: {left}")
 
     def _that_release_nothing(self) -> Iterator[int]:

@@ -18,7 +18,7 @@ from celery import _state, chain, chord
 from celery.backends import cache
 from celery.exceptions import Ignore, Reject, Retry
 
-from .broker import TRANSPORTS, App, Broker, Delivery, Work, Worker, name_of_this
+from .broker import TRANSPORTS, App, Broker, Delivery, Work, Worker
 from .history import History
 from .message_checker import MessageChecker
 from .process import Machine, Process, playing, this
@@ -180,7 +180,6 @@ class MessageWorld(History):
         self.run(self.now + 300, lambda: not left)
         self.run(self.now + 15)
         self.quiet = True
-        self.host.loses = self.host.delays = 0.0
         self.run(self.now + 1000, self._is_drained)
         self.run(self.now + 35 + (plan.at_least or 0.0))
         if left:
@@ -334,7 +333,7 @@ class MessageWorld(History):
 
     def told(self, delivery: Delivery, end: str) -> None:
         """Note how a delivery has ended for Celery."""
-        self.note(name_of_this(), "ends", *delivery.work, end)
+        self.note(this().name, "ends", *delivery.work, end)
         self.deliveries_ended[delivery.number] += 1
         if delivery.is_work:
             self.outcomes[delivery.work].append(end)

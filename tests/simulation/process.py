@@ -338,11 +338,6 @@ class Process:
         _importing.pop()
         return own
 
-    @property
-    def active_tokens(self) -> Any:
-        """The tokens of its calls that have not ended."""
-        return self.modules["only_one.lock.token"].active_tokens
-
     def begin(self, machine: Machine, pid: int, name: str) -> None:
         """Begin anew, as a process that has just been started."""
         self.machine, self.name = machine, name
