@@ -188,8 +188,7 @@ class Transport(Link, asyncio.Transport):
         if self.is_closed:
             return
         try:
-            if data := self.take():
-                self._protocol.data_received(data)
+            self._protocol.data_received(self.take())
         except ConnectionResetError as error:
             self._lose(error)
 

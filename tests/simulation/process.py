@@ -106,8 +106,6 @@ def _on_exit(do: Callable[[], object]) -> None:
 class FakeThread:
     """``threading.Thread`` in the world."""
 
-    _thread: Any = None
-
     def __init__(self, target: Any, args: tuple[Any, ...] = (), name: str = "", *, daemon: bool) -> None:
         self._target, self._args, self._name, self._is_daemon = target, args, name, daemon
 
@@ -120,8 +118,7 @@ class FakeThread:
         self._thread.is_daemon = self._is_daemon
 
     def join(self) -> None:
-        if self._thread is not None and not self._thread.dead:
-            playing().wait(self._thread.joined.append, None)
+        playing().wait(self._thread.joined.append, None)
 
 
 class _Waited:
