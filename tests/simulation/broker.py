@@ -189,7 +189,7 @@ class Broker:
         self.queue: list[Delivery] = []
         self.unacked: list[Delivery] = []
         self.published: list[Delivery] = []
-        self.last_redelivered_at: dict[int, float] = {}
+        self.last_redelivered_at: dict[Work, float] = {}
         self.redelivered_before_a_run: set[str] = set()
         self.last_lost_at = -inf
         self.workers: list[Any] = []
@@ -233,7 +233,7 @@ class Broker:
         if delivery not in self.unacked:
             return
         self.unacked.remove(delivery)
-        self.last_redelivered_at[delivery.number] = self.world.now
+        self.last_redelivered_at[delivery.work] = self.world.now
         if all(run.work != delivery.work for run in self.world.runs):
             self.redelivered_before_a_run.add(delivery.work.trigger)
         payload = deepcopy(delivery.payload)

@@ -143,9 +143,7 @@ class MessageChecker:
         return {end for work, ends in self.history.outcomes.items() if work.trigger in names for end in ends}
 
     def was_redelivered(self, trigger: Any) -> bool:
-        broker = self.history.broker
-        own = [each.number for each in broker.published if each.work.trigger == trigger.name]
-        return not broker.last_redelivered_at.keys().isdisjoint(own)
+        return any(work.trigger == trigger.name for work in self.history.broker.last_redelivered_at)
 
 
 # at the end: each reads what has happened, and gives the problems
@@ -212,14 +210,9 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
         # Celery counts the other part twice, and believes the chord to be complete.
         # So it does where a run returns though its retry is published.
         counts_twice = not {"retry unraised", "retry swallowed"}.isdisjoint(trigger.ends)
-        is_miscounted = trigger.how == "chord" and (counts_twice or _other_part_ran_twice(history, trigger))
+        is_miscounted = trigger.how == "chord" and (counts_twice or history.deliveries_ended["part", trigger.name] > 1)
         if not (trigger.id in history.revoked or checker.may_lose_messages or has_failed or is_miscounted):
             yield "what follows was not called", f"{trigger.name} was sent with {trigger.how}"
-
-
-def _other_part_ran_twice(history: Any, trigger: Any) -> bool:
-    parts = [each for each in history.broker.published if each.task == "part" and each.work.trigger == trigger.name]
-    return any(history.deliveries_ended[each.number] > 1 for each in parts)
 
 
 def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
@@ -238,14 +231,10 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         # What a run that is killed has sent is sent again by its redelivery.
         until_then = [each for each in history.runs if each.trigger is first.trigger and each.began <= first.began]
         # With Redis, a message that comes back while its result is being stored is as good as new.
-        comes_late = history.plan.broker == "redis" and _was_redelivered_after(history, first)
+        redelivered_at = history.broker.last_redelivered_at.get(first.work, -inf)
+        comes_late = history.plan.broker == "redis" and redelivered_at > first.ended
         if is_again and has_ended and not comes_late and not any(_was_killed(each, later.began) for each in until_then):
             yield "a run too many", f"{first.work} ran again after {first.end}"
-
-
-def _was_redelivered_after(history: Any, run: Any) -> bool:
-    numbers = [each.number for each in history.broker.published if each.work == run.work]
-    return any(history.broker.last_redelivered_at.get(number, -inf) > run.ended for number in numbers)
 
 
 def _was_killed(run: Any, until: float) -> bool:

@@ -153,7 +153,7 @@ class MessageWorld(History):
         self.told_at: dict[str, float] = {}
         self.arrived_at: dict[str, float] = {}
         self.runs: list[Run] = []
-        self.deliveries_ended: Counter[int] = Counter()
+        self.deliveries_ended: Counter[tuple[str, str]] = Counter()
         self.revoked: set[str | None] = set()
         self.begun_and_killed: set[str] = set()
         self.broker = Broker(self, self.plan.broker)
@@ -334,7 +334,7 @@ class MessageWorld(History):
     def told(self, delivery: Delivery, end: str) -> None:
         """Note how a delivery has ended for Celery."""
         self.note(this().name, "ends", *delivery.work, end)
-        self.deliveries_ended[delivery.number] += 1
+        self.deliveries_ended[delivery.task, delivery.work.trigger] += 1
         if delivery.is_work:
             self.outcomes[delivery.work].append(end)
             self.told_at[delivery.work.trigger] = self.now
