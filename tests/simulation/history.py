@@ -61,8 +61,8 @@ class History(World):
 
     def trouble_ends(self) -> float:
         """When nothing stands still, and nothing is cut off or refused."""
-        host, paused = self.host, [process.paused_until for process in self.processes]
-        return max(host.frozen_until, host.down_until, host.refused[2], *host.cut_off.values(), *paused)
+        host, processes = self.host, [max(each.paused_until, each.cut_off_until) for each in self.processes]
+        return max(host.frozen_until, host.down_until, host.refused[2], *processes)
 
     def is_calm(self, since: float) -> bool:
         """Whether nothing has gone wrong since then, and nothing that went wrong before was still to come."""

@@ -314,7 +314,7 @@ class LockWorld(History):
 
     def _cut_off(self) -> None:
         process = self.choose("cut off", self.processes)
-        self.host.cut_off[process] = self._until("cut", [0.5, 2.0, 6.0, 40.0])
+        process.cut_off_until = self._until("cut", [0.5, 2.0, 6.0, 40.0])
         self.note(process.name, "is cut off from the server")
 
     def _pause(self) -> None:

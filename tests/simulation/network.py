@@ -25,7 +25,6 @@ class Host:
         frozen_until: until when it does nothing, as with SIGSTOP.
         down_until: until when it refuses connections.
         refused: the text with which it refuses some commands, and which, until when.
-        cut_off: until when a process cannot reach it.
         latest: the most seconds that the network held up a message to or from it.
         loses: how probable it is for each message that the connection is cut instead.
         delays: how probable it is for each message that it is late.
@@ -36,7 +35,6 @@ class Host:
         self.world, self.store = world, store
         self.frozen_until = self.down_until = self.latest = self.loses = self.delays = 0.0
         self.refused: tuple[str, tuple[bytes, ...], float] = ("", (), 0.0)
-        self.cut_off: dict[Any, float] = {}
         self.replies: list[tuple[float, Any]] = []
         self.links: list[Link] = []
 
@@ -65,7 +63,6 @@ class Link:
         self.is_reset = self.is_closed = False
         self._buffer = bytearray()
         self._last = {"up": 0.0, "down": 0.0, "frozen": 0.0}
-        self._whose = {way: f"of {process.name} {way}" for way in ("up", "down")}
 
     def open(self) -> float:
         """Connect, and return the seconds that it takes.
@@ -76,7 +73,7 @@ class Link:
         if self.host.down_until > self.world.now:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
         # The system of a frozen server's machine accepts connections for it; a network that is cut accepts nothing.
-        seconds: float = self.host.cut_off.get(self.process, 0.0) - self.world.now
+        seconds: float = self.process.cut_off_until - self.world.now
         return max(0.0, seconds)
 
     def send(self, data: bytes) -> None:
@@ -88,14 +85,14 @@ class Link:
 
     def _travel(self, way: str, arrive: Callable[..., None], what: Any) -> None:
         """Let a message arrive, now or late, or the connection be cut instead."""
-        world, host, whose = self.world, self.host, self._whose[way]
+        world, host, whose = self.world, self.host, f"of {self.process.name} {way}"
         delay = world.uniform(f"latency {whose}", 0.0002, 0.002)
         is_lost = world.fault(f"cut {whose}", host.loses)
         if world.fault(f"late {whose}", host.delays):
             delay = world.choose(f"delay {whose}", _DELAYS)
         host.latest = max(host.latest, delay)
         # Later than the last by a moment: what arrives at one time arrives in any order.
-        self._last[way] = max(self._last[way] + 1e-7, world.now + delay, host.cut_off.get(self.process, 0.0))
+        self._last[way] = max(self._last[way] + 1e-7, world.now + delay, self.process.cut_off_until)
         world.at(self._last[way], self.reset if is_lost else arrive, what)
 
     def _arrive(self, command: list[bytes]) -> None:

@@ -339,7 +339,8 @@ class Process:
         """Begin anew, as a process that has just been started."""
         self.machine, self.name = machine, name
         self.is_dead = self.has_ended = False
-        self.paused_until, self.no_thread, self.died_at = 0.0, 0.0, inf
+        self.paused_until = self.cut_off_until = self.no_thread = 0.0
+        self.died_at = inf
         self.life += 1
         for values, first in self._at_first:
             values.update(first)
