@@ -282,7 +282,6 @@ class Machine:
 
 
 _CONTAINERS: Any = (dict, set, list, WeakSet, WeakKeyDictionary, WeakValueDictionary)
-_ROOMS = ("call", "lock", "connections", "keys", "events", "celery")
 _connect = Signal.connect
 
 
@@ -327,10 +326,9 @@ class Process:
         own_modules, own_path = patch.dict(sys.modules, FAKES), patch.object(sys, "path", [str(path), *sys.path])
         _importing.append(self)
         with own_modules, own_path, patch.object(Signal, "connect", _connect_own):
-            package = importlib.import_module("only_one")
-            for module in pkgutil.walk_packages(package.__path__, "only_one."):
-                if module.name.split(".")[1] in _ROOMS:
-                    importlib.import_module(module.name)
+            celery = importlib.import_module("only_one.celery")  # what the package itself imports later
+            for module in pkgutil.iter_modules(celery.__path__, "only_one.celery."):
+                importlib.import_module(module.name)
             own = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "only_one"}
         _importing.pop()
         return own
