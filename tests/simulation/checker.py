@@ -172,8 +172,7 @@ class Checker:
 
     def _could_keep(self, call: Call) -> bool:
         """Whether the lock had it in its power to keep the key: it was the run's until it ended, and after."""
-        is_lost = call.lock.reason not in (None, "released") or self.lost_data_at > call.asked
-        if is_lost or call.is_excused or not call.had_key:
+        if call.lock.reason not in (None, "released") or self.lost_data_at > call.asked:
             return False
         kept = [each for each in self.stored[call.key_there] if _is_kept_of(each.value, call)]
         own = [each for each in self.stored[call.key_there] if each.value == call.lock.token]
@@ -188,7 +187,7 @@ class Checker:
         call.held_to_the_end = call.lock.is_held
         if not call.held_to_the_end:
             call.lapsed_at = min(call.lapsed_at, call.lock.expires_at)
-        is_calm = self.history.is_calm(call.asked) and not call.is_excused
+        is_calm = self.history.is_calm(call.asked)
         limit = (self.history.plan.times[1] or inf) + call.extended
         if call.had_key and is_calm and not call.lock.is_held and call.ended < call.asked + limit:
             self.problem("a loss without a cause", call.name)
@@ -343,7 +342,7 @@ class Checker:
     def fenced(self, call: Call, fence: int) -> None:
         if type(fence) is not int:
             self.problem("a fence that is no number", f"{call.name}: {fence!r}")
-        is_excused = call.is_excused or self.history.wall_step or self.lost_data_at > 0
+        is_excused = self.history.wall_step or self.lost_data_at > 0
         call.fence = fence
         for other in self.calls:  # a run may learn its fence late: it was paused meanwhile
             if is_excused or other is call or other.key != call.key or other.fence is None:
