@@ -14,9 +14,6 @@ _RESET = ConnectionResetError(errno.ECONNRESET, "reset")
 _DELAYS = [0.3, 0.7, 1.2, 2.5, 6.0]
 
 
-def _nobody_waits(_: object) -> None: ...
-
-
 class Host:
     """The host with the server.
 
@@ -138,7 +135,7 @@ class BlockingSocket(Link):
     def __init__(self, thread: Thread) -> None:
         super().__init__(thread.world, thread.process)
         self._timeout: float | None = None
-        self._wake: Callable[[object], None] = _nobody_waits
+        self._wake: Callable[[object], None] = lambda _: None
 
     def connect(self, _address: tuple[str, int]) -> None:
         seconds, limit = self.open(), self._timeout or 1e9
@@ -220,7 +217,7 @@ class Loop(asyncio.BaseEventLoop):
         self.world, self.process = world, process
         self.on_write: Callable[[], object] | None = None  # called once
         self._selector = self
-        self._wake: Callable[[object], None] = _nobody_waits
+        self._wake: Callable[[object], None] = lambda _: None
 
     def time(self) -> float:
         return self.world.now

@@ -7,10 +7,8 @@ from typing import Any
 
 from .checker import shown
 
-Play = Callable[[int, frozenset[str]], Any]
 
-
-def shrink(play: Play, seed: int, kind: str) -> Any:
+def shrink(play: Callable[[int, frozenset[str]], Any], seed: int, kind: str) -> Any:
     """A history that still has a problem of this kind, without the faults and calls that it does not need."""
     best = play(seed, frozenset())
     size = len(_parts(best)) + 1
