@@ -6,7 +6,6 @@ The transport below them, the pool and the timer are ours.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from contextlib import suppress
 from copy import deepcopy
 from datetime import datetime, timezone
@@ -23,7 +22,6 @@ from celery import Celery, signals
 from celery.app.trace import trace_task_ret
 from celery.backends.cache import CacheBackend
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded, WorkerLostError
-from celery.worker.strategy import default as strategy_of
 from kombu import common
 from kombu.exceptions import OperationalError
 from kombu.transport import virtual
@@ -43,9 +41,6 @@ class Channel(virtual.Channel):
 
     def _put(self, queue: Any, message: Any, **_: Any) -> None:  # noqa: ARG002
         playing().broker.put(message)
-
-    def _size(self, _queue: str) -> int:
-        return 0
 
 
 _RECEIVING = SimpleNamespace(no_ack_consumers=None, decode_body=partial(_virtual.Channel.decode_body, Channel))
@@ -273,7 +268,7 @@ class Worker:
     For Celery's strategy it is the consumer, with its pool, its timer and its QoS.
     """
 
-    connection_errors = ()
+    connection_errors = task_buckets = ()
     disable_rate_limits = True
     event_dispatcher = _limit_task = _limit_post_eta = None
     controller = SimpleNamespace(state=celery.worker.state)
@@ -283,7 +278,6 @@ class Worker:
         self.hostname, self.machine = name, machine
         self.main, *self.children = processes
         self.pool = self.timer = self.qos = self
-        self.task_buckets: Any = defaultdict(lambda: None)
         self.apply_eta_task = self.on_task_request = self._execute
         self.receiving: Any = None
         self.begin()
@@ -297,7 +291,7 @@ class Worker:
         self.jobs: list[Delivery] = []
         self._inbox = FakeQueue()
         self.do = self._inbox.put
-        self._strategy = cache(lambda name: strategy_of(self.app.tasks[name], self.app, self))
+        self._strategy = cache(lambda name: self.app.tasks[name].start_strategy(self.app, self))
         self.world.spawn(self.main, f"{self.hostname}/main", self._serve)
         self.broker.deliver()
 
@@ -396,8 +390,6 @@ class Worker:
         self.world.after(seconds, call)
 
     def increment_eventually(self) -> None: ...
-
-    decrement_eventually = increment_eventually
 
     def _execute(self, request: Any) -> None:
         job = next((job for job in self.jobs if job.request is request), None)
