@@ -37,10 +37,6 @@ _clients: WeakSet["PinnedClient"] = WeakSet()
 _inherited: list[Any] = []
 
 
-class _BrokenError(Exception):
-    """Holds an error for which redis-py would try again: its ``ConnectionError``, or one of a signal handler."""
-
-
 class _Pinned:
     """One connection. It is also dropped when it is forgotten, as by an exception between two lines.
 
@@ -118,28 +114,25 @@ class PinnedClient(redis.Redis):
         connection, handled = pinned.connection, sys.exc_info()[1]
 
         def attempt() -> Any:
-            try:
-                connection.send_packed_command((packed(args),))
-                return connection.read_response(disable_decoding=True)
-            except (redis.RedisError, OSError) as error:
-                raised = raised_by_signal_handler(error, handled)
-                if raised or isinstance(error, redis.ConnectionError):
-                    raise _BrokenError(raised or error) from None
-                raise
+            connection.send_packed_command((packed(args),))
+            return connection.read_response(disable_decoding=True)
+
+        def before_another(error: Exception) -> None:
+            connection.disconnect()
+            if isinstance(error, redis.ConnectionError) or raised_by_signal_handler(error, handled):
+                raise error
 
         try:
             # After a time-out it is sent again, as often as the user's client says.
-            reply = connection.retry.call_with_retry(attempt, lambda _: connection.disconnect())
+            reply = connection.retry.call_with_retry(attempt, before_another)
         except BaseException as error:
             self._end(pinned, error)
-            if not isinstance(error, _BrokenError):
+            is_closed = isinstance(error, redis.ConnectionError) and not raised_by_signal_handler(error, handled)
+            if self.sends_again or not is_closed:
                 raise
-            (broken,) = error.args
         else:
             self._keep(pinned)
             return reply
-        if self.sends_again or not isinstance(broken, redis.ConnectionError):
-            raise broken
         return untyped.execute_command(*args, **options)
 
     def _end(self, pinned: _Pinned, error: BaseException) -> None:
@@ -147,7 +140,7 @@ class PinnedClient(redis.Redis):
             self._keep(pinned)
         else:  # a reply may be on its way still, which the next command there would take for its own
             pinned.drop()
-        if isinstance(error, (_BrokenError, *OF_ALL_CONNECTIONS)):
+        if isinstance(error, OF_ALL_CONNECTIONS):
             self.kept = []
 
     def _keep(self, pinned: _Pinned) -> None:
