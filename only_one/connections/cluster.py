@@ -10,7 +10,7 @@ from only_one.clock import now
 from only_one.driver import Command
 
 from .node import Node, by_reach
-from .short_timeouts import NOTICES, closing, short_timeouts
+from .short_timeouts import closing, short_timeouts
 
 
 class ClusterNodes:
@@ -23,9 +23,7 @@ class ClusterNodes:
         """Begin with the nodes and slots that a ``RedisCluster`` knows."""
         self._client = client
         self._manager: Any = client.nodes_manager
-        notices = getattr(self._manager, NOTICES, None)
-        given = self._manager.connection_kwargs
-        self._options = short_timeouts(given if notices is None else {**given, NOTICES: notices})
+        self._options = short_timeouts(self._manager.connection_kwargs)
         self._nodes: dict[tuple[str, int], Node] = {}
         self._owners: dict[Any, Any] = {
             slot: (owner.host, owner.port) for slot, (owner, *_) in self._manager.slots_cache.items()

@@ -1,21 +1,23 @@
 """Clients with short time-outs for the renewing thread: of one server, or of a master behind Sentinels."""
 
 import copy
+from contextlib import suppress
 from typing import Any
 from weakref import finalize
 
 import redis
 from redis import backoff, retry
 
-NOTICES = "maint_notifications_config"
-"""redis-py's option to listen to news of maintenance: it is for the user's own client only."""
+_NO_NOTICES: dict[str, Any] = {}
+"""The option not to listen to news of maintenance, from redis-py 7 on.
 
-_LEFT_OUT = ("oss_cluster_", "orig_", "maint_notifications_pool_handler", "connection_pool")
-"""The beginnings of the names of connection options that concern the user's own client only.
-
-The pool is a Sentinel's. The others listen to news of maintenance: that lengthens the time-outs, and makes the
-user's own client look around in our thread.
+These lengthen the time-outs, and make the user's own client look around in our thread.
 """
+
+with suppress(ImportError):
+    from redis.maint_notifications import MaintNotificationsConfig
+
+    _NO_NOTICES["maint_notifications_config"] = MaintNotificationsConfig(enabled=False)
 
 
 def with_short_timeouts(client: Any) -> Any:
@@ -41,9 +43,8 @@ def closing(client: Any) -> Any:
 
 def short_timeouts(given: dict[str, Any]) -> dict[str, Any]:
     """The options of a connection, with short time-outs and without retries."""
-    options = {name: value for name, value in given.items() if not name.startswith(_LEFT_OUT)}
-    if options.get(NOTICES) is not None:
-        options[NOTICES] = type(options[NOTICES])(enabled=False)
+    options = {**given, **_NO_NOTICES}
+    options.pop("connection_pool", None)  # a Sentinel's: the user's own
     # The seconds that the renewing thread waits for a reply and a connection: other nodes have keys to renew, too.
     for name, longest in {"socket_timeout": 0.5, "socket_connect_timeout": 0.25}.items():
         options[name] = min(options.get(name) or longest, longest)
