@@ -38,7 +38,7 @@ class AsyncClient:
 
     Attributes:
         sends_again: the drivers send a command again that got no answer, because redis-py does not.
-        client: the asyncio client of redis-py, or our own kept connections.
+        client: our own kept connections, or redis-py's asyncio client of a cluster.
         to_be_closed: the earlier clients, until the next command closes their connections. A command that was
             forgotten may be collected while no event loop is running, and cannot close them itself.
     """
@@ -84,9 +84,7 @@ class AsyncClient:
             if client is self.client:  # else another has been begun already
                 self._begin()
             turns.release()  # for who waits for one that may be lost
-            # Of a command that is collected while no event loop is running redis-py complains, and nobody hears of it.
-            is_collected = isinstance(error.__context__, GeneratorExit)
-            if isinstance(error, Exception) and not is_collected:
+            if isinstance(error, Exception):
                 raise_as_connection_error(error)
             raise
         finally:
@@ -102,12 +100,10 @@ class AsyncClient:
             self._doubted_at = now()
 
     async def close_what_is_left(self) -> None:
-        """Close the connections of the earlier clients, and those to the Sentinels by which these found the master."""
+        """Close the connections of the earlier clients."""
         while self.to_be_closed:
             client = next(iter(self.to_be_closed))
-            pool = getattr(client, "connection_pool", None)
-            for each in (client, *getattr(getattr(pool, "sentinel_manager", None), "sentinels", ())):
-                await each.aclose()
+            await client.aclose()
             self.to_be_closed.discard(client)
 
     async def aclose(self) -> None:
@@ -141,11 +137,12 @@ class _KeptConnections:
             await broken.disconnect(nowait=True)
         connection = self._idle.pop() if self._idle else self.connection_pool.make_connection()
         self._all.add(connection)
-        # To connect takes several parts, and redis-py limits each.
-        each_part, whole = (None, self._patience) if connection.is_connected else (self._patience, None)
-        connection.socket_timeout = each_part
         try:
-            async with _time_limit(whole):
+            if not connection.is_connected:  # which takes several parts, and redis-py limits each
+                connection.socket_timeout = self._patience
+                await connection.connect()
+                connection.socket_timeout = None
+            async with _time_limit(self._patience):
                 await connection.send_packed_command(_packed(connection, args))
                 reply = await connection.read_response(disable_decoding=True)
         except BaseException as error:
@@ -156,16 +153,18 @@ class _KeptConnections:
             if isinstance(error, (*OF_ALL_CONNECTIONS, asyncio.TimeoutError)):
                 self._broken += self._idle
                 self._idle = []
-            if isinstance(error, asyncio.TimeoutError) and whole is not None:
-                msg = f"no reply within {whole:g} seconds"
+            if isinstance(error, asyncio.TimeoutError) and self._patience is not None:
+                msg = f"no reply within {self._patience:g} seconds"
                 raise redis.TimeoutError(msg) from None
             raise
         self._idle.append(connection)
         return reply
 
     async def aclose(self) -> None:
-        """Close all connections, also those of commands that were forgotten."""
-        await asyncio.gather(*(each.disconnect() for each in self._all), return_exceptions=True)
+        """Close all connections, also those of commands that were forgotten, and those to the Sentinels."""
+        sentinels = getattr(getattr(self.connection_pool, "sentinel_manager", None), "sentinels", ())
+        closing = [each.disconnect() for each in self._all] + [each.aclose() for each in sentinels]
+        await asyncio.gather(*closing, return_exceptions=True)
 
 
 def _packed(connection: Any, command: Any) -> Any:
@@ -187,19 +186,10 @@ def make_async_client(client: Any) -> AsyncClient:
         most = client.nodes_manager.connection_kwargs.get("max_connections") or redis.ConnectionPool().max_connections
         return AsyncClient(lambda: _cluster(client), most)
     pool = client.connection_pool
-    # redis-py's pool sees that a Sentinel names another master, and gives a connection a token that was renewed.
-    needs_pool = isinstance(pool, redis.SentinelConnectionPool)
-    needs_pool |= hasattr(pool.connection_kwargs.get("credential_provider"), "on_next")
-
-    def make() -> Any:
-        made = _client(client)
-        return made if needs_pool else _KeptConnections(made.connection_pool)
-
-    return AsyncClient(make, pool.max_connections)  # a connection for each command
+    return AsyncClient(lambda: _KeptConnections(_async_pool(pool)), pool.max_connections)
 
 
-def _client(client: Any) -> Any:
-    pool = client.connection_pool
+def _async_pool(pool: Any) -> Any:
     name = pool.connection_class.__name__
     kind = getattr(connection, name, None) or getattr(_sentinel, name, None)
     # What it does when it has connected decides which keys it sees, by a SELECT for example.
@@ -212,12 +202,12 @@ def _client(client: Any) -> Any:
     options = {name: value for name, value in pool.connection_kwargs.items() if name in known}
     options.update(retry=retry.Retry(backoff.NoBackoff(), 0), connection_class=kind, max_connections=NO_LIMIT)
     if not isinstance(pool, redis.SentinelConnectionPool):
-        return Redis.from_pool(ConnectionPool(**options))
+        return ConnectionPool(**options)
     manager = _sentinel.Sentinel([])
-    sentinels = [_client(each) for each in pool.sentinel_manager.sentinels]
+    sentinels = [Redis.from_pool(_async_pool(each.connection_pool)) for each in pool.sentinel_manager.sentinels]
     # All attributes, whatever options this version of redis-py has.
     vars(manager).update(vars(pool.sentinel_manager), sentinels=sentinels)
-    return Redis.from_pool(_sentinel.SentinelConnectionPool(pool.service_name, manager, **options))
+    return _sentinel.SentinelConnectionPool(pool.service_name, manager, **options)
 
 
 class _Cluster(RedisCluster):

@@ -13,12 +13,10 @@ import redis as redis_py
 from redis import asyncio as redis_asyncio
 
 from only_one import only_one
-from only_one.connections.asyncio_client import make_async_client
 from only_one.connections.server import Server
 from only_one.driver import RAW
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
-from tests.connections.test_connection_pool import Tokens
 from tests.decorated import call_both
 
 
@@ -118,13 +116,6 @@ def test_a_command_that_is_cancelled_leaves_those_their_turn_that_wait(redis_url
         assert await waiting == b"PONG"
 
     asyncio.run(main())
-
-
-def test_a_client_whose_credentials_are_renewed_goes_through_the_pool_of_redis_py(redis_url: str) -> None:
-    with redis_py.Redis.from_url(redis_url, credential_provider=Tokens()) as client:
-        assert isinstance(make_async_client(client).client, redis_asyncio.Redis)
-    with redis_py.Redis.from_url(redis_url) as client:
-        assert not isinstance(make_async_client(client).client, redis_asyncio.Redis)
 
 
 @pytest.mark.parametrize("ends", ["returns", "is cancelled", "fails"])
