@@ -56,23 +56,19 @@ class ClusterNodes:
             if isinstance(reply, exceptions.AskError):  # of which MovedError is one
                 address = self._manager.remap_host_port(reply.host or node.host, reply.port)
                 target = self._at(address)
-                if not isinstance(reply, exceptions.MovedError):
-                    if target.backs_off_until <= now():
-                        replies[number] = target.send_here([("ASKING",), commands[number]], options)[1]
-                elif self._owners.get(reply.slot_id) != address:
+                if isinstance(reply, exceptions.MovedError):
                     self._owners[reply.slot_id] = address
-                    self._refresh(node, target)
+                elif target.backs_off_until <= now():
+                    replies[number] = target.send_here([("ASKING",), commands[number]], options)[1]
 
-    def _refresh(self, but: Node, first: Node | None = None) -> None:
-        """Ask one node for the slots of all. If it cannot be reached either, the next time is soon enough.
+    def _refresh(self, but: Node) -> None:
+        """Ask another node than one for the slots of all: that which has been reachable for the longest time.
 
-        Args:
-            but: the node that is not asked.
-            first: the node that is asked; None for the node that has been reachable for the longest time.
+        If it cannot be reached either, the next time is soon enough.
         """
         for known in list(self._manager.nodes_cache.values()):  # the user's client has learnt of others, perhaps
             self._at((known.host, known.port))
-        node = first or min((each for each in self._nodes.values() if each is not but), key=by_reach, default=None)
+        node = min((each for each in self._nodes.values() if each is not but), key=by_reach, default=None)
         if node is None or node.backs_off_until > now():
             return
         (reply,) = node.send_here([("CLUSTER SLOTS",)], {})
