@@ -79,7 +79,6 @@ class PinnedClient(redis.Redis):
     def __init__(self, client: Any) -> None:
         """See ``fits`` for the clients that it can replace."""
         super().__init__(connection_pool=guarded_pool(client.connection_pool))
-        self._client = client  # whoever closes it, or drops it, closes its pool
         self.kept: list[_Pinned] = []
         _clients.add(self)
 
