@@ -13,6 +13,7 @@ from only_one.clock import now
 from only_one.errors import ConfigurationError
 
 from .connection_pool import OF_ALL_CONNECTIONS, leaves_usable, packed, raise_as_connection_error
+from .short_timeouts import NO_NOTICES
 
 _sentinel: Any = sentinel  # which has no types
 _time_limit: Any = vars(connection)["async_timeout"]
@@ -199,7 +200,8 @@ def _async_pool(pool: Any) -> Any:
         raise ConfigurationError(msg)
     known = {name for base in kind.__mro__ for name in inspect.signature(base).parameters}
     known.discard("parser_class")  # which means something else to asyncio
-    options = {name: value for name, value in pool.connection_kwargs.items() if name in known}
+    given = {**pool.connection_kwargs, **NO_NOTICES}
+    options = {name: value for name, value in given.items() if name in known}
     options.update(retry=retry.Retry(backoff.NoBackoff(), 0), connection_class=kind, max_connections=NO_LIMIT)
     if not isinstance(pool, redis.SentinelConnectionPool):
         return ConnectionPool(**options)
@@ -218,7 +220,7 @@ class _Cluster(RedisCluster):
 
 def _cluster(client: Any) -> Any:
     known = set(inspect.signature(RedisCluster.__init__).parameters) - {"retry"}
-    given: dict[str, Any] = client.nodes_manager.connection_kwargs
+    given: dict[str, Any] = {**client.nodes_manager.connection_kwargs, **NO_NOTICES}
     options = {name: value for name, value in given.items() if name in known and value is not None}
     is_tls = issubclass(given.get("connection_class", redis.Connection), redis.SSLConnection)
     manager: Any = client.nodes_manager

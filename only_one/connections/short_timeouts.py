@@ -8,16 +8,17 @@ from weakref import finalize
 import redis
 from redis import backoff, retry
 
-_NO_NOTICES: dict[str, Any] = {}
+NO_NOTICES: dict[str, Any] = {}
 """The option not to listen to news of maintenance, from redis-py 7 on.
 
 These lengthen the time-outs, and make the user's own client look around in our thread.
+redis-py would listen also where the user's client does not.
 """
 
 with suppress(ImportError):
     from redis.maint_notifications import MaintNotificationsConfig
 
-    _NO_NOTICES["maint_notifications_config"] = MaintNotificationsConfig(enabled=False)
+    NO_NOTICES["maint_notifications_config"] = MaintNotificationsConfig(enabled=False)
 
 
 def with_short_timeouts(client: Any) -> Any:
@@ -43,7 +44,7 @@ def closing(client: Any) -> Any:
 
 def short_timeouts(given: dict[str, Any]) -> dict[str, Any]:
     """The options of a connection, with short time-outs and without retries."""
-    options = {**given, **_NO_NOTICES}
+    options = {**given, **NO_NOTICES}
     options.pop("connection_pool", None)  # a Sentinel's: the user's own
     # The seconds that the renewing thread waits for a reply and a connection: other nodes have keys to renew, too.
     for name, longest in {"socket_timeout": 0.5, "socket_connect_timeout": 0.25}.items():

@@ -13,6 +13,7 @@ import redis as redis_py
 from redis import asyncio as redis_asyncio
 
 from only_one import only_one
+from only_one.connections.asyncio_client import make_async_client
 from only_one.connections.server import Server
 from only_one.driver import RAW
 from rigs.proxy import Proxy
@@ -114,6 +115,24 @@ def test_a_command_that_is_cancelled_leaves_those_their_turn_that_wait(redis_url
             await asyncio.sleep(0)
         blocked.cancel()
         assert await waiting == b"PONG"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("said", [{}, {"enabled": False}, {"enabled": "auto"}])
+def test_an_event_loop_s_connections_hear_no_news_of_maintenance(redis_url: str, said: dict[str, Any]) -> None:
+    """Whatever the user's own client does: redis-py's pool would act on them, and has none of these connections."""
+    pytest.importorskip("redis.asyncio.maint_notifications")
+    notices = pytest.importorskip("redis.maint_notifications")
+    options = {"maint_notifications_config": notices.MaintNotificationsConfig(**said)} if said else {}
+    pool: Any = redis_py.ConnectionPool.from_url(redis_url, protocol=3, **options)
+
+    async def main() -> None:
+        client = make_async_client(redis_py.Redis(connection_pool=pool))
+        await client.execute_command("PING", **RAW)
+        (connection,) = client.client._idle
+        assert connection._maint_notifications_connection_handler is None
+        await client.aclose()
 
     asyncio.run(main())
 
