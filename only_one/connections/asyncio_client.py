@@ -16,8 +16,6 @@ from .connection_pool import OF_ALL_CONNECTIONS, leaves_usable, packed, raise_as
 from .short_timeouts import NO_NOTICES
 
 _sentinel: Any = sentinel  # which has no types
-_time_limit: Any = vars(connection)["async_timeout"]
-"""``asyncio.timeout``, or what stands in for it before Python 3.11.3."""
 
 NO_LIMIT = 2**31
 """As many connections as commands ask for."""
@@ -118,7 +116,8 @@ class _KeptConnections:
 
     These cost as much as the command itself. A connection that the server has closed is found when a command fails on
     it: the driver sends that command again.
-    One time limit holds for a whole command. redis-py has one for each part, and starts a task to limit the sending.
+    Only the reading has a time limit: redis-py starts a task to limit the sending, which waits for nobody here, because
+    a connection has one short command at a time.
 
     Attributes:
         connection_pool: it makes the connections, and has none of them.
@@ -139,24 +138,20 @@ class _KeptConnections:
         connection = self._idle.pop() if self._idle else self.connection_pool.make_connection()
         self._all.add(connection)
         try:
-            if not connection.is_connected:  # which takes several parts, and redis-py limits each
-                connection.socket_timeout = self._patience
-                await connection.connect()
-                connection.socket_timeout = None
-            async with _time_limit(self._patience):
-                await connection.send_packed_command(_packed(connection, args))
-                reply = await connection.read_response(disable_decoding=True)
+            if not connection.is_connected:
+                await connection.connect()  # a Sentinel's does not begin with what is sent
+            connection.socket_timeout = None
+            await connection.send_packed_command(_packed(connection, args))
+            connection.socket_timeout = self._patience
+            reply = await connection.read_response(disable_decoding=True)
         except BaseException as error:
             if leaves_usable(error):
                 self._idle.append(connection)
                 raise
             self._broken.append(connection)
-            if isinstance(error, (*OF_ALL_CONNECTIONS, asyncio.TimeoutError)):
+            if isinstance(error, OF_ALL_CONNECTIONS):
                 self._broken += self._idle
                 self._idle = []
-            if isinstance(error, asyncio.TimeoutError) and self._patience is not None:
-                msg = f"no reply within {self._patience:g} seconds"
-                raise redis.TimeoutError(msg) from None
             raise
         self._idle.append(connection)
         return reply
