@@ -257,7 +257,7 @@ class _GuardedPool:
     """The methods in which a guarded pool differs from its class."""
 
     def __del__(self) -> None:
-        """Close nothing: the original does."""
+        """Count nothing as gone: the original does."""
 
     def get_connection(self, *args: Any, **options: Any) -> Any:
         try:

@@ -27,9 +27,9 @@ from redis.sentinel import Sentinel
 
 from only_one import only_one
 from only_one.connections import connection_pool
-from only_one.connections.connection_pool import _MOST_KEPT, PinnedClient, _Pinned, packed
+from only_one.connections.connection_pool import _MOST_KEPT, PinnedClient, _Pinned, guarded_pool, packed
 from only_one.connections.server import Server
-from only_one.driver import RAW
+from only_one.driver import RAW, unanswered
 from only_one.events import Down
 from only_one.lock.redis_lock import Lock
 from rigs.proxy import Proxy
@@ -315,6 +315,30 @@ def test_a_pool_that_waits_has_its_like(redis_url: str, monkeypatch: pytest.Monk
             with connect() as next_one:
                 assert next_one.connection is last
     like.disconnect()
+
+
+def test_what_guards_a_pool_counts_nothing_when_it_is_collected(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """redis-py counts the connections of a pool that is collected as gone, in its metrics; these are the user's."""
+    counted: list[Any] = []
+    assert client.ping()
+    ours = guarded_pool(client.connection_pool)
+    number = getattr(ours, "_pool_id", "")
+    monkeypatch.setattr("redis.connection.record_connection_count", lambda **to: counted.append(to), raising=False)
+    del ours
+    assert not [each for each in counted if number in each["pool_name"]]
+
+
+def test_an_idle_connection_that_is_connected_anew_is_no_attempt_without_answer(redis: Any, redis_url: str) -> None:
+    """The pool connects it before the command is sent: whoever has lent it before counts nothing any more."""
+    name = f"test-{uuid4().hex}"
+    with Subclass.from_url(redis_url, client_name=name) as client:
+        ours = Server(client).client
+        assert echo(ours)
+        for number in connections(redis, name):
+            redis.client_kill_filter(_id=number)
+        before = unanswered.get()
+        assert echo(ours)
+        assert unanswered.get() == before
 
 
 # Errors and time-outs
