@@ -102,9 +102,9 @@ simulate-mutants: .venv/dev.stamp ## after how many histories each of 40 small c
 
 ##@ Measurements (with nothing else running; options in ARGS="...", such as ARGS=--help)
 
-# One at a time.
-soak: .venv/dev.stamp ## the tests that measure times or run long
-	$(BIN)/python -m benchmarks.soak $(ARGS)
+# One at a time. The output of those that pass is their figures; ONLY_ONE_SOAK_SEED=N repeats a random one.
+soak: .venv/dev.stamp ## the tests that measure times or run long, and what they have measured
+	$(BIN)/python -m pytest -v -m soak -rfEP --show-capture=stdout --durations=0 $(ARGS)
 
 # It uses half a core, so other things may run beside it.
 soak-hour: .venv/dev.stamp ## an hour of kills, pauses, cuts and restarts with real workers; --broker classic for RabbitMQ

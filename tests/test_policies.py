@@ -123,14 +123,14 @@ def test_a_server_that_is_down_is_named(prefix: str, decorate: Decorate, fault: 
 @pytest.mark.soak
 @both
 @faults
-def test_a_server_that_is_down_is_known_soon(decorate: Decorate, fault: Any, record_property: Any) -> None:
+def test_a_server_that_is_down_is_known_soon(decorate: Decorate, fault: Any) -> None:
     with fault() as port:
         function = decorate(current_lock, redis=f"redis://127.0.0.1:{port}/0")
         begun = time.monotonic()
         with pytest.raises(LockUnavailable):
             function()
         seconds = time.monotonic() - begun
-    record_property("known after seconds", seconds)
+    print(f"known after {seconds:.2f} s")
     assert seconds < 2.3
 
 

@@ -8,7 +8,6 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +65,13 @@ def test_what_is_found_in_a_history(tmp_path: Path, lines: Lines, expected: dict
 
 @pytest.mark.soak
 @pytest.mark.parametrize("active", ["1", "0"])
-def test_a_short_soak(active: str, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+def test_a_short_soak(active: str, tmp_path: Path) -> None:
     seed = random.randrange(1_000_000)
     command = [sys.executable, "-m", "benchmarks.soak_hour", "--minutes", "0.5", "--seed", str(seed)]
     environment = {**os.environ, "ONLY_ONE_ACTIVE": active}
     done = subprocess.run(
         [*command, "--log", str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
-    record_property("seed", seed)
-    record_property("report", done.stdout)
     print(done.stdout, done.stderr)
     has_overlaps = re.search(r"^overlaps: +[1-9]", done.stdout, re.MULTILINE) is not None
     assert (done.returncode, has_overlaps) == ((0, False) if active == "1" else (1, True))

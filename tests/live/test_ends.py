@@ -416,9 +416,7 @@ def test_a_release_that_has_failed_is_finished_when_its_process_ends(place: Worl
 
 @pytest.mark.soak
 @pytest.mark.parametrize("end", [end for end in ENDS if end.state in SECONDS], ids=str)
-def test_how_soon_a_key_is_free(
-    place: World, workers: dict[str, Guarded], end: End, record_property: Callable[[str, object], None]
-) -> None:
+def test_how_soon_a_key_is_free(place: World, workers: dict[str, Guarded], end: End) -> None:
     run = begin(place, end)
     begun, struck = run.scene.begun(), time.monotonic()
     if end.queue != "celery":
@@ -432,7 +430,6 @@ def test_how_soon_a_key_is_free(
         struck += 1
     run.scene.begun(end.attempts)
     seconds = place.wait_for_event(run.scene.key, "del", since=struck - SLACK).at - struck
-    record_property("seconds", seconds)
     print(f"{end.name:60} {end.state.name:12} {seconds:6.3f} s")
     assert seconds < SECONDS[end.state]
 

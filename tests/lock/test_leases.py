@@ -276,11 +276,9 @@ def succeeds(call: Callable[[], Any]) -> bool:
 
 @pytest.mark.soak
 @both
-def test_a_server_that_is_frozen_during_an_acquire(
-    server: RedisServer, key: str, decorate: Decorate, record_property: Callable[[str, object], None]
-) -> None:
+def test_a_server_that_is_frozen_during_an_acquire(server: RedisServer, key: str, decorate: Decorate) -> None:
     seed = random.randrange(2**32)
-    record_property("seed", seed)
+    print("seed", seed)
     pauses = random.Random(seed)
     late = 0
     with redis.Redis.from_url(server.url) as client, brief_client(server.url, 0.1) as brief:
@@ -297,7 +295,7 @@ def test_a_server_that_is_frozen_during_an_acquire(
                 server.resume()
             late += eventually(lambda before=before: sets(client) > before, 1)  # type: ignore[misc]
             assert freed(client, key)
-    record_property("acquires that were carried out late", late)
+    print(late, "acquires were carried out late")
     assert late > 25  # it did carry out what it was sent before it was frozen
 
 
