@@ -3,11 +3,11 @@
 import argparse
 import fcntl
 import os
-import re
+import resource
 import sys
 import tempfile
 from collections import Counter
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,9 @@ def main(people: int, workers: int, directory: Path) -> None:
     """
     os.environ["NEWSLETTER_DIRECTORY"] = str(directory)
     with ExitStack() as stack:
-        # Each newsletter has a Redis of its own, so two in one directory would not see each other.
+        # Each newsletter has a Redis of its own, so two in one directory would not see each other: one waits.
         lock = stack.enter_context((directory / "lock").open("wb"))
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            msg = f"another newsletter is at work in {directory}"
-            raise OSError(msg) from None
+        fcntl.flock(lock, fcntl.LOCK_EX)
         recipients.have_people(people)
         redis = stack.enter_context(redis_server())
         smtp, _ = stack.enter_context(smtp_server(directory / "accepted"))
@@ -54,9 +50,10 @@ def main(people: int, workers: int, directory: Path) -> None:
         log = stack.enter_context((directory / "worker.log").open("ab"))
         command = [*WORKER, f"--concurrency={workers}", "--without-gossip", "--without-mingle"]
         # The worker inherits the lock, and keeps the directory until it is gone.
-        worker = stack.enter_context(Guarded(command, cwd=ROOT, stdout=log, stderr=log, pass_fds=[lock.fileno()]))
-        _follow(start(MAILING), worker)
-        print(f"memory of the worker's largest process: {_peak(worker):.1f} MB")
+        with Guarded(command, cwd=ROOT, stdout=log, stderr=log, pass_fds=[lock.fileno()]) as worker:
+            _follow(start(MAILING), worker)
+        largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+        print(f"memory of the worker's largest process: {largest / 1000:.1f} MB")
     _check(directory / "accepted")
 
 
@@ -84,16 +81,6 @@ def _follow(result: Any, worker: Guarded) -> None:
     if result.failed():
         msg = f"{result.result}; with --directory the next start makes and sends what is missing"
         raise OSError(msg)
-
-
-def _peak(worker: Guarded) -> float:
-    """The memory that the largest process of a worker has needed so far, in MB; 0 where there is no Linux to tell."""
-    peaks = [0]
-    for status in Path("/proc").glob("[0-9]*/status"):
-        with suppress(OSError):  # it has ended meanwhile
-            if os.getpgid(int(status.parent.name)) == worker.pid:
-                peaks += map(int, re.findall(r"^VmHWM:\s+(\d+)", status.read_text(), re.MULTILINE))
-    return max(peaks) / 1000
 
 
 def _check(accepted: Path) -> None:
