@@ -115,7 +115,7 @@ queues: .venv/dev.stamp ## real workers of RQ, Dramatiq, arq, ... on two machine
 	$(BIN)/python -m benchmarks.queues $(ARGS)
 
 # A quarter of an hour for a module whose tests start servers. It uses all cores, unless ARGS has --jobs N.
-mutants: .venv/dev.stamp ## small changes of one module that no test of its room notices: ARGS="only_one/lock/renewal.py"
+mutants: .venv/dev.stamp ## small changes of one module that none of its tests notices: ARGS="only_one/lock/commands.py"
 	$(BIN)/python -m benchmarks.mutants $(ARGS)
 
 .venv/peers: | .venv/dev.stamp

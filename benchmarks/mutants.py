@@ -1,13 +1,13 @@
-"""Change one module in small ways, and list the changes that no test of its room notices: ``make mutants``.
+"""Change one module in small ways, and list the changes that none of its tests notices: ``make mutants``.
 
-    python -m benchmarks.mutants only_one/lock/renewal.py [TESTS ...] [--jobs N] [--lua] [--write]
+    python -m benchmarks.mutants only_one/lock/commands.py [TESTS ...] [--jobs N] [--lua] [--write]
 
 mutmut changes the Python code. It does not see Lua: with --lua, `lua_mutants` changes the Lua texts.
-The tests are those of the folder with the module's name, or `tests/test_NAME.py`, if none are given. What a module
-does for another room needs that room's tests, too: `only_one/call/owed_key.py tests/call tests/celery --lua`.
+`mutants.csv` has the results of each module so far, and the tests that saw them, which run again if none are given.
+What a module does for another room needs that room's tests, too: `only_one/call/owed_key.py tests/call tests/celery`.
 mutmut runs the tests of a change in a fork of this process, so it cannot see what only other processes run.
 A change by which the tests take many times as long is noticed, too.
-`mutants.csv` has the results of each module so far; --write replaces the module's line.
+--write replaces the module's line of the table.
 `.venv/bin/mutmut show NAME` shows one of mutmut's changes.
 """
 
@@ -36,14 +36,6 @@ SEES_MUTMUT = (
 """Tests that mutmut's code in the changed module fails: another user may not read it, and it is imported."""
 
 SELECTION = ["-m", "not soak and not interrupts", *(f"--deselect={each}" for each in SEES_MUTMUT)]
-TESTS = {
-    "__main__": "test_cli.py",
-    "option_values": "test_bad_input.py",
-    "forks": "faults/test_fork.py",
-    **dict.fromkeys(("clock", "driver", "holder"), "lock"),
-}
-"""The tests of modules in no room, where they have another name."""
-
 NO_TESTS = 33
 """What mutmut writes down where no test runs the changed function."""
 
@@ -52,12 +44,6 @@ WAITS = "20"
 
 LUA_TAKES = 900
 """Seconds after which the tests of a changed Lua text are taken to hang, which is noticed."""
-
-
-def tests_of(module: Path) -> str:
-    """The tests of a module's room."""
-    room = module.parent.name
-    return f"tests/{TESTS.get(module.stem, f'test_{module.stem}.py')}" if room == "only_one" else f"tests/{room}"
 
 
 def python_survivors(module: Path, tests: list[str], jobs: int) -> tuple[int, list[str]]:
@@ -137,23 +123,25 @@ def main() -> int:
     """Print what survives, beside the table; returns whether it is more than there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("module", type=Path, help="a file of the package, such as only_one/lock/renewal.py")
-    parser.add_argument("tests", nargs="*", help="files or folders of tests")
+    parser.add_argument("tests", nargs="*", help="files or folders of tests (those of the table)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutmut's processes (one for each core)")
     parser.add_argument("--lua", action="store_true", help="the Lua texts, and not the Python code")
     parser.add_argument("--write", action="store_true", help="write the module's line of the table anew")
     given = parser.parse_args()
-    tests = given.tests or [tests_of(given.module)]
+    name = f"{given.module}{' (Lua)' * given.lua}"
+    with TABLE.open(newline="") as file:
+        table = {row["module"]: row for row in csv.DictReader(file)}
+    before = table.get(name)
+    tests = given.tests or (before or {"tests": ""})["tests"].split()
+    if not tests:
+        parser.error(f"{name} is not in the table: which tests?")
     os.environ.setdefault("ONLY_ONE_TEST_LIMIT", WAITS)
     if given.lua:
         number, survivors = lua_survivors(given.module, tests)
     else:
         number, survivors = python_survivors(given.module, tests, given.jobs)
     killed = number - len(survivors)
-    name = f"{given.module}{' (Lua)' * given.lua}"
     values = (name, killed, len(survivors), f"{100 * killed / max(number, 1):.1f}", " ".join(tests))
-    with TABLE.open(newline="") as file:
-        table = {row["module"]: row for row in csv.DictReader(file)}
-    before = table.get(name)
     table[name] = dict(zip(COLUMNS, map(str, values), strict=True))
     print(*survivors, sep="\n")
     for when, row in (("before", before), ("now", table[name])):
