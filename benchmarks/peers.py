@@ -1,6 +1,6 @@
 """What becomes of a lock: only_one beside celery-singleton, celery-once, celery-heimdall, python-redis-lock, a recipe.
 
-    python -m benchmarks.peers [--limit SECONDS] [--only NUMBER ...] [--write]
+    python -m benchmarks.peers [--only NUMBER ...] [--write]
 
 A real Redis, a real worker and a second one as on another machine. Each check does the same to each library, and says
 in a few words what it has seen: a witness in Redis, which uses no lock, has the start and the end of each run. All
@@ -44,6 +44,9 @@ BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
 
 LIMIT = 120.0
 """Seconds within which comes what has to come, on a slow machine, too."""
+
+GIVEN_UP_AFTER = 60.0
+"""Seconds after a kill in which a lock that is not free is said not to be."""
 
 NOT_EXPECTED_AFTER = 15.0
 """Seconds after which a retry, the rest of a chain or a free lock is not expected any more."""
@@ -191,12 +194,11 @@ class Stage:
     """The workers: one here, and one on another machine, as far as anybody here can know.
 
     Attributes:
-        limit: seconds after which a lock is said never to be free.
         other: the worker elsewhere; None where there can be none.
     """
 
-    def __init__(self, limit: float, folder: Path, stack: ExitStack) -> None:
-        self.limit, self.killed_at = limit, 0.0
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.killed_at = 0.0
         self._folder = folder
         inside = elsewhere()
         stack.enter_context(self._worker(HERE, "-c", str(CHILDREN)))
@@ -238,15 +240,15 @@ Measure = Callable[[Stage, Peer], str]
 # A holder that is killed
 
 
-def _after_kill(stage: Stage, unit: Unit, killed: float, expiry: str) -> str:
-    started = unit.start_after(2, killed + stage.limit)
-    return f"{max(0.0, started - killed):.1f} s" if started else f"not in {stage.limit:g} s; {expiry}"
+def _after_kill(unit: Unit, killed: float, expiry: str) -> str:
+    started = unit.start_after(2, killed + GIVEN_UP_AFTER)
+    return f"{max(0.0, started - killed):.1f} s" if started else f"not in {GIVEN_UP_AFTER:g} s; {expiry}"
 
 
 def killed_child(settings: str) -> Measure:
     """The process of a run gets SIGKILL; the worker goes on."""
 
-    def measure(stage: Stage, peer: Peer) -> str:
+    def measure(_: Stage, peer: Peer) -> str:
         unit = Unit(peer, settings)
         first = unit.begin()
         inspect = app.control.inspect([f"{HERE}@peers"], timeout=5)
@@ -254,7 +256,7 @@ def killed_child(settings: str) -> Measure:
         unit.wait(lambda: first["id"] in json.dumps(inspect.active(), default=str), "task that is active")
         expiry = unit.expiry()
         os.kill(first["pid"], signal.SIGKILL)
-        return _after_kill(stage, unit, time.monotonic(), expiry)
+        return _after_kill(unit, time.monotonic(), expiry)
 
     return measure
 
@@ -267,7 +269,7 @@ def killed_worker(stage: Stage, peer: Peer) -> str:
     unit.begin(queue=ELSEWHERE)
     expiry = unit.expiry()
     stage.all_have_begun.wait(LIMIT)
-    return _after_kill(stage, unit, stage.killed_at, expiry)
+    return _after_kill(unit, stage.killed_at, expiry)
 
 
 # A run that is longer than the expiry
@@ -480,7 +482,6 @@ def tables(found: dict[str, dict[str, str]]) -> str:
 def main() -> None:
     """Measure, and print or write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit", type=float, default=60, help="seconds after which a lock is given up (60)")
     parser.add_argument("--only", type=int, nargs="+", help=f"rows of the table, from 1 to {len(CHECKS)}")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)} anew")
     options = parser.parse_args()
@@ -489,7 +490,7 @@ def main() -> None:
     titles = [list(CHECKS)[number - 1] for number in options.only or range(1, len(CHECKS) + 1)]
     with ExitStack() as stack:
         peers_app.connect(stack.enter_context(redis_server()).url.removesuffix("/0"))
-        stage = Stage(options.limit, Path(stack.enter_context(tempfile.TemporaryDirectory())), stack)
+        stage = Stage(Path(stack.enter_context(tempfile.TemporaryDirectory())), stack)
         found = {}
         for number, title in enumerate(titles, 1):
             print(f"{number} of {len(titles)}: {title}", file=sys.stderr)
