@@ -7,7 +7,9 @@ SITE := .venv/site
 TOGETHER := --numprocesses 5 --dist loadfile --no-loadscope-reorder
 # Each process would compile the package and its tests anew, and there are hundreds.
 unexport PYTHONDONTWRITEBYTECODE
-PEERS := celery-singleton==0.3.1 celery-once==3.0.1 python-redis-lock==4.0.1 sherlock==0.4.1 filelock huey==3.5.4 hiredis
+PEERS := celery-singleton==0.3.1 celery-once==3.0.1 celery-heimdall==1.0.1 python-redis-lock==4.0.1 sherlock==0.4.1 filelock \
+	huey==3.5.4 hiredis radon==6.0.1
+BESIDE_PEERS := PYTHONPATH=$(CURDIR)/.venv/peers $(BIN)/python
 WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,canvas ends redelivery requeued)
 
 .DEFAULT_GOAL := help
@@ -118,19 +120,19 @@ queues: .venv/dev.stamp ## real workers of RQ, Dramatiq, arq, ... on two machine
 mutants: .venv/dev.stamp ## small changes of one module that none of its tests notices: ARGS="only_one/lock/commands.py"
 	$(BIN)/python -m benchmarks.mutants $(ARGS)
 
-.venv/peers: | .venv/dev.stamp
-	$(BIN)/pip install --quiet --no-deps --target $@ $(PEERS)
+.venv/peers: Makefile | .venv/dev.stamp
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ $(PEERS)
+	touch $@
 
 benchmark: .venv/peers ## a decorated call beside bare commands and the peers, with and without hiredis
-	$(BIN)/python -m benchmarks.costs $(ARGS)
+	$(BESIDE_PEERS) -m benchmarks.costs $(ARGS)
 
 benchmark-async: .venv/peers ## 1,000 async calls at a time through 10 connections
-	$(BIN)/python -m benchmarks.costs --at-a-time --calls 1000 --rounds 7 $(ARGS)
+	$(BESIDE_PEERS) -m benchmarks.costs --at-a-time --calls 1000 --rounds 7 $(ARGS)
 
 # Some six minutes; ARGS=--write replaces the tables in docs/comparison.md.
-benchmark-peers: .venv/dev.stamp ## what becomes of a lock, beside other libraries
-	$(BIN)/pip install --quiet celery-singleton==0.3.1 celery-once==3.0.1 celery-heimdall==1.0.1 python-redis-lock==4.0.1 radon==6.0.1
-	$(BIN)/python -m benchmarks.peers $(ARGS)
+benchmark-peers: .venv/peers ## what becomes of a lock, beside other libraries
+	$(BESIDE_PEERS) -m benchmarks.peers $(ARGS)
 
 .venv/%.stamp: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv

@@ -29,7 +29,6 @@ from rich.text import Text
 from benchmarks import markdown
 
 ROOT = Path(__file__).parents[1]
-PEERS = ROOT / ".venv" / "peers"
 PAGE = ROOT / "docs" / "costs.md"
 CHART = ROOT / "docs" / "costs.svg"
 BEGIN, END = "<!-- begin: make benchmark -->", "<!-- end -->"
@@ -43,7 +42,6 @@ Found = dict[str, dict[str, dict[str, float]]]
 
 def measure(parser: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """The medians of all groups with one parser, in a process that has not imported redis-py yet."""
-    sys.path.append(str(PEERS))
     if parser == WITHOUT:
         sys.modules["hiredis"] = None  # type: ignore[assignment]
     warnings.simplefilter("ignore")
