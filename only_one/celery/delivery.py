@@ -53,8 +53,9 @@ def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], ar
     request = task.request
     if request.called_directly:
         running = _state.get_current_worker_task()
-        is_item = running is not None and task_of_items(running, running.request.kwargs) == task.name
-        return ItemCaller(task, running.request, bound=bound) if is_item else plain
+        if running is None or task_of_items(running, running.request.kwargs) != task.name:
+            return plain
+        return ItemCaller(task, running.request, bound=bound)
     under_way = vars(request).get("only_one_under_way")
     is_inside = under_way and decoration in under_way.values()  # a call from inside its own run
     if is_inside or request.is_eager:  # which has no message
