@@ -163,7 +163,8 @@ class TaskCaller(Caller):
 class ItemCaller(JobCaller):
     """The call of a task's function by ``map``, ``starmap`` or ``chunks``: one of those of the list's message.
 
-    If that is delivered again, its items meet those of the first delivery, and wait for them.
+    If that is delivered again, its items meet those of the first delivery, and wait for them. By default they fail then
+    where another run has the key: an item has no message of its own that could wait, and its run may have been killed.
     """
 
     check = TaskCaller.check
@@ -173,6 +174,12 @@ class ItemCaller(JobCaller):
         job = Job(str(request.id), request.retries, start=request, queue="celery.map")
         super().__init__(task.name or "", job, bound=bound)
         self.app = task.app
+        self._is_redelivered = bool((request.delivery_info or {}).get("redelivered"))
+
+    def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:
+        """The policy for a key that holds ``value``."""
+        fails = self._is_redelivered and options.when_busy is None
+        return fail if fails else super().on_busy(options, server, key, value)
 
 
 class Delivery(TaskCaller):

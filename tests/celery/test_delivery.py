@@ -173,15 +173,17 @@ def test_a_list_of_calls_that_is_delivered_again_waits_for_the_key_of_its_first_
         return "done"
 
     task = a_task(queue.app, done)
-    answer = task.map(["x", "y"]).apply_async()
-    message = queue.take()
+    answer, failed = (task.map(["x", "y"]).apply_async() for _ in range(2))
+    message, another = queue.take(), queue.take()
     keys["k"] = token_of(answer.id, queue="celery.map")
     queue.deliver(message, redelivered=True)
     assert isinstance(answer.result, AlreadyRunning), "it may be held for ten minutes"
     keys.redis.pexpire(f"{keys.prefix}k", 200)
     assert queue.deliver(message, redelivered=True) == ["done", "done"]
     keys["k"] = token_of("another list", queue="celery.map")
-    assert queue.deliver(message, redelivered=True) == [None, None]
+    assert queue.deliver(message) == [None, None]
+    queue.deliver(another, redelivered=True)
+    assert isinstance(failed.result, AlreadyRunning), "an item may have been killed, and has no message that could wait"
 
 
 def test_a_run_that_is_called_by_super_is_its_tasks(queue: Queue, keys: Keys) -> None:

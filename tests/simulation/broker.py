@@ -111,8 +111,8 @@ class Delivery:
         self.payload, self.number = payload, number
         headers = payload["headers"]
         self.id, self.task = headers["id"], headers["task"]
-        self.is_work = self.task.endswith("work")
-        [name] = re.findall(r"{'(t\d+)'", headers["argsrepr"])
+        self.is_work = self.task.endswith(("work", "map"))
+        [name] = re.findall(r"{'(t\d+)'", headers["argsrepr"] + headers["kwargsrepr"])
         self.work = Work(name, headers.get("replaced_task_nesting") or 0, headers["retries"])
         self.forget()
 
@@ -130,7 +130,7 @@ class Delivery:
     def _run(self) -> None:
         result = trace_task_ret(*self.target, app=self.worker.world.app_of(self.child))
         has_failed, value, _runtime = result
-        self.worker.world.told(self, _name_of_error(value) if has_failed else value)
+        self.worker.world.told(self, _name_of_error(value) if has_failed else value.strip("[]"))
         self.worker.do(lambda: self._ready(result))
 
     def _ready(self, result: Any) -> None:

@@ -91,8 +91,12 @@ class MessageChecker:
 
     @property
     def _may_forget(self) -> bool:
-        """Whether a run that was sent past the check may take a waiting task's key, and keep its own for `at_least`."""
-        return bool(self.plan.at_least) and any(each.how not in _UNIQUE for each in self.history.triggers.values())
+        """Whether a run that was sent past the check may take a waiting task's key, and keep its own for `at_least`.
+
+        And while an item of a list holds the key, a task is published without it, because the item is no task.
+        """
+        ways = {each.how for each in self.history.triggers.values()}
+        return "map" in ways or (bool(self.plan.at_least) and not ways <= set(_UNIQUE))
 
     def _waiting(self) -> set[str]:
         """The unique tasks whose message waits, and was not begun."""
@@ -225,7 +229,9 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
     if not history.plan.acks_late or checker.had("visibility timeout", "cut", "late"):
         return
     for first, later in combinations(history.runs, 2):
-        is_again = first.work == later.work and first.trigger.name not in history.broker.redelivered_before_a_run
+        # A list has no marker: its items run again.
+        is_again = first.work == later.work and first.trigger.how != "map"
+        is_again &= first.trigger.name not in history.broker.redelivered_before_a_run
         is_replaced = first.end == "Ignore" and first.trigger.action_for(first) == "replace"
         has_ended = is_replaced or first.end in ("done", "ValueError", "Retry")
         # What a run that is killed has sent is sent again by its redelivery.

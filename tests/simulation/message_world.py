@@ -38,9 +38,11 @@ HOW: dict[str, Callable[[Any, Any, Any, Given], Any]] = {
     "link": lambda work, tail, _part, given: work.apply_async((given,), link=tail.s(given)),
     "link_error": lambda work, tail, _part, given: work.apply_async((given,), link_error=tail.si("failed", given)),
     "by name": lambda work, _tail, _part, given: work.app.send_task(work.name, (given,)),
+    "map": lambda work, _tail, _part, given: work.map([given]).apply_async(),
 }
 """How a task is sent."""
-_HOW = [*HOW, *["delay"] * 7, *["id"] * 3, "chain", "chord", "soft limit", "hard limit"]
+_HOW = [*[each for each in HOW if each != "map"], *["delay"] * 7, *["id"] * 3]
+_HOW += ["chain", "chord", "soft limit", "hard limit"]
 
 # How the runs of a task end: the first, the second, and so on; those after the last return.
 
@@ -132,6 +134,7 @@ class MessageWorld(History):
         "tasks": [("work",), ("work",), ("work", "other work")],
         "calls": ["different", "equal"],
         "message_loss": [*[0.0] * 9, 0.2],
+        "lists": [True, *[False] * 11],
     }
     FAULTS: ClassVar[dict[str, list[float]]] = {
         "killed child": [0.15, 0.15],
@@ -146,6 +149,7 @@ class MessageWorld(History):
         self.plan.is_unique = self.plan.placement in ("above", "both")
         if self.plan.is_unique and self.plan.when_busy == "retry":  # which is refused there
             self.plan.when_busy = "default"
+        self.plan.lists &= self.plan.when_busy != "buffer_one"  # which numbers no item of a list
         self.apps: dict[tuple[Process, int], Any] = {}
         self.machines = [Machine("alpha"), Machine("beta")]
         self.triggers: dict[str, Trigger] = {}
@@ -275,6 +279,8 @@ class MessageWorld(History):
             self.sleep(self.choose(f"pause before {name}", pauses))
             if not self.is_left_out(f"call {name}"):
                 ends, how = self.choose(f"ends of {name}", _ENDS), self.choose(f"how of {name}", _HOW)
+                if self.plan.lists:
+                    how, ends = "map", tuple(each for each in ends if each == "fail")
                 self._send(producer, name, ends, how)
         left.remove(producer)
 
