@@ -302,22 +302,27 @@ from only_one.inspection import key_of
 class Order:
     number: int
 
+@dataclass(init=False)
+class Later(Order): ...
+
 @only_one("{order:md5}", redis="redis://localhost")
 def ship(order): ...
 
 if __name__ == "__main__":
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         print(key_of(ship, Order(1)), pool.apply(key_of, (ship, Order(1))))
+        print(key_of(ship, Later(1)), pool.apply(key_of, (ship, Later(1))))
 """
 
 
 def test_a_dataclass_has_one_digest_however_its_program_was_started(tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(SHOP)
-    (imported,) = python(tmp_path, "-c", "from shop import *; print(key_of(ship, Order(1)))").stdout.split()
-    assert python(tmp_path, "-m", "shop").stdout.split() == [imported] * 2
-    program, spawned = python(tmp_path, "shop.py").stdout.split()
-    assert program == spawned
-    assert program != imported  # any program may have a class with this name
+    tells = "from shop import *; print(key_of(ship, Order(1)), key_of(ship, Later(1)))"
+    order, later = python(tmp_path, "-c", tells).stdout.split()
+    assert python(tmp_path, "-m", "shop").stdout.split() == [order, order, later, later]
+    own_order, spawned_order, own_later, spawned_later = python(tmp_path, "shop.py").stdout.split()
+    assert (own_order, own_later) == (spawned_order, spawned_later)
+    assert len({own_order, own_later, order, later}) == 4  # any program may have a class with this name
 
 
 def test_a_function_that_cloudpickle_sends_to_another_process_has_the_same_key(prefix: str) -> None:

@@ -149,7 +149,7 @@ def filled_in(server: RedisServer, value: Any) -> Any:
         ({"app": {**BY_CLASS, "redis_port": "{port}", "broker_url": 1}}, 3),
         # The rest of the address is in settings of Celery's.
         ({"app": {"result_backend": "redis:///3", **REST}}, 3),
-        ({"app": {"broker_url": "redis://127.0.0.1", "broker_port": "{port}", "broker_vhost": "3"}}, 3),
+        ({"app": {"broker_url": "redis://127.0.0.1", "broker_port": "{port}", "broker_vhost": "/3"}}, 3),
         ({"app": {"broker_url": ["redis://127.0.0.1/3", "memory://"], "broker_port": "{port}"}}, 3),
         # As Celery writes the URL of a socket.
         ({"app": {"result_backend": SOCKET}}, 3),
@@ -236,6 +236,22 @@ def test_a_callable_that_cannot_reach_what_it_asks_is_asked_again_by_the_next_ca
         decorated(own_key, **decorate)()
     assert decorated(own_key, when_down=skip, **decorate)() is None
     assert decorated(own_key, **decorate)() == KEY
+
+
+@pytest.mark.parametrize(
+    ("url", "settings", "whole"),
+    [
+        ("redis://h", {"user": "u", "password": "p@/:"}, "redis://u:p%40%2F%3A@h:6379"),
+        ("redis://h:5/3?socket_timeout=1", {"password": "p"}, "redis://:p@h:5/3?socket_timeout=1"),
+        ("redis://u:x%40@h:5", {"user": "v", "password": "p", "port": 6}, "redis://u:x%40@h:5"),
+        ("redis://[::1]", {"port": 5}, "redis://[::1]:5"),
+        ("redis://H/1", {}, "redis://H/1"),
+    ],
+)
+def test_a_url_is_completed_by_what_other_settings_say(url: str, settings: dict[str, Any], whole: str) -> None:
+    assert server_of(an_app(broker_url=url, **{f"broker_{name}": value for name, value in settings.items()})) == whole
+    of_backend = {f"redis_{name.replace('user', 'username')}": value for name, value in settings.items()}
+    assert server_of(an_app(result_backend=url, **of_backend)) == whole
 
 
 @pytest.mark.parametrize("config", [SENTINEL, WITH_TLS, ALSO_WITH_TLS])

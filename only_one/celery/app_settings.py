@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from logging import WARNING
 from typing import Any
+from urllib.parse import quote, urlsplit, urlunsplit
 
 from celery import Celery, _state
 from kombu.utils.imports import symbol_by_name
@@ -15,11 +16,6 @@ from only_one.events import log
 from only_one.settings import CHECKS, CONFIGURABLE, Options, check
 
 _NEARLY_OURS = re.compile(rf"(\w+_)?only_one_({'|'.join(CHECKS)})\w*", re.IGNORECASE)
-
-_OF_BACKEND = [f"redis_{name}" for name in ("host", "port", "db", "username", "password")]
-_OF_BACKEND += ["redis_backend_use_ssl", "redis_backend_credential_provider"]
-_OF_BROKER = [f"broker_{name}" for name in ("host", "port", "user", "password", "vhost")]
-"""Settings of Celery's that say what a URL does not."""
 
 _warned: set[tuple[str | None, str]] = set()
 _import_by_name: Callable[[Any], Any] = symbol_by_name
@@ -89,19 +85,17 @@ def server_of(app: Celery) -> Source | None:
         ConfigurationError: if that cannot be known.
     """
     url = _redis_url(app.conf.result_backend)
-    if url and not any(app.conf.get(name) for name in _OF_BACKEND):
-        return url
+    if url and not app.conf.redis_backend_use_ssl and not app.conf.get("redis_backend_credential_provider"):
+        return _completed(url, *(app.conf.get(f"redis_{name}") for name in ("host", "port", "username", "password")))
     client = getattr(app.backend, "client", None)
     if hasattr(client, "register_script"):
         return client
     brokers = app.conf.broker_read_url  # `broker_url`, if not configured
     broker: Any = next(iter(brokers.split(";") if isinstance(brokers, str) else brokers or ()), None)
-    if any(app.conf.get(name) for name in _OF_BROKER):
-        whole = app.connection_for_read(broker).as_uri(include_password=True).rstrip("/")
-        broker = whole if "?" in whole else re.sub(r"^[^?]*", lambda _: whole, str(broker), count=1)
     url = _redis_url(broker)
     if url and not app.conf.broker_use_ssl:
-        return url
+        names = ("host", "port", "user", "password", "vhost")
+        return _completed(url, *(app.conf.get(f"broker_{name}") for name in names))
     if url or str(broker).startswith("sentinel://"):
         # Not localhost: on each machine that would be another server.
         msg = (
@@ -110,6 +104,20 @@ def server_of(app: Celery) -> Source | None:
         )
         raise ConfigurationError(msg)
     return None
+
+
+def _completed(url: str, host: Any, port: Any, user: Any, password: Any, database: Any = None) -> str:
+    """A server's URL with what settings of Celery's say of the address, where the URL leaves that out."""
+    parts = urlsplit(url)
+    if parts.scheme == "unix" or not any((host, port, user, password, database)):
+        return url
+    user, password = (given and quote(str(given), safe="") for given in (user, password))
+    user, password = parts.username or user or "", parts.password or password or ""
+    at_host = parts.hostname or host or "localhost"
+    address = f"[{at_host}]" if ":" in at_host else at_host
+    who = f"{user}:{password}@" if user or password else ""
+    path = parts.path.strip("/") or str(database or "").strip("/")
+    return urlunsplit((parts.scheme, f"{who}{address}:{parts.port or port or 6379}", path, parts.query, ""))
 
 
 def _redis_url(url: Any) -> str | None:

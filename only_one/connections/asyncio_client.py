@@ -141,7 +141,8 @@ class _KeptConnections:
             if not connection.is_connected:
                 await connection.connect()  # a Sentinel's does not begin with what is sent
             connection.socket_timeout = None
-            await connection.send_packed_command(_packed(connection, args))
+            # A connection whose server has gone fails anyhow, and redis-py's check of it would wait without a limit.
+            await connection.send_packed_command(_packed(connection, args), check_health=False)
             connection.socket_timeout = self._patience
             reply = await connection.read_response(disable_decoding=True)
         except BaseException as error:

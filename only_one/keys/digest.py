@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -136,7 +137,9 @@ def _dataclass(value: Any) -> bytes:
     except AttributeError:  # one that is not set yet
         raise UnknownType(type_name(value)) from None
     kind = type(value)
-    module = importable_name(kind.__module__, getattr(kind.__init__, "__globals__", {}))
+    namespace = vars(sys.modules.get(kind.__module__, digest))
+    is_of_module = kind.__qualname__.partition(".")[0] in namespace  # and was not pickled by value, in another program
+    module = importable_name(kind.__module__, namespace if is_of_module else {})
     return _sized(b"C", _encode(f"{module}.{kind.__qualname__}") + _dict(compared))
 
 

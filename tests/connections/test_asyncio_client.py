@@ -103,6 +103,27 @@ def test_a_client_that_was_closed_waits_no_longer_for_a_reply_than_before(proxy:
     asyncio.run(main())
 
 
+def test_no_command_waits_for_redis_py_s_check_of_a_kept_connection(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which has no time limit: a frozen server was waited for without an end."""
+    checks: list[object] = []
+
+    async def check_health(connection: object) -> None:
+        checks.append(connection)
+
+    async def main() -> None:
+        await client.execute_command("PING")
+        monkeypatch.setattr(redis_asyncio.Connection, "check_health", check_health)
+        await client.execute_command("PING")
+        await client.aclose()
+
+    with redis_py.Redis.from_url(redis_url, health_check_interval=3600) as source:
+        client = make_async_client(source)
+        asyncio.run(main())
+    assert checks == []
+
+
 def test_a_command_that_is_cancelled_leaves_those_their_turn_that_wait(redis_url: str, key: str) -> None:
     server = Server(redis_py.Redis.from_url(redis_url, max_connections=1))
 
