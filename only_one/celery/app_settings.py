@@ -85,7 +85,8 @@ def server_of(app: Celery) -> Source | None:
         ConfigurationError: if that cannot be known.
     """
     url = _redis_url(app.conf.result_backend)
-    if url and not app.conf.redis_backend_use_ssl and not app.conf.get("redis_backend_credential_provider"):
+    needs_client = app.conf.redis_backend_use_ssl or app.conf.get("redis_backend_credential_provider")
+    if url and not needs_client:
         return _completed(url, *(app.conf.get(f"redis_{name}") for name in ("host", "port", "username", "password")))
     client = getattr(app.backend, "client", None)
     if hasattr(client, "register_script"):
