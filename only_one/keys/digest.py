@@ -137,7 +137,7 @@ def _dataclass(value: Any) -> bytes:
     except AttributeError:  # one that is not set yet
         raise UnknownType(type_name(value)) from None
     kind = type(value)
-    namespace = vars(sys.modules.get(kind.__module__, digest))
+    namespace = getattr(sys.modules.get(kind.__module__), "__dict__", {})
     is_of_module = kind.__qualname__.partition(".")[0] in namespace  # and was not pickled by value, in another program
     module = importable_name(kind.__module__, namespace if is_of_module else {})
     return _sized(b"C", _encode(f"{module}.{kind.__qualname__}") + _dict(compared))
