@@ -14,8 +14,18 @@ from typing import Any
 from .history import BodyFails
 from .tracing import Interrupted
 
+_OF_A_CALL = (b"SET", b"GET", b"DELIFEQ", b"DELEX", b"EVAL")
+_BESIDE = (b"return redis.call('pexpire'", b"fence")
+"""Words of the scripts that renew and that make a fence."""
+
+_TAKES_OVER = b"may be missing"
+"""Words of the script that takes a key over."""
+
 _RELEASES = b"return redis.call('del', KEYS[1]) + "
 """Words of the script that releases a key."""
+
+_REFUSES = {"valkey": 0, "redis": 1, "redis7": 2, "redis6": 3}
+"""How many commands a server does not know, of which each process learns once."""
 
 _MOST = 60
 """How often a process sends the same command at most: at its end, a release that is refused."""
@@ -93,6 +103,7 @@ class Checker:
     Attributes:
         calls: all calls so far.
         stored: all values so far of each key.
+        added_later: the fields of values that an earlier version refuses; those of a plain function have none.
         lost_data_at: when something outside of the lock's power last changed a key.
     """
 
@@ -105,6 +116,7 @@ class Checker:
         self.calls: list[Call] = []
         self.stored: defaultdict[bytes, list[Stored]] = defaultdict(list)
         self.events: Counter[tuple[int, str]] = Counter()
+        self.added_later: dict[str, Any] = history.processes[0].modules["only_one.holder"]._ADDED_LATER
 
     def running(self) -> list[Call]:
         begun = [call for call in self.calls if call.lock is not None and call.ended == inf]
@@ -122,6 +134,8 @@ class Checker:
             last.until = min(now, inf if expiry is None else expiry)
         if after is not None:
             stored.append(Stored(after, now))
+            if _is_ours(after) and any(field.encode() in after for field in self.added_later):
+                self.problem("a value that an earlier version refuses", str(after))
         self.look()
 
     def data_is_lost(self) -> None:
@@ -370,6 +384,8 @@ class Checker:
         if not self.history.is_silent:
             self._check_told()
         self._check_commands()
+        if not (self.history.faults or self.history.is_async or self.history.plan.jobs):
+            self._check_cost()
         if not self.has_failed_over:  # else a key may have come back that nobody knows of
             for key in list(self.stored):
                 self._check_what_is_left(self.store.get(key), self.store.keys.get(key, (None, None))[1] or inf)
@@ -382,14 +398,34 @@ class Checker:
             if has_lost and call.told_at == inf and not call.is_interrupted:
                 self.problem("a loss that nobody was told", f"{call.name}: {call.lock.reason}")
 
+    def _executed(self) -> list[tuple[Any, ...]]:
+        """For which process, which commands were executed, and their replies."""
+        return [each[3:] for each in self.history.log if each[1:3] == ("server", "executes for")]
+
     def _check_commands(self) -> None:
         """No command is sent without a pause, and no script where the server can release without one."""
-        executed = [each[3:5] for each in self.history.log if each[1:3] == ("server", "executes for")]
-        for (name, command), times in Counter(executed).items():
+        for (name, command), times in Counter((name, command) for name, command, _ in self._executed()).items():
             if times > _MOST and command[0] != b"CLIENT":
                 self.problem("a command again and again", f"{name} sent {command} {times} times")
             if self.history.plan.server in ("valkey", "redis") and any(_RELEASES in part for part in command):
                 self.problem("a script for a release", name)
+
+    def _check_cost(self) -> None:
+        """A run costs two commands and a skip one, beside what each process learns of its server."""
+        version = self.history.plan.server
+        sent = [(command, reply) for _, command, reply in self._executed() if command[0] in _OF_A_CALL]
+        sent = [each for each in sent if not any(script in each[0][1] for script in _BESIDE)]
+        most = _REFUSES[version] * len({call.process for call in self.calls})
+        # A key that is free when an old server is asked for the holder is asked for once more; and so is one of a dead
+        # holder that is free when it is taken over.
+        asked_in_vain = [command for command, reply in sent if reply is None]
+        most += 2 * sum(each[0] == b"GET" or _TAKES_OVER in each[1] for each in asked_in_vain)
+        for call in self.calls:
+            # An old server is asked for the holder, and so is a new one by a run that has overrun its time.
+            asks = version == "redis6" if call.lock is None else not call.held_to_the_end
+            most += 1 + (call.lock is not None) + asks
+        if len(sent) > most:
+            self.problem("too many commands", f"{len(sent)} for {len(self.calls)} calls")
 
     def _check_what_is_left(self, value: Any, expiry: float) -> None:
         if not _is_ours(value):
