@@ -34,8 +34,8 @@ class Holder:
         deadline: when the key is free at the latest, in seconds since the epoch; None without a
             ``timeout``. It does not change when the run calls ``extend``.
         replacement: how often the Celery task was replaced so far, by ``Task.replace``.
-        queue: what names the job whose id ``task_id`` is: ``"rq"``, ``"dramatiq"``, ``"arq"``, ``"work_id"``,
-            or ``"celery.map"`` for an item of that task; None for a Celery task and a plain function.
+        queue: whose job ``task_id`` names: ``"rq"``, ``"dramatiq"``, ``"arq"``, or ``"celery.map"`` for an item of
+            that task; None for a Celery task, a plain function, and a job that ``work_id`` names.
     """
 
     id: str

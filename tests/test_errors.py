@@ -114,4 +114,6 @@ def test_an_error_says_what_it_knows(kind: Any, given: dict[str, str], args: Any
     if kind is not LockUnavailable:
         assert error.holder == (HOLDER if TOKEN in args else None)
     if kind is AlreadyRunning:
+        of_rq = TOKEN.replace('"attempt"', '"queue":"rq","attempt"')
+        assert AlreadyRunning("k", of_rq).task_id is None
         assert error.task_id == ("the-id" if TOKEN in args else None)

@@ -46,7 +46,7 @@ class Job(NamedTuple):
     attempt: int | None = None
     requeue: Callable[[float], Exception] | None = None
     start: object = None
-    queue: str = "work_id"
+    queue: str | None = None
 
 
 def _job_of_rq(rq: Any, _args: Args) -> Job | None:

@@ -38,6 +38,7 @@ from only_one import (
 from only_one.celery.broker import waits_for
 from only_one.celery.coalescing import triggers_of
 from only_one.celery.requeue import Header
+from only_one.holder import task_id_of
 from only_one.lock import renewal
 from rigs.proxy import Proxy
 from rigs.waiting import eventually
@@ -100,7 +101,7 @@ def test_a_result_that_is_no_duplicate_of_a_task_says_so(queue: Queue) -> None:
 HELD = {
     "foreign": "somebody else",
     "function": token_of(None, attempt=None),
-    "job": token_of("job-7", attempt=None, queue="work_id"),
+    "job": token_of("job-7", attempt=None),
     "job of another queue": token_of("job-7", queue="rq"),
 }
 
@@ -118,7 +119,7 @@ def test_a_task_is_published_while_no_task_holds_its_key_and_the_worker_decides(
     assert [(each.is_duplicate, each.holder) for each in results] == [(False, None), (is_duplicate, None)]
     with pytest.raises(AlreadyRunning) as raised:
         unique(queue.app, "k", when_busy=fail).delay()
-    assert raised.value.task_id is None
+    assert raised.value.task_id == task_id_of(value)
     assert len(queue) == 2 - is_duplicate
     assert keys["k"] == before
     assert keys.lives_for(600)
