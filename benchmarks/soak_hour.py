@@ -281,6 +281,7 @@ class Soak:
         self.keys_left: list[str] = []
         self.inside = elsewhere() or []
         self._random = random.Random(options.seed)
+        self._ends: list[tuple[float, Callable[[], None]]] = []
         persistence = ["--appendonly", "yes", "--appendfsync", "always", "--dir", str(folder)]
         self._locks = stack.enter_context(redis_server(*persistence))
         self._client: Any = stack.enter_context(redis.Redis.from_url(self._locks.url))
@@ -329,7 +330,10 @@ class Soak:
         """
         ends_at = now() + seconds
         while now() < ends_at:
-            time.sleep(self._random.uniform(*CALM))
+            next_at = min(now() + self._random.uniform(*CALM), ends_at)
+            while now() < next_at:
+                self._end_faults()
+                time.sleep(0.1)
             self._restart_ended(self._parts)
             fault = self._random.choices(list(self._weights), list(self._weights.values()))[0]
             self._cause(fault)
@@ -376,20 +380,20 @@ class Soak:
             is_whole = self._random.random() < 1 / 3
             pids = [*pids, *children_of(part.pid())] if is_whole else self._a_child(part)
         send_signal(signal.SIGSTOP, *pids)
-        threading.Timer(seconds, send_signal, (signal.SIGCONT, *pids)).start()
+        self._ends.append((now() + seconds, lambda: send_signal(signal.SIGCONT, *pids)))
 
     def _disturb(self, fault: str, seconds: float) -> None:
         """Have the proxy cut, delay or swallow for a while."""
         proxy, disturbed = self._proxy, ExitStack()
         faults = {"cut": proxy.cut(), "delay": proxy.slow(SHORT[1]), "swallowing": proxy.black_hole(forwards=True)}
         disturbed.enter_context(faults[fault])
-        threading.Timer(seconds, disturbed.close).start()
+        self._ends.append((now() + seconds, disturbed.close))
 
     def _shut_down(self, worker: Part, how: int) -> None:
         """End a worker in order: a warm shutdown (SIGTERM) waits for its runs, and a cold one (SIGQUIT) does not."""
         send_signal(how, worker.pid())
         try:
-            wait_until(lambda: worker.process.poll() is not None, STARTS_WITHIN, "it does not end")
+            self._wait(lambda: worker.process.poll() is not None, STARTS_WITHIN, "it does not end")
         except TimeoutError:
             self.faults["kill of a worker that did not shut down"] += 1
             worker.kill()
@@ -409,15 +413,27 @@ class Soak:
                 self._restart(part, part.close)
 
     def _wait_for_start(self, part: Part) -> None:
-        wait_until(part.is_ready, STARTS_WITHIN, f"{part.command} does not start", pause=0.1)
+        self._wait(part.is_ready, STARTS_WITHIN, f"{part.command} does not start")
+
+    def _wait(self, condition: Callable[[], object], limit: float, problem: str) -> None:
+        """Wait for a condition, and meanwhile end the faults whose time is over."""
+
+        def holds() -> object:
+            self._end_faults()
+            return condition()
+
+        wait_until(holds, limit, problem, pause=0.1)
+
+    def _end_faults(self) -> None:
+        for fault in [fault for fault in self._ends if fault[0] <= now()]:
+            self._ends.remove(fault)
+            fault[1]()
 
     # The end
 
     def _finish(self) -> None:
         """End all calls, let the workers do the rest, end them, and look for keys that stay."""
-        for thread in threading.enumerate():
-            if isinstance(thread, threading.Timer):  # the end of a fault
-                thread.join()
+        self._wait(lambda: not self._ends, 2 * LONG[1], "a fault does not end")
         for caller in self._callers:
             caller.close()
         time.sleep(PATIENCE)  # or the postman would send again what is being delivered
