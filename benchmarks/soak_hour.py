@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import sys
@@ -31,7 +30,7 @@ from typing import Any
 
 import redis
 
-from benchmarks.soak_hour_app import BROKER, LOCKS, PREFIX, QUEUE_TIMEOUT, WITNESS
+from benchmarks.soak_hour_app import BROKER, LOCKS, NAME, PREFIX, QUEUE_TIMEOUT, WITNESS
 from only_one import testing
 from only_one.clock import now
 from only_one.testing import Guarded
@@ -100,6 +99,7 @@ class History:
         runs: by their ids.
         sent: time, name and key of each task that was published, by its id.
         ended: how each task has ended, by its id.
+        ready: how often each process has started.
         counts: of everything else.
         errors: those that are not ours.
     """
@@ -108,6 +108,7 @@ class History:
         self.runs: dict[str, Run] = {}
         self.sent: dict[str, tuple[float, str, str]] = {}
         self.ended: dict[str, str] = {}
+        self.ready: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self.errors: list[str] = []
         path.touch()
@@ -135,6 +136,8 @@ class History:
                 self._add_outcome(task_id, state, result, is_expected=is_expected)
             case "sent", [task_id, task, key]:
                 self.sent.setdefault(task_id, (at, task, key))
+            case "ready", [name]:
+                self.ready[name] += 1
             case _:
                 self.counts[f"{word} {rest[-1]}" if word != "lost" else word] += 1
 
@@ -215,6 +218,7 @@ class Part:
     """A process of the soak, which is started again when it has ended.
 
     Args:
+        name: what it is called in the witness file.
         arguments: of Python.
         environment: its variables.
         log: the file for what it prints.
@@ -222,25 +226,19 @@ class Part:
     """
 
     def __init__(
-        self, arguments: Sequence[str], environment: dict[str, str], log: Path, inside: Sequence[str] = ()
+        self, name: str, arguments: Sequence[str], environment: dict[str, str], log: Path, inside: Sequence[str] = ()
     ) -> None:
-        self.command = [*inside, sys.executable, *arguments]
+        self.name = name
+        self._command = [*inside, sys.executable, *arguments]
         self._is_inside = bool(inside)
-        self._environment = {**os.environ, **environment}
+        self._environment = {**os.environ, **environment, NAME: name}
         self._log = log
         self.start()
 
     def start(self) -> None:
         """Start the process."""
         with self._log.open("ab") as log:
-            self._begin = log.tell()
-            self.process = Guarded(self.command, cwd=ROOT, env=self._environment, stdout=log, stderr=log)
-
-    def is_ready(self) -> bool:
-        """Whether it has printed since its last start that it is at work."""
-        with self._log.open("rb") as log:
-            log.seek(self._begin)
-            return re.search(rb" ready\.|beat: Starting", log.read()) is not None
+            self.process = Guarded(self._command, cwd=ROOT, env=self._environment, stdout=log, stderr=log)
 
     def pid(self) -> int:
         """The process id of the program itself; 0 if it has ended."""
@@ -298,13 +296,13 @@ class Soak:
         environment = {LOCKS: self._proxy.url, BROKER: url, WITNESS: str(folder / "witness")}
 
         def part(name: str, *arguments: str, inside: Sequence[str] = ()) -> Part:
-            made = Part(arguments, environment, folder / f"log-{name}", inside)
+            made = Part(name, arguments, environment, folder / f"log-{name}", inside)
             stack.callback(made.close)
             return made
 
-        def caller(name: str, function: str) -> Part:
-            code = f"from benchmarks.soak_hour_app import {function}"
-            return part(name, "-c", f"{code}; {function}({self._random.randrange(1_000_000)})")
+        def caller(name: str, method: str) -> Part:
+            code = "from benchmarks.soak_hour_app import Caller"
+            return part(name, "-c", f"{code}; Caller({self._random.randrange(1_000_000)}).{method}()")
 
         celery = ["-m", "celery", "-A", "benchmarks.soak_hour_app"]
         quiet = ["--without-gossip", "--without-mingle", "--without-heartbeat", "-l", "INFO"]
@@ -314,13 +312,13 @@ class Soak:
             part("worker-there", *worker, "-n", "there@%h", inside=self.inside),
         ]
         self._callers = [
-            part("beat", *celery, "beat", "-S", "celery.beat:Scheduler", "--pidfile=", "-l", "INFO"),
+            part("beat", *celery, "beat", "-S", "celery.beat:Scheduler", "--pidfile="),
             *(caller(f"producer-{number}", "send_tasks") for number in (1, 2)),
             *(caller(f"plain-{number}", "call_functions") for number in (1, 2)),
         ]
         self._parts = [*self._workers, *self._callers]
         for each in self._parts:
-            self._wait_for_start(each)
+            self._wait_for_start(each, 0)
 
     def run(self, seconds: float) -> None:
         """Let everything run for so long, with a fault every few seconds; then let it end, and look for what is left.
@@ -400,10 +398,11 @@ class Soak:
 
     def _restart(self, part: Part, end: Callable[[], None]) -> None:
         """End a process in some way, and start it again."""
+        before = self.history.ready[part.name]
         end()
         part.close()
         part.start()
-        self._wait_for_start(part)
+        self._wait_for_start(part, before)
 
     def _restart_ended(self, parts: list[Part]) -> None:
         """Start again what has ended by itself, as Celery's workers do when a child dies while the broker is away."""
@@ -412,8 +411,12 @@ class Soak:
                 self.faults["processes that ended by themselves"] += 1
                 self._restart(part, part.close)
 
-    def _wait_for_start(self, part: Part) -> None:
-        self._wait(part.is_ready, STARTS_WITHIN, f"{part.command} does not start")
+    def _wait_for_start(self, part: Part, before: int) -> None:
+        def is_ready() -> bool:
+            self.history.read()
+            return self.history.ready[part.name] > before
+
+        self._wait(is_ready, STARTS_WITHIN, f"{part.name} does not start")
 
     def _wait(self, condition: Callable[[], object], limit: float, problem: str) -> None:
         """Wait for a condition, and meanwhile end the faults whose time is over."""

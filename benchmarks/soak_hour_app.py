@@ -11,13 +11,15 @@ import asyncio
 import json
 import os
 import random
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
 from celery import Celery
-from celery.signals import task_postrun
+from celery.signals import after_task_publish, beat_init, before_task_publish, task_postrun, worker_ready
 from kombu.exceptions import OperationalError
 
 from only_one import OnlyOneError, buffer_one, configure, current_lock, only_one, retry
@@ -27,10 +29,8 @@ from rigs.sweeps import soon
 LOCKS = "SOAK_LOCKS"
 BROKER = "SOAK_BROKER"
 WITNESS = "SOAK_WITNESS"
-"""The variables of the environment: two URLs, and the path of the witness file."""
-
-READY = "is ready."
-"""What the processes print that call, as workers do."""
+NAME = "SOAK_NAME"
+"""The variables of the environment: two URLs, the path of the witness file, and the name of the process."""
 
 PREFIX = "soak:"
 QUEUE_TIMEOUT = 20.0
@@ -72,6 +72,8 @@ def note(*words: object, at: float | None = None) -> None:
     os.write(_witness, line.encode() + b"\n")
 
 
+_published_at: dict[str, float] = {}
+
 if WITNESS in os.environ:  # in a process that the soak has started
     _witness = os.open(os.environ[WITNESS], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     app.conf.broker_url = os.environ[BROKER]
@@ -79,7 +81,22 @@ if WITNESS in os.environ:  # in a process that the soak has started
     app.conf.beat_schedule = {"below": {"task": "below", "schedule": 1.0, "args": ["0", 0.05]}}
     configure(redis=os.environ[LOCKS], prefix=PREFIX, queue_timeout=QUEUE_TIMEOUT)
 
-    @task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]  # Celery has no types
+    @beat_init.connect(weak=False)  # type: ignore[untyped-decorator]  # Celery has no types
+    @worker_ready.connect(weak=False)  # type: ignore[untyped-decorator]
+    def _ready(**_: Any) -> None:
+        note("ready", os.environ[NAME])
+
+    def _about_to_send(headers: dict[str, Any], **_: Any) -> None:
+        _published_at[headers["id"]] = now()
+
+    def _sent(headers: dict[str, Any], body: Any, **_: Any) -> None:
+        note("sent", headers["id"], headers["task"], body[0][0], at=_published_at.pop(headers["id"]))
+
+    if not os.environ[NAME].startswith("worker"):  # workers send tasks again, under the same id
+        before_task_publish.connect(_about_to_send)
+        after_task_publish.connect(_sent)
+
+    @task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
     def _outcome(task_id: str, state: str, retval: Any, **_: Any) -> None:
         """Write down the outcome of a delivery, when its key has been released."""
         result = type(retval).__name__ if isinstance(retval, BaseException) else retval
@@ -162,45 +179,49 @@ async def plain_async(key: str, seconds: float) -> str:
     return "done"
 
 
-def arguments(dice: random.Random) -> tuple[str, float]:
-    """The key and the seconds of a run."""
-    seconds = dice.uniform(2, 3) if dice.random() < LONG else dice.uniform(0.01, 0.3)
-    return str(dice.randrange(KEYS)), seconds
+class Caller:
+    """A process that calls until SIGTERM ends it.
 
+    Args:
+        seed: of what it calls.
+    """
 
-def send_tasks(seed: int) -> None:
-    """Send tasks until this process is ended."""
-    dice = random.Random(seed)
-    print(READY, flush=True)
-    while True:
-        time.sleep(dice.uniform(0.06, 0.18))
-        task = dice.choice([below, early, above, again, newest])
-        retries = {"retries": dice.choice([0, 0, 0, 1, 2])} if task is again else {}
-        chosen, at = arguments(dice), now()
-        try:
-            result = task.apply_async(chosen, retries)
-            if not getattr(result, "is_duplicate", False):  # or it was another call that may have sent it
-                note("sent", result.id, task.name, chosen[0], at=at)
-        except (OnlyOneError, OperationalError) as error:  # the server of the locks, or the broker, is away
-            note("refused", type(error).__name__)
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._is_ended = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: self._is_ended.set())
 
-
-def call_functions(seed: int) -> None:
-    """Call the plain functions in one event loop and in threads until this process is ended."""
-    dice = random.Random(seed)
-
-    async def call_in_turn() -> None:
-        while True:
-            await asyncio.sleep(dice.uniform(0.2, 0.8))
-            chosen, is_async = arguments(dice), dice.random() < 1 / 2
+    def send_tasks(self) -> None:
+        """Send tasks."""
+        note("ready", os.environ[NAME])
+        while not self._is_ended.wait(self._random.uniform(0.06, 0.18)):
+            task = self._random.choice([below, early, above, again, newest])
+            retries = {"retries": self._random.choice([0, 0, 0, 1, 2])} if task is again else {}
             try:
-                result = await (plain_async(*chosen) if is_async else asyncio.to_thread(plain, *chosen))
-                note("called", result)
-            except OnlyOneError as error:
+                task.apply_async(self._arguments(), retries)
+            except (OnlyOneError, OperationalError) as error:  # the server of the locks, or the broker, is away
                 note("refused", type(error).__name__)
 
-    async def call_in_parallel() -> None:
-        await asyncio.gather(*(call_in_turn() for _ in range(5)))
+    def call_functions(self) -> None:
+        """Call the plain functions in one event loop and in threads."""
 
-    print(READY, flush=True)
-    asyncio.run(call_in_parallel())
+        async def call_in_turn() -> None:
+            while not self._is_ended.is_set():
+                await asyncio.sleep(self._random.uniform(0.2, 0.8))
+                arguments, is_async = self._arguments(), self._random.random() < 1 / 2
+                try:
+                    result = await (plain_async(*arguments) if is_async else asyncio.to_thread(plain, *arguments))
+                    note("called", result)
+                except OnlyOneError as error:
+                    note("refused", type(error).__name__)
+
+        async def call_in_parallel() -> None:
+            await asyncio.gather(*(call_in_turn() for _ in range(5)))
+
+        note("ready", os.environ[NAME])
+        asyncio.run(call_in_parallel())
+
+    def _arguments(self) -> tuple[str, float]:
+        is_long = self._random.random() < LONG
+        seconds = self._random.uniform(2, 3) if is_long else self._random.uniform(0.01, 0.3)
+        return str(self._random.randrange(KEYS)), seconds
