@@ -106,7 +106,7 @@ simulate-mutants: .venv/dev.stamp ## after how many histories each of 40 small c
 
 # One at a time. The output of those that pass is their figures; ONLY_ONE_SOAK_SEED=N repeats a random one.
 soak: .venv/dev.stamp ## the tests that measure times or run long, and what they have measured
-	$(BIN)/python -m pytest -v -m soak -rfEP --show-capture=stdout --durations=0 $(ARGS)
+	$(BIN)/python -m pytest -v -m soak -rfEP --durations=0 $(ARGS)
 
 # It uses half a core, so other things may run beside it.
 soak-hour: .venv/dev.stamp ## an hour of kills, pauses, cuts and restarts with real workers; --broker classic for RabbitMQ

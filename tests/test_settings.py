@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from weakref import WeakSet
 
 import pytest
 from celery import Celery, _state, shared_task
-from redis import Redis
+from redis import Redis, UsernamePasswordCredentialProvider
 
 from only_one import (
     AlreadyRunning,
@@ -236,6 +237,28 @@ def test_a_callable_that_cannot_reach_what_it_asks_is_asked_again_by_the_next_ca
         decorated(own_key, **decorate)()
     assert decorated(own_key, when_down=skip, **decorate)() is None
     assert decorated(own_key, **decorate)() == KEY
+
+
+def test_a_signal_handler_s_exception_is_no_server_that_is_down(url: str) -> None:
+    def handle(_signal: int, _frame: object) -> None:
+        raise TimeoutError
+
+    def source() -> str:
+        signal.raise_signal(signal.SIGUSR1)
+        return url
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with pytest.raises(TimeoutError):
+            decorated(own_key, redis=source, when_down=skip)()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_backend_with_a_credential_provider_gives_its_own_client() -> None:
+    provider = UsernamePasswordCredentialProvider("user", "secret")
+    client: Any = server_of(an_app(result_backend="redis://h:5/3", redis_backend_credential_provider=provider))
+    assert client.connection_pool.connection_kwargs["credential_provider"] is provider
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import redis
 from redis import backoff, retry
 from redis.client import Pipeline
 
-from only_one.driver import TROUBLE, is_of_signal_handler
+from only_one.driver import TROUBLE
 from only_one.errors import ConfigurationError
 from only_one.events import log
 from only_one.option_values import check_callable
@@ -187,10 +187,7 @@ def find_server(source: Source) -> Server:
         return _from_callables[source]
     try:
         made = source()
-    except TROUBLE as error:
-        if is_of_signal_handler(error):
-            raise
-        # Asked again by the next call.
+    except TROUBLE as error:  # asked again by the next call
         return Server(_NoClient(error))
     if not isinstance(made, str) and not _is_client(made):
         msg = f"the callable given as redis= returned a {type(made).__name__}: return a client of redis-py"
