@@ -122,8 +122,9 @@ def caller_of(decoration: Decoration, args: Args, kwargs: Kwargs, *, detects: bo
     if decoration.work_id is not None:
         work_id = decoration.work_id(args, kwargs)
         job = None if work_id is None else Job(str(work_id), None, job and job.requeue)
-    is_async = inspect.iscoroutinefunction(decoration.function)
-    return decoration.plain if job is None else JobCaller(decoration.name, job, is_async=is_async)
+    if job is None:
+        return decoration.plain
+    return JobCaller(decoration.name, job, is_async=inspect.iscoroutinefunction(decoration.function))
 
 
 def _is_inside(value: bytes) -> bool:
