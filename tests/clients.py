@@ -47,6 +47,7 @@ class Clients:
     Attributes:
         kind: one of `KINDS`.
         witness: a client that asks the server directly.
+        sentinel_port: the port of the Sentinel that watches the server, if there is one.
     """
 
     def __init__(self, kind: str, stack: ExitStack) -> None:
@@ -59,7 +60,7 @@ class Clients:
             self.witness.execute_command("CLUSTER ADDSLOTS", *range(16384))
             assert eventually(lambda: self.witness.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
         elif kind == "Sentinel":
-            self._sentinel = _start_sentinel(self.server, stack)
+            self.sentinel_port = _start_sentinel(self.server, stack)
             assert eventually(lambda: sum(map(_is_a_sentinels, self.witness.client_list())) == BY_A_SENTINEL)
 
     def break_connections(self) -> None:
@@ -84,7 +85,7 @@ class Clients:
         if self.kind == "cluster":
             return redis_py.RedisCluster.from_url(self.server.url, **options)
         if self.kind == "Sentinel":
-            manager: Any = Sentinel([("127.0.0.1", self._sentinel)])  # type: ignore[no-untyped-call]
+            manager: Any = Sentinel([("127.0.0.1", self.sentinel_port)])  # type: ignore[no-untyped-call]
             return manager.master_for("watched", **options)
         return OF_ONE_SERVER[self.kind](self.server.url, **options)
 
