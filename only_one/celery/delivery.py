@@ -201,6 +201,9 @@ class Delivery(TaskCaller):
         self.work = work_of(request)
         super().__init__(task, self.work.token_factory(task), bound=bound)
         self.header = header_of(request, self.work)
+        # In the copy that Celery makes for a call from inside, all that it does not know would be headers: where there
+        # are none, the next message would carry what we note here, and could not be serialized.
+        request.headers = request.headers or {}
         self.under_way: dict[str, Decoration | None] = vars(request).setdefault("only_one_under_way", {})
         self._decoration = decoration
         self.is_unique_in_queue = decoration.task is not None

@@ -216,18 +216,20 @@ def test_a_run_whose_call_is_decorated_by_its_base_is_its_tasks(queue: Queue, ke
     assert answer.get() == ["locked", answer.id, 1]
 
 
-def test_a_second_call_after_its_own_run_has_ended_waits_as_the_first(queue: Queue, keys: Keys) -> None:
+@pytest.mark.parametrize("again", [lambda task: task.run(), Task.__call__], ids=["run", "__call__"])
+def test_a_second_call_after_its_own_run_has_ended_waits_as_the_first(queue: Queue, keys: Keys, again: Any) -> None:
     class Twice(Task):  # type: ignore[misc]  # Celery has no types
         abstract = True
 
         def __call__(self) -> None:
             self.run()
             keys["k"] = "somebody else"
-            self.run()
+            again(self)
 
     a_task(queue.app, done, when_busy=retry(), celery={"base": Twice}).delay()
     queue.deliver()
-    assert len(queue) == 1
+    (message,) = queue.messages()
+    assert [name for name in message["headers"] if name.startswith("only_one")] == ["only_one"]
 
 
 # A busy key, and one decorator or two
