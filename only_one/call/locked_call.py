@@ -84,6 +84,7 @@ class LockedCall:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        self.ended_by = None  # its traceback leads back here: the call's arguments would live until a collection
         # A token that is not active is the parent's, and this a forked child.
         if error is not None and self.token in active_tokens:
             if self._stage == "held":

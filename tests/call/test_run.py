@@ -170,24 +170,31 @@ def test_an_async_run_that_is_closed_ends_and_its_key_is_freed(redis: Any, key: 
 
 
 @pytest.mark.usefixtures("redis")
+@pytest.mark.parametrize("end", ["returns", "raises"])
 @pytest.mark.parametrize("kind", ["def", "async def"])
-def test_a_result_is_freed_at_once_when_the_caller_drops_it(kind: str) -> None:
-    """It may be large: it is in no cycle that only the garbage collector finds."""
+def test_a_result_or_an_exception_is_freed_at_once_when_the_caller_drops_it(kind: str, end: str) -> None:
+    """It may be large, or hold the arguments: it is in no cycle that only the garbage collector finds."""
 
-    class Result:
+    class Result(Exception):
         pass
 
     def work() -> Result:
+        if end == "raises":
+            raise Result
         return Result()
 
     freed: list[bool] = []
     call, call_async = decorated(work, lease=LONG), decorated(as_async(work), lease=LONG)
 
     async def use() -> None:
-        await call_async()  # the first one learns by errors which commands the server knows; they keep its frames
-        result = await call_async() if kind == "async def" else call()
-        finalize(result, freed.append, True)
-        del result
+        with suppress(Result):
+            await call_async()  # the first one learns by errors which commands the server knows; they keep its frames
+        try:
+            result = await call_async() if kind == "async def" else call()
+            finalize(result, freed.append, True)
+            del result
+        except Result as error:
+            finalize(error, freed.append, True)
         assert freed == [True]
 
     gc.disable()
