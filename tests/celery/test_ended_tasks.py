@@ -256,6 +256,7 @@ class Renames(Task):  # type: ignore[misc]  # Celery has no types
 CHANGES: dict[str, Callable[[Celery], Any]] = {
     "its class": lambda app: a_task(app, work, key="{key}", celery={"base": Renames}),
     "the function above": lambda app: app.register_task(Calls()),
+    "pydantic": lambda app: a_task(app, work, key="{key}", celery={"pydantic": True}),
 }
 
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, get_type_hints
+from typing import Any
 
 import redis
 from celery import Celery, Task
@@ -21,7 +21,6 @@ from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, Reject, Retry
 from celery.signals import task_postrun, task_prerun, task_received
 from kombu.common import Broadcast
-from pydantic import BaseModel
 
 from only_one import AlreadyRunning, buffer_one, configure, current_lock, fail, only_one, retry, skip
 from only_one.clock import now
@@ -259,23 +258,6 @@ class Around(Task):  # type: ignore[misc]  # Celery has no types
 
 based, unique_based = below("based", {"base": Around}), above("based", {"base": Around})
 
-
-class Feed(BaseModel):
-    """An argument that is a model."""
-
-    key: str
-    orders: list[str] = []
-
-
-def with_a_model(self: Any, feed: Feed) -> None:
-    """Is given a model."""
-    work(self, feed.key, *feed.orders)
-
-
-with_a_model.__annotations__ = get_type_hints(with_a_model)  # as strings Celery 5.5 does not read them
-modelled = app.task(name="modelled", bind=True, pydantic=True, shared=False)(
-    only_one("{feed.key}", timeout=TIMEOUT)(with_a_model)
-)
 
 PAUSE_OF_CANVAS = 2
 """Seconds between two deliveries of what waits, of which there are dozens, and the worker has others to see to."""

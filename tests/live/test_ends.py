@@ -367,27 +367,6 @@ CHECKS = {
 
 
 @pytest.mark.usefixtures("workers")
-def test_the_runs_of_starmap_and_chunks_are_decorated(scene: Scene) -> None:
-    held = unique.delay(scene.key, "gate", "done")
-    scene.begun()
-    items = [(scene.key, "done"), (f"{scene.key}-free", "done")]
-    assert unique.starmap(items).apply_async().get(timeout=LIMIT) == [None, "done"]
-    assert unique.chunks(items, 1).apply_async().get(timeout=LIMIT) == [[None], ["done"]]
-    scene.open()
-    assert held.get(timeout=LIMIT) == "done"
-    assert scene.runs() == ["0"]
-
-
-@pytest.mark.usefixtures("workers")
-def test_the_key_of_a_killed_run_whose_arguments_were_changed(scene: Scene) -> None:
-    """By pydantic, in its own process; the main process has only the message."""
-    live.modelled.delay({"key": scene.key, "orders": ["sleep"]})
-    kill_its_process(scene)
-    scene.place.wait_for_event(scene.key, "del")
-    assert scene.events() == RELEASED
-
-
-@pytest.mark.usefixtures("workers")
 def test_a_worker_process_that_is_killed_frees_its_key_within_the_lease(scene: Scene) -> None:
     task = live.BELOW["leased"]
     killed = task.delay(scene.key, "gate")
