@@ -482,44 +482,35 @@ def test_all_nodes_are_looked_at(cluster: Cluster, names: list[str], prefix: str
 # Replicas
 
 
-@pytest.fixture
-def replicated(prefix: str) -> Iterator[tuple[Node, Node, str]]:
-    """A master of a cluster of the test's own, its replica, and a name whose key is kept by them."""
+def test_a_replica_is_not_asked_until_it_takes_over(prefix: str) -> None:
+    """It may lag, so keys are read from masters only, whatever the user's client does.
+
+    What the master had passed on is renewed at the new one, though nobody that is alive ever said MOVED.
+    """
+    told: list[object] = []
     with ExitStack() as stack:
-        cluster = Cluster(stack)
+        cluster = Cluster(stack)  # of the test's own
         stack.enter_context(cluster.connected())
         master = cluster.nodes[0]
-        yield master, cluster.replica_of(master), cluster.name_on(master, prefix)
-
-
-def test_keys_are_read_from_masters_only(replicated: tuple[Node, Node, str], prefix: str) -> None:
-    """Whatever the user's client does: a replica may lag."""
-    master, replica, name = replicated
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # from redis-py 5.3 on, in favour of an option that 5.2 does not have
-        client: Any = redis_py.RedisCluster("127.0.0.1", master.server.port, read_from_replicas=True)
-    function = only_one(lambda: None, key=name)
-    with client, configure(redis=client), Running(name, lease=600):
-        for _ in range(4):  # as the client takes turns
-            assert [each.key for each in held()] == [f"{prefix}{name}"]
-            assert holder_of(function) is not None
-        assert "cmdstat_get" not in replica.client.info("commandstats")
-
-
-def test_a_replica_that_takes_over_during_a_run(replicated: tuple[Node, Node, str], prefix: str) -> None:
-    """What the master had passed on is renewed at the new one, though nobody that is alive ever said MOVED."""
-    told: list[object] = []
-    master, replica, name = replicated
-    key = f"{prefix}{name}"
-    with Running(name, lease=600, when_lost=told.append) as run:
-        master.client.wait(1, round(LIMIT * 1000))
-        assert replica.client.info("keyspace")  # only the slot's master answers for the key itself
-        master.server.kill()
-        replica.client.execute_command("CLUSTER FAILOVER TAKEOVER")
-        assert eventually(lambda: replica.client.info("replication")["role"] == "master")
-        assert is_renewed(replica.client.execute_command, run.lock)
-        assert replica.client.get(key) == run.lock.token
-        assert run.lock.fence > 0
-    assert (run.result, told) == ("done", [])
-    assert eventually(lambda: not replica.client.exists(key))
-    assert only_one(lambda: "next", key=name)() == "next"
+        replica, name = cluster.replica_of(master), cluster.name_on(master, prefix)
+        key, function = f"{prefix}{name}", only_one(lambda: None, key=name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # from redis-py 5.3 on, in favour of an option that 5.2 does not have
+            client: Any = redis_py.RedisCluster("127.0.0.1", master.server.port, read_from_replicas=True)
+        with Running(name, lease=600, when_lost=told.append) as run:
+            with client, configure(redis=client):
+                for _ in range(4):  # as the client takes turns
+                    assert [each.key for each in held()] == [key]
+                    assert holder_of(function) is not None
+            assert "cmdstat_get" not in replica.client.info("commandstats")
+            master.client.wait(1, round(LIMIT * 1000))
+            assert replica.client.info("keyspace")  # only the slot's master answers for the key itself
+            master.server.kill()
+            replica.client.execute_command("CLUSTER FAILOVER TAKEOVER")
+            assert eventually(lambda: replica.client.info("replication")["role"] == "master")
+            assert is_renewed(replica.client.execute_command, run.lock)
+            assert replica.client.get(key) == run.lock.token
+            assert run.lock.fence > 0
+        assert (run.result, told) == ("done", [])
+        assert eventually(lambda: not replica.client.exists(key))
+        assert only_one(lambda: "next", key=name)() == "next"

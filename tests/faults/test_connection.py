@@ -40,7 +40,7 @@ def test_a_server_s_name_that_moves_to_the_new_master_while_the_old_one_goes_on_
 ) -> None:
     """The connections to the old one stay open, and each command there is refused."""
     with (
-        redis_server() as old,
+        redis_server("--repl-diskless-sync-delay", "0") as old,
         redis_server() as new,
         Proxy(old.url) as proxy,
         Redis.from_url(old.url) as former,

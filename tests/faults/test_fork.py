@@ -19,62 +19,53 @@ from tests.faults.programs import Program
 # A child that is forked while another thread is in coverage's lock waits for it for ever.
 pytestmark = pytest.mark.interrupts
 
-WHILE_A_LOCK_IS_HELD = """
-import os, signal, sys
+IN_A_CHILD: dict[str, str] = {
+    "while another thread looks a server up or configures": """
 from concurrent.futures import ThreadPoolExecutor
 from only_one import configure, settings
 from only_one.connections import server as servers
 
 ThreadPoolExecutor(1).submit(settings._lock.acquire).result()
-pid = os.fork()
-signal.alarm(100)
-if not pid:
+
+def is_well():
     servers.find_server(sys.argv[1])
     configure(timeout=1)
-    os._exit(7)
-os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
-
-
-def test_a_fork_while_another_thread_looks_a_server_up_or_configures(redis_url: str) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", WHILE_A_LOCK_IS_HELD, redis_url]
-    assert subprocess.run(command, check=False).returncode == 7
-
-
-WITH_THE_LOOP_OF_ITS_PARENT = """
-import asyncio, os, sys
+    return True
+""",
+    # Else each would read the other's replies.
+    "connections of its own in the event loop of its parent": """
+import asyncio
 from only_one.connections.server import find_server
 
 server, loop = find_server(sys.argv[1]), asyncio.new_event_loop()
-own = loop.run_until_complete(server.async_client())
-pid = os.fork()
-if not pid:
-    os._exit(7 if loop.run_until_complete(server.async_client()) is not own else 8)
-os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
+parents = loop.run_until_complete(server.async_client())
 
-
-def test_a_child_that_goes_on_with_the_event_loop_of_its_parent_has_connections_of_its_own(redis_url: str) -> None:
-    """Else each would read the other's replies."""
-    command = [sys.executable, "-c", WITH_THE_LOOP_OF_ITS_PARENT, redis_url]
-    assert subprocess.run(command, check=False).returncode == 7
-
-
-WITH_THE_ID_OF_ITS_PARENT = """
-import os
+def is_well():
+    return loop.run_until_complete(server.async_client()) is not parents
+""",
+    "a mark of its own though it has its parent's process id, as the first of a namespace may": """
 os.getpid = lambda: 1
 from only_one.lock.token import this_process
 
-own = this_process().mark
+parents = this_process().mark
+
+def is_well():
+    return this_process().mark != parents
+""",
+}
+FORK = """
 pid = os.fork()
+signal.alarm(100)
 if not pid:
-    os._exit(7 if this_process().mark != own else 8)
+    os._exit(7 if is_well() else 8)
 os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
-def test_a_child_that_begins_a_namespace_of_processes_may_have_its_parents_id() -> None:
-    assert subprocess.run([sys.executable, "-c", WITH_THE_ID_OF_ITS_PARENT], check=False).returncode == 7
+@pytest.mark.parametrize("program", IN_A_CHILD.values(), ids=IN_A_CHILD)
+def test_what_a_forked_child_can_do(redis_url: str, program: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", f"import os, signal, sys\n{program}{FORK}", redis_url]
+    assert subprocess.run(command, check=False).returncode == 7
 
 
 def test_of_the_threads_that_see_a_fork_at_once_one_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
