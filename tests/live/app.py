@@ -241,7 +241,7 @@ redelivered = below("tests.live.redelivery_app.late", {"acks_late": True}, first
 redelivered_without_results = below(
     "redelivered without results", {"acks_late": True, "backend": without_results}, first=REDELIVERED
 )
-limited = below("limited", {"time_limit": 5})
+limited = below("limited", {"time_limit": 2})
 requeued = below("requeued", when_busy=retry())
 requeued_soon = below("requeued soon", when_busy=retry(countdown=0.2))
 
