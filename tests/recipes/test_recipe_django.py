@@ -90,6 +90,8 @@ def new_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", "django", "startproject", "config", "."], cwd=folder, check=True)
     source = ROOT / "examples" / "django_feeds"
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    for command in (["makemigrations", "feeds"], ["migrate"]):
+        subprocess.run([sys.executable, "-W", "error", "manage.py", *command], cwd=folder, check=True)
     return folder
 
 
@@ -135,9 +137,6 @@ def test_where_the_keys_are_and_whether_they_outlive_the_cache(project: Place, s
 
 def test_the_commands_the_views_and_the_worker(project: Place, feed: Feed) -> None:
     use(project, PATIENT)
-    manage(project, "makemigrations", "feeds")
-    manage(project, "migrate")
-
     (task_id,) = re.findall(
         f"^{feed.url}: queued as task (.*)$", manage(project, "import_feeds", feed.url), re.MULTILINE
     )
@@ -177,7 +176,6 @@ def test_the_commands_the_views_and_the_worker(project: Place, feed: Feed) -> No
 
 
 def test_the_tests_of_the_project_need_no_server(project: Place) -> None:
-    manage(project, "makemigrations", "feeds", DJANGO_SETTINGS_MODULE="config.settings")
     said = manage(project, "test", DJANGO_SETTINGS_MODULE="config.test_settings", REDIS="redis://127.0.0.1:1")
     assert "Ran 3 tests in " in said
     assert "\nOK\n" in said
