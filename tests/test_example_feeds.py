@@ -50,6 +50,7 @@ def test_nothing_outlives_a_demo_that_is_broken_off(tmp_path: Path) -> None:
     """Nor one that is killed, as the newsletter is in `test_example_newsletter.py`."""
     with program(DEMO, tmp_path) as demo:
         assert demo.is_gone_after(signal.SIGINT) == 128 + signal.SIGINT
+        assert "interrupted: everything that was started has been ended." in demo.text
     assert not [*tmp_path.iterdir()]
 
 
