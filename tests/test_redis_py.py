@@ -25,10 +25,8 @@ ENOUGH = 50
 """Tests of both kinds that there were in redis-py 5 already."""
 
 PLUGIN = '''
-"""Puts our locks in place of redis-py's before its tests are imported, and runs those that are coroutines."""
+"""Puts our locks in place of redis-py's before its tests are imported; the plugin of anyio runs its coroutines."""
 
-import asyncio
-import functools
 import inspect
 import sys
 from types import ModuleType
@@ -41,57 +39,13 @@ from only_one.lock.redis_lock import AsyncLock, Lock
 
 redis.lock.Lock = Lock
 redis.asyncio.lock.Lock = AsyncLock
-
-
-class Loop:
-    current = None
-
-
-def fixture(*args, **options):
-    """What `pytest_asyncio.fixture` does, as far as these tests use it."""
-    if args:
-        return fixture()(*args)
-
-    def decorate(function):
-        @functools.wraps(function)
-        def run(*args, **kwargs):
-            made = function(*args, **kwargs)
-            if inspect.isasyncgen(made):
-                yield Loop.current.run_until_complete(anext(made))
-                Loop.current.run_until_complete(anext(made, None))
-            else:
-                yield Loop.current.run_until_complete(made)
-
-        return pytest.fixture(**options)(run)
-
-    return decorate
-
-
 sys.modules["pytest_asyncio"] = ModuleType("pytest_asyncio")
-sys.modules["pytest_asyncio"].fixture = fixture
+sys.modules["pytest_asyncio"].fixture = pytest.fixture
 
 
-@pytest.fixture
-def event_loop():
-    return Loop.current
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    Loop.current = asyncio.new_event_loop()
-    try:
-        return (yield)
-    finally:
-        Loop.current.run_until_complete(Loop.current.shutdown_asyncgens())
-        Loop.current.close()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem):
-    if inspect.iscoroutinefunction(pyfuncitem.obj):
-        arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-        Loop.current.run_until_complete(pyfuncitem.obj(**arguments))
-        return True
+@pytest.fixture(scope="session", autouse=True)
+def anyio_backend():
+    return "asyncio"
 
 
 def pytest_collection_modifyitems(config, items):
@@ -135,6 +89,7 @@ def test_redis_pys_own_tests_of_its_locks(
     # pytest_asyncio.
     # Nor are the folders above looked into, as those of temporary files, which may be somebody else's.
     options = f"-p our_locks -p no:cacheprovider -c {os.devnull} -rs --rootdir . --confcutdir .".split()
+    options += ["-p", "anyio", "-o", "anyio_mode=auto"]
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "yes"}
     passed, running = 0, []
