@@ -26,9 +26,16 @@ class Interruption(BaseException):
     """What a signal handler may raise, as Celery's does at a soft time limit."""
 
 
-def interrupt(*_: object) -> None:
-    """What such a handler does."""
-    raise Interruption
+def raises(error: BaseException | type[BaseException]) -> Callable[..., None]:
+    """What such a handler does, or whatever else a test puts in a function's place."""
+
+    def call(*_: object, **__: object) -> None:
+        raise error
+
+    return call
+
+
+interrupt = raises(Interruption)
 
 
 class AtLine:
@@ -134,13 +141,10 @@ def is_interrupted_after(seconds: float, call: Callable[[], object]) -> bool:
 def raised_after(event: threading.Event, error: type[BaseException]) -> Iterator[None]:
     """A block in whose thread, the main one, a signal handler raises once something has happened."""
 
-    def time_is_over(*_: object) -> None:
-        raise error
-
     def send_signal() -> None:
         event.wait(LIMIT)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
-    with handled(time_is_over, signal.SIGUSR1):
+    with handled(raises(error), signal.SIGUSR1):
         threading.Thread(target=send_signal).start()
         yield

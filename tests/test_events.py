@@ -44,7 +44,7 @@ from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import CLOSED, Decorate, both, decorated, events
 from tests.decorated import Busy as KeyIsBusy
-from tests.interruptions import handled
+from tests.interruptions import handled, raises
 from tests.renewal import later, renew_now
 
 Log = pytest.LogCaptureFixture
@@ -76,11 +76,6 @@ def wait_until_lost() -> str:
         lock.ensure_held()
     assert raised.value.key == lock.key
     return raised.value.reason
-
-
-def soft_time_limit(*_: object) -> None:
-    """A signal handler as Celery's."""
-    raise SoftTimeLimitExceeded
 
 
 def overrun() -> str:
@@ -305,7 +300,7 @@ def test_an_exception_of_a_signal_handler_in_a_hook_reaches_the_caller_and_the_k
             signal.raise_signal(signal.SIGUSR1)
 
     unsubscribe = subscribe(hook)
-    with handled(soft_time_limit, signal.SIGUSR1), pytest.raises(SoftTimeLimitExceeded):
+    with handled(raises(SoftTimeLimitExceeded), signal.SIGUSR1), pytest.raises(SoftTimeLimitExceeded):
         decorated(lambda: "ran")()
     unsubscribe()
     assert eventually(lambda: not redis.exists(f"{prefix}k"))
@@ -428,7 +423,7 @@ def test_an_exception_of_a_signal_handler_in_the_log_of_the_first_skip_reaches_t
     first_skip: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(only_one_events.logger, "filters", [lambda _record: signal.raise_signal(signal.SIGUSR1)])
-    with handled(soft_time_limit, signal.SIGUSR1), pytest.raises(SoftTimeLimitExceeded):
+    with handled(raises(SoftTimeLimitExceeded), signal.SIGUSR1), pytest.raises(SoftTimeLimitExceeded):
         decorated(work)()
 
 

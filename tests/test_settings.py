@@ -40,6 +40,7 @@ from only_one.errors import OnlyOneError
 from only_one.inspection import held
 from rigs.servers import RedisServer
 from tests.decorated import a_task, call_both, decorated, own_key, token_of_the_dead
+from tests.interruptions import handled, raises
 
 NOWHERE = {"broker_url": "memory://", "result_backend": "cache+memory://"}
 KEY = "only_one:k"
@@ -240,19 +241,12 @@ def test_a_callable_that_cannot_reach_what_it_asks_is_asked_again_by_the_next_ca
 
 
 def test_a_signal_handler_s_exception_is_no_server_that_is_down(url: str) -> None:
-    def handle(_signal: int, _frame: object) -> None:
-        raise TimeoutError
-
     def source() -> str:
         signal.raise_signal(signal.SIGUSR1)
         return url
 
-    before = signal.signal(signal.SIGUSR1, handle)
-    try:
-        with pytest.raises(TimeoutError):
-            decorated(own_key, redis=source, when_down=skip)()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with handled(raises(TimeoutError), signal.SIGUSR1), pytest.raises(TimeoutError):
+        decorated(own_key, redis=source, when_down=skip)()
 
 
 def test_a_backend_with_a_credential_provider_gives_its_own_client() -> None:

@@ -164,13 +164,6 @@ def lambda_of(call: Callable[[], Any]) -> Callable[[], Any]:
     return function
 
 
-def raises(error: BaseException) -> Callable[..., None]:
-    def call(*_: object, **__: object) -> None:
-        raise error
-
-    return call
-
-
 def token_of(task_id: str | None, *, attempt: int | None = 0, is_dead: bool = False, **fields: Any) -> bytes:
     """The value of a run, of a task or a function: on another machine, or of a process of this one that is gone."""
     value = json.loads(TokenFactory("a task", task_id, attempt, **fields).token(600))

@@ -21,7 +21,8 @@ from only_one.events import Event
 from only_one.lock import commands
 from only_one.settings import DEFAULT_LEASE
 from rigs.waiting import eventually
-from tests.celery.deliveries import QUEUE_TIMEOUT, Keys, Queue, decorated, done, done_async, raises, token_of, unique
+from tests.celery.deliveries import QUEUE_TIMEOUT, Keys, Queue, decorated, done, done_async, token_of, unique
+from tests.interruptions import raises
 
 pytestmark = pytest.mark.usefixtures("redis")
 

@@ -28,10 +28,10 @@ from tests.celery.deliveries import (
     a_task,
     done,
     lambda_of,
-    raises,
     token_of,
 )
 from tests.decorated import CLOSED
+from tests.interruptions import raises
 from tests.live import brokers as brokers  # which names the transport "unmarked"
 
 

@@ -18,7 +18,8 @@ from only_one.celery import requeue
 from only_one.celery.requeue import Header, header_of
 from only_one.lock import renewal
 from rigs.proxy import Proxy
-from tests.celery.deliveries import Keys, Queue, a_task, above_and_below, done, raises, unique
+from tests.celery.deliveries import Keys, Queue, a_task, above_and_below, done, unique
+from tests.interruptions import raises
 
 # RabbitMQ counts by queue how often a message died, and drops one that seems to go round in a circle.
 COUNTED = {"x-death": [{"count": 1}], "x-first-death-queue": "q", "x-last-death-queue": "q", "x-delivery-count": 2}

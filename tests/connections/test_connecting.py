@@ -23,7 +23,7 @@ from rigs.proxy import Proxy
 from rigs.waiting import eventually
 from tests.clients import Subclass
 from tests.decorated import Decorate, both, call_both, decorated, decorated_async
-from tests.interruptions import handled, raised_after
+from tests.interruptions import handled, raised_after, raises
 
 pytestmark = pytest.mark.usefixtures("prefix")
 
@@ -75,14 +75,23 @@ class Provider(redis_py.CredentialProvider):
 kinds = pytest.mark.parametrize("kind", [redis_py.Redis, Subclass])
 
 
+def raises_its_cause_again() -> None:
+    """So the chain of exceptions is a circle."""
+    try:
+        try:
+            raise SecretsAreElsewhere  # noqa: TRY301 - as user code does
+        except SecretsAreElsewhere as error:
+            raise RuntimeError from error
+    except RuntimeError as error:
+        raise error.__cause__ or error  # noqa: B904 - as user code does
+
+
 @kinds
 @both
+@pytest.mark.parametrize("refuse", [raises(SecretsAreElsewhere), raises_its_cause_again], ids=["once", "in a circle"])
 def test_whatever_is_raised_while_connecting(
-    redis_url: str, prefix: str, kind: type[redis_py.Redis], decorate: Decorate
+    redis_url: str, prefix: str, kind: type[redis_py.Redis], decorate: Decorate, refuse: Callable[[], Any]
 ) -> None:
-    def refuse() -> Any:
-        raise SecretsAreElsewhere
-
     client = kind.from_url(redis_url, credential_provider=Provider(refuse))
     with client, pytest.raises(LockUnavailable, match=f"{prefix}k.*SecretsAreElsewhere"):
         decorate(lambda: "done", redis=client)()
@@ -93,39 +102,17 @@ raised = pytest.mark.parametrize("error", [SoftTimeLimitExceeded, TimeoutError])
 
 
 @kinds
-@both
-def test_the_cause_that_a_provider_raises_again(redis_url: str, kind: type[redis_py.Redis], decorate: Decorate) -> None:
-    """So the chain of exceptions is a circle."""
-
-    def refuse() -> Any:
-        try:
-            try:
-                raise SecretsAreElsewhere  # noqa: TRY301 - as user code does
-            except SecretsAreElsewhere as error:
-                raise RuntimeError from error
-        except RuntimeError as error:
-            raise error.__cause__ or error  # noqa: B904 - as user code does
-
-    client = kind.from_url(redis_url, credential_provider=Provider(refuse))
-    with client, pytest.raises(LockUnavailable, match="SecretsAreElsewhere"):
-        decorate(lambda: "done", redis=client)()
-
-
-@kinds
 @raised
 def test_what_a_signal_raises_while_connecting_is_no_trouble_of_the_server(
     redis_url: str, kind: type[redis_py.Redis], error: type[Exception]
 ) -> None:
-    def soft_time_limit(*_: object) -> None:
-        raise error
-
     def interrupt() -> tuple[()]:
         if threading.current_thread() is threading.main_thread():  # not in that which releases what is left behind
             os.kill(os.getpid(), signal.SIGUSR1)
         return ()
 
     with (
-        handled(soft_time_limit, signal.SIGUSR1),
+        handled(raises(error), signal.SIGUSR1),
         kind.from_url(redis_url, credential_provider=Provider(interrupt)) as client,
         pytest.raises(error),
     ):
@@ -135,9 +122,6 @@ def test_what_a_signal_raises_while_connecting_is_no_trouble_of_the_server(
 def test_what_a_signal_raises_while_a_host_is_encoded_reaches_the_caller(redis_url: str) -> None:
     """Until Python 3.11, a codec's error is raised as another one of the same class."""
 
-    def time_is_over(*_: object) -> None:
-        raise SoftTimeLimitExceeded
-
     def at_encode(frame: Any, event: str, _: object) -> None:
         if event == "call" and frame.f_code is idna.Codec.encode.__code__:
             sys.setprofile(None)
@@ -145,7 +129,7 @@ def test_what_a_signal_raises_while_a_host_is_encoded_reaches_the_caller(redis_u
 
     run = decorated(lambda: None, redis=f"{redis_url}?client_name=encoded")
     sys.setprofile(at_encode)
-    with handled(time_is_over, signal.SIGUSR1), pytest.raises(SoftTimeLimitExceeded):
+    with handled(raises(SoftTimeLimitExceeded), signal.SIGUSR1), pytest.raises(SoftTimeLimitExceeded):
         run()
 
 

@@ -29,7 +29,7 @@ from only_one.connections.connection_pool import guarded
 from only_one.connections.server import Server
 from rigs.waiting import LIMIT, eventually
 from tests.clients import Clients, clients
-from tests.interruptions import Interruption, handled, interrupt
+from tests.interruptions import Interruption, handled, interrupt, raises
 
 MOST = 100
 """Moments in one call; there are some ten."""
@@ -67,12 +67,8 @@ class Moments:
     @contextmanager
     def interrupted_at(self, number: int, error: type[BaseException]) -> Iterator[None]:
         """Raise `error` at the n-th from now on."""
-
-        def handle(*_: object) -> None:
-            raise error
-
         self._left = number
-        with handled(handle, signal.SIGUSR1), suppress(error):
+        with handled(raises(error), signal.SIGUSR1), suppress(error):
             yield
         self.has_come, self._left = self._left <= 0, 0
 
