@@ -31,11 +31,9 @@ from redis import ConnectionPool, Redis
 from only_one import LockLost, configure, current_lock, only_one
 from only_one.inspection import key_of
 from only_one.keys.digest import digest
-from rigs.proxy import Proxy
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
-from tests.decorated import Busy, Decorate, Function, as_async, both, decorated, decorated_async, own_key
-from tests.renewal import is_idle
+from tests.decorated import Decorate, Function, as_async, both, decorated, decorated_async, own_key
 
 pytestmark = pytest.mark.usefixtures("redis")
 
@@ -451,22 +449,3 @@ def test_current_lock_says_what_the_run_holds(redis: Redis, prefix: str) -> None
     assert (lock.is_held, lock.expires_in) == (False, 0)  # after the run
     with pytest.raises(LockLost, match="released"):
         lock.ensure_held()
-
-
-# --- what it costs -----------------------------------------------------------------------------------------------
-
-
-@both
-@pytest.mark.parametrize("options", [{"timeout": 600}, {"lease": 600}], ids=repr)
-def test_a_run_is_two_round_trips_and_a_skip_is_one(
-    redis: Redis, proxy: Proxy, busy: Busy, decorate: Decorate, options: Any
-) -> None:
-    skip_costs = 1 if int(redis.info("server")["redis_version"].split(".")[0]) >= 7 else 2
-    function = decorate(lambda a: f"done {a}", "{a}", redis=proxy.url, **options)
-    with busy("1", lease=600):
-        assert [function(a) for a in (1, 2)] == [None, "done 2"]  # the server is known
-        assert is_idle()
-        for a, costs in ((2, 2), (1, skip_costs)):
-            proxy.forget_commands()
-            function(a)
-            assert len(proxy.commands) == costs
