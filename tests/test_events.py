@@ -316,17 +316,6 @@ def logged(caplog: Log, event: str) -> logging.LogRecord:
     return record
 
 
-def test_a_skip_is_logged_with_the_holder(redis: Redis, prefix: str, busy: KeyIsBusy, caplog: Log) -> None:
-    caplog.set_level(logging.INFO)
-    with busy("k", timeout=1000):
-        decorated(work)()
-    record = logged(caplog, "Busy")
-    assert record.levelno == logging.INFO
-    for part in (NAME, f"{prefix}k", "Running", str(os.getpid())):
-        assert part in record.getMessage()
-    assert (vars(record)["only_one_key"], vars(record)["only_one_name"]) == (f"{prefix}k", NAME)
-
-
 @pytest.mark.parametrize(
     ("state", "limit", "waited", "free"),
     [
@@ -427,7 +416,7 @@ def test_an_exception_of_a_signal_handler_in_the_log_of_the_first_skip_reaches_t
         decorated(work)()
 
 
-def test_the_rest_is_logged_for_debugging_and_no_argument_is_logged(redis: Redis, caplog: Log) -> None:
+def test_a_skip_is_logged_with_the_holder_the_rest_for_debugging_and_no_argument(redis: Redis, caplog: Log) -> None:
     def work(a: str, then: Callable[[], object]) -> None:
         then()
 
@@ -436,11 +425,11 @@ def test_the_rest_is_logged_for_debugging_and_no_argument_is_logged(redis: Redis
     function("hunter2", lambda: function("hunter2", list))
     decorated(work, "{a:md5}", redis=CLOSED, when_down=skip)("hunter2", list)
     key, name = key_of(function, "hunter2", list), f"{__name__}.{work.__qualname__}"
-    for event in ("Acquired", "Released", "Down"):
+    for event in ("Acquired", "Busy", "Released", "Down"):
         record = logged(caplog, event)
-        assert record.levelno == logging.DEBUG
+        assert record.levelno == (logging.INFO if event == "Busy" else logging.DEBUG)
         assert key in record.getMessage()
         assert (vars(record)["only_one_key"], vars(record)["only_one_name"]) == (key, name)
     assert logged(caplog, "Acquired").getMessage() == f"{name} holds {key}"
-    assert "work" in logged(caplog, "Busy").getMessage()
+    assert f"is taken by {name}, pid {os.getpid()} on " in logged(caplog, "Busy").getMessage()
     assert "hunter2" not in caplog.text
