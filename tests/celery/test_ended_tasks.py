@@ -34,7 +34,7 @@ from only_one.lock import renewal
 from only_one.lock.token import TokenFactory, process_start
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
-from tests.celery.deliveries import HOUR, Calls, Keys, Queue, a_task, unique
+from tests.celery.deliveries import HOUR, Calls, Keys, Queue, a_task, token_of, unique
 
 PATIENCE = 10.0
 """Seconds for which the death of a process is waited for."""
@@ -133,11 +133,9 @@ def end(child: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.fixture
-def dead(child: subprocess.Popen[bytes]) -> bytes:
-    """The value of a run in a process that is dead, and was not waited for."""
-    value = held_by(child.pid)
-    end(child)
-    return value
+def dead() -> bytes:
+    """The value of a run in a process that is dead."""
+    return token_of("mine", is_dead=True)
 
 
 DONE, WAITS, LEFT, RELEASED = (True, True), (False, False), (True, False), (False, True)
