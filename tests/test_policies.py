@@ -25,7 +25,6 @@ from redis.retry import Retry
 from only_one import (
     AlreadyRunning,
     ConfigurationError,
-    KeyTemplateError,
     LockLost,
     LockUnavailable,
     buffer_one,
@@ -250,16 +249,6 @@ def test_a_retry_within_its_own_run_is_not_skipped_because_of_itself(
     )
     assert task.delay(1).get() == [f"{prefix}{3 if by == 'another key' else 1}"]
     assert not redis.keys(f"{prefix}*")
-
-
-def test_a_callable_that_makes_the_key_of_a_bound_task_does_not_get_the_task(app: Celery, prefix: str) -> None:
-    def work(self: Any, number: int) -> str:
-        return own_key()
-
-    made: Any = {"key": lambda number: f"k-{number}"}
-    assert a_task(app, work, bind=True, **made).delay(1).get() == f"{prefix}k-1"
-    with pytest.raises(KeyTemplateError, match="self"):  # of a plain function, of which it could not be known before
-        decorated(work, **made)(None, 1)
 
 
 def gather(values: list[Any]) -> list[Any]:

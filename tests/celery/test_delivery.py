@@ -16,7 +16,7 @@ import pytest
 from celery import Celery, Task
 from celery.exceptions import Retry
 
-from only_one import AlreadyRunning, buffer_one, carry_on, configure, current_lock, fail, retry
+from only_one import AlreadyRunning, KeyTemplateError, buffer_one, carry_on, configure, current_lock, fail, retry
 from only_one.celery import delivery
 from only_one.celery.delivery import Delivery
 from only_one.celery.requeue import Header
@@ -122,9 +122,13 @@ def test_a_bound_task_that_is_called_by_hand_is_a_function_whose_key_has_no_task
     def work(self: Any, value: str) -> Any:  # noqa: ARG001 - the task
         return current_lock().key, *whose()
 
-    task = a_task(app, work, key=lambda value: f"k-{value}", celery={"bind": True})
+    key: Any = lambda value: f"k-{value}"  # noqa: E731
+    task = a_task(app, work, key=key, celery={"bind": True})
     for call in (task, task.run):
         assert call("by hand") == (f"{keys.prefix}k-by hand", f"{__name__}.{work.__qualname__}", None, None)
+    assert task.apply(("eager",)).get()[0] == f"{keys.prefix}k-eager"
+    with pytest.raises(KeyTemplateError, match="self"):  # of a plain function, of which it could not be known before
+        decorated(work, key=key)(None, "no task")
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {
