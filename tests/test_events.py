@@ -107,16 +107,6 @@ def test_a_run(redis: Redis, prefix: str, decorate: Decorate) -> None:
     assert 0.02 <= released.seconds < LIMIT
 
 
-def test_a_skip_because_of_a_value_that_is_no_holder(redis: Redis, prefix: str, caplog: Log) -> None:
-    caplog.set_level(logging.INFO)
-    redis.set(f"{prefix}k", b"\xffsomebody")
-    with events() as seen:
-        assert decorated(work)() is None
-    assert seen == [Busy(f"{prefix}k", NAME, b"\xffsomebody")]
-    assert seen[0].holder is None
-    assert f"{prefix}k" in logged(caplog, "Busy").getMessage()
-
-
 @pytest.mark.parametrize("when_down", [skip, carry_on])
 def test_a_server_that_is_down(prefix: str, when_down: Any) -> None:
     with events() as seen:
