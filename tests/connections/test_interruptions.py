@@ -28,7 +28,7 @@ from only_one import LockUnavailable, current_lock, inspection, only_one
 from only_one.connections.connection_pool import guarded
 from only_one.connections.server import Server
 from rigs.waiting import LIMIT, eventually
-from tests.clients import Clients, clients
+from tests.clients import Clients
 from tests.interruptions import Interruption, handled, interrupt, raises
 
 MOST = 100
@@ -264,9 +264,10 @@ def test_the_users_client_keeps_its_connections(those: Clients) -> None:
     those.witness.delete("k")
 
 
-def test_the_client_of_a_cluster_that_was_made_from_a_host_keeps_its_connections() -> None:
+@pytest.mark.parametrize("those", ["cluster"], indirect=True)
+def test_the_client_of_a_cluster_that_was_made_from_a_host_keeps_its_connections(those: Clients) -> None:
     """When ours is collected: redis-py closes those of such a client then, unlike those of one from a URL."""
-    with clients("cluster") as those, redis_py.RedisCluster("127.0.0.1", those.server.port) as client:
+    with redis_py.RedisCluster("127.0.0.1", those.server.port) as client:
         ours = guarded(client)
         ours.execute_command("GET", "k")
         opened = those.witness.info("stats")["total_connections_received"]
