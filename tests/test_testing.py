@@ -110,16 +110,11 @@ def test_a_directory_that_cannot_be_removed_is_no_error(tmp_path: Path) -> None:
     server.unix_socket.parent.unlink()
 
 
-def test_the_server_and_its_directory_end_with_the_block() -> None:
+def test_the_server_and_its_directory_end_with_the_block_and_the_next_may_have_its_port() -> None:
     with pytest.raises(KeyError), redis_server() as server:
         raise KeyError
     assert not is_running(server.process.pid)
     assert not server.unix_socket.parent.exists()
-
-
-def test_a_port_that_is_given_is_the_server_s() -> None:
-    with redis_server() as server:
-        pass
     with redis_server("--port", str(server.port)) as again:
         assert again.port == server.port
         assert client(again).ping()
