@@ -293,23 +293,12 @@ def test_a_policy_asks_for_a_requeue_and_can_be_shared(make: Any, arguments: Any
     assert policy != make(3)
 
 
-@pytest.mark.parametrize(
-    ("policy", "transport", "accepted"),
-    [
-        (retry(1.1), {"visibility_timeout": 3}, False),
-        (buffer_one(1.1), {"visibility_timeout": 3}, False),
-        (retry(1200), {}, True),
-        (retry(1201), {}, False),
-    ],
-    ids=repr,
-)
-def test_a_countdown_that_would_make_the_broker_redeliver_is_refused(
-    app: Celery, redis_url: str, prefix: str, policy: Any, transport: Any, *, accepted: bool
-) -> None:
-    app.conf.update(broker_url=redis_url, broker_transport_options=transport)
-    task = a_task(app, when_busy=policy)
-    if accepted:
-        assert task.delay().get() == f"{prefix}k"
-    else:
-        with pytest.raises(ConfigurationError, match=r"countdown=.*visibility_timeout|visibility timeout"):
-            task.delay().get()
+def test_a_countdown_that_would_make_the_broker_redeliver_is_refused(app: Celery, redis_url: str, prefix: str) -> None:
+    """`tests/celery/test_broker.py` has the limits."""
+    app.conf.broker_url = redis_url
+    for option in ({"when_busy": retry(600)}, {"when_busy": buffer_one(600)}, {"when_down": retry(600)}):
+        app.conf.broker_transport_options = {}
+        assert a_task(app, **option).delay().get() == f"{prefix}k"
+        app.conf.broker_transport_options = {"visibility_timeout": 60}
+        with pytest.raises(ConfigurationError, match=r"countdown=.*visibility_timeout"):
+            a_task(app, **option).delay().get()
