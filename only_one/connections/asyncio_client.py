@@ -197,8 +197,7 @@ def _async_pool(pool: Any) -> Any:
         raise ConfigurationError(msg)
     known = {name for base in kind.__mro__ for name in inspect.signature(base).parameters}
     known.discard("parser_class")  # which means something else to asyncio
-    given = {**pool.connection_kwargs, **NO_NOTICES}
-    options = {name: value for name, value in given.items() if name in known}
+    options = _options(pool.connection_kwargs, known)
     options.update(retry=retry.Retry(backoff.NoBackoff(), 0), connection_class=kind, max_connections=NO_LIMIT)
     if not isinstance(pool, redis.SentinelConnectionPool):
         return ConnectionPool(**options)
@@ -207,6 +206,19 @@ def _async_pool(pool: Any) -> Any:
     # All attributes, whatever options this version of redis-py has.
     vars(manager).update(vars(pool.sentinel_manager), sentinels=sentinels)
     return _sentinel.SentinelConnectionPool(pool.service_name, manager, **options)
+
+
+def _options(given: dict[str, Any], known: set[str]) -> dict[str, Any]:
+    """The options that the asyncio class knows, too.
+
+    Raises:
+        ConfigurationError: for one about TLS that it does not know. OpenSSL would ask the terminal for the password of
+            a key, or a server be trusted that the sync client does not trust.
+    """
+    if missing := [name for name, value in given.items() if name.startswith("ssl_") and value and name not in known]:
+        msg = f"redis-py has no asyncio client with {' and '.join(missing)}: give redis= without"
+        raise ConfigurationError(msg)
+    return {name: value for name, value in {**given, **NO_NOTICES}.items() if name in known}
 
 
 class _Sentinels(sentinel.Sentinel):
@@ -233,8 +245,8 @@ class _Cluster(RedisCluster):
 
 def _cluster(client: Any) -> Any:
     known = set(inspect.signature(RedisCluster.__init__).parameters) - {"retry"}
-    given: dict[str, Any] = {**client.nodes_manager.connection_kwargs, **NO_NOTICES}
-    options = {name: value for name, value in given.items() if name in known and value is not None}
+    given: dict[str, Any] = client.nodes_manager.connection_kwargs
+    options = {name: value for name, value in _options(given, known).items() if value is not None}
     is_tls = issubclass(given.get("connection_class", redis.Connection), redis.SSLConnection)
     manager: Any = client.nodes_manager
     options.update(ssl=is_tls, address_remap=manager.address_remap, max_connections=NO_LIMIT)

@@ -7,7 +7,7 @@ import ssl
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +16,14 @@ import pytest
 import redis as redis_py
 from redis.exceptions import AskError, MovedError, RedisError
 
-from only_one import LockUnavailable, configure, only_one
+from only_one import ConfigurationError, LockUnavailable, configure, only_one
 from only_one.connections import cluster as clusters
 from only_one.connections import node as nodes
 from only_one.inspection import held, holder_of, release_key
 from rigs.proxy import Proxy
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
-from tests.decorated import CLOSED, Decorate, both
+from tests.decorated import CLOSED, Decorate, both, decorated, decorated_async
 from tests.faults.programs import Holder, Running, RunningAsync
 from tests.renewal import MOMENT, Clock, fails_to_renew, renew_now
 
@@ -201,18 +201,23 @@ def test_a_cluster_behind_other_addresses_that_speaks_tls(prefix: str, kind: typ
         node = Node(server)
         node.client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
         assert eventually(lambda: node.client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
-        client: Any = redis_py.RedisCluster.from_url(
+        connect: Any = partial(
+            redis_py.RedisCluster.from_url,
             proxy.url.replace("redis:", "rediss:"),
             ssl_ca_certs=str(CERTIFICATE),
             address_remap=lambda _: ("127.0.0.1", proxy.port),
             socket_timeout=LIMIT,
         )
-        with client, kind(lease=60, redis=client) as run:
+        with connect() as client, kind(lease=60, redis=client) as run:
             assert node.client.get(run.lock.key) == run.lock.token
             assert is_renewed(node.call, run.lock)
         assert run.result == "done"
         assert not node.client.exists(f"{prefix}k")
         assert {"SET", "EVAL"} <= set(proxy.commands)
+        with connect(ssl_ca_path=str(CERTIFICATE.parent)) as client:
+            assert decorated(lambda: "done", redis=client)() == "done"
+            with pytest.raises(ConfigurationError, match="no asyncio client with ssl_ca_path: give redis= without"):
+                decorated_async(lambda: "done", redis=client)()
 
 
 def test_the_url_of_one_node_is_told_with_what_to_write(cluster: Cluster, names: list[str]) -> None:
