@@ -73,6 +73,7 @@ class Guarded(subprocess.Popen[Any]):
             raise OSError(number, os.strerror(number), command[0])
         supervised = ["/bin/sh", "-c", _START, _SUPERVISE, str(round(grace * 10)), *command]
         self._death_pipe, theirs = socket.socketpair()
+        os.set_blocking(theirs.fileno(), True)  # under eventlet it is not, and `read` would end at once
         # A forked child would hold our end open, and the command would live as long as that child.
         os.register_at_fork(after_in_child=self._death_pipe.close)
         with theirs:

@@ -184,3 +184,15 @@ print("ends")
 def test_a_process_under_eventlet_that_ends_with_pending_releases(server: RedisServer, prefix: str) -> None:
     """A greenlet that waits for a lock of another thread's is never woken."""
     assert said(EVENTLET, ENDS_WHILE_IT_CONNECTS, server.url, prefix) == ["ends"]
+
+
+STARTS_A_SERVER = """
+from only_one.testing import redis_server
+with redis_server() as server, redis.Redis(port=server.port) as own:
+    print(own.ping())
+"""
+
+
+@pytest.mark.parametrize("under", [GEVENT, EVENTLET], ids=["gevent", "eventlet"])
+def test_a_server_of_a_users_tests(server: RedisServer, prefix: str, under: str) -> None:
+    assert said(under, STARTS_A_SERVER, server.url, prefix) == ["True"]
