@@ -26,6 +26,7 @@ from only_one import (
     AlreadyRunning,
     ConfigurationError,
     LockUnavailable,
+    UnkeyableArgument,
     configure,
     current_lock,
     fail,
@@ -447,6 +448,8 @@ def test_no_server_is_asked_by_decorating_or_configuring_nor_when_switched_off(m
             with configure(active=False):
                 assert is_switched_off()
                 assert is_switched_off(redis=url, when_busy=fail)
+                with pytest.raises(UnkeyableArgument):
+                    only_one(key=lambda: "")(lambda: None)()  # as it will where it is switched on
                 with pytest.raises(ConfigurationError):
                     only_one("k", timeout=0)  # it will be switched on elsewhere
             monkeypatch.setenv("ONLY_ONE_ACTIVE", "0")
