@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from celery import Task
 from celery.exceptions import Ignore, Reject
+from kombu.transport import TRANSPORT_ALIASES
+from kombu.transport.redis import Transport
 
 from only_one import buffer_one, carry_on, current_lock, fail, retry, skip
 from only_one.celery import delivery
@@ -32,14 +34,28 @@ from tests.celery.deliveries import (
 )
 from tests.decorated import CLOSED
 from tests.interruptions import raises
-from tests.live import brokers as brokers  # which names the transport "unmarked"
+
+
+class Unmarked(Transport):
+    """A transport that does not say that it delivers a message again, as that of SQS."""
+
+    driver_type = "unmarked"
+
+
+TRANSPORT_ALIASES["unmarked"] = f"{__name__}:Unmarked"
 
 
 @pytest.mark.parametrize("loses_its_key", [True, False])
-@pytest.mark.parametrize("is_marked", [True, False], ids=["redelivered", "published twice"])
+@pytest.mark.parametrize(
+    ("broker", "is_marked"),
+    [("redis", True), ("redis", False), ("unmarked", False)],
+    ids=["redelivered", "published twice", "redelivered without a mark"],  # as by SQS
+)
 def test_a_redelivery_is_requeued_while_its_run_lasts_and_dropped_afterwards(
-    queue: Queue, keys: Keys, kind: Any, *, is_marked: bool, loses_its_key: bool
+    new_app: Any, redis_url: str, keys: Keys, kind: Any, broker: str, *, is_marked: bool, loses_its_key: bool
 ) -> None:
+    queue = Queue(new_app(broker_url=redis_url.replace("redis", broker, 1)), keys.redis)
+
     def work() -> None:
         runs.append("run")
         queue.deliver_elsewhere(message, redelivered=is_marked)
@@ -61,7 +77,7 @@ def test_a_redelivery_is_requeued_while_its_run_lasts_and_dropped_afterwards(
     later = queue.take()
     assert (later["headers"]["only_one"]["times"], later["headers"]["only_one"]["number"]) == (1, 1)
     assert later["headers"]["expires"] is None, "it has begun in time"
-    queue.deliver(message, redelivered=True)
+    queue.deliver(message, redelivered=broker == "redis")
     queue.deliver(later)
     assert runs == ["run"]
     assert len(queue) == 0

@@ -16,12 +16,9 @@ from uuid import uuid4
 
 import amqp
 from kombu.connection import Connection
-from kombu.transport import TRANSPORT_ALIASES
 
 from rigs.rabbitmq import RabbitMQ, rabbitmq_server
 from rigs.waiting import LIMIT, eventually
-
-TRANSPORT_ALIASES["unmarked"] = "tests.live.unmarked:Transport"
 
 KIND = os.environ.get("ONLY_ONE_TEST_BROKER", "redis")
 QUORUM = {
@@ -168,10 +165,10 @@ def broker(client: Any, url: str, app: Any, kind: str = KIND) -> Iterator[Broker
         client: of that Redis.
         url: where that is.
         app: who sends to the broker.
-        kind: "redis", "unmarked" for one that does not say that it delivers a message again, "classic" or "quorum".
+        kind: "redis", "classic" or "quorum".
     """
-    if kind in {"redis", "unmarked"}:
-        yield RedisBroker(client, url.replace("redis", kind, 1), app)
+    if kind == "redis":
+        yield RedisBroker(client, url, app)
         return
     server = _rabbitmq()
     url = server.make_place()

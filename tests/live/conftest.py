@@ -10,7 +10,6 @@ import pytest
 from only_one import configure
 from rigs.waiting import eventually
 from tests.live.app import app
-from tests.live.brokers import KIND
 from tests.live.workers import PREFIX, Scene, World, world
 
 
@@ -21,17 +20,11 @@ def settings() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def broker_kind() -> str:
-    """The kind of its broker."""
-    return KIND
-
-
-@pytest.fixture(scope="module")
-def place(settings: dict[str, Any], broker_kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def place(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """A server and a broker, without a worker; what this process decorates takes its keys there."""
     folder = tmp_path_factory.mktemp("world")
     with (
-        world(app, folder, kind=broker_kind, **settings) as found,
+        world(app, folder, **settings) as found,
         configure(redis=found.server.url, prefix=PREFIX),
     ):
         yield found

@@ -78,12 +78,6 @@ def settings() -> dict[str, Any]:
     return {"broker_transport_options": options_for_redis(visibility_timeout=VISIBILITY, unacked_restore_limit=0)}
 
 
-@pytest.fixture(scope="module", params=["redis", "unmarked"] if KIND == "redis" else [KIND])
-def broker_kind(request: pytest.FixtureRequest) -> str:
-    found: str = request.param
-    return found
-
-
 @pytest.fixture(scope="module", autouse=True)
 def worker(place: World) -> Iterator[None]:
     with place.worker("-c", str(len(CASES) + 7)):
