@@ -1,13 +1,11 @@
-"""Decorated async functions: cancelled wherever they wait, in one event loop after the other, and many at a time."""
+"""Decorated async functions: in one event loop after the other, and many at a time; also when one is cancelled."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Coroutine, Generator
 from typing import Any
 from weakref import ref
 
@@ -17,8 +15,7 @@ import redis as redis_py
 from only_one import current_lock
 from only_one.connections.asyncio_client import AsyncClient
 from only_one.connections.server import Server
-from only_one.lock import renewal
-from rigs.waiting import LIMIT, eventually
+from rigs.waiting import LIMIT
 from tests.clients import Clients
 from tests.decorated import decorated
 
@@ -27,104 +24,11 @@ MANY = 1000
 OTHERS = 4
 """Connections at the most that look around in a cluster, or renew."""
 
-MOST = 500
-"""Places where a call waits; there are some twenty."""
-
 
 async def work(number: int = 0) -> int:
     assert current_lock().is_held
     await asyncio.sleep(0)
     return number
-
-
-def held() -> list[Any]:
-    """The locks that are renewed."""
-    return renewal._renewer.held()
-
-
-class CancelledAt:
-    """Awaits something, and has its task cancelled the n-th time that this waits.
-
-    Attributes:
-        waited: how often it has waited.
-    """
-
-    def __init__(self, number: int, work: Coroutine[Any, Any, Any], *, when_done: bool) -> None:
-        self._number = number
-        self._work = work
-        self._when_done = when_done
-        self.waited = 0
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        task = asyncio.current_task()
-        assert task is not None
-        steps = self._work.__await__()
-        sent: Any = None
-        error: BaseException | None = None
-        while True:
-            try:
-                future = steps.send(sent) if error is None else steps.throw(error)
-            except StopIteration as stop:
-                return stop.value
-            self.waited += 1
-            if self.waited == self._number:
-                if self._when_done and future is not None:
-                    # Before the task goes on: it is cancelled when what it waits for is there already.
-                    future.add_done_callback(lambda _: task.cancel())
-                else:
-                    task.cancel()
-            sent, error = None, None
-            try:
-                sent = yield future
-            except BaseException as raised:  # noqa: BLE001 - it is for what is awaited
-                error = raised
-
-
-CASES: dict[str, tuple[dict[str, Any], bytes | None]] = {
-    "lease": ({"lease": 600}, None),
-    "kept": ({"timeout": 600, "at_least": 1}, None),
-    "busy": ({"timeout": 600}, b"another's"),
-}
-
-
-@pytest.mark.parametrize(("options", "stored"), CASES.values(), ids=CASES)
-@pytest.mark.parametrize("when_done", [False, True], ids=["while it waits", "when it has waited"])
-def test_a_call_that_is_cancelled_wherever_it_waits_leaves_no_key(
-    redis: Any, redis_url: str, key: str, options: Any, stored: bytes | None, *, when_done: bool
-) -> None:
-    def is_as_before() -> bool:
-        value = redis.get(key)
-        is_kept = value is not None and b'"kept"' in value and redis.pttl(key) <= 1000
-        return value == stored or is_kept
-
-    async def drive(call: CancelledAt) -> Any:
-        return await call
-
-    cancelled = 0
-    for number in range(1, MOST):
-        if stored:
-            redis.set(key, stored)
-        with redis_py.Redis.from_url(redis_url) as client:  # a fresh one: to connect is to wait, too
-            call = decorated(work, redis=client, **options)
-            steps = CancelledAt(number, call(), when_done=when_done)
-            try:
-                assert asyncio.run(drive(steps)) == (None if stored else 0)
-            except asyncio.CancelledError:
-                cancelled += 1
-            assert not held()
-            assert eventually(is_as_before), f"cancelled at {number}: {redis.pttl(key)} ms {redis.get(key)}"
-            assert eventually(lambda: not any(each.retained for each in renewal._renewer.pending_releases.values()))
-            redis.delete(key)
-            assert asyncio.run(call()) == 0
-            redis.delete(key)
-        if steps.waited < number:
-            break
-    print(f"{steps.waited} places, {cancelled} times cancelled")
-    assert steps.waited > (1 if stored else 4)
-    # redis-py's wait_for loses one that comes with the reply, and tasks do not count theirs before Python 3.11:
-    # there only that of the work itself is certain to come.
-    least = steps.waited / 2 if sys.version_info >= (3, 11) else 1
-    assert stored or cancelled >= least
 
 
 def test_a_client_lives_as_long_as_its_loop_and_its_server(redis_url: str) -> None:
