@@ -309,7 +309,8 @@ class Delivery(TaskCaller):
         header, policy = self.header, how.policy
         if policy.max_retries is not None and header.times >= policy.max_retries:
             raise how.error from how.error.__cause__  # not in the context of the request
-        if self.is_first_delivery:
+        # An earlier call in this delivery may have noted that its run has ended: what is requeued is none of that run.
+        if self.is_first_delivery or key in self.under_way:
             header = header._replace(lineage=uuid())
         if isinstance(how.error, LockUnavailable):  # asking again would take as long again
             publish(self._task, self._request, header, policy.countdown)
@@ -343,8 +344,9 @@ class Delivery(TaskCaller):
     def _coalesced(self, server: Server, key: str) -> tuple[Any, ...]:
         """The arguments with which this task arrives or begins; see ``coalescing.arrive``."""
         trigger = self.header.trigger
-        # A retry and a replacement go on with what their task's id has; new work is newer than all before it.
-        is_the_first = not (self.work.attempt or self.work.replacement)
+        # A retry, a replacement and another call in one delivery go on with what their task's id has; new work is newer
+        # than all before it.
+        is_the_first = not (self.work.attempt or self.work.replacement or key in self.under_way)
         is_new = is_the_first and self.is_first_delivery
         if trigger is None and is_new:
             trigger = coalescing.NEWEST
@@ -356,8 +358,7 @@ class Delivery(TaskCaller):
         Raises:
             Ignore: for a redelivery that is dropped, or requeued until the result of its run is stored.
         """
-        # What has been noted of the work since an earlier call in this delivery began was noted by that call.
-        may_run = key in self.under_way or self._is_to_be_done(options, server, key)
+        may_run = self._is_to_be_done(options, server, key)
         if may_run:
             self.under_way[key] = self._decoration
         return may_run
@@ -370,7 +371,9 @@ class Delivery(TaskCaller):
             self._request.headers = {**(self._request.headers or {}), **header._replace(key=key).as_headers()}
         only_newest = isinstance(options.when_busy, BufferOne)
         is_unmarked = self._task.acks_late and self.may_be_redelivered
-        may_be_redelivery = header.times or self.is_redelivered or is_unmarked
+        # What has been noted of the work since an earlier call in this delivery began was noted by that call.
+        is_first_call = key not in self.under_way
+        may_be_redelivery = is_first_call and (header.times or self.is_redelivered or is_unmarked)
         if not only_newest and not may_be_redelivery:
             return True
         with redelivery.unless_down(self.work.id):

@@ -6,6 +6,7 @@ The transport below them, the pool and the timer are ours.
 from __future__ import annotations
 
 import re
+from base64 import b64decode
 from contextlib import suppress
 from copy import deepcopy
 from datetime import datetime, timezone
@@ -112,8 +113,8 @@ class Delivery:
         headers = payload["headers"]
         self.id, self.task = headers["id"], headers["task"]
         self.is_work = self.task.endswith(("work", "map"))
-        [name] = re.findall(r"{'(t\d+)'", headers["argsrepr"] + headers["kwargsrepr"])
-        self.work = Work(name, headers.get("replaced_task_nesting") or 0, headers["retries"])
+        name, *_ = re.findall(rb'{"(t\d+)"', b64decode(payload["body"]))
+        self.work = Work(name.decode(), headers.get("replaced_task_nesting") or 0, headers["retries"])
         self.forget()
 
     def begin(self, child: Process) -> None:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import inf
 from typing import Any
 
-from .history import BodyFails
+from .history import BodyFails, Requeued
 from .tracing import Interrupted
 
 _OF_A_CALL = (b"SET", b"GET", b"DELIFEQ", b"DELEX", b"EVAL")
@@ -43,6 +43,7 @@ class Call:
 
     Attributes:
         asked: when it was made.
+        job: the attempt of a job in which it was made, as its queue tells; None if there is no queue.
         answered: when it had its outcome.
         told_at: when it was told that its key is lost.
         found_at: when it found that by a question.
@@ -60,6 +61,7 @@ class Call:
     process: Any
     key: str
     asked: float
+    job: Any
     lock: Any = None
     began: float = inf
     ended: float = inf
@@ -77,9 +79,14 @@ class Call:
         """Whether its outcome is an exception that has come in between."""
         return isinstance(self.outcome, (Interrupted, asyncio.CancelledError))
 
-    def job(self) -> str:
+    def job_id(self) -> str:
         """The job of which it is an attempt."""
-        return "job " + self.name.partition(".")[2]
+        return self.job.id if self.job else "job " + self.name.partition(".")[2]
+
+    def follows(self, other: Call) -> bool:
+        """Whether the other call is of another attempt of the same job, and no later one."""
+        is_later = self.job and (other.job is self.job or other.job.number_of_retries > self.job.number_of_retries)
+        return self.job_id() == other.job_id() and not is_later
 
     @property
     def key_there(self) -> bytes:
@@ -134,7 +141,8 @@ class Checker:
             last.until = min(now, inf if expiry is None else expiry)
         if after is not None:
             stored.append(Stored(after, now))
-            if _is_ours(after) and any(field.encode() in after for field in self.added_later):
+            is_plain = _is_ours(after) and not self.history.plan.queue
+            if is_plain and any(field.encode() in after for field in self.added_later):
                 self.problem("a value that an earlier version refuses", str(after))
         self.look()
 
@@ -159,7 +167,7 @@ class Checker:
 
     def begins(self, process: Any, name: str) -> Call:
         key = self.history.choose(f"key of {name}", self.history.plan.keys)
-        call = Call(name, process, key, self.history.now)
+        call = Call(name, process, key, self.history.now, process.job)
         self.calls.append(call)
         self.history.note(name, "calls")
         return call
@@ -222,13 +230,12 @@ class Checker:
         self.history.note(call.name, "gets", str(shown)[:120])
         package = call.process.package
         documented = (package.AlreadyRunning, package.LockLost, package.LockUnavailable, asyncio.CancelledError)
-        is_users = isinstance(outcome, (Interrupted, BodyFails))
+        is_users = isinstance(outcome, (Interrupted, BodyFails, Requeued))
         if not (outcome is None or outcome == "done" or is_users or isinstance(outcome, documented)):
             self.problem("an exception that is not documented", f"{call.name}: {outcome!r}")
         if isinstance(outcome, package.LockLost) and call.told_at == inf:  # then it was checked
             self._check_loss(call, outcome)
-        cancelled = [each for each in self.history.faults if each.startswith("cancelled")]
-        if isinstance(outcome, asyncio.CancelledError) and not any(f" of {call.name}#" in each for each in cancelled):
+        if isinstance(outcome, asyncio.CancelledError) and not self._may_be_cancelled(call):
             self.problem("cancelled by nobody", call.name)
         if outcome == "done" and not call.has_succeeded:
             self.problem("an outcome without a run", call.name)
@@ -241,6 +248,13 @@ class Checker:
         if call.held_to_the_end and self.history.is_calm(call.ended) and not (call.is_excused or call.is_interrupted):
             self._check_release(call)
 
+    def _may_be_cancelled(self, call: Call) -> bool:
+        """Whether the call was, or another call of its task; or the run in which it was made has lost its key."""
+        outermost = ".".join(call.name.split(".")[:2])
+        cancelled = [each for each in self.history.faults if each.startswith("cancelled")]
+        outer = [each for each in self.calls if call.name.startswith(f"{each.name}.") and each.told_at < inf]
+        return bool(outer) or any(f" of {outermost}#" in each for each in cancelled)
+
     def _check_policies(self, call: Call) -> None:
         """The outcome is that of a policy, and the policy was asked for a reason."""
         outcome, package, plan = call.outcome, call.process.package, self.history.plan
@@ -251,11 +265,13 @@ class Checker:
         is_text = all(isinstance(each.value, bytes) for each in stored)  # and no list that somebody has put there
         must_be_up = self.history.is_calm(call.asked) and has_thread and is_text
         is_skipped = outcome is None and (must_be_up or plan.when_down != "skip")
-        is_own = plan.jobs and call.job() in getattr(outcome, "value", "")
+        is_own = plan.jobs and plan.queue != "dramatiq" and call.job_id() in getattr(outcome, "value", "")
         is_job = plan.jobs and is_text and self.lost_data_at < call.asked
-        runs = {each.lock.token for each in self.calls if each.lock is not None and each.job() == call.job()}
+        runs = {each.lock.token for each in self.calls if each.lock is not None and call.follows(each)}
         if is_job and is_skipped and stored and all(each.value in runs for each in stored):
             self.problem("skipped for its own job", call.name)
+        if isinstance(outcome, Requeued):
+            self._check_requeue(call, stored)
         if isinstance(outcome, package.AlreadyRunning) or is_skipped:
             value = getattr(outcome, "value", "").encode()
             if not is_own and self.history.when_busy[call.process] != ("skip" if outcome is None else "fail"):
@@ -270,6 +286,19 @@ class Checker:
             self.problem("unavailable for no reason", f"{call.name}: {outcome}")
         if isinstance(outcome, package.LockLost) and plan.when_lost != "fail":
             self.problem("an outcome of no policy", f"{call.name}: {outcome!r}")
+
+    def _check_requeue(self, call: Call, stored: list[Stored]) -> None:
+        """A job is requeued for a previous attempt of its own, and until its key expires at the latest."""
+        no_previous = [each.lock.token for each in self.calls if each.lock is not None and not call.follows(each)]
+        own = [each for each in stored if not isinstance(each.value, bytes) or call.job_id().encode() in each.value]
+        own = [each for each in own if each.value not in no_previous]
+        if not own:
+            self.problem("requeued for another's key", call.name)
+            return
+        value, expiry = self.store.keys.get(call.key_there, (None, None))
+        is_still_there = value == own[-1].value and own[-1].since < call.asked
+        if is_still_there and call.outcome.delay > (expiry or inf) - call.asked + EPSILON:
+            self.problem("requeued for too long", f"{call.name}: {call.outcome.delay:.2f} s")
 
     def _check_holder(self, call: Call, value: bytes) -> None:
         """No call is skipped for a run that was dead before: of a process of its machine, or one of its own process."""

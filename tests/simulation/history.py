@@ -24,6 +24,14 @@ class BodyFails(Exception):
     """Raised by a decorated function, and by policies."""
 
 
+class Requeued(Exception):
+    """Raised so that a queue makes a call once more, after so many milliseconds."""
+
+    def __init__(self, _reason: str, delay: int) -> None:
+        super().__init__(delay)
+        self.delay = delay / 1000
+
+
 class History(World):
     """A history: one server, some processes, and what they do.
 

@@ -9,25 +9,45 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from math import inf
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import redis
 
 from .checker import Call, Checker
-from .history import BodyFails, History
+from .history import BodyFails, History, Requeued
 from .network import Loop
-from .process import Machine, Process, thread
+from .process import Machine, Process, playing, this, thread
 from .tracing import Interrupted, Tracer
 
-_SCRIPTS = (b"EVAL", b"EVALSHA")
-_WRITES = (b"SET", b"DELIFEQ", b"DELEX", *_SCRIPTS)
+_WRITES = (b"SET", b"DELIFEQ", b"DELEX", b"EVAL")
 _REFUSALS = [
     ("OOM command not allowed when used memory > 'maxmemory'.", (b"SET",)),
     ("READONLY You can't write against a read only replica.", _WRITES),
-    ("NOPERM User default has no permissions to run the 'eval' command", _SCRIPTS),
+    ("NOPERM User default has no permissions to run the 'eval' command", (b"EVAL",)),
     ("BUSY Redis is busy running a script.", _WRITES),
     ("LOADING Redis is loading the dataset in memory", _WRITES),
 ]
+
+
+def _of_queue(queue: str) -> Any:
+    """The job that a process has begun, if this is its queue."""
+    return this().job if playing().plan.queue == queue else None
+
+
+def _job(job_id: str, before: Any) -> Any:
+    """A job as the queues tell it: the next attempt, if the job before was the same."""
+    attempt = before.number_of_retries + 1 if before and before.id == job_id else 0
+    retries = {"number_of_retries": attempt, "options": {"retries": attempt}}
+    return SimpleNamespace(id=job_id, message_id=job_id, **retries)
+
+
+_middleware = SimpleNamespace(CurrentMessage=SimpleNamespace(get_current_message=lambda: _of_queue("dramatiq")))
+QUEUES: Any = {
+    "rq": SimpleNamespace(get_current_job=lambda: _of_queue("rq")),
+    "dramatiq": SimpleNamespace(middleware=_middleware, errors=SimpleNamespace(Retry=Requeued)),
+}
+"""What only_one asks of queues, by the modules in which it looks for that."""
 
 
 def fails(_error: object) -> None:
@@ -49,6 +69,7 @@ class LockWorld(History):
         "keys": [["k"], ["k"], ["k", "n"]],
         "trouble": [(0.0, 0.0), (0.0, 0.0), (0.01, 0.01), (0.03, 0.05), (0.08, 0.15)],
         "jobs": [False, False, False, True],  # calls with one number are attempts of one job
+        "queue": ["", "", "rq", "dramatiq"],  # which tells the job; else `work_id` does
     }
     FAULTS: ClassVar[dict[str, list[float]]] = {
         "freeze": [0.15, 0.05],
@@ -57,7 +78,6 @@ class LockWorld(History):
         "delete": [0.05],
         "overwrite": [0.04, 0.06],
         "failover": [0.06],
-        "flush scripts": [0.1],
         "refusal": [0.08],
         "cut off": [0.1],
         "pause": [0.1, 0.05],
@@ -70,6 +90,7 @@ class LockWorld(History):
         self.processes = processes[: self.plan.processes]
         self.machines = [Machine("alpha", is_known=self.draw("plan known") < 0.95), Machine("beta")]
         self.is_async: bool = getattr(self.plan, "async")
+        self.plan.queue = self.plan.queue if self.plan.jobs and not self.is_async else ""
         self.store.evicts = self.draw("plan evicts") < 0.1
         self.is_silent = self.draw("plan silent") < 0.05  # nobody hears of events
         self.checker = Checker(self)
@@ -79,6 +100,7 @@ class LockWorld(History):
         self.when_busy: dict[Process, str] = {}
 
     def play(self) -> None:
+        sys.modules.update(QUEUES)
         logging.getLogger("only_one").setLevel(logging.ERROR if self.is_silent else logging.NOTSET)
         for number, process in enumerate(self.processes):
             self._start(process, f"p{number}", self.choose("plan machine", self.machines))
@@ -121,7 +143,8 @@ class LockWorld(History):
         policies = {"fail": package.fail, "carry_on": package.carry_on, "skip": package.skip, "fails": fails}
         lease, timeout = plan.times
         self.when_busy[process] = self.choose(f"plan when_busy of {process.name}", ["fail", "skip", "fails"])
-        options = {"lease": lease, "timeout": timeout, "at_least": plan.at_least, "work_id": plan.jobs and Call.job}
+        work_id = Call.job_id if plan.jobs and not plan.queue else None
+        options = {"lease": lease, "timeout": timeout, "at_least": plan.at_least, "work_id": work_id}
         if not self.is_silent:
             process.package.subscribe(lambda event: self.checker.event(process, event))
         decorate = package.only_one(
@@ -135,11 +158,25 @@ class LockWorld(History):
         return decorate(self._async_body if self.is_async else self._body)  # type: ignore[no-any-return]
 
     def _calls_of(self, process: Process) -> Iterator[tuple[str, float]]:
-        """The names of the calls of a process, and the seconds before each."""
+        """The names of the calls of a process, and the seconds before each.
+
+        A queue makes a call again which has requeued its job, or whose first attempt has failed.
+        """
         for number in range(self.plan.calls):
             name = f"{process.name}.{number}"
-            if not self.is_left_out(f"call {name}"):
-                yield name, self.choose(f"pause before {name}", [0.0, 0.001, 0.5, 1.0, 3.0])
+            if self.is_left_out(f"call {name}"):
+                continue
+            pause = self.choose(f"pause before {name}", [0.0, 0.001, 0.5, 1.0, 3.0])
+            while self.plan.queue:
+                process.job = _job(f"job {number}", process.job)
+                yield name, pause
+                outcome = next(call.outcome for call in reversed(self.checker.calls) if call.name == name)
+                has_failed = isinstance(outcome, (BodyFails, process.package.OnlyOneError))
+                if not isinstance(outcome, Requeued) and not (has_failed and process.job.number_of_retries == 0):
+                    break
+                pause = getattr(outcome, "delay", 1.0)
+            else:
+                yield name, pause
 
     def _run_calls(self, process: Process) -> None:
         running: Any = thread()
@@ -183,21 +220,25 @@ class LockWorld(History):
     async def _call_all(self, process: Process) -> None:
         await asyncio.gather(*[self._call_async(process, *each) for each in self._calls_of(process)])
 
-    async def _call_async(self, process: Process, name: str, pause: float) -> None:
+    async def _call_async(self, process: Process, name: str, pause: float, *, is_nested: bool = False) -> None:
         await asyncio.sleep(pause)
         call = self.checker.begins(process, name)
-        task = asyncio.ensure_future(self.functions[process](call))
-        if self.fault(f"cancelled of {name}", 0.15):
-            after = self.choose(f"cancelled after {name}", [0.0005, 0.001, 0.003, 0.1, 1.0])
-            task.get_loop().call_later(after, task.cancel)
-        if self.fault(f"cancelled at a command of {name}", 0.05):
-            loop: Any = task.get_loop()
-            loop.on_write = task.cancel
+        running = self.functions[process](call)
+        if not is_nested:
+            running = task = asyncio.ensure_future(running)
+            if self.fault(f"cancelled of {name}", 0.15):
+                after = self.choose(f"cancelled after {name}", [0.0005, 0.001, 0.003, 0.1, 1.0])
+                task.get_loop().call_later(after, task.cancel)
+            if self.fault(f"cancelled at a command of {name}", 0.05):
+                loop: Any = task.get_loop()
+                loop.on_write = task.cancel
         try:
-            outcome: Any = await task
+            outcome: Any = await running
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
             outcome = error
         self.checker.ends(call, outcome)
+        if is_nested and isinstance(outcome, asyncio.CancelledError):
+            raise outcome  # it is the outer call's, too
 
     # what a run does
 
@@ -231,6 +272,8 @@ class LockWorld(History):
     async def _async_body(self, call: Call) -> str:
         with self._witnessed(call) as seconds:
             await asyncio.sleep(seconds)
+            if self.draw(f"nested in {call.name}") < 0.1:
+                await self._call_async(call.process, f"{call.name}.0", 0.0, is_nested=True)
         return "done"
 
     @contextmanager
@@ -252,10 +295,11 @@ class LockWorld(History):
             with self._asks(call):
                 self.checker.fenced(call, call.lock.fence)
         if self.draw(f"extend {call.name}") < 0.1:
+            seconds = self.choose(f"more for {call.name}", [2.0, 2.0, 20.0])
             with self._asks(call):
                 call.lapsed_at = call.lock.expires_at
-                call.lock.extend(2)
-                call.extended += 2
+                call.lock.extend(seconds)
+                call.extended += seconds
                 if call.lock.reason is not None:
                     self.problem("a lost key was extended", f"{call.name}: {call.lock.reason}")
             if call.lock.is_held:
@@ -273,7 +317,6 @@ class LockWorld(History):
     def _restart_with_data(self) -> None:
         self.note("server", "restarts")
         self.host.stop(self.choose("seconds of restart", [0.01, 1.0, 5.0]))
-        self._flush_scripts()
 
     def _restart_without_data(self) -> None:
         self._restart_with_data()
@@ -303,9 +346,6 @@ class LockWorld(History):
         self.note("server", "fails over, and loses what is younger than", lag)
         self.host.stop(self.choose("seconds of failover", [0.01, 1.0]))
         self.checker.fail_over(lag)
-
-    def _flush_scripts(self) -> None:
-        self.store.known.clear()
 
     def _refusal(self) -> None:
         text, commands = self.choose("refusal", _REFUSALS)

@@ -12,6 +12,8 @@ from typing import Any
 _DOCUMENTED = ("AlreadyRunning", "LockUnavailable", "OperationalError")
 _UNIQUE = ("delay", "countdown", "long countdown", "soft limit", "hard limit")
 """Ways to send a task of which a second one is not published."""
+LISTS = ["map", "starmap", "chunks"]
+"""Ways to send a list, of two items each."""
 _GIVE_UP_THEIR_KEY = {"replace", "retry unraised", "retry swallowed", "requeue"}
 """Tasks of which a message may wait without its key: other work has it by then."""
 _WAITS = {"Ignore", "Retry", "None"}
@@ -96,7 +98,7 @@ class MessageChecker:
         And while an item of a list holds the key, a task is published without it, because the item is no task.
         """
         ways = {each.how for each in self.history.triggers.values()}
-        return "map" in ways or (bool(self.plan.at_least) and not ways <= set(_UNIQUE))
+        return not ways.isdisjoint(LISTS) or (bool(self.plan.at_least) and not ways <= set(_UNIQUE))
 
     def _waiting(self) -> set[str]:
         """The unique tasks whose message waits, and was not begun."""
@@ -146,6 +148,13 @@ class MessageChecker:
         """How the deliveries of these triggers have ended for Celery."""
         return {end for work, ends in self.history.outcomes.items() if work.trigger in names for end in ends}
 
+    def is_alone(self, trigger: Any) -> bool:
+        """Whether no other task was there at the same time; the key of a run that was killed stays for a lease."""
+        stays = _TRUSTED_FOR if self.had("kill") else _JUST_NOW
+        ends = {each: self.history.told_at.get(name, inf) + stays for name, each in self.history.triggers.items()}
+        own = trigger.asked, ends.pop(trigger)
+        return all(own[1] < each.asked or end < own[0] for each, end in ends.items())
+
     def was_redelivered(self, trigger: Any) -> bool:
         return any(work.trigger == trigger.name for work in self.history.broker.last_redelivered_at)
 
@@ -176,7 +185,7 @@ def _no_task_is_lost(history: Any, checker: MessageChecker) -> Problems:
     """All work that was published is done or told: also a later attempt, and what an id is used for again."""
     for work in {each.work: None for each in history.broker.published if each.is_work}:
         trigger, outcomes = history.triggers[work.trigger], set(history.outcomes[work])
-        ends = {run.end for run in trigger.runs if run.work == work} - {"killed"}
+        ends = {run.end for run in trigger.runs if run.work == work} - {"killed", "calls again"}
         has_ended = bool(ends) and (ends != {"Reject"} or trigger.ends == ("reject",) or not checker.plan.acks_late)
         was_told = bool(outcomes - _WAITS) or trigger.id in history.revoked
         if not (has_ended or was_told or checker.may_lose_messages or _may_end(history, checker, trigger, outcomes)):
@@ -194,7 +203,8 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
     may_be_ignored = checker.was_redelivered(trigger) or plan.at_least or checker.late_commands
     if trigger.how == "id" and outcomes == {"Ignore"} and may_be_ignored:
         return True
-    is_skipped = plan.when_busy in ("skip", "buffer_one") or (plan.when_busy == "default" and not trigger.runs)
+    has_run = any(run.end != "calls again" for run in trigger.runs)
+    is_skipped = plan.when_busy in ("skip", "buffer_one") or (plan.when_busy == "default" and not has_run)
     return "None" in outcomes and is_skipped
 
 
@@ -220,9 +230,10 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
 
 
 def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
-    for work, count in Counter(run.work for run in history.runs).items():
-        may_run_again = history.triggers[work.trigger].ends == ("requeue",)
-        if count > 1 and not may_run_again and checker.only("publishing fails"):
+    for work, count in Counter(run.work for run in history.runs if run.end != "calls again").items():
+        trigger = history.triggers[work.trigger]
+        may_run_again = trigger.ends == ("requeue",)
+        if count > 1 + (trigger.how in LISTS) and not may_run_again and checker.only("publishing fails"):
             yield "a run too many", f"{work} ran {count} times"
     # Not after a visibility timeout, which comes sooner here than runs are long.
     # Nor where the marker could not be asked.
@@ -230,7 +241,7 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         return
     for first, later in combinations(history.runs, 2):
         # A list has no marker: its items run again.
-        is_again = first.work == later.work and first.trigger.how != "map"
+        is_again = first.work == later.work and first.trigger.how not in LISTS
         is_again &= first.trigger.name not in history.broker.redelivered_before_a_run
         is_replaced = first.end == "Ignore" and first.trigger.action_for(first) == "replace"
         has_ended = is_replaced or first.end in ("done", "ValueError", "Retry")
@@ -245,6 +256,22 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
 
 def _was_killed(run: Any, until: float) -> bool:
     return run.life != run.process.life or getattr(run.process, "died_at", inf) <= until
+
+
+def _no_call_is_skipped_for_its_own_delivery(history: Any, checker: MessageChecker) -> Problems:
+    """An item of a list is skipped for other work only, and so is the second call of a task in one delivery."""
+    if history.plan.at_least or checker.had("cut", "late"):  # a key may be kept, or stay for a while
+        return
+    for work, outcomes in history.outcomes.items():
+        trigger = history.triggers[work.trigger]
+        if not checker.is_alone(trigger):
+            continue
+        if trigger.how in LISTS and any("None" in each for each in outcomes):
+            yield "an item is skipped for its own list", f"{work}: {outcomes}"
+        for run in trigger.runs:
+            again = [each for each in trigger.runs if each.delivery is run.delivery and each is not run]
+            if run.end == "calls again" and not (again or checker.had("kill", "revoke", "shutdown")):
+                yield "a second call did not run", f"{work}: {outcomes}"
 
 
 def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
@@ -293,6 +320,7 @@ INVARIANTS: list[Callable[[Any, MessageChecker], Problems]] = [
     _exceptions_are_documented,
     _what_follows_is_called,
     _no_work_runs_twice,
+    _no_call_is_skipped_for_its_own_delivery,
     _the_newest_runs,
     _none_runs_after_a_newer_one,
     _at_least,

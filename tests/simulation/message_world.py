@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import celery.worker.state
-from celery import _state, chain, chord
+from celery import Task, _state, chain, chord
 from celery.backends import cache
 from celery.exceptions import Ignore, Reject, Retry
 
 from .broker import TRANSPORTS, App, Broker, Delivery, Work, Worker
 from .history import History
-from .message_checker import MessageChecker
-from .process import Machine, Process, playing, this
+from .message_checker import LISTS, MessageChecker
+from .process import Machine, Process, playing, this, thread
 
 Given = dict[str, int]
 """What a task is called with: its first key is the name of the trigger. So equal calls differ in the order alone."""
@@ -38,10 +38,12 @@ HOW: dict[str, Callable[[Any, Any, Any, Given], Any]] = {
     "link": lambda work, tail, _part, given: work.apply_async((given,), link=tail.s(given)),
     "link_error": lambda work, tail, _part, given: work.apply_async((given,), link_error=tail.si("failed", given)),
     "by name": lambda work, _tail, _part, given: work.app.send_task(work.name, (given,)),
-    "map": lambda work, _tail, _part, given: work.map([given]).apply_async(),
+    "map": lambda work, _tail, _part, given: work.map([given, given]).apply_async(),
+    "starmap": lambda work, _tail, _part, given: work.starmap([(given,), (given,)]).apply_async(),
+    "chunks": lambda work, _tail, _part, given: work.chunks([(given,), (given,)], 2).apply_async().results[0],
 }
 """How a task is sent."""
-_HOW = [*[each for each in HOW if each != "map"], *["delay"] * 7, *["id"] * 3]
+_HOW = [*[each for each in HOW if each not in LISTS], *["delay"] * 7, *["id"] * 3]
 _HOW += ["chain", "chord", "soft limit", "hard limit"]
 
 # How the runs of a task end: the first, the second, and so on; those after the last return.
@@ -112,6 +114,7 @@ class Run:
     process: Process
     began: float
     life: int
+    delivery: Any
     end: str | None = None
     ended: float | None = None
 
@@ -134,7 +137,8 @@ class MessageWorld(History):
         "tasks": [("work",), ("work",), ("work", "other work")],
         "calls": ["different", "equal"],
         "message_loss": [*[0.0] * 9, 0.2],
-        "lists": [True, *[False] * 11],
+        "lists": [1.0, 0.3, *[0.0] * 10],  # how probable it is that a call is one
+        "kind": [*["function"] * 5, "class", "class that calls again", "class with a decorated call"],
     }
     FAULTS: ClassVar[dict[str, list[float]]] = {
         "killed child": [0.15, 0.15],
@@ -149,7 +153,8 @@ class MessageWorld(History):
         self.plan.is_unique = self.plan.placement in ("above", "both")
         if self.plan.is_unique and self.plan.when_busy == "retry":  # which is refused there
             self.plan.when_busy = "default"
-        self.plan.lists &= self.plan.when_busy != "buffer_one"  # which numbers no item of a list
+        if self.plan.when_busy == "buffer_one" or self.plan.kind not in ("function", "class"):
+            self.plan.lists = 0.0  # no item of a list is numbered, or known if a class calls it
         self.apps: dict[tuple[Process, int], Any] = {}
         self.machines = [Machine("alpha"), Machine("beta")]
         self.triggers: dict[str, Trigger] = {}
@@ -265,7 +270,8 @@ class MessageWorld(History):
                 function = package.only_one("k" if plan.placement == "below" else "inner", **given)(function)
             if plan.placement == "two below":
                 function = package.only_one("k", **given)(function)
-            task = app.task(bind=True, name=name, shared=False)(function)
+            has_call = plan.kind == "class with a decorated call" and not plan.is_unique
+            task = _task_of(app, name, function, "__call__" if has_call else plan.kind)
             if plan.is_unique:
                 package.only_one("k", **given)(task)
         return app
@@ -279,8 +285,10 @@ class MessageWorld(History):
             self.sleep(self.choose(f"pause before {name}", pauses))
             if not self.is_left_out(f"call {name}"):
                 ends, how = self.choose(f"ends of {name}", _ENDS), self.choose(f"how of {name}", _HOW)
-                if self.plan.lists:
-                    how, ends = "map", tuple(each for each in ends if each == "fail")
+                if self.draw(f"list of {name}") < self.plan.lists:
+                    how, ends = self.choose(f"kind of {name}", LISTS), tuple(each for each in ends if each == "fail")
+                if self.plan.kind == "class that calls again" and self.draw(f"fails of {name}") < 0.5:
+                    ends = ("fail",)
                 self._send(producer, name, ends, how)
         left.remove(producer)
 
@@ -317,7 +325,7 @@ class MessageWorld(History):
         """Run the decorated function."""
         trigger, process = self.triggers[name], this()
         work = Work(name, task.request.replaced_task_nesting, task.request.retries)
-        run = Run(trigger, work, process.package.current_lock(), process, self.now, process.life)
+        run = Run(trigger, work, process.package.current_lock(), process, self.now, process.life, thread())
         self.checker.run_begins(run)
         trigger.runs.append(run)
         self.runs.append(run)
@@ -331,11 +339,18 @@ class MessageWorld(History):
             run.end = "done"
         except BaseException as error:
             run.end = type(error).__name__
+            if self.calls_again(run):
+                run.end = "calls again"
             raise
         finally:
             run.ended = run.ended or self.now
             self.note(process.name, "has run", name, run.end)
         return f"done {name}"
+
+    def calls_again(self, run: Run) -> bool:
+        """Whether the delivery that has begun a run, which has failed now, begins it again."""
+        is_first = [each.delivery for each in run.trigger.runs].count(run.delivery) == 1
+        return self.plan.kind == "class that calls again" and run.end == "ValueError" and is_first
 
     def told(self, delivery: Delivery, end: str) -> None:
         """Note how a delivery has ended for Celery."""
@@ -371,6 +386,23 @@ def _app(_process: Process, broker: str, *, acks_late: bool) -> Any:
     app.task(name="tail", shared=False)(tail)
     app.task(name="part", shared=False)(part)
     return app
+
+
+def _task_of(app: Any, name: str, function: Callable[..., Any], kind: str) -> Any:
+    """The task that runs a function: made of it, or of a class whose ``run`` or ``__call__`` it is."""
+    if kind == "function":
+        return app.task(bind=True, name=name, shared=False)(function)
+
+    def call(task: Any, *args: Any) -> Any:
+        try:
+            return task.run(*args)
+        except ValueError:
+            playing().sleep(playing().choose("pause before another call", [0.0, 0.5]))
+            return task.run(*args)
+
+    own = {"run": function, "__call__": call} if kind == "class that calls again" else {"run": function}
+    own = {"run": lambda _task, _given: None, kind: function} if kind == "__call__" else own
+    return app.register_task(type("Work", (Task,), {"name": name, **own})())
 
 
 logging.getLogger("celery").setLevel(logging.CRITICAL)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from hashlib import sha1
 from typing import Any
 
 from lupa.lua51 import LuaRuntime
@@ -31,7 +30,6 @@ class Status(str):
 
 OK = Status("OK")
 _SYNTAX = Refusal("ERR syntax error")
-_NOSCRIPT = Refusal("NOSCRIPT No matching script. Please use EVAL.")
 WRONGTYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 Command = list[bytes]
 
@@ -51,7 +49,6 @@ class Store:
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float], kind: str = "valkey") -> None:
         self.kind = kind
         self.keys: dict[bytes, tuple[Any, float | None]] = {}
-        self.known: dict[bytes, bytes] = {}  # the scripts by their hashes
         self.changed: Callable[[bytes, Any, Any], None] = lambda *_: None
         self._clock, self._wall = clock, wall
 
@@ -178,20 +175,14 @@ class Store:
     # scripts
 
     def do_eval(self, text: bytes, count: bytes, *rest: bytes) -> Any:
-        self.known[_sha(text)] = text
         keys, args = rest[: int(count)], rest[int(count) :]
         try:
             return _from_lua(_compiled(text)(self._call, _lua.table(*keys), _lua.table(*args)))
         except Refusal as refusal:
             if self.kind != "redis6":
                 raise
-            msg = f"ERR Error running script (call to f_{_sha(text).decode()}): @user_script:2: {refusal}"
+            msg = f"ERR Error running script (call to f_its_hash): @user_script:2: {refusal}"
             raise Refusal(msg) from None
-
-    def do_evalsha(self, sha: bytes, *rest: bytes) -> Any:
-        if sha not in self.known:
-            raise _NOSCRIPT
-        return self.do_eval(self.known[sha], *rest)
 
     def _call(self, *command: Any) -> Any:
         reply = self.execute([each if isinstance(each, bytes) else _text(each) for each in command])
@@ -224,11 +215,6 @@ _UNKNOWN["redis7"] = _UNKNOWN["redis6"] = ["do_delex", "do_delifeq"]
 @cache
 def _method(name: bytes) -> str:
     return f"do_{name.lower().decode()}"
-
-
-@cache
-def _sha(text: bytes) -> bytes:
-    return sha1(text, usedforsecurity=False).hexdigest().encode()
 
 
 @cache
