@@ -33,6 +33,11 @@ _SIGNALS = signal.valid_signals()
 RAW = {"NEVER_DECODE": True, "get": True}
 """Options of redis-py: replies come as bytes, also from clients that decode, and SET with GET gives the old value."""
 
+
+class ServerTimeout(redis.TimeoutError):
+    """A time-out after which a command is not sent again, because others before it have timed out, too."""
+
+
 unanswered: ContextVar[int] = ContextVar("unanswered", default=0)
 """How many attempts to send a command got no answer in this context, whoever has sent the command again.
 
@@ -61,7 +66,7 @@ def _after(
             raised.__context__ = context  # and not the error that stood for it
     if isinstance(error, (redis.ConnectionError, redis.TimeoutError)):
         note_unanswered()
-        if sends_again:
+        if sends_again and not isinstance(error, ServerTimeout):
             return command, False
     return commands.throw(error), sends_again
 

@@ -11,6 +11,7 @@ from redis import backoff, exceptions
 from redis.asyncio import ConnectionPool, Redis, RedisCluster, cluster, connection, retry, sentinel
 
 from only_one.clock import now
+from only_one.driver import ServerTimeout
 from only_one.errors import ConfigurationError
 
 from .connection_pool import OF_ALL_CONNECTIONS, leaves_usable, packed, raise_as_connection_error
@@ -21,8 +22,10 @@ _sentinel: Any = sentinel  # which has no types
 NO_LIMIT = 2**31
 """As many connections as commands ask for."""
 
-_MOST_CONNECTIONS = 100
+_MOST_CONNECTIONS = 32
 """Connections of one event loop: to open many more at once takes longer than one of them may take."""
+
+_ON_NONE = "Timeout waiting for a connection: the server did not answer on any"
 
 
 class AsyncClient:
@@ -70,15 +73,14 @@ class AsyncClient:
             async with turns:
                 client = self.client
                 if self._timed_out_at > asked:
-                    msg = "Timeout waiting for a connection: the server did not answer on any"
-                    raise redis.TimeoutError(msg)  # noqa: TRY301 - a time-out like any other
+                    raise ServerTimeout(_ON_NONE)  # noqa: TRY301 - a time-out like any other
                 sent = now()
                 reply = await client.execute_command(*args, **options)
                 self._answered_at = now()
                 return reply
         except (redis.RedisError, exceptions.RedisClusterException, asyncio.CancelledError, GeneratorExit) as error:
-            if isinstance(error, redis.TimeoutError) and self._answered_at < sent:
-                self._note_timeout(asked, sent)
+            if isinstance(error, redis.TimeoutError) and self._is_known_down(asked, sent):
+                raise ServerTimeout(*error.args) from None
             raise  # the connection is closed if need be, or will be by the next command
         except BaseException as error:
             if client is self.client:  # else another has been begun already
@@ -91,13 +93,17 @@ class AsyncClient:
             if client is not self.client:
                 self.to_be_closed.add(client)
 
-    def _note_timeout(self, asked: float, sent: float) -> None:
-        """Note that a command that was sent then has timed out, and no other was answered since."""
+    def _is_known_down(self, asked: float, sent: float) -> bool:
+        """Whether a command that was sent then, and has timed out, had waited for one that timed out."""
+        if self._answered_at > sent:  # another was answered since
+            return False
         was_in_doubt = self._doubted_at > self._answered_at
-        if was_in_doubt and asked < self._doubted_at < sent:  # it has waited for one that timed out
+        if was_in_doubt and asked < self._doubted_at < sent:
             self._timed_out_at = now()
-        elif self._doubted_at < sent:
+            return True
+        if self._doubted_at < sent:
             self._doubted_at = now()
+        return False
 
     async def close_what_is_left(self) -> None:
         """Close the connections of the earlier clients."""

@@ -12,7 +12,7 @@ import pytest
 import redis as redis_py
 from redis import asyncio as redis_asyncio
 
-from only_one import only_one
+from only_one import LockUnavailable, only_one
 from only_one.connections.asyncio_client import make_async_client
 from only_one.connections.server import Server
 from only_one.driver import RAW
@@ -122,6 +122,21 @@ def test_no_command_waits_for_redis_py_s_check_of_a_kept_connection(
         client = make_async_client(source)
         asyncio.run(main())
     assert checks == []
+
+
+def test_calls_that_wait_for_a_connection_send_nothing_once_the_server_is_known_to_be_down(proxy: Proxy) -> None:
+    """The first call and one that waits for it time out; the others would take as long each, and twice for a call."""
+
+    async def work(number: int) -> None:
+        pytest.fail(f"{number} has its key")
+
+    async def main() -> list[Any]:
+        call = only_one(work, key="{number}", redis=f"{proxy.url}?max_connections=1&socket_timeout=0.5")
+        return await asyncio.gather(*map(call, range(9)), return_exceptions=True)
+
+    proxy.lose_request("SET", times=18, then="hang")
+    assert {type(each) for each in asyncio.run(main())} == {LockUnavailable}
+    assert proxy.commands.count("SET") <= 2
 
 
 def test_a_command_that_is_cancelled_leaves_those_their_turn_that_wait(redis_url: str, key: str) -> None:
