@@ -274,7 +274,7 @@ def signature_of(function: Any) -> inspect.Signature:
         problem = (
             f"{function!r}, which is no function: write @only_one directly above the def, below every other decorator "
             "except Celery's task, where above means from queued to finished; or above the __call__ of its class; "
-            "and a key as key='a-name'"
+            "a key as key='a-name', and seconds as timeout=300"
         )
     elif _is_scheduled(function):
         problem = (

@@ -197,7 +197,8 @@ NO_FUNCTION = "write @only_one directly above the def, below every other decorat
         (vars(Feed)["static"], "below @staticmethod, directly above the function"),
         (vars(Feed)["size"], "below @property, directly above the function"),
         (None, NO_FUNCTION),
-        ("a key", NO_FUNCTION),
+        ("a key", "a key as key='a-name'"),
+        (300, "seconds as timeout=300"),
         (generator(), NO_FUNCTION),
         (max, "write @only_one above a def around it"),
         (AsTask(), "only_one(app.register_task("),
@@ -410,9 +411,10 @@ def test_a_variable_of_the_environment_that_cannot_be_understood(
     refused(ConfigurationError, words, only_one("k")(function))
 
 
-def test_a_url_that_is_refused_is_shown_without_its_password() -> None:
+@pytest.mark.parametrize("url", ["redis://:hunter2@host:port/0", "redis://host:6379/0?Password=hunter2&x=y"])
+def test_a_url_that_is_refused_is_shown_without_its_password(url: str) -> None:
     with pytest.raises(ConfigurationError, match=URL) as raised:
-        only_one("k", redis="redis://:hunter2@host:port/0")(function)
+        only_one("k", redis=url)(function)
     assert "hunter2" not in str(raised.value)
 
 

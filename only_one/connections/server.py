@@ -205,7 +205,7 @@ def _is_client(source: object) -> bool:
 
 def masked(url: str) -> str:
     """A URL without user and password, in the address or in the query."""
-    return re.sub(r"(?<=password=)[^&]*", "***", re.sub(r"(?s)^(\w+://)?.*@", r"\1***@", url))
+    return re.sub(r"(?i)(?<=password=)[^&]*", "***", re.sub(r"(?s)^(\w+://)?.*@", r"\1***@", url))
 
 
 def _address(pool: Any) -> str:
