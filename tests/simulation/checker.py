@@ -252,8 +252,10 @@ class Checker:
         """Whether the call was, or another call of its task; or the run in which it was made has lost its key."""
         outermost = ".".join(call.name.split(".")[:2])
         cancelled = [each for each in self.history.faults if each.startswith("cancelled")]
-        outer = [each for each in self.calls if call.name.startswith(f"{each.name}.") and each.told_at < inf]
-        return bool(outer) or any(f" of {outermost}#" in each for each in cancelled)
+        outer = [each for each in self.calls if call.name.startswith(f"{each.name}.")]
+        # Nobody sees in a silent history when a run is told.
+        has_lost = [not each.lock.is_held if self.history.is_silent else each.told_at < inf for each in outer]
+        return any(has_lost) or any(f" of {outermost}#" in each for each in cancelled)
 
     def _check_policies(self, call: Call) -> None:
         """The outcome is that of a policy, and the policy was asked for a reason."""
