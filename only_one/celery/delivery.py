@@ -458,5 +458,7 @@ class Delivery(TaskCaller):
             Ignore: always.
         """
         self._request.only_one_has_begun, self._request.only_one_key = not waits_no_more, key
+        if not waits_no_more:  # an earlier call in this delivery has ended, and what comes of the work is not stored
+            self._request.only_one_markers = []
         log(INFO, "redelivery of %s[%s] dropped: %s", self.name, self.header.id, reason, extra={"only_one_key": key})
         raise Ignore(reason)

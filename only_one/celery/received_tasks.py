@@ -155,9 +155,12 @@ def _receive(consumer: Any, request: Any) -> None:
             became = drive(options.server.client, replace(header.key, became.value, token, seconds))
         elif held < work:  # the previous attempt has not ended yet
             consumer.timer.call_after(1, _on_received, (consumer, request))
+    # Another run may store our value again at its end, unless it is told that this task has ended before.
+    is_lent = became.status == "taken" and lease.is_lent_to(became.value)
+    if became.status == "held" or is_lent:
+        _waiting[lease] = options.server, work.token_factory(request.task, "queued"), queued_for
     if became.status == "held":
         request.request_dict.update(header._replace(token=token.decode()).as_headers())
-        _waiting[lease] = options.server, work.token_factory(request.task, "queued"), queued_for
         hold(lease)
 
 
