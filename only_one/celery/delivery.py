@@ -169,10 +169,10 @@ class ItemCaller(JobCaller):
 
     check = TaskCaller.check
 
-    def __init__(self, task: Task, request: Any, *, bound: bool) -> None:
+    def __init__(self, task: Any, request: Any, *, bound: bool) -> None:
         """``request`` is that of the list."""
         job = Job(str(request.id), request.retries, start=request, queue="celery.map")
-        super().__init__(task.name or "", job, bound=bound)
+        super().__init__(task.name, job, bound=bound)
         self.app = task.app
         self._is_redelivered = bool((request.delivery_info or {}).get("redelivered"))
 
@@ -461,4 +461,4 @@ class Delivery(TaskCaller):
         if not waits_no_more:  # an earlier call in this delivery has ended, and what comes of the work is not stored
             self._request.only_one_markers = []
         log(INFO, "redelivery of %s[%s] dropped: %s", self.name, self.header.id, reason, extra={"only_one_key": key})
-        raise Ignore(reason)
+        raise Ignore

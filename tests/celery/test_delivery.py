@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import enum
 import json
 import logging
@@ -65,25 +66,30 @@ def test_a_task_is_never_skipped_because_of_its_own_lock(
     policy = {} if attempt is None else {"when_busy": fail}
     task = a_task(queue.app, kind(lambda_of(lambda: runs.append("run"))), celery={"base": Awaits}, **policy)
     answer = task.apply_async(retries=retries)
+    message = queue.take()
     whose = "another" if state == "queued by another" else answer.id
     keys["k"] = token_of(whose, state=state.split(maxsplit=1)[0], attempt=attempt)
-    queue.deliver()
+    queue.deliver(message)
     assert (len(runs), len(queue)) == OUTCOMES[outcome]
     assert answer.state == ("SUCCESS" if outcome == "run" else "PENDING")
-    dropped = [vars(record)["only_one_key"] for record in caplog.records if "it is out of date" in record.getMessage()]
+    text = f"redelivery of {task.name}[{answer.id}] dropped: it is out of date"
+    dropped = [vars(record)["only_one_key"] for record in caplog.records if record.getMessage() == text]
     assert dropped == [f"{keys.prefix}k"] * (outcome == "dropped")
     if outcome == "requeued":
         del keys["k"]
+        queue.deliver(message, redelivered=True)
+        assert not runs, "a later message waits"
         queue.deliver()
         assert answer.state == "SUCCESS"
         assert len(runs) == 1
 
 
+@pytest.mark.parametrize(("state", "attempt", "most"), [("running", 2, 1), ("kept", 0, None)])
 def test_new_work_with_the_id_of_work_that_is_under_way_waits_for_as_long_as_that_takes(
-    queue: Queue, keys: Keys
+    queue: Queue, keys: Keys, state: str, attempt: int, most: int | None
 ) -> None:
-    answer = a_task(queue.app, done, when_busy=retry()).delay()
-    keys["k"] = token_of(answer.id, attempt=2)
+    answer = a_task(queue.app, done, when_busy=retry(max_retries=most)).delay()
+    keys["k"] = token_of(answer.id, state=state, attempt=attempt)
     for _ in range(3):
         queue.deliver()
         assert len(queue) == 1
@@ -148,17 +154,29 @@ def test_what_a_run_calls_is_a_plain_function(queue: Queue, call: Any) -> None:
     assert answer.get() == [own, [f"{whose.__module__}.whose", None, None], own]
 
 
+def holds(_: str) -> Any:
+    """Says what it holds, and what a call gives then that knows of no run, as a task of an event loop may not."""
+    key, holder = current_lock().key, current_lock().holder
+    assert holder is not None
+    return key, holder.task_id, holder.attempt, holder.queue, contextvars.Context().run(celery.current_task.run, "x")
+
+
+@pytest.mark.parametrize("bind", [False, True])
 @pytest.mark.parametrize("call", ["map", "starmap"])
-def test_each_run_of_a_list_of_calls_has_the_key_of_its_task(queue: Queue, keys: Keys, call: str) -> None:
+def test_each_run_of_a_list_of_calls_has_the_key_of_its_task(
+    queue: Queue, keys: Keys, call: str, *, bind: bool
+) -> None:
     """So it does not run beside another run of the task, whatever name the task has."""
 
-    def own_key(_: str) -> str:
-        return current_lock().key
+    def bound(self: Any, value: str) -> Any:  # noqa: ARG001 - the task
+        return holds(value)
 
-    task = a_task(queue.app, own_key, key="{name}")
-    getattr(task, call)(["x"]).apply_async()
-    assert queue.deliver() == [f"{keys.prefix}{task.name}"]
-    assert task("x") != f"{keys.prefix}{task.name}"
+    task = a_task(queue.app, bound if bind else holds, key="{name}-{md5}", celery={"name": call, "bind": bind})
+    answer = getattr(task, call)(["x"]).apply_async()
+    ((key, *others),) = queue.deliver()
+    assert key.startswith(f"{keys.prefix}{call}-")
+    assert others == [answer.id, 0, "celery.map", None]
+    assert task("x")[0] != key
 
     def outer(_: str) -> Any:
         return task("x")
@@ -414,6 +432,7 @@ class Colour(str, enum.Enum):
         ("{value.value}", Colour.RED, {}, True),
         ("{value}", "A", {"args": ("B",)}, False),
         ("{value.value}", Colour.RED, {"args": ("red",)}, True),
+        ("{value}", "A", {"args": (), "kwargs": {"value": "A"}}, True),
         ("k", "A", {"args": ("B",)}, True),
     ],
 )

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -233,13 +234,26 @@ def test_the_key_of_an_item_of_a_list_of_calls_is_released(app: Celery, task: An
     assert "another" in keys
 
 
+def bound(self: Any, key: str) -> str:  # noqa: ARG001 - the task
+    return key
+
+
+@wraps(work)
+def wrapped(key: str) -> str:
+    return work(key)
+
+
+KNOWN: dict[str, tuple[Any, Any]] = {"plain": (work, {}), "bound": (bound, {"bind": True}), "wrapped": (wrapped, {})}
+
+
+@pytest.mark.parametrize(("function", "settings"), KNOWN.values(), ids=KNOWN)
 def test_no_other_keys_are_looked_at_where_the_message_says_which_it_is(
-    task: Any, keys: Keys, way: Proxy, dead: bytes, monkeypatch: pytest.MonkeyPatch
+    app: Celery, keys: Keys, way: Proxy, dead: bytes, monkeypatch: pytest.MonkeyPatch, function: Any, settings: Any
 ) -> None:
     """Also where Celery has replaced the ``__call__`` of all tasks, as a worker has it do."""
     monkeypatch.setattr(Task, "__call__", lambda self, *args, **kwargs: self.run(*args, **kwargs))
     keys["k"] = dead
-    fail(task, "k")
+    fail(a_task(app, function, key="{key}", celery=settings), "k")
     assert eventually(lambda: "k" not in keys)
     assert "SCAN" not in way.commands
 
