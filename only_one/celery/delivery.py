@@ -294,6 +294,7 @@ class Delivery(TaskCaller):
         with redelivery.unless_down(self.work.id):
             self._check_marker(server, key, waits=remembered_for(self.app))
         self._request.expires = None  # it has begun in time
+        self._request.only_one_markers = []  # as where a delivery is dropped for a later message
         self._publish_again(server, key, self.header, None)
 
     def requeue(self, server: Server, key: str, how: RequeueRequest) -> Any:
