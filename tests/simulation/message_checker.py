@@ -183,10 +183,13 @@ def _exceptions_are_documented(history: Any, _checker: MessageChecker) -> Proble
 
 def _no_task_is_lost(history: Any, checker: MessageChecker) -> Problems:
     """All work that was published is done or told: also a later attempt, and what an id is used for again."""
-    for work in {each.work: None for each in history.broker.published if each.is_work}:
+    published = {each.work: None for each in history.broker.published if each.is_work}
+    for work in published:
         trigger, outcomes = history.triggers[work.trigger], set(history.outcomes[work])
         ends = {run.end for run in trigger.runs if run.work == work} - {"killed", "calls again"}
         has_ended = bool(ends) and (ends != {"Reject"} or trigger.ends == ("reject",) or not checker.plan.acks_late)
+        # What a run has published in its own place, before it was killed, is work of its own.
+        has_ended |= any(each.trigger == work.trigger and each.replacement > work.replacement for each in published)
         was_told = bool(outcomes - _WAITS) or trigger.id in history.revoked
         if not (has_ended or was_told or checker.may_lose_messages or _may_end(history, checker, trigger, outcomes)):
             yield "a task is lost", f"{work}: {history.outcomes[work]}"
