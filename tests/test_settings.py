@@ -18,6 +18,7 @@ from typing import Any
 from uuid import uuid4
 from weakref import WeakSet
 
+import celery
 import pytest
 from celery import Celery, _state, shared_task
 from redis import Redis, UsernamePasswordCredentialProvider
@@ -248,6 +249,7 @@ def test_a_signal_handler_s_exception_is_no_server_that_is_down(url: str) -> Non
         decorated(own_key, redis=source, when_down=skip)()
 
 
+@pytest.mark.skipif(celery.VERSION < (5, 6), reason="Celery's backend knows no provider before")
 def test_a_backend_with_a_credential_provider_gives_its_own_client() -> None:
     provider = UsernamePasswordCredentialProvider("user", "secret")
     client: Any = server_of(an_app(result_backend="redis://h:5/3", redis_backend_credential_provider=provider))
