@@ -25,8 +25,6 @@ NO_LIMIT = 2**31
 _MOST_CONNECTIONS = 32
 """Connections of one event loop: to open many more at once takes longer than one of them may take."""
 
-_ON_NONE = "Timeout waiting for a connection: the server did not answer on any"
-
 
 class AsyncClient:
     """An asyncio client whose commands wait for one another if they are more than its connections.
@@ -73,13 +71,14 @@ class AsyncClient:
             async with turns:
                 client = self.client
                 if self._timed_out_at > asked:
-                    raise ServerTimeout(_ON_NONE)  # noqa: TRY301 - a time-out like any other
+                    msg = "Timeout waiting for a connection: the server did not answer on any"
+                    raise ServerTimeout(msg)  # noqa: TRY301 - a time-out like any other
                 sent = now()
                 reply = await client.execute_command(*args, **options)
                 self._answered_at = now()
                 return reply
         except (redis.RedisError, exceptions.RedisClusterException, asyncio.CancelledError, GeneratorExit) as error:
-            if isinstance(error, redis.TimeoutError) and self._is_known_down(asked, sent):
+            if isinstance(error, redis.TimeoutError) and self._note_timeout(asked, sent):
                 raise ServerTimeout(*error.args) from None
             raise  # the connection is closed if need be, or will be by the next command
         except BaseException as error:
@@ -93,9 +92,12 @@ class AsyncClient:
             if client is not self.client:
                 self.to_be_closed.add(client)
 
-    def _is_known_down(self, asked: float, sent: float) -> bool:
-        """Whether a command that was sent then, and has timed out, had waited for one that timed out."""
-        if self._answered_at > sent:  # another was answered since
+    def _note_timeout(self, asked: float, sent: float) -> bool:
+        """Note that a command that was sent then has timed out; returns whether the server is known to be down.
+
+        It is, if that command had waited for one that timed out, and no other was answered since.
+        """
+        if self._answered_at > sent:
             return False
         was_in_doubt = self._doubted_at > self._answered_at
         if was_in_doubt and asked < self._doubted_at < sent:
