@@ -94,7 +94,7 @@ class _WaitingLease(Lease):
 _swept_at = _backs_off_until = 0.0
 
 _waiting: dict[_WaitingLease, tuple[Server, TokenFactory, Callable[[], float]]] = {}
-"""The leases of keys that name this process. A lease that another has is lost.
+"""The leases of keys that name this process, or that another's run has taken over. Other leases are lost.
 
 With each its server, what makes the value of the task in its queue, and the seconds for which that would be stored now.
 A lease outlives its request: Celery forgets the requests before it tells us that the worker ends.

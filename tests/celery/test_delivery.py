@@ -254,6 +254,30 @@ def test_a_second_call_after_its_own_run_has_ended_waits_as_the_first(queue: Que
     assert [name for name in message["headers"] if name.startswith("only_one")] == ["only_one"]
 
 
+@pytest.mark.parametrize("meanwhile", ["a later message waits", "another copy runs"])
+def test_the_end_of_a_first_call_is_not_stored_if_another_message_does_the_work(
+    queue: Queue, keys: Keys, meanwhile: str
+) -> None:
+    """The delivery ends without a result: the other message would be dropped for it, and the work be lost."""
+
+    class Twice(Task):  # type: ignore[misc]  # Celery has no types
+        abstract = True
+
+        def __call__(self) -> None:
+            self.run()
+            if meanwhile == "a later message waits":
+                keys.redis.hset(keys.marker(self.request.id), "number", 1)
+                keys["k"] = "somebody else"
+            else:
+                keys["k"] = token_of(self.request.id)
+            self.run()
+
+    answer = a_task(queue.app, done, when_busy=retry(), celery={"base": Twice, "acks_late": True}).delay()
+    keys.redis.hset(keys.marker(answer.id), "asked", 1)
+    queue.deliver(redelivered=True)
+    assert keys.marked(answer.id)[b"stored"] == b"0"
+
+
 # A busy key, and one decorator or two
 
 
