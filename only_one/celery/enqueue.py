@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace as replace_fields
 from typing import Any
 from weakref import WeakSet
 
@@ -23,7 +22,7 @@ from only_one.driver import TROUBLE, drive, is_of_signal_handler
 from only_one.errors import AlreadyRunning, OnlyOneError
 from only_one.events import Busy, emit, log
 from only_one.holder import Holder
-from only_one.lock.commands import Retained, expiry_in, release_now, replace
+from only_one.lock.commands import Retained, release_now, replace
 from only_one.lock.liveness import is_dead
 from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import release_later
@@ -96,7 +95,7 @@ class Publication(TaskCaller):
         goes_past = is_sent_again or not are_accepted  # by Celery
         if is_requeued:
             self._forget_key_of_other_arguments(decoration, carried or {})
-        if goes_past or self.app.conf.task_always_eager:
+        if goes_past or self.app.conf["task_always_eager"]:  # as an attribute it takes twice as long
             return self._publish()
         options = decoration.options_for(self)
         delay, expires = given.get("countdown") or given.get("eta"), given.get("expires", self._task.expires)
@@ -115,8 +114,7 @@ class Publication(TaskCaller):
             with suppress(OnlyOneError):  # its arguments cannot be compared
                 digest = decoration.digest(args, kwargs)
         ttl = min(seconds, _UNTIL_PUBLISHED)
-        at_first = replace_fields(options, ttl=ttl, expiry=expiry_in(ttl), timeout=seconds, lease=None)
-        call = LockedCall(at_first, options.server, options.server.client, self, key)
+        call = LockedCall(options.not_renewed(ttl, seconds), options.server, options.server.client, self, key)
         if not only_newest:
             return self._queue_first(call)
         return self._queue_newest(call, digest, seconds, delay)
