@@ -211,8 +211,8 @@ def test_all_processes_of_a_command_end_with_the_parent_that_started_it(
         assert parent.stdout is not None
         pid, *forks = map(int, parent.stdout.readline().split())
         try:
+            assert eventually(lambda: len(group_of(pid)) >= 2), "the command and its supervisor"
             pids = {pid, *group_of(pid)}
-            assert len(pids) >= 2
             parent.send_signal(number)
             parent.wait(LIMIT)
             assert all_gone(pids)
