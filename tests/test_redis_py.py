@@ -50,9 +50,10 @@ def anyio_backend():
 
 def pytest_collection_modifyitems(config, items):
     # Of redis-py before 7, which measures how long it has waited; later ones have a clock of their own for that.
+    clocks = ("time.monotonic()", "loop().time()")
     # And what releases at once a lock of a tenth of a second, which a busy machine may take longer for.
     sources = [(item, inspect.getsource(item.function)) for item in items]
-    timed = [item for item, source in sources if "time.monotonic()" in source]
+    timed = [item for item, source in sources if any(clock in source for clock in clocks)]
     timed += [item for item, source in sources if "timeout=0.1" in source and "sleep" not in source]
     config.hook.pytest_deselected(items=timed)
     items[:] = [item for item in items if item not in timed]
