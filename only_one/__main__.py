@@ -96,7 +96,7 @@ def _seconds(text: str) -> float:
 def _list(given: argparse.Namespace, app: Any) -> int:
     facts = [_facts(each) for each in sorted(held(given.match, app=app))]
     if not facts and not given.json:
-        print(f"no key of the pattern {printable(given.match)} is held", file=sys.stderr)
+        print(f"no key is held that is like {printable(given.match)} after its prefix", file=sys.stderr)
     rows = [[_cell(each[name], name) for name in _COLUMNS] for each in facts]
     if given.json:
         lines = [json.dumps(each) for each in facts]
