@@ -42,11 +42,13 @@ class _Pinned:
 
     Attributes:
         connection: redis-py's connection.
-        drop: closes it, and only then returns it to the pool, because a reply may be yet to come on it.
+        drop: closes it, because a reply may be yet to come on it. The next one that is borrowed returns it to the pool.
     """
 
     def __init__(self, pool: Any) -> None:
-        """Borrow a connection from the pool."""
+        """Borrow a connection from the pool, once those that were dropped are back in theirs."""
+        while _dropped:
+            _return(*_dropped.pop())
         self.connection = pool.get_connection(*_FOR_NO_COMMAND)
         # Whatever was handled then is over when it is dropped, and a later exception may have the same id.
         vars(self.connection).pop("lent_during", None)
@@ -55,7 +57,17 @@ class _Pinned:
         self.drop.atexit = False
 
 
+_dropped: list[tuple[Any, Any]] = []
+"""The connections that were dropped, each after its pool."""
+
+
 def _drop(pool: Any, connection: Any) -> None:
+    # It may be called where garbage is collected, and in a thread that has acquired the pool's lock.
+    _dropped.append((pool, connection))
+    connection.disconnect()
+
+
+def _return(pool: Any, connection: Any) -> None:
     try:
         connection.disconnect()
     finally:  # where that is interrupted, too, the guarded pool closes it
@@ -129,6 +141,7 @@ class PinnedClient(redis.Redis):
             is_closed = isinstance(error, redis.ConnectionError) and not raised_by_signal_handler(error, handled)
             if self.sends_again or not is_closed:
                 raise
+            note_unanswered()
         else:
             self._keep(pinned)
             return reply
