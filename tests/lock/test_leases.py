@@ -177,7 +177,7 @@ def test_why_a_renewal_failed(proxy: Proxy, direct: Any, caplog: pytest.LogCaptu
     slow, log = Slow(), logging.getLogger("only_one")
     log.addHandler(slow)
     try:
-        with Running(lease=LONG, redis=proxy.url) as run, Running("other", lease=LONG) as other:
+        with Running(lease=LONG, redis=proxy.url) as run, Running("other", lease=2 * LONG) as other:
             caplog.set_level(logging.DEBUG, "only_one")
             with proxy.cut():
                 assert fails_to_renew(run.lock)
