@@ -94,9 +94,12 @@ ENDS: dict[str, tuple[Callable[[Any], Any], bool]] = {
 """How a run ends, and whether that is the end of its work."""
 
 
-@pytest.mark.parametrize("fails_for_good", [True, False])
+@pytest.mark.parametrize("comes_back", [None, "acks_on_failure_or_timeout", "acks_on_failure"])
 @pytest.mark.parametrize("end", ENDS)
-def test_a_redelivery_is_dropped_after_an_end_of_the_work(queue: Queue, end: str, *, fails_for_good: bool) -> None:
+def test_a_redelivery_is_dropped_after_an_end_of_the_work(queue: Queue, end: str, comes_back: str | None) -> None:
+    """A message that is rejected on failure may come back by a dead-letter queue, and must do its work then."""
+    if comes_back and comes_back not in {name for name, _ in queue.app.Task.from_config}:
+        pytest.skip("Celery knows it since 5.7")
     waits: list[Any] = []
     ends, is_end = ENDS[end]
 
@@ -107,11 +110,10 @@ def test_a_redelivery_is_dropped_after_an_end_of_the_work(queue: Queue, end: str
         waits.append(queue.take())
         return ends(self)
 
-    settings = {"bind": True, "acks_on_failure_or_timeout": fails_for_good}
-    a_task(queue.app, work, celery=settings).delay()
+    a_task(queue.app, work, celery={"bind": True, **({comes_back: False} if comes_back else {})}).delay()
     message = queue.take()
     queue.deliver(message)
-    work_is_done = is_end and (fails_for_good or end != "fails")
+    work_is_done = is_end and (comes_back is None or end != "fails")
     assert (queue.deliver(waits[0]) == "run again") is not work_is_done
 
 
@@ -174,30 +176,6 @@ def test_a_redelivery_that_finds_the_server_away_waits_unless_it_may_run_without
         queue.deliver()
     assert (answer.state, runs) == ("SUCCESS", ["run"])
     assert len(queue) == 0
-
-
-@pytest.mark.parametrize("setting", ["acks_on_failure_or_timeout", "acks_on_failure"])
-@pytest.mark.parametrize("is_acknowledged", [True, False])
-def test_a_failure_is_an_end_only_where_its_message_is_acknowledged(
-    queue: Queue, setting: str, *, is_acknowledged: bool
-) -> None:
-    """Else the message may come back by a dead-letter queue, and must do its work then."""
-    if setting not in {name for name, _ in queue.app.Task.from_config}:
-        pytest.skip("Celery knows it since 5.7")
-
-    def work() -> None:
-        runs.append("run")
-        if len(runs) == 1:
-            queue.deliver_elsewhere(message, redelivered=True)
-            raise ZeroDivisionError
-
-    runs: list[str] = []
-    answer = a_task(queue.app, work, celery={setting: is_acknowledged}).delay()
-    message = queue.take()
-    queue.deliver(message)
-    assert answer.state == "FAILURE"
-    queue.deliver()
-    assert len(runs) == (1 if is_acknowledged else 2)
 
 
 @pytest.mark.parametrize("broker", ["redis", "unmarked"])  # the second does not mark redeliveries, like SQS
