@@ -243,21 +243,6 @@ def wrapped(key: str) -> str:
     return work(key)
 
 
-KNOWN: dict[str, tuple[Any, Any]] = {"plain": (work, {}), "bound": (bound, {"bind": True}), "wrapped": (wrapped, {})}
-
-
-@pytest.mark.parametrize(("function", "settings"), KNOWN.values(), ids=KNOWN)
-def test_no_other_keys_are_looked_at_where_the_message_says_which_it_is(
-    app: Celery, keys: Keys, way: Proxy, dead: bytes, monkeypatch: pytest.MonkeyPatch, function: Any, settings: Any
-) -> None:
-    """Also where Celery has replaced the ``__call__`` of all tasks, as a worker has it do."""
-    monkeypatch.setattr(Task, "__call__", lambda self, *args, **kwargs: self.run(*args, **kwargs))
-    keys["k"] = dead
-    fail(a_task(app, function, key="{key}", celery=settings), "k")
-    assert eventually(lambda: "k" not in keys)
-    assert "SCAN" not in way.commands
-
-
 class Renames(Task):  # type: ignore[misc]  # Celery has no types
     abstract = True
 
@@ -265,23 +250,28 @@ class Renames(Task):  # type: ignore[misc]  # Celery has no types
         return self.run(f"{key}-changed")
 
 
-CHANGES: dict[str, Callable[[Celery], Any]] = {
-    "its class": lambda app: a_task(app, work, key="{key}", celery={"base": Renames}),
-    "the function above": lambda app: app.register_task(Calls()),
-    "pydantic": lambda app: a_task(app, work, key="{key}", celery={"pydantic": True}),
+RUNS: dict[str, tuple[Callable[[Celery], Any], str]] = {
+    "plain": (lambda app: a_task(app, work, key="{key}"), "k"),
+    "bound": (lambda app: a_task(app, bound, key="{key}", celery={"bind": True}), "k"),
+    "wrapped": (lambda app: a_task(app, wrapped, key="{key}"), "k"),
+    "changed by its class": (lambda app: a_task(app, work, key="{key}", celery={"base": Renames}), "k-changed"),
+    "changed by the function above": (lambda app: app.register_task(Calls()), "k-changed"),
+    "changed by pydantic": (lambda app: a_task(app, work, key="{key}", celery={"pydantic": True}), "k-changed"),
 }
 
 
-@pytest.mark.parametrize("make", CHANGES.values(), ids=CHANGES)
-def test_all_keys_are_looked_at_where_the_user_may_have_changed_the_arguments(
-    queue: Queue, keys: Keys, dead: bytes, make: Any
+@pytest.mark.parametrize(("make", "key"), RUNS.values(), ids=RUNS)
+def test_all_keys_are_looked_at_only_where_the_user_may_have_changed_the_arguments(
+    app: Celery, keys: Keys, way: Proxy, dead: bytes, monkeypatch: pytest.MonkeyPatch, make: Any, key: str
 ) -> None:
-    """Those of others, too, whatever is stored there."""
-    keys["k-changed"] = dead
+    """Those of others, too, whatever is stored there; and Celery has replaced ``__call__``, as a worker has it do."""
+    monkeypatch.setattr(Task, "__call__", lambda self, *args, **kwargs: self.run(*args, **kwargs))
+    keys[key] = dead
     for number in range(20):  # one of which comes before it, in any order
         keys.redis.rpush(f"{keys.prefix}list {number}", "of others")
-    fail(make(queue.app), "k")
-    assert eventually(lambda: "k-changed" not in keys)
+    fail(make(app), "k")
+    assert eventually(lambda: key not in keys)
+    assert ("SCAN" in way.commands) == (key != "k")
 
 
 def test_the_key_of_a_lost_process_is_released_when_a_server_that_was_away_is_back(

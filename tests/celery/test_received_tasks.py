@@ -47,11 +47,6 @@ def work(key: str) -> str:
     return key
 
 
-@pytest.fixture
-def task(app: Celery) -> Any:
-    return unique(app, "{key}", function=work)
-
-
 class Request(SimpleNamespace):
     """The request of a task, to which there may be weak references."""
 
@@ -61,18 +56,21 @@ class Worker:
 
     Attributes:
         app: the app.
+        task: a unique task of its, which is received unless another is named.
         timer: what it does later.
         requests: the tasks that it has received.
     """
 
     def __init__(self, queue: Queue) -> None:
         self.app = queue.app
+        self.task = unique(queue.app, "{key}", function=work)
         self.timer: Any = Timer()  # type: ignore[no-untyped-call]
         self.requests: list[Request] = []
         self._queue = queue
 
-    def receive(self, task: Any, header: Header | None = None, **changes: Any) -> None:
+    def receive(self, header: Header | None = None, *, task: Any = None, **changes: Any) -> None:
         """Receive the message that was published last."""
+        task = task or self.task
         message = self._queue.messages()[-1]
         headers = message["headers"] | {"properties": message["properties"]}
         if header is not None:
@@ -85,10 +83,10 @@ class Worker:
         self.requests.append(Request(**request))
         task_received.send(sender=self, request=self.requests[-1])
 
-    def lease_of(self, task: Any, key: str = "k", **changes: Any) -> Any:
+    def lease(self, key: str = "k", *, task: Any = None, **changes: Any) -> Any:
         """Publish a task and receive it; returns the lease of its key, or the last one if it has none."""
-        task.delay(key)
-        self.receive(task, **changes)
+        (task or self.task).delay(key)
+        self.receive(task=task, **changes)
         return [None, *received_tasks._waiting][-1]
 
 
@@ -97,9 +95,9 @@ def worker(queue: Queue) -> Worker:
     return Worker(queue)
 
 
-def test_the_key_lives_with_its_worker_and_the_run_has_its_token(task: Any, worker: Worker, keys: Keys) -> None:
+def test_the_key_lives_with_its_worker_and_the_run_has_its_token(worker: Worker, keys: Keys) -> None:
     """And it does so again when another run has had it."""
-    lease = worker.lease_of(task)
+    lease = worker.lease()
     assert lease.ttl == LEASE
     assert keys.state() == RECEIVED
     assert keys.holder().deadline is None
@@ -112,11 +110,9 @@ def test_the_key_lives_with_its_worker_and_the_run_has_its_token(task: Any, work
     assert keys.lives_for(LEASE)
 
 
-def test_a_task_keeps_its_key_for_longer_than_queue_timeout_while_its_worker_lives(
-    task: Any, worker: Worker, keys: Keys
-) -> None:
+def test_a_task_keeps_its_key_for_longer_than_queue_timeout_while_its_worker_lives(worker: Worker, keys: Keys) -> None:
     with configure(queue_timeout=2 * LEASE):
-        lease = worker.lease_of(task)
+        lease = worker.lease()
         for seconds in range(LEASE // 2, 4 * LEASE, LEASE // 2):
             before = lease.expires_at
             with later(seconds):
@@ -127,12 +123,12 @@ def test_a_task_keeps_its_key_for_longer_than_queue_timeout_while_its_worker_liv
     assert keys.lives_for(2 * LEASE)
 
 
-def test_a_task_that_expires_soon_has_its_key_until_then(task: Any, worker: Worker, keys: Keys) -> None:
+def test_a_task_that_expires_soon_has_its_key_until_then(worker: Worker, keys: Keys) -> None:
     for expires in (-1, 0):
-        assert worker.lease_of(task, expires=expires) is None
+        assert worker.lease(expires=expires) is None
         assert keys.state() == QUEUED
-    assert worker.lease_of(task, "last second", expires=1)
-    lease = worker.lease_of(task, "later", expires=LEASE - 1)
+    assert worker.lease("last second", expires=1)
+    lease = worker.lease("later", expires=LEASE - 1)
     assert not lease.renews
     assert lease.ttl == LEASE - 1
     assert 0 < keys.left("later") <= LEASE - 1
@@ -140,10 +136,8 @@ def test_a_task_that_expires_soon_has_its_key_until_then(task: Any, worker: Work
     assert LEASE - 2 < holder.deadline - holder.since <= LEASE - 1
 
 
-def test_a_key_is_not_renewed_before_its_task_may_begin(
-    task: Any, worker: Worker, keys: Keys, clock: list[float]
-) -> None:
-    lease = worker.lease_of(task, eta=datetime.now(timezone.utc) + timedelta(seconds=HOUR))
+def test_a_key_is_not_renewed_before_its_task_may_begin(worker: Worker, keys: Keys, clock: list[float]) -> None:
+    lease = worker.lease(eta=datetime.now(timezone.utc) + timedelta(seconds=HOUR))
     assert keys.lives_for(HOUR + LEASE)
     assert HOUR + LEASE - 25 < lease.expires_at - clock[0] <= HOUR + LEASE
     assert HOUR + LEASE / 3 - 25 < lease.renew_at - clock[0] <= HOUR + LEASE / 3
@@ -151,10 +145,10 @@ def test_a_key_is_not_renewed_before_its_task_may_begin(
 
 @pytest.mark.parametrize("is_forgotten", [True, False], ids=["forgotten", "acknowledged"])
 def test_a_key_is_not_renewed_once_its_task_has_ended(
-    task: Any, worker: Worker, clock: list[float], *, is_forgotten: bool
+    worker: Worker, clock: list[float], *, is_forgotten: bool
 ) -> None:
     """The key may name it again: by a command that was sent twice, and arrives late; or its run has another key."""
-    lease = worker.lease_of(task)
+    lease = worker.lease()
     assert lease.renew_at < lease.ends_at
     if is_forgotten:
         worker.requests.pop().message.acknowledged = True
@@ -166,16 +160,16 @@ def test_a_key_is_not_renewed_once_its_task_has_ended(
 
 
 def test_a_task_is_queued_again_when_its_worker_loses_the_connection_to_the_broker(
-    task: Any, worker: Worker, keys: Keys, clock: list[float]
+    worker: Worker, keys: Keys, clock: list[float]
 ) -> None:
     """Celery forgets it then, and may take it again much later; it is not told of that."""
-    lease = worker.lease_of(task)
+    lease = worker.lease()
     lost_at = time.time() - 0.001  # a value has whole milliseconds
     worker.requests.clear()
     lease.lives_on(clock[0], LEASE)
     assert eventually(lambda: keys.state() == QUEUED)
     assert is_queued_since(lost_at, keys)
-    worker.receive(task)
+    worker.receive()
     assert keys.state() == RECEIVED
 
 
@@ -188,22 +182,22 @@ def is_queued_since(moment: float, keys: Keys, key: str = "k") -> bool:
 
 @pytest.mark.parametrize("is_received", [True, False])
 def test_a_task_that_is_queued_again_by_another_value_keeps_its_key_and_runs(
-    task: Any, worker: Worker, queue: Queue, keys: Keys, *, is_received: bool
+    worker: Worker, queue: Queue, keys: Keys, *, is_received: bool
 ) -> None:
     """Its message has the value by which it was queued at first."""
-    waits = task.delay("k")
-    worker.receive(task)
+    waits = worker.task.delay("k")
+    worker.receive()
     worker_shutdown.send(sender=None)
-    assert task.delay("k") == waits
+    assert worker.task.delay("k") == waits
     if is_received:
-        worker.receive(task)
+        worker.receive()
         assert worker.requests[-1].request_dict["only_one"]["token"].encode() == keys["k"]
         assert keys.state() == RECEIVED
     assert queue.deliver() == "k"
     assert "k" not in keys
 
 
-def test_tasks_that_have_not_begun_are_queued_again_when_the_worker_ends(task: Any, worker: Worker, keys: Keys) -> None:
+def test_tasks_that_have_not_begun_are_queued_again_when_the_worker_ends(worker: Worker, keys: Keys) -> None:
     tokens = []
     soon = datetime.now(timezone.utc) + timedelta(seconds=0.5)
     # The lost one's message was acknowledged as it was given to the child, which was killed before it had its key.
@@ -211,9 +205,9 @@ def test_tasks_that_have_not_begun_are_queued_again_when_the_worker_ends(task: A
     changes["another's"] = {"acknowledged": True}  # it was requeued by its child, and another run has the key
     changes["gone"] = {}
     for key, its in changes.items():
-        task.delay(key)
+        worker.task.delay(key)
         tokens.append(keys[key])
-        lease = worker.lease_of(task, key, **its)
+        lease = worker.lease(key, **its)
         if key == "runs":
             lease.lose("taken", lease.token)
     # The producer's command was sent twice: the second arrives now.
@@ -230,36 +224,34 @@ def test_tasks_that_have_not_begun_are_queued_again_when_the_worker_ends(task: A
     assert not keys.redis.keys(f"*{keys.prefix}another's*withdrawn*")
 
 
-def test_a_task_is_queued_again_by_the_run_that_has_its_key_when_the_worker_ends(
-    task: Any, worker: Worker, keys: Keys
-) -> None:
+def test_a_task_is_queued_again_by_the_run_that_has_its_key_when_the_worker_ends(worker: Worker, keys: Keys) -> None:
     """Its own value names the worker, which is dead then, so another call would take it over."""
-    waits = task.delay("k")
-    worker.receive(task)
+    waits = worker.task.delay("k")
+    worker.receive()
     ended_at = time.time() - 0.001  # a value has whole milliseconds
     assert decorated(lambda: worker_shutdown.send(sender=None), key="k")()
     assert is_queued_since(ended_at, keys)
-    assert task.delay("k") == waits
+    assert worker.task.delay("k") == waits
 
 
 def test_a_task_that_was_revoked_while_another_run_had_its_key_is_not_queued_again(
-    task: Any, worker: Worker, keys: Keys, clock: list[float]
+    worker: Worker, keys: Keys, clock: list[float]
 ) -> None:
-    lease = worker.lease_of(task)
+    lease = worker.lease()
     keys.redis.set(lease.note, WAITS_NO_MORE)
     assert decorated(lambda: worker_shutdown.send(sender=None), key="k")()
     assert "k" not in keys
-    lease = worker.lease_of(task)
+    lease = worker.lease()
     keys.redis.set(lease.note, WAITS_NO_MORE)
     worker.requests.clear()
     lease.lives_on(clock[0], LEASE)
     assert eventually(lambda: "k" not in keys)
 
 
-def test_a_task_that_has_begun_is_left_to_its_run_when_the_worker_ends(task: Any, worker: Worker, keys: Keys) -> None:
-    begun = task.delay("k")
-    worker.receive(task)
-    keys["k"] = TokenFactory(task.name, begun.id, 0).token(HOUR)
+def test_a_task_that_has_begun_is_left_to_its_run_when_the_worker_ends(worker: Worker, keys: Keys) -> None:
+    begun = worker.task.delay("k")
+    worker.receive()
+    keys["k"] = TokenFactory(worker.task.name, begun.id, 0).token(HOUR)
     names = set(keys.redis.scan_iter(f"*{keys.prefix}*"))
     worker_shutdown.send(sender=None)
     assert keys.state() == ("running", 0)
@@ -267,28 +259,28 @@ def test_a_task_that_has_begun_is_left_to_its_run_when_the_worker_ends(task: Any
 
 
 def test_a_task_whose_child_is_killed_before_it_begins_while_another_run_has_its_key_has_no_key(
-    task: Any, worker: Worker, keys: Keys
+    worker: Worker, keys: Keys
 ) -> None:
-    waits = task.delay("k")
-    worker.receive(task)
+    waits = worker.task.delay("k")
+    worker.receive()
 
     def fail() -> None:
-        task_failure.send(sender=task, task_id=waits.id, exception=WorkerLostError(), args=("k",), kwargs={})
+        task_failure.send(sender=worker.task, task_id=waits.id, exception=WorkerLostError(), args=("k",), kwargs={})
         assert eventually(lambda: keys.redis.keys(f"*withdrawn:{waits.id}:*"))
 
     decorated("k")(fail)()
     assert "k" not in keys
 
 
-def test_a_retry_has_its_key_when_the_previous_attempt_has_released_it(task: Any, worker: Worker, keys: Keys) -> None:
+def test_a_retry_has_its_key_when_the_previous_attempt_has_released_it(worker: Worker, keys: Keys) -> None:
     """Its message carries no token: it was published before that attempt has ended."""
-    retry = Header(task.delay("k").id, 1, key=f"{keys.prefix}k")
+    retry = Header(worker.task.delay("k").id, 1, key=f"{keys.prefix}k")
     before = time.monotonic()
-    worker.receive(task, retry)
+    worker.receive(retry)
     assert keys.state() == QUEUED
     (entry,) = worker.timer.queue
     assert before <= entry.eta - LOOKS_AGAIN_AFTER <= time.monotonic()
-    keys["k"] = TokenFactory(task.name, retry.id, 1, "queued").token(HOUR)
+    keys["k"] = TokenFactory(worker.task.name, retry.id, 1, "queued").token(HOUR)
     entry.entry()
     assert keys.state() == ("received", 1)
     worker_shutdown.send(sender=None)
@@ -309,35 +301,35 @@ VALUES: list[Any] = [
 
 
 @pytest.mark.parametrize("value", VALUES)
-def test_a_key_that_is_not_the_tasks_is_left_alone(task: Any, worker: Worker, keys: Keys, value: Any) -> None:
-    task.delay("k")
+def test_a_key_that_is_not_the_tasks_is_left_alone(worker: Worker, keys: Keys, value: Any) -> None:
+    worker.task.delay("k")
     del keys["k"]
     if value is not None:
         keys["k"] = value
     before = keys["k"]
-    worker.receive(task, Header("own", 1, key=f"{keys.prefix}k"))
-    worker.receive(task)
+    worker.receive(Header("own", 1, key=f"{keys.prefix}k"))
+    worker.receive()
     assert keys["k"] == before
     assert not [lease for lease in received_tasks._waiting if lease.renewer], "none is renewed"
     is_of_other_work = value in VALUES[:3]  # whose run may store the task's value again, unless it is told of its end
     assert (received_tasks.received_request("own") is not None) == is_of_other_work
     assert not worker.timer.queue
-    assert worker.lease_of(task, "next"), "nothing has gone wrong"
+    assert worker.lease("next"), "nothing has gone wrong"
 
 
-def test_a_message_without_a_key_of_its_own_gets_none(queue: Queue, task: Any, worker: Worker, keys: Keys) -> None:
+def test_a_message_without_a_key_of_its_own_gets_none(queue: Queue, worker: Worker, keys: Keys) -> None:
     plain = queue.app.task(work, name="plain", shared=False)
-    task.delay("k")
-    worker.receive(plain)  # of a program that has decorated it
+    worker.task.delay("k")
+    worker.receive(task=plain)  # of a program that has decorated it
     with configure(active=False):
-        worker.receive(task)
-    worker.receive(task, Header(f"{uuid4()}", 0))
-    worker.receive(task, Header(f"{uuid4()}", 1))
-    worker.receive(task, Header(f"{uuid4()}", 0, key=f"{keys.prefix}k"))  # a trigger, or one that was requeued
+        worker.receive()
+    worker.receive(Header(f"{uuid4()}", 0))
+    worker.receive(Header(f"{uuid4()}", 1))
+    worker.receive(Header(f"{uuid4()}", 0, key=f"{keys.prefix}k"))  # a trigger, or one that was requeued
     assert keys.state() == QUEUED
-    assert worker.lease_of(unique(queue.app, "{key}", function=work, when_busy=buffer_one()), "newest") is None
+    assert worker.lease("newest", task=unique(queue.app, "{key}", function=work, when_busy=buffer_one())) is None
     assert keys.state("newest") is None
-    assert worker.lease_of(task, "next"), "nothing has gone wrong"
+    assert worker.lease("next"), "nothing has gone wrong"
 
 
 def test_a_task_that_was_queued_without_its_key_costs_no_command(
@@ -346,37 +338,37 @@ def test_a_task_that_was_queued_without_its_key_costs_no_command(
     newest = unique(app, "{key}", function=work, when_busy=buffer_one())
     newest.delay("k")
     with way.refused():
-        worker.receive(newest)
+        worker.receive(task=newest)
     assert not caplog.records
 
 
 def test_a_server_that_does_not_answer_is_logged_once_and_not_asked_for_a_while(
-    task: Any, worker: Worker, keys: Keys, way: Proxy, clock: list[float], caplog: pytest.LogCaptureFixture
+    worker: Worker, keys: Keys, way: Proxy, clock: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    task.delay("k")
+    worker.task.delay("k")
     with way.refused():
-        worker.receive(task)
+        worker.receive()
     clock[0] += RESTS - 1
-    worker.receive(task)
+    worker.receive()
     assert keys.state() == QUEUED
     clock[0] += 1
-    worker.receive(task)
-    worker.lease_of(task, "another")
+    worker.receive()
+    worker.lease("another")
     with way.refused():
         worker_shutdown.send(sender=None)
     assert keys.state() == RECEIVED
     assert len(received_tasks._waiting) == 1, "it is asked once when the worker ends"
     assert [(each.levelname, bool(each.exc_info)) for each in caplog.records] == [("WARNING", True)] * 2
     assert [each.getMessage() for each in caplog.records] == [
-        f"a key of {task.name}, which was received, could not be renewed",
+        f"a key of {worker.task.name}, which was received, could not be renewed",
         "keys of tasks that are queued again could not be lengthened",
     ]
 
 
 def test_a_server_that_is_gone_when_the_worker_ends_is_no_news_where_all_tasks_have_ended(
-    task: Any, worker: Worker, way: Proxy, caplog: pytest.LogCaptureFixture
+    worker: Worker, way: Proxy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert worker.lease_of(task)
+    assert worker.lease()
     worker.requests.pop().message.acknowledged = True
     with way.refused():
         worker_shutdown.send(sender=None)
@@ -392,7 +384,7 @@ def test_a_run_is_told_of_a_redelivery_that_waits_for_a_process(
 ) -> None:
     task = a_task(app, work, key="{key}", celery=celery)
     answer = task.delay(key="k")
-    worker.receive(task, **{**REDELIVERED, "kwargs": {"key": "k"}}, args=[])
+    worker.receive(task=task, **{**REDELIVERED, "kwargs": {"key": "k"}}, args=[])
     told = {} if "acks_late" in celery else {b"asked": b"1"}
     assert keys.marked(answer.id) == told
 
@@ -403,16 +395,14 @@ def test_a_key_that_cannot_be_made_keeps_no_other_task_from_being_announced(
     broken, task = (a_task(app, work, key=key) for key in (lambda key: key.missing, "{key}"))
     for each in (broken, task):
         answer = each.delay("k")
-        worker.receive(each, **REDELIVERED, args=["k"])
+        worker.receive(task=each, **REDELIVERED, args=["k"])
     assert keys.marked(answer.id)
     assert len(caplog.records) == 1
 
 
-def test_a_task_that_has_begun_or_ended_is_forgotten_after_a_while(
-    task: Any, worker: Worker, clock: list[float]
-) -> None:
+def test_a_task_that_has_begun_or_ended_is_forgotten_after_a_while(worker: Worker, clock: list[float]) -> None:
     def receive(key: str) -> str:
-        worker.lease_of(task, key)
+        worker.lease(key)
         return "".join(lease.key[-1] for lease in received_tasks._waiting)
 
     assert receive("a") == "a"
@@ -427,16 +417,16 @@ def test_a_task_that_has_begun_or_ended_is_forgotten_after_a_while(
 
 
 def test_a_task_that_the_worker_does_not_know_has_no_key(
-    task: Any, queue: Queue, worker: Worker, keys: Keys, way: Proxy, caplog: pytest.LogCaptureFixture
+    queue: Queue, worker: Worker, keys: Keys, way: Proxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another version of the code has sent it, and Celery drops it."""
 
     def drop(headers: dict[str, Any] | None) -> None:
         message: Any = SimpleNamespace(headers=headers)
-        found = {"message": message, "id": (headers or {}).get("id"), "name": task.name, "exc": None}
+        found = {"message": message, "id": (headers or {}).get("id"), "name": worker.task.name, "exc": None}
         task_unknown.send(sender=worker, **found)
 
-    task.delay("k")
+    worker.task.delay("k")
     for headers in (None, {"id": "another"}):
         drop(headers)
     assert keys.state() == QUEUED
@@ -444,7 +434,7 @@ def test_a_task_that_the_worker_does_not_know_has_no_key(
         drop(queue.messages()[-1]["headers"])
     assert eventually(lambda: "k" not in keys)
     (record,) = caplog.records
-    assert record.getMessage() == f"a key of {task.name}, which did not run, could not be released, and will be"
-    task.delay("k")
+    assert record.getMessage() == f"a key of {worker.task.name}, which did not run, could not be released, and will be"
+    worker.task.delay("k")
     drop(queue.messages()[-1]["headers"])
     assert "k" not in keys
