@@ -114,16 +114,6 @@ def test_a_call_from_inside_its_own_run_is_no_redelivery_of_it(queue: Queue) -> 
     assert len(queue) == 0
 
 
-def test_a_call_from_inside_the_run_of_a_bound_task_has_a_key_without_the_task(queue: Queue, keys: Keys) -> None:
-    def work(self: Any, value: str) -> list[str]:  # noqa: ARG001 - the task
-        return [current_lock().key, *(task.run("inner") if value == "outer" else ())]
-
-    task = a_task(queue.app, work, key=lambda value: f"k-{value}", celery={"bind": True})
-    answer = task.delay("outer")
-    queue.deliver()
-    assert answer.get() == [f"{keys.prefix}k-outer", f"{keys.prefix}k-inner"]
-
-
 def test_a_bound_task_that_is_called_by_hand_is_a_function_whose_key_has_no_task(app: Celery, keys: Keys) -> None:
     def work(self: Any, value: str) -> Any:  # noqa: ARG001 - the task
         return current_lock().key, *whose()
@@ -208,34 +198,34 @@ def test_a_list_of_calls_that_is_delivered_again_waits_for_the_key_of_its_first_
     assert isinstance(failed.result, AlreadyRunning), "an item may have been killed, and has no message that could wait"
 
 
-def test_a_run_that_is_called_by_super_is_its_tasks(queue: Queue, keys: Keys) -> None:
+class Locked(Task):  # type: ignore[misc]  # Celery has no types
+    """Has a call that is decorated, and says whose lock it holds."""
+
+    abstract = True
+
+    @decorated("{name}")  # type: ignore[untyped-decorator]
+    def __call__(self) -> Any:
+        return [super().__call__(), None]
+
+
+OF_BASES: dict[str, tuple[Callable[[Celery], Any], tuple[str, ...]]] = {
+    "k-changed": (lambda app: app.register_task(Calls()), ("k",)),  # by super()
+    "locked": (lambda app: app.task(lambda_of(whose), base=Locked, name="locked", shared=False), ()),
+}
+
+
+@pytest.mark.parametrize("key", OF_BASES)
+def test_a_run_of_a_base_is_its_tasks(queue: Queue, keys: Keys, key: str) -> None:
     """It is not skipped behind its previous attempt; and the run of another task that it calls is none of its own."""
-    answer = queue.app.register_task(Calls()).apply_async(("k",), retries=1)
-    message = queue.take()
-    keys["k-changed"] = token_of(answer.id)
-    queue.deliver(message)
-    assert len(queue) == 1
-    del keys["k-changed"]
-    queue.deliver()
-    assert answer.get() == [["calls", answer.id, 1], None]
-
-
-def test_a_run_whose_call_is_decorated_by_its_base_is_its_tasks(queue: Queue, keys: Keys) -> None:
-    class Locked(Task):  # type: ignore[misc]  # Celery has no types
-        abstract = True
-
-        @decorated("{name}")  # type: ignore[untyped-decorator]
-        def __call__(self) -> Any:
-            return super().__call__()
-
-    task = queue.app.task(lambda_of(whose), base=Locked, name="locked", shared=False)
-    answer = task.apply_async(retries=1)
-    keys["locked"] = token_of(answer.id)
+    make, args = OF_BASES[key]
+    task = make(queue.app)
+    answer = task.apply_async(args, retries=1)
+    keys[key] = token_of(answer.id)
     queue.deliver()
     assert len(queue) == 1
-    del keys["locked"]
+    del keys[key]
     queue.deliver()
-    assert answer.get() == ["locked", answer.id, 1]
+    assert answer.get() == [[task.name, answer.id, 1], None]
 
 
 @pytest.mark.parametrize("again", [lambda task: task.run(), Task.__call__], ids=["run", "__call__"])

@@ -433,44 +433,34 @@ SOON_OVER = {"socket_timeout": 0.5, "socket_connect_timeout": 0.25}
 SOONER = dict.fromkeys(SOON_OVER, 0.125)
 
 
-@pytest.mark.parametrize(
-    ("given", "made"),
-    [
-        ({"host": "h", "connection_pool": None}, {"host": "h", **SOON_OVER}),
-        ({"socket_timeout": None, "socket_connect_timeout": 9}, SOON_OVER),
-        (SOONER, SOONER),
-    ],
-)
-def test_a_connection_for_the_thread_gives_up_soon(given: dict[str, Any], made: dict[str, Any]) -> None:
-    options = short_timeouts.short_timeouts(given)
-    options.pop("maint_notifications_config", None)
-    assert options == made
-
-
-@pytest.mark.parametrize(
-    ("url", "said"),
-    [("redis://h", {}), ("redis://h", {"enabled": False}), ("redis://h", {"enabled": True}), ("unix:///s", {})],
-)
-def test_a_client_for_the_thread_hears_no_news_of_maintenance(url: str, said: dict[str, bool]) -> None:
-    """Whatever the user's own client does."""
-    notices = pytest.importorskip("redis.maint_notifications")
-    options = {"maint_notifications_config": notices.MaintNotificationsConfig(**said)} if said else {}
-    pool: Any = redis_py.ConnectionPool.from_url(url, protocol=3, **options)
-    made: Any = short_timeouts.with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
-    assert not made.maint_notifications_enabled()
-    assert made.make_connection()._maint_notifications_connection_handler is None
-
-
 @pytest.mark.parametrize("url", ["redis://h:7/3", "rediss://h:7", "unix:///s"])
 @pytest.mark.parametrize("kind", [redis_py.ConnectionPool, redis_py.BlockingConnectionPool])
-def test_a_client_for_the_thread_is_one_of_the_same_server(url: str, kind: Any) -> None:
-    pool = kind.from_url(url, max_connections=1, timeout=None)
-    made = short_timeouts.with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
+@pytest.mark.parametrize(
+    ("given", "made_of"),
+    [({}, SOON_OVER), ({"socket_timeout": None, "socket_connect_timeout": 9}, SOON_OVER), (SOONER, SOONER)],
+)
+def test_a_client_for_the_thread_is_one_of_the_same_server_that_gives_up_soon(
+    url: str, kind: Any, given: dict[str, Any], made_of: dict[str, Any]
+) -> None:
+    pool = kind.from_url(url, protocol=3, max_connections=1, timeout=None, **given)
+    made: Any = short_timeouts.with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
     assert (type(made), made.connection_class) == (redis_py.ConnectionPool, pool.connection_class)
     for name in ("host", "port", "db", "path"):
         assert made.connection_kwargs.get(name) == pool.connection_kwargs.get(name)
+    assert {name: made.connection_kwargs[name] for name in SOON_OVER} == made_of
     assert made.connection_kwargs["retry"]._retries == 0
     assert made.max_connections > 1
+
+
+@pytest.mark.parametrize("said", [{}, {"enabled": False}, {"enabled": True}])
+def test_a_client_for_the_thread_hears_no_news_of_maintenance(said: dict[str, bool]) -> None:
+    """Whatever the user's own client does."""
+    notices = pytest.importorskip("redis.maint_notifications")
+    options = {"maint_notifications_config": notices.MaintNotificationsConfig(**said)} if said else {}
+    pool: Any = redis_py.ConnectionPool.from_url("redis://h", protocol=3, **options)
+    made: Any = short_timeouts.with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
+    assert not made.maint_notifications_enabled()
+    assert made.make_connection()._maint_notifications_connection_handler is None
 
 
 @pytest.mark.parametrize("options", [{}, {"is_master": False, "check_connection": True, "ssl": True}])
