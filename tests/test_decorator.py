@@ -189,24 +189,6 @@ def test_the_metadata_of_a_function_is_kept(decorator: Any, function: Any) -> No
     assert pickle.loads(pickle.dumps(pickled)) is pickled  # noqa: S301
 
 
-@both
-def test_arguments_and_result_are_passed_through(decorate: Decorate) -> None:
-    function = decorate(original)
-    assert function(1, "y", 2, 3, c=4.5, more=b"") == ["1", "y", "4.5", "2", "3", "more"]
-    assert function(a=1) == ["1", "x", "1.5"]
-    result = object()
-    assert decorate(lambda: result)() is result
-
-
-@both
-def test_the_key_has_the_arguments_however_they_are_given(decorate: Decorate, prefix: str) -> None:
-    def key_of(a: int, *, b: int) -> str:
-        return current_lock().key
-
-    function = decorate(key_of, key="{a}:{b}")
-    assert function(1, b=2) == function(b=2, a=1) == f"{prefix}1:2"
-
-
 # --- overlap -----------------------------------------------------------------------------------------------------
 
 

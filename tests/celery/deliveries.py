@@ -200,7 +200,7 @@ class Base(Task):  # type: ignore[misc]  # Celery has no types
 
     @decorated("{key}", timeout=HOUR)  # type: ignore[untyped-decorator]
     def run(self, key: str, another: Any = None) -> Any:
-        return [whose(), *([another.run(key)] if another else ())]
+        return [whose(), *(another.run(f"{key}-another") if another else ())]
 
 
 class Calls(Base):

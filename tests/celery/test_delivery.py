@@ -127,23 +127,6 @@ def test_a_bound_task_that_is_called_by_hand_is_a_function_whose_key_has_no_task
         decorated(work, key=key)(None, "no task")
 
 
-CALLS: dict[str, Callable[[Any], Any]] = {
-    "another task": lambda task: task(),
-    "another task's run": lambda task: task.run(),
-    "a function": lambda _: decorated(whose, key="inner")(),
-}
-
-
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_what_a_run_calls_is_a_plain_function(queue: Queue, call: Any) -> None:
-    another = a_task(queue.app, whose, key="inner")
-    task = a_task(queue.app, lambda_of(lambda: [whose(), call(another), whose()]))
-    answer = task.delay()
-    own = [task.name, answer.id, 0]
-    queue.deliver()
-    assert answer.get() == [own, [f"{whose.__module__}.whose", None, None], own]
-
-
 def holds(_: str) -> Any:
     """Says what it holds, and what a call gives then that knows of no run, as a task of an event loop may not."""
     key, holder = current_lock().key, current_lock().holder
@@ -205,19 +188,21 @@ class Locked(Task):  # type: ignore[misc]  # Celery has no types
 
     @decorated("{name}")  # type: ignore[untyped-decorator]
     def __call__(self) -> Any:
-        return [super().__call__(), None]
+        return [super().__call__()]
 
 
-OF_BASES: dict[str, tuple[Callable[[Celery], Any], tuple[str, ...]]] = {
-    "k-changed": (lambda app: app.register_task(Calls()), ("k",)),  # by super()
-    "locked": (lambda app: app.task(lambda_of(whose), base=Locked, name="locked", shared=False), ()),
+OF_ANOTHER: list[Any] = [f"{Calls.__module__}.Base.run", None, None]
+OF_BASES: dict[str, tuple[Callable[[Celery], Any], list[str], list[Any]]] = {
+    "k-changed": (lambda app: app.register_task(Calls()), ["k"], [OF_ANOTHER]),
+    "locked": (lambda app: app.task(lambda_of(whose), base=Locked, name="locked", shared=False), [], []),
 }
+"""By its key, how a task is made, its arguments, and whose the other locks are that are held meanwhile."""
 
 
 @pytest.mark.parametrize("key", OF_BASES)
 def test_a_run_of_a_base_is_its_tasks(queue: Queue, keys: Keys, key: str) -> None:
     """It is not skipped behind its previous attempt; and the run of another task that it calls is none of its own."""
-    make, args = OF_BASES[key]
+    make, args, others = OF_BASES[key]
     task = make(queue.app)
     answer = task.apply_async(args, retries=1)
     keys[key] = token_of(answer.id)
@@ -225,7 +210,7 @@ def test_a_run_of_a_base_is_its_tasks(queue: Queue, keys: Keys, key: str) -> Non
     assert len(queue) == 1
     del keys[key]
     queue.deliver()
-    assert answer.get() == [[task.name, answer.id, 1], None]
+    assert answer.get() == [[task.name, answer.id, 1], *others]
 
 
 @pytest.mark.parametrize("again", [lambda task: task.run(), Task.__call__], ids=["run", "__call__"])

@@ -14,7 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from celery import Celery, Task
+from celery import Task
 from celery.beat import ScheduleEntry, Scheduler
 from celery.result import AsyncResult, EagerResult
 from celery.schedules import schedule
@@ -42,7 +42,7 @@ from only_one.holder import task_id_of
 from only_one.lock import renewal
 from rigs.proxy import Proxy
 from rigs.waiting import eventually
-from tests.celery.deliveries import QUEUE_TIMEOUT, SLACK, Keys, Queue, decorated, done, token_of, unique, work
+from tests.celery.deliveries import QUEUE_TIMEOUT, SLACK, Keys, Queue, done, token_of, unique, work
 from tests.decorated import CLOSED, events
 from tests.interruptions import raised_after
 from tests.lock.test_leases import no_more_threads
@@ -149,17 +149,6 @@ def test_a_duplicate_whose_result_cannot_be_had_is_logged_once(new_app: Any, cap
         assert all(first.id in each for each in warnings)
 
 
-@pytest.mark.parametrize("decorate", [decorated, decorated()], ids=["bare", "called"])
-def test_calls_that_mean_the_same_are_one(queue: Queue, decorate: Any) -> None:
-    task = decorate(queue.app.task(work, name=f"task-{uuid4()}", shared=False))
-    first = task.delay({"b": True, "a": [2]})
-    value = {"a": [2], "b": True}
-    for args, kwargs in [((value,), {}), ((value, "more"), {}), ((), {"more": "more", "value": value})]:
-        assert task.delay(*args, **kwargs) == task.si(*args, **kwargs).apply_async() == first
-    assert len(queue) == 1
-    assert task.delay(value, "others") != first
-
-
 @pytest.mark.parametrize("takeover", [True, False])
 @pytest.mark.parametrize("state", ["queued", "received", "running"])
 def test_a_queued_task_outlives_its_producer_and_no_other_its_process(
@@ -261,17 +250,6 @@ def test_arguments_that_do_not_fit_raise_and_leave_no_key(queue: Queue, keys: Ke
 
 def in_(seconds: float) -> datetime:
     return datetime.now(timezone.utc) + timedelta(seconds=seconds)
-
-
-def test_the_key_is_acquired_for_30_s_until_the_task_is_published(queue: Queue, keys: Keys) -> None:
-    seen: list[Any] = []
-    task = unique(queue.app, "k", timeout=7200)
-    with about_to_publish(task, lambda: seen.append((keys.left(), keys.holder()))):
-        first = task.delay()
-    ((seconds, holder),) = seen
-    assert 0 < seconds <= 30
-    assert (holder.state, holder.task_id) == ("queued", first.id)
-    assert keys.lives_for(QUEUE_TIMEOUT)
 
 
 EAST = timezone(timedelta(hours=5))
@@ -395,39 +373,6 @@ def test_called_directly_a_task_is_decorated_like_a_function(queue: Queue, new_a
 
 
 # Tasks of every kind
-
-
-def bound(self: Any, value: int) -> Any:  # noqa: ARG001 - the task
-    return work(value)
-
-
-class Single(Task):  # type: ignore[misc]  # Celery has no types
-    name = "single"
-
-    def run(self, value: int) -> Any:
-        return work(value)
-
-
-BOUND: Any = {"function": bound, "celery": {"bind": True}}
-RETRIED: Any = {"celery": {"autoretry_for": (OSError,), "default_retry_delay": 0}}
-KINDS: dict[str, Callable[[Celery], Any]] = {
-    "bound": lambda app: unique(app, "k-{value}", **BOUND),
-    "bound, with a callable as key": lambda app: unique(app, key=lambda *, value: f"k-{value}", **BOUND),
-    "retried": lambda app: unique(app, "k-{value}", **RETRIED),
-    "a class": lambda app: decorated("k-{value}")(app.register_task(Single())),
-}
-
-
-@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-def test_a_task_of_every_kind_is_unique(queue: Queue, keys: Keys, make: Any) -> None:
-    task = make(queue.app)
-    first = task.delay(1)
-    assert task.delay(value=1) == queue.app.tasks[task.name].delay(1) == first
-    assert keys.holder("k-1").name == task.name
-    with pytest.raises(TypeError):
-        task.delay(wrong=1)
-    assert len(queue) == 1
-    assert task(2) == (2, "more", f"{keys.prefix}k-2")
 
 
 class Feed(BaseModel):

@@ -249,18 +249,21 @@ ASYNC_TASKS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("make", [functools.partial(Celery.task, bind=True), registered], ids=["bound", "class-based"])
 @pytest.mark.parametrize("options", [{}, RETRIED], ids=repr)
+@pytest.mark.parametrize(
+    "key", ["{value}:{other}", lambda *, value, other: f"{value}:{other}"], ids=["text", "callable"]
+)
 def test_the_key_above_a_decorated_method_has_the_arguments_of_the_call(
-    queue: Queue, keys: Keys, make: Any, options: Any
+    queue: Queue, keys: Keys, make: Any, options: Any, key: Any
 ) -> None:
     """Celery copies the signature of the function, which has the task itself, to its wrapper of the method."""
 
     def both(self: Any, value: int, other: int = 1) -> Any:
         return self.name, value, other
 
-    task = decorated("{value}:{other}")(make(queue.app, decorated("below")(both), **options))
+    task = decorated(key=key)(make(queue.app, decorated("below")(both), **options))
     answer = task.delay(5, 2)
-    assert keys.holder("5:2").task_id == answer.id
-    assert task.delay(other=2, value=5) == answer
+    assert (keys.holder("5:2").task_id, keys.holder("5:2").name) == (answer.id, task.name)
+    assert task.delay(other=2, value=5) == queue.app.tasks[task.name].delay(5, 2) == answer
     assert task.delay(5) != answer
     assert "5:1" in keys
     assert queue.deliver() == (task.name, 5, 2)

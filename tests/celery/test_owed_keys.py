@@ -165,4 +165,4 @@ def test_a_dropped_redelivery_does_not_withdraw_the_message_that_waits(tasks: An
     two, message = tasks(), queue.take()
     two.run_other(deliver_twice)
     assert len(queue) == 1
-    assert not keys.redis.keys("*withdrawn:*")
+    assert not keys.redis.keys(f"*{keys.prefix}*withdrawn:*")

@@ -332,16 +332,6 @@ def test_a_message_without_a_key_of_its_own_gets_none(queue: Queue, worker: Work
     assert worker.lease("next"), "nothing has gone wrong"
 
 
-def test_a_task_that_was_queued_without_its_key_costs_no_command(
-    app: Celery, worker: Worker, way: Proxy, caplog: pytest.LogCaptureFixture
-) -> None:
-    newest = unique(app, "{key}", function=work, when_busy=buffer_one())
-    newest.delay("k")
-    with way.refused():
-        worker.receive(task=newest)
-    assert not caplog.records
-
-
 def test_a_server_that_does_not_answer_is_logged_once_and_not_asked_for_a_while(
     worker: Worker, keys: Keys, way: Proxy, clock: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -20,9 +20,6 @@ from tests.live.workers import PREFIX, SETTINGS, Scene, World, answered
 
 SIZE = {"prefork": 3, "threads": 3, "gevent": 10, "eventlet": 10, "solo": 1}
 
-LIMITED, TERMINATED = {"gevent"}, {"gevent", "eventlet"}
-"""Where Celery can end a run, at its hard time limit and when it is revoked; for prefork see `test_ends`."""
-
 OPTIONS: dict[str, list[Any]] = {
     "task_acks_late": [False, True],
     "task_track_started": [False, True],
@@ -111,21 +108,19 @@ def test_a_requeued_task_does_not_occupy_the_worker(scene: Scene) -> None:
     assert scene.is_free()
 
 
-def test_the_key_after_revoke_with_terminate(pool: str, scene: Scene) -> None:
-    if pool not in TERMINATED:
+@pytest.mark.parametrize(("way", "pools"), [("revoke", {"gevent", "eventlet"}), ("limit", {"gevent"})])
+def test_the_key_after_a_run_that_celery_ends(pool: str, scene: Scene, way: str, pools: set[str]) -> None:
+    """Where it can: when the task is revoked, and at its hard time limit; for prefork see `test_ends`."""
+    if pool not in pools:
         pytest.skip("Celery ends no run there, or `test_ends` has it")
-    running = live.plain.delay(scene.key, "gate")
+    running = (live.plain if way == "revoke" else live.limited).delay(scene.key, "gate")
     scene.begun()
-    assert answered(live.app.control.revoke, running.id, terminate=True)
+    if way == "revoke":
+        assert answered(live.app.control.revoke, running.id, terminate=True)
+    else:
+        with pytest.raises(TimeLimitExceeded):
+            result(running)
     assert scene.is_free()
-    assert scene.place.notes("end", scene.key) == []
-
-
-def test_the_key_after_the_hard_time_limit(pool: str, scene: Scene) -> None:
-    if pool not in LIMITED:
-        pytest.skip("Celery ends no run there, or `test_ends` has it")
-    with pytest.raises(TimeLimitExceeded):
-        result(live.limited.delay(scene.key, "gate"))
     assert len(scene.place.notes("begin", scene.key)) == 1
-    assert scene.is_free()
+    assert scene.place.notes("end", scene.key) == []
     assert result(live.plain.delay(scene.key, 1)) == 1

@@ -50,21 +50,6 @@ def test_a_lease_is_lost_at_its_end_and_not_before(clock: Clock, make: Make, lim
     assert lock.reason is None  # nobody has noted it
 
 
-def test_the_first_reason_counts_and_the_error_of_the_last_renewal_is_the_cause_of_an_expiry(
-    clock: Clock, make: Make
-) -> None:
-    lock = make(LONG, 2 * LONG)
-    lock.trouble = OSError()
-    clock.moment += LONG
-    assert loss_of(lock).__cause__ is lock.trouble
-    assert lock.lose("taken", b"\xff") == "taken"
-    assert lock.lose("deleted") == "taken"
-    clock.moment -= LONG
-    lost = loss_of(lock)
-    assert (lost.reason, lost.value, lost.__cause__) == ("taken", r"\xff", None)
-    assert (lock.is_held, lock.expires_in) == (False, 0.0)
-
-
 def test_a_loss_is_told_once(make: Make) -> None:
     told: list[LockLost] = []
     lock, lost = make(LONG, LONG), LockLost("k", "deleted")
@@ -105,6 +90,7 @@ def test_a_key_that_is_not_ours_any_more(
     make: Make, redis: Any, value: bytes | None, reason: str, ask: Callable[[Lease], object]
 ) -> None:
     lock = make(LONG, LONG)
+    lock.trouble = OSError()  # of a renewal before, which is not why
     redis.delete(lock.key)
     if value:
         redis.set(lock.key, value)
@@ -113,6 +99,7 @@ def test_a_key_that_is_not_ours_any_more(
             ask(lock)
         assert (caught.value.key, caught.value.reason) == (lock.key, reason)
         assert caught.value.value == (r"\xff" if value else "")
+        assert caught.value.__cause__ is None
         assert lock.reason == reason
     assert (lock.ends_at, lock.expires_at) == (MOMENT + LONG, MOMENT + LONG)
 
