@@ -313,6 +313,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     *(({"active": value}, "active=True or") for value in (0, None)),
     *(({"prefix": value}, "str of UTF-8 without braces") for value in (None, b"x", "a{", "a}b", "a\ud800")),
     *(({"redis": value}, URL) for value in URLS),
+    *(({"redis": f"redis://u:a{sign}b@h/0"}, "in the password %2F for /, %3F for ? and %23 for #") for sign in "/?#"),
+    ({"redis": "rediss://h?ssl_cert_reqs=CERT_NONE"}, "value], with options of redis-py"),
     *(({"redis": value}, SOURCE) for value in (6379, ConnectionPool(), Redis().lock("k"), Redis().pipeline())),
     ({"redis": Redis().pubsub()}, SOURCE),  # type: ignore[no-untyped-call]
     *(({"redis": value}, FOR_ASYNC) for value in (redis.asyncio.Redis(), redis.asyncio.Redis)),

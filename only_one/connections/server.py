@@ -37,7 +37,7 @@ _ADVICE = {
     "(?i)authentica|username-password": "write the server's user and password: redis://user:password@host:6379/0",
     "^MovedError|^ResponseError MOVED": "the server is a node of a cluster: write redis=redis.RedisCluster(...)",
     "DB index": "write the number of a database that the server has, such as redis://host:6379/0",
-    "new thread": "nothing could renew the key: write timeout= without lease=, or call before the main thread ends",
+    "^RuntimeError": "nothing could renew the key: write timeout= without lease=, or call before the main thread ends",
 }
 """What to write, by a pattern of an error's text and of the class of the connection."""
 
@@ -143,12 +143,14 @@ def check_source(name: str, source: Source) -> Source:
 
 def _url_problem(url: str) -> str | None:
     """What is wrong with a URL, and what to write instead, without its password; None for a URL that can work."""
+    quoting = ", and in the password %2F for /, %3F for ? and %23 for #" if "@" in url else ""
     if not re.fullmatch(r"rediss?://[^/]*(/\d*)?(\?.*)?|unix://[^?]*/[^?]+(\?.*)?", url):
-        return f"{masked(url)!r} is not a URL of Redis: write redis://host:6379/0, rediss://… or unix:///path"
+        return f"{masked(url)!r} is not a URL of Redis: write redis://host:6379/0, rediss://… or unix:///path{quoting}"
     try:
         redis.Redis.from_url(url).connection_pool.make_connection()  # does not connect
     except (AttributeError, TypeError, ValueError, redis.RedisError):  # whose text may hold the password
-        return f"{masked(url)!r} cannot be read: write redis://[user:password@]host:6379/0[?option=value]"
+        with_options = "redis://[user:password@]host:6379/0[?option=value], with options of redis-py"
+        return f"{masked(url)!r} cannot be read: write {with_options}{quoting}"
     return None
 
 

@@ -130,34 +130,50 @@ def test_a_call_whose_key_no_thread_could_renew_says_so(
     assert call() == "done"
 
 
-AFTER_MAIN = """
+FIRST_CALL = """
 import sys, threading
 from only_one import LockUnavailable, configure, current_lock, only_one
-from tests.renewal import is_renewed
 
 configure(redis=sys.argv[1], prefix=sys.argv[2])
 
 @only_one("k", lease=60)
 def work():
+    from tests.renewal import is_renewed
     return "renewed" if is_renewed(current_lock()) else "not renewed"
 
-def call_when_main_has_ended():
-    threading.main_thread().join()
+def say():
     try:
         said = work()
     except LockUnavailable as error:
         said = str(error)
     print(said, flush=True)
+"""
 
-threading.Thread(target=call_when_main_has_ended).start()
+AFTER_MAIN = f"""{FIRST_CALL}
+threading.Thread(target=lambda: (threading.main_thread().join(), say())).start()
+"""
+
+IN_A_SUBINTERPRETER = f"""
+import sys
+
+code = f"import sys; sys.argv, sys.path[:] = {{sys.argv!r}}, {{sys.path!r}}" + '''{FIRST_CALL}''' + "say()"
+if sys.version_info < (3, 13):
+    import _xxsubinterpreters
+    _xxsubinterpreters.run_string(_xxsubinterpreters.create(isolated=True), code)
+else:
+    import _interpreters
+    _interpreters.exec(_interpreters.create("isolated"), code)
 """
 
 
-def test_a_first_call_after_the_main_thread_has_ended_is_renewed_or_says_so(redis_url: str, prefix: str) -> None:
-    """From Python 3.12 on no thread can be started by then."""
-    with Program(AFTER_MAIN, redis_url, prefix) as program:
+@pytest.mark.parametrize("source", [AFTER_MAIN, IN_A_SUBINTERPRETER])
+def test_a_first_call_after_the_main_thread_has_ended_is_renewed_or_says_so(
+    redis_url: str, prefix: str, source: str
+) -> None:
+    """From Python 3.12 on no thread can be started by then, and in an isolated sub-interpreter none ever."""
+    with Program(source, redis_url, prefix) as program:
         said = program.line()
-    assert said == "renewed" or "new thread at interpreter shutdown (nothing could renew the key: write" in said
+    assert said == "renewed" or "(nothing could renew the key: write timeout= without lease=" in said
 
 
 # Renewals that fail
