@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Annotated, Any, get_type_hints
 
 from .connections.server import Source, check_source
@@ -185,7 +186,7 @@ def configure(
     return override
 
 
-CONFIGURABLE = tuple(configure.__kwdefaults__ or ())
+CONFIGURABLE = tuple(signature(configure).parameters)
 """The names of the options that ``configure`` and a Celery app's configuration accept."""
 
 

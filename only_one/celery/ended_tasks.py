@@ -109,7 +109,7 @@ def _end_message(
     """
     if args is None:
         return None, None
-    if request is None or decoration.task is None:
+    if request is None:
         return key_of_message(task, decoration, options.prefix, args, kwargs), None
     delivery = Delivery(task, request, bound=False, decoration=decoration)
     is_sent_again = "only_one_requeued" in vars(request)

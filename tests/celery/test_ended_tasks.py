@@ -191,7 +191,7 @@ def threads() -> list[threading.Thread]:
 def fail(task: Any, key: str, error: Exception | None = None, task_id: Any = "mine") -> None:
     """Say that the process of a task is lost, as Celery does."""
     lost = error or WorkerLostError()
-    task_failure.send(sender=task, task_id=task_id, exception=lost, args=(key,), kwargs=None)
+    task_failure.send(sender=task, task_id=task_id, exception=lost, args=(), kwargs={"key": key})
 
 
 def revoke(task: Any, key: str, *, terminated: bool = False, **request: Any) -> None:
@@ -207,8 +207,10 @@ def end_without_a_run(task: Any, **request: Any) -> None:
     task_postrun.send(sender=task, task=SimpleNamespace(app=task.app, request=SimpleNamespace(**request)))
 
 
-def test_the_key_of_a_lost_process_is_released(task: Any, keys: Keys, child: subprocess.Popen[bytes]) -> None:
-    for key in ("k", "error"):
+def test_the_key_of_a_lost_process_is_released(
+    task: Any, unique_task: Any, keys: Keys, child: subprocess.Popen[bytes]
+) -> None:
+    for key in ("k", "error", "unique"):
         keys[key] = held_by(child.pid)
     keys["uuid"] = held_by(child.pid, str(task_id := uuid4()))
     before = threads()
@@ -216,9 +218,11 @@ def test_the_key_of_a_lost_process_is_released(task: Any, keys: Keys, child: sub
     (thread,) = set(threads()) - set(before)
     assert thread.daemon
     fail(task, "uuid", task_id=task_id)
+    fail(unique_task, "unique")  # of which the worker knows no request any more
     end(child)
     assert eventually(lambda: "k" not in keys)
     assert eventually(lambda: "uuid" not in keys)
+    assert eventually(lambda: "unique" not in keys)
     fail(task, "error", ValueError())
     assert eventually(lambda: not threads())
     assert "error" in keys
@@ -323,7 +327,7 @@ def test_the_key_of_a_revoked_task_is_released(task: Any, unique_task: Any, keys
         keys[key] = dead
     revoke(task, "waits")
     assert left() == names
-    revoke(task, "runs", terminated=True)
+    revoke(task, "", terminated=True, args=None, kwargs={"key": "runs"})
     revoke(unique_task, "queued")
     assert left() == ["waits", "changed"]
     # The key is that which it was queued with, of whatever arguments it is now; the run's is another.
@@ -341,7 +345,8 @@ def test_a_task_that_is_retried_because_its_process_is_lost_has_its_key_while_it
     """Celery's main process publishes the retry, and says so by another signal than that of a failure."""
     lost, state = (unique_task, ("queued", 2)) if is_unique else (task, None)
     keys["k"] = dead
-    request = Context(id="mine", retries=1, args=("k",), kwargs={}, delivery_info={}, headers=None)
+    given = {"args": ("k",), "kwargs": {}} if is_unique else {"args": (), "kwargs": {"key": "k"}}
+    request = Context(id="mine", retries=1, **given, delivery_info={}, headers=None)
     task_retry.send(sender=lost, request=request, reason=Retry(exc=ValueError(), when=60))
     assert not threads()
     task_retry.send(sender=lost, request=request, reason=Retry(exc=WorkerLostError(), when=60))
