@@ -17,7 +17,6 @@ from redis.exceptions import ResponseError
 from only_one.call.effective_options import Decoration, EffectiveOptions
 from only_one.clock import now
 from only_one.connections.server import Server
-from only_one.connections.server_features import is_of_another_type
 from only_one.driver import RAW, TROUBLE, drive
 from only_one.holder import Holder, is_queued
 from only_one.lock.commands import Retained, evaluate
@@ -120,15 +119,15 @@ def _end_message(
 
 
 def _all_keys(server: Server, prefix: str) -> list[Any]:
-    """All keys that begin with the prefix."""
+    """All keys that begin with the prefix, and have a string."""
     pattern = "".join(f"\\{each}" for each in prefix) + "*"  # the prefix has no wildcards
     if server.node_of(prefix).host:  # one node of a cluster
         with _at_work:
-            return [*server.client.scan_iter(match=pattern, count=1000, NEVER_DECODE=True)]
+            return [*server.client.scan_iter(match=pattern, count=1000, _type="string", NEVER_DECODE=True)]
     keys: list[Any] = []
     cursor = None
     while cursor != 0:
-        cursor, more = _ask(server, prefix, "SCAN", cursor or 0, "MATCH", pattern, "COUNT", 1000)
+        cursor, more = _ask(server, prefix, "SCAN", cursor or 0, "MATCH", pattern, "COUNT", 1000, "TYPE", "string")
         keys += more
     return keys
 
@@ -144,7 +143,7 @@ def _ask(server: Server, key: Any, *command: Any) -> Any:
             if node.backs_off_until <= now():
                 (reply,) = node.send([command], RAW)
                 break
-        time.sleep(max(0.02, min(1.0, node.backs_off_until - now())))
+        time.sleep(0.1)
     if isinstance(reply, Exception):
         raise reply
     return reply
@@ -152,12 +151,7 @@ def _ask(server: Server, key: Any, *command: Any) -> Any:
 
 def _is_free(server: Server, options: EffectiveOptions, key: Any, task_id: str, retained: Retained | None) -> bool:
     """Release the key if its process is dead, or store a retained value; whether nothing is left to do at the key."""
-    try:
-        value = _ask(server, key, "GET", key) or b""
-    except ResponseError as error:
-        if not is_of_another_type(error):
-            raise
-        return True  # where the key is not known, all that begin with the prefix are asked
+    value = _ask(server, key, "GET", key) or b""
     holder = Holder.parse(value)
     if holder is None or holder.task_id != task_id:
         return True

@@ -36,6 +36,7 @@ from only_one.lock.token import TokenFactory, process_start
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.celery.deliveries import HOUR, Calls, Keys, Queue, a_task, token_of, unique
+from tests.clients import clients
 
 PATIENCE = 10.0
 """Seconds for which the death of a process is waited for."""
@@ -276,6 +277,13 @@ def test_all_keys_are_looked_at_only_where_the_user_may_have_changed_the_argumen
     fail(make(app), "k")
     assert eventually(lambda: key not in keys)
     assert ("SCAN" in way.commands) == (key != "k")
+
+
+def test_all_keys_of_a_cluster_are_looked_at() -> None:
+    with clients("cluster") as those, those.connected(decode_responses=True) as client:
+        client.mset_nonatomic({"only_one:a": "", "only_one:b": "", "another:a": ""})
+        client.rpush("only_one:list", "of others")
+        assert sorted(ended_tasks._all_keys(find_server(client), "only_one:")) == [b"only_one:a", b"only_one:b"]
 
 
 def test_the_key_of_a_lost_process_is_released_when_a_server_that_was_away_is_back(
