@@ -76,14 +76,15 @@ kinds = pytest.mark.parametrize("kind", [redis_py.Redis, Subclass])
 
 
 def raises_its_cause_again() -> None:
-    """So the chain of exceptions is a circle."""
+    """So the chain of exceptions is a circle, and all are such as redis-py raises in the place of others."""
+    url = f"{SecretsAreElsewhere.__name__}://"
     try:
-        try:
-            raise SecretsAreElsewhere  # noqa: TRY301 - as user code does
-        except SecretsAreElsewhere as error:
-            raise RuntimeError from error
-    except RuntimeError as error:
-        raise error.__cause__ or error  # noqa: B904 - as user code does
+        redis_py.Redis.from_url(url)
+    except ValueError as first:
+        with pytest.raises(ValueError, match="Redis URL") as second:
+            redis_py.Redis.from_url(url)
+        first.args = (url,)
+        raise first from second.value
 
 
 @kinds
