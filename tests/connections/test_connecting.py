@@ -98,6 +98,15 @@ def test_whatever_is_raised_while_connecting(
         decorate(lambda: "done", redis=client)()
 
 
+def test_a_server_that_is_down_while_what_a_signal_has_raised_is_handled() -> None:
+    with handled(raises(SoftTimeLimitExceeded), signal.SIGUSR1):
+        try:
+            signal.raise_signal(signal.SIGUSR1)
+        except SoftTimeLimitExceeded:
+            with pytest.raises(LockUnavailable):
+                decorated(lambda: "done", redis="redis://127.0.0.1:1")()
+
+
 raised = pytest.mark.parametrize("error", [SoftTimeLimitExceeded, TimeoutError])
 """The second is also of the system, and redis-py raises its own in its place."""
 
