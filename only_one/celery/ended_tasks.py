@@ -27,7 +27,8 @@ from only_one.lock.token import machine
 
 from . import redelivery
 from .delivery import Delivery, caller_from_outside, decorations_of, key_of_message, queue_options_of, task_of_items
-from .received_tasks import received_request, warn_once, withdraw, withdrawal_of
+from .received_tasks import begun_request, warn_once, withdraw, withdrawal_of
+from .work import work_held_by, work_of
 
 _WAITS_FOR_A_SERVER = 300.0
 """Seconds for which a server that is away is asked again."""
@@ -43,7 +44,7 @@ with suppress(AttributeError):  # where nothing forks
 
 def _on_failure(sender: Any, task_id: str, exception: Any, args: Any, kwargs: Any, **_: Any) -> None:
     if isinstance(exception, (TimeLimitExceeded, WorkerLostError)):
-        _watch(sender, task_id, args, kwargs, received_request(task_id))
+        _watch(sender, task_id, args, kwargs, begun_request(task_id))
 
 
 def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None:  # noqa: FBT001
@@ -86,7 +87,7 @@ def _release_when_dead(task: Any, decoration: Decoration, task_id: str, args: An
                     keys = [key] if key else None
             if keys is None:
                 keys = _all_keys(server, options.prefix)
-            keys = [key for key in keys if not _is_free(server, options, key, task_id, retained)]
+            keys = [key for key in keys if not _is_free(server, options, key, task_id, request, retained)]
         except Exception as error:  # noqa: BLE001 - nobody to raise it to; the key expires by itself
             text = f"a key of {task.name}, whose run was killed or revoked, could not be released"
             warn_once(text, type(error).__name__)
@@ -149,11 +150,17 @@ def _ask(server: Server, key: Any, *command: Any) -> Any:
     return reply
 
 
-def _is_free(server: Server, options: EffectiveOptions, key: Any, task_id: str, retained: Retained | None) -> bool:
+def _is_free(
+    server: Server, options: EffectiveOptions, key: Any, task_id: str, request: Any, retained: Retained | None
+) -> bool:
     """Release the key if its process is dead, or store a retained value; whether nothing is left to do at the key."""
     value = _ask(server, key, "GET", key) or b""
     holder = Holder.parse(value)
     if holder is None or holder.task_id != task_id:
+        return True
+    held = work_held_by(holder)
+    is_of_a_retry = held is not None and request is not None and held > work_of(request)
+    if is_of_a_retry:  # which the run had published before it was killed
         return True
     if not options.takeover and not is_queued(value):
         return True

@@ -113,7 +113,7 @@ def _on_received(sender: Any, request: Any, **_: Any) -> None:
     if now() >= _swept_at + DEFAULT_LEASE:  # time to forget what has begun since, or has ended without
         _swept_at = now()
         for lease in list(_waiting):
-            if lease.is_over:
+            if lease.is_over and lease.request() is None:
                 del _waiting[lease]
     announce: list[Callable[..., None]] = [partial(_announce_redelivery, decoration) for decoration in decorations]
     for do in (_receive, *announce):
@@ -220,10 +220,14 @@ def _on_shutdown(**_: Any) -> None:
             return
 
 
-def received_request(task_id: str) -> Context | None:
-    """The request of a task that this worker has received, unless it has begun long ago."""
-    requests = [lease.request() for lease in list(_waiting)]
-    return next((Context(each.request_dict) for each in requests if each is not None and each.id == task_id), None)
+def begun_request(task_id: str) -> Context | None:
+    """The request of the latest attempt of a unique task that a process of this worker has begun; None if none has.
+
+    A retry has the same id, and may have been received by now.
+    """
+    requests = [lease.request() for lease in reversed(list(_waiting))]
+    begun = (each for each in requests if each is not None and each.time_start is not None)
+    return next((Context(each.request_dict) for each in begun if each.id == task_id), None)
 
 
 def withdrawal_of(task: Any, request: Any) -> Withdrawal | None:

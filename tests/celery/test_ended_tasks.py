@@ -145,11 +145,12 @@ DONE, WAITS, LEFT, RELEASED = (True, True), (False, False), (True, False), (Fals
 
 
 def test_a_key_is_released_when_its_process_is_dead(keys: Keys, server: Server, child: subprocess.Popen[bytes]) -> None:
-    def look(value: bytes | None, *, takeover: bool = True) -> tuple[bool, bool]:
+    def look(value: bytes | None, *, takeover: bool = True, attempt: int | None = None) -> tuple[bool, bool]:
         if value is not None:
             keys["k"] = value
         options: Any = SimpleNamespace(takeover=takeover, ttl=HOUR, queue_timeout=HOUR)
-        is_free = ended_tasks._is_free(server, options, f"{keys.prefix}k", "mine", None)
+        request = None if attempt is None else Context(id="mine", retries=attempt)
+        is_free = ended_tasks._is_free(server, options, f"{keys.prefix}k", "mine", request, None)
         renewal.finish_pending_releases()
         return is_free, "k" not in keys
 
@@ -167,7 +168,8 @@ def test_a_key_is_released_when_its_process_is_dead(keys: Keys, server: Server, 
     assert child.wait() < 0
     assert look(another) == LEFT
     assert look(late) == RELEASED
-    assert look(queued("mine", 0), takeover=False) == RELEASED
+    for attempt, waits, outcome in ((None, 0, RELEASED), (1, 1, RELEASED), (0, 1, LEFT)):
+        assert look(queued("mine", waits), takeover=False, attempt=attempt) == outcome
 
 
 def test_the_death_of_a_process_is_waited_for(
