@@ -124,7 +124,8 @@ class LockedCall:
 
     def _take_over(self, before: bytes) -> Commands[bytes | None]:
         """Acquire the key from a task that waits, or from a holder that is dead; returns what ``acquire`` does."""
-        owed = yield from owed_to(self.key, before, self.token)
+        is_own = before == self.caller.queued
+        owed = None if is_own else (yield from owed_to(self.key, before, self.token))
         became = yield from replace(self.key, before, self.token, self.options.ttl)
         if became.status == "gone":
             return (yield from acquire(self.server.features, self.key, self.token, self.options.expiry))
