@@ -251,7 +251,9 @@ class Delivery(TaskCaller):
             is_kept = holder is not None and holder.state == "kept"
             self._wait_for_own(options, server, key, held, is_kept=is_kept)
         request.only_one_key = key  # a task that was sent with an id of its own has none in its message
-        if options.when_busy is not None:
+        # A task of a chain or group that replaces another has an id of its own.
+        is_of_replaced = held is not None and held.id == request.parent_id and held.replacement < self.work.replacement
+        if options.when_busy is not None and not is_of_replaced:
             return options.when_busy
         is_continued = bool(self.work.attempt or self.work.replacement)
         if is_continued or self.may_have_begun:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from celery import Task
+from celery import Task, chain, group
 from celery.exceptions import Ignore, Reject
 from kombu.transport import TRANSPORT_ALIASES
 from kombu.transport.redis import Transport
@@ -199,6 +199,27 @@ def test_a_replacement_waits_like_any_other(
             assert len(queue) == 1
         queue.deliver()
     assert (answer.state, answer.result) == ("SUCCESS", "done")
+
+
+@pytest.mark.parametrize("by", [chain, group])
+@pytest.mark.parametrize("policy", [skip, fail])
+def test_the_first_task_of_what_replaces_a_task_waits_for_its_run(queue: Queue, by: Any, policy: Any) -> None:
+    """It has an id of its own."""
+    times: list[int] = []
+
+    def work(self: Any) -> str:
+        if self.request.replaced_task_nesting:
+            return "done"
+        try:
+            raise self.replace(by(self.si(), self.si()))
+        finally:
+            queue.deliver_elsewhere(queue.take())
+            times.extend(each["headers"].get("only_one", {"times": 0})["times"] for each in queue.messages())
+
+    a_task(queue.app, work, when_busy=policy, celery={"bind": True}).delay()
+    queue.deliver()
+    assert 1 in times  # it was requeued, and is the last of those that wait
+    assert [queue.deliver() for _ in times] == ["done"] * len(times)
 
 
 @pytest.mark.parametrize("acks_late", [True, False])
