@@ -22,7 +22,7 @@ from billiard.einfo import ExceptionInfo
 from celery import Celery, signals
 from celery.app.trace import trace_task_ret
 from celery.backends.cache import CacheBackend
-from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded, WorkerLostError
+from celery.exceptions import Reject, SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded, WorkerLostError
 from kombu import common
 from kombu.exceptions import OperationalError
 from kombu.transport import virtual
@@ -129,7 +129,10 @@ class Delivery:
             world.after(hard, lambda: self.worker.do(self._exceeds))
 
     def _run(self) -> None:
-        result = trace_task_ret(*self.target, app=self.worker.world.app_of(self.child))
+        try:
+            result = trace_task_ret(*self.target, app=self.worker.world.app_of(self.child))
+        except Reject:  # in a hook
+            result = 1, ExceptionInfo(), 0.0
         has_failed, value, _runtime = result
         self.worker.world.told(self, _name_of_error(value) if has_failed else value.strip("[]"))
         self.worker.do(lambda: self._ready(result))
@@ -169,8 +172,10 @@ class Delivery:
     def lost(self) -> None:
         if self in self.worker.jobs:
             self._fails(WorkerLostError("Worker exited prematurely: signal 9 (SIGKILL)"))
-            if self.is_done:  # not redelivered: a success of this id was stored before
-                self.worker.world.told(self, "stored")
+            if self.is_done:  # not redelivered: it is retried, or a success of this id was stored before
+                later = self.work._replace(attempt=self.work.attempt + 1)
+                is_retried = any(each.work == later for each in self.worker.broker.published)
+                self.worker.world.told(self, "Retry" if is_retried else "stored")
             self._over()
 
     def _fails(self, error: Exception) -> None:
@@ -431,6 +436,8 @@ class Worker:
 def _name_of_error(info: Any) -> str:
     error = info.exception
     error = getattr(error, "exc", error)  # of a retry, and of one with a traceback
+    if getattr(error, "requeue", False):
+        return "requeue"
     return getattr(error, "exc_cls_name", type(error).__name__)
 
 

@@ -9,14 +9,18 @@ from itertools import combinations, pairwise
 from math import inf
 from typing import Any
 
-_DOCUMENTED = ("AlreadyRunning", "LockUnavailable", "OperationalError")
+_DOCUMENTED = ("AlreadyRunning", "LockUnavailable", "OperationalError", "SoftTimeLimitExceeded")
 _UNIQUE = ("delay", "countdown", "long countdown", "soft limit", "hard limit")
 """Ways to send a task of which a second one is not published."""
 LISTS = ["map", "starmap", "chunks"]
 """Ways to send a list, of two items each."""
-_GIVE_UP_THEIR_KEY = {"replace", "retry unraised", "retry swallowed", "requeue"}
-"""Tasks of which a message may wait without its key: other work has it by then."""
-_WAITS = {"Ignore", "Retry", "None"}
+CALLS = ["call", "apply"]
+"""Ways to call a task here and now: without a message."""
+_IS_NUMBERED_ANEW = {"retry elsewhere", "replace by a chain"}
+"""Ends after which other work goes on: with another key, or with another id."""
+_GIVE_UP_THEIR_KEY = {*_IS_NUMBERED_ANEW, "replace", "retry unraised", "retry swallowed", "requeue"}
+"""Ends after which a message of the task may wait without its key: other work has it by then."""
+_WAITS = {"Ignore", "Retry", "None", "requeue"}
 """Outcomes of a delivery that tell nobody of a failure."""
 _JUST_NOW = 0.1
 _TRUSTED_FOR = 31.0
@@ -75,7 +79,7 @@ class MessageChecker:
 
     def run_begins(self, run: Any) -> None:
         for other in self.history.running:
-            if other.lock.is_held and run.lock.is_held:
+            if other.lock.key == run.lock.key and other.lock.is_held and run.lock.is_held:
                 self.problem("two at once", f"{run.trigger.name} began while {other.trigger.name} runs")
 
     def changed(self, key: bytes, expiry: float | None, after: Any) -> None:
@@ -95,10 +99,10 @@ class MessageChecker:
     def _may_forget(self) -> bool:
         """Whether a run that was sent past the check may take a waiting task's key, and keep its own for `at_least`.
 
-        And while an item of a list holds the key, a task is published without it, because the item is no task.
+        And while an item of a list or a plain call holds the key, a task is published without it: that is no task.
         """
         ways = {each.how for each in self.history.triggers.values()}
-        return not ways.isdisjoint(LISTS) or (bool(self.plan.at_least) and not ways <= set(_UNIQUE))
+        return not ways.isdisjoint([*LISTS, *CALLS]) or (bool(self.plan.at_least) and not ways <= set(_UNIQUE))
 
     def _waiting(self) -> set[str]:
         """The unique tasks whose message waits, and was not begun."""
@@ -106,7 +110,9 @@ class MessageChecker:
         there = {each.work for each in history.broker.published if not each.is_done}
         begun = {job.work for worker in history.broker.workers for job in worker.jobs if job.child}
         triggers = [history.triggers[work.trigger] for work in there - begun - history.outcomes.keys()]
-        return {each.name for each in triggers if each.is_sent and each.how in _UNIQUE and not each.runs}
+        # In `before_start` one may have given up its key.
+        triggers = [each for each in triggers if each.how in _UNIQUE and not (each.runs or each.hooked)]
+        return {each.name for each in triggers if each.is_sent}
 
     def _alive(self) -> set[str]:
         """The triggers whose tasks wait or run, or are being sent by another producer."""
@@ -120,7 +126,8 @@ class MessageChecker:
         self._being_sent.add(trigger.name)
         yield
         self._being_sent.remove(trigger.name)
-        if self.plan.when_busy == "buffer_one" and not trigger.is_sent and trigger.error is None:
+        has_equal = trigger.error is None and trigger.how not in CALLS
+        if self.plan.when_busy == "buffer_one" and not trigger.is_sent and has_equal:
             for other in self.history.triggers.values():
                 is_equal = other.task == trigger.task and other.given == trigger.given
                 if other.id == trigger.id and not (other is trigger or is_equal):
@@ -131,7 +138,8 @@ class MessageChecker:
         after, triggers = self._alive() - {trigger.name}, self.history.triggers.values()
         since = self.history.now - _JUST_NOW
         just_ended = {run.trigger.name for run in self.history.runs if run.ended is not None and run.ended > since}
-        keep = {each.name for each in triggers if each.how in _UNIQUE and _GIVE_UP_THEIR_KEY.isdisjoint(each.ends)}
+        triggers = [each for each in triggers if each.how in _UNIQUE and not each.hooked]
+        keep = {each.name for each in triggers if _GIVE_UP_THEIR_KEY.isdisjoint(each.ends)}
         keep &= {each.work.trigger for each in self.history.broker.published} - just_ended
         # A message whose child was killed has no key until it is delivered again; one whose run has ended needs none.
         keep -= self.history.begun_and_killed
@@ -188,8 +196,10 @@ def _no_task_is_lost(history: Any, checker: MessageChecker) -> Problems:
         trigger, outcomes = history.triggers[work.trigger], set(history.outcomes[work])
         ends = {run.end for run in trigger.runs if run.work == work} - {"killed", "calls again"}
         has_ended = bool(ends) and (ends != {"Reject"} or trigger.ends == ("reject",) or not checker.plan.acks_late)
-        # What a run has published in its own place, before it was killed, is work of its own.
-        has_ended |= any(each.trigger == work.trigger and each.replacement > work.replacement for each in published)
+        ends_there = ("ignore", "retry soon") if checker.plan.acks_late else ("ignore", "retry soon", "requeue")
+        has_ended |= trigger.hooked == work and trigger.in_hook[1] in ends_there
+        # What a run, or a worker for it, has published in its own place is work of its own, if it was killed then.
+        has_ended |= any(each.trigger == work.trigger and each > work for each in published)
         was_told = bool(outcomes - _WAITS) or trigger.id in history.revoked
         if not (has_ended or was_told or checker.may_lose_messages or _may_end(history, checker, trigger, outcomes)):
             yield "a task is lost", f"{work}: {history.outcomes[work]}"
@@ -204,7 +214,7 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
     # A redelivery of the message is taken for one of an earlier message with this id. Or the key is held by a task with
     # the same id, because it is kept, or by a command that came late: to tell the two apart could cost a result.
     may_be_ignored = checker.was_redelivered(trigger) or plan.at_least or checker.late_commands
-    if trigger.how == "id" and outcomes == {"Ignore"} and may_be_ignored:
+    if trigger.how == "id" and outcomes <= {"Ignore", "requeue"} and may_be_ignored:
         return True
     has_run = any(run.end != "calls again" for run in trigger.runs)
     is_skipped = plan.when_busy in ("skip", "buffer_one") or (plan.when_busy == "default" and not has_run)
@@ -213,7 +223,8 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
 
 def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
     for trigger in history.triggers.values():
-        expected = {"chain": "done", "chord": "done", "link": "done", "link_error": "ValueError"}.get(trigger.how)
+        failed = "ValueError" if "autoretry_for" not in history.plan.options else None
+        expected = {"chain": "done", "chord": "done", "link": "done", "link_error": failed}.get(trigger.how)
         if trigger.received or expected not in {run.end for run in trigger.runs}:
             continue
         outcomes = checker.outcomes_of(trigger.name)
@@ -223,10 +234,11 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
         may_be_seen_by_none = trigger.how == "chord" and checker.had("killed")
         has_failed = "OperationalError" in outcomes
         if checker.was_redelivered(trigger):
-            has_failed |= may_be_seen_by_none or bool(outcomes & {"LockUnavailable", "AlreadyRunning", "Reject"})
+            failures = {"LockUnavailable", "AlreadyRunning", "Reject", "requeue"}
+            has_failed |= may_be_seen_by_none or bool(outcomes & failures)
         # Celery counts the other part twice, and believes the chord to be complete.
-        # So it does where a run returns though its retry is published.
-        counts_twice = not {"retry unraised", "retry swallowed"}.isdisjoint(trigger.ends)
+        # So it does where a run returns though its retry is published. And a hook may fail where a retry waits.
+        counts_twice = not {"retry unraised", "retry swallowed"}.isdisjoint(trigger.ends) or trigger.hooked
         is_miscounted = trigger.how == "chord" and (counts_twice or history.deliveries_ended["part", trigger.name] > 1)
         if not (trigger.id in history.revoked or checker.may_lose_messages or has_failed or is_miscounted):
             yield "what follows was not called", f"{trigger.name} was sent with {trigger.how}"
@@ -235,7 +247,8 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
 def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
     for work, count in Counter(run.work for run in history.runs if run.end != "calls again").items():
         trigger = history.triggers[work.trigger]
-        may_run_again = trigger.ends == ("requeue",)
+        may_run_again = trigger.ends == ("requeue",) or trigger.in_hook[1] in ("requeue", "retry soon")
+        may_run_again |= trigger.how == "hard limit" and not history.acks_failures
         if count > 1 + (trigger.how in LISTS) and not may_run_again and checker.only("publishing fails"):
             yield "a run too many", f"{work} ran {count} times"
     # Not after a visibility timeout, which comes sooner here than runs are long.
@@ -246,8 +259,10 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         # A list has no marker: its items run again.
         is_again = first.work == later.work and first.trigger.how not in LISTS
         is_again &= first.trigger.name not in history.broker.redelivered_before_a_run
-        is_replaced = first.end == "Ignore" and first.trigger.action_for(first) == "replace"
-        has_ended = is_replaced or first.end in ("done", "ValueError", "Retry")
+        is_again &= first.trigger.in_hook[1] != "retry soon"  # which the run may have sent, too
+        is_replaced = first.end == "Ignore" and str(first.trigger.action_for(first)).startswith("replace")
+        has_ended = is_replaced or first.end in ("done", "Retry")
+        has_ended |= first.end == "ValueError" and history.acks_failures
         # What a run that is killed has sent is sent again by its redelivery.
         until_then = [each for each in history.runs if each.trigger is first.trigger and each.began <= first.began]
         # With Redis, a message that comes back while its result is being stored is as good as new.
@@ -262,25 +277,27 @@ def _was_killed(run: Any, until: float) -> bool:
 
 
 def _no_call_is_skipped_for_its_own_delivery(history: Any, checker: MessageChecker) -> Problems:
-    """An item of a list is skipped for other work only, and so is the second call of a task in one delivery."""
+    """A task is skipped for other work only: also an item of a list, and the second call of a task in one delivery."""
     if history.plan.at_least or checker.had("cut", "late"):  # a key may be kept, or stay for a while
         return
     for work, outcomes in history.outcomes.items():
         trigger = history.triggers[work.trigger]
         if not checker.is_alone(trigger):
             continue
-        if trigger.how in LISTS and any("None" in each for each in outcomes):
-            yield "an item is skipped for its own list", f"{work}: {outcomes}"
+        if any("None" in each or each == "AlreadyRunning" for each in outcomes):
+            yield "a task is skipped for its own lock", f"{work}: {outcomes}"
         for run in trigger.runs:
             again = [each for each in trigger.runs if each.delivery is run.delivery and each is not run]
-            if run.end == "calls again" and not (again or checker.had("kill", "revoke", "shutdown")):
+            is_over = again or "limit" in trigger.how or checker.had("kill", "revoke", "shutdown")
+            if run.end == "calls again" and not is_over:
                 yield "a second call did not run", f"{work}: {outcomes}"
 
 
 def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
     if history.plan.when_busy != "buffer_one":
         return
-    sent = [each for each in history.triggers.values() if each.error is None and each.ends != ("ignore",)]
+    sent = [each for each in history.triggers.values() if each.error is None and each.how not in CALLS]
+    sent = [each for each in sent if {"ignore", "requeue"}.isdisjoint((*each.ends[:1], *each.in_hook))]
     if not sent or any(run.began >= sent[-1].asked or run.trigger is sent[-1] for run in history.runs):
         return
     # They are numbered as they arrive, so one that was sent before may be the newest: at one time, or on a slow line.
@@ -302,7 +319,8 @@ def _none_runs_after_a_newer_one(history: Any, checker: MessageChecker) -> Probl
     if history.plan.when_busy != "buffer_one" or checker.had("cut", "late"):
         return
     for newer, older in combinations(history.runs, 2):
-        if history.arrived_at[older.trigger.name] < newer.trigger.asked:
+        has_none = {newer.trigger.how, older.trigger.how} & {*CALLS} or _IS_NUMBERED_ANEW & {*older.trigger.ends}
+        if history.arrived_at[older.trigger.name] < newer.trigger.asked and not has_none:
             yield "an older one ran after a newer", f"{older.work} after {newer.work}"
 
 
@@ -312,7 +330,8 @@ def _at_least(history: Any, checker: MessageChecker) -> Problems:
         return
     for run, later in pairwise(history.runs):
         was_limited = "limit" in run.trigger.how  # which may have interrupted its release
-        if run.end == "done" and later.began - run.began < history.plan.at_least - _JUST_NOW and not was_limited:
+        is_due = run.end == "done" and later.lock.key == run.lock.key and not was_limited
+        if is_due and later.began - run.began < history.plan.at_least - _JUST_NOW:
             yield "at_least", f"{later.work} began {later.began - run.began:.2f} s after {run.work}"
 
 

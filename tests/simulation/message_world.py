@@ -20,11 +20,13 @@ from celery.exceptions import Ignore, Reject, Retry
 
 from .broker import TRANSPORTS, App, Broker, Delivery, Work, Worker
 from .history import History
-from .message_checker import LISTS, MessageChecker
+from .message_checker import CALLS, LISTS, MessageChecker
 from .process import Machine, Process, playing, this, thread
 
-Given = dict[str, int]
-"""What a task is called with: its first key is the name of the trigger. So equal calls differ in the order alone."""
+Given = dict[str, Any]
+"""What a task is called with: its first key is the name of the trigger. So equal calls differ in the order alone.
+The last is the key of the task.
+"""
 HOW: dict[str, Callable[[Any, Any, Any, Given], Any]] = {
     "delay": lambda work, _tail, _part, given: work.delay(given),
     "id": lambda work, _tail, _part, given: work.apply_async((given,), task_id="same-id"),
@@ -41,8 +43,10 @@ HOW: dict[str, Callable[[Any, Any, Any, Given], Any]] = {
     "map": lambda work, _tail, _part, given: work.map([given, given]).apply_async(),
     "starmap": lambda work, _tail, _part, given: work.starmap([(given,), (given,)]).apply_async(),
     "chunks": lambda work, _tail, _part, given: work.chunks([(given,), (given,)], 2).apply_async().results[0],
+    "call": lambda work, _tail, _part, given: work(given),
+    "apply": lambda work, _tail, _part, given: work.apply((given,)),
 }
-"""How a task is sent."""
+"""How a task is sent, or called."""
 _HOW = [*[each for each in HOW if each not in LISTS], *["delay"] * 7, *["id"] * 3]
 _HOW += ["chain", "chord", "soft limit", "hard limit"]
 
@@ -52,12 +56,40 @@ _ENDS = [
     *[()] * 10,
     *[("fail",), ("ignore",), ("replace", "replace"), ("retry unraised",)] * 2,
     *[("retry",), ("retry soon",), ("retry", "retry soon"), ("retry soon", "replace")],
-    *[("reject",), ("requeue",), ("replace",), ("retry swallowed",)],
+    *[("reject",), ("requeue",), ("replace",), ("retry swallowed",), ("replace by a chain",)],
+    *[("retry elsewhere",), ("retry soon", "retry elsewhere"), ("retry elsewhere", "retry soon")],
 ]
 
 
+_AUTORETRY = {"autoretry_for": (ValueError,), "retry_kwargs": {"countdown": 0.1}}
+_TASKS = ("work", "other work")
+_HOOKS = ["before_start", "on_success", "on_retry", "on_failure", "after_return"]
+"""What Celery calls before a run, and after it."""
+_IN_HOOKS = [*((when, do) for when in ("run", *_HOOKS) for do in ("delay", *CALLS))]
+_IN_HOOKS += [(when, do) for when in _HOOKS for do in ("fail", "ignore", "reject", "requeue")]
+_IN_HOOKS += [(when, "retry soon") for when in _HOOKS if when != "on_retry"]
+
+
+class Hooked(Task):  # type: ignore[misc]
+    """Does in one of its hooks, once, what its trigger says."""
+
+    abstract = True
+    default_retry_delay = 1
+
+    def hooked(self, when: str, *given: Any) -> None:
+        args = next(each for each in given if isinstance(each, (list, tuple)))
+        playing().in_hook(self, when, next(iter(args[0])))
+
+
+for _each in _HOOKS:
+    setattr(Hooked, _each, functools.partialmethod(Hooked.hooked, _each))
+
+
 def _end(action: str, task: Any, trigger: Trigger) -> None:
-    """End a run of a task's work, other than by returning."""
+    """End a run of a task's work, other than by returning; or send or call another, and go on."""
+    if action in ("delay", *CALLS):
+        playing().send(this().name, f"{trigger.name}00", action)
+        return
     if action == "fail":
         msg = "the body fails"
         raise ValueError(msg)
@@ -67,8 +99,11 @@ def _end(action: str, task: Any, trigger: Trigger) -> None:
         raise Reject(requeue=action == "requeue")
     if action == "replace":
         raise task.replace(task.s(trigger.given))
-    if action in ("retry", "retry soon"):
-        raise task.retry(countdown=1.0 if action == "retry" else 0.1)
+    if action == "replace by a chain":
+        raise task.replace(chain(task.s(trigger.given), task.app.tasks["tail"].s(trigger.given)))
+    if action in ("retry", "retry soon", "retry elsewhere"):
+        args = ({**trigger.given, "key": "elsewhere"},) if action == "retry elsewhere" else None
+        raise task.retry(args, countdown=1.0 if action == "retry" else 0.1)
     with suppress(Retry):
         task.retry(countdown=0.1, throw=action != "retry unraised")
 
@@ -81,6 +116,8 @@ class Trigger:
         given: the task's argument.
         ends: how its runs end.
         how: how it is sent.
+        in_hook: in which of its task's hooks something is done, and what.
+        hooked: the work in which this was done; it is done once.
         error: what the call has raised.
         is_sent: whether the call has returned, and has published a message.
         received: what the task after it, or its ``link``, was called with.
@@ -94,6 +131,8 @@ class Trigger:
     how: str
     asked: float
     id: str | None = None
+    in_hook: tuple[str, str] = ("", "")
+    hooked: Work | None = None
     error: Any = None
     is_sent: bool = False
     received: list[Any] = field(default_factory=list)
@@ -126,6 +165,7 @@ class MessageWorld(History):
         "placement": ["below", "below", "above", "above", "two below", "both"],
         "when_busy": ["default", "retry", "buffer_one", "skip", "fail"],
         "acks_late": [True, False],
+        "options": [{}, {}, {"acks_on_failure_or_timeout": False}, {"retry_on_worker_lost": True}, _AUTORETRY],
         "lease": [None, 3.0],
         "at_least": [None, None, 3.0],
         "workers": [1, 2],
@@ -134,10 +174,11 @@ class MessageWorld(History):
         "has_beat": [False, False, True],
         "trouble": [(0.0, 0.0), (0.0, 0.0), (0.0, 0.0), (0.02, 0.03)],
         "server": ["valkey"],
-        "tasks": [("work",), ("work",), ("work", "other work")],
+        "tasks": [_TASKS[:1], _TASKS[:1], _TASKS],
         "calls": ["different", "equal"],
         "message_loss": [*[0.0] * 9, 0.2],
         "lists": [1.0, 0.3, *[0.0] * 10],  # how probable it is that a call is one
+        "hooks": [0.0, 0.0, 0.5],  # how probable it is that a task does something in a hook
         "kind": [*["function"] * 5, "class", "class that calls again", "class with a decorated call"],
     }
     FAULTS: ClassVar[dict[str, list[float]]] = {
@@ -150,6 +191,9 @@ class MessageWorld(History):
 
     def __init__(self, processes: list[Process], seed: int, left_out: frozenset[str] = frozenset()) -> None:
         super().__init__(processes, seed, left_out)
+        if self.plan.kind == "class that calls again":  # after a failure
+            self.plan.options = {}
+        self.acks_failures = "acks_on_failure_or_timeout" not in self.plan.options
         self.plan.is_unique = self.plan.placement in ("above", "both")
         if self.plan.is_unique and self.plan.when_busy == "retry":  # which is refused there
             self.plan.when_busy = "default"
@@ -195,7 +239,7 @@ class MessageWorld(History):
             self.problem("a call never ended", f"{left} wait")
         self.checker.at_the_end()
         last = f"t{plan.triggers}"
-        self.spawn(self.processes[0], "producer/last", self._send, "producer", last, (), "delay")
+        self.spawn(self.processes[0], "producer/last", self.send, "producer", last, "delay")
         self.run(self.now + 35)
         self.checker.last_call(self.triggers[last])
         _state._on_app_finalizers.intersection_update(finalizers)
@@ -263,17 +307,17 @@ class MessageWorld(History):
         def body(task: Any, given: Given) -> str:
             return playing().body(task, next(iter(given)))  # type: ignore[no-any-return] # the app outlives this history
 
-        for name in plan.tasks:
+        for name in _TASKS:
             app.tasks.pop(name, None)
             function: Any = body
             if plan.placement != "above":
-                function = package.only_one("k" if plan.placement == "below" else "inner", **given)(function)
+                function = package.only_one("{given[key]}" if plan.placement == "below" else "inner", **given)(function)
             if plan.placement == "two below":
-                function = package.only_one("k", **given)(function)
+                function = package.only_one("{given[key]}", **given)(function)
             has_call = plan.kind == "class with a decorated call" and not plan.is_unique
-            task = _task_of(app, name, function, "__call__" if has_call else plan.kind)
+            task = _task_of(app, name, function, "__call__" if has_call else plan.kind, **plan.options)
             if plan.is_unique:
-                package.only_one("k", **given)(task)
+                package.only_one("{given[key]}", **given)(task)
         return app
 
     # producing
@@ -289,19 +333,23 @@ class MessageWorld(History):
                     how, ends = self.choose(f"kind of {name}", LISTS), tuple(each for each in ends if each == "fail")
                 if self.plan.kind == "class that calls again" and self.draw(f"fails of {name}") < 0.5:
                     ends = ("fail",)
-                self._send(producer, name, ends, how)
+                hooks = _IN_HOOKS if self.draw(f"hook of {name}") < self.plan.hooks else [("", "")]
+                more = () if how in CALLS else (ends, self.choose(f"in hook of {name}", hooks))
+                self.send(producer, name, how, *more)
         left.remove(producer)
 
-    def _send(self, producer: str, name: str, ends: tuple[str, ...], how: str) -> None:
+    def send(self, producer: str, name: str, how: str, ends: tuple[str, ...] = (), in_hook: Any = ("", "")) -> None:
         if how == "id":
             self._wait_for_the_last_with_that_id()
         self.met[f"sent: {how}"] += 1
         self.met[f"ends: {', '.join(ends)}"] += 1
         equals = [f"t{number}" for number in range(self.plan.triggers)] if self.plan.calls == "equal" else []
-        given = dict.fromkeys([name, *equals], 0)
+        given = {**dict.fromkeys([name, *equals], 0), "key": "k"}
         task, task_id = self.choose(f"task of {name}", self.plan.tasks), "same-id" if how == "id" else None
-        trigger = self.triggers[name] = Trigger(name, task, given, ends, how, self.now, task_id)
-        self.note(producer, "sends", name, how, *ends)
+        if how in CALLS and name[:-2] in self.triggers:  # in the run or a hook of that
+            task = next(each for each in _TASKS if each != self.triggers[name[:-2]].task)
+        trigger = self.triggers[name] = Trigger(name, task, given, ends, how, self.now, task_id, in_hook)
+        self.note(producer, "sends", name, how, *ends, *in_hook)
         with self.checker.sending(trigger):
             try:
                 tasks = self.app_of(this()).tasks
@@ -334,6 +382,7 @@ class MessageWorld(History):
         try:
             lengths = [2.0, 40.0] if self.plan.message_loss else [0.01, 0.5, 2.0, 4.0]
             self.sleep(self.choose(f"length of {name}", lengths))
+            self.in_hook(task, "run", name)
             if action := trigger.action_for(run):
                 _end(action, task, trigger)
             run.end = "done"
@@ -347,6 +396,17 @@ class MessageWorld(History):
             self.note(process.name, "has run", name, run.end)
         return f"done {name}"
 
+    def in_hook(self, task: Any, when: str, name: str) -> None:
+        """Do what is to be done in this hook of a task; the worker itself calls one after the hard time limit."""
+        trigger = self.triggers[name]
+        is_possible = not task.request.called_directly or trigger.in_hook[1] in ("delay", *CALLS)
+        if trigger.in_hook[0] != when or trigger.hooked or not is_possible:
+            return
+        trigger.hooked = Work(trigger.name, task.request.replaced_task_nesting, task.request.retries)
+        self.note(this().name, "in", when, trigger.name, action := trigger.in_hook[1])
+        self.met[f"in {when}: {action}"] += 1
+        _end(action, task, trigger)
+
     def calls_again(self, run: Run) -> bool:
         """Whether the delivery that has begun a run, which has failed now, begins it again."""
         is_first = [each.delivery for each in run.trigger.runs].count(run.delivery) == 1
@@ -359,7 +419,8 @@ class MessageWorld(History):
         if delivery.is_work:
             self.outcomes[delivery.work].append(end)
             self.told_at[delivery.work.trigger] = self.now
-            self.arrived_at.setdefault(delivery.work.trigger, self.now)
+            if not self.triggers[delivery.work.trigger].hooked:  # else its function was perhaps not called
+                self.arrived_at.setdefault(delivery.work.trigger, self.now)
 
 
 @functools.cache
@@ -388,10 +449,10 @@ def _app(_process: Process, broker: str, *, acks_late: bool) -> Any:
     return app
 
 
-def _task_of(app: Any, name: str, function: Callable[..., Any], kind: str) -> Any:
+def _task_of(app: Any, name: str, function: Callable[..., Any], kind: str, **options: Any) -> Any:
     """The task that runs a function: made of it, or of a class whose ``run`` or ``__call__`` it is."""
     if kind == "function":
-        return app.task(bind=True, name=name, shared=False)(function)
+        return app.task(bind=True, name=name, shared=False, base=Hooked, **options)(function)
 
     def call(task: Any, *args: Any) -> Any:
         try:
@@ -402,7 +463,7 @@ def _task_of(app: Any, name: str, function: Callable[..., Any], kind: str) -> An
 
     own = {"run": function, "__call__": call} if kind == "class that calls again" else {"run": function}
     own = {"run": lambda _task, _given: None, kind: function} if kind == "__call__" else own
-    return app.register_task(type("Work", (Task,), {"name": name, **own})())
+    return app.register_task(type("Work", (Hooked,), {"name": name, **options, **own})())
 
 
 logging.getLogger("celery").setLevel(logging.CRITICAL)
