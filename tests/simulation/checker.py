@@ -42,6 +42,7 @@ class Call:
     """A call of a decorated function, and its run, as a witness sees them.
 
     Attributes:
+        life: the life of its process.
         asked: when it was made.
         job: the attempt of a job in which it was made, as its queue tells; None if there is no queue.
         answered: when it had its outcome.
@@ -59,6 +60,7 @@ class Call:
 
     name: str
     process: Any
+    life: int
     key: str
     asked: float
     job: Any
@@ -73,6 +75,11 @@ class Call:
     extended: float = 0
     lapsed_at: float = inf
     had_key = has_succeeded = held_to_the_end = is_excused = False
+
+    @property
+    def lives(self) -> bool:
+        """Whether its process does, and has not begun anew."""
+        return self.life == self.process.life and not self.process.is_dead
 
     @property
     def is_interrupted(self) -> bool:
@@ -126,8 +133,7 @@ class Checker:
         self.added_later: dict[str, Any] = history.processes[0].modules["only_one.holder"]._ADDED_LATER
 
     def running(self) -> list[Call]:
-        begun = [call for call in self.calls if call.lock is not None and call.ended == inf]
-        return [call for call in begun if not call.process.is_dead]
+        return [call for call in self.calls if call.lock is not None and call.ended == inf and call.lives]
 
     # the server
 
@@ -167,7 +173,7 @@ class Checker:
 
     def begins(self, process: Any, name: str) -> Call:
         key = self.history.choose(f"key of {name}", self.history.plan.keys)
-        call = Call(name, process, key, self.history.now, process.job)
+        call = Call(name, process, process.life, key, self.history.now, process.job)
         self.calls.append(call)
         self.history.note(name, "calls")
         return call
@@ -206,7 +212,7 @@ class Checker:
 
     def run_ends(self, call: Call, *, succeeded: bool) -> None:
         call.ended, call.has_succeeded = self.history.now, succeeded
-        call.held_to_the_end = call.lock.is_held
+        call.held_to_the_end = call.had_key and call.lock.is_held
         if not call.held_to_the_end:
             call.lapsed_at = min(call.lapsed_at, call.lock.expires_at)
         is_calm = self.history.is_calm(call.asked)
@@ -306,7 +312,7 @@ class Checker:
         """No call is skipped for a run that was dead before: of a process of its machine, or one of its own process."""
         own, machine = call.process, call.process.machine
         dead = {pid for pid, each in machine.processes.items() if getattr(each, "died_at", inf) < call.asked}
-        others = [each for each in self.calls if each.process is own and each is not call]
+        others = [each for each in self.calls if each.process is own and each.lives and each is not call]
         if not any(each.answered >= call.asked or (self.at_least and each.has_succeeded) for each in others):
             dead.add(own.pid)
         is_holder = b'"running"' in value and b'"since":999' not in value  # which somebody has put there by hand
@@ -350,8 +356,8 @@ class Checker:
             self.history.note(process.name, "event", kind, getattr(event, "reason", ""))
         if kind != "Lost":
             return
-        own = [call for call in self.calls if call.process is process and call.had_key and call.told_at == inf]
-        lost = [call for call in own if call.lock.key == event.key and not call.lock.is_held]
+        own = [call for call in self.calls if (call.process, call.life) == (process, process.life) and call.had_key]
+        lost = [call for call in own if call.lock.key == event.key and not call.lock.is_held and call.told_at == inf]
         lost = [call for call in lost if call.lock.token.decode() != event.value]
 
         def likelihood(call: Call) -> tuple[bool, bool, bool, float]:

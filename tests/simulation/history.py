@@ -8,6 +8,7 @@ import multiprocessing.util
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +41,7 @@ class History(World):
             message that its connection is cut, and that it is late.
         FAULTS: which happen at some time in some histories, and how probable each is, once, twice and so on.
             Each is a method with that name.
+        whose: the process in whose message a fault happens; None if it happens at some time.
         greets: whether each connection begins with redis-py's name: two messages, which are half of all.
     """
 
@@ -55,6 +57,7 @@ class History(World):
         self.host.loses, self.host.delays = self.plan.trouble
         self.greets = self.draw("plan greets") < 1 / 8
         self.pids = count(101)
+        self.whose: Process | None = None
 
     def plan_faults(self, seconds: float) -> None:
         for label, probabilities in self.FAULTS.items():
@@ -62,10 +65,13 @@ class History(World):
             for probability in probabilities:
                 if self.fault(label, probability):
                     self.after(self.uniform(f"time of {label}", 0, seconds), self._trouble, do)
+            if self.fault(f"{label} of a message", 0.03):  # at the moment when it is sent
+                self.host.at_message[int(self.uniform(f"message of {label}", 1, 80))] = partial(self._trouble, do)
 
-    def _trouble(self, do: Callable[[], None]) -> None:
-        self.troubled_at = self.now
-        do()
+    def _trouble(self, do: Callable[[], None], whose: Process | None = None) -> None:
+        if not self.quiet:
+            self.troubled_at, self.whose = self.now, whose
+            do()
 
     def trouble_ends(self) -> float:
         """When nothing stands still, and nothing is cut off or refused."""

@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from math import inf
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -77,6 +77,7 @@ class LockWorld(History):
         "restart without data": [0.05],
         "delete": [0.05],
         "overwrite": [0.04, 0.06],
+        "release by hand": [0.06],
         "failover": [0.06],
         "refusal": [0.08],
         "cut off": [0.1],
@@ -210,8 +211,11 @@ class LockWorld(History):
         return outcome
 
     def _fork(self, process: Process) -> None:
-        """Go on as a forked child, which has no other thread; the parent is killed."""
+        """Go on as a forked child, which has no other thread; the parent is killed, whose keys are not the child's."""
         process.fork(next(self.pids))
+        for call in self.checker.running():
+            if call.process is process:
+                call.is_excused, call.had_key = True, False
         for each in self.threads:
             if each.process is process and each is not thread():
                 each.life = -1
@@ -246,6 +250,8 @@ class LockWorld(History):
     def _witnessed(self, call: Call) -> Iterator[float]:
         """A run, of so many seconds, that fails at its end perhaps."""
         self.checker.run_begins(call, call.process.package.current_lock())
+        if self.draw(f"beside {call.name}") < 0.1:
+            self.spawn(call.process, f"{call.name}/beside", self._look_around_beside, call)
         try:
             yield self.choose(f"length of {call.name}", [0.001, 0.05, 0.5, 2.0, 5.0])
             if self.draw(f"fails {call.name}") < 0.1:
@@ -263,6 +269,9 @@ class LockWorld(History):
                 self.sleep(asks_after)
                 with self._asks(call):
                     self.checker.fenced(call, call.lock.fence)
+            is_in_main_thread = call.name.count(".") == 1 and not self.is_async
+            if is_in_main_thread and self.fault(f"fork of {call.process.name}", 0.01):
+                self._fork(call.process)
             self.sleep(seconds - asks_after)
             self._look_around(call)
             if self.draw(f"nested in {call.name}") < 0.1:
@@ -289,12 +298,17 @@ class LockWorld(History):
         except (package.OnlyOneError, OSError, redis.RedisError):
             pass
 
-    def _look_around(self, call: Call) -> None:
+    def _look_around_beside(self, call: Call) -> None:
+        """The same in another thread of the run, which may outlive it."""
+        self.sleep(self.uniform(f"beside {call.name} after", 0.0, 2.0))
+        self._look_around(call, more=5)
+
+    def _look_around(self, call: Call, more: int = 1) -> None:
         """Use what a run can ask of its lock."""
-        if self.draw(f"fence {call.name}") < 0.2:
+        if self.draw(f"fence {call.name}") < 0.2 * more:
             with self._asks(call):
                 self.checker.fenced(call, call.lock.fence)
-        if self.draw(f"extend {call.name}") < 0.1:
+        if self.draw(f"extend {call.name}") < 0.1 * more:
             seconds = self.choose(f"more for {call.name}", [2.0, 2.0, 20.0])
             with self._asks(call):
                 call.lapsed_at = call.lock.expires_at
@@ -341,6 +355,20 @@ class LockWorld(History):
         self.checker.data_is_lost()
         self.store.set(b"only_one:" + key.encode(), value, self.now + 2)
 
+    def _release_by_hand(self) -> None:
+        process = self.whose or self.choose("who releases", self.processes)
+        self.spawn(process, f"{process.name}/hand", self._release, process, self.choose("released", self.plan.keys))
+
+    def _release(self, process: Process, key: str) -> None:
+        """Release the key of the run that is found there; nobody knows which that is until it is over."""
+        self.note(process.name, "releases by hand", key)
+        self.checker.data_is_lost()
+        self.checker.lost_data_at = inf
+        with suppress(process.package.OnlyOneError, OSError, redis.RedisError):
+            process.package.inspection.release(self.functions[process], SimpleNamespace(key=key))
+        self.checker.data_is_lost()
+        self.troubled_at = self.now
+
     def _failover(self) -> None:
         lag = self.choose("lag of failover", [0.0, 0.01, 0.5, 2.0])
         self.note("server", "fails over, and loses what is younger than", lag)
@@ -353,20 +381,29 @@ class LockWorld(History):
         self.note("server", "refuses with", text)
 
     def _cut_off(self) -> None:
-        process = self.choose("cut off", self.processes)
+        process = self.whose or self.choose("cut off", self.processes)
         process.cut_off_until = self._until("cut", [0.5, 2.0, 6.0, 40.0])
         self.note(process.name, "is cut off from the server")
 
     def _pause(self) -> None:
-        process = self.choose("paused", self.processes)
+        process = self.whose or self.choose("paused", self.processes)
         process.paused_until = max(process.paused_until, self._until("pause", [0.2, 1.5, 5.0, 40.0]))
         self.note(process.name, "is paused")
 
     def _kill(self) -> None:
-        process = self.choose("killed", self.processes)
-        if not process.is_dead:
-            self.kill(process)
+        process = self.whose or self.choose("killed", self.processes)
+        if process.is_dead:
+            return
+        self.kill(process)
+        if self.draw(f"starts again {process.name}") < 0.3:
+            self.left.add(process)
+            self.after(self.choose("seconds until it starts again", [0.01, 1.0, 5.0]), self._start_again, process)
+        else:
             self.left.discard(process)
+
+    def _start_again(self, process: Process) -> None:
+        process.machine.processes[process.pid] = SimpleNamespace(is_dead=True, died_at=process.died_at)
+        self._start(process, f"{process.name}+", process.machine)
 
     def _clock(self) -> None:
         self.wall_step += self.choose("step of the clock", [-3600.0, 3600.0])

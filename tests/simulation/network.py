@@ -26,6 +26,8 @@ class Host:
         loses: how probable it is for each message that the connection is cut instead.
         delays: how probable it is for each message that it is late.
         replies: when a process was answered, and which.
+        messages: how many were sent, to it and by it.
+        at_message: what happens, to a process, when the message with this number is sent.
     """
 
     def __init__(self, world: World, store: Store) -> None:
@@ -34,6 +36,7 @@ class Host:
         self.refused: tuple[str, tuple[bytes, ...], float] = ("", (), 0.0)
         self.replies: list[tuple[float, Any]] = []
         self.links: list[Link] = []
+        self.messages, self.at_message = 0, dict[int, Callable[[Any], None]]()
 
     def stop(self, seconds: float) -> None:
         """Let the server end, and begin again later: every connection is reset."""
@@ -83,6 +86,9 @@ class Link:
     def _travel(self, way: str, arrive: Callable[..., None], what: Any) -> None:
         """Let a message arrive, now or late, or the connection be cut instead."""
         world, host, whose = self.world, self.host, f"of {self.process.name} {way}"
+        host.messages += 1
+        if happens := host.at_message.get(host.messages):
+            world.after(0, happens, self.process)
         delay = world.uniform(f"latency {whose}", 0.0002, 0.002)
         is_lost = world.fault(f"cut {whose}", host.loses)
         if world.fault(f"late {whose}", host.delays):

@@ -326,6 +326,7 @@ class Process:
         own_modules, own_path = patch.dict(sys.modules, FAKES), patch.object(sys, "path", [str(path), *sys.path])
         _importing.append(self)
         with own_modules, own_path, patch.object(Signal, "connect", _connect_own):
+            importlib.import_module("only_one.inspection")
             celery = importlib.import_module("only_one.celery")  # what the package itself imports later
             for module in pkgutil.iter_modules(celery.__path__, "only_one.celery."):
                 importlib.import_module(module.name)
