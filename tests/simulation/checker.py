@@ -74,7 +74,7 @@ class Call:
     found_at: float = inf
     extended: float = 0
     lapsed_at: float = inf
-    had_key = has_succeeded = held_to_the_end = is_excused = False
+    is_async = had_key = has_succeeded = held_to_the_end = is_excused = False
 
     @property
     def lives(self) -> bool:
@@ -117,7 +117,6 @@ class Checker:
     Attributes:
         calls: all calls so far.
         stored: all values so far of each key.
-        added_later: the fields of values that an earlier version refuses; those of a plain function have none.
         lost_data_at: when something outside of the lock's power last changed a key.
     """
 
@@ -130,7 +129,6 @@ class Checker:
         self.calls: list[Call] = []
         self.stored: defaultdict[bytes, list[Stored]] = defaultdict(list)
         self.events: Counter[tuple[int, str]] = Counter()
-        self.added_later: dict[str, Any] = history.processes[0].modules["only_one.holder"]._ADDED_LATER
 
     def running(self) -> list[Call]:
         return [call for call in self.calls if call.lock is not None and call.ended == inf and call.lives]
@@ -147,9 +145,6 @@ class Checker:
             last.until = min(now, inf if expiry is None else expiry)
         if after is not None:
             stored.append(Stored(after, now))
-            is_plain = _is_ours(after) and not self.history.plan.queue
-            if is_plain and any(field.encode() in after for field in self.added_later):
-                self.problem("a value that an earlier version refuses", str(after))
         self.look()
 
     def data_is_lost(self) -> None:
@@ -223,7 +218,7 @@ class Checker:
         may_be_told = call.had_key and not self.history.is_silent and not call.process.no_thread
         if has_gone_on and may_be_told and call.told_at == inf:
             self.problem("told too late", call.name)
-        is_cancelled = self.history.is_async and self.history.plan.when_lost == "fail"
+        is_cancelled = call.is_async and self.history.plan.when_lost == "fail"
         late = call.ended - call.told_at
         if is_cancelled and late > 0.01 and self.history.is_calm(call.ended - late):
             self.problem("not cancelled", f"{call.name} ran on for {late:.2f} s after its loss")

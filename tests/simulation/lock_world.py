@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from contextvars import copy_context
 from math import inf
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -97,7 +98,7 @@ class LockWorld(History):
         self.checker = Checker(self)
         self.store.changed = self.checker.changed
         self.left: set[Process] = set()  # whose calls have not all ended
-        self.functions: dict[Process, Callable[..., Any]] = {}
+        self.functions: dict[Process, list[Callable[..., Any]]] = {}  # the sync one and the async one
         self.when_busy: dict[Process, str] = {}
 
     def play(self) -> None:
@@ -105,12 +106,11 @@ class LockWorld(History):
         logging.getLogger("only_one").setLevel(logging.ERROR if self.is_silent else logging.NOTSET)
         for number, process in enumerate(self.processes):
             self._start(process, f"p{number}", self.choose("plan machine", self.machines))
-        faults_end = self.now + 8
         self.plan_faults(8)
+        self.run(self.now + 8)  # a process that is killed late may start again
         self.run(self.now + 600, lambda: not self.left)
         if self.left:
             self.problem("a call never ended", f"{len(self.left)} processes wait")
-        self.run(max(self.now, faults_end))
         self.quiet = True
         self.run(max(self.now, self.trouble_ends()) + 2 * self.host.latest + 3)
         self.checker.at_the_end()
@@ -130,6 +130,7 @@ class LockWorld(History):
         if self.is_async:
             with closing(Loop(self, process)) as loop:  # as ``asyncio.run``
                 loop.run_until_complete(self._call_all(process))
+                self.join_threads(process)  # those of the loop's executor
                 self.left.discard(process)
                 loop.run_until_complete(loop.shutdown_asyncgens())
         else:
@@ -139,7 +140,7 @@ class LockWorld(History):
             self.end_in_order(process)
             self.note(process.name, "ended")
 
-    def _decorated(self, process: Process) -> Callable[..., Any]:
+    def _decorated(self, process: Process) -> list[Callable[..., Any]]:
         plan, package = self.plan, process.package
         policies = {"fail": package.fail, "carry_on": package.carry_on, "skip": package.skip, "fails": fails}
         lease, timeout = plan.times
@@ -156,7 +157,7 @@ class LockWorld(History):
             redis="redis://server:6379/0?protocol=2",
             **{option: value for option, value in options.items() if value},
         )
-        return decorate(self._async_body if self.is_async else self._body)  # type: ignore[no-any-return]
+        return [decorate(self._body), decorate(self._async_body)]
 
     def _calls_of(self, process: Process) -> Iterator[tuple[str, float]]:
         """The names of the calls of a process, and the seconds before each.
@@ -200,7 +201,7 @@ class LockWorld(History):
     def _call_and_check(self, process: Process, name: str) -> Any:
         call = self.checker.begins(process, name)
         try:
-            outcome: Any = self.functions[process](call)
+            outcome: Any = self.functions[process][0](call)
         except Exception as error:  # noqa: BLE001 - the checker says which are allowed
             outcome = error
         sys.settrace(None)  # what the checker asks of the package is not interrupted
@@ -227,7 +228,8 @@ class LockWorld(History):
     async def _call_async(self, process: Process, name: str, pause: float, *, is_nested: bool = False) -> None:
         await asyncio.sleep(pause)
         call = self.checker.begins(process, name)
-        running = self.functions[process](call)
+        call.is_async = True
+        running = self.functions[process][1](call)
         if not is_nested:
             running = task = asyncio.ensure_future(running)
             if self.fault(f"cancelled of {name}", 0.15):
@@ -275,15 +277,35 @@ class LockWorld(History):
             self.sleep(seconds - asks_after)
             self._look_around(call)
             if self.draw(f"nested in {call.name}") < 0.1:
-                self._call_and_check(call.process, f"{call.name}.0")
+                self._call_nested(call.process, f"{call.name}.0")
         return "done"
+
+    def _call_nested(self, process: Process, name: str) -> None:
+        # What interrupts an event loop at any line would end the loop.
+        running: Any = thread()
+        is_interrupted = running.tracer is not None and running.tracer.__self__.left > 0
+        if self.draw(f"async {name}") < 0.3 and not is_interrupted:
+            with closing(Loop(self, process)) as loop:
+                loop.run_until_complete(self._call_async(process, name, 0.0, is_nested=True))
+        else:
+            self._call_and_check(process, name)
 
     async def _async_body(self, call: Call) -> str:
         with self._witnessed(call) as seconds:
             await asyncio.sleep(seconds)
             if self.draw(f"nested in {call.name}") < 0.1:
-                await self._call_async(call.process, f"{call.name}.0", 0.0, is_nested=True)
+                await self._call_nested_async(call.process, f"{call.name}.0")
         return "done"
+
+    async def _call_nested_async(self, process: Process, name: str) -> None:
+        if self.draw(f"sync {name}") >= 0.3:
+            await self._call_async(process, name, 0.0, is_nested=True)
+            return
+        has_ended, loop = asyncio.Event(), asyncio.get_running_loop()  # as ``asyncio.to_thread``
+        running = self.spawn(process, f"{name}/thread", copy_context().run, self._call_and_check, process, name)
+        running.is_daemon = False
+        running.joined.append(lambda _: loop.call_soon_threadsafe(has_ended.set))
+        await has_ended.wait()
 
     @contextmanager
     def _asks(self, call: Call) -> Iterator[None]:
@@ -365,7 +387,7 @@ class LockWorld(History):
         self.checker.data_is_lost()
         self.checker.lost_data_at = inf
         with suppress(process.package.OnlyOneError, OSError, redis.RedisError):
-            process.package.inspection.release(self.functions[process], SimpleNamespace(key=key))
+            process.package.inspection.release(self.functions[process][0], SimpleNamespace(key=key))
         self.checker.data_is_lost()
         self.troubled_at = self.now
 

@@ -45,7 +45,7 @@ class Thread(greenlet.greenlet):  # type: ignore[misc]
         self.world, self.process, self.name, self._do = world, process, name, do
         self.life = process.life
         self.tracer: Any = Tracer(world.branches).trace if world.branches is not None else None
-        self.joined: list[Callable[[Any], None]] = []
+        self.joined: list[Callable[[Any], object]] = []
 
     @property
     def lives(self) -> bool:
