@@ -25,7 +25,7 @@ _RELEASES = b"return redis.call('del', KEYS[1]) + "
 """Words of the script that releases a key."""
 
 _REFUSES = {"valkey": 0, "redis": 1, "redis7": 2, "redis6": 3}
-"""How many commands a server does not know, of which each process learns once."""
+"""How many commands a server does not know, of which each process learns once for each server."""
 
 _MOST = 60
 """How often a process sends the same command at most: at its end, a release that is refused."""
@@ -133,6 +133,9 @@ class Checker:
     def running(self) -> list[Call]:
         return [call for call in self.calls if call.lock is not None and call.ended == inf and call.lives]
 
+    def _is_calm(self, call: Call, since: float) -> bool:
+        return self.history.is_calm(since, self.history.hosts[self.history.host_of[call.key]])  # type: ignore[no-any-return]
+
     # the server
 
     def changed(self, key: bytes, expiry: float | None, after: Any) -> None:
@@ -210,17 +213,17 @@ class Checker:
         call.held_to_the_end = call.had_key and call.lock.is_held
         if not call.held_to_the_end:
             call.lapsed_at = min(call.lapsed_at, call.lock.expires_at)
-        is_calm = self.history.is_calm(call.asked)
+        is_calm = self._is_calm(call, call.asked)
         limit = (self.history.plan.times[1] or inf) + call.extended
         if call.had_key and is_calm and not call.lock.is_held and call.ended < call.asked + limit:
             self.problem("a loss without a cause", call.name)
-        has_gone_on = call.ended - call.found_at > 0.1 and self.history.is_calm(call.found_at)
+        has_gone_on = call.ended - call.found_at > 0.1 and self._is_calm(call, call.found_at)
         may_be_told = call.had_key and not self.history.is_silent and not call.process.no_thread
         if has_gone_on and may_be_told and call.told_at == inf:
             self.problem("told too late", call.name)
         is_cancelled = call.is_async and self.history.plan.when_lost == "fail"
         late = call.ended - call.told_at
-        if is_cancelled and late > 0.01 and self.history.is_calm(call.ended - late):
+        if is_cancelled and late > 0.01 and self._is_calm(call, call.ended - late):
             self.problem("not cancelled", f"{call.name} ran on for {late:.2f} s after its loss")
         self.history.note(call.name, "has run", "and holds its key" if call.lock.is_held else "and has lost its key")
 
@@ -246,7 +249,7 @@ class Checker:
         is_there = keeps and self.store.get(call.key_there) == call.lock.token
         if is_there and call.lock.token not in call.process.modules["only_one.lock.token"].active_tokens:
             self.problem("a key that is kept later looks dead", call.name)
-        if call.held_to_the_end and self.history.is_calm(call.ended) and not (call.is_excused or call.is_interrupted):
+        if call.held_to_the_end and self._is_calm(call, call.ended) and not (call.is_excused or call.is_interrupted):
             self._check_release(call)
 
     def _may_be_cancelled(self, call: Call) -> bool:
@@ -266,7 +269,7 @@ class Checker:
         is_renewed = lease is not None or timeout is None
         has_thread = not is_renewed or not any("no thread" in each for each in self.history.faults)
         is_text = all(isinstance(each.value, bytes) for each in stored)  # and no list that somebody has put there
-        must_be_up = self.history.is_calm(call.asked) and has_thread and is_text
+        must_be_up = self._is_calm(call, call.asked) and has_thread and is_text
         is_skipped = outcome is None and (must_be_up or plan.when_down != "skip")
         is_own = plan.jobs and plan.queue != "dramatiq" and call.job_id() in getattr(outcome, "value", "")
         is_job = plan.jobs and is_text and self.lost_data_at < call.asked
@@ -334,7 +337,7 @@ class Checker:
         for begin, end in ((call.asked, min(call.began, call.answered)), (call.ended, call.answered)):
             # Two attempts: each waits 0.5 s for a connection and 0.9 s for a reply. A server that hangs in one of these
             # ways is known in 2 s. One that answers, but slowly, is waited for: for each of its answers by itself.
-            replies = self.history.host.replies if end - begin > limit else []
+            replies = [each for host in self.history.hosts.values() if end - begin > limit for each in host.replies]
             moments = [begin, *sorted(at for at, who in replies if who is call.process and begin < at < end), end]
             longest = max(after - before for before, after in pairwise(moments))
             if longest > limit:
@@ -447,7 +450,7 @@ class Checker:
         version = self.history.plan.server
         sent = [(command, reply) for _, command, reply in self._executed() if command[0] in _OF_A_CALL]
         sent = [each for each in sent if not any(script in each[0][1] for script in _BESIDE)]
-        most = _REFUSES[version] * len({call.process for call in self.calls})
+        most = _REFUSES[version] * len({(call.process, self.history.host_of[call.key]) for call in self.calls})
         # A key that is free when an old server is asked for the holder is asked for once more; and so is one of a dead
         # holder that is free when it is taken over.
         asked_in_vain = [command for command, reply in sent if reply is None]

@@ -41,6 +41,7 @@ class History(World):
             message that its connection is cut, and that it is late.
         FAULTS: which happen at some time in some histories, and how probable each is, once, twice and so on.
             Each is a method with that name.
+        of_host: the faults that only the first host suffers.
         whose: the process in whose message a fault happens; None if it happens at some time.
         greets: whether each connection begins with redis-py's name: two messages, which are half of all.
     """
@@ -54,10 +55,13 @@ class History(World):
         self.plan = SimpleNamespace(**{name: self.choose(f"plan {name}", values) for name, values in self.PLAN.items()})
         self.store = Store(lambda: self.now, self.wall, self.plan.server)
         self.host = Host(self, self.store)
-        self.host.loses, self.host.delays = self.plan.trouble
+        self.hosts = {"server": self.host, "other": Host(self, self.store)}
+        for each in self.hosts.values():
+            each.loses, each.delays = self.plan.trouble
         self.greets = self.draw("plan greets") < 1 / 8
         self.pids = count(101)
         self.whose: Process | None = None
+        self.of_host: list[Callable[[], None]] = []
 
     def plan_faults(self, seconds: float) -> None:
         for label, probabilities in self.FAULTS.items():
@@ -70,17 +74,23 @@ class History(World):
 
     def _trouble(self, do: Callable[[], None], whose: Process | None = None) -> None:
         if not self.quiet:
-            self.troubled_at, self.whose = self.now, whose
+            self.whose, sufferer = whose, self.host if do in self.of_host else self
+            sufferer.troubled_at = self.now
             do()
 
-    def trouble_ends(self) -> float:
-        """When nothing stands still, and nothing is cut off or refused."""
-        host, processes = self.host, [max(each.paused_until, each.cut_off_until) for each in self.processes]
+    def trouble_ends(self, host: Host) -> float:
+        """When nothing stands still, and nothing is cut off or refused, of this host and of all processes."""
+        processes = [max(each.paused_until, each.cut_off_until) for each in self.processes]
         return max(host.frozen_until, host.down_until, host.refused[2], *processes)
 
-    def is_calm(self, since: float) -> bool:
-        """Whether nothing has gone wrong since then, and nothing that went wrong before was still to come."""
-        return max(self.trouble_ends(), self.troubled_at + self.host.latest) < since
+    @property
+    def latest(self) -> float:
+        return max(each.latest for each in self.hosts.values())
+
+    def is_calm(self, since: float, host: Host) -> bool:
+        """Whether nothing has gone wrong since then with this host, and nothing that did before was still to come."""
+        troubled_at = max(self.troubled_at, host.troubled_at)
+        return max(self.trouble_ends(host), troubled_at + self.latest) < since
 
     def start(self, process: Process, name: str, machine: Machine) -> None:
         process.begin(machine, next(self.pids), name)

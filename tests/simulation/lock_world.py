@@ -98,7 +98,9 @@ class LockWorld(History):
         self.checker = Checker(self)
         self.store.changed = self.checker.changed
         self.left: set[Process] = set()  # whose calls have not all ended
-        self.functions: dict[Process, list[Callable[..., Any]]] = {}  # the sync one and the async one
+        self.functions: dict[tuple[Process, str], list[Callable[..., Any]]] = {}  # of each key, sync and async
+        self.of_host = [self._freeze, self._restart_with_data, self._refusal]
+        self.host_of = {"k": "server", "n": "other" if self.draw("plan other server") < 0.5 else "server"}
         self.when_busy: dict[Process, str] = {}
 
     def play(self) -> None:
@@ -112,7 +114,7 @@ class LockWorld(History):
         if self.left:
             self.problem("a call never ended", f"{len(self.left)} processes wait")
         self.quiet = True
-        self.run(max(self.now, self.trouble_ends()) + 2 * self.host.latest + 3)
+        self.run(max(self.now, self.trouble_ends(self.host)) + 2 * self.latest + 3)
         self.checker.at_the_end()
         self.run(self.now + 60)
         self.checker.when_all_is_over()
@@ -121,8 +123,12 @@ class LockWorld(History):
 
     def _start(self, process: Process, name: str, machine: Machine) -> None:
         self.start(process, name, machine)
+        self.when_busy[process] = self.choose(f"plan when_busy of {name}", ["fail", "skip", "fails"])
         process.no_thread = self.choose(f"plan no_thread of {name}", [0.0] * 9 + [0.3])
-        self.functions[process] = self._decorated(process)
+        for key in self.plan.keys:
+            self.functions[process, key] = self._decorated(process, key)
+        if not self.is_silent:
+            process.package.subscribe(lambda event: self.checker.event(process, event))
         self.left.add(process)
         self.spawn(process, f"{name}/main", self._run, process)
 
@@ -140,21 +146,18 @@ class LockWorld(History):
             self.end_in_order(process)
             self.note(process.name, "ended")
 
-    def _decorated(self, process: Process) -> list[Callable[..., Any]]:
+    def _decorated(self, process: Process, key: str) -> list[Callable[..., Any]]:
         plan, package = self.plan, process.package
         policies = {"fail": package.fail, "carry_on": package.carry_on, "skip": package.skip, "fails": fails}
         lease, timeout = plan.times
-        self.when_busy[process] = self.choose(f"plan when_busy of {process.name}", ["fail", "skip", "fails"])
         work_id = Call.job_id if plan.jobs and not plan.queue else None
         options = {"lease": lease, "timeout": timeout, "at_least": plan.at_least, "work_id": work_id}
-        if not self.is_silent:
-            process.package.subscribe(lambda event: self.checker.event(process, event))
         decorate = package.only_one(
             "{call.key}",
             when_busy=policies[self.when_busy[process]],
             when_down=policies[plan.when_down],
             when_lost=policies.get(plan.when_lost, lambda _: None),
-            redis="redis://server:6379/0?protocol=2",
+            redis=f"redis://{self.host_of[key]}:6379/0?protocol=2",
             **{option: value for option, value in options.items() if value},
         )
         return [decorate(self._body), decorate(self._async_body)]
@@ -201,7 +204,7 @@ class LockWorld(History):
     def _call_and_check(self, process: Process, name: str) -> Any:
         call = self.checker.begins(process, name)
         try:
-            outcome: Any = self.functions[process][0](call)
+            outcome: Any = self.functions[process, call.key][0](call)
         except Exception as error:  # noqa: BLE001 - the checker says which are allowed
             outcome = error
         sys.settrace(None)  # what the checker asks of the package is not interrupted
@@ -229,7 +232,7 @@ class LockWorld(History):
         await asyncio.sleep(pause)
         call = self.checker.begins(process, name)
         call.is_async = True
-        running = self.functions[process][1](call)
+        running = self.functions[process, call.key][1](call)
         if not is_nested:
             running = task = asyncio.ensure_future(running)
             if self.fault(f"cancelled of {name}", 0.15):
@@ -387,7 +390,7 @@ class LockWorld(History):
         self.checker.data_is_lost()
         self.checker.lost_data_at = inf
         with suppress(process.package.OnlyOneError, OSError, redis.RedisError):
-            process.package.inspection.release(self.functions[process][0], SimpleNamespace(key=key))
+            process.package.inspection.release(self.functions[process, key][0], SimpleNamespace(key=key))
         self.checker.data_is_lost()
         self.troubled_at = self.now
 

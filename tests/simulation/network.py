@@ -15,13 +15,14 @@ _DELAYS = [0.3, 0.7, 1.2, 2.5, 6.0]
 
 
 class Host:
-    """The host with the server.
+    """A host with a server.
 
     Attributes:
         store: what its server stores.
         frozen_until: until when it does nothing, as with SIGSTOP.
         down_until: until when it refuses connections.
         refused: the text with which it refuses some commands, and which, until when.
+        troubled_at: when the last fault happened to it.
         latest: the most seconds that the network held up a message to or from it.
         loses: how probable it is for each message that the connection is cut instead.
         delays: how probable it is for each message that it is late.
@@ -32,7 +33,7 @@ class Host:
 
     def __init__(self, world: World, store: Store) -> None:
         self.world, self.store = world, store
-        self.frozen_until = self.down_until = self.latest = self.loses = self.delays = 0.0
+        self.frozen_until = self.down_until = self.troubled_at = self.latest = self.loses = self.delays = 0.0
         self.refused: tuple[str, tuple[bytes, ...], float] = ("", (), 0.0)
         self.replies: list[tuple[float, Any]] = []
         self.links: list[Link] = []
@@ -64,12 +65,13 @@ class Link:
         self._buffer = bytearray()
         self._last = {"up": 0.0, "down": 0.0, "frozen": 0.0}
 
-    def open(self) -> float:
-        """Connect, and return the seconds that it takes.
+    def open(self, host: str) -> float:
+        """Connect to a host, and return the seconds that it takes.
 
         Raises:
             ConnectionRefusedError: if no server listens.
         """
+        self.host = self.world.hosts[host]
         if self.host.down_until > self.world.now:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
         # The system of a frozen server's machine accepts connections for it; a network that is cut accepts nothing.
@@ -143,8 +145,8 @@ class BlockingSocket(Link):
         self._timeout: float | None = None
         self._wake: Callable[[object], None] = lambda _: None
 
-    def connect(self, _address: tuple[str, int]) -> None:
-        seconds, limit = self.open(), self._timeout or 1e9
+    def connect(self, address: tuple[str, int]) -> None:
+        seconds, limit = self.open(address[0]), self._timeout or 1e9
         self.world.sleep(min(seconds + 0.0001, limit))
         if seconds > limit:
             raise TimeoutError
@@ -239,10 +241,10 @@ class Loop(asyncio.BaseEventLoop):
     def _write_to_self(self) -> None:
         self._wake(None)
 
-    async def create_connection(self, protocol_factory: Any, *_: Any, **__: Any) -> Any:
+    async def create_connection(self, protocol_factory: Any, host: Any = None, *_: Any, **__: Any) -> Any:
         protocol = protocol_factory()
         transport = Transport(self, protocol)
-        await asyncio.sleep(transport.open())
+        await asyncio.sleep(transport.open(host))
         transport.host.links.append(transport)
         protocol.connection_made(transport)
         return transport, protocol
