@@ -268,9 +268,10 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         has_ended |= first.end == "ValueError" and history.acks_failures
         # What a run that is killed has sent is sent again by its redelivery.
         until_then = [each for each in history.runs if each.trigger is first.trigger and each.began <= first.began]
-        # With Redis, a message that comes back while its result is being stored is as good as new.
-        redelivered_at = history.broker.last_redelivered_at.get(first.work, -inf)
-        comes_late = history.plan.broker == "redis" and redelivered_at > first.ended
+        # With Redis, a message that comes back while its result is being stored is as good as new, with all it sends.
+        redelivered_at = history.broker.last_redelivered_at
+        have_come_late = [redelivered_at.get(each.work, -inf) > each.ended for each in until_then]
+        comes_late = history.plan.broker == "redis" and any(have_come_late)
         if is_again and has_ended and not comes_late and not any(_was_killed(each, later.began) for each in until_then):
             yield "a run too many", f"{first.work} ran again after {first.end}"
 
