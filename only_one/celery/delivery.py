@@ -367,11 +367,11 @@ class Delivery(TaskCaller):
         return may_run
 
     def _is_to_be_done(self, options: EffectiveOptions, server: Server, key: str) -> bool:
-        header = self.header
+        header = carried = self.header
         self._request.only_one_has_begun = True
         # A task that was sent with an id of its own has no key in its message; its retry waits with one.
         if self.is_unique_in_queue and header.key is None:
-            self._request.headers = {**(self._request.headers or {}), **header._replace(key=key).as_headers()}
+            carried = self._carry(header._replace(key=key))
         only_newest = isinstance(options.when_busy, BufferOne)
         is_unmarked = self._task.acks_late and self.may_be_redelivered
         # What has been noted of the work since an earlier call in this delivery began was noted by that call.
@@ -387,8 +387,16 @@ class Delivery(TaskCaller):
                 if marker.ended:
                     log(INFO, "%s[%s] is run again: its run has ended, but stored no result", self.name, header.id)
             if only_newest:
-                self.is_superseded = not coalescing.begin(*self._coalesced(server, key))
+                trigger = coalescing.begin(*self._coalesced(server, key))
+                self.is_superseded = not trigger
+                if header.trigger is None and trigger:  # another decorator of the task would give it a later number
+                    self._carry(carried._replace(trigger=trigger))
         return not self.is_superseded
+
+    def _carry(self, header: Header) -> Header:
+        """Have the task's later calls and messages find this header."""
+        self._request.headers = {**(self._request.headers or {}), **header.as_headers()}
+        return header
 
     def can_take_queued(self, options: EffectiveOptions, value: bytes) -> bool:  # noqa: ARG002
         """A retry of this very task goes first; no other task that waits in a queue has begun."""
