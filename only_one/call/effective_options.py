@@ -42,7 +42,7 @@ class EffectiveOptions(settings.Settings):
     expiry: Expiry
 
     def not_renewed(self, ttl: float, timeout: float) -> "EffectiveOptions":
-        """The same options for a key that is acquired for ``ttl`` seconds at first, of ``timeout``, and not renewed."""
+        """The same options with another ``timeout``, of which the first ``ttl`` seconds are asked for, and no lease."""
         made = object.__new__(EffectiveOptions)  # `dataclasses.replace` costs a tenth of a SET
         vars(made).update(vars(self), ttl=ttl, expiry=expiry_in(ttl), timeout=timeout, lease=None)
         return made

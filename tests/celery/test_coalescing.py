@@ -11,7 +11,7 @@ from celery import Celery
 from only_one import buffer_one
 from only_one.celery import coalescing
 from only_one.connections.server import Server
-from tests.celery.deliveries import REMEMBERED, Awaits, Keys, Queue, a_task
+from tests.celery.deliveries import REMEMBERED, Awaits, Keys, Queue, a_task, decorated, done
 from tests.celery.enqueueing import withdraw
 
 
@@ -183,3 +183,13 @@ def test_a_retry_and_a_replacement_are_as_old_as_their_task(queue: Queue, how: s
     for message in (newer, older):
         queue.deliver(message)
     assert ran == [0, 1]
+
+
+def test_all_decorators_of_a_task_that_was_sent_by_name_give_it_one_number(queue: Queue, keys: Keys) -> None:
+    """Else a task that is queued in between would be newer for the first of them, and older for the second."""
+    inner = a_task(queue.app, done, key="inner", when_busy=buffer_one())
+    task = decorated(inner, key="outer", when_busy=buffer_one())
+    queue.app.send_task(task.name)
+    queue.deliver()
+    numbers = [keys.redis.zscore(f"{{{keys.prefix}{key}}}:triggers", "begun") for key in ("outer", "inner")]
+    assert numbers[0] == numbers[1] is not None
