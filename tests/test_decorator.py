@@ -189,6 +189,15 @@ def test_the_metadata_of_a_function_is_kept(decorator: Any, function: Any) -> No
     assert pickle.loads(pickle.dumps(pickled)) is pickled  # noqa: S301
 
 
+@both
+def test_arguments_and_result_are_passed_through(decorate: Decorate) -> None:
+    function = decorate(original)
+    assert function(1, "y", 2, 3, c=4.5, more=b"") == ["1", "y", "4.5", "2", "3", "more"]
+    assert function(a=1) == ["1", "x", "1.5"]
+    result = object()
+    assert decorate(lambda: result)() is result
+
+
 # --- overlap -----------------------------------------------------------------------------------------------------
 
 
