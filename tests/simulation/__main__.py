@@ -16,8 +16,8 @@ from .message_world import MessageWorld
 from .shrinking import shrink, timeline
 from .tracing import describe_rare
 
-COUNTED = 10
-"""Of so many histories one counts its branches, because counting makes it slow."""
+COUNTED = 50
+"""Of so many histories one counts its branches, because counting takes three times as long."""
 
 _PART = 200
 """So many histories are played in one process, which ends without collecting its garbage: a seventh of the time."""

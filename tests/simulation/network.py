@@ -10,7 +10,6 @@ from typing import Any
 from .server import Refusal, Store, commands_in, encode
 from .world import Thread, World
 
-_RESET = ConnectionResetError(errno.ECONNRESET, "reset")
 _DELAYS = [0.3, 0.7, 1.2, 2.5, 6.0]
 
 
@@ -80,7 +79,7 @@ class Link:
 
     def send(self, data: bytes) -> None:
         if self.is_reset:
-            raise _RESET
+            raise ConnectionResetError(errno.ECONNRESET, "reset")
         self._buffer += data
         for command in commands_in(self._buffer):
             self._travel("up", self._arrive, command)
@@ -126,7 +125,7 @@ class Link:
         data = bytes(self.inbox[:count])
         del self.inbox[:count]
         if not data and self.is_reset:
-            raise _RESET
+            raise ConnectionResetError(errno.ECONNRESET, "reset")
         return data
 
     def reset(self, _what: object = None) -> None:

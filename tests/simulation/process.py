@@ -28,6 +28,7 @@ from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
+import billiard.einfo
 import greenlet
 import redis.asyncio.client
 import redis.asyncio.connection
@@ -259,6 +260,7 @@ _CHANGES: list[tuple[Any, str, Any]] = [
     (redis.connection, "parse_url", lambda url: {**_parsed(url)}),
     (redis.connection, "get_pool_name", lambda _: "pool"),  # for metrics that nobody reads
     (redis.connection, "get_default_socket_keepalive_options", dict),
+    (billiard.einfo, "traceback", SimpleNamespace(format_exception=lambda *_: ())),  # a text that nobody reads
     (builtins, "__import__", _import_own),
     (signal, "valid_signals", lambda: [handle_signal]),  # none of the program that runs the world
     (signal, "getsignal", lambda handler: handler),
