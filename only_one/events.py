@@ -4,12 +4,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from logging import DEBUG, ERROR, INFO, WARNING, Logger, getLogger
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
 from .driver import is_of_signal_handler
 from .errors import HasHolder, LockUnavailable
 from .holder import Holder, printable
 from .option_values import check_callable
+
+P = ParamSpec("P")
 
 logger = getLogger("only_one")
 
@@ -158,7 +160,7 @@ class Down(Event):
         return f"{self.name}: {self.error}"
 
 
-_LEVELS = {Acquired: DEBUG, Busy: INFO, Reclaimed: WARNING, Released: DEBUG, Lost: WARNING, Down: DEBUG}
+_LEVELS: dict[Any, int] = {Acquired: DEBUG, Busy: INFO, Reclaimed: WARNING, Released: DEBUG, Lost: WARNING, Down: DEBUG}
 
 _hooks: dict[object, Callable[[Event], object]] = {}
 
@@ -221,13 +223,11 @@ def subscribe(hook: Callable[[Event], object]) -> Callable[[], None]:
     return unsubscribe
 
 
-def wanted(kind: type[Event]) -> bool:
-    """Whether a hook or the log would get an event of this kind: building one costs time."""
-    return bool(_hooks) or logger.isEnabledFor(_LEVELS[kind])
-
-
-def emit(event: Event) -> None:
-    """Log an event, and call the hooks with it."""
+def emit(kind: Callable[P, Event], *values: P.args, **named: P.kwargs) -> None:
+    """Log an event, and call the hooks with it; it is built only if one of them would get it: that costs time."""
+    if not _hooks and not logger.isEnabledFor(_LEVELS[kind]):
+        return
+    event = kind(*values, **named)
     for hook in (_log, *_hooks.copy().values()):  # others may subscribe meanwhile; copying needs no lock
         _tell(hook, event)
 

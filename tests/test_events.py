@@ -37,7 +37,6 @@ from only_one import (
     subscribe,
 )
 from only_one import events as only_one_events
-from only_one.call import locked_call
 from only_one.inspection import key_of
 from only_one.lock.token import TokenFactory
 from rigs.servers import RedisServer
@@ -190,7 +189,8 @@ def test_an_event_that_nobody_would_see_is_not_even_made(
         assert decorated(lambda: "ran", when_busy=lambda _: "busy")() == "busy"
         return "ran"
 
-    monkeypatch.setattr(locked_call, "emit", pytest.fail)
+    for kind in (Acquired, Busy, Down, Lost, Reclaimed, Released):
+        monkeypatch.setattr(kind, "__init__", pytest.fail)
     caplog.set_level(logging.CRITICAL, "only_one")
     assert decorated(lambda: "ran", when_lost=fail)() == "ran"
     with pytest.raises(LockLost):

@@ -17,7 +17,7 @@ from only_one.connections.server import Server
 from only_one.connections.server_features import is_of_another_type
 from only_one.driver import TROUBLE, Commands, is_of_signal_handler, unanswered
 from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable, OnlyOneError
-from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, log, wanted, warn_of_first_skip
+from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, log, warn_of_first_skip
 from only_one.holder import is_queued
 from only_one.lock.commands import ReleaseResult, Retained, acquire, end, replace
 from only_one.lock.current_lock import Lease
@@ -134,8 +134,8 @@ class LockedCall:
         self._owed = owed
         # What this process has left itself, as where an acquire was cancelled, is of no process that was killed.
         is_killed = not is_queued(before) and not before.startswith(this_process().mark)
-        if is_killed and wanted(Reclaimed):
-            emit(Reclaimed(self.key, self.caller.name, before))
+        if is_killed:
+            emit(Reclaimed, self.key, self.caller.name, before)
         return None
 
     def _can_take(self, value: bytes) -> bool:
@@ -164,8 +164,7 @@ class LockedCall:
         self._stage = "held"
         self.lease.on_loss.append(self._lost)
         hold(self.lease)
-        if wanted(Acquired):
-            emit(Acquired(self.key, self.caller.name, self.token))
+        emit(Acquired, self.key, self.caller.name, self.token)
         return True
 
     def claim_work(self) -> bool:
@@ -175,11 +174,9 @@ class LockedCall:
     def busy(self, value: bytes) -> Any:
         """The result that ``when_busy`` gives if the key holds ``value``."""
         policy = self.caller.on_busy(self.options, self.server, self.key, value)
+        emit(Busy, self.key, self.caller.name, value)
         if policy is skip:
             warn_of_first_skip(self.key, self.caller.name, value)
-        if wanted(Busy):
-            emit(Busy(self.key, self.caller.name, value))
-        elif policy is skip:
             return None
         result = self._ask(policy, AlreadyRunning(self.key, value.decode(errors="backslashreplace")))
         if result is CARRIED_ON:
@@ -195,8 +192,7 @@ class LockedCall:
         error = LockUnavailable(self.key, self.server.describe(problem))
         problem.__suppress_context__ = True  # the system's error, of which it tells already
         error.__cause__ = problem.with_traceback(None)
-        if wanted(Down):
-            emit(Down(self.key, self.caller.name, error))
+        emit(Down, self.key, self.caller.name, error)
         return self._ask(self.caller.on_down(self.options, self.key), error)
 
     def _ask(self, policy: Policy, error: OnlyOneError) -> Any:
@@ -276,11 +272,10 @@ class LockedCall:
             if self._may_come_late:
                 self.clean_up(no_write_in_flight=False)
         let_go(self.lease)
-        if wanted(Released):
-            status: Any = "unknown" if became is None else became.status
-            is_kept = self._retained is not None and self._retained.note is None  # and not a task's that waits
-            status = "kept" if is_kept and status == "held" else status
-            emit(Released(self.key, self.caller.name, status, now() - self._asked_at))
+        outcome: Any = "unknown" if became is None else became.status
+        is_kept = self._retained is not None and self._retained.note is None  # and not a task's that waits
+        outcome = "kept" if is_kept and outcome == "held" else outcome
+        emit(Released, self.key, self.caller.name, outcome, now() - self._asked_at)
 
     def _tell(self, lost: LockLost) -> None:
         """Tell the run of a loss that is seen at its end: in a thread of its own, like any other loss."""
@@ -300,8 +295,7 @@ class LockedCall:
 
     def _lost(self, lost: LockLost) -> None:
         """Tell the listeners, and the policy unless that is ``fail``, which the run itself obeys."""
-        if wanted(Lost):
-            emit(Lost(self.key, self.caller.name, lost.reason, lost.value))
+        emit(Lost, self.key, self.caller.name, lost.reason, lost.value)
         if self.options.when_lost is fail:
             return
         try:

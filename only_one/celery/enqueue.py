@@ -210,7 +210,7 @@ class Publication(TaskCaller):
                 raise
             return self._publish() if call.resolve_acquire(error) else call.result
         if isinstance(trigger, bytes):
-            emit(Busy(call.key, self.name, b""))
+            emit(Busy, call.key, self.name, b"")
             return self._task.AsyncResult(trigger.decode())
         # The number is the server's time.
         seconds = coalescing.trusted_for(self.app, most, until, unseen=time.time() - trigger / 1e6)
