@@ -48,6 +48,24 @@ class EffectiveOptions(settings.Settings):
         return made
 
 
+class Call:
+    """One call that asks for its key, as its caller sees it.
+
+    Attributes:
+        options: the effective options.
+        server: the server that stores the key.
+        key: the key as it is in Redis.
+        ended_by: the exception that the function has raised; None if it has raised none.
+    """
+
+    ended_by: BaseException | None = None
+
+    def __init__(self, options: EffectiveOptions, server: Server, key: str) -> None:
+        self.options = options
+        self.server = server
+        self.key = key
+
+
 class Caller:
     """The caller of a function, and its answers to the questions of a call; here they are those of a plain function.
 
@@ -76,24 +94,24 @@ class Caller:
         """Whether the key is held by a previous attempt of the same work, for which the call may wait."""
         return False
 
-    def waits(self, options: EffectiveOptions, left: float) -> float:  # noqa: ARG002
+    def waits(self, call: Call, left: float) -> float:  # noqa: ARG002
         """Seconds until a key that is held by a previous attempt is asked for again; 0 if ``on_busy`` decides now.
 
         Args:
-            options: the effective options.
+            call: the call.
             left: seconds until the key expires, if it is not renewed.
         """
         return 0
 
-    def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:  # noqa: ARG002
+    def on_busy(self, call: Call, value: bytes) -> Policy:  # noqa: ARG002
         """The policy for a key that holds ``value``; a task that is its own holder raises to end the call."""
-        return options.when_busy or skip
+        return call.options.when_busy or skip
 
-    def on_down(self, options: EffectiveOptions, key: str) -> Policy:  # noqa: ARG002
+    def on_down(self, call: Call) -> Policy:
         """The policy for a server that could not be asked."""
-        return options.when_down
+        return call.options.when_down
 
-    def requeue(self, server: Server, key: str, how: RequeueRequest) -> Any:  # noqa: ARG002
+    def requeue(self, call: Call, how: RequeueRequest) -> Any:  # noqa: ARG002
         """Requeue the task; here there is none.
 
         Raises:
@@ -101,19 +119,19 @@ class Caller:
         """
         raise how.error from how.error.__cause__  # not in the context of the request
 
-    def claim_work(self, options: EffectiveOptions, server: Server, key: str) -> bool:  # noqa: ARG002
+    def claim_work(self, call: Call) -> bool:  # noqa: ARG002
         """Whether the work is still to be done, now that the key is ours; a task may raise to end the call."""
         return True
 
-    def can_take_queued(self, options: EffectiveOptions, value: bytes) -> bool:  # noqa: ARG002
+    def can_take_queued(self, call: Call, value: bytes) -> bool:  # noqa: ARG002
         """Whether a call may take the key over from ``value``, a task that waits in a queue."""
         return True
 
-    def at_end(self, options: EffectiveOptions, key: str, ended_by: BaseException | None) -> AtEnd:  # noqa: ARG002
+    def at_end(self, call: Call) -> AtEnd:  # noqa: ARG002
         """The retained value after a run that has not succeeded, and the completion marker after any run."""
         return None, None
 
-    def on_marked(self, server: Server, key: str) -> None:
+    def on_marked(self, call: Call) -> None:
         """Called when the completion marker is set, or may be set."""
 
 

@@ -21,7 +21,7 @@ from only_one.lock.token import TokenFactory, active_tokens, this_process
 from only_one.policies import fail
 from only_one.settings import DEFAULT_LEASE
 
-from .effective_options import Args, Caller, Decoration, EffectiveOptions, Kwargs, Policy
+from .effective_options import Args, Call, Caller, Decoration, Kwargs, Policy
 
 _SLACK = 1.0
 """Seconds of waiting beyond the lease, within which the key of a dead holder has certainly expired."""
@@ -165,29 +165,29 @@ class JobCaller(Caller):
         is_in_child = self.start is not None and self.start is _inherited
         return not (is_in_child and value.startswith(process.machine_mark))
 
-    def waits(self, options: EffectiveOptions, left: float) -> float:
+    def waits(self, call: Call, left: float) -> float:
         """Seconds until the key is asked for again; 0 if the job is requeued, or has waited for as long as it may."""
         self._left = max(left, 0.01)
         would_block = not self._is_async and _is_in_event_loop()
         if self._job.requeue or would_block:
             return 0
         if self._waits_until is None:
-            limit = options.lease or DEFAULT_LEASE
+            limit = call.options.lease or DEFAULT_LEASE
             if left > limit:
                 return 0
             self._waits_until = now() + limit + _SLACK
             log(INFO, "%s waits for the key of a previous attempt of job %s", self.name, self._job.id)
         return min(self._left, _ASKS_EVERY) if now() < self._waits_until else 0
 
-    def on_busy(self, options: EffectiveOptions, server: Any, key: str, value: bytes) -> Policy:
+    def on_busy(self, call: Call, value: bytes) -> Policy:
         """The policy for a key that holds ``value``; whatever ``when_busy`` is, no own attempt makes the job skip.
 
         Raises:
             Exception: the error by which the queue requeues the job.
         """
         if not self.is_held_by_own(value):
-            return super().on_busy(options, server, key, value)
+            return super().on_busy(call, value)
         if self._job.requeue:
-            log(INFO, "%s requeues job %s: a previous attempt holds %s", self.name, self._job.id, key)
+            log(INFO, "%s requeues job %s: a previous attempt holds %s", self.name, self._job.id, call.key)
             raise self._job.requeue(self._left)
         return fail

@@ -27,7 +27,7 @@ from only_one.lock.renewal import hold, let_go, release_later, start_thread
 from only_one.lock.token import active_tokens, kept, this_process
 from only_one.policies import CarryOn, RequeueRequest, check_result, fail, skip
 
-from .effective_options import Caller, EffectiveOptions, Policy
+from .effective_options import Call, Caller, EffectiveOptions, Policy
 from .owed_key import owed_to, to_store
 
 if TYPE_CHECKING:
@@ -37,20 +37,15 @@ CARRIED_ON = object()
 """In place of a policy's result: it lets the run begin without its key."""
 
 
-class LockedCall:
+class LockedCall(Call):
     """One call that asks for its key. As a context manager it leaves nothing behind, whatever is raised inside.
 
     Attributes:
-        options: the effective options.
-        server: the server that stores the key.
-        client: the client of redis-py that sends the commands.
         caller: the plain function or the task that calls.
-        key: the key as it is in Redis.
         token: the value that says who owns the key.
         lease: the lock as the run sees it; there is none before ``resolve_acquire``.
         result: the result of the call.
         has_succeeded: whether the function has returned.
-        ended_by: the exception that the function has raised.
         lost: how the run has lost its key, or None.
         pause: seconds until another call asks for the key, because a previous attempt of the caller's work holds it; 0
             if the policy decides.
@@ -59,7 +54,6 @@ class LockedCall:
     waits_until_told = True
 
     result: Any = None
-    ended_by: BaseException | None = None
     lost: LockLost | None = None
     pause = 0.0
     has_succeeded = _may_come_late = False
@@ -69,12 +63,9 @@ class LockedCall:
     _stage: Literal["asked", "held", "over", "kept later"] = "asked"
     """Whether the key may be ours, is ours, or is seen to, in the background perhaps; or will be kept from there."""
 
-    def __init__(self, options: EffectiveOptions, server: Server, client: Any, caller: Caller, key: str) -> None:
-        self.options = options
-        self.server = server
-        self.client = client
+    def __init__(self, options: EffectiveOptions, server: Server, key: str, caller: Caller) -> None:
+        super().__init__(options, server, key)
         self.caller = caller
-        self.key = key
         self.token = caller.token_factory.token(options.timeout)
         self._unanswered = unanswered.get()
         self._asked_at = now()  # before SET: the key never outlives what its holder believes
@@ -100,19 +91,18 @@ class LockedCall:
 
     def acquire(self) -> Commands[bytes | Exception | None]:
         """Acquire the key: None if it is ours, else the value stored there, or the error of the server."""
-        options, features = self.options, self.server.features
-        if options.lease is not None and (error := start_thread()):  # before SET: the key could not be renewed
+        if self.options.lease is not None and (error := start_thread()):  # before SET: the key could not be renewed
             self._stage = "over"
             return error
         try:
             if self.caller.queued is None:
-                value = yield from acquire(features, self.key, self.token, options.expiry)
+                value = yield from acquire(self.server.features, self.key, self.token, self.options.expiry)
             else:
                 value = yield from self._take_over(self.caller.queued)
             while value is not None and self._can_take(value):  # which may have changed hands meanwhile
                 value = yield from self._take_over(value)
             if value is not None and self.caller.is_held_by_own(value):
-                self.pause = self.caller.waits(options, (yield ("PTTL", self.key)) / 1000)
+                self.pause = self.caller.waits(self, (yield ("PTTL", self.key)) / 1000)
         except TROUBLE as error:
             if is_of_signal_handler(error):  # which may be one of the system's, such as a `TimeoutError`
                 raise
@@ -141,7 +131,7 @@ class LockedCall:
     def _can_take(self, value: bytes) -> bool:
         """Whether the call may take the key over from ``value``: from a task that waits, or a holder that is dead."""
         if is_queued(value):
-            return self.caller.can_take_queued(self.options, value)
+            return self.caller.can_take_queued(self, value)
         return self.options.takeover and is_dead(value)
 
     def resolve_acquire(self, acquired: bytes | Exception | None) -> bool:
@@ -169,11 +159,11 @@ class LockedCall:
 
     def claim_work(self) -> bool:
         """Whether the work is still to be done, now that the key is ours."""
-        return self._stage != "held" or self.caller.claim_work(self.options, self.server, self.key)
+        return self._stage != "held" or self.caller.claim_work(self)
 
     def busy(self, value: bytes) -> Any:
         """The result that ``when_busy`` gives if the key holds ``value``."""
-        policy = self.caller.on_busy(self.options, self.server, self.key, value)
+        policy = self.caller.on_busy(self, value)
         emit(Busy, self.key, self.caller.name, value)
         if policy is skip:
             warn_of_first_skip(self.key, self.caller.name, value)
@@ -193,7 +183,7 @@ class LockedCall:
         problem.__suppress_context__ = True  # the system's error, of which it tells already
         error.__cause__ = problem.with_traceback(None)
         emit(Down, self.key, self.caller.name, error)
-        return self._ask(self.caller.on_down(self.options, self.key), error)
+        return self._ask(self.caller.on_down(self), error)
 
     def _ask(self, policy: Policy, error: OnlyOneError) -> Any:
         """The result that a policy gives, or ``CARRIED_ON``."""
@@ -202,7 +192,7 @@ class LockedCall:
         except CarryOn:
             return CARRIED_ON
         except RequeueRequest as how:
-            return self.caller.requeue(self.server, self.key, how)
+            return self.caller.requeue(self, how)
 
     def release(self) -> Commands[None]:
         """Release the key, or keep it for ``at_least``; no error here replaces the run's own result or exception."""
@@ -212,7 +202,7 @@ class LockedCall:
         if self.lost is not None:
             self._tell(self.lost)
         self.lease.lose("released")  # from here on nothing is lost
-        retained, marker = self.caller.at_end(self.options, self.key, self.ended_by)
+        retained, marker = self.caller.at_end(self)
         exits = isinstance(self.ended_by, SystemExit) and self.ended_by.code in (None, 0) and self.caller.app is None
         if self.has_succeeded or exits:  # a program may end by `sys.exit()`, and has done its work
             retained = self._kept()
@@ -224,7 +214,7 @@ class LockedCall:
             became = yield from end(self.server.features, self.key, self.token, self._retained, marker)
             is_marked = became.has_redeliveries or became.status != "held"
             if marker and is_marked:
-                self.caller.on_marked(self.server, self.key)
+                self.caller.on_marked(self)
             has_expired = became.status == "gone" and now() > self.lease.expires_at  # while it was released
             is_deleted = self.lost is not None and self.lost.reason == "deleted"
             comes_back = has_expired and not is_deleted
@@ -310,8 +300,8 @@ class AsyncLockedCall(LockedCall):
 
     waits_until_told = False  # the loop has others to see to
 
-    def __init__(self, options: EffectiveOptions, server: Server, client: Any, caller: Caller, key: str) -> None:
-        super().__init__(options, server, client, caller, key)
+    def __init__(self, options: EffectiveOptions, server: Server, key: str, caller: Caller) -> None:
+        super().__init__(options, server, key, caller)
         self._task: Any = asyncio.current_task()
         self._cancellations = self._cancelling()
         self._is_over = self._is_cancelled = False

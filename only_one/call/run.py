@@ -8,6 +8,7 @@ from types import AsyncGeneratorType, GeneratorType
 from typing import Any
 
 from only_one.clock import now
+from only_one.connections.asyncio_client import AsyncClient
 from only_one.driver import drive, drive_async
 from only_one.errors import ConfigurationError
 from only_one.lock.current_lock import Lease, current
@@ -28,8 +29,8 @@ def run(decoration: Decoration, caller: Caller, args: Args, kwargs: Kwargs) -> A
     if options.server is None:
         return _run_as(_switched_off(key), decoration, args, kwargs)
     while True:
-        with LockedCall(options, options.server, options.server.client, caller, key) as call:
-            if call.resolve_acquire(drive(call.client, call.acquire())):
+        with LockedCall(options, options.server, key, caller) as call:
+            if call.resolve_acquire(drive(call.server.client, call.acquire())):
                 _run_and_release(call, decoration, args, kwargs)
         if not call.pause:
             return call.result
@@ -46,7 +47,7 @@ def _run_and_release(call: LockedCall, decoration: Decoration, args: Args, kwarg
         call.ended_by = error
         raise
     finally:
-        drive(call.client, call.release())
+        drive(call.server.client, call.release())
 
 
 async def run_async(decoration: Decoration, caller: Caller, args: Args, kwargs: Kwargs) -> Any:
@@ -57,18 +58,20 @@ async def run_async(decoration: Decoration, caller: Caller, args: Args, kwargs: 
         return await _run_as_async(_switched_off(key), decoration, args, kwargs)
     client = await options.server.async_client()
     while True:
-        with AsyncLockedCall(options, options.server, client, caller, key) as call:
+        with AsyncLockedCall(options, options.server, key, caller) as call:
             acquired = await drive_async(client, call.acquire())
             if call.is_cancelled_anew():  # redis-py loses one that comes with the reply
                 raise asyncio.CancelledError
             if call.resolve_acquire(acquired):
-                await _run_and_release_async(call, decoration, args, kwargs)
+                await _run_and_release_async(call, client, decoration, args, kwargs)
         if not call.pause:
             return call.result
         await asyncio.sleep(call.pause)
 
 
-async def _run_and_release_async(call: AsyncLockedCall, decoration: Decoration, args: Args, kwargs: Kwargs) -> None:
+async def _run_and_release_async(
+    call: AsyncLockedCall, client: AsyncClient, decoration: Decoration, args: Args, kwargs: Kwargs
+) -> None:
     try:
         if call.claim_work():
             call.result = await _run_as_async(call.lease, decoration, args, kwargs)
@@ -79,7 +82,7 @@ async def _run_and_release_async(call: AsyncLockedCall, decoration: Decoration, 
             raise
     finally:
         if not isinstance(call.ended_by, GeneratorExit):  # of a closed coroutine, which can await nothing more
-            await drive_async(call.client, call.release())
+            await drive_async(client, call.release())
 
 
 def _switched_off(key: str) -> Lease:

@@ -14,11 +14,10 @@ from celery import Task, _state
 from celery.exceptions import Ignore, Retry
 from kombu.utils.uuid import uuid
 
-from only_one.call.effective_options import AtEnd, Caller, Decoration, EffectiveOptions, Policy
+from only_one.call.effective_options import AtEnd, Call, Caller, Decoration, EffectiveOptions, Policy
 from only_one.call.job_queues import Job, JobCaller
 from only_one.call.owed_key import note_of
 from only_one.clock import now
-from only_one.connections.server import Server
 from only_one.driver import drive
 from only_one.errors import AlreadyRunning, LockUnavailable
 from only_one.events import log
@@ -176,10 +175,10 @@ class ItemCaller(JobCaller):
         self.app = task.app
         self._is_redelivered = bool((request.delivery_info or {}).get("redelivered"))
 
-    def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:
+    def on_busy(self, call: Call, value: bytes) -> Policy:
         """The policy for a key that holds ``value``."""
-        fails = self._is_redelivered and options.when_busy is None
-        return fail if fails else super().on_busy(options, server, key, value)
+        fails = self._is_redelivered and call.options.when_busy is None
+        return fail if fails else super().on_busy(call, value)
 
 
 class Delivery(TaskCaller):
@@ -234,7 +233,7 @@ class Delivery(TaskCaller):
         has_waited = self.header.times and not self.header.lineage
         return self.is_redelivered or bool(has_waited)
 
-    def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:
+    def on_busy(self, call: Call, value: bytes) -> Policy:
         """The policy for a key that holds ``value``; if the holder is this very task, the message waits in the queue.
 
         By default that is ``skip``. Exceptions: a retry or a redelivery is requeued, and a task whose result others
@@ -243,35 +242,36 @@ class Delivery(TaskCaller):
         Raises:
             Ignore: if the holder is this task: a message whose work is done is dropped, the others are requeued.
         """
-        if self.under_way.get(key) is not None:  # two decorators of the task have the same key
-            return super().on_busy(options, server, key, value)
+        if self.under_way.get(call.key) is not None:  # two decorators of the task have the same key
+            return super().on_busy(call, value)
         request, holder = self._request, Holder.parse(value)
         held = work_held_by(holder)
         if held is not None and held.id == self.work.id:
             is_kept = holder is not None and holder.state == "kept"
-            self._wait_for_own(options, server, key, held, is_kept=is_kept)
-        request.only_one_key = key  # a task that was sent with an id of its own has none in its message
+            self._wait_for_own(call, held, is_kept=is_kept)
+        request.only_one_key = call.key  # a task that was sent with an id of its own has none in its message
         # A task of a chain or group that replaces another has an id of its own.
         is_of_replaced = held is not None and held.id == request.parent_id and held.replacement < self.work.replacement
-        if options.when_busy is not None and not is_of_replaced:
-            return options.when_busy
+        if call.options.when_busy is not None and not is_of_replaced:
+            return call.options.when_busy
         is_continued = bool(self.work.attempt or self.work.replacement)
         if is_continued or self.may_have_begun:
             return retry()
         return fail if request.chord or request.chain else skip
 
-    def on_down(self, options: EffectiveOptions, key: str) -> Policy:
+    def on_down(self, call: Call) -> Policy:
         """The policy for a server that could not be asked; a redelivery waits, because its run may be under way."""
-        self._request.only_one_key = key
-        return retry() if self.may_have_begun and options.when_down is not carry_on else options.when_down
+        self._request.only_one_key = call.key
+        when_down = call.options.when_down
+        return retry() if self.may_have_begun and when_down is not carry_on else when_down
 
-    def _wait_for_own(self, options: EffectiveOptions, server: Server, key: str, held: Work, *, is_kept: bool) -> None:
+    def _wait_for_own(self, call: Call, held: Work, *, is_kept: bool) -> None:
         """End this delivery, because work with its task id holds the key; or return if ``when_busy`` must decide.
 
         Raises:
             Ignore: the message is requeued after earlier work, and while its own runs; it is dropped after later work.
         """
-        has_to_wait = isinstance(options.when_busy, RetryPolicy)
+        has_to_wait = isinstance(call.options.when_busy, RetryPolicy)
         # A kept key may be that of earlier work with this id, for which a message waits that is requeued by now.
         may_be_new = self.is_first_delivery or (is_kept and not self.may_be_redelivered)
         decides = has_to_wait and may_be_new
@@ -282,24 +282,24 @@ class Delivery(TaskCaller):
         has_not_run = self.header.lineage and not self.may_be_redelivered
         is_late = held > self.work and not has_not_run
         if is_done or is_late:
-            self._drop(key, "it is out of date")
+            self._drop(call, "it is out of date")
         if held == self.work:
-            self._wait_for_run(server, key)
-        self.requeue(server, key, RequeueRequest(AlreadyRunning(key), retry()))
+            self._wait_for_run(call)
+        self.requeue(call, RequeueRequest(AlreadyRunning(call.key), retry()))
 
-    def _wait_for_run(self, server: Server, key: str) -> NoReturn:
+    def _wait_for_run(self, call: Call) -> NoReturn:
         """Requeue this redelivery until its run has ended, and its result is stored.
 
         Raises:
             Ignore: so that this delivery ends without a result.
         """
         with redelivery.unless_down(self.work.id):
-            self._check_marker(server, key, waits=remembered_for(self.app))
+            self._check_marker(call, waits=remembered_for(self.app))
         self._request.expires = None  # it has begun in time
         self._request.only_one_markers = []  # as where a delivery is dropped for a later message
-        self._publish_again(server, key, self.header, None)
+        self._publish_again(call, self.header, None)
 
-    def requeue(self, server: Server, key: str, how: RequeueRequest) -> Any:
+    def requeue(self, call: Call, how: RequeueRequest) -> Any:
         """Requeue the message, under the same id and with all that it carries, as a policy says.
 
         Returns:
@@ -313,21 +313,21 @@ class Delivery(TaskCaller):
         if policy.max_retries is not None and header.times >= policy.max_retries:
             raise how.error from how.error.__cause__  # not in the context of the request
         # An earlier call in this delivery may have noted that its run has ended: what is requeued is none of that run.
-        if self.is_first_delivery or key in self.under_way:
+        if self.is_first_delivery or call.key in self.under_way:
             header = header._replace(lineage=uuid())
         if isinstance(how.error, LockUnavailable):  # asking again would take as long again
             publish(self._task, self._request, header, policy.countdown)
             raise Ignore
         with redelivery.unless_down(self.work.id):
             if not self.is_first_delivery:
-                self._check_marker(server, key)
+                self._check_marker(call)
             if policy.only_newest:
-                header = header._replace(trigger=coalescing.arrive(*self._coalesced(server, key)))
+                header = header._replace(trigger=coalescing.arrive(*self._coalesced(call)))
                 if not header.trigger:
                     return None
-        self._publish_again(server, key, header, policy.countdown)
+        self._publish_again(call, header, policy.countdown)
 
-    def _publish_again(self, server: Server, key: str, header: Header, countdown: float | None) -> NoReturn:
+    def _publish_again(self, call: Call, header: Header, countdown: float | None) -> NoReturn:
         """Publish the message, and note in the completion marker how often that was done.
 
         Raises:
@@ -335,59 +335,60 @@ class Delivery(TaskCaller):
         """
         publish(self._task, self._request, header, countdown)
         with redelivery.unless_down(self.work.id):
-            milliseconds, beside = round(remembered_for(self.app) * 1000), (self.marker(key),)
-            drive(server.client, evaluate(redelivery.REQUEUED, key, header.times + 1, milliseconds, beside=beside))
+            milliseconds, beside = round(remembered_for(self.app) * 1000), (self.marker(call.key),)
+            noted = evaluate(redelivery.REQUEUED, call.key, header.times + 1, milliseconds, beside=beside)
+            drive(call.server.client, noted)
             if header.trigger is not None:
                 requeued = self._request.only_one_requeued.options
                 most = waits_for(self.app, inf, requeued.get("expires"), None)
                 seconds = coalescing.trusted_for(self.app, most, requeued.get("countdown"))
-                coalescing.note_published(server, key, self.app, header.trigger, seconds)
+                coalescing.note_published(call.server, call.key, self.app, header.trigger, seconds)
         raise Ignore
 
-    def _coalesced(self, server: Server, key: str) -> tuple[Any, ...]:
+    def _coalesced(self, call: Call) -> tuple[Any, ...]:
         """The arguments with which this task arrives or begins; see ``coalescing.arrive``."""
         trigger = self.header.trigger
         # A retry, a replacement and another call in one delivery go on with what their task's id has; new work is newer
         # than all before it.
-        is_the_first = not (self.work.attempt or self.work.replacement or key in self.under_way)
+        is_the_first = not (self.work.attempt or self.work.replacement or call.key in self.under_way)
         is_new = is_the_first and self.is_first_delivery
         if trigger is None and is_new:
             trigger = coalescing.NEWEST
-        return server, key, self.app, self.work.id, trigger, uuid()
+        return call.server, call.key, self.app, self.work.id, trigger, uuid()
 
-    def claim_work(self, options: EffectiveOptions, server: Server, key: str) -> bool:
+    def claim_work(self, call: Call) -> bool:
         """Whether the work is still to be done, now that the key is ours.
 
         Raises:
             Ignore: for a redelivery that is dropped, or requeued until the result of its run is stored.
         """
-        may_run = self._is_to_be_done(options, server, key)
+        may_run = self._is_to_be_done(call)
         if may_run:
-            self.under_way[key] = self._decoration
+            self.under_way[call.key] = self._decoration
         return may_run
 
-    def _is_to_be_done(self, options: EffectiveOptions, server: Server, key: str) -> bool:
+    def _is_to_be_done(self, call: Call) -> bool:
         header = carried = self.header
         self._request.only_one_has_begun = True
         # A task that was sent with an id of its own has no key in its message; its retry waits with one.
         if self.is_unique_in_queue and header.key is None:
-            carried = self._carry(header._replace(key=key))
-        only_newest = isinstance(options.when_busy, BufferOne)
+            carried = self._carry(header._replace(key=call.key))
+        only_newest = isinstance(call.options.when_busy, BufferOne)
         is_unmarked = self._task.acks_late and self.may_be_redelivered
         # What has been noted of the work since an earlier call in this delivery began was noted by that call.
-        is_first_call = key not in self.under_way
+        is_first_call = call.key not in self.under_way
         may_be_redelivery = is_first_call and (header.times or self.is_redelivered or is_unmarked)
         if not only_newest and not may_be_redelivery:
             return True
         with redelivery.unless_down(self.work.id):
             if may_be_redelivery:
-                marker = self._check_marker(server, key)
+                marker = self._check_marker(call)
                 if marker.age < redelivery.STORES_WITHIN and not is_gone(marker.ended):
-                    self._publish_again(server, key, header, None)
+                    self._publish_again(call, header, None)
                 if marker.ended:
                     log(INFO, "%s[%s] is run again: its run has ended, but stored no result", self.name, header.id)
             if only_newest:
-                trigger = coalescing.begin(*self._coalesced(server, key))
+                trigger = coalescing.begin(*self._coalesced(call))
                 self.is_superseded = not trigger
                 if header.trigger is None and trigger:  # another decorator of the task would give it a later number
                     self._carry(carried._replace(trigger=trigger))
@@ -398,69 +399,69 @@ class Delivery(TaskCaller):
         self._request.headers = {**(self._request.headers or {}), **header.as_headers()}
         return header
 
-    def can_take_queued(self, options: EffectiveOptions, value: bytes) -> bool:  # noqa: ARG002
+    def can_take_queued(self, call: Call, value: bytes) -> bool:  # noqa: ARG002
         """A retry of this very task goes first; no other task that waits in a queue has begun."""
         queued = work_held_by(Holder.parse(value))
         return queued is None or queued.id != self.work.id or queued <= self.work
 
-    def at_end(self, options: EffectiveOptions, key: str, ended_by: BaseException | None) -> AtEnd:
+    def at_end(self, call: Call) -> AtEnd:
         """The retained value for a retry, and the marker that tells redeliveries that the run has ended."""
-        if key in self.under_way:
-            self.under_way[key] = None
+        if call.key in self.under_way:
+            self.under_way[call.key] = None
         marker = None
         # Where nothing has run, a redelivery finds that out, too, and stores the result that this one may not store.
         if self._task.acks_late and not self.is_superseded:
-            marker = redelivery.marker_update(self._task, self.marker(key), ended_by, now() - self._began)
-        return self.retained_value(options, key, ended_by), marker
+            marker = redelivery.marker_update(self._task, self.marker(call.key), call.ended_by, now() - self._began)
+        return self.retained_value(call), marker
 
-    def retained_value(self, options: EffectiveOptions, key: str, ended_by: BaseException | None) -> Retained | None:
+    def retained_value(self, call: Call) -> Retained | None:
         """The value that keeps a unique task's key while its message waits for a retry, or another decorator's key."""
         if not self.is_unique_in_queue:
             return None
-        request = self._request
+        request, ended_by = self._request, call.ended_by
         sig = ended_by.sig if isinstance(ended_by, Retry) else vars(request).get("only_one_requeued")
         if sig is None:
             return None
-        if not self.keeps_key(self._decoration, key, request, sig.args, sig.kwargs):
+        if not self.keeps_key(self._decoration, call.key, request, sig.args, sig.kwargs):
             return None
         begins_in = getattr(ended_by, "when", None) or sig.options.get("countdown")
         expires = sig.options.get("expires", request.expires)
-        seconds = waits_for(self.app, options.queue_timeout, expires, begins_in)
+        seconds = waits_for(self.app, call.options.queue_timeout, expires, begins_in)
         work = self.work._replace(attempt=sig.options.get("retries", self.work.attempt + 1))
         token = work.token_factory(self._task, "queued").token(seconds)
-        note = note_of(key, *work)
+        note = note_of(call.key, *work)
         return Retained(token, now() + seconds, note) if seconds > 0 else None
 
-    def _check_marker(self, server: Server, key: str, waits: float = 0) -> redelivery.CompletionMarker:
+    def _check_marker(self, call: Call, waits: float = 0) -> redelivery.CompletionMarker:
         """Read the completion marker of this work, and drop this delivery if it has no work to do.
 
         Args:
-            server: the server that stores the key.
-            key: the key as it is in Redis.
+            call: the call.
             waits: seconds for which the run that holds the key is asked to tell of its end; 0 if it is not.
 
         Raises:
             Ignore: if this delivery is dropped: its run has ended, or its message was requeued more often.
         """
-        marker = drive(server.client, redelivery.read_marker(key, self.marker(key), waits))
+        marker = drive(call.server.client, redelivery.read_marker(call.key, self.marker(call.key), waits))
         if marker.is_stored or self.header.times < marker.times:
             reason = "its run has ended" if marker.is_stored else "a later message waits"
-            self._drop(key, reason, waits_no_more=marker.is_stored)
+            self._drop(call, reason, waits_no_more=marker.is_stored)
         return marker
 
-    def on_marked(self, server: Server, key: str) -> None:
+    def on_marked(self, call: Call) -> None:
         """Have ``ended_tasks`` note in the marker when the result is stored, too."""
-        vars(self._request).setdefault("only_one_markers", []).append((server, key, self.marker(key)))
+        markers = vars(self._request).setdefault("only_one_markers", [])
+        markers.append((call.server, call.key, self.marker(call.key)))
 
     def marker(self, key: str) -> str:
         """The name of the completion marker."""
         return self.work.marker(key, self.header.lineage)
 
-    def _drop(self, key: str, reason: str, *, waits_no_more: bool = False) -> NoReturn:
+    def _drop(self, call: Call, reason: str, *, waits_no_more: bool = False) -> NoReturn:
         """End this delivery without a run, and log why.
 
         Args:
-            key: the key as it is in Redis.
+            call: the call.
             reason: why, for the log.
             waits_no_more: whether no other message of this work waits either: so a call that has requeued this message
                 must not store its value now. Else another message has begun, whose key this one leaves alone.
@@ -468,8 +469,15 @@ class Delivery(TaskCaller):
         Raises:
             Ignore: always.
         """
-        self._request.only_one_has_begun, self._request.only_one_key = not waits_no_more, key
+        self._request.only_one_has_begun, self._request.only_one_key = not waits_no_more, call.key
         if not waits_no_more:  # an earlier call in this delivery has ended, and what comes of the work is not stored
             self._request.only_one_markers = []
-        log(INFO, "redelivery of %s[%s] dropped: %s", self.name, self.header.id, reason, extra={"only_one_key": key})
+        log(
+            INFO,
+            "redelivery of %s[%s] dropped: %s",
+            self.name,
+            self.header.id,
+            reason,
+            extra={"only_one_key": call.key},
+        )
         raise Ignore

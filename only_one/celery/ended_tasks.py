@@ -14,7 +14,7 @@ from celery import signals
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
 from redis.exceptions import ResponseError
 
-from only_one.call.effective_options import Decoration, EffectiveOptions
+from only_one.call.effective_options import Call, Decoration, EffectiveOptions
 from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.driver import RAW, TROUBLE, drive
@@ -83,7 +83,7 @@ def _release_when_dead(task: Any, decoration: Decoration, task_id: str, args: An
                 if (server := options.server) is None:
                     return
                 if keys is None:
-                    key, retained = _end_message(task, decoration, options, args, kwargs, request)
+                    key, retained = _end_message(task, decoration, options, server, args, kwargs, request)
                     keys = [key] if key else None
             if keys is None:
                 keys = _all_keys(server, options.prefix)
@@ -99,7 +99,7 @@ def _release_when_dead(task: Any, decoration: Decoration, task_id: str, args: An
 
 
 def _end_message(
-    task: Any, decoration: Decoration, options: EffectiveOptions, args: Any, kwargs: Any, request: Any
+    task: Any, decoration: Decoration, options: EffectiveOptions, server: Server, args: Any, kwargs: Any, request: Any
 ) -> tuple[str | None, Retained | None]:
     """Withdraw a unique task that never began, unless its message is sent again.
 
@@ -116,7 +116,7 @@ def _end_message(
     if not is_sent_again and (withdrawal := withdrawal_of(task, request)):
         release_later(withdrawal)
     key = delivery.key or key_of_message(task, decoration, options.prefix, args, kwargs)
-    return key, delivery.retained_value(options, key, None) if key else None
+    return key, delivery.retained_value(Call(options, server, key)) if key else None
 
 
 def _all_keys(server: Server, prefix: str) -> list[Any]:

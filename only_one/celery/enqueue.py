@@ -13,11 +13,10 @@ from celery.result import ResultBase
 from kombu.utils.uuid import uuid
 from redis.exceptions import ResponseError
 
-from only_one.call.effective_options import Decoration, EffectiveOptions, Policy
+from only_one.call.effective_options import Call, Decoration, Policy
 from only_one.call.locked_call import LockedCall
 from only_one.call.owed_key import note_of
 from only_one.clock import now
-from only_one.connections.server import Server
 from only_one.driver import TROUBLE, drive, is_of_signal_handler
 from only_one.errors import AlreadyRunning, OnlyOneError
 from only_one.events import Busy, emit, log
@@ -114,28 +113,28 @@ class Publication(TaskCaller):
             with suppress(OnlyOneError):  # its arguments cannot be compared
                 digest = decoration.digest(args, kwargs)
         ttl = min(seconds, _UNTIL_PUBLISHED)
-        call = LockedCall(options.not_renewed(ttl, seconds), options.server, options.server.client, self, key)
+        call = LockedCall(options.not_renewed(ttl, seconds), options.server, key, self)
         if not only_newest:
             return self._queue_first(call)
         return self._queue_newest(call, digest, seconds, delay)
 
-    def on_busy(self, options: EffectiveOptions, server: Server, key: str, value: bytes) -> Policy:  # noqa: ARG002
+    def on_busy(self, call: Call, value: bytes) -> Policy:
         """The policy for a duplicate, or the existing task's result if none is configured."""
         self._holder = Holder.parse(value)
-        return options.when_busy or self._existing
+        return call.options.when_busy or self._existing
 
-    def can_take_queued(self, options: EffectiveOptions, value: bytes) -> bool:
+    def can_take_queued(self, call: Call, value: bytes) -> bool:
         """A task that waits in its queue keeps its key, unless a worker has received it and died."""
         # A duplicate must not pay for parsing again.
-        return options.takeover and b'"received"' in value and is_dead(value)
+        return call.options.takeover and b'"received"' in value and is_dead(value)
 
-    def requeue(self, server: Server, key: str, how: RequeueRequest) -> Any:
+    def requeue(self, call: Call, how: RequeueRequest) -> Any:
         """Nothing can be requeued yet: a ``retry()`` that is configured for all tasks is for those that run.
 
         Raises:
             OnlyOneError: if it is not about a busy key.
         """
-        return self._existing(how.error) if isinstance(how.error, AlreadyRunning) else super().requeue(server, key, how)
+        return self._existing(how.error) if isinstance(how.error, AlreadyRunning) else super().requeue(call, how)
 
     def _existing(self, error: Any) -> Any:
         """The result of the existing task; for a holder that is no task, publish, and the worker decides."""
@@ -167,7 +166,7 @@ class Publication(TaskCaller):
     def _queue_first(self, call: LockedCall) -> Any:
         """Acquire the key, and publish the task."""
         with call:
-            problem = drive(call.client, call.acquire())
+            problem = drive(call.server.client, call.acquire())
             if problem is not None:
                 return self._publish() if call.resolve_acquire(problem) else call.result
             try:
@@ -175,7 +174,7 @@ class Publication(TaskCaller):
             except BaseException:
                 # At once, so that it can be published again; if that fails, in the background, when ``call`` is left.
                 with suppress(*TROUBLE):
-                    release_now(call.client, call.server.features, call.key, call.token)
+                    release_now(call.server.client, call.server.features, call.key, call.token)
                 raise
         # A task's own `apply_async` may have published nothing, or under an id of its own.
         if result is None:
@@ -190,7 +189,7 @@ class Publication(TaskCaller):
             token = TokenFactory(self._task.name, task_id, 0, "queued").token(limit)
         # It compares with the token of a task that is queued: a worker may have begun it, and have its own lease.
         try:
-            drive(call.client, replace(call.key, call.token, token, limit))
+            drive(call.server.client, replace(call.key, call.token, token, limit))
         except ResponseError as error:
             log(logging.WARNING, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
         except TROUBLE as error:  # the server is away, and may be back soon

@@ -360,7 +360,9 @@ def test_the_value_that_is_retained_for_a_retry(queue: Queue, monkeypatch: pytes
         own = task if is_unique else None
         decoration: Any = SimpleNamespace(task=own, make_key=make_key, options_for=lambda _caller: options)
         run = Delivery(task, SimpleNamespace(**request), bound=False, decoration=decoration)
-        stored = run.retained_value(options, "p:k:a", ended_by or Retry(when=when, sig=sig or task.s("a", b=1)))
+        ended_by = ended_by or Retry(when=when, sig=sig or task.s("a", b=1))
+        call: Any = SimpleNamespace(options=options, key="p:k:a", ended_by=ended_by)
+        stored = run.retained_value(call)
         return stored and (stored[0], stored[1] - 1000)
 
     def make_key(_caller: object, args: tuple[str], _kwargs: object) -> str:
