@@ -397,6 +397,7 @@ class Delivery(TaskCaller):
     def _carry(self, header: Header) -> Header:
         """Have the task's later calls and messages find this header."""
         self._request.headers = {**(self._request.headers or {}), **header.as_headers()}
+        vars(self._request).update(header.as_headers())  # in the place of the message's, if it had one
         return header
 
     def can_take_queued(self, call: Call, value: bytes) -> bool:  # noqa: ARG002

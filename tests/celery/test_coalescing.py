@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from only_one import buffer_one
+from only_one import buffer_one, retry
 from only_one.celery import coalescing
 from only_one.connections.server import Server
+from rigs.proxy import Proxy
 from tests.celery.deliveries import REMEMBERED, Awaits, Keys, Queue, a_task, decorated, done
 from tests.celery.enqueueing import withdraw
 
@@ -185,11 +186,17 @@ def test_a_retry_and_a_replacement_are_as_old_as_their_task(queue: Queue, how: s
     assert ran == [0, 1]
 
 
-def test_all_decorators_of_a_task_that_was_sent_by_name_give_it_one_number(queue: Queue, keys: Keys) -> None:
+@pytest.mark.parametrize("was_requeued", [False, True])
+def test_all_decorators_of_a_task_without_a_number_give_it_one(
+    queue: Queue, keys: Keys, way: Proxy, *, was_requeued: bool
+) -> None:
     """Else a task that is queued in between would be newer for the first of them, and older for the second."""
     inner = a_task(queue.app, done, key="inner", when_busy=buffer_one())
-    task = decorated(inner, key="outer", when_busy=buffer_one())
+    task = decorated(inner, key="outer", when_busy=buffer_one(), when_down=retry())
     queue.app.send_task(task.name)
+    if was_requeued:
+        with way.refused():
+            queue.deliver()
     queue.deliver()
     numbers = [keys.redis.zscore(f"{{{keys.prefix}{key}}}:triggers", "begun") for key in ("outer", "inner")]
     assert numbers[0] == numbers[1] is not None

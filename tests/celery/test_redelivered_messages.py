@@ -122,15 +122,19 @@ class TriesAgain(Task):  # type: ignore[misc]  # Celery has no types
 
     Attributes:
         errors: after which it does so.
+        meanwhile: what happens between the two calls.
     """
 
     abstract = True
     errors: Any = ZeroDivisionError
+    meanwhile: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self.run(*args, **kwargs)
         except self.errors:
+            if self.meanwhile:
+                self.meanwhile()
             return self.run(*args, **kwargs)
 
 
@@ -149,6 +153,36 @@ def test_a_message_that_was_requeued_may_call_its_function_twice(queue: Queue, k
             queue.deliver()
     queue.deliver()
     assert (answer.state, runs, len(queue)) == ("SUCCESS", ["run", "run"], 0)
+
+
+@pytest.mark.parametrize(("meanwhile", "expected"), [("has the key", [0, 0]), ("has run", [0, 1])])
+def test_the_second_call_in_a_delivery_after_another_task(
+    queue: Queue, keys: Keys, meanwhile: str, expected: list[int]
+) -> None:
+    """It is requeued, and not dropped for the end of the first call; nor does it run after a newer task."""
+    runs: list[int] = []
+
+    def work(number: int) -> None:
+        runs.append(number)
+        if runs == [0]:
+            raise ZeroDivisionError
+
+    def comes_between(_: Any) -> None:
+        if meanwhile == "has run":
+            queue.deliver_elsewhere(newer)
+        else:
+            keys["k"] = "somebody else"
+
+    options: Any = {"celery": {"base": TriesAgain, "meanwhile": comes_between}}
+    task = a_task(queue.app, work, when_busy=buffer_one(), **options)
+    answer, _ = task.delay(0), task.delay(1)
+    message, newer = queue.take(), queue.take()
+    keys.redis.hset(keys.marker(answer.id), "asked", 1)
+    queue.deliver(message, redelivered=True)
+    del keys["k"]
+    while queue:
+        queue.deliver()
+    assert runs == expected
 
 
 def test_a_redelivery_that_is_dropped_may_not_run_when_it_calls_its_function_again(queue: Queue, keys: Keys) -> None:

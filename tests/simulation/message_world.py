@@ -380,7 +380,8 @@ class MessageWorld(History):
         self.arrived_at.setdefault(name, self.now)
         self.note(process.name, "runs", *work)
         try:
-            lengths = [2.0, 40.0] if self.plan.message_loss else [0.01, 0.5, 2.0, 4.0]
+            is_long = self.plan.message_loss and trigger.how != "hard limit"  # which may end only some of its runs
+            lengths = [2.0, 40.0] if is_long else [0.01, 0.5, 2.0, 4.0]
             self.sleep(self.choose(f"length of {name}", lengths))
             self.in_hook(task, "run", name)
             if action := trigger.action_for(run):
