@@ -262,8 +262,7 @@ class Delivery(TaskCaller):
     def on_down(self, call: Call) -> Policy:
         """The policy for a server that could not be asked; a redelivery waits, because its run may be under way."""
         self._request.only_one_key = call.key
-        when_down = call.options.when_down
-        return retry() if self.may_have_begun and when_down is not carry_on else when_down
+        return retry() if self.may_have_begun and call.options.when_down is not carry_on else call.options.when_down
 
     def _wait_for_own(self, call: Call, held: Work, *, is_kept: bool) -> None:
         """End this delivery, because work with its task id holds the key; or return if ``when_busy`` must decide.
@@ -473,12 +472,6 @@ class Delivery(TaskCaller):
         self._request.only_one_has_begun, self._request.only_one_key = not waits_no_more, call.key
         if not waits_no_more:  # an earlier call in this delivery has ended, and what comes of the work is not stored
             self._request.only_one_markers = []
-        log(
-            INFO,
-            "redelivery of %s[%s] dropped: %s",
-            self.name,
-            self.header.id,
-            reason,
-            extra={"only_one_key": call.key},
-        )
+        extra = {"only_one_key": call.key}
+        log(INFO, "redelivery of %s[%s] dropped: %s", self.name, self.header.id, reason, extra=extra)
         raise Ignore
