@@ -202,7 +202,6 @@ def configured_by_app(app: Any) -> tuple[Options, Callable[[], Source | None]]:
     if _CELERY not in sys.modules:
         return {}, lambda: None
     from only_one.celery import app_settings  # noqa: PLC0415 - not before Celery is there
-    from only_one.celery import ended_tasks as ended_tasks  # noqa: PLC0415 - it listens
 
     return app_settings.app_options(app)
 
@@ -239,8 +238,8 @@ def wrap(function: Any, key: Any, options: Options, task: Any = None) -> Any:
     # Celery checks the arguments of `.delay()` by the signature, and does not follow `__wrapped__` to find it.
     wrapper.__signature__ = signature
     wrapper.__only_one__ = decoration
-    if "celery" in sys.modules:
-        from only_one.celery import async_tasks, ended_tasks  # noqa: F401, PLC0415 - it listens, in the main process, too
+    if "celery" in sys.modules:  # our room listens from now on, in a worker's main process, too
+        from only_one.celery import async_tasks  # noqa: PLC0415 - not before Celery is there
 
         if wrapper is async_wrapper:
             async_tasks.refuse_async_tasks()

@@ -13,7 +13,6 @@ from only_one.events import log
 from only_one.policies import Retry
 from only_one.settings import Options
 
-from . import ended_tasks as ended_tasks  # which listens from now on
 from .async_tasks import check_awaited
 from .delivery import TaskCaller, functions_of
 from .enqueue import Publication
