@@ -12,7 +12,7 @@ from only_one.connections.server import Server, Source, find_server
 from only_one.errors import KeyTemplateError, OnlyOneError
 from only_one.forks import see_fork
 from only_one.keys.template import compile_call, compile_key
-from only_one.lock.commands import Expiry, MarkerUpdate, Retained, expiry_in
+from only_one.lock.commands import MarkerUpdate, Retained
 from only_one.lock.token import TokenFactory
 from only_one.policies import RequeueRequest, skip
 
@@ -33,19 +33,11 @@ class EffectiveOptions(settings.Settings):
         made_from: the options of ``configure`` when these were made.
         server: the server that stores the key; None if the locking is switched off.
         ttl: seconds for which the key is acquired at first.
-        expiry: the same as it is sent.
     """
 
     made_from: settings.Options
     server: Server | None
     ttl: float
-    expiry: Expiry
-
-    def not_renewed(self, ttl: float, timeout: float) -> "EffectiveOptions":
-        """The same options with another ``timeout``, of which the first ``ttl`` seconds are asked for, and no lease."""
-        made = object.__new__(EffectiveOptions)  # `dataclasses.replace` costs a tenth of a SET
-        vars(made).update(vars(self), ttl=ttl, expiry=expiry_in(ttl), timeout=timeout, lease=None)
-        return made
 
 
 class Call:
@@ -200,7 +192,7 @@ class Decoration:
             merged = settings.merge(self.own, current, of_app)
             ttl = min(filter(None, (merged.timeout, merged.lease)))  # one of which there always is
             server = find_configured_server(merged, app_server)
-            options = EffectiveOptions(**vars(merged), made_from=current, server=server, ttl=ttl, expiry=expiry_in(ttl))
+            options = EffectiveOptions(**vars(merged), made_from=current, server=server, ttl=ttl)
             caller.check(options)
             if server is None or server.is_known:
                 self._options_by_app[caller.app] = options

@@ -96,7 +96,7 @@ class LockedCall(Call):
             return error
         try:
             if self.caller.queued is None:
-                value = yield from acquire(self.server.features, self.key, self.token, self.options.expiry)
+                value = yield from acquire(self.server.features, self.key, self.token, self.options.ttl)
             else:
                 value = yield from self._take_over(self.caller.queued)
             while value is not None and self._can_take(value):  # which may have changed hands meanwhile
@@ -118,7 +118,7 @@ class LockedCall(Call):
         owed = None if is_own else (yield from owed_to(self.key, before, self.token))
         became = yield from replace(self.key, before, self.token, self.options.ttl)
         if became.status == "gone":
-            return (yield from acquire(self.server.features, self.key, self.token, self.options.expiry))
+            return (yield from acquire(self.server.features, self.key, self.token, self.options.ttl))
         if became.status == "taken":
             return became.value
         self._owed = owed

@@ -1,5 +1,6 @@
 """Enqueue deduplication: ``delay`` and ``apply_async`` of a unique task, and the result that a duplicate gets."""
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -112,8 +113,8 @@ class Publication(TaskCaller):
         if only_newest and not is_waited_for:
             with suppress(OnlyOneError):  # its arguments cannot be compared
                 digest = decoration.digest(args, kwargs)
-        ttl = min(seconds, _UNTIL_PUBLISHED)
-        call = LockedCall(options.not_renewed(ttl, seconds), options.server, key, self)
+        until_published = dataclasses.replace(options, ttl=min(seconds, _UNTIL_PUBLISHED), timeout=seconds, lease=None)
+        call = LockedCall(until_published, options.server, key, self)
         if not only_newest:
             return self._queue_first(call)
         return self._queue_newest(call, digest, seconds, delay)

@@ -24,7 +24,7 @@ from only_one.driver import RAW, TROUBLE, drive
 from only_one.events import log
 from only_one.forks import in_each_child
 from only_one.holder import Holder, is_queued, task_id_of
-from only_one.lock.commands import Retained, expiry_in, replace
+from only_one.lock.commands import Retained, replace
 from only_one.lock.current_lock import Lease
 from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import hold, release_later
@@ -214,7 +214,7 @@ def _on_shutdown(**_: Any) -> None:
                 drive(server.client, replace(lease.key, lease.token, queued, left))
             elif left > 0 and lease.is_lent_to(value):
                 # The other run would store the value of this process, which is dead by then.
-                server.client.execute_command("SET", lease.note, queued, "NX", *expiry_in(left))
+                server.client.execute_command("SET", lease.note, queued, "NX", "PX", round(left * 1000))
         except Exception as error:  # noqa: BLE001 - the next worker that receives it says so
             warn_once("keys of tasks that are queued again could not be lengthened", type(error).__name__)
             return

@@ -9,7 +9,6 @@ from only_one.connections.server_features import Features
 from only_one.driver import Command, Commands, drive, unanswered
 
 Key = Union[str, bytes]
-Expiry = tuple[bytes, ...]
 
 
 class Retained(NamedTuple):
@@ -124,23 +123,20 @@ def release_command(features: Features, key: Key, token: bytes) -> Command:
     return _RELEASE.command((key,), token, -1)
 
 
-def expiry_in(seconds: float) -> Expiry:
-    """The expiry of a key as SET takes it. Bytes cost redis-py less than a str and an int."""
-    return b"PX", b"%d" % round(seconds * 1000)
-
-
-def acquire(features: Features, key: Key, token: bytes, expiry: Expiry) -> Commands[bytes | None]:
+def acquire(features: Features, key: Key, token: bytes, seconds: float | None) -> Commands[bytes | None]:
     """Set a key if it is free.
 
     Args:
         features: the commands that the server knows.
         key: the key as it is in Redis.
         token: the value that says who owns the key.
-        expiry: when the key expires, as ``expiry_in`` encodes it.
+        seconds: how long the key lives, unless it is renewed; None for ever.
 
     Returns:
         None if the key is ours, else the value that is stored there.
     """
+    # Bytes cost redis-py less than a str and an int.
+    expiry = (b"PX", b"%d" % round(seconds * 1000)) if seconds is not None else ()
     if features.sets_and_gets:
         try:
             value: bytes | None = yield ("SET", key, token, b"NX", b"GET", *expiry)

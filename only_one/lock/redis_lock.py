@@ -54,8 +54,7 @@ class _Common:
     def _acquire(self: Any, token: bytes) -> Commands[bool]:
         # Counted from before the command is sent: the key never outlives what its holder believes.
         self.expires_at = now() + (self.timeout or math.inf)
-        expiry = commands.expiry_in(self.timeout) if self.timeout else ()
-        return (yield from commands.acquire(self.features, self.name, token, expiry)) is None
+        return (yield from commands.acquire(self.features, self.name, token, self.timeout or None)) is None
 
     def _release(self: Any, token: bytes) -> Commands[None]:
         became = yield from commands.release(self.features, self.name, token)

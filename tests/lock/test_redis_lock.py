@@ -137,8 +137,7 @@ def make_lock(request: pytest.FixtureRequest, key: str) -> Iterator[Callable[...
 
 
 def acquire(client: Any, features: Features, key: str, token: bytes, seconds: float | None = 600) -> bytes | None:
-    expiry = commands.expiry_in(seconds) if seconds else ()
-    return driver.drive(client, commands.acquire(features, key, token, expiry))
+    return driver.drive(client, commands.acquire(features, key, token, seconds))
 
 
 @pytest.mark.parametrize("url", KINDS, indirect=True)
@@ -253,7 +252,7 @@ def acquire_on_old() -> Commands[bytes | None]:
     """Acquire on a server before Redis 7."""
     features = Features()
     features.sets_and_gets = False
-    return commands.acquire(features, "k", b"ours", ())
+    return commands.acquire(features, "k", b"ours", None)
 
 
 def first_release() -> Commands[ReleaseResult]:
