@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from celery import signals
@@ -63,60 +64,87 @@ def _on_retry(sender: Any, request: Any, reason: Any = None, **_: Any) -> None:
 
 def _watch(task: Any, task_id: str, args: Any, kwargs: Any, request: Any) -> None:
     """Release a task's keys as soon as its process is dead, in a thread: the worker has other tasks to serve."""
+    arguments: tuple[Any, Any] | None = (args or (), kwargs or {})
     if name := task_of_items(task, kwargs):
-        task, args, kwargs = task.app.tasks.get(name), None, None
-    else:
-        args, kwargs = args or (), kwargs or {}
+        task, arguments = task.app.tasks.get(name), None
     for decoration in decorations_of(task) if task else ():
-        given = (task, decoration, str(task_id), args, kwargs, request)
-        threading.Thread(target=_release_when_dead, args=given, name="only_one-endings", daemon=True).start()
+        ending = _Ending(task, decoration, str(task_id), arguments, request)
+        threading.Thread(target=ending.release_keys, name="only_one-endings", daemon=True).start()
 
 
-def _release_when_dead(task: Any, decoration: Decoration, task_id: str, args: Any, kwargs: Any, request: Any) -> None:
-    until = (begun := now()) + 10  # Celery tells that it kills a process before it does it
-    keys: list[Any] | None = None
-    retained = None
-    while keys != [] and now() < until:
-        try:
-            with _at_work:
-                options = decoration.options_for(caller_from_outside(task, decoration))
-                if (server := options.server) is None:
-                    return
-                if keys is None:
-                    key, retained = _end_message(task, decoration, options, server, args, kwargs, request)
-                    keys = [key] if key else None
-            if keys is None:
-                keys = _all_keys(server, options.prefix)
-            keys = [key for key in keys if not _is_free(server, options, key, task_id, request, retained)]
-        except Exception as error:  # noqa: BLE001 - nobody to raise it to; the key expires by itself
-            text = f"a key of {task.name}, whose run was killed or revoked, could not be released"
-            warn_once(text, type(error).__name__)
-            if not isinstance(error, TROUBLE):
-                return
-            if not isinstance(error, ResponseError):  # the server is away, and may be back soon
-                until = min(now() + 10, begun + _WAITS_FOR_A_SERVER)
-        time.sleep(0.02)
+@dataclass
+class _Ending:
+    """The end of a task's run that was killed or revoked, for one of the task's decorations.
 
-
-def _end_message(
-    task: Any, decoration: Decoration, options: EffectiveOptions, server: Server, args: Any, kwargs: Any, request: Any
-) -> tuple[str | None, Retained | None]:
-    """Withdraw a unique task that never began, unless its message is sent again.
-
-    Returns:
-        The message's key, if it is known, and the value that keeps this key if the message is sent again. Of the items
-        of a list it is not known which was under way.
+    Attributes:
+        arguments: the message's, positional and keyword; None for an item of a list: which was under way is not known.
+        request: the task's request; None if it is not known.
+        retained: the value that keeps the message's key, if the message is sent again.
     """
-    if args is None:
-        return None, None
-    if request is None:
-        return key_of_message(task, decoration, options.prefix, args, kwargs), None
-    delivery = Delivery(task, request, bound=False, decoration=decoration)
-    is_sent_again = "only_one_requeued" in vars(request)
-    if not is_sent_again and (withdrawal := withdrawal_of(task, request)):
-        release_later(withdrawal)
-    key = delivery.key or key_of_message(task, decoration, options.prefix, args, kwargs)
-    return key, delivery.retained_value(Call(options, server, key)) if key else None
+
+    task: Any
+    decoration: Decoration
+    task_id: str
+    arguments: tuple[Any, Any] | None
+    request: Any
+    retained: Retained | None = None
+
+    def release_keys(self) -> None:
+        until = (begun := now()) + 10  # Celery tells that it kills a process before it does it
+        keys: list[Any] | None = None
+        while keys != [] and now() < until:
+            try:
+                with _at_work:
+                    options = self.decoration.options_for(caller_from_outside(self.task, self.decoration))
+                    if (server := options.server) is None:
+                        return
+                    if keys is None and (key := self._end_message(options, server)):
+                        keys = [key]
+                if keys is None:
+                    keys = _all_keys(server, options.prefix)
+                keys = [key for key in keys if not self._is_free(options, server, key)]
+            except Exception as error:  # noqa: BLE001 - nobody to raise it to; the key expires by itself
+                text = f"a key of {self.task.name}, whose run was killed or revoked, could not be released"
+                warn_once(text, type(error).__name__)
+                if not isinstance(error, TROUBLE):
+                    return
+                if not isinstance(error, ResponseError):  # the server is away, and may be back soon
+                    until = min(now() + 10, begun + _WAITS_FOR_A_SERVER)
+            time.sleep(0.02)
+
+    def _end_message(self, options: EffectiveOptions, server: Server) -> str | None:
+        """Withdraw a unique task that never began, unless its message is sent again; the message's key, if known."""
+        if self.arguments is None:
+            return None
+        given = (self.task, self.decoration, options.prefix, *self.arguments)
+        if self.request is None:
+            return key_of_message(*given)
+        delivery = Delivery(self.task, self.request, bound=False, decoration=self.decoration)
+        is_sent_again = "only_one_requeued" in vars(self.request)
+        if not is_sent_again and (withdrawal := withdrawal_of(self.task, self.request)):
+            release_later(withdrawal)
+        if key := delivery.key or key_of_message(*given):
+            self.retained = delivery.retained_value(Call(options, server, key))
+        return key
+
+    def _is_free(self, options: EffectiveOptions, server: Server, key: Any) -> bool:
+        """Release the key if its process is dead, or store the retained value; whether nothing is left to do there."""
+        value = _ask(server, key, "GET", key) or b""
+        holder = Holder.parse(value)
+        if holder is None or holder.task_id != self.task_id:
+            return True
+        held = work_held_by(holder)
+        is_of_a_retry = held is not None and self.request is not None and held > work_of(self.request)
+        if is_of_a_retry:  # which the run had published before it was killed
+            return True
+        if not options.takeover and not is_queued(value):
+            return True
+        # A task that is queued may just have begun: then its process is waited for.
+        is_over = is_queued(value) or is_dead(value) or _has_ended(holder)
+        if is_over:
+            until = now() + max(options.ttl, options.queue_timeout)
+            release_later(PendingRelease(server, key, value, until, no_write_in_flight=True, retained=self.retained))
+        return is_over and self.retained is not None
 
 
 def _all_keys(server: Server, prefix: str) -> list[Any]:
@@ -148,28 +176,6 @@ def _ask(server: Server, key: Any, *command: Any) -> Any:
     if isinstance(reply, Exception):
         raise reply
     return reply
-
-
-def _is_free(
-    server: Server, options: EffectiveOptions, key: Any, task_id: str, request: Any, retained: Retained | None
-) -> bool:
-    """Release the key if its process is dead, or store a retained value; whether nothing is left to do at the key."""
-    value = _ask(server, key, "GET", key) or b""
-    holder = Holder.parse(value)
-    if holder is None or holder.task_id != task_id:
-        return True
-    held = work_held_by(holder)
-    is_of_a_retry = held is not None and request is not None and held > work_of(request)
-    if is_of_a_retry:  # which the run had published before it was killed
-        return True
-    if not options.takeover and not is_queued(value):
-        return True
-    # A task that is queued may just have begun: then its process is waited for.
-    is_over = is_queued(value) or is_dead(value) or _has_ended(holder)
-    if is_over:
-        until = now() + max(options.ttl, options.queue_timeout)
-        release_later(PendingRelease(server, key, value, until, no_write_in_flight=True, retained=retained))
-    return is_over and retained is not None
 
 
 def _has_ended(holder: Holder) -> bool:

@@ -145,12 +145,15 @@ DONE, WAITS, LEFT, RELEASED = (True, True), (False, False), (True, False), (Fals
 
 
 def test_a_key_is_released_when_its_process_is_dead(keys: Keys, server: Server, child: subprocess.Popen[bytes]) -> None:
+    unknown: Any = None
+
     def look(value: bytes | None, *, takeover: bool = True, attempt: int | None = None) -> tuple[bool, bool]:
         if value is not None:
             keys["k"] = value
         options: Any = SimpleNamespace(takeover=takeover, ttl=HOUR, queue_timeout=HOUR)
         request = None if attempt is None else Context(id="mine", retries=attempt)
-        is_free = ended_tasks._is_free(server, options, f"{keys.prefix}k", "mine", request, None)
+        ending = ended_tasks._Ending(unknown, unknown, "mine", None, request)
+        is_free = ending._is_free(options, server, f"{keys.prefix}k")
         renewal.finish_pending_releases()
         return is_free, "k" not in keys
 
@@ -181,7 +184,7 @@ def test_the_death_of_a_process_is_waited_for(
     pauses: list[float] = []
     monkeypatch.setattr(ended_tasks, "now", lambda: moments.pop(0))
     monkeypatch.setattr(ended_tasks, "time", SimpleNamespace(sleep=pauses.append))
-    ended_tasks._release_when_dead(task, task.run.__only_one__, "mine", ("k",), {}, None)
+    ended_tasks._Ending(task, task.run.__only_one__, "mine", (("k",), {}), None).release_keys()
     assert not moments
     assert len(pauses) == 2
     assert "k" in keys
@@ -371,7 +374,7 @@ def test_a_task_that_is_retried_because_its_process_is_lost_has_its_key_while_it
 def test_nothing_is_done_where_the_locking_is_switched_off(task: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with configure(active=False):
-        ended_tasks._release_when_dead(task, task.run.__only_one__, "mine", ("k",), {}, None)
+        ended_tasks._Ending(task, task.run.__only_one__, "mine", (("k",), {}), None).release_keys()
     assert not [record for record in caplog.records if record.name == "only_one"]
 
 
