@@ -202,13 +202,13 @@ class LockedCall(Call):
         if self.lost is not None:
             self._tell(self.lost)
         self.lease.lose("released")  # from here on nothing is lost
-        retained, marker = self.caller.at_end(self)
+        for_retry, marker = self.caller.at_end(self)
         exits = isinstance(self.ended_by, SystemExit) and self.ended_by.code in (None, 0) and self.caller.app is None
-        if self.has_succeeded or exits:  # a program may end by `sys.exit()`, and has done its work
-            retained = self._kept()
-        is_kept = retained is not None and retained.note is None
-        # A retry's value goes, too: a key names one task that waits, and it was taken over from the other.
-        self._retained = retained if is_kept or self._owed is None else to_store(self._owed)
+        has_succeeded = self.has_succeeded or exits  # a program may end by `sys.exit()`, and has done its work
+        kept = self._kept() if has_succeeded else None
+        # A key names one task that waits: a retry gives way to the task from which the key was taken over.
+        owed = to_store(self._owed) if self._owed else None
+        self._retained = kept or owed or (None if has_succeeded else for_retry)
         became: ReleaseResult | None = None
         try:
             became = yield from end(self.server.features, self.key, self.token, self._retained, marker)
