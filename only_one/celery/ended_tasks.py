@@ -170,7 +170,7 @@ def _ask(server: Server, key: Any, *command: Any) -> Any:
         with _at_work:
             node = server.node_of(key)
             if node.backs_off_until <= now():
-                (reply,) = node.send([command], RAW)
+                (reply,) = node.send([command])
                 break
         time.sleep(0.1)
     if isinstance(reply, Exception):

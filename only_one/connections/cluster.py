@@ -42,7 +42,7 @@ class ClusterNodes:
             self._nodes[address] = Node(client, address[0], self.follow)
         return self._nodes[address]
 
-    def follow(self, node: Node, commands: Sequence[Command], options: dict[str, Any], replies: list[Any]) -> None:
+    def follow(self, node: Node, commands: Sequence[Command], replies: list[Any]) -> None:
         """Follow redirections: MOVED names the node that has a slot from now on, ASK the node that is getting it.
 
         A command that was answered by ASK is sent on.
@@ -59,7 +59,7 @@ class ClusterNodes:
                 if isinstance(reply, exceptions.MovedError):
                     self._owners[reply.slot_id] = address
                 elif target.backs_off_until <= now():
-                    replies[number] = target.send_here([("ASKING",), commands[number]], options)[1]
+                    replies[number] = target.send_here([("ASKING",), commands[number]])[1]
 
     def _refresh(self, but: Node) -> None:
         """Ask another node than one for the slots of all: that which has been reachable for the longest time.
@@ -71,7 +71,7 @@ class ClusterNodes:
         node = min((each for each in self._nodes.values() if each is not but), key=by_reach, default=None)
         if node is None or node.backs_off_until > now():
             return
-        (reply,) = node.send_here([("CLUSTER SLOTS",)], {})
+        (reply,) = node.send_here([("CLUSTER SLOTS",)])
         if isinstance(reply, Exception):
             return
         ranges: dict[Any, Any] = cluster.parse_cluster_slots(reply, current_host=node.host)

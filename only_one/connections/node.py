@@ -8,7 +8,7 @@ from typing import Any
 import redis
 
 from only_one.clock import now
-from only_one.driver import Command
+from only_one.driver import RAW, Command
 
 _FIRST_PAUSE = 0.05
 
@@ -39,28 +39,27 @@ class Node:
         self._pause = _FIRST_PAUSE
         self._follow = follow
 
-    def send(self, commands: Sequence[Command], options: dict[str, Any], pause: float | None = None) -> list[Any]:
+    def send(self, commands: Sequence[Command], pause: float | None = None) -> list[Any]:
         """Send commands in one trip; in a cluster, a command whose slot has moved is sent on.
 
         Args:
             commands: the commands.
-            options: redis-py's, for each of them.
             pause: seconds for which the node is left alone if it cannot be reached; None for longer each time.
 
         Returns:
-            The reply to each command, or its error.
+            The reply to each command, as bytes, or its error.
         """
-        replies = self.send_here(commands, options, pause)
+        replies = self.send_here(commands, pause)
         if self._follow is not None:
-            self._follow(self, commands, options, replies)
+            self._follow(self, commands, replies)
         return replies
 
-    def send_here(self, commands: Sequence[Command], options: dict[str, Any], pause: float | None = None) -> list[Any]:
+    def send_here(self, commands: Sequence[Command], pause: float | None = None) -> list[Any]:
         """Send commands in one trip to this node, and to no other."""
         try:
             pipeline = self.client.pipeline(transaction=False)
             for command in commands:
-                pipeline.execute_command(*command, **options)
+                pipeline.execute_command(*command, **RAW)
             replies: list[Any] = pipeline.execute(raise_on_error=False)
         except Exception as error:  # noqa: BLE001 - the thread has other keys to see to
             self.fail(pause)

@@ -8,7 +8,7 @@ from redis.exceptions import ResponseError
 from only_one.clock import now
 from only_one.connections.node import LONG, Node, trips
 from only_one.connections.server import Server
-from only_one.driver import RAW, Command
+from only_one.driver import Command
 
 from .commands import Retained, release_command, replacement
 from .token import active_tokens
@@ -104,7 +104,7 @@ class PendingReleases(dict[bytes, PendingRelease]):
         """Try once to release keys of one node, in one trip; returns those for which the server did nothing."""
         commands = [each.command() for each in due]
         undone = []
-        for pending, command, reply in zip(due, commands, node.send(commands, RAW), strict=True):
+        for pending, command, reply in zip(due, commands, node.send(commands), strict=True):
             if pending.note_reply(command, reply):
                 self.end(pending.token)
             if isinstance(reply, Exception):

@@ -17,7 +17,6 @@ from only_one.clock import now
 from only_one.connections.node import LONG, Node, trips
 from only_one.connections.server import Server, eviction_warning
 from only_one.connections.server_features import is_forbidden, is_of_another_type
-from only_one.driver import RAW
 from only_one.events import log, logger
 from only_one.forks import in_each_child
 
@@ -172,7 +171,7 @@ class _Renewer:
         for lease, ttl in ttls.items():
             lease.on_its_way = sent + ttl
         commands = [RENEW.command((each.key,), each.token, round(ttl * 1000)) for each, ttl in ttls.items()]
-        replies = node.send(commands, RAW, _pause(leases))
+        replies = node.send(commands, _pause(leases))
         news: dict[str, list[Lease]] = {}
         for (lease, ttl), reply in zip(ttls.items(), replies, strict=True):
             before = repr(lease.trouble)

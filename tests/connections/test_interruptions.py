@@ -288,7 +288,7 @@ def test_what_renews_closes_its_connections_when_it_is_collected(
         for _ in range(2):  # the second time with a new socket in a connection that is older
             node.client.connection_pool.disconnect()
             gc.collect(0)
-            assert node.send([("GET", "k")], {}) == [None]
+            assert node.send([("GET", "k")]) == [None]
         connected = len(those.witness.client_list())
         del server, node
         gc.collect()

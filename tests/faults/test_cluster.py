@@ -326,7 +326,7 @@ class Said:
         self.names = [self.theirs._at(node.address) for node in cluster.nodes]
         self.ports = [node.server.port for node in cluster.nodes]
 
-        def send_here(node: nodes.Node, commands: Any, _options: Any, pause: float | None = None) -> list[Any]:
+        def send_here(node: nodes.Node, commands: Any, pause: float | None = None) -> list[Any]:
             port = node.client.connection_pool.connection_kwargs["port"]
             self.asked += [(port, command[0]) for command in commands]
             replies = [self.replies[port](command[0]) for command in commands]
@@ -340,7 +340,7 @@ class Said:
         """What comes of commands that are sent to a node, and `asked` anew."""
         self.asked.clear()
         node = self.names[number]
-        return node.send([(command,) for command in commands], {}, 2.0)
+        return node.send([(command,) for command in commands], 2.0)
 
 
 @pytest.fixture

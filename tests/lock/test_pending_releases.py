@@ -37,7 +37,7 @@ def test_when_a_pending_release_is_tried_again(
     watch: Watch, redis_url: str, reply: object, pauses: list[float], *, no_write_in_flight: bool, is_over: bool
 ) -> None:
     pending, left = watch.pending(watch.server(redis_url), no_write_in_flight=no_write_in_flight), watch.renewer
-    answers: Any = SimpleNamespace(send=lambda _commands, _options: [reply])
+    answers: Any = SimpleNamespace(send=lambda _commands: [reply])
     assert pending.try_at == MOMENT
     for pause in pauses:
         assert left.pending_releases.release(answers, [pending]) == [pending] * isinstance(reply, Exception)

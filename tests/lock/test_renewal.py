@@ -406,21 +406,21 @@ def test_a_node_that_cannot_be_reached_backs_off_for_longer_each_time(watch: Wat
         assert reached.backs_off_until == pytest.approx(MOMENT + pause)
     reached.fail(2.0)
     assert reached.backs_off_until == MOMENT + 2
-    assert reached.send([("GET", watch.key())], {}) == [b"token"]
+    assert reached.send([("GET", watch.key())]) == [b"token"]
     reached.fail()
     assert reached.backs_off_until == pytest.approx(MOMENT + 0.05)
     down = node(watch.server(DOWN))
     commands = [("GET", "a"), ("GET", "b")]
-    assert [type(each) for each in down.send(commands, {})] == [redis_py.ConnectionError] * 2
+    assert [type(each) for each in down.send(commands)] == [redis_py.ConnectionError] * 2
     assert down.backs_off_until == pytest.approx(MOMENT + 0.05)
     broken = nodes.Node(object())  # a client that fails in a way that redis-py knows nothing of
-    assert [type(each) for each in broken.send(commands, {})] == [AttributeError] * 2
+    assert [type(each) for each in broken.send(commands)] == [AttributeError] * 2
 
 
 def test_a_node_carries_out_all_that_it_does_not_refuse(watch: Watch, redis_url: str) -> None:
     """The commands of one trip are no transaction."""
     with Proxy(redis_url) as proxy:
-        replies = node(watch.server(proxy.url)).send([("HGET", watch.key(), "a"), ("GET", watch.key())], {})
+        replies = node(watch.server(proxy.url)).send([("HGET", watch.key(), "a"), ("GET", watch.key())])
         assert proxy.commands == ["HGET", "GET"]
     assert isinstance(replies[0], ResponseError)
     assert replies[1] == b"token"

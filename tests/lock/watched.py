@@ -38,10 +38,10 @@ class Watched(nodes.Node):
         self.takes = 0.0
         self._clock = clock
 
-    def send(self, commands: Sequence[Any], options: dict[str, Any], pause: float | None = None) -> list[Any]:
+    def send(self, commands: Sequence[Any], pause: float | None = None) -> list[Any]:
         self.trips.append([(command[0], command[3] if command[0] == "EVAL" else command[1]) for command in commands])
         self._clock.moment += self.takes
-        return super().send(commands, options, pause)
+        return super().send(commands, pause)
 
 
 class Watch:
