@@ -131,7 +131,7 @@ def raised_by_signal_handler(error: BaseException, handled: BaseException | None
             return each
         seen.add(id(each))
         # What the user's code has raised in the place of another exception stands for itself.
-        by = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(each.__traceback__)][-1:]
+        by = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(each.__traceback__)][-1:]
         is_translated = any(name.partition(".")[0] in _TRANSLATORS for name in by)
         each = (each.__cause__ or each.__context__) if is_translated else None
     return None

@@ -75,6 +75,10 @@ class Provider(redis_py.CredentialProvider):
 kinds = pytest.mark.parametrize("kind", [redis_py.Redis, Subclass])
 
 
+def raises_once() -> None:
+    raise SecretsAreElsewhere
+
+
 def raises_its_cause_again() -> None:
     """So the chain of exceptions is a circle, and all are such as redis-py raises in the place of others."""
     url = f"{SecretsAreElsewhere.__name__}://"
@@ -87,24 +91,39 @@ def raises_its_cause_again() -> None:
         raise first from second.value
 
 
+def interrupt() -> tuple[()]:
+    if threading.current_thread() is threading.main_thread():  # not in that which releases what is left behind
+        os.kill(os.getpid(), signal.SIGUSR1)
+    return ()
+
+
+def raises_in_place_of_a_signal_s() -> None:
+    try:
+        interrupt()
+    except SoftTimeLimitExceeded as error:
+        raise SecretsAreElsewhere from error
+
+
 @kinds
 @both
-@pytest.mark.parametrize("refuse", [raises(SecretsAreElsewhere), raises_its_cause_again], ids=["once", "in a circle"])
+@pytest.mark.parametrize("refuse", [raises_once, raises_its_cause_again, raises_in_place_of_a_signal_s])
 def test_whatever_is_raised_while_connecting(
     redis_url: str, prefix: str, kind: type[redis_py.Redis], decorate: Decorate, refuse: Callable[[], Any]
 ) -> None:
     client = kind.from_url(redis_url, credential_provider=Provider(refuse))
-    with client, pytest.raises(LockUnavailable, match=f"{prefix}k.*SecretsAreElsewhere"):
+    told = pytest.raises(LockUnavailable, match=f"{prefix}k.*SecretsAreElsewhere")
+    with handled(raises(SoftTimeLimitExceeded), signal.SIGUSR1), client, told:
         decorate(lambda: "done", redis=client)()
 
 
-def test_a_server_that_is_down_while_what_a_signal_has_raised_is_handled() -> None:
+@both
+def test_a_server_that_is_down_while_what_a_signal_has_raised_is_handled(decorate: Decorate) -> None:
     with handled(raises(SoftTimeLimitExceeded), signal.SIGUSR1):
         try:
             signal.raise_signal(signal.SIGUSR1)
         except SoftTimeLimitExceeded:
             with pytest.raises(LockUnavailable):
-                decorated(lambda: "done", redis="redis://127.0.0.1:1")()
+                decorate(lambda: "done", redis="redis://127.0.0.1:1")()
 
 
 raised = pytest.mark.parametrize("error", [SoftTimeLimitExceeded, TimeoutError])
@@ -116,11 +135,6 @@ raised = pytest.mark.parametrize("error", [SoftTimeLimitExceeded, TimeoutError])
 def test_what_a_signal_raises_while_connecting_is_no_trouble_of_the_server(
     redis_url: str, kind: type[redis_py.Redis], error: type[Exception]
 ) -> None:
-    def interrupt() -> tuple[()]:
-        if threading.current_thread() is threading.main_thread():  # not in that which releases what is left behind
-            os.kill(os.getpid(), signal.SIGUSR1)
-        return ()
-
     with (
         handled(raises(error), signal.SIGUSR1),
         kind.from_url(redis_url, credential_provider=Provider(interrupt)) as client,
