@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from datetime import timedelta
 from decimal import Decimal
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -358,6 +358,11 @@ def test_an_option_that_cannot_work_is_refused_when_it_is_given(options: dict[st
         (lambda: only_one(300, "k"), ConfigurationError, "only_one("),
         (lambda: only_one(function, "k"), ConfigurationError, "key"),
         (lambda: only_one("k", key="l"), ConfigurationError, "write one of them"),
+        (
+            lambda: only_one(FunctionType(two.__code__, {"__name__": "__main__"})),
+            KeyTemplateError,
+            "or start it with python -m",
+        ),
         (lambda: only_one(lambda _: "k")(two), KeyTemplateError, "key=lambda"),
         (
             lambda: only_one("k", work_id=lambda: 1)(two),

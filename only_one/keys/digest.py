@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import PurePath
 from typing import Any
@@ -24,9 +24,13 @@ No UTF-8 text begins with this byte, so no str is encoded like anything else.
 _SHORT = 200
 """The most characters of a str whose digest is remembered; longer ones would take the memory."""
 
-md5 = hashlib.md5
+utf8 = partial(str.encode, encoding="utf-8", errors="surrogatepass")
+"""Encodes a str; half of a surrogate pair stands in the name of a file that is not UTF-8."""
+
+_hash = hashlib.md5
 with suppress(ImportError):  # a third of OpenSSL's time for short texts
-    md5 = import_module("_md5").md5
+    _hash = import_module("_md5").md5
+md5 = partial(_hash, usedforsecurity=False)
 
 
 class UnknownType(Exception):
@@ -68,18 +72,16 @@ def digest(value: Any) -> str:
         return _digest_of_short(value)
     value = plain(value)
     try:
-        is_text = issubclass(type(value), str)
-        content = str.encode(value, "utf-8", "surrogatepass") if is_text else VERSION + _encode(value)
+        content = utf8(value) if issubclass(type(value), str) else VERSION + _encode(value)
     except RecursionError:
         raise UnknownType(type_name(value)) from None
-    return md5(content, usedforsecurity=False).hexdigest()
+    return md5(content).hexdigest()
 
 
 @lru_cache(maxsize=4096)
 def _digest_of_short(text: str) -> str:
     """Remember the digests of short texts, because calls come again with the same arguments."""
-    # Half of a surrogate pair stands in the name of a file that is not UTF-8.
-    return md5(text.encode("utf-8", "surrogatepass"), usedforsecurity=False).hexdigest()
+    return md5(utf8(text)).hexdigest()
 
 
 def plain(value: Any) -> Any:
@@ -102,8 +104,8 @@ def _sized(letter: bytes, content: bytes) -> bytes:
     return b"%s%d:%s" % (letter, len(content), content)
 
 
-def _text(letter: bytes, serialize: Callable[[Any], str]) -> Callable[[Any], bytes]:
-    return lambda value: _sized(letter, serialize(value).encode("utf-8", "surrogatepass"))
+def _text(letter: bytes, content: str) -> bytes:
+    return _sized(letter, utf8(content))
 
 
 def _list(value: Iterable[object]) -> bytes:
@@ -123,7 +125,7 @@ def _dict_key(key: object) -> bytes:
     key = plain(key)
     if key is None or isinstance(key, (int, float)):
         try:
-            key = repr(key) if type(key) is int else json.dumps(key)
+            key = json.dumps(key)
         except ValueError:  # more digits than Python writes
             raise UnknownType(type_name(key)) from None
     return _encode(key)
@@ -146,10 +148,10 @@ def _dataclass(value: Any) -> bytes:
 # The order counts for subclasses: an Enum may be a str, a datetime is a date, a bool is an int, all are objects.
 _ENCODERS: dict[type, Callable[[Any], bytes]] = {
     Enum: lambda member: _encode(plain(member)),
-    str: lambda value: _sized(b"s", str.encode(value, "utf-8", "surrogatepass")),
+    str: lambda value: _text(b"s", value),
     bool: lambda value: b"T" if value else b"F",
     int: lambda value: _sized(b"i", int.__format__(value, "x").encode()),
-    float: _text(b"f", float.__repr__),
+    float: lambda value: _text(b"f", float.__repr__(value)),
     type(None): lambda _: b"N",
     bytes: lambda value: _sized(b"b", bytes(value)),
     list: _list,
@@ -157,12 +159,12 @@ _ENCODERS: dict[type, Callable[[Any], bytes]] = {
     dict: _dict,
     set: _set,
     frozenset: _set,
-    Decimal: _text(b"D", Decimal.__str__),
-    UUID: _text(b"U", lambda value: value.hex),
-    datetime: _text(b"t", datetime.isoformat),
-    date: _text(b"a", date.isoformat),
-    time: _text(b"c", time.isoformat),
-    timedelta: _text(b"e", lambda value: f"{value.days},{value.seconds},{value.microseconds}"),
-    PurePath: _text(b"p", lambda value: value.as_posix()),
+    Decimal: lambda value: _text(b"D", Decimal.__str__(value)),
+    UUID: lambda value: _text(b"U", value.hex),
+    datetime: lambda value: _text(b"t", datetime.isoformat(value)),
+    date: lambda value: _text(b"a", date.isoformat(value)),
+    time: lambda value: _text(b"c", time.isoformat(value)),
+    timedelta: lambda value: _text(b"e", f"{value.days},{value.seconds},{value.microseconds}"),
+    PurePath: lambda value: _text(b"p", value.as_posix()),
     object: _dataclass,
 }

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from only_one.errors import UnkeyableArgument
 
-from .digest import UnknownType, digest, plain, type_name
+from .digest import UnknownType, digest, plain, type_name, utf8
 
 MakeKey = Callable[[str, tuple[Any, ...], Mapping[str, Any]], str]
 """A function from the name of the task or function, and the call's arguments, to the call's key or a part of it."""
@@ -266,4 +266,4 @@ def escaper(separators: Iterable[str] = ()) -> Callable[[str], str]:
 
 def percent_encoded(match: re.Match[str]) -> str:
     """What is matched, as a URL has it."""
-    return "".join(f"%{byte:02X}" for byte in match[0].encode("utf-8", "surrogatepass"))
+    return "".join(f"%{byte:02X}" for byte in utf8(match[0]))

@@ -22,6 +22,7 @@ from kombu.utils import json as broker
 
 from only_one.keys import digest as encoding
 from only_one.keys.digest import digest
+from tests.keys import calls
 from tests.keys.calls import LONG, Colour, Feed, Level, Mode, Number, Point, Sheet, Text, carried, importer, maker
 
 # Confusable on purpose: equal when printed, equal for Python, or a part of how another one is encoded.
@@ -117,6 +118,18 @@ def test_set_order_does_not_count(items: list[Any], chance: random.Random) -> No
 def test_equal_values_have_one_digest(value: object, same: object) -> None:
     assert digest(value) == digest(same)
     assert digest([value]) == digest((same,))
+
+
+@pytest.mark.parametrize("main", ["__main__", "__mp_main__"])
+def test_a_dataclass_of_a_program_that_was_started_by_a_module_s_name(
+    main: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imported = digest(Feed("a"))
+    monkeypatch.setattr(Feed, "__module__", main)
+    monkeypatch.setitem(sys.modules, main, calls)
+    assert digest(Feed("a")) == imported
+    monkeypatch.delattr(calls, "Feed")  # now it is the class of another program, which was pickled by value
+    assert digest(Feed("a")) != imported
 
 
 @given(confusable, confusable)
