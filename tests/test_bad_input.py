@@ -409,7 +409,10 @@ def test_a_policy_that_is_called_by_another(redis: Redis, prefix: str, policy: A
 
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
-    [("ONLY_ONE_ACTIVE", "2", "ONLY_ONE_ACTIVE=0 or"), ("ONLY_ONE_REDIS_URL", "localhost", URL)],
+    [
+        ("ONLY_ONE_ACTIVE", "2", "ONLY_ONE_ACTIVE=0 or"),
+        ("ONLY_ONE_REDIS_URL", "h", "ONLY_ONE_REDIS_URL='h' is not a URL"),
+    ],
 )
 def test_a_variable_of_the_environment_that_cannot_be_understood(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, words: str
