@@ -117,13 +117,13 @@ def test_whatever_is_raised_while_connecting(
 
 
 @both
-def test_a_server_that_is_down_while_what_a_signal_has_raised_is_handled(decorate: Decorate) -> None:
-    with handled(raises(SoftTimeLimitExceeded), signal.SIGUSR1):
+def test_a_server_that_is_down_while_what_a_signal_has_raised_is_handled(proxy: Proxy, decorate: Decorate) -> None:
+    with handled(raises(SoftTimeLimitExceeded), signal.SIGUSR1), proxy.cut():
         try:
             signal.raise_signal(signal.SIGUSR1)
         except SoftTimeLimitExceeded:
             with pytest.raises(LockUnavailable):
-                decorate(lambda: "done", redis="redis://127.0.0.1:1")()
+                decorate(lambda: "done", redis=proxy.url)()
 
 
 raised = pytest.mark.parametrize("error", [SoftTimeLimitExceeded, TimeoutError])
