@@ -188,6 +188,27 @@ def test_without_eval_a_timeout_is_enough(own_server: RedisServer, admin: Any) -
     assert not admin.exists("only_one:k")
 
 
+def test_a_warning_names_what_a_task_may_not_do(
+    own_server: RedisServer, admin: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It runs all the same; but nothing else would tell why older tasks are not dropped, and redeliveries run again."""
+    app = Celery("few rights", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.worker_hijack_root_logger = False
+
+    @app.task(name="newest", shared=False)  # type: ignore[untyped-decorator]
+    @only_one("newest", when_busy=buffer_one())
+    def newest() -> str:
+        return "done"
+
+    with configure(redis=add_user(admin, own_server.url, rights("functions")), prefix="only_one:"):
+        answer = newest.delay()
+        with start_worker(app, pool="solo", perform_ping_check=False, loglevel="WARNING"):
+            assert answer.get(timeout=LIMIT) == "done"
+    ours = [each for each in caplog.records if each.name == "only_one"]
+    (warning,) = [each.getMessage() for each in ours if each.levelname == "WARNING"]
+    assert warning.startswith(f"what is known of the messages of {answer.id} cannot be asked or noted")
+
+
 def test_another_database(own_server: RedisServer, admin: Any) -> None:
     url = add_user(admin, own_server.url, rights("functions") | rights("a database other than 0"))
     with configure(redis=url.removesuffix("0") + "1", prefix="only_one:"):

@@ -6,7 +6,7 @@ Nothing here sends a command: ``acquire`` and ``release`` yield commands, and ``
 import asyncio
 import threading
 from contextlib import suppress
-from logging import DEBUG, ERROR
+from logging import ERROR
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +14,7 @@ from redis.exceptions import ResponseError
 
 from only_one.clock import now
 from only_one.connections.server import Server
-from only_one.connections.server_features import is_of_another_type
+from only_one.connections.server_features import is_of_another_type, level_of
 from only_one.driver import TROUBLE, Commands, is_of_signal_handler, unanswered
 from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable, OnlyOneError
 from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, log, warn_of_first_skip
@@ -226,7 +226,7 @@ class LockedCall(Call):
             # Any other is not raised: the run has its own result or exception.
             if marker is None and is_of_another_type(error):
                 became = ReleaseResult("taken")
-            log(DEBUG, "%s could not be released: %s", self.key, error)
+            log(level_of(error), "%s could not be released: %s", self.key, error)
         self._released(became)
 
     def clean_up(self, *, no_write_in_flight: bool, retained: Retained | None = None) -> None:

@@ -7,13 +7,13 @@ The result backend is not asked: there may be none, and it is written after the 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from logging import DEBUG
 from traceback import walk_tb
 from typing import Any, NamedTuple
 
 from celery import Task
 from celery.exceptions import Ignore, Reject, Retry
 
+from only_one.connections.server_features import level_of
 from only_one.driver import TROUBLE, Commands, is_of_signal_handler
 from only_one.events import log
 from only_one.lock.commands import MarkerUpdate, Script, evaluate
@@ -110,4 +110,4 @@ def unless_down(task_id: str) -> Iterator[None]:
     except TROUBLE as error:
         if is_of_signal_handler(error):
             raise
-        log(DEBUG, "what is known of the messages of %s cannot be asked or noted: %s", task_id, error)
+        log(level_of(error), "what is known of the messages of %s cannot be asked or noted: %s", task_id, error)

@@ -1,5 +1,6 @@
 """The server features: which commands a server knows, and which rights its user has, learnt from its refusals."""
 
+from logging import DEBUG, WARNING
 from typing import Literal
 
 from redis.exceptions import ResponseError
@@ -35,3 +36,8 @@ def is_forbidden(error: object) -> bool:
     """Whether the error says that this user lacks a right, for a command or in a script."""
     text = str(error).lower()
     return isinstance(error, ResponseError) and ("permission" in text or "can't run this command" in text)
+
+
+def level_of(error: object) -> int:
+    """The level at which an error is logged that is not raised: a right that is missing must be given by somebody."""
+    return WARNING if is_forbidden(error) else DEBUG

@@ -114,10 +114,14 @@ def test_a_wrong_url_is_told_with_what_to_write(
 
 
 def test_a_user_who_may_acquire_and_not_release_gets_the_result_all_the_same(
-    server: RedisServer, client: Any, prefix: str
+    server: RedisServer, client: Any, prefix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """And a warning names the right: nothing else would tell why the key stays until its time is over."""
     url = url_of_user(server, client, "+set", "+get", "+hello")
     assert decorated(is_held, redis=url, timeout=600)() is True
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith(f"{prefix}k could not be released")
+    assert "'eval' command" in warning
     assert decorated_async(is_held, redis=url, timeout=600, takeover=False)() is None  # the key could not be released
     with pytest.raises(LockUnavailable, match=r"(?i)eval"):  # nor be taken over from ourselves
         decorated_async(is_held, redis=url, timeout=600)()
