@@ -361,37 +361,38 @@ class Delivery(TaskCaller):
         Raises:
             Ignore: for a redelivery that is dropped, or requeued until the result of its run is stored.
         """
-        may_run = self._is_to_be_done(call)
-        if may_run:
-            self.under_way[call.key] = self._decoration
-        return may_run
-
-    def _is_to_be_done(self, call: Call) -> bool:
         header = carried = self.header
         self._request.only_one_has_begun = True
         # A task that was sent with an id of its own has no key in its message; its retry waits with one.
         if self.is_unique_in_queue and header.key is None:
             carried = self._carry(header._replace(key=call.key))
-        only_newest = isinstance(call.options.when_busy, BufferOne)
         is_unmarked = self._task.acks_late and self.may_be_redelivered
         # What has been noted of the work since an earlier call in this delivery began was noted by that call.
         is_first_call = call.key not in self.under_way
         may_be_redelivery = is_first_call and (header.times or self.is_redelivered or is_unmarked)
-        if not only_newest and not may_be_redelivery:
-            return True
         with redelivery.unless_down(self.work.id):
             if may_be_redelivery:
-                marker = self._check_marker(call)
-                if marker.age < redelivery.STORES_WITHIN and not is_gone(marker.ended):
-                    self._publish_again(call, header, None)
-                if marker.ended:
-                    log(INFO, "%s[%s] is run again: its run has ended, but stored no result", self.name, header.id)
-            if only_newest:
+                self._wait_for_result(call)
+            if isinstance(call.options.when_busy, BufferOne):
                 trigger = coalescing.begin(*self._coalesced(call))
                 self.is_superseded = not trigger
                 if header.trigger is None and trigger:  # another decorator of the task would give it a later number
                     self._carry(carried._replace(trigger=trigger))
+        if not self.is_superseded:
+            self.under_way[call.key] = self._decoration
         return not self.is_superseded
+
+    def _wait_for_result(self, call: Call) -> None:
+        """End this delivery if its run has ended, and has stored its result or may yet do so; else it is to run.
+
+        Raises:
+            Ignore: the message is dropped, or requeued until the result is stored.
+        """
+        marker = self._check_marker(call)
+        if marker.age < redelivery.STORES_WITHIN and not is_gone(marker.ended):
+            self._publish_again(call, self.header, None)
+        if marker.ended:
+            log(INFO, "%s[%s] is run again: its run has ended, but stored no result", self.name, self.header.id)
 
     def _carry(self, header: Header) -> Header:
         """Have the task's later calls and messages find this header."""
