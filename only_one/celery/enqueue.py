@@ -89,12 +89,11 @@ class Publication(TaskCaller):
         given = self._options
         # Headers that were copied from another task's message have that task's id.
         carried = dict(given.get("headers") or {}).get(HEADER)
-        is_requeued = isinstance(carried, dict) and carried.get("id") == self.id
-        is_sent_again = given.get("retries") or is_requeued
+        if isinstance(carried, dict) and carried.get("id") == self.id:  # it was requeued
+            self._forget_key_of_other_arguments(decoration, carried)
+            return self._publish()
         are_accepted = isinstance(self._args or (), (list, tuple)) and isinstance(self._kwargs or {}, Mapping)
-        goes_past = is_sent_again or not are_accepted  # by Celery
-        if is_requeued:
-            self._forget_key_of_other_arguments(decoration, carried or {})
+        goes_past = given.get("retries") or not are_accepted  # by Celery
         if goes_past or self.app.conf["task_always_eager"]:  # as an attribute it takes twice as long
             return self._publish()
         options = decoration.options_for(self)
@@ -109,14 +108,14 @@ class Publication(TaskCaller):
             return self._publish()
         args, kwargs = self._as_sent()
         key = options.prefix + decoration.make_key(self, args, kwargs)
-        digest = ""  # one that is like no other
-        if only_newest and not is_waited_for:
-            with suppress(OnlyOneError):  # its arguments cannot be compared
-                digest = decoration.digest(args, kwargs)
         until_published = dataclasses.replace(options, ttl=min(seconds, _UNTIL_PUBLISHED), timeout=seconds, lease=None)
         call = LockedCall(until_published, options.server, key, self)
         if not only_newest:
             return self._queue_first(call)
+        digest = ""  # one that is like no other
+        if not is_waited_for:
+            with suppress(OnlyOneError):  # its arguments cannot be compared
+                digest = decoration.digest(args, kwargs)
         return self._queue_newest(call, digest, seconds, delay)
 
     def on_busy(self, call: Call, value: bytes) -> Policy:
