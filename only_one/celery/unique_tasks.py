@@ -45,12 +45,13 @@ def decorate_task(task_or_proxy: Any, key: Any, options: Options, signature_of: 
     # The key and its options, in words that are the same when a module is loaded again.
     values: tuple[Any, ...] = (key, *options, *options.values())
     words = [f"{each.__module__}.{each.__qualname__}" if hasattr(each, "__qualname__") else each for each in values]
-    install = functools.partial(_install_late, wrap, key, options, repr(words))
+    decorate = functools.partial(wrap, key=key, options=options)
+    install = functools.partial(_install_late, decorate, repr(words))
     kind = type(task_or_proxy)  # any other question evaluates it
     is_evaluated = hasattr(kind, "__then__") and task_or_proxy.__evaluated__()
     if is_evaluated or issubclass(kind, Task):
         task = task_behind(task_or_proxy)
-        _install(wrap, key, options, repr(words), task)
+        _install(decorate, repr(words), task)
         function, name = [*functions_of(task)][-1], task.name
     else:
         function, name = check_lazy(task_or_proxy, key, signature_of)
@@ -64,7 +65,7 @@ def decorate_task(task_or_proxy: Any, key: Any, options: Options, signature_of: 
 _POSITIONS = ("args", "kwargs", "task_id", "producer", "link", "link_error", "shadow")
 
 
-def _install(wrap: Callable[..., Any], key: Any, options: Options, configured: str, task: Task) -> None:
+def _install(decorate: Callable[..., Any], configured: str, task: Task) -> None:
     installed = vars(task).get("only_one_configured")
     if installed == configured:
         return  # installed; or its module is loaded again, and Celery keeps the first task
@@ -76,7 +77,7 @@ def _install(wrap: Callable[..., Any], key: Any, options: Options, configured: s
         msg = f"{task!r} has no name before it is registered: write {registers}"
         raise ConfigurationError(msg)
     check_awaited(type(task))
-    wrapper, set_on_the_task = wrap(task.run, key, options, task), vars(task).get("apply_async")
+    wrapper, set_on_the_task = decorate(task.run, task=task), vars(task).get("apply_async")
     # Called directly, it has its app's settings.
     wrapper.__only_one__.plain = wrapper.__only_one__.plain_bound = TaskCaller(task)
 
@@ -95,10 +96,10 @@ def _install(wrap: Callable[..., Any], key: Any, options: Options, configured: s
     vars(task)["only_one_configured"] = configured
 
 
-def _install_late(wrap: Callable[..., Any], key: Any, options: Options, configured: str, task: Task) -> None:
+def _install_late(decorate: Callable[..., Any], configured: str, task: Task) -> None:
     """The same after the decorator has returned: an error is logged, and every call of the task raises it."""
     try:
-        _install(wrap, key, options, configured, task)
+        _install(decorate, configured, task)
     except OnlyOneError as error:
         # Where the module is loaded a second time, it is the first error that is told.
         vars(task)["only_one_configured"] = configured
