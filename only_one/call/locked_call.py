@@ -1,6 +1,7 @@
 """One call that acquires a key: busy, server down, run, lost key and release, and the policy that decides each.
 
 Nothing here sends a command: ``acquire`` and ``release`` yield commands, and ``run`` sends them, sync or async.
+Only the caller sends some, if it is a Celery task, when it is asked.
 """
 
 import asyncio
