@@ -28,7 +28,7 @@ from only_one.lock.commands import Retained, replace
 from only_one.lock.current_lock import Lease
 from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import hold, release_later
-from only_one.lock.token import TokenFactory, words_of
+from only_one.lock.token import words_of
 from only_one.settings import DEFAULT_LEASE
 
 from . import coalescing
@@ -37,7 +37,7 @@ from .broker import redelivers_at_any_time, remembered_for, waits_for
 from .delivery import Delivery, caller_from_outside, decorations_of, key_of_message, queue_options_of
 from .redelivery import read_marker
 from .requeue import header_of, keep_content_type
-from .work import work_held_by, work_of
+from .work import Work, work_held_by, work_of
 
 
 @cache
@@ -49,18 +49,32 @@ def warn_once(text: str, kind: str) -> None:  # noqa: ARG001 - they tell one war
 class _WaitingLease(Lease):
     """The lease of a task that waits: if another task's run takes the key over, the run stores our value again.
 
+    It outlives its request: Celery forgets the requests before it tells us that the worker ends.
+
     Attributes:
         request: gives the task's request; None once Celery has forgotten it.
         message: the task's message, which knows for longer whether it is acknowledged.
         note: the name of the note for a run that has taken the key over.
+        may_wait: gives the seconds for which the task may still wait, in whatever queue; 0 or fewer if it has expired.
     """
 
-    def __init__(self, request: Any, note: str, *lease: Any) -> None:
-        """See ``Lease`` for the other arguments."""
-        self.request = ref(request)
-        self.message = request.message
-        self.note = note
-        super().__init__(*lease)
+    server: Server
+
+    def __init__(self, server: Server, key: str, queue_timeout: float, request: Any, work: Work) -> None:
+        """``work`` is that of the request's message, which has the key."""
+        self.request, self.message, self.note = ref(request), request.message, note_of(key, *work)
+        self._queued = work.token_factory(request.task, "queued")
+        self.may_wait = partial(waits_for, request.app, queue_timeout, request.expires, request.eta)
+        most = self.may_wait()
+        # However long it waits, unless it expires: then it does not run.
+        limit = most if request.expires else None
+        token = work.token_factory(request.task, "received").token(limit)
+        super().__init__(server, key, token, now(), min(DEFAULT_LEASE, most), inf if limit is None else limit)
+
+    def queued_again(self) -> Retained:
+        """The value of the task in its queue, and until when it would live there; that may be past."""
+        until = now() + (left := self.may_wait())
+        return Retained(self._queued.token(left), until, self.note)
 
     def lives_on(self, sent: float, ttl: float) -> None:
         """Note the same, and renew the key no more once the task has ended, or is in its queue again.
@@ -93,12 +107,8 @@ class _WaitingLease(Lease):
 
 _swept_at = _backs_off_until = 0.0
 
-_waiting: dict[_WaitingLease, tuple[Server, TokenFactory, Callable[[], float]]] = {}
-"""The leases of keys that name this process, or that another's run has taken over. Other leases are lost.
-
-With each its server, what makes the value of the task in its queue, and the seconds for which that would be stored now.
-A lease outlives its request: Celery forgets the requests before it tells us that the worker ends.
-"""
+_waiting: dict[bytes, _WaitingLease] = {}
+"""The leases of keys that name this process, or that another's run has taken over, by token. Other leases are lost."""
 
 
 in_each_child(_waiting.clear)
@@ -112,9 +122,9 @@ def _on_received(sender: Any, request: Any, **_: Any) -> None:
         return
     if now() >= _swept_at + DEFAULT_LEASE:  # time to forget what has begun since, or has ended without
         _swept_at = now()
-        for lease in list(_waiting):
+        for lease in list(_waiting.values()):
             if lease.is_over and lease.request() is None:
-                del _waiting[lease]
+                del _waiting[lease.token]
     announce: list[Callable[..., None]] = [partial(_announce_redelivery, decoration) for decoration in decorations]
     for do in (_receive, *announce):
         try:
@@ -133,34 +143,28 @@ def _receive(consumer: Any, request: Any) -> None:
         return
     context = Context(request.request_dict)
     header, work = header_of(context), work_of(context)
-    begins_in = waits_for(request.app, 0, None, request.eta)
-    queued_for = partial(waits_for, request.app, options.queue_timeout, request.expires, request.eta)
-    limit = queued_for()
-    if header.key is None or limit <= 0:
+    has_key = header.token or header.attempt  # else it was queued without
+    if header.key is None or not has_key:
         return
-    if not header.token and not header.attempt:  # it was queued without its key
+    lease = _WaitingLease(options.server, header.key, options.queue_timeout, request, work)
+    seconds = min(DEFAULT_LEASE + waits_for(request.app, 0, None, request.eta), lease.may_wait())
+    if seconds <= 0:  # it has expired
         return
-    token = work.token_factory(request.task, "received").token(limit if request.expires else None)
-    # However long it waits, unless it expires: then it does not run.
-    ends_in = limit if request.expires else inf
-    ttl, note = min(DEFAULT_LEASE, limit), note_of(header.key, *work)
-    lease = _WaitingLease(request, note, options.server, header.key, token, now(), ttl, ends_in)
-    seconds = min(DEFAULT_LEASE + begins_in, limit)
     lease.lives_on(lease.begun + seconds - lease.ttl, lease.ttl)  # not renewed before it may begin: many may wait
     queued = header.token.encode() if header.token else b""
-    became = drive(options.server.client, replace(header.key, queued, token, seconds))
+    became = drive(options.server.client, replace(header.key, queued, lease.token, seconds))
     held = work_held_by(Holder.parse(became.value))  # a retry, or an earlier worker's
     if held is not None and held.id == work.id:
         if is_queued(became.value) and held == work:
-            became = drive(options.server.client, replace(header.key, became.value, token, seconds))
+            became = drive(options.server.client, replace(header.key, became.value, lease.token, seconds))
         elif held < work:  # the previous attempt has not ended yet
             consumer.timer.call_after(1, _on_received, (consumer, request))
     # Another run may store our value again at its end, unless it is told that this task has ended before.
     is_lent = became.status == "taken" and lease.is_lent_to(became.value)
     if became.status == "held" or is_lent:
-        _waiting[lease] = options.server, work.token_factory(request.task, "queued"), queued_for
+        _waiting[lease.token] = lease
     if became.status == "held":
-        request.request_dict.update(header._replace(token=token.decode()).as_headers())
+        request.request_dict.update(header._replace(token=lease.token.decode()).as_headers())
         hold(lease)
 
 
@@ -169,10 +173,10 @@ def _queue_again(lease: _WaitingLease) -> None:
 
     The broker delivers the message again, soon or late, and perhaps to another worker.
     """
-    server, factory, queued_for = _waiting.pop(lease)
-    until = now() + (left := queued_for())
-    retained = Retained(factory.token(left), until, lease.note)
-    release_later(PendingRelease(server, lease.key, lease.token, until, no_write_in_flight=True, retained=retained))
+    del _waiting[lease.token]
+    queued = lease.queued_again()
+    given = (lease.server, lease.key, lease.token, queued.until)
+    release_later(PendingRelease(*given, no_write_in_flight=True, retained=queued))
 
 
 def _announce_redelivery(decoration: Decoration, _sender: Any, request: Any) -> None:
@@ -197,24 +201,24 @@ def _on_shutdown(**_: Any) -> None:
     A task whose message is acknowledged was given to a child, which has not asked for its key yet: it will never run.
     """
     while _waiting:
-        lease, (server, factory, queued_for) = _waiting.popitem()
+        lease = _waiting.popitem()[1]
         if lease.is_over:
             continue
-        request, left = lease.request(), queued_for()
-        queued = factory.token(left)
+        client, request, queued = lease.server.client, lease.request(), lease.queued_again()
+        left = queued.until - now()
         try:
             # Asked, because the task may have begun, or ended, or been requeued, and Celery still have its request.
-            value = server.client.execute_command("GET", lease.key, **RAW)
+            value = client.execute_command("GET", lease.key, **RAW)
             if value is None:
                 continue
             if request is not None and request.acknowledged:
                 if value == lease.token:
                     withdraw(request.task, Context(request.request_dict))
             elif value == lease.token and left > 0:
-                drive(server.client, replace(lease.key, lease.token, queued, left))
+                drive(client, replace(lease.key, lease.token, queued.value, left))
             elif left > 0 and lease.is_lent_to(value):
                 # The other run would store the value of this process, which is dead by then.
-                server.client.execute_command("SET", lease.note, queued, "NX", "PX", round(left * 1000))
+                client.execute_command("SET", lease.note, queued.value, "NX", "PX", round(left * 1000))
         except Exception as error:  # noqa: BLE001 - the next worker that receives it says so
             warn_once("keys of tasks that are queued again could not be lengthened", type(error).__name__)
             return
@@ -225,7 +229,7 @@ def begun_request(task_id: str) -> Context | None:
 
     A retry has the same id, and may have been received by now.
     """
-    requests = [lease.request() for lease in reversed(list(_waiting))]
+    requests = [lease.request() for lease in reversed(list(_waiting.values()))]
     begun = (each for each in requests if each is not None and each.time_start is not None)
     return next((Context(each.request_dict) for each in begun if each.id == task_id), None)
 

@@ -88,7 +88,7 @@ class Worker:
         """Publish a task and receive it; returns the lease of its key, or the last one if it has none."""
         (task or self.task).delay(key)
         self.receive(task=task, **changes)
-        return [None, *received_tasks._waiting][-1]
+        return [None, *received_tasks._waiting.values()][-1]
 
 
 @pytest.fixture
@@ -311,9 +311,9 @@ def test_a_key_that_is_not_the_tasks_is_left_alone(worker: Worker, keys: Keys, v
     worker.receive(Header("own", 1, key=f"{keys.prefix}k"))
     worker.receive()
     assert keys["k"] == before
-    assert not [lease for lease in received_tasks._waiting if lease.renewer], "none is renewed"
+    assert not [lease for lease in received_tasks._waiting.values() if lease.renewer], "none is renewed"
     is_of_other_work = value in VALUES[:3]  # whose run may store the task's value again, unless it is told of its end
-    assert any(b"own" in lease.token for lease in received_tasks._waiting) == is_of_other_work
+    assert any(b"own" in lease.token for lease in received_tasks._waiting.values()) == is_of_other_work
     assert not worker.timer.queue
     assert worker.lease("next"), "nothing has gone wrong"
 
@@ -396,10 +396,10 @@ def test_a_task_that_has_ended_is_forgotten_after_a_while(worker: Worker, clock:
 
     def receive(key: str) -> str:
         worker.lease(key)
-        return "".join(lease.key[-1] for lease in received_tasks._waiting)
+        return "".join(lease.key[-1] for lease in received_tasks._waiting.values())
 
     assert receive("a") == "a"
-    (lease,) = received_tasks._waiting
+    (lease,) = received_tasks._waiting.values()
     lease.lose("taken", lease.token)
     assert receive("b") == "ab"
     worker.requests.pop().message.acknowledged = True  # as where it was skipped: its key was another run's
