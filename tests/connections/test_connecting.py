@@ -135,12 +135,19 @@ raised = pytest.mark.parametrize("error", [SoftTimeLimitExceeded, TimeoutError])
 def test_what_a_signal_raises_while_connecting_is_no_trouble_of_the_server(
     redis_url: str, kind: type[redis_py.Redis], error: type[Exception]
 ) -> None:
+    def look_up() -> Any:
+        try:
+            raises_once()
+        except SecretsAreElsewhere:
+            return interrupt()
+
     with (
         handled(raises(error), signal.SIGUSR1),
-        kind.from_url(redis_url, credential_provider=Provider(interrupt)) as client,
-        pytest.raises(error),
+        kind.from_url(redis_url, credential_provider=Provider(look_up)) as client,
+        pytest.raises(error) as caught,
     ):
         decorated(lambda: "done", redis=client)()
+    assert type(caught.value.__context__) is SecretsAreElsewhere
 
 
 def test_what_a_signal_raises_while_a_host_is_encoded_reaches_the_caller(redis_url: str) -> None:

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import redis
@@ -39,7 +40,7 @@ from rigs.proxy import Proxy, Then
 from rigs.servers import redis_server
 from rigs.waiting import LIMIT
 from tests.decorated import Decorate, both, decorated_async
-from tests.interruptions import Interruption, interrupt
+from tests.interruptions import Interruption
 from tests.lock.test_leases import RELEASES, freed, leaves_no_key
 from tests.renewal import is_idle
 
@@ -286,21 +287,19 @@ def test_which_commands_are_sent_after_which_replies(
     assert ended.value.value == result
 
 
-async def interrupt_async() -> None:
-    interrupt()
-
-
+@pytest.mark.parametrize("error", [Interruption, redis.ConnectionError])
 @pytest.mark.parametrize(
-    ("drive", "execute"),
-    [(driver.drive, interrupt), (lambda *steps: asyncio.run(driver.drive_async(*steps)), interrupt_async)],
+    ("drive", "mock"),
+    [(driver.drive, Mock), (lambda *steps: asyncio.run(driver.drive_async(*steps)), AsyncMock)],
     ids=["sync", "async"],
 )
-def test_commands_that_are_interrupted_end_at_once(drive: Any, execute: Callable[[], Any]) -> None:
+def test_commands_that_are_interrupted_or_fail_end_at_once(drive: Any, mock: Any, error: type[BaseException]) -> None:
     """Collected later, they would swallow what the next signal's handler raises."""
-    steps = acquire_on_old()
-    with pytest.raises(Interruption):
-        drive(SimpleNamespace(execute_command=lambda *_, **__: execute()), steps)
+    steps, execute = acquire_on_old(), mock(side_effect=error)
+    with pytest.raises(error):
+        drive(SimpleNamespace(execute_command=execute), steps)
     assert inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED
+    execute.assert_called_once()  # a client of redis-py sends again by itself
 
 
 def test_the_server_features_that_another_thread_has_learnt_stay() -> None:
