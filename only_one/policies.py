@@ -18,12 +18,10 @@ class Retry:
     Attributes:
         countdown: seconds until the message is delivered again; None for a delay that grows.
         max_retries: the most requeues of the task; None for no limit.
-        only_newest: whether only the newest of all tasks that wait for the key stays.
     """
 
     countdown: float | None
     max_retries: int | None = None
-    only_newest = False
 
     def __repr__(self) -> str:
         return f"retry(countdown={self.countdown!r}, max_retries={self.max_retries!r})"
@@ -35,8 +33,6 @@ class Retry:
 
 class BufferOne(Retry):
     """The policy that ``buffer_one`` returns: the task is requeued in the place of older ones that wait."""
-
-    only_newest = True
 
     def __repr__(self) -> str:
         return f"buffer_one(countdown={self.countdown!r})"

@@ -320,7 +320,7 @@ class Delivery(TaskCaller):
         with redelivery.unless_down(self.work.id):
             if not self.is_first_delivery:
                 self._check_marker(call)
-            if policy.only_newest:
+            if isinstance(policy, BufferOne):
                 header = header._replace(trigger=coalescing.arrive(*self._coalesced(call)))
                 if not header.trigger:
                     return None
