@@ -225,7 +225,7 @@ def wrap(function: Any, key: Any, options: Options, task: Any = None) -> Any:
         msg = f"{function.__qualname__} is decorated with key={key!r} twice: write one @only_one, or another key"
         raise ConfigurationError(msg)
     name = _name_of(function, key, signature) if task is None else task.name
-    decoration = Decoration(function, name, key, options, signature, configured_by_app, task)
+    decoration = Decoration(function, name, key, options, signature, configured_by_app, task is not None)
 
     def sync_wrapper(*args: Any, **kwargs: Any) -> Any:
         return run(decoration, _caller_of(decoration, wrapper, args, kwargs), args, kwargs)

@@ -139,7 +139,7 @@ class Decoration:
         signature: the function's.
         app_options: gives the options of a Celery app's configuration, and a function that gives its own server; None
             is the current app.
-        task: the task that is unique from queued to finished; None for a function.
+        is_unique: whether it is the run of a task that is unique from queued to finished, retries included.
         work_id: gives what ``work_id`` returns for a call, positional and keyword; None if there is no such option.
         plain: the caller of the function by itself.
         plain_bound: the same, called by hand with a task as first argument.
@@ -153,7 +153,7 @@ class Decoration:
     own: settings.Options
     signature: Signature
     app_options: Callable[[Any], tuple[settings.Options, Callable[[], Source | None]]]
-    task: Any
+    is_unique: bool
 
     def __post_init__(self) -> None:
         self.plain = Caller(self.name, TokenFactory(self.name))
@@ -171,7 +171,7 @@ class Decoration:
             self._key = compile_key(self.template, self.signature)
         except KeyTemplateError as error:
             # It may be meant for the arguments without the task, which only `@app.task(bind=True)` will tell.
-            if self.task is None and next(iter(self.signature.parameters), None) == "self":
+            if not self.is_unique and next(iter(self.signature.parameters), None) == "self":
                 with suppress(KeyTemplateError):
                     self._bound_key()
                     self._key = partial(refuse, error)

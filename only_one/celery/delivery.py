@@ -72,7 +72,7 @@ def task_of_items(task: Any, kwargs: Any) -> str | None:
 
 def caller_from_outside(task: Any, decoration: Decoration) -> Caller:
     """The caller for a task's function outside of its run, with arguments without ``self``."""
-    bound = decoration.task is None and not isinstance(inspect.getattr_static(type(task), "run"), staticmethod)
+    bound = not decoration.is_unique and not isinstance(inspect.getattr_static(type(task), "run"), staticmethod)
     return TaskCaller(task, bound=bound)
 
 
@@ -104,7 +104,7 @@ def decorations_of(task: Any) -> list[Decoration]:
 
 def queue_options_of(task: Any) -> EffectiveOptions | None:
     """The options of a task that is unique from queued to finished; None for any other."""
-    decoration = next((decoration for decoration in decorations_of(task) if decoration.task is not None), None)
+    decoration = next((decoration for decoration in decorations_of(task) if decoration.is_unique), None)
     return decoration.options_for(decoration.plain) if decoration else None
 
 
@@ -121,7 +121,7 @@ def key_of_message(task: Any, decoration: Decoration, prefix: str, args: Any, kw
     caller = caller_from_outside(task, decoration)
     # The wrapper of `autoretry_for` hands on what it is given.
     functions = [each for each in functions_of(task) if module_of(each) != "celery.app.autoretry"]
-    is_innermost = decoration.task is not None or functions[1:2] == [decoration.function]
+    is_innermost = decoration.is_unique or functions[1:2] == [decoration.function]
     # The first class that has a `__call__`; that of Celery's class is another in a worker.
     is_called_by = next(kind for kind in type(task).__mro__ if "__call__" in vars(kind))
     if not is_innermost or is_called_by is not Task:
@@ -189,7 +189,6 @@ class Delivery(TaskCaller):
         work: the work of the message.
         under_way: the keys that runs of this message hold, one of each decorator of the task; None for a run that is
             over. The task may call it once more in this delivery, as a base's ``__call__`` does that tries again.
-        is_unique_in_queue: whether the task is unique from queued to finished, also while it waits for a retry.
         is_redelivered: whether the broker says that it has delivered the message before, or that it was rejected.
         is_superseded: whether it has the key, but a newer task that ``buffer_one`` coalesces does the work.
     """
@@ -205,8 +204,7 @@ class Delivery(TaskCaller):
         request.headers = request.headers or {}
         self.under_way: dict[str, Decoration | None] = vars(request).setdefault("only_one_under_way", {})
         self._decoration = decoration
-        self.is_unique_in_queue = decoration.task is not None
-        if self.is_unique_in_queue:
+        if decoration.is_unique:
             self.key = self.header.key
             self.queued = self.header.token.encode() if self.header.token else None
         died = (request.headers or {}).get("x-death") or ()
@@ -364,7 +362,7 @@ class Delivery(TaskCaller):
         header = carried = self.header
         self._request.only_one_has_begun = True
         # A task that was sent with an id of its own has no key in its message; its retry waits with one.
-        if self.is_unique_in_queue and header.key is None:
+        if self._decoration.is_unique and header.key is None:
             carried = self._carry(header._replace(key=call.key))
         is_unmarked = self._task.acks_late and self.may_be_redelivered
         # What has been noted of the work since an earlier call in this delivery began was noted by that call.
@@ -417,7 +415,7 @@ class Delivery(TaskCaller):
 
     def retained_value(self, call: Call) -> Retained | None:
         """The value that keeps a unique task's key while its message waits for a retry, or another decorator's key."""
-        if not self.is_unique_in_queue:
+        if not self._decoration.is_unique:
             return None
         request, ended_by = self._request, call.ended_by
         sig = ended_by.sig if isinstance(ended_by, Retry) else vars(request).get("only_one_requeued")

@@ -357,8 +357,8 @@ def test_the_value_that_is_retained_for_a_retry(queue: Queue, monkeypatch: pytes
         request: Any = {"id": "the-id", "retries": 4, "args": ["a"], "kwargs": {"b": 1}, "expires": None}
         request |= {"headers": None, "delivery_info": None, **changes}
         options: Any = SimpleNamespace(queue_timeout=seconds, prefix="p:")
-        own = task if is_unique else None
-        decoration: Any = SimpleNamespace(task=own, make_key=make_key, options_for=lambda _caller: options)
+        decoration: Any = SimpleNamespace(make_key=make_key, options_for=lambda _caller: options)
+        decoration.is_unique = is_unique
         run = Delivery(task, SimpleNamespace(**request), bound=False, decoration=decoration)
         ended_by = ended_by or Retry(when=when, sig=sig or task.s("a", b=1))
         call: Any = SimpleNamespace(options=options, key="p:k:a", ended_by=ended_by)
