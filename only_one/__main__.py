@@ -38,22 +38,25 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m on
         The exit status: 0 if all was done, 1 if a key was not freed or not found, 2 for wrong use and trouble.
     """
     given = _parser(program).parse_args(arguments)
-    if sys.stdout is None:  # closed, as by `>&-`
-        sys.stdout = io.StringIO()
+    sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()  # closed, as by `>&-`
     out: Any = sys.stdout
     if hasattr(out, "reconfigure"):
         out.reconfigure(errors="backslashreplace")  # what a terminal cannot show
     try:
         with configure(redis=given.redis, prefix=given.prefix):
-            status = _COMMANDS[given.command](given, app)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+            return _COMMANDS[given.command](given, app)
     except (OnlyOneError, UnicodeError, *TROUBLE) as error:  # half of a surrogate pair is in no key
-        print(f"{program}: {type(error).__name__}: {error}", file=sys.stderr)
+        _print(f"{program}: {type(error).__name__}: {error}", is_problem=True)
         return 2
-    return status
+
+
+def _print(line: str, *, is_problem: bool = False) -> None:
+    """Print a line; if the reader has seen enough, as ``head`` has, go on without."""
+    out = sys.stderr if is_problem else sys.stdout
+    try:
+        print(line, file=out, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -96,7 +99,7 @@ def _seconds(text: str) -> float:
 def _list(given: argparse.Namespace, app: Any) -> int:
     facts = [_facts(each) for each in sorted(held(given.match, app=app))]
     if not facts and not given.json:
-        print(f"no key is held that is like {printable(given.match)} after its prefix", file=sys.stderr)
+        _print(f"no key is held that is like {printable(given.match)} after its prefix", is_problem=True)
     rows = [[_cell(each[name], name) for name in _COLUMNS] for each in facts]
     if given.json:
         lines = [json.dumps(each) for each in facts]
@@ -107,27 +110,27 @@ def _list(given: argparse.Namespace, app: Any) -> int:
     else:
         lines = ["\t".join(row) for row in rows]
     for line in lines:
-        print(line)
+        _print(line)
     return 0
 
 
 def _show(given: argparse.Namespace, app: Any) -> int:
     found = _find(given.key, app)
     if found is None:
-        print(f"{printable(given.key)} is free", file=sys.stderr)
+        _print(f"{printable(given.key)} is free", is_problem=True)
         return 1
     if given.json:
-        print(json.dumps(_facts(found)))
+        _print(json.dumps(_facts(found)))
     else:
         for name, value in _facts(found).items():
-            print(f"{name.replace('_', ' ') + ':':<12} {_cell(value, name)}")
+            _print(f"{name.replace('_', ' ') + ':':<12} {_cell(value, name)}")
     return 0
 
 
 def _release(given: argparse.Namespace, app: Any) -> int:
     if given.dead + (given.queued is not None) + bool(given.keys) != 1:
         wanted = "the keys that are to be freed, or --dead for all whose holder is dead"
-        print(f"write {wanted}, or --queued 2h for all that have been queued for longer", file=sys.stderr)
+        _print(f"write {wanted}, or --queued 2h for all that have been queued for longer", is_problem=True)
         return 2
     if given.keys:
         return max([_free(key, _find(key, app), app, force=given.force) for key in given.keys])
@@ -138,7 +141,7 @@ def _release(given: argparse.Namespace, app: Any) -> int:
         queued = [each for each in held(given.match, app=app) if each.holder and each.holder.state == "queued"]
         meant = [each for each in queued if each.holder and each.holder.since < before]
     if not meant:
-        print("no such key is held, and none was freed", file=sys.stderr)
+        _print("no such key is held, and none was freed", is_problem=True)
     return max([_free(each.key, each, app, force=given.force) for each in meant], default=0)
 
 
@@ -159,11 +162,11 @@ def _free(key: str, found: Held | None, app: Any, *, force: bool) -> int:
     elif found.process in _NOT_DEAD and not force:
         reason = f"{found.holder} is {_NOT_DEAD[found.process]}; --force frees it all the same"
     elif release_key(found.key, found.value, app=app):
-        print(f"{printable(found.key)} was freed, held by {found.holder or _cell(_value(found))}")
+        _print(f"{printable(found.key)} was freed, held by {found.holder or _cell(_value(found))}")
         return 0
     else:
         key, reason = found.key, "it has another holder now, or none"
-    print(f"{printable(key)} was not freed: {reason}", file=sys.stderr)
+    _print(f"{printable(key)} was not freed: {reason}", is_problem=True)
     return 1
 
 

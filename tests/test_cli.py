@@ -237,14 +237,23 @@ def test_a_time_that_somebody_has_made_up(redis: Redis, prefix: str, field: byte
     assert age > 10**10 if b"-" in field else age == 0
 
 
-def test_a_reader_that_has_seen_enough(redis: Redis, redis_url: str, prefix: str) -> None:
-    redis.set(f"{prefix}k", "x")  # which is not written before all is done
+@pytest.mark.parametrize(
+    ("arguments", "status", "left"),
+    [(["list"], 0, 2), (["release", "k", "1", "2"], 1, 0), (["release", "--dead"], 0, 0)],
+)
+def test_a_reader_that_has_seen_enough(
+    redis: Redis, redis_url: str, prefix: str, arguments: list[str], status: int, left: int
+) -> None:
+    """All is done that was asked for, though nobody reads what has become of it."""
+    for name in ("1", "2"):
+        redis.set(f"{prefix}{name}", token_of_the_dead(), px=600_000)
     ours, theirs = os.pipe()
     os.close(ours)
-    command = [sys.executable, "-m", "only_one", "--redis", redis_url, "--prefix", prefix, "list"]
-    ran = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, check=False)
+    command = [sys.executable, "-m", "only_one", "--redis", redis_url, "--prefix", prefix, *arguments]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    ran = subprocess.run(command, stdout=theirs, stderr=theirs, env=environment, check=False)
     os.close(theirs)
-    assert (ran.returncode, ran.stderr) == (0, "")
+    assert (ran.returncode, len(redis.keys(f"{prefix}*"))) == (status, left)
 
 
 def test_a_cluster_that_is_down(capsys: Out) -> None:
@@ -255,10 +264,10 @@ def test_a_cluster_that_is_down(capsys: Out) -> None:
 
 
 def test_a_key_is_freed_though_the_output_is_closed(redis_url: str, prefix: str, dead: str) -> None:
-    for command, status in ((f"release {dead}", 0), ("list", 0), (f"show {dead}", 1)):
-        program = f"{sys.executable} -m only_one --redis {redis_url} --prefix {prefix} {command} >&-"
-        ran = subprocess.run(["/bin/sh", "-c", program], stderr=subprocess.PIPE, text=True, check=False)
-        assert (ran.returncode, "Error" in ran.stderr) == (status, False), ran.stderr
+    for command, status in ((f"release {dead} >&-", 0), ("list >&-", 0), (f"show {dead} >&-", 1), ("show k 2>&-", 1)):
+        program = f"{sys.executable} -m only_one --redis {redis_url} --prefix {prefix} {command}"
+        ran = subprocess.run(["/bin/sh", "-c", program], capture_output=True, text=True, check=False)
+        assert (ran.returncode, "Error" in ran.stderr, ran.stdout) == (status, False, ""), ran.stderr
 
 
 def test_the_program_needs_no_celery_and_spells_out_what_the_terminal_cannot_show(
