@@ -110,9 +110,12 @@ class AsyncClient:
     async def close_what_is_left(self) -> None:
         """Close the connections of the earlier clients."""
         while self.to_be_closed:
-            client = next(iter(self.to_be_closed))
-            await client.aclose()
-            self.to_be_closed.discard(client)
+            client = self.to_be_closed.pop()  # before it is closed: a command that ends meanwhile adds it again
+            try:
+                await client.close_connections()
+            except BaseException:
+                self.to_be_closed.add(client)
+                raise
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -166,7 +169,7 @@ class _KeptConnections:
         self._idle.append(connection)
         return reply
 
-    async def aclose(self) -> None:
+    async def close_connections(self) -> None:
         """Close all connections, also those of commands that were forgotten, and those to the Sentinels."""
         sentinels = getattr(getattr(self.connection_pool, "sentinel_manager", None), "sentinels", ())
         closing = [each.disconnect() for each in self._all] + [each.aclose() for each in sentinels]
@@ -249,6 +252,11 @@ class _Cluster(RedisCluster):
     """A cluster's client that sends a command again only where the cluster has refused it."""
 
     ERRORS_ALLOW_RETRY: Any = (exceptions.ClusterDownError, exceptions.SlotNotCoveredError)
+
+    async def close_connections(self) -> None:
+        """Close all, also those that commands have opened since redis-py closed the client, which closes it once."""
+        await self.aclose()
+        await self.nodes_manager.aclose()
 
 
 def _cluster(client: Any) -> Any:

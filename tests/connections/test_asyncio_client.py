@@ -13,7 +13,7 @@ import redis as redis_py
 from redis import asyncio as redis_asyncio
 
 from only_one import LockUnavailable, only_one
-from only_one.connections.asyncio_client import make_async_client
+from only_one.connections.asyncio_client import AsyncClient, make_async_client
 from only_one.connections.server import Server
 from only_one.driver import RAW
 from rigs.proxy import Proxy
@@ -153,6 +153,21 @@ def test_a_command_that_is_cancelled_leaves_those_their_turn_that_wait(redis_url
         assert await waiting == b"PONG"
 
     asyncio.run(main())
+
+
+def test_a_client_whose_command_ends_while_it_is_closed_is_closed_again() -> None:
+    """It has been replaced after a signal, and the command has opened a connection meanwhile."""
+    closed: list[str] = []
+
+    class Replaced:
+        async def close_connections(self) -> None:
+            if not closed:
+                client.to_be_closed.add(self)  # as the end of that command does
+            closed.append("closed")
+
+    client = AsyncClient(Replaced, 1)
+    asyncio.run(client.aclose())
+    assert closed == ["closed", "closed"]
 
 
 @pytest.mark.parametrize("said", [{}, {"enabled": False}, {"enabled": "auto"}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import ssl
 import warnings
@@ -20,6 +21,8 @@ from redis.exceptions import AskError, MovedError, RedisError
 from only_one import ConfigurationError, LockUnavailable, configure, only_one
 from only_one.connections import cluster as clusters
 from only_one.connections import node as nodes
+from only_one.connections.server import Server
+from only_one.driver import RAW
 from only_one.inspection import held, holder_of, release_key
 from rigs.proxy import Proxy
 from rigs.servers import RedisServer, redis_server
@@ -241,6 +244,24 @@ def test_a_cluster_with_a_slot_that_nobody_has_and_other_nodes_than_are_known(pr
         with client, kind(lease=60, redis=client) as run:
             assert node.client.get(f"{prefix}k") == run.lock.token
         assert run.result == "done"
+
+
+def test_a_client_of_an_event_loop_closes_what_commands_open_after_redis_py_has_closed_it(
+    cluster: Cluster, names: list[str], prefix: str
+) -> None:
+    """redis-py closes it when a node is gone, also while other commands are under way, and once only."""
+    node, key = cluster.nodes[0], f"{prefix}{names[0]}"
+
+    async def main() -> int:
+        client = await Server(cluster.client).async_client()
+        await client.execute_command("GET", key, **RAW)
+        await client.client.aclose()
+        opened = await client.client.get_node_from_key(key).execute_command("CLIENT ID")
+        await client.aclose()
+        return int(opened)
+
+    opened = str(asyncio.run(main()))
+    assert eventually(lambda: opened not in [each["id"] for each in node.client.client_list()])
 
 
 # Nodes that do not answer
