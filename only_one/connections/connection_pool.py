@@ -10,6 +10,7 @@ So ``PinnedClient`` drops such a connection, and the pools of all other clients 
 import copy
 import inspect
 import sys
+import threading
 from functools import cache
 from queue import Full, SimpleQueue
 from typing import Any
@@ -33,7 +34,9 @@ The server may have closed the others, too, or the network between may have forg
 replica now, and its name may lead to another server.
 """
 
-_clients: WeakSet["PinnedClient"] = WeakSet()
+clients: WeakSet[Any] = WeakSet()
+"""The clients that send the calls' commands, each from one pool."""
+
 _inherited: list[Any] = []
 
 
@@ -92,7 +95,7 @@ class PinnedClient(redis.Redis):
         """See ``fits`` for the clients that it can replace."""
         super().__init__(connection_pool=guarded_pool(client.connection_pool))
         self.kept: list[_Pinned] = []
-        _clients.add(self)
+        clients.add(self)
 
     @staticmethod
     def fits(client: Any) -> bool:
@@ -191,9 +194,12 @@ def packed(command: Command) -> bytes:
 
 def _begin_anew_in_child() -> None:
     """Use the connections no more: they are the parent's, and must not even be closed here."""
-    for client in list(_clients):
-        _inherited.append(client.kept)
-        client.kept = []
+    for client in list(clients):
+        if isinstance(client, PinnedClient):
+            _inherited.append(client.kept)
+            client.kept = []
+        # A thread may have acquired it that the child does not have, and redis-py would wait for that for ever.
+        client.connection_pool._lock = threading.RLock()  # noqa: SLF001 - it has no public name
 
 
 in_each_child(_begin_anew_in_child)

@@ -26,6 +26,9 @@ from .pending_releases import PendingRelease, PendingReleases
 
 _LOOKED_AT_AGAIN_AFTER = 60.0
 
+# Imported now, not at the first host name: a child that is forked while a thread imports it would wait for ever.
+"".encode("idna")
+
 
 class _Renewer:
     """The thread of one process, and the leases and pending releases in its care."""
@@ -54,8 +57,6 @@ class _Renewer:
         """Start the thread, unless it runs; the error if it cannot be started."""
         if not self.vacancy:
             return None
-        # Imported here, not at the first host name: a child forked during that import would wait for ever.
-        "".encode("idna")
         if sys.modules.keys() & {"gevent.monkey", "eventlet.patcher"}:
             atexit.register(self.end)
         return _start_native_thread("only_one-leases", self.run)

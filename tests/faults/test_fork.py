@@ -32,6 +32,23 @@ def is_well():
     configure(timeout=1)
     return True
 """,
+    **{
+        f"while another thread acquires a connection from {kind}": f"""
+from concurrent.futures import ThreadPoolExecutor
+import redis
+from only_one.connections.server import find_server
+
+client = find_server({source}).client
+ThreadPoolExecutor(1).submit(client.connection_pool._lock.acquire).result()
+
+def is_well():
+    return client.execute_command("PING")
+"""
+        for kind, source in {
+            "our pool": "sys.argv[1]",
+            "a small pool": "redis.Redis.from_url(sys.argv[1], max_connections=3)",
+        }.items()
+    },
     # Else each would read the other's replies.
     "connections of its own in the event loop of its parent": """
 import asyncio
