@@ -346,8 +346,9 @@ class Delivery(TaskCaller):
         """The arguments with which this task arrives or begins; see ``coalescing.arrive``."""
         trigger = self.header.trigger
         # A retry, a replacement and another call in one delivery go on with what their task's id has; new work is newer
-        # than all before it.
-        is_the_first = not (self.work.attempt or self.work.replacement or call.key in self.under_way)
+        # than all before it. So is the last task of a chain that replaces another, and has that one's id.
+        is_replacement = self.work.replacement and self._request.parent_id == self.work.id
+        is_the_first = not (self.work.attempt or is_replacement or call.key in self.under_way)
         is_new = is_the_first and self.is_first_delivery
         if trigger is None and is_new:
             trigger = coalescing.NEWEST

@@ -31,7 +31,7 @@ from only_one.policies import BufferOne, RequeueRequest
 
 from . import coalescing, redelivery
 from .broker import waits_for
-from .delivery import TaskCaller
+from .delivery import TaskCaller, current_task
 from .requeue import HEADER, Header
 from .work import Work, work_held_by
 
@@ -92,8 +92,12 @@ class Publication(TaskCaller):
         if isinstance(carried, dict) and carried.get("id") == self.id:  # it was requeued
             self._forget_key_of_other_arguments(decoration, carried)
             return self._publish()
+        task = current_task()
+        is_of_own_run = task is not None and str(task.request.id) == self.id
+        is_replacement = is_of_own_run and given.get("replaced_task_nesting")  # which is as old as its task
+        is_sent_again = given.get("retries") or is_replacement
         are_accepted = isinstance(self._args or (), (list, tuple)) and isinstance(self._kwargs or {}, Mapping)
-        goes_past = given.get("retries") or not are_accepted  # by Celery
+        goes_past = is_sent_again or not are_accepted  # by Celery
         if goes_past or self.app.conf["task_always_eager"]:  # as an attribute it takes twice as long
             return self._publish()
         options = decoration.options_for(self)

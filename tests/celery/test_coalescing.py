@@ -6,14 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, chain
 
 from only_one import buffer_one, retry
 from only_one.celery import coalescing
 from only_one.connections.server import Server
 from rigs.proxy import Proxy
-from tests.celery.deliveries import REMEMBERED, Awaits, Keys, Queue, a_task, decorated, done
+from tests.celery.deliveries import REMEMBERED, Awaits, Keys, Queue, a_task, decorated, done, unique
 from tests.celery.enqueueing import withdraw
+
+
+def above(app: Celery, function: Any, **options: Any) -> Any:
+    """As `a_task`, but unique from queued to finished."""
+    return unique(app, "k", function=function, **options)
 
 
 @pytest.fixture
@@ -168,22 +173,40 @@ def test_the_newest_task_runs_under_an_id_that_was_used_before(queue: Queue, key
     assert ran == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("place", [a_task, above], ids=["below", "above"])
 @pytest.mark.parametrize("how", ["retry", "replace"])
-def test_a_retry_and_a_replacement_are_as_old_as_their_task(queue: Queue, how: str) -> None:
+def test_a_retry_and_a_replacement_are_as_old_as_their_task(queue: Queue, how: str, place: Any) -> None:
     def work(self: Any, number: int) -> None:
         ran.append(number)
         if number == 0:
+            task.delay(1)
             raise self.retry(countdown=0) if how == "retry" else self.replace(self.s(number))
 
     ran: list[int] = []
-    task = a_task(queue.app, work, when_busy=buffer_one(), celery={"bind": True})
+    task = place(queue.app, work, when_busy=buffer_one(), celery={"bind": True})
     task.delay(0)
     queue.deliver()
-    task.delay(1)
-    older, newer = queue.take(), queue.take()
+    newer, older = queue.take(), queue.take()
     for message in (newer, older):
         queue.deliver(message)
     assert ran == [0, 1]
+
+
+@pytest.mark.parametrize("place", [a_task, above], ids=["below", "above"])
+def test_of_a_chain_that_replaces_a_task_each_is_newer_than_those_before_it(queue: Queue, place: Any) -> None:
+    """Also the last, which has the id of the replaced task."""
+
+    def work(self: Any, number: int) -> None:
+        ran.append(number)
+        if number == 0:
+            raise self.replace(chain(self.si(1), self.si(2)))
+
+    ran: list[int] = []
+    task = place(queue.app, work, when_busy=buffer_one(), celery={"bind": True})
+    task.delay(0)
+    for _ in range(3):
+        queue.deliver()
+    assert ran == [0, 1, 2]
 
 
 @pytest.mark.parametrize("was_requeued", [False, True])
