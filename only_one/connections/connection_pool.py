@@ -34,9 +34,8 @@ The server may have closed the others, too, or the network between may have forg
 replica now, and its name may lead to another server.
 """
 
-clients: WeakSet[Any] = WeakSet()
-"""The clients that send the calls' commands, each from one pool."""
-
+_clients: WeakSet["PinnedClient"] = WeakSet()
+_pools: WeakSet[Any] = WeakSet()
 _inherited: list[Any] = []
 
 
@@ -95,7 +94,7 @@ class PinnedClient(redis.Redis):
         """See ``fits`` for the clients that it can replace."""
         super().__init__(connection_pool=guarded_pool(client.connection_pool))
         self.kept: list[_Pinned] = []
-        clients.add(self)
+        _clients.add(self)
 
     @staticmethod
     def fits(client: Any) -> bool:
@@ -194,12 +193,12 @@ def packed(command: Command) -> bytes:
 
 def _begin_anew_in_child() -> None:
     """Use the connections no more: they are the parent's, and must not even be closed here."""
-    for client in list(clients):
-        if isinstance(client, PinnedClient):
-            _inherited.append(client.kept)
-            client.kept = []
+    for client in list(_clients):
+        _inherited.append(client.kept)
+        client.kept = []
+    for pool in list(_pools):
         # A thread may have acquired it that the child does not have, and redis-py would wait for that for ever.
-        client.connection_pool._lock = threading.RLock()  # noqa: SLF001 - it has no public name
+        pool._lock = threading.RLock()  # noqa: SLF001 - it has no public name
 
 
 in_each_child(_begin_anew_in_child)
@@ -250,6 +249,7 @@ def guarded_pool(pool: Any) -> Any:
     if waits or getattr(pool, "cache", None) is not None:
         kept = vars(pool)  # or a cluster's client would connect for each command
         pool = kept.get("only_one_own") or kept.setdefault("only_one_own", _another_like(pool, waits=waits))
+    _pools.add(pool)
     alias: Any = object.__new__(_guarded_kind(pool.__class__))
     alias.__dict__ = vars(pool)  # it is the same pool in all but its class
     return alias

@@ -21,7 +21,7 @@ from only_one.option_values import check_callable
 
 from .asyncio_client import NO_LIMIT, AsyncClient, make_async_client
 from .cluster import ClusterNodes
-from .connection_pool import PinnedClient, clients, guarded
+from .connection_pool import PinnedClient, guarded
 from .node import Node
 from .server_features import Features
 from .short_timeouts import with_short_timeouts
@@ -68,8 +68,6 @@ class Server:
 
     def __init__(self, client: Any) -> None:
         self.client: Any = PinnedClient(client) if PinnedClient.fits(client) else guarded(client)
-        if hasattr(self.client, "connection_pool"):
-            clients.add(self.client)
         self.features = Features()
         if isinstance(client, redis.RedisCluster):
             self.features.release = "EVAL"  # the slot of an unknown command is not known
