@@ -87,8 +87,8 @@ def marker_update(task: Any, marker: str, ended_by: BaseException | None, second
     """
     has_ended: Any = ended_by is None or isinstance(ended_by, Retry) or _is_replaced(ended_by)
     if isinstance(ended_by, Exception) and not isinstance(ended_by, (Ignore, Reject, Retry)):
-        has_ended = getattr(task, "acks_on_failure", None)  # since Celery 5.7
-        has_ended = task.acks_on_failure_or_timeout if has_ended is None else has_ended
+        # Since Celery 5.7 a task has the first, which is filled from the other.
+        has_ended = getattr(task, "acks_on_failure", task.acks_on_failure_or_timeout)
     if not has_ended:
         return None
     # There may be a redelivery that could not ask, because it waits for a free place in a worker.

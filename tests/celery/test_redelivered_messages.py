@@ -315,6 +315,7 @@ def test_a_long_run_sets_the_marker_for_redeliveries_that_could_not_ask(
     answer = a_task(queue.app, later).delay()
     queue.deliver()
     assert keys.marked(answer.id).get(b"stored") == (b"1" if minutes > 30 else None)
+    assert keys.redis.ttl(keys.marker(answer.id)) <= REMEMBERED
 
 
 ENDED: dict[str, tuple[Any, str]] = {
