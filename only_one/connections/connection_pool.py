@@ -238,8 +238,9 @@ def guarded(client: Any) -> Any:
         changed["connection_pool"] = guarded_pool(client.connection_pool)
     else:
         return client
-    found = copy.copy(client)
+    found: Any = copy.copy(client)
     vars(found).update(changed)
+    found._single_connection_client = False  # noqa: SLF001 - or it waits for the user's commands there, which may block
     return found
 
 

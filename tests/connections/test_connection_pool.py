@@ -37,7 +37,7 @@ from rigs.proxy import Proxy
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
 from tests.clients import Subclass, clients
-from tests.decorated import events
+from tests.decorated import decorated, events
 from tests.faults.programs import Running
 from tests.interruptions import Interruption, handled, interrupt, is_interrupted_after
 from tests.renewal import is_idle, is_renewed
@@ -221,6 +221,18 @@ def test_clients_elsewhere_that_are_used_as_they_are() -> None:
     assert is_used_as_it_is(kind([("127.0.0.1", 1)]).master_for("mymaster"))
     with clients("cluster") as those, those.connected() as client:
         assert is_used_as_it_is(client)
+
+
+def test_a_client_of_one_connection_waits_for_no_command_of_the_user_s(redis: Any, redis_url: str, key: str) -> None:
+    client = redis_py.Redis.from_url(f"{redis_url}?client_name={key}", single_connection_client=True)
+    with client, ThreadPoolExecutor(2) as pool:
+        try:
+            blocked = pool.submit(client.blpop, [key], 0)
+            assert eventually(lambda: "blpop" in [each["cmd"] for each in redis.client_list() if each["name"] == key])
+            assert pool.submit(decorated(lambda: "done", redis=client)).result(LIMIT) == "done"
+            assert not blocked.done()
+        finally:
+            redis.lpush(key, "the blocked command ends")
 
 
 def test_of_a_client_that_remembers_replies_no_such_connection_is_used() -> None:
