@@ -241,7 +241,21 @@ def withdrawal_of(task: Any, request: Any) -> Withdrawal | None:
         The withdrawal; None if the task has no key.
     """
     options = queue_options_of(task)
-    return _withdrawal(options.server, options.queue_timeout, request) if options else None
+    if options is None:
+        return _withdrawal_by_message(task.app, request)
+    return _withdrawal(options.server, options.queue_timeout, request)
+
+
+def _withdrawal_by_message(app: Any, request: Any) -> Withdrawal | None:
+    """The withdrawal of a task that another version of the code has sent, and is not unique, or not known, in this one.
+
+    Its key is in the message; its server is the app's, because what that decorator says is not known here.
+    """
+    if header_of(request).key is None:
+        return None
+    of_app, app_server = app_options(app)
+    options = settings.merge(settings.current, of_app)
+    return _withdrawal(find_configured_server(options, app_server), options.queue_timeout, request)
 
 
 def _withdrawal(server: Server | None, queue_timeout: float, request: Any) -> Withdrawal | None:
@@ -277,16 +291,9 @@ def _send(withdrawal: Withdrawal | None, name: str) -> None:
 
 
 def _on_unknown(sender: Any, message: Any, **found: Any) -> None:
-    """The worker has no such task, and drops the message: another version of the code has sent it.
-
-    Its key is in the message; its server is the app's, because what the decorator says is not known here.
-    """
+    """The worker has no such task, and drops the message: another version of the code has sent it."""
     request = Context({**(message.headers or {}), "id": found["id"]})
-    if header_of(request).key is not None:
-        of_app, app_server = app_options(sender.app)
-        options = settings.merge(settings.current, of_app)
-        server = find_configured_server(options, app_server)
-        _send(_withdrawal(server, options.queue_timeout, request), found["name"])
+    _send(_withdrawal_by_message(sender.app, request), found["name"])
 
 
 atexit.register(_on_shutdown)  # at a cold shutdown Celery sends no signal when it has restored the messages

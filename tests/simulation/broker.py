@@ -373,6 +373,8 @@ class Worker:
         if how == "Warm":
             signals.worker_shutdown.send(sender=self)
         self.world.end_in_order(self.main)
+        self.jobs.clear()  # it does nothing more
+        self._inbox.items.clear()
         self.world.after(1, self.begin)
 
     def _let_end(self, child: Process) -> None:

@@ -43,7 +43,7 @@ class MessageChecker:
 
     def last_call(self, trigger: Any) -> None:
         """When all is over, a call runs: what has happened before keeps none from it."""
-        is_duplicate = self.may_leave_a_queued_key and self.plan.is_unique and self.plan.when_busy != "buffer_one"
+        is_duplicate = self.may_leave_a_queued_key and any(self.plan.deduplicate)
         if not (trigger.runs or is_duplicate):
             self.problem("the last call did not run", f"{trigger.error!r}")
 
@@ -67,8 +67,13 @@ class MessageChecker:
 
     @property
     def may_leave_a_queued_key(self) -> bool:
-        """Whether a message was lost, or both commands of a ``delay()`` were sent twice: the docs say so."""
-        return self.late_commands > 1 or self.had("message lost")
+        """Whether a message was lost, or both commands of a ``delay()`` were sent twice: the docs say so.
+
+        Or a version in which the task is not unique has ended one whose message names no key.
+        """
+        has_key = all(each.how in _UNIQUE for each in self.history.triggers.values())
+        is_moved = len({*self.plan.unique}) > 1
+        return self.late_commands > 1 or self.had("message lost") or (is_moved and not has_key)
 
     @property
     def acknowledges_early(self) -> bool:
@@ -93,7 +98,7 @@ class MessageChecker:
     @property
     def _keeps_waiting_keys(self) -> bool:
         is_calm = self.only("publishing fails", "visibility timeout", "lost connection")
-        return self.plan.is_unique and self.plan.when_busy != "buffer_one" and is_calm and not self._may_forget
+        return all(self.plan.deduplicate) and is_calm and not self._may_forget
 
     @property
     def _may_forget(self) -> bool:
@@ -127,12 +132,12 @@ class MessageChecker:
         yield
         self._being_sent.remove(trigger.name)
         has_equal = trigger.error is None and trigger.how not in CALLS
-        if self.plan.when_busy == "buffer_one" and not trigger.is_sent and has_equal:
+        if self.plan.policies == {"buffer_one"} and not trigger.is_sent and has_equal:
             for other in self.history.triggers.values():
                 is_equal = other.task == trigger.task and other.given == trigger.given
                 if other.id == trigger.id and not (other is trigger or is_equal):
                     self.problem("a duplicate of another call", f"{trigger.name} of {other.name}")
-        is_unique = self.plan.is_unique and self.plan.when_busy != "buffer_one" and trigger.how in _UNIQUE
+        is_unique = all(self.plan.deduplicate) and trigger.how in _UNIQUE
         if not is_unique or not self.only("publishing fails", "shutdown", "lost connection"):
             return
         after, triggers = self._alive() - {trigger.name}, self.history.triggers.values()
@@ -173,7 +178,7 @@ class MessageChecker:
 def _no_message_waits(history: Any, checker: MessageChecker) -> Problems:
     for delivery in (*history.broker.queue, *history.broker.unacked):
         # A retry whose message was lost has its key for an hour; new work with the same id waits behind it.
-        is_behind_lost = delivery.id == "same-id" and checker.had("message lost") and checker.plan.is_unique
+        is_behind_lost = delivery.id == "same-id" and checker.had("message lost") and any(checker.plan.unique)
         if not is_behind_lost:
             yield "a message waits for ever", str(delivery.work)
 
@@ -220,7 +225,7 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
     if trigger.how == "id" and outcomes <= {"Ignore", "requeue"} and may_be_ignored:
         return True
     has_run = any(run.end != "calls again" for run in trigger.runs)
-    is_skipped = plan.when_busy in ("skip", "buffer_one") or (plan.when_busy == "default" and not has_run)
+    is_skipped = not plan.policies.isdisjoint(("skip", "buffer_one")) or ("default" in plan.policies and not has_run)
     return "None" in outcomes and is_skipped
 
 
@@ -298,14 +303,17 @@ def _no_call_is_skipped_for_its_own_delivery(history: Any, checker: MessageCheck
 
 
 def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
-    if history.plan.when_busy != "buffer_one":
+    if history.plan.policies != {"buffer_one"}:
         return
-    sent = [each for each in history.triggers.values() if each.error is None and each.how not in CALLS]
+    published = {each.work.trigger for each in history.broker.published}
+    sent = [each for name, each in history.triggers.items() if each.id or name in published]  # not so if killed before
+    sent = [each for each in sent if each.error is None and each.how not in CALLS]
     sent = [each for each in sent if {"ignore", "requeue"}.isdisjoint((*each.ends[:1], *each.in_hook))]
     if not sent or any(run.began >= sent[-1].asked or run.trigger is sent[-1] for run in history.runs):
         return
     # They are numbered as they arrive, so one that was sent before may be the newest: at one time, or on a slow line.
-    outcomes = checker.outcomes_of(*(each.name for each in sent if each.asked > sent[-1].asked - _JUST_NOW))
+    newest = [name for name, each in history.triggers.items() if each.asked > sent[-1].asked - _JUST_NOW]
+    outcomes = checker.outcomes_of(*newest)
     at_once = [name for name, at in history.told_at.items() if at >= sent[-1].asked]
     others = checker.outcomes_of(*at_once) & {"LockUnavailable", "OperationalError", "TaskRevoked"}
     # A number that got no answer may be drawn after it; and what `_may_end` says of an id that is used again.
@@ -320,7 +328,7 @@ def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
 def _none_runs_after_a_newer_one(history: Any, checker: MessageChecker) -> Problems:
     """One that had begun, or of which a delivery had ended, when another was sent is older than that."""
     # Where a command gets no answer, a task goes on, though nobody knows its number.
-    if history.plan.when_busy != "buffer_one" or checker.had("cut", "late"):
+    if history.plan.policies != {"buffer_one"} or checker.had("cut", "late"):
         return
     for newer, older in combinations(history.runs, 2):
         has_none = {newer.trigger.how, older.trigger.how} & {*CALLS} or _IS_NUMBERED_ANEW & {*older.trigger.ends}

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import celery.worker.state
@@ -27,14 +28,21 @@ Given = dict[str, Any]
 """What a task is called with: its first key is the name of the trigger. So equal calls differ in the order alone.
 The last is the key of the task.
 """
+
+
+def _limit() -> Any:
+    """A time limit. Most are over while a task begins or ends; but one that comes back then is to end some time."""
+    return playing().choose("limit", [0.002, 0.004, 0.008, 0.016, 0.032, 1] if playing().acks_failures else [1])
+
+
 HOW: dict[str, Callable[[Any, Any, Any, Given], Any]] = {
     "delay": lambda work, _tail, _part, given: work.delay(given),
     "id": lambda work, _tail, _part, given: work.apply_async((given,), task_id="same-id"),
     "countdown": lambda work, _tail, _part, given: work.apply_async((given,), countdown=1),
     "long countdown": lambda work, _tail, _part, given: work.apply_async((given,), countdown=4),
-    "expires": lambda work, _tail, _part, given: work.apply_async((given,), expires=2),
-    "soft limit": lambda work, _tail, _part, given: work.apply_async((given,), soft_time_limit=1),
-    "hard limit": lambda work, _tail, _part, given: work.apply_async((given,), time_limit=1),
+    "expires": lambda work, _tail, _part, given: work.apply_async((given,), expires=2 * _limit()),
+    "soft limit": lambda work, _tail, _part, given: work.apply_async((given,), soft_time_limit=_limit()),
+    "hard limit": lambda work, _tail, _part, given: work.apply_async((given,), time_limit=_limit()),
     "chain": lambda work, tail, _part, given: chain(work.s(given), tail.s(given)).apply_async().parent,
     "chord": lambda work, tail, part, given: chord([work.s(given), part.s(given)])(tail.s(given)).parent.results[0],
     "link": lambda work, tail, _part, given: work.apply_async((given,), link=tail.s(given)),
@@ -61,8 +69,12 @@ _ENDS = [
 ]
 
 
+_LOST = {"reject_on_worker_lost": False}
 _AUTORETRY = {"autoretry_for": (ValueError,), "retry_kwargs": {"countdown": 0.1}}
 _TASKS = ("work", "other work")
+_PLACES = ["below", "below", "above", "above", "two below", "both"]
+_POLICIES = ["default", "retry", "buffer_one", "skip", "fail"]
+_OTHERS: list[Any] = [{"placement": place, "when_busy": policy} for place in _PLACES for policy in _POLICIES]
 _HOOKS = ["before_start", "on_success", "on_retry", "on_failure", "after_return"]
 """What Celery calls before a run, and after it."""
 _IN_HOOKS = [*((when, do) for when in ("run", *_HOOKS) for do in ("delay", *CALLS))]
@@ -162,10 +174,10 @@ class MessageWorld(History):
     """One history of messages."""
 
     PLAN: ClassVar[dict[str, list[Any]]] = {
-        "placement": ["below", "below", "above", "above", "two below", "both"],
-        "when_busy": ["default", "retry", "buffer_one", "skip", "fail"],
+        "placement": _PLACES,
+        "when_busy": _POLICIES,
         "acks_late": [True, False],
-        "options": [{}, {}, {"acks_on_failure_or_timeout": False}, {"retry_on_worker_lost": True}, _AUTORETRY],
+        "options": [{}, _LOST, {"acks_on_failure_or_timeout": False}, {"retry_on_worker_lost": True}, _AUTORETRY],
         "lease": [None, 3.0],
         "at_least": [None, None, 3.0],
         "workers": [1, 2],
@@ -180,6 +192,8 @@ class MessageWorld(History):
         "lists": [1.0, 0.3, *[0.0] * 10],  # how probable it is that a call is one
         "hooks": [0.0, 0.0, 0.5],  # how probable it is that a task does something in a hook
         "kind": [*["function"] * 5, "class", "class that calls again", "class with a decorated call"],
+        "timeout": [None, None, None, 20.0],
+        "other": [*[{}] * 30, *_OTHERS],  # in a rolling deploy, what is not the same in the other version of the app
     }
     FAULTS: ClassVar[dict[str, list[float]]] = {
         "killed child": [0.15, 0.15],
@@ -194,12 +208,15 @@ class MessageWorld(History):
         if self.plan.kind == "class that calls again":  # after a failure
             self.plan.options = {}
         self.acks_failures = "acks_on_failure_or_timeout" not in self.plan.options
-        self.plan.is_unique = self.plan.placement in ("above", "both")
-        if self.plan.is_unique and self.plan.when_busy == "retry":  # which is refused there
-            self.plan.when_busy = "default"
-        if self.plan.when_busy == "buffer_one" or self.plan.kind not in ("function", "class"):
+        versions = self.versions = [_version_of(vars(self.plan)), _version_of({**vars(self.plan), **self.plan.other})]
+        self.plan.policies = {each.when_busy for each in versions}
+        self.plan.unique = [each.is_unique for each in versions]
+        self.plan.deduplicate = [each.is_unique and each.when_busy != "buffer_one" for each in versions]
+        if "buffer_one" in self.plan.policies or self.plan.kind not in ("function", "class"):
             self.plan.lists = 0.0  # no item of a list is numbered, or known if a class calls it
         self.apps: dict[tuple[Process, int], Any] = {}
+        self.deployed: dict[str, Any] = {}
+        self.producers: dict[str, tuple[Any, ...]] = {}
         self.machines = [Machine("alpha"), Machine("beta")]
         self.triggers: dict[str, Trigger] = {}
         self.outcomes: defaultdict[Work, list[str]] = defaultdict(list)
@@ -222,9 +239,9 @@ class MessageWorld(History):
         left = list(producers)
         for number, name in enumerate(producers):
             process = next(given)
-            self.start(process, name, self.machines[0])
             names = [f"t{each}" for each in range(plan.triggers) if each % len(producers) == number]
-            self.spawn(process, f"{name}/main", self._produce, name, names, left)
+            self.producers[name] = process, names, left
+            self._begin_producer(name)
         for number in range(plan.workers):
             machine = self.choose("plan machine", self.machines)
             own = [process for _, process in zip(range(3), given, strict=False)]
@@ -297,11 +314,16 @@ class MessageWorld(History):
         key = process, process.life
         if key in self.apps:
             return self.apps[key]
-        plan, package = self.plan, process.package
+        name, _, is_child = process.name.partition(".")
+        if not is_child:
+            self.deployed[name] = self.choose(f"version of {name}", self.versions)
+        plan, package = self.deployed[name], process.package
         app = self.apps[key] = _app(process, plan.broker, acks_late=plan.acks_late)
         policies = {"retry": package.retry(), "buffer_one": package.buffer_one()}
         policies |= {"skip": package.skip, "fail": package.fail, "default": None}
         given = {"when_busy": policies[plan.when_busy], "lease": plan.lease, "at_least": plan.at_least}
+        if not plan.message_loss:  # else runs are longer
+            given["timeout"] = plan.timeout
         given = {name: value for name, value in given.items() if value is not None}
 
         def body(task: Any, given: Given) -> str:
@@ -322,8 +344,20 @@ class MessageWorld(History):
 
     # producing
 
+    def _begin_producer(self, name: str) -> None:
+        process, *names = self.producers[name]
+        self.start(process, name, self.machines[0])
+        self.spawn(process, f"{name}/main", self._produce, name, *names)
+
+    def _kill_producer(self, name: str) -> None:
+        process, _, left = self.producers[name]
+        if name in left and not process.is_dead:
+            self.kill(process)
+            self.after(1.0, self._begin_producer, name)
+
     def _produce(self, producer: str, names: list[str], left: list[str]) -> None:
-        for name in names:
+        while names:
+            name = names.pop(0)
             # Runs are longer than an equal call trusts a message that was lost, and so are the pauses between calls.
             pauses = [0.01, 1.0, 33.0] if self.plan.message_loss else [0.0, 0.01, 1.0, 3.0]
             self.sleep(self.choose(f"pause before {name}", pauses))
@@ -350,6 +384,8 @@ class MessageWorld(History):
             task = next(each for each in _TASKS if each != self.triggers[name[:-2]].task)
         trigger = self.triggers[name] = Trigger(name, task, given, ends, how, self.now, task_id, in_hook)
         self.note(producer, "sends", name, how, *ends, *in_hook)
+        if producer in self.producers and self.fault(f"{producer} killed", 0.02):
+            self.after(self.uniform("killed while it sends", 0, 0.006), self._kill_producer, producer)
         with self.checker.sending(trigger):
             try:
                 tasks = self.app_of(this()).tasks
@@ -422,6 +458,14 @@ class MessageWorld(History):
             self.told_at[delivery.work.trigger] = self.now
             if not self.triggers[delivery.work.trigger].hooked:  # else its function was perhaps not called
                 self.arrived_at.setdefault(delivery.work.trigger, self.now)
+
+
+def _version_of(plan: dict[str, Any]) -> Any:
+    """A version of the app; of two in a rolling deploy each worker and producer has one."""
+    version = SimpleNamespace(**plan, is_unique=plan["placement"] in ("above", "both"))
+    if version.is_unique and version.when_busy == "retry":  # which is refused there
+        version.when_busy = "default"
+    return version
 
 
 @functools.cache
