@@ -286,7 +286,7 @@ def _send(withdrawal: Withdrawal | None, name: str) -> None:
     try:
         withdrawal.server.client.execute_command(*withdrawal.command(), **RAW)
     except Exception as error:  # noqa: BLE001 - nobody to raise it to
-        warn_once(f"a key of {name}, which did not run, could not be released, and will be", type(error).__name__)
+        warn_once(f"a key of {name}, which ended without it, could not be released yet", type(error).__name__)
         release_later(withdrawal)
 
 
