@@ -348,6 +348,7 @@ class Worker:
             self.world.note(self.hostname, "loses its connection to the broker")
             for job in [job for job in self.jobs if not job.child]:
                 self.jobs.remove(job)
+                celery.worker.state.requests.pop(job.id, None)  # as the worker's consumer does
                 job.forget()
             self.broker.restore(self)
 
