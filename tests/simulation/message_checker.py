@@ -235,6 +235,8 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
         expected = {"chain": "done", "chord": "done", "link": "done", "link_error": failed}.get(trigger.how)
         if trigger.received or expected not in {run.end for run in trigger.runs}:
             continue
+        if trigger.how == "chord" and not trigger.is_sent:  # its producer was killed before it had sent all parts
+            continue
         outcomes = checker.outcomes_of(trigger.name)
         # Another delivery or attempt of the task fails, and with it the chord: it could not be requeued; or it was
         # redelivered, which the first one cannot know, and the server was away or the key was busy. If its process was

@@ -455,7 +455,8 @@ class MessageWorld(History):
         self.deliveries_ended[delivery.task, delivery.work.trigger] += 1
         if delivery.is_work:
             self.outcomes[delivery.work].append(end)
-            self.told_at[delivery.work.trigger] = self.now
+            if end != "Retry":  # after which the task goes on
+                self.told_at[delivery.work.trigger] = self.now
             if not self.triggers[delivery.work.trigger].hooked:  # else its function was perhaps not called
                 self.arrived_at.setdefault(delivery.work.trigger, self.now)
 
