@@ -1,6 +1,5 @@
 """Enqueue deduplication: ``delay`` and ``apply_async`` of a unique task, and the result that a duplicate gets."""
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -92,9 +91,8 @@ class Publication(TaskCaller):
         if isinstance(carried, dict) and carried.get("id") == self.id:  # it was requeued
             self._forget_key_of_other_arguments(decoration, carried)
             return self._publish()
-        task = current_task()
-        is_of_own_run = task is not None and str(task.request.id) == self.id
-        is_replacement = is_of_own_run and given.get("replaced_task_nesting")  # which is as old as its task
+        task = current_task() if given.get("replaced_task_nesting") else None
+        is_replacement = task is not None and str(task.request.id) == self.id  # which is as old as its task
         is_sent_again = given.get("retries") or is_replacement
         are_accepted = isinstance(self._args or (), (list, tuple)) and isinstance(self._kwargs or {}, Mapping)
         goes_past = is_sent_again or not are_accepted  # by Celery
@@ -112,7 +110,7 @@ class Publication(TaskCaller):
             return self._publish()
         args, kwargs = self._as_sent()
         key = options.prefix + decoration.make_key(self, args, kwargs)
-        until_published = dataclasses.replace(options, ttl=min(seconds, _UNTIL_PUBLISHED), timeout=seconds, lease=None)
+        until_published = options.not_renewed(min(seconds, _UNTIL_PUBLISHED), seconds)
         call = LockedCall(until_published, options.server, key, self)
         if not only_newest:
             return self._queue_first(call)

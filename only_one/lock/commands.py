@@ -1,5 +1,6 @@
 """The lock's commands and Lua scripts, as command generators: acquire, release, replace, and the scripts of others."""
 
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Union
 
 from redis.exceptions import ResponseError
@@ -123,6 +124,12 @@ def release_command(features: Features, key: Key, token: bytes) -> Command:
     return _RELEASE.command((key,), token, -1)
 
 
+@lru_cache(maxsize=100)
+def _expiry_in(seconds: float) -> tuple[bytes, bytes]:
+    """The expiry of a key as SET takes it, in bytes, which cost redis-py less than a str and an int."""
+    return b"PX", b"%d" % round(seconds * 1000)
+
+
 def acquire(features: Features, key: Key, token: bytes, seconds: float | None) -> Commands[bytes | None]:
     """Set a key if it is free.
 
@@ -135,8 +142,7 @@ def acquire(features: Features, key: Key, token: bytes, seconds: float | None) -
     Returns:
         None if the key is ours, else the value that is stored there.
     """
-    # Bytes cost redis-py less than a str and an int.
-    expiry = (b"PX", b"%d" % round(seconds * 1000)) if seconds is not None else ()
+    expiry = _expiry_in(seconds) if seconds is not None else ()
     if features.sets_and_gets:
         try:
             value: bytes | None = yield ("SET", key, token, b"NX", b"GET", *expiry)
