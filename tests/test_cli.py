@@ -250,8 +250,7 @@ def test_a_reader_that_has_seen_enough(
     ours, theirs = os.pipe()
     os.close(ours)
     command = [sys.executable, "-m", "only_one", "--redis", redis_url, "--prefix", prefix, *arguments]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    ran = subprocess.run(command, stdout=theirs, stderr=theirs, env=environment, check=False)
+    ran = subprocess.run(command, stdout=theirs, stderr=theirs, check=False)
     os.close(theirs)
     assert (ran.returncode, len(redis.keys(f"{prefix}*"))) == (status, left)
 
