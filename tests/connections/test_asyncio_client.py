@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from only_one.driver import RAW
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import call_both
+from tests.interruptions import Interruption
 
 
 @pytest.fixture
@@ -155,18 +157,23 @@ def test_a_command_that_is_cancelled_leaves_those_their_turn_that_wait(redis_url
     asyncio.run(main())
 
 
-def test_a_client_whose_command_ends_while_it_is_closed_is_closed_again() -> None:
-    """It has been replaced after a signal, and the command has opened a connection meanwhile."""
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_client_is_closed_again_whose_command_ends_or_is_interrupted_meanwhile(*, is_interrupted: bool) -> None:
+    """It has been replaced after a signal, and the command has opened a connection while it was closed."""
     closed: list[str] = []
 
     class Replaced:
         async def close_connections(self) -> None:
-            if not closed:
-                client.to_be_closed.add(self)  # as the end of that command does
             closed.append("closed")
+            if len(closed) == 1:
+                if is_interrupted:
+                    raise Interruption
+                client.to_be_closed.add(self)  # as the end of that command does
 
     client = AsyncClient(Replaced, 1)
-    asyncio.run(client.aclose())
+    with suppress(Interruption):
+        asyncio.run(client.aclose())
+    asyncio.run(client.close_what_is_left())
     assert closed == ["closed", "closed"]
 
 
