@@ -209,6 +209,32 @@ def test_of_a_chain_that_replaces_a_task_each_is_newer_than_those_before_it(queu
     assert ran == [0, 1, 2]
 
 
+@pytest.mark.parametrize(("how", "expected"), [("chain", [0, 9]), ("own id", [0, 1])])
+def test_what_a_run_queues_as_new_work_is_numbered_when_it_is_queued(
+    queue: Queue, how: str, expected: list[int]
+) -> None:
+    """The first task of a chain that replaces its own is older than one that is queued later, and is dropped."""
+
+    def work(self: Any, number: int) -> None:
+        ran.append(number)
+        if number == 0 and how == "chain":
+            raise self.replace(chain(self.si(1), tail.si()))
+        if number == 0:
+            task.delay(9)
+            self.apply_async((1,), task_id=self.request.id)
+
+    ran: list[int] = []
+    tail = queue.app.task(done, name="tail", shared=False)
+    task = above(queue.app, work, when_busy=buffer_one(), celery={"bind": True})
+    task.delay(0)
+    queue.deliver()
+    if how == "chain":
+        task.delay(9)
+    for _ in range(2):
+        queue.deliver()
+    assert ran == expected
+
+
 @pytest.mark.parametrize("was_requeued", [False, True])
 def test_all_decorators_of_a_task_without_a_number_give_it_one(
     queue: Queue, keys: Keys, way: Proxy, *, was_requeued: bool
