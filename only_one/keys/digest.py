@@ -24,13 +24,15 @@ No UTF-8 text begins with this byte, so no str is encoded like anything else.
 _SHORT = 200
 """The most characters of a str whose digest is remembered; longer ones would take the memory."""
 
-utf8 = partial(str.encode, encoding="utf-8", errors="surrogatepass")
-"""Encodes a str; half of a surrogate pair stands in the name of a file that is not UTF-8."""
-
 _hash = hashlib.md5
 with suppress(ImportError):  # a third of OpenSSL's time for short texts
     _hash = import_module("_md5").md5
 md5 = partial(_hash, usedforsecurity=False)
+
+
+def utf8(text: str) -> bytes:
+    """Encode a str; half of a surrogate pair stands in the name of a file that is not UTF-8."""
+    return str.encode(text, "utf-8", "surrogatepass")
 
 
 class UnknownType(Exception):
