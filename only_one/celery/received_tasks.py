@@ -175,8 +175,9 @@ def _queue_again(lease: _WaitingLease) -> None:
     """
     del _waiting[lease.token]
     queued = lease.queued_again()
-    given = (lease.server, lease.key, lease.token, queued.until)
-    release_later(PendingRelease(*given, no_write_in_flight=True, retained=queued))
+    release_later(
+        PendingRelease(lease.server, lease.key, lease.token, queued.until, no_write_in_flight=True, retained=queued)
+    )
 
 
 def _announce_redelivery(decoration: Decoration, _sender: Any, request: Any) -> None:
