@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, overload
 
+from . import signatures
 from .call import job_queues
 from .call.effective_options import Caller, Decoration
 from .call.run import run, run_async
@@ -289,7 +290,7 @@ def signature_of(function: Any) -> inspect.Signature:
         # Celery's wrapper for autoretry copies the signature of a bound method's function, which has the object, too.
         wrapped = getattr(function, "__wrapped__", None)
         try:
-            return inspect.signature(wrapped if inspect.ismethod(wrapped) else function)
+            return signatures.signature(wrapped if inspect.ismethod(wrapped) else function)
         except ValueError:
             problem = f"{function!r}, whose parameters are unknown: write @only_one above a def around it"
     msg = f"only_one cannot decorate {problem}"
@@ -337,6 +338,10 @@ def _name_of(function: Callable[..., Any], key: Any, signature: inspect.Signatur
     return f"{module}.{function.__qualname__}"
 
 
+_HAS_ANNOTATIONS = {"__annotations__", "__annotate_func__"}  # the second from Python 3.14 on
+"""The names of which the code of a class uses one if the class has annotations."""
+
+
 def _check_method(function: Callable[..., Any], first: str) -> None:
     """Refuse ``{md5}`` above a method of a plain class: its object is an argument too, and has no digest.
 
@@ -352,7 +357,8 @@ def _check_method(function: Callable[..., Any], first: str) -> None:
         body = body.f_back
     if body is None:
         return
-    may_have_digest = name == "run" or "__annotations__" in body.f_locals
+    has_annotations = not _HAS_ANNOTATIONS.isdisjoint(body.f_code.co_names)
+    may_have_digest = name == "run" or has_annotations
     if first == "self" and may_have_digest:
         return
     instead = f"{name}:{{self.id}}" if first == "self" else name

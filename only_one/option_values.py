@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any, Union
 
 from .errors import ConfigurationError
+from .signatures import signature
 
 Seconds = Union[float, timedelta]
 
@@ -106,7 +107,7 @@ def check_callable(name: str, function: Any, arguments: int, instead: str) -> No
         msg = f"{name}={function!r} is async, and nobody would await it: {instead}"
         raise ConfigurationError(msg)
     try:
-        inspect.signature(function).bind(*[None] * arguments)
+        signature(function).bind(*[None] * arguments)
     except TypeError as error:
         msg = f"{name}={function!r} is called with {arguments} argument(s), and cannot be ({error}): {instead}"
         raise ConfigurationError(msg) from None

@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -13,6 +12,7 @@ from redis.asyncio import ConnectionPool, Redis, RedisCluster, cluster, connecti
 from only_one.clock import now
 from only_one.driver import ServerTimeout
 from only_one.errors import ConfigurationError
+from only_one.signatures import signature
 
 from .connection_pool import OF_ALL_CONNECTIONS, leaves_usable, packed, raise_as_connection_error
 from .short_timeouts import NO_NOTICES
@@ -206,7 +206,7 @@ def _async_pool(pool: Any) -> Any:
     if kind is None or connects_by is not pool.connection_class:
         msg = f"no asyncio client can be made from one that connects by {connects_by!r}: give redis= as a URL"
         raise ConfigurationError(msg)
-    known = {name for base in kind.__mro__ for name in inspect.signature(base).parameters}
+    known = {name for base in kind.__mro__ for name in signature(base).parameters}
     known.discard("parser_class")  # which means something else to asyncio
     options = _options(pool.connection_kwargs, known)
     options.update(retry=retry.Retry(backoff.NoBackoff(), 0), connection_class=kind, max_connections=NO_LIMIT)
@@ -260,7 +260,7 @@ class _Cluster(RedisCluster):
 
 
 def _cluster(client: Any) -> Any:
-    known = set(inspect.signature(RedisCluster.__init__).parameters) - {"retry"}
+    known = set(signature(RedisCluster.__init__).parameters) - {"retry"}
     given: dict[str, Any] = client.nodes_manager.connection_kwargs
     options = {name: value for name, value in _options(given, known).items() if value is not None}
     is_tls = issubclass(given.get("connection_class", redis.Connection), redis.SSLConnection)

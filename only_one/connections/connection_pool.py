@@ -8,7 +8,6 @@ So ``PinnedClient`` drops such a connection, and the pools of all other clients 
 """
 
 import copy
-import inspect
 import sys
 import threading
 from functools import cache
@@ -20,11 +19,12 @@ import redis
 
 from only_one.driver import RAW, Command, is_of_signal_handler, note_unanswered, raised_by_signal_handler
 from only_one.forks import in_each_child
+from only_one.signatures import signature
 
 _MOST_KEPT = 16
 """The most connections that are kept. The pool has the others, and lends them to the user's own commands, too."""
 
-_named = inspect.signature(redis.ConnectionPool.get_connection).parameters.get("command_name")
+_named = signature(redis.ConnectionPool.get_connection).parameters.get("command_name")
 _FOR_NO_COMMAND = ("_",) if _named and _named.default is _named.empty else ()  # until redis-py 5.2; later ones warn
 
 OF_ALL_CONNECTIONS = (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError)
@@ -173,7 +173,7 @@ def _is_known(kind: Any) -> bool:
     """Whether connections of a class send and read by redis-py's own methods, and these are as we know them."""
     names = ("send_command", "send_packed_command", "read_response")
     are_own = all(getattr(kind, name, None) is getattr(redis.Connection, name, kind) for name in names)
-    return are_own and "disable_decoding" in inspect.signature(kind.read_response).parameters
+    return are_own and "disable_decoding" in signature(kind.read_response).parameters
 
 
 @cache

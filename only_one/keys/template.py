@@ -3,12 +3,13 @@
 import functools
 import re
 from collections.abc import Callable, Mapping
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, Signature
 from string import Formatter
 from typing import Any
 
 from only_one.errors import KeyTemplateError, UnkeyableArgument
 from only_one.option_values import is_async
+from only_one.signatures import signature
 
 from .fields import (
     BY_NAME,

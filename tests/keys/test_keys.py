@@ -36,7 +36,7 @@ def key(template: str, *args: Any, **kwargs: Any) -> str:
 
 # What the expressions may name.
 NAMES: dict[str, Any] = {"digest": digest, "key": key, "math": math}
-for module in (calls, dt, decimal, pathlib, uuid):
+for module in (calls, decimal, pathlib, uuid, dt):  # the last wins, as `uuid` has a `time` of its own
     NAMES |= vars(module)
 
 
