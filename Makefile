@@ -8,13 +8,13 @@ TOGETHER := --numprocesses 5 --dist loadfile --no-loadscope-reorder
 # Each process would compile the package and its tests anew, and there are hundreds.
 unexport PYTHONDONTWRITEBYTECODE
 PEERS := celery-singleton==0.3.1 celery-once==3.0.1 celery-heimdall==1.0.1 python-redis-lock==4.0.1 sherlock==0.4.1 filelock \
-	huey==3.5.4 hiredis radon==6.0.1
+	huey==3.5.4 hiredis
 BESIDE_PEERS := PYTHONPATH=$(CURDIR)/.venv/peers $(BIN)/python
 WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,canvas ends redelivery requeued)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-picture newsletter docs dev test test-rabbitmq lint types interrupts suite site browser-check words \
-	release-check queues coverage soak soak-hour mutants matrix simulate simulate-mutants benchmark benchmark-async benchmark-peers clean
+	release-check queues coverage soak soak-hour mutants matrix simulate benchmark benchmark-async benchmark-peers clean
 
 help: ## list these commands
 	@awk 'BEGIN { FS = ":.*## " } /^##@/ { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-24s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,8 +67,8 @@ site: .venv/dev.stamp ## build the documentation in .venv/site; a warning is an 
 browser-check: site ## each page on a phone and a desk, light and dark: what is cut off or unreadable; pictures in .venv
 	@$(BIN)/python -m rigs.browser $(SITE)
 
-words: .venv/dev.stamp ## words and longest sentence of each page
-	@$(BIN)/python -m benchmarks.words $(ARGS)
+words: ## words of each page; the suite sees sentences that are too long
+	@wc -w README.md CONTRIBUTING.md $$(find docs -name "*.md" | sort)
 
 # It uploads nothing: CONTRIBUTING.md says what comes next.
 release-check: .venv/dev.stamp ## sdist and wheel in dist/, as they would be released: built twice, compared, checked and tried
@@ -98,9 +98,6 @@ matrix: .venv/dev.stamp ## each kind of task in each pool, with each combination
 
 simulate: .venv/dev.stamp ## search interleavings: 10,000 fresh histories of both worlds; --messages for Celery's, --seed N for one again
 	$(BIN)/python -m tests.simulation --both $(ARGS)
-
-simulate-mutants: .venv/dev.stamp ## after how many histories each of 40 small changes of the code is seen; hours
-	$(BIN)/python -m benchmarks.simulated_mutants $(ARGS)
 
 ##@ Measurements (with nothing else running; options in ARGS="...", such as ARGS=--help)
 

@@ -1,19 +1,19 @@
 """What a decorated call costs beside the bare commands that it cannot do without, and beside the peers.
 
-    python -m benchmarks.costs [--rounds N] [--calls N] [--seed N] [--at-a-time] [--write]
+    python -m benchmarks.costs [--rounds N] [--calls N] [--at-a-time] [--write]
 
 Measures everything twice, with redis-py's parser in C (hiredis) and without.
 Each figure is a median of ratios within one run, so a busy machine blurs it, and a slow one does not change it.
 With --at-a-time the calls of a block are async, share 10 connections, and run at a time: ``make benchmark-async``.
-With --write, the table and the chart of the documentation are replaced.
+With --write, the table of the documentation is replaced.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import sys
-import time
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
@@ -22,72 +22,20 @@ from pathlib import Path
 
 from benchmarks import markdown
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "costs.md"
-CHART = ROOT / "docs" / "costs.svg"
+PAGE = Path(__file__).parents[1] / "docs" / "costs.md"
 BEGIN, END = "<!-- begin: make benchmark -->", "<!-- end -->"
 WITH, WITHOUT = "with hiredis", "without hiredis"
 
-Found = dict[str, dict[str, dict[str, float]]]
-"""By group, and with or without hiredis: the medians by call."""
 
-
-def measure(parser: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """The medians of all groups with one parser, in a process that has not imported redis-py yet."""
+def measure(parser: str, options: argparse.Namespace) -> dict[tuple[str, str], float]:
+    """The medians by group and call with one parser, in a process that has not imported redis-py yet."""
     if parser == WITHOUT:
         sys.modules["hiredis"] = None  # type: ignore[assignment]
     warnings.simplefilter("ignore")
     from benchmarks import costs_measured as measured  # noqa: PLC0415 - see above
 
-    rounds = measured.Measure(options.rounds, options.calls, options.seed, at_a_time=options.at_a_time)
+    rounds = measured.Measure(options.rounds, options.calls, at_a_time=options.at_a_time)
     return measured.measure_groups(rounds, only_many=options.at_a_time)
-
-
-def table(found: Found) -> str:
-    """The figures as a Markdown table."""
-    rows = []
-    for group, by_parser in found.items():
-        for name, ratio in by_parser[WITH].items():
-            rows.append([group, name, f"{ratio:.2f}", f"{by_parser[WITHOUT][name]:.2f}"])
-    return markdown.table(["", "", WITH, WITHOUT], rows)
-
-
-def summary(found: Found) -> str:
-    """The figures with hiredis that help to choose, as the page has them."""
-    rows = []
-    for group, by_parser in found.items():
-        ratios = by_parser[WITH]
-        ours = next(ratio for name, ratio in ratios.items() if name.startswith("only_one"))
-        others = [name for name in ratios if "only_one" not in name and "bare" not in name]
-        rows.append([group, f"{ours:.2f}", ", ".join(f"{name} {ratios[name]:.2f}" for name in others)])
-    return markdown.table(["", "only_one", "others"], rows)
-
-
-def chart(found: Found) -> str:
-    """The figures without hiredis as bars; a phone shows it in its own size, and dark mode has other colours."""
-    bars: list[str] = []
-    y = 24
-    for group, by_parser in found.items():
-        bars.append(f'<text x="4" y="{y + 12}" class="group">{group}</text>')
-        y += 20
-        for name, ratio in by_parser[WITHOUT].items():
-            kind = "ours" if name.startswith("only_one") else "theirs"
-            bars.append(f'<text x="196" y="{y + 11}">{name}</text><text x="228" y="{y + 11}">{ratio:.2f}</text>')
-            bars.append(f'<rect x="234" y="{y}" width="{min(ratio, 3.1) * 40:.0f}" height="13" class="{kind}"/>')
-            y += 18
-        y += 10
-    style = (
-        "text{font:11px sans-serif;fill:#222;text-anchor:end}.group{font-weight:bold;text-anchor:start}.page{fill:#fff}"
-        ".ours{fill:#2a7f62}.theirs{fill:#a4abb5}line{stroke:#222;stroke-dasharray:3 3}"
-        "@media(prefers-color-scheme:dark){text{fill:#ddd}.page{fill:#131416}.ours{fill:#4db58f}.theirs{fill:#6b7280}"
-        "line{stroke:#ddd}}"
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="468" height="{y * 1.3:.0f}" viewBox="0 0 360 {y}">'
-        f"<title>What a call costs, over the bare commands</title><style>{style}</style>"
-        f'<rect width="360" height="{y}" class="page"/><text x="336" y="13">1.00: bare commands</text>'
-        f'{"".join(bars)}<line x1="274" x2="274" y1="18" y2="{y - 6}"/></svg>\n'
-    )
 
 
 def main() -> None:
@@ -95,25 +43,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200, help="blocks of calls of each kind (200)")
     parser.add_argument("--calls", type=int, default=20, help="calls in a block (20)")
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000, help="of the order of the blocks")
     parser.add_argument("--at-a-time", action="store_true", help="async calls, all of a block at a time")
-    parser.add_argument("--write", action="store_true", help="replace the table and the chart in docs/")
+    parser.add_argument("--write", action="store_true", help="replace the table in docs/")
     options = parser.parse_args()
-    if options.write and options.at_a_time:
-        parser.error("--write: without --at-a-time")
-    found: Found = {}
+    found = []
     for name in (WITH, WITHOUT):
         print(f"measuring {name} ...", file=sys.stderr, flush=True)
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            for group, medians in process.submit(measure, name, options).result().items():
-                found.setdefault(group, {})[name] = medians
-    python = ".".join(map(str, sys.version_info[:3]))
-    versions = f"Python {python}, redis-py {version('redis')}, Celery {version('celery')}"
-    said = f"{versions}, {os.cpu_count()} processors, {options.rounds} rounds of {options.calls}, seed {options.seed}:"
-    print(f"{said}\n\n{table(found)}")
+            found.append(process.submit(measure, name, options).result())
+    rows = [[*names, *(f"{each[names]:.2f}" for each in found)] for names in found[0]]
+    versions = f"Python {platform.python_version()}, redis-py {version('redis')}, Celery {version('celery')}"
+    said = f"{versions}, {os.cpu_count()} processors, {options.rounds} rounds of {options.calls}:"
+    text = f"{said}\n\n{markdown.table(['', '', WITH, WITHOUT], rows)}"
+    print(text)
     if options.write:
-        markdown.write(PAGE, BEGIN, END, f"{said}\n\n{summary(found)}")
-        CHART.write_text(chart(found))
+        markdown.write(PAGE, BEGIN, END, text)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from only_one import configure, only_one
 from only_one.testing import redis_server
 
 Calls = dict[str, Callable[[], Any]]
-Medians = dict[str, float]
 
 SECONDS = 30
 LONG = 3600
@@ -40,6 +39,13 @@ CONNECTIONS = 10
 URL = "https://example.org/feed.xml"
 COMPARE_AND_DELETE = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end return 0"
 
+TAKEN, BUSY = "taken", b"by somebody"
+"""A key that is always taken, and its value."""
+
+NOTHING = "nothing"
+"""What the other calls of its group have around them, too; it is taken away."""
+
+SET, TWO = "a bare SET", "two bare commands"
 OURS, ONE, ALL = "only_one", "only_one, key of one argument", "only_one, MD5 of all"
 SINGLETON, ONCE = "celery-singleton", "celery-once"
 
@@ -50,52 +56,47 @@ class Measure:
     Args:
         rounds: how many blocks of each call.
         calls: how many calls in a block.
-        seed: of the order of the blocks.
         at_a_time: whether all calls of a block, which are coroutine functions then, run at a time.
+
+    Attributes:
+        found: the medians of the ratios, by group and call.
     """
 
-    def __init__(self, rounds: int, calls: int, seed: int, *, at_a_time: bool) -> None:
+    def __init__(self, rounds: int, calls: int, *, at_a_time: bool) -> None:
+        self.found: dict[tuple[str, str], float] = {}
         self._rounds, self._calls, self._at_a_time = rounds, calls, at_a_time
-        self._random = random.Random(seed)
         self._loop = asyncio.new_event_loop()
 
-    def __call__(self, calls: Calls, clock: Callable[[], float] = time.perf_counter) -> dict[str, list[float]]:
-        """The seconds of each block of each call."""
+    def __call__(self, group: str, calls: Calls, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Measure the calls of a group."""
         seconds: dict[str, list[float]] = {name: [] for name in calls}
         for call in calls.values():
             self._repeat(call, 1)  # what is learnt once is learnt here
         for _ in range(self._rounds):
-            for name in self._random.sample(list(calls), len(calls)):
+            for name in random.sample(list(calls), len(calls)):
                 begun = clock()
                 self._repeat(calls[name], self._calls)
                 seconds[name].append(clock() - begun)
-        return seconds
+        around = seconds.pop(NOTHING, [0.0] * self._rounds)
+        bare = next(iter(seconds.values()))
+        for name, each in seconds.items():
+            ratios = [(ours - both) / (least - both) for ours, least, both in zip(each, bare, around, strict=True)]
+            self.found[group, name] = statistics.median(ratios)
 
     def _repeat(self, call: Callable[[], Any], times: int) -> None:
-        if self._at_a_time:
-            self._loop.run_until_complete(_run_all(call, times))
-        elif inspect.iscoroutinefunction(call):
-            self._loop.run_until_complete(_await_each(call, times))
+        if self._at_a_time or inspect.iscoroutinefunction(call):
+            self._loop.run_until_complete(self._await(call, times))
         else:
             for _ in range(times):
                 call()
 
-
-async def _await_each(call: Callable[[], Awaitable[Any]], times: int) -> None:
-    for _ in range(times):
-        await call()
-
-
-async def _run_all(call: Callable[[], Awaitable[int | None]], times: int) -> None:
-    if None in await asyncio.gather(*(call() for _ in range(times))):
-        msg = "a call has not run"
-        raise RuntimeError(msg)
-
-
-def ratios(seconds: dict[str, list[float]]) -> Medians:
-    """The medians of the ratios to the first call."""
-    bare = next(iter(seconds.values()))
-    return {name: statistics.median(a / b for a, b in zip(each, bare, strict=True)) for name, each in seconds.items()}
+    async def _await(self, call: Callable[[], Awaitable[Any]], times: int) -> None:
+        if not self._at_a_time:
+            for _ in range(times):
+                await call()
+        elif None in await asyncio.gather(*(call() for _ in range(times))):
+            msg = "a call has not run"
+            raise RuntimeError(msg)
 
 
 def two_commands(client: Any) -> Callable[[], None]:
@@ -106,6 +107,18 @@ def two_commands(client: Any) -> Callable[[], None]:
         token = b"token-%d" % next(tokens)
         client.set("bare", token, nx=True, px=SECONDS * 1000)
         client.evalsha(sha, 1, "bare", token)
+
+    return bare
+
+
+def two_async_commands(client: Any, async_client: Any) -> Callable[[], Awaitable[int]]:
+    """The same by redis-py's asyncio client, with a key for each."""
+    sha, numbers = client.script_load(COMPARE_AND_DELETE), count()
+
+    async def bare() -> int:
+        key, token = f"bare:{next(numbers)}", b"token"
+        await async_client.set(key, token, nx=True, px=SECONDS * 1000)
+        return int(await async_client.evalsha(sha, 1, key, token))
 
     return bare
 
@@ -146,59 +159,42 @@ def recipe(make: Callable[[str, int], Any], key: str) -> Callable[[], None]:
     return call
 
 
-def plain_functions(measure: Measure, client: Any, url: str) -> dict[str, Medians]:
-    """A run and a skip of a plain function."""
+def functions(measure: Measure, client: Any, url: str) -> None:
+    """A run and a skip of a plain function, and of an async one."""
 
     def work(feed_url: str, then: Callable[[], Any] = int) -> Any:  # noqa: ARG001 - it is in the key
         return then()
 
-    one_argument: Any = only_one("one:{feed_url:md5}")(work)
-
     def nothing(feed_url: str) -> None:
         """Do nothing."""
 
-    all_arguments: Any = only_one("all:{md5}")(nothing)
-    run: Calls = {"two bare commands": two_commands(client), ONE: lambda: one_argument(URL)}
-    run[ALL] = lambda: all_arguments(URL)
-    skip: Calls = {"a bare SET": lambda: client.set("taken", b"token", nx=True, px=SECONDS * 1000)}
-    skip[OURS] = lambda: one_argument(URL)
+    async def async_nothing(feed_url: str) -> None:
+        """Do nothing."""
+
+    bare: Any = redis.asyncio.Redis.from_url(url)
+
+    async def bare_set() -> None:
+        await bare.set(TAKEN, BUSY, nx=True, px=SECONDS * 1000)
+
+    one, of_all = only_one("one:{feed_url:md5}"), only_one("all:{md5}")
+    ours, ours_async = partial(one(work), URL), partial(one(async_nothing), URL)
+    run: Calls = {TWO: two_commands(client), ONE: ours, ALL: partial(of_all(nothing), URL)}
+    skip: Calls = {SET: partial(client.set, TAKEN, BUSY, nx=True, px=SECONDS * 1000), OURS: ours}
+
+    def measure_skips() -> None:
+        measure("a skip", skip)
+        measure("an async skip", {SET: bare_set, OURS: ours_async})
+
     with redis.Redis.from_url(url) as of_peers:  # the bare commands share their connection with nobody, nor do ours
         for name, make in locks(of_peers, url).items():
             run[name], skip[name] = recipe(make, f"run-{name}"), recipe(make, f"skip-{name}")
             make(f"skip-{name}", LONG).acquire(blocking=False)
-        client.set("taken", "by somebody")
-        return {"a run": ratios(measure(run)), "a skip": one_argument(URL, lambda: ratios(measure(skip)))}
+        measure("a run", run)
+        measure("an async run", {TWO: two_async_commands(client, bare), OURS: ours_async})
+        ours(measure_skips)
 
 
-def async_functions(measure: Measure, client: Any, url: str) -> dict[str, Medians]:
-    """The same for async functions, over the two commands of redis-py's asyncio client."""
-    sha, tokens = client.script_load(COMPARE_AND_DELETE), count()
-    bare_client: Any = redis.asyncio.Redis.from_url(url)
-
-    @only_one("async:{feed_url:md5}")
-    async def decorated(feed_url: str) -> None:
-        """Do nothing."""
-
-    @only_one("async:{feed_url:md5}")
-    def while_it_is_busy(feed_url: str, then: Callable[[], Medians]) -> Medians:  # noqa: ARG001
-        return then()
-
-    async def run() -> None:
-        token = b"token-%d" % next(tokens)
-        await bare_client.set("bare", token, nx=True, px=SECONDS * 1000)
-        await bare_client.evalsha(sha, 1, "bare", token)
-
-    async def skip() -> None:
-        await bare_client.set("taken", b"token", nx=True, px=SECONDS * 1000)
-
-    client.set("taken", "by somebody")
-    ours = partial(decorated, URL)
-    runs = ratios(measure({"two bare commands": run, OURS: ours}))
-    skips = while_it_is_busy(URL, lambda: ratios(measure({"a bare SET": skip, OURS: ours})))
-    return {"an async run": runs, "an async skip": skips or {}}
-
-
-def many_async_functions(measure: Measure, client: Any, url: str) -> dict[str, Medians]:
+def many_async_functions(measure: Measure, client: Any, url: str) -> None:
     """Async runs at a time through few connections, beside bare commands through a pool that waits for a free one."""
     pool: dict[str, Any] = {"max_connections": CONNECTIONS}
     options = {"CONNECTION_POOL_KWARGS": pool}
@@ -208,12 +204,7 @@ def many_async_functions(measure: Measure, client: Any, url: str) -> dict[str, M
 
     waits: Any = redis.asyncio.BlockingConnectionPool.from_url(url, timeout=None, **pool)
     bare_client: Any = redis.asyncio.Redis(connection_pool=waits)
-    sha, numbers = client.script_load(COMPARE_AND_DELETE), count()
-
-    async def bare() -> int:
-        key, token = f"bare:{next(numbers)}", b"token"
-        await bare_client.set(key, token, nx=True, px=SECONDS * 1000)
-        return int(await bare_client.evalsha(sha, 1, key, token))
+    numbers = count()
 
     async def work(number: int) -> int:
         return number
@@ -222,9 +213,9 @@ def many_async_functions(measure: Measure, client: Any, url: str) -> dict[str, M
         call = only_one(work, key="{number}", timeout=600, redis=own_client)
         return lambda: call(next(numbers))
 
-    calls = {"two bare commands": bare, OURS: decorated(redis.Redis.from_url(url, **pool))}
+    calls = {TWO: two_async_commands(client, bare_client), OURS: decorated(redis.Redis.from_url(url, **pool))}
     calls["only_one, by django-redis"] = decorated(get_redis_connection("default"))
-    return {"async runs at a time": ratios(measure(calls))}
+    measure("async runs at a time", calls)
 
 
 def app_of(url: str) -> Celery:
@@ -235,7 +226,7 @@ def app_of(url: str) -> Celery:
     return app
 
 
-def runs_of_tasks(measure: Measure, client: Any, url: str) -> dict[str, Medians]:
+def runs_of_tasks(measure: Measure, client: Any, url: str) -> None:
     """Processor time that is added to a task's run, in Celery's own tracer, over what two bare commands add there."""
     app, ids, two = app_of(url), count(), two_commands(client)
 
@@ -257,19 +248,16 @@ def runs_of_tasks(measure: Measure, client: Any, url: str) -> dict[str, Medians]
         return run
 
     calls = {
-        "nothing": traced("nothing", nothing),
-        "two bare commands": traced("bare", bare),
+        NOTHING: traced("nothing", nothing),
+        TWO: traced("bare", bare),
         ONE: traced("one", only_one("{name}:{feed_url:md5}")(nothing)),
         ALL: traced("all", only_one("{name}:{md5}")(nothing)),
         "only_one, acks_late": traced("late", only_one("late:{feed_url:md5}")(nothing), acks_late=True),
     }
-    seconds = measure(calls, time.process_time)
-    empty = seconds.pop("nothing")
-    added = {name: [a - b for a, b in zip(each, empty, strict=True)] for name, each in seconds.items()}
-    return {"added to a task's run": ratios(added)}
+    measure("added to a task's run", calls, time.process_time)
 
 
-def queueing(measure: Measure, client: Any, url: str) -> dict[str, Medians]:
+def queueing(measure: Measure, client: Any, url: str) -> None:
     """`delay()` of a duplicate and of a new task, and a key of five arguments."""
     app, numbers, two = app_of(url), count(), two_commands(client)
     singleton = importlib.import_module("celery_singleton").Singleton
@@ -289,28 +277,24 @@ def queueing(measure: Measure, client: Any, url: str) -> dict[str, Medians]:
         two()
         bare.delay(next(numbers))
 
-    client.set("taken", "by somebody")
-    duplicates: Calls = {"a bare SET": lambda: client.set("taken", b"token", nx=True, px=SECONDS * 1000)}
+    duplicates: Calls = {SET: partial(client.set, TAKEN, BUSY, nx=True, px=SECONDS * 1000)}
     new: Calls = {"delay() and two bare commands": bare_delay}
     for name, each in made.items():
         each.delay(-1)
         duplicates[name] = partial(each.delay, -1)
         new[name] = lambda task=each: task.delay(next(numbers))  # type: ignore[misc]
+    measure("delay() of a duplicate", duplicates)
+    measure("delay() of a new task", new)
     ours, args = made[OURS].run.__only_one__, (1, 2, "three", True, None)
-    keys: Calls = {
-        SINGLETON: lambda: made[SINGLETON].generate_lock("ours", args, {}),
-        OURS: lambda: ours.make_key(ours.plain, args, {}),
-    }
-    groups = {"delay() of a duplicate": duplicates, "delay() of a new task": new, "a key": keys}
-    return {group: ratios(measure(calls)) for group, calls in groups.items()}
+    theirs = partial(made[SINGLETON].generate_lock, "ours", args, {})
+    measure("a key", {SINGLETON: theirs, OURS: partial(ours.make_key, ours.plain, args, {})})
 
 
-def measure_groups(measure: Measure, *, only_many: bool) -> dict[str, Medians]:
+def measure_groups(measure: Measure, *, only_many: bool) -> dict[tuple[str, str], float]:
     """Measure all groups but that of many async calls at a time, or only that."""
     logging.disable(logging.ERROR)
-    groups = (many_async_functions,) if only_many else (plain_functions, async_functions, runs_of_tasks, queueing)
-    found: dict[str, Medians] = {}
     with redis_server() as server, redis.Redis.from_url(server.url) as client, configure(redis=client):
-        for group in groups:
-            found |= group(measure, client, server.url)
-    return found
+        client.set(TAKEN, BUSY)
+        for group in (many_async_functions,) if only_many else (functions, runs_of_tasks, queueing):
+            group(measure, client, server.url)
+    return measure.found

@@ -21,14 +21,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_name("mutants.csv")
-COLUMNS = ("module", "killed", "survived", "percent", "tests")
 SEES_MUTMUT = (
     "tests/lock/test_holder.py::test_a_process_of_another_user",
     "tests/call/test_job_queues.py::test_nothing_of_a_queue_is_imported",
@@ -47,7 +45,7 @@ LUA_TAKES = 900
 """Seconds after which the tests of a changed Lua text are taken to hang, which is noticed."""
 
 
-def python_survivors(module: Path, tests: list[str], jobs: int) -> tuple[int, list[str]]:
+def python_survivors(module: str, tests: list[str], jobs: int) -> tuple[int, list[str]]:
     """How many changes mutmut has made, and the names of those that survive."""
     from mutmut.__main__ import cli  # noqa: PLC0415 - it reads its configuration when it is imported
     from mutmut.configuration import config  # noqa: PLC0415
@@ -55,17 +53,14 @@ def python_survivors(module: Path, tests: list[str], jobs: int) -> tuple[int, li
 
     if not Path("mutants", f"{module}.meta").exists():  # mutmut would leave a file alone that it has copied as it is
         shutil.rmtree("mutants", ignore_errors=True)
-    config().only_mutate = [str(module)]
+    config().only_mutate = [module]
     config().pytest_add_cli_args_test_selection = [*SELECTION, *tests]
     cli(["run", "--max-children", str(jobs)], standalone_mode=False)
-    data = SourceFileMutationData(path=module)
+    data = SourceFileMutationData(path=Path(module))
     data.load()
     codes = {name: code for name, code in data.exit_code_by_key.items() if code is not None}
-    survivors = [f"{name}{': no test runs it' * bool(code)}" for name, code in codes.items() if code in (0, NO_TESTS)]
-    return len(codes), survivors
+    return len(codes), [name for name, code in codes.items() if code in (0, NO_TESTS)]
 
-
-# Lua
 
 LUA_CHANGES = [
     *[(rf"(?<![~<>=]){old}(?!=)", new) for old, new in (("==", "~="), ("<=", ">"), (">", "<="), ("<", ">="))],
@@ -83,47 +78,42 @@ LUA_CHANGES = [
 """What is changed in a Lua text: signs, words, conditions, numbers, and calls whose result nobody uses."""
 
 
-def lua_mutants(source: str) -> Iterator[tuple[str, str]]:
-    """Each change of a Lua text in a module: how it is told, and the module's source with it."""
-    nodes = list(ast.walk(ast.parse(source)))
-    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
-    for node in nodes:
-        if not isinstance(node, (ast.Constant, ast.JoinedStr)) or id(node) in parts:
-            continue
-        text = ast.get_source_segment(source, node) or ""
-        if "redis.call(" not in text:
-            continue
+def lua_mutants(source: str) -> dict[str, str]:
+    """A module's source with each change of its Lua texts, and how that is told."""
+    strings = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.Constant, ast.JoinedStr))]
+    texts = [ast.get_source_segment(source, node) or "" for node in strings]
+    mutants = {}
+    for text in [each for each in texts if "redis.call(" in each]:
         begin = source.index(text)
         for pattern, new in LUA_CHANGES:
             for found in re.finditer(pattern, text):
                 at, end = begin + found.start(), begin + found.end()
                 told = f"line {source.count(chr(10), 0, at) + 1}: {found[0].strip()!r} -> {new!r}"
-                yield told, source[:at] + new + source[end:]
+                mutants[source[:at] + new + source[end:]] = told
+    return mutants
 
 
-def lua_survivors(module: Path, tests: list[str]) -> tuple[int, list[str]]:
+def lua_survivors(module: str, tests: list[str]) -> tuple[int, list[str]]:
     """How many changes of Lua texts there are, and those that survive."""
-    mutants = list(lua_mutants((ROOT / module).read_text()))
-    survivors = []
+    mutants, survivors = lua_mutants((ROOT / module).read_text()), []
     with TemporaryDirectory() as directory:
-        for name in ("only_one", "rigs", "tests", "examples", "conftest.py", "pyproject.toml"):
-            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-            copy(ROOT / name, Path(directory, name))
+        unseen = shutil.ignore_patterns(".*", "mutants", "__pycache__")
+        shutil.copytree(ROOT, directory, ignore=unseen, dirs_exist_ok=True)
         command = [sys.executable, "-m", "pytest", "-x", "-q", *SELECTION, *tests]
         env = {**os.environ, "PYTHONPATH": directory}
-        for number, (told, source) in enumerate(mutants, 1):
+        for source, told in mutants.items():
             Path(directory, module).write_text(source)
             with suppress(subprocess.CalledProcessError, subprocess.TimeoutExpired):  # it is noticed
                 subprocess.run(command, cwd=directory, env=env, capture_output=True, check=True, timeout=LUA_TAKES)
                 survivors.append(told)
-            print(f"{number} of {len(mutants)}: {told}; {len(survivors)} survive so far", flush=True)
+            print(told, flush=True)
     return len(mutants), survivors
 
 
-def main() -> int:
-    """Print what survives, beside the table; returns whether it is more than there."""
+def main() -> None:
+    """Print what survives, and the module's line of the table as it was and as it is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("module", type=Path, help="a file of the package, such as only_one/lock/renewal.py")
+    parser.add_argument("module", help="a file of the package, such as only_one/lock/renewal.py")
     parser.add_argument("tests", nargs="*", help="files or folders of tests (those of the table)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutmut's processes (one for each core)")
     parser.add_argument("--lua", action="store_true", help="the Lua texts, and not the Python code")
@@ -131,9 +121,10 @@ def main() -> int:
     given = parser.parse_args()
     name = f"{given.module}{' (Lua)' * given.lua}"
     with TABLE.open(newline="") as file:
-        table = {row["module"]: row for row in csv.DictReader(file)}
-    before = table.get(name)
-    tests = given.tests or (before or {"tests": ""})["tests"].split()
+        head, *rows = csv.reader(file)
+    others = [row for row in rows if row[0] != name]
+    (before,) = [row for row in rows if row[0] == name] or [[""]]
+    tests = given.tests or before[-1].split()
     if not tests:
         parser.error(f"{name} is not in the table: which tests?")
     os.environ.setdefault("ONLY_ONE_TEST_LIMIT", WAITS)
@@ -142,18 +133,12 @@ def main() -> int:
     else:
         number, survivors = python_survivors(given.module, tests, given.jobs)
     killed = number - len(survivors)
-    values = (name, killed, len(survivors), f"{100 * killed / max(number, 1):.1f}", " ".join(tests))
-    table[name] = dict(zip(COLUMNS, map(str, values), strict=True))
-    print(*survivors, sep="\n")
-    for when, row in (("before", before), ("now", table[name])):
-        print(f"{when}:", ", ".join(f"{column} {row[column]}" for column in COLUMNS) if row else "not in the table")
+    now = [name, str(killed), str(len(survivors)), f"{100 * killed / max(number, 1):.1f}", " ".join(tests)]
+    print(*survivors, head, before, now, sep="\n")
     if given.write:
         with TABLE.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(table[name] for name in sorted(table))
-    return int(before is not None and len(survivors) > int(before["survived"]))
+            csv.writer(file, lineterminator="\n").writerows([head, *sorted([*others, now])])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

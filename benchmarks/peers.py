@@ -11,12 +11,10 @@ With --write the tables of `docs/comparison.md` are written anew; else they are 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -25,6 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
+from functools import partial
+from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,10 +52,6 @@ NOT_EXPECTED_AFTER = 15.0
 """Seconds after which a retry, the rest of a chain or a free lock is not expected any more."""
 
 BETWEEN_CALLS = 0.25
-RETRIES = 10
-RECIPE_LINES = 6
-"""Of the recipe, beside the task's own."""
-
 CHILDREN = 24
 """Three at a time for each library."""
 
@@ -67,18 +63,11 @@ _published = threading.local()
 
 @after_task_publish.connect  # type: ignore[untyped-decorator]
 def _on_publish(headers: dict[str, Any], **_: Any) -> None:
-    if hasattr(_published, "ids"):
-        _published.ids.append(headers["id"])
+    getattr(_published, "ids", []).append(headers["id"])
 
 
 class Call(NamedTuple):
-    """What a call has come to.
-
-    Attributes:
-        ids: of the tasks that were published.
-        result: what was returned.
-        error: what was raised.
-    """
+    """What a call has come to: the ids of what this thread has published, what was returned, and what was raised."""
 
     ids: list[str]
     result: Any = None
@@ -86,7 +75,7 @@ class Call(NamedTuple):
 
 
 def called(call: Callable[[], Any]) -> Call:
-    """What a call comes to, with what this thread publishes meanwhile."""
+    """What a call comes to."""
     ids: list[str] = []
     _published.ids = ids
     try:
@@ -99,21 +88,21 @@ class Unit:
     """Calls of one library's task with the same arguments.
 
     Attributes:
+        peer: the library.
         name: the argument that they have.
     """
 
     _numbers = count()
 
     def __init__(self, peer: Peer, settings: str = DEFAULT) -> None:
-        self.name = f"unit-{next(self._numbers)}"
+        self.peer, self.name = peer, f"unit-{next(self._numbers)}"
         self.task = peer.task(settings)
-        self._peer = peer
 
     def order(self, *orders: str) -> None:
         """Say what the next runs have to do; see `peers_app.body`."""
         client(WITNESS_DB).rpush(f"orders:{self.name}", *orders)
 
-    def let_go(self, gate: str) -> None:
+    def let_go(self, gate: str = "first") -> None:
         """Let the run go on that waits at a gate, or will."""
         client(WITNESS_DB).rpush(f"gate:{self.name}:{gate}", 1)
 
@@ -124,23 +113,21 @@ class Unit:
 
     def wait(self, condition: Callable[[], object], what: str) -> None:
         """Wait for what has to come."""
-        wait_until(condition, LIMIT, f"{self._peer.name}, {self.name}: no {what}")
+        wait_until(condition, LIMIT, f"{self.peer.name}, {self.name}: no {what}")
 
     def wait_for(self, word: str) -> dict[str, Any]:
         """The first note of a kind, which is waited for."""
         self.wait(lambda: self.notes(word), word)
         return self.notes(word)[0]
 
-    def call(self, *more: Any, by_name: bool = False, **options: Any) -> Call:
+    def call(self, *more: Any, **options: Any) -> Call:
         """Call the task."""
-        arguments: tuple[Any, dict[str, Any]] = ((), {"unit": self.name}) if by_name else ((self.name, *more), {})
-        return called(lambda: self.task.apply_async(*arguments, **options))
+        return called(lambda: self.task.apply_async((self.name, *more), **options))
 
     def begin(self, **options: Any) -> dict[str, Any]:
         """Have a run begin that waits at a gate; returns the note of its start."""
         self.order("first")
-        if error := self.call(**options).error:
-            raise error
+        self.call(**options)
         return self.wait_for("start")
 
     def has_run(self, call: Call) -> bool:
@@ -155,152 +142,113 @@ class Unit:
 
     def start_after(self, times: int, until: float) -> float | None:
         """Call again and again until so many runs have started; returns when the last of them did, if it has."""
-        while len(self.starts()) < times and time.monotonic() < until:
+
+        def starts() -> list[float]:
+            first = {note["id"]: note["at"] for note in reversed(self.notes("start"))}  # of each task
+            return sorted(first.values())
+
+        while len(starts()) < times and time.monotonic() < until:
             self.call()
             time.sleep(BETWEEN_CALLS)
         # What was queued last may start a little later.
-        return self.starts()[times - 1] if eventually(lambda: len(self.starts()) >= times, 4 * BETWEEN_CALLS) else None
-
-    def starts(self) -> list[float]:
-        """When the runs have started, each task's first."""
-        first: dict[str, float] = {}
-        for each in self.notes("start"):
-            first.setdefault(each["id"], each["at"])
-        return list(first.values())
+        return starts()[times - 1] if eventually(lambda: len(starts()) >= times, 4 * BETWEEN_CALLS) else None
 
     def expiry(self) -> str:
-        """In how many seconds the library's lock expires that is there."""
-        locks = client(self._peer.number)
+        """In how many minutes the library's lock expires that is there."""
+        locks = client(self.peer.number)
         lasts = [locks.pttl(key) for key in locks.scan_iter(count=1000)]
         if not lasts:
             return "no lock is left"
-        return f"expires in {duration(max(lasts) / 1000)}" if min(lasts) >= 0 else "no expiry"
+        return f"expires in {max(lasts) / 60_000:.0f} min" if min(lasts) >= 0 else "no expiry"
 
     def freed(self, runs: int) -> str:
         """Whether the next call runs, after so many runs."""
         expiry = self.expiry()  # the calls below may make a new lock
         return "yes" if self.start_after(runs + 1, time.monotonic() + NOT_EXPECTED_AFTER) else f"no; {expiry}"
 
-
-def duration(seconds: float) -> str:
-    """A time in words, roughly: the lock has been there for some seconds."""
-    minutes = round(seconds / 60)
-    if minutes < 3:  # noqa: PLR2004
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes % 60 else f"{minutes // 60} h"
+    def freed_after_kill(self, killed_at: float, expiry: str) -> str:
+        """How long after the kill of the first run the next one starts."""
+        started = self.start_after(2, killed_at + GIVEN_UP_AFTER)
+        return f"{max(0.0, started - killed_at):.1f} s" if started else f"not in {GIVEN_UP_AFTER:g} s; {expiry}"
 
 
-class Stage:
-    """The workers: one here, and one on another machine, as far as anybody here can know.
+_workers: dict[str, Guarded] = {}
+"""By their names."""
 
-    Attributes:
-        other: the worker elsewhere; None where there can be none.
-    """
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.killed_at = 0.0
-        self._folder = folder
-        inside = elsewhere()
-        stack.enter_context(self._worker(HERE, "-c", str(CHILDREN)))
-        other = self._worker(ELSEWHERE, "-Q", ELSEWHERE, "-c", str(len(PEERS)), inside=inside) if inside else None
-        self.other = stack.enter_context(other) if other else None
-        self.all_have_begun = threading.Barrier(len(PEERS), self._kill_other)
-
-    @contextmanager
-    def _worker(self, name: str, *options: str, inside: Sequence[str] = ()) -> Iterator[Guarded]:
-        log = self._folder / f"{name}.log"
-        command = [*inside, sys.executable, "-m", "celery", "-A", "benchmarks.peers_app", "worker", "-P", "prefork"]
-        command += ["-l", "INFO", "--without-gossip", "--without-mingle", "-n", f"{name}@peers", *options]
-        with log.open("wb") as output, Guarded(command, cwd=ROOT, stdout=output, stderr=output) as process:
-            wait_until(lambda: b" ready." in log.read_bytes(), LIMIT, f"no worker: {log.read_text()[-2000:]}")
-            yield process
-
-    def _kill_other(self) -> None:
-        if self.other:
-            os.killpg(self.other.pid, signal.SIGKILL)
-            self.other.wait(LIMIT)
-        self.killed_at = time.monotonic()
-
-    def run(self, measure: Measure) -> dict[str, str]:
-        """Put all libraries through a check; returns what was seen of each."""
-        for peer in PEERS:
-            client(peer.number).flushdb()
-        with ThreadPoolExecutor(len(PEERS)) as pool:
-            found = [pool.submit(measure, self, peer) for peer in PEERS]
-        gates = [key.replace(b"notes:", b"gate:") for key in client(WITNESS_DB).scan_iter("notes:*")]
-        for gate in gates:
-            client(WITNESS_DB).rpush(gate + b":first", 1)
-        return {peer.name: each.result() for peer, each in zip(PEERS, found, strict=True)}
+_all_have_begun = threading.Barrier(len(PEERS))
 
 
-Measure = Callable[[Stage, Peer], str]
-"""Does something to one library, and says what was seen."""
+@contextmanager
+def running_worker(name: str, folder: Path, *options: str, inside: Sequence[str] = ()) -> Iterator[None]:
+    """Run a worker for the length of a `with` block."""
+    log = folder / f"{name}.log"
+    command = [*inside, sys.executable, "-m", "celery", "-A", "benchmarks.peers_app", "worker", "-P", "prefork"]
+    command += ["-l", "INFO", "--without-gossip", "--without-mingle", "-n", f"{name}@peers", *options]
+    with log.open("wb") as output, Guarded(command, cwd=ROOT, stdout=output, stderr=output) as _workers[name]:
+        wait_until(lambda: b" ready." in log.read_bytes(), LIMIT, f"no worker: {log.read_text()[-2000:]}")
+        yield
+
+
+def seen(measure: Callable[[Unit], str]) -> dict[str, str]:
+    """Put all libraries through a check; returns what was seen of each."""
+    for peer in PEERS:
+        client(peer.number).flushdb()
+    with ThreadPoolExecutor(len(PEERS)) as pool:
+        found = list(pool.map(measure, map(Unit, PEERS)))
+    for key in client(WITNESS_DB).scan_iter("notes:*"):
+        client(WITNESS_DB).rpush(key.replace(b"notes:", b"gate:") + b":first", 1)
+    return {peer.name: each for peer, each in zip(PEERS, found, strict=True)}
 
 
 # A holder that is killed
 
 
-def _after_kill(unit: Unit, killed: float, expiry: str) -> str:
-    started = unit.start_after(2, killed + GIVEN_UP_AFTER)
-    return f"{max(0.0, started - killed):.1f} s" if started else f"not in {GIVEN_UP_AFTER:g} s; {expiry}"
-
-
-def killed_child(settings: str) -> Measure:
+def killed_child(unit: Unit) -> str:
     """The process of a run gets SIGKILL; the worker goes on."""
-
-    def measure(_: Stage, peer: Peer) -> str:
-        unit = Unit(peer, settings)
-        first = unit.begin()
-        inspect = app.control.inspect([f"{HERE}@peers"], timeout=5)
-        # The worker has a task run again whose process is killed before the worker knows that it runs.
-        unit.wait(lambda: first["id"] in json.dumps(inspect.active(), default=str), "task that is active")
-        expiry = unit.expiry()
-        os.kill(first["pid"], signal.SIGKILL)
-        return _after_kill(unit, time.monotonic(), expiry)
-
-    return measure
+    first = unit.begin()
+    inspect = app.control.inspect([f"{HERE}@peers"], timeout=5)
+    # The worker has a task run again whose process is killed before the worker knows that it runs.
+    unit.wait(lambda: first["id"] in json.dumps(inspect.active(), default=str), "task that is active")
+    expiry = unit.expiry()
+    os.kill(first["pid"], signal.SIGKILL)
+    return unit.freed_after_kill(time.monotonic(), expiry)
 
 
-def killed_worker(stage: Stage, peer: Peer) -> str:
+def killed_worker(unit: Unit) -> str:
     """A worker on another machine gets SIGKILL, with all its processes; the next call is run by another worker."""
-    if stage.other is None:
-        return "not measured: no process namespaces here"
-    unit = Unit(peer)
     unit.begin(queue=ELSEWHERE)
     expiry = unit.expiry()
-    stage.all_have_begun.wait(LIMIT)
-    return _after_kill(unit, stage.killed_at, expiry)
+    _all_have_begun.wait(LIMIT)
+    os.killpg(_workers[ELSEWHERE].pid, signal.SIGKILL)  # each library does, at the same time
+    return unit.freed_after_kill(time.monotonic(), expiry)
 
 
 # A run that is longer than the expiry
 
 
-def overrun(_: Stage, peer: Peer) -> str:
+def overrun(unit: Unit) -> str:
     """Does the next run begin beside one that takes longer than the expiry? With renewal, where there is any."""
-    said = _overrun(peer, RENEWED)
-    if said == "no" and peer.package:
-        said = f"no; not renewed: {_overrun(peer, FIXED)}"
-    return said
+    said = _overrun(Unit(unit.peer, RENEWED))
+    return f"no; not renewed: {_overrun(Unit(unit.peer, FIXED))}" if said == "no" and unit.peer.package else said
 
 
-def _overrun(peer: Peer, settings: str) -> str:
-    unit = Unit(peer, settings)
+def _overrun(unit: Unit) -> str:
     began = unit.begin()["at"]
     second = unit.start_after(2, began + 3 * EXPIRY)
     is_beside = second and not any(note["at"] < second for note in unit.notes("end"))
-    unit.let_go("first")
+    unit.let_go()
     return f"yes, after {second - began:.1f} s" if second and is_beside else "no"
 
 
-def late_end(_: Stage, peer: Peer) -> str:
+def late_end(unit: Unit) -> str:
     """A run ends after its lock has expired and a second run has begun: does a third begin beside the second?"""
-    unit = Unit(peer, FIXED)
+    unit = Unit(unit.peer, FIXED)
     unit.order("first", "second")
     late = app.AsyncResult(unit.call().ids[0])
     second = unit.start_after(2, unit.wait_for("start")["at"] + LIMIT)
     if second is None:
         return "no second run began"
-    unit.let_go("first")
+    unit.let_go()
     unit.wait_for("end")
     third = unit.start_after(3, second + EXPIRY / 2)
     unit.let_go("second")
@@ -312,39 +260,27 @@ def late_end(_: Stage, peer: Peer) -> str:
 # What a task can end by
 
 
-def retried(_: Stage, peer: Peer) -> str:
-    """Tasks call `self.retry()` once."""
-    units = [Unit(peer) for _ in range(RETRIES)]
-    for unit in units:
-        unit.order("retry")
-        unit.call()
-    for unit in units:
-        unit.wait_for("end")
-    expiry = units[0].expiry()
-
-    def ran() -> int:
-        return sum(any(note["attempt"] == 1 for note in unit.notes("start")) for unit in units)
-
-    have_all = eventually(lambda: ran() == RETRIES, NOT_EXPECTED_AFTER)
-    return f"{ran()} of {RETRIES}" + ("" if have_all else f"; {expiry}")
+def retried(unit: Unit) -> str:
+    """A task calls `self.retry()` once: does that run?"""
+    unit.order("retry")
+    unit.call()
+    unit.wait_for("end")
+    expiry = unit.expiry()
+    runs = eventually(lambda: any(note["attempt"] == 1 for note in unit.notes("start")), NOT_EXPECTED_AFTER)
+    return "yes" if runs else f"no; {expiry}"
 
 
-def ended_by(order: str) -> Measure:
+def ended_by(unit: Unit, order: str) -> str:
     """A run ends in the way that is ordered: does the next call run?"""
-
-    def measure(_: Stage, peer: Peer) -> str:
-        unit = Unit(peer)
-        unit.order(order)
-        unit.call()
-        unit.wait_for("end")
-        return unit.freed(1)
-
-    return measure
+    unit.order(order)
+    unit.call()
+    unit.wait_for("end")
+    return unit.freed(1)
 
 
-def revoked(_: Stage, peer: Peer) -> str:
+def revoked(unit: Unit) -> str:
     """A task is revoked while it waits in its queue: does the next call run?"""
-    unit, queue = Unit(peer), f"later-{peer.number}"
+    queue = f"later-{unit.peer.number}"
     (id_,) = unit.call(queue=queue).ids
     here = {"destination": [f"{HERE}@peers"], "reply": True, "timeout": 5}
     unit.wait(lambda: app.control.revoke(id_, **here), "worker that answers")
@@ -353,61 +289,51 @@ def revoked(_: Stage, peer: Peer) -> str:
     return unit.freed(0)
 
 
-def unpublished(_: Stage, peer: Peer) -> str:
+def unpublished(unit: Unit) -> str:
     """The broker refuses the connection when a task is published: does the next call run?"""
-    unit = Unit(peer)
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # and nobody listens
-        url = f"redis://127.0.0.1:{closed.getsockname()[1]}/0"
-        with app.connection_for_write(url, transport_options={"max_retries": 1}) as connection:
-            if unit.call(connection=connection, retry=False).error is None:
-                return "the call raises nothing"
+    nobody = "redis://127.0.0.1:1/0"
+    with app.connection_for_write(nobody, transport_options={"max_retries": 1}) as connection:
+        if unit.call(connection=connection, retry=False).error is None:
+            return "the call raises nothing"
     said = unit.freed(0)
-    return said if peer.at_enqueue else f"{said}: not locked yet"
+    return said if unit.peer.at_enqueue else f"{said}: not locked yet"
 
 
 # Which calls are the same, and what a duplicate comes to
 
 
-def one_key(_: Stage, peer: Peer) -> str:
+def one_key(unit: Unit) -> str:
     """f(1) runs: do f(a=1) and f(1, default) run beside it?"""
-    unit = Unit(peer)
     unit.begin()
-    named, defaulted = ("no" if unit.has_run(call) else "yes" for call in (unit.call(by_name=True), unit.call(0)))
-    unit.let_go("first")
+    calls = [called(lambda: unit.task.delay(unit=unit.name)), unit.call(0)]
+    named, defaulted = ("no" if unit.has_run(call) else "yes" for call in calls)
+    unit.let_go()
     return named if named == defaulted else f"`f(a=1)`: {named}; `f(1, default)`: {defaulted}"
 
 
-def chained(*before: Any) -> Measure:
+def chained(unit: Unit, *before: Any) -> str:
     """A chain has a duplicate of a task that runs, at its head or behind it: what becomes of the chain's tail?"""
-
-    def measure(_: Stage, peer: Peer) -> str:
-        unit = Unit(peer)
-        unit.begin()
-        call = called(chain(*before, unit.task.si(unit.name), peers_app.tail.s(unit.name)).apply_async)
-        if call.error:
-            unit.let_go("first")
-            return f"raises `{type(call.error).__name__}`"
-        duplicate = call.result.parent
-        for limit in (NOT_EXPECTED_AFTER / 3, NOT_EXPECTED_AFTER):  # while the first run goes on, and after it
-            eventually(lambda: bool(unit.notes("tail")) or duplicate.failed(), limit)
-            unit.let_go("first")
-        if given := unit.notes("tail"):
-            return f"the tail gets `{given[0]['given']}`"
-        if duplicate.failed():
-            return f"fails: `{type(duplicate.result).__name__}`"
-        return f"the tail stays `{call.result.state}`"
-
-    return measure
+    unit.begin()
+    call = called(chain(*before, unit.task.si(unit.name), peers_app.tail.s(unit.name)).apply_async)
+    if call.error:
+        unit.let_go()
+        return f"raises `{type(call.error).__name__}`"
+    duplicate = call.result.parent
+    for limit in (NOT_EXPECTED_AFTER / 3, NOT_EXPECTED_AFTER):  # while the first run goes on, and after it
+        eventually(lambda: bool(unit.notes("tail")) or duplicate.failed(), limit)
+        unit.let_go()
+    if given := unit.notes("tail"):
+        return f"the tail gets `{given[0]['given']}`"
+    if duplicate.failed():
+        return f"fails: `{type(duplicate.result).__name__}`"
+    return f"the tail stays `{call.result.state}`"
 
 
-def told(_: Stage, peer: Peer) -> str:
+def told(unit: Unit) -> str:
     """A duplicate is called: what is the caller told?"""
-    unit = Unit(peer)
-    first = unit.begin()
-    call = unit.call()
+    first, call = unit.begin(), unit.call()
     has_run = bool(call.ids) and unit.has_run(call)
-    unit.let_go("first")
+    unit.let_go()
     if has_run:
         return "the duplicate runs"
     if call.error:
@@ -419,36 +345,22 @@ def told(_: Stage, peer: Peer) -> str:
     return "the first one's result" if is_same else f"`delay()` returns `{call.result}`"
 
 
-# The package
-
-
-def size(_: Stage, peer: Peer) -> str:
-    """Lines of code of the package: without comments, docstrings and blank lines."""
-    if peer.package is None:
-        return f"{RECIPE_LINES} in each task"
-    module = {"python-redis-lock": "redis_lock"}.get(peer.package, peer.package.replace("-", "_"))
-    analyze = importlib.import_module("radon.raw").analyze
-    files = [path for folder in importlib.import_module(module).__path__ for path in Path(folder).rglob("*.py")]
-    return f"{sum(analyze(path.read_text()).sloc for path in files):,}"
-
-
-CHECKS: dict[str, Measure] = {
-    "`kill -9` of a run's process: the next call runs after": killed_child(DEFAULT),
-    f"the same, with an expiry of {EXPIRY} s": killed_child(RENEWED),
+CHECKS: dict[str, Callable[[Unit], str]] = {
+    "`kill -9` of a run's process: the next call runs after": killed_child,
+    f"the same, with an expiry of {EXPIRY} s": lambda unit: killed_child(Unit(unit.peer, RENEWED)),
     "`kill -9` of a worker on another machine": killed_worker,
     f"two run, if one takes longer than {EXPIRY} s": overrun,
     "a late end frees the next run's lock": late_end,
     "`self.retry()` runs": retried,
-    "free after an exception": ended_by("fail"),
-    "free after `Ignore`": ended_by("ignore"),
-    "free after `Reject`": ended_by("reject"),
+    "free after an exception": partial(ended_by, order="fail"),
+    "free after `Ignore`": partial(ended_by, order="ignore"),
+    "free after `Reject`": partial(ended_by, order="reject"),
     "free after `revoke`": revoked,
     "free after publishing failed": unpublished,
     "`f(1)`, `f(a=1)`, `f(1, default)` are one": one_key,
-    "a duplicate heads a chain": chained(),
-    "a duplicate within a chain": chained(peers_app.head.si()),
+    "a duplicate heads a chain": chained,
+    "a duplicate within a chain": lambda unit: chained(unit, peers_app.tail.si("", "another")),
     "a duplicate's caller gets": told,
-    "lines of code": size,
 }
 """The rows of the tables, and what each measures."""
 
@@ -458,19 +370,14 @@ TABLES = {True: "Unique from queued to finished", False: "A lock around the run"
 # The report
 
 
-def versions() -> str:
-    """What was measured, and when."""
-    packages = ["celery", "redis", *dict.fromkeys(peer.package for peer in PEERS if peer.package)]
-    info = client(WITNESS_DB).info("server")
-    server = info.get("server_name", "redis").capitalize()
-    found = [f"Python {platform.python_version()}", f"{server} {info.get('valkey_version', info['redis_version'])}"]
-    found += [f"{'redis-py' if name == 'redis' else name} {importlib.metadata.version(name)}" for name in packages]
-    return f"Measured on {datetime.now(timezone.utc):%Y-%m-%d} with {', '.join(found)}."
-
-
 def tables(found: dict[str, dict[str, str]]) -> str:
-    """What was seen, in Markdown."""
-    parts = [versions()]
+    """What was measured, and when, and what was seen, in Markdown."""
+    info = client(WITNESS_DB).info("server")
+    server = f"{info.get('server_name', 'redis').capitalize()} {info.get('valkey_version', info['redis_version'])}"
+    packages = dict.fromkeys(["celery", "redis", *(peer.package for peer in PEERS if peer.package)])
+    versions = ", ".join(f"{'redis-py' if name == 'redis' else name} {version(name)}" for name in packages)
+    python = platform.python_version()
+    parts = [f"Measured on {datetime.now(timezone.utc):%Y-%m-%d} with Python {python}, {server}, {versions}."]
     for at_enqueue, title in TABLES.items():
         columns = [peer.name for peer in PEERS if peer.at_enqueue is at_enqueue]
         rows = [[check, *(cells[name] for name in columns)] for check, cells in found.items()]
@@ -482,21 +389,25 @@ def tables(found: dict[str, dict[str, str]]) -> str:
 def main() -> None:
     """Measure, and print or write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=int, nargs="+", help=f"rows of the table, from 1 to {len(CHECKS)}")
+    parser.add_argument(
+        "--only", type=int, nargs="+", help=f"rows of the table, from 1 to {len(CHECKS)}; they are printed"
+    )
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)} anew")
     options = parser.parse_args()
-    if options.write and options.only:
-        parser.error("--write: with all rows")
-    titles = [list(CHECKS)[number - 1] for number in options.only or range(1, len(CHECKS) + 1)]
-    with ExitStack() as stack:
-        peers_app.connect(stack.enter_context(redis_server()).url.removesuffix("/0"))
-        stage = Stage(Path(stack.enter_context(tempfile.TemporaryDirectory())), stack)
-        found = {}
-        for number, title in enumerate(titles, 1):
-            print(f"{number} of {len(titles)}: {title}", file=sys.stderr)
-            found[title] = stage.run(CHECKS[title])
+    if (inside := elsewhere()) is None:
+        sys.exit("another machine needs unshare, as root or with user namespaces: neither is permitted here")
+    found = {}
+    with tempfile.TemporaryDirectory() as folder, redis_server() as server, ExitStack() as stack:
+        peers_app.connect(server.url.removesuffix("/0"))
+        stack.enter_context(running_worker(HERE, Path(folder), "-c", str(CHILDREN)))
+        there = ["-Q", ELSEWHERE, "-c", str(len(PEERS))]
+        stack.enter_context(running_worker(ELSEWHERE, Path(folder), *there, inside=inside))
+        for number, (title, measure) in enumerate(CHECKS.items(), 1):
+            if number in (options.only or [number]):
+                print(f"{number}: {title}", file=sys.stderr)
+                found[title] = seen(measure)
         text = tables(found)
-    if options.write:
+    if options.write and not options.only:
         markdown.write(PAGE, BEGIN, END, text)
     else:
         print(text)

@@ -62,34 +62,27 @@ def note(word: str, unit: str, **more: Any) -> None:
     client(WITNESS_DB).rpush(f"notes:{unit}", json.dumps(line))
 
 
+ERRORS = {"ignore": Ignore(), "reject": Reject(requeue=False), "fail": RuntimeError()}
+
+
 def body(self: Any, unit: str, option: int = 0) -> int:
     """Do what the next order of a unit says; without an order, return at once."""
     known = {"id": self.request.id, "attempt": self.request.retries}
     note("start", unit, **known)
     order = (client(WITNESS_DB).lpop(f"orders:{unit}") or b"").decode()
     try:
-        match order:
-            case "retry":
-                raise self.retry(countdown=0, max_retries=3)
-            case "ignore":
-                raise Ignore
-            case "reject":
-                raise Reject(requeue=False)
-            case "fail":
-                raise RuntimeError(unit)
-            case gate if gate and client(WITNESS_DB).blpop([f"gate:{unit}:{gate}"], timeout=GATE_LIMIT) is None:
-                raise TimeoutError(gate)
+        if order in ERRORS:
+            raise ERRORS[order]
+        if order == "retry":
+            raise self.retry(countdown=0, max_retries=3)
+        if order and client(WITNESS_DB).blpop([f"gate:{unit}:{order}"], timeout=GATE_LIMIT) is None:
+            raise TimeoutError(order)
     finally:
         note("end", unit, **known)
     return option
 
 
-@app.task(name="head")  # type: ignore[untyped-decorator]  # Celery has no types
-def head() -> None:
-    """The first of a chain."""
-
-
-@app.task(name="tail")  # type: ignore[untyped-decorator]
+@app.task(name="tail")  # type: ignore[untyped-decorator]  # Celery has no types
 def tail(before: object, unit: str) -> None:
     """The last of a chain: writes down what it is given."""
     note("tail", unit, given=before)
@@ -107,6 +100,14 @@ def ours(settings: str, number: int) -> Any:
     """The decorator with these settings."""
     options: Any = {DEFAULT: {}, RENEWED: {"lease": EXPIRY}, FIXED: {"timeout": EXPIRY}}[settings]
     return only_one(redis=database(number), **options)
+
+
+def _above(name: str, settings: str, number: int) -> None:
+    ours(settings, number)(make(name))
+
+
+def _below(name: str, settings: str, number: int) -> None:
+    make(name, ours(settings, number)(body))
 
 
 def _singleton(name: str, settings: str, number: int) -> None:
@@ -128,45 +129,31 @@ def _heimdall(name: str, settings: str, number: int) -> None:
     make(name, base=own, heimdall={"unique": True, **({} if settings == DEFAULT else {"unique_timeout": EXPIRY})})
 
 
-Hold = Callable[[str, str, int], Callable[[], Any] | None]
-"""Takes a lock, by its key, settings and database; returns what releases it, or None if it is taken."""
+def _recipe(name: str, settings: str, number: int) -> None:
+    def run(self: Any, unit: str, option: int = 0) -> int | None:
+        if not client(number).set(unit, 1, nx=True, ex=RECIPE_EXPIRY if settings == DEFAULT else EXPIRY):
+            return None
+        try:
+            return body(self, unit, option)
+        finally:
+            client(number).delete(unit)
+
+    make(name, run)
 
 
-def hold_by_recipe(key: str, settings: str, number: int) -> Callable[[], Any] | None:
-    """The recipe: six lines, with those of `_around`."""
-    taken = client(number).set(key, 1, nx=True, ex=RECIPE_EXPIRY if settings == DEFAULT else EXPIRY)
-    return (lambda: client(number).delete(key)) if taken else None
-
-
-def hold_by_redis_lock(key: str, settings: str, number: int) -> Callable[[], Any] | None:
-    """A lock of python-redis-lock."""
+def _redis_lock(name: str, settings: str, number: int) -> None:
     options = {DEFAULT: {}, RENEWED: {"expire": EXPIRY, "auto_renewal": True}, FIXED: {"expire": EXPIRY}}[settings]
-    lock: Any = importlib.import_module("redis_lock").Lock(client(number), key, **options)
-    return lock.release if lock.acquire(blocking=False) else None
 
+    def run(self: Any, unit: str, option: int = 0) -> int | None:
+        lock: Any = importlib.import_module("redis_lock").Lock(client(number), unit, **options)
+        if not lock.acquire(blocking=False):
+            return None
+        try:
+            return body(self, unit, option)
+        finally:
+            lock.release()
 
-def _around(hold: Hold) -> Callable[[str, str, int], None]:
-    def make_task(name: str, settings: str, number: int) -> None:
-        def run(self: Any, unit: str, option: int = 0) -> int | None:
-            release = hold(unit, settings, number)
-            if release is None:
-                return None
-            try:
-                return body(self, unit, option)
-            finally:
-                release()
-
-        make(name, run)
-
-    return make_task
-
-
-def _above(name: str, settings: str, number: int) -> None:
-    ours(settings, number)(make(name))
-
-
-def _below(name: str, settings: str, number: int) -> None:
-    make(name, ours(settings, number)(body))
+    make(name, run)
 
 
 @dataclass(frozen=True)
@@ -195,16 +182,14 @@ class Peer:
         return app.tasks[f"peer-{self.number}.{settings}"]
 
 
-SINGLETON, ONCE, HEIMDALL, REDIS_LOCK = "celery-singleton", "celery-once", "celery-heimdall", "python-redis-lock"
-
 PEERS = [
     Peer("only_one above `@app.task`", "only-one", True, _above),
-    Peer(SINGLETON, SINGLETON, True, _singleton),
-    Peer(ONCE, ONCE, True, _once),
-    Peer(HEIMDALL, HEIMDALL, True, _heimdall),
+    Peer("celery-singleton", "celery-singleton", True, _singleton),
+    Peer("celery-once", "celery-once", True, _once),
+    Peer("celery-heimdall", "celery-heimdall", True, _heimdall),
     Peer("only_one below `@app.task`", "only-one", False, _below),
-    Peer("recipe: `SET NX EX`, then `DEL`", None, False, _around(hold_by_recipe)),
-    Peer(REDIS_LOCK, REDIS_LOCK, False, _around(hold_by_redis_lock)),
+    Peer("recipe: `SET NX EX`, then `DEL`", None, False, _recipe),
+    Peer("python-redis-lock", "python-redis-lock", False, _redis_lock),
 ]
 
 

@@ -1,6 +1,6 @@
 """Real workers of other queues on two machines, of which one is killed in the middle of a run: is the job done?
 
-    python -m benchmarks.queues [--rounds N] [--seed N] [--at-once N] [NAME ...]
+    python -m benchmarks.queues [--rounds N] [NAME ...]
 
 Each queue has a virtual environment of its own below `.venv-queues`, from PyPI.
 The jobs are those of `examples/queues`, which `docs/queues.md` shows.
@@ -19,15 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections import Counter, defaultdict
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
-from benchmarks import markdown
 from only_one.testing import Guarded, redis_server
 from rigs.namespaces import MACHINE, unshare
 from rigs.servers import free_ports
@@ -38,6 +36,9 @@ JOBS = ROOT / "examples" / "queues"
 ENVIRONMENTS = ROOT / ".venv-queues"
 LONG = 300
 STARTS_WITHIN = 120.0
+AT_ONCE = 10
+"""Rounds at a time; each has two workers and a server."""
+
 DONE_WITHIN = {None: 200.0, LONG: 700.0}
 """Seconds within which a job must be done after the kill, by the `timeout`."""
 
@@ -153,9 +154,9 @@ from only_one import ConfigurationError, only_one
 def function(): ...
 try:
     only_one("k")({wrong})
-    print("ready works", flush=True)
+    print("works", flush=True)
 except ConfigurationError as error:
-    print("ready", "refused" if "only_one cannot decorate" in str(error) else error, flush=True)
+    print("refused" if "only_one cannot decorate" in str(error) else error, flush=True)
 for line in sys.stdin:
     day = int(line)
     {send}
@@ -177,8 +178,9 @@ def environment_of(queue: Queue) -> Path:
 class Round:
     """One round of one queue: a server, two machines, a witness."""
 
-    def __init__(self, queue: Queue, timeout: int | None, kill_at: float, stack: ExitStack) -> None:
-        self.queue, self.kill_at, self.limit, self._stack = queue, kill_at, DONE_WITHIN[timeout], stack
+    def __init__(self, queue: Queue, timeout: int | None, stack: ExitStack) -> None:
+        self.queue, self.limit, self.stack = queue, DONE_WITHIN[timeout], stack
+        self.kill_at = random.uniform(0.5, 4)
         self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         self.witness = self.folder / "witness"
         server, home = stack.enter_context(redis_server()), environment_of(queue)
@@ -195,33 +197,26 @@ class Round:
             "DATABASE_URL": f"postgresql://postgres:@/postgres?host={self.folder / 'database'}",
             "DJANGO_SETTINGS_MODULE": "django_settings",
             "IDLE_SECONDS": "310" if timeout else "8",  # of a message of taskiq
+            **({"TIMEOUT": str(timeout)} if timeout else {}),
+            **({"DIES_AT": str(int(self.kill_at * 10))} if queue.dies_at else {}),
         }
-        if timeout:
-            self.env["TIMEOUT"] = str(timeout)
-        if queue.dies_at:
-            self.env["DIES_AT"] = str(int(kill_at * 10))
 
     def machine(self, number: str) -> Guarded:
         """A worker on a machine of its own."""
         inside = [*(unshare(*MACHINE) or ()), "sh", "-c", f'hostname machine-{number} && exec "$@"', "sh"]
-        log = self._stack.enter_context((self.folder / f"machine-{number}.log").open("wb"))
+        log = self.stack.enter_context((self.folder / f"machine-{number}.log").open("wb"))
         command = [*inside, "sh", "-c", self.queue.worker.format(**self.values)]
         worker = Guarded(command, grace=1, env=self.env, cwd=JOBS, stdout=log, stderr=log)
-        return self._stack.enter_context(worker)
+        return self.stack.enter_context(worker)
 
-    def sender(self) -> IO[str]:
-        """A process that sends the job of each day that is written to it."""
-        log = self._stack.enter_context((self.folder / "sender.log").open("wb"))
+    def sender(self) -> tuple[Any, str]:
+        """A process that sends the job of each day that is written to it, and what it says of the wrong order."""
         setup = self.queue.setup.replace("{port}", str(self.values["port"]))
         program = SENDER.format(setup=setup, wrong=self.queue.wrong, send=self.queue.send)
-        pipes: dict[str, Any] = {"text": True, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
-        sender = subprocess.Popen([self.python, "-c", program], env=self.env, cwd=JOBS, **pipes)
-        process = self._stack.enter_context(sender)  # it ends when nothing more is written to it
-        stdin, stdout = cast("IO[str]", process.stdin), cast("IO[str]", process.stdout)
-        is_ready, _, self.wrong_order = stdout.readline().strip().partition(" ")
-        if is_ready != "ready":
-            raise RuntimeError((self.folder / "sender.log").read_text()[-2000:])
-        return stdin
+        pipes: dict[str, Any] = {"text": True, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        sender: Any = subprocess.Popen([self.python, "-c", program], env=self.env, cwd=JOBS, **pipes)
+        self.stack.enter_context(sender)  # it ends when nothing more is written to it
+        return sender.stdin, sender.stdout.readline().strip()
 
     def lines(self) -> list[list[str]]:
         """The run, the machine and the tick of each line of the witness."""
@@ -236,18 +231,21 @@ class Round:
         return "".join(path.read_text(errors="replace") for path in self.folder.glob(f"machine-{name}.log"))
 
     def play(self) -> dict[str, Any]:
-        """Play it; returns what was seen."""
-        sender = self.sender()
+        """Play it; returns what was seen.
+
+        Raises:
+            TimeoutError: no run has begun.
+        """
+        days, wrong_order = self.sender()
 
         def send(day: int = 1) -> None:
-            print(day, file=sender, flush=True)
+            print(day, file=days, flush=True)
 
         machines = {f"machine-{number}": self.machine(number) for number in "12"}
-        are_up = eventually(lambda: all(self.queue.is_up in self.log(number) for number in "12"), STARTS_WITHIN, 0.1)
+        eventually(lambda: all(self.queue.is_up in self.log(number) for number in "12"), STARTS_WITHIN, 0.1)
         send()
-        if not are_up or not eventually(self.lines, STARTS_WITHIN, 0.02):
-            msg = f"no run has begun:\n{self.log()[-2000:]}"
-            raise RuntimeError(msg)
+        if not eventually(self.lines, STARTS_WITHIN, 0.02):
+            raise TimeoutError(self.log())
         send()  # it finds the key busy
         time.sleep(self.kill_at)
         _, machine, _ = self.lines()[0]
@@ -256,85 +254,65 @@ class Round:
             time.sleep(1)
         machines[machine].kill()
         was_killed = not self.has_ended()
-        killed_at, asked_at = time.monotonic(), 0.0
-        while not self.has_ended() and time.monotonic() < killed_at + self.limit:
-            if time.monotonic() > asked_at + 2:
-                asked_at = time.monotonic()
-                if not self.queue.redelivers or self.queue.is_noisy:
-                    send(0 if self.queue.is_noisy else 1)
-            time.sleep(0.1)
+        killed_at = time.monotonic()
+
+        def is_done() -> bool:
+            if not self.queue.redelivers or self.queue.is_noisy:
+                send(0 if self.queue.is_noisy else 1)
+            return self.has_ended()
+
+        eventually(is_done, self.limit, pause=1)
         runs = [line[0] for line in self.lines()]
         changes = sum(run != before for run, before in zip(runs[1:], runs, strict=False))
         outcome = "done" if self.has_ended() else "told" if "AlreadyRunning" in self.log() else "LOST"
         return {
             "outcome": outcome if was_killed else "ended before the kill",
-            "seconds": time.monotonic() - killed_at,
+            "seconds": round(time.monotonic() - killed_at),
             "overlaps": changes - (len(set(runs)) - 1),
             "elsewhere": self.lines()[-1][1] != machine,
             "seen": "did not run" in self.log(),
-            "above": self.wrong_order,
-            "log": self.log(),
+            "above": wrong_order,
         }
 
 
-def play(queue: Queue, timeout: int | None, kill_at: float) -> dict[str, Any]:
-    """Play one round."""
+def play(queue: Queue, timeout: int | None) -> dict[str, Any]:
+    """Play one round; the log of one in which something is wrong is printed."""
     with ExitStack() as stack:
+        a_round = Round(queue, timeout, stack)
         try:
-            return Round(queue, timeout, kill_at, stack).play()
-        except Exception:  # noqa: BLE001 - the other rounds go on, and are told
-            nothing = dict.fromkeys(("seconds", "overlaps", "elsewhere", "seen"), 0)
-            return {"outcome": "not begun", **nothing, "above": "", "log": traceback.format_exc()}
+            result = a_round.play()
+        except (TimeoutError, OSError) as error:  # the other rounds go on
+            result = {"outcome": f"{error!r}", "seen": False, "overlaps": 0}
+        if result["outcome"] != "done" or not result["seen"]:
+            print(a_round.log()[-3000:], flush=True)
+        return result
 
 
 def main() -> int:
-    """Play all rounds, and print the table."""
+    """Play all rounds, and print what each was and how many came out how; returns whether a job was lost."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--rounds", type=int, default=10, help="of each queue, with each time")
-    options.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    options.add_argument("--at-once", type=int, default=10, help="rounds at a time; each has two workers and a server")
     options.add_argument("names", nargs="*", help="of the queues, such as arq")
     given = options.parse_args()
     if unshare(*MACHINE) is None:
-        print("a machine of its own needs unshare, as root or with user namespaces: neither is permitted here")
-        return 2
-    print(f"seed {given.seed}", flush=True)
-    chosen = {name: each for name, each in QUEUES.items() if not given.names or name.split(",")[0] in given.names}
-    times = list(DONE_WITHIN)
-    dice, seen = random.Random(given.seed), defaultdict(list)
-    killed_with = [f"killed, {each or 'default lease'}" for each in times]
-    head, rows = ["queue", *killed_with, "elsewhere", "overlaps", "skip seen", "@only_one above"], []
-    with ThreadPoolExecutor(given.at_once) as pool:
-        for queue in chosen.values():
-            environment_of(queue)
-        rounds = {}
-        for name, queue in chosen.items():
-            for each in times * given.rounds:
-                rounds[pool.submit(play, queue, each, dice.uniform(0.5, 4))] = name, each
-        for number, played in enumerate(as_completed(rounds), 1):
+        sys.exit("a machine of its own needs unshare, as root or with user namespaces: neither is permitted here")
+    wanted = [name.lower() for name in given.names]
+    chosen = {name: each for name, each in QUEUES.items() if not wanted or name.lower().split(",")[0] in wanted}
+    for queue in chosen.values():
+        environment_of(queue)
+    outcomes: Counter[str] = Counter()
+    is_well = True
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        each_one = [(name, timeout) for name in chosen for timeout in DONE_WITHIN] * given.rounds
+        rounds = {pool.submit(play, chosen[name], timeout): (name, timeout) for name, timeout in each_one}
+        for played in as_completed(rounds):
             name, timeout = rounds[played]
-            result = played.result()
-            seen[name, timeout].append(result)
-            log = result.pop("log")
-            print(f"{number}/{len(rounds)} {name}, {timeout or 'default lease'}: {result}", flush=True)
-            if result["outcome"] != "done" or not result["seen"]:
-                print(log[-3000:], flush=True)
-        for name in chosen:
-            results = [each for timeout in times for each in seen[name, timeout]]
-            cells = [killed(seen[name, timeout]) for timeout in times]
-            counts = [f"{sum(each[what] for each in results)}" for what in ("elsewhere", "overlaps", "seen")]
-            rows.append([name, *cells, *counts, "/".join({each["above"] for each in results})])
-    print(markdown.table(head, rows))
-    everything = [each for results in seen.values() for each in results]
-    return int(any(each["outcome"] not in {"done", "told"} or each["overlaps"] for each in everything))
-
-
-def killed(results: list[dict[str, Any]]) -> str:
-    """How the rounds came out, and after how many seconds."""
-    outcomes = Counter(each["outcome"] for each in results)
-    seconds = sorted(each["seconds"] for each in results)
-    counts = ", ".join(f"{what} {number}/{len(results)}" for what, number in outcomes.items())
-    return f"{counts} ({seconds[0]:.0f}-{seconds[-1]:.0f} s)"
+            result, killed_with = played.result(), f"{name}, {timeout or 'default lease'}"
+            print(f"{killed_with}: {result}", flush=True)
+            outcomes[f"{killed_with}: {result['outcome']}"] += 1
+            is_well &= result["outcome"] in {"done", "told"} and not result["overlaps"]
+    print(*(f"{number} of {given.rounds} {outcome}" for outcome, number in sorted(outcomes.items())), sep="\n")
+    return int(not is_well)
 
 
 if __name__ == "__main__":

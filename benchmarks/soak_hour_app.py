@@ -1,7 +1,7 @@
 """The tasks and functions of `benchmarks.soak_hour`, and the processes that call them.
 
 Each run appends lines to the witness file: its begin, each tenth of a second in which it believes that it holds its
-key, and its end. The file knows nothing of the locks. A line is a JSON list: the time, a word, and what belongs to it.
+key, and its end. The file knows nothing of the locks. A line is a JSON list: of what it is, its name, and facts.
 The time is that of `CLOCK_BOOTTIME`, which all processes of a machine share.
 """
 
@@ -11,10 +11,9 @@ import asyncio
 import json
 import os
 import random
-import signal
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
@@ -58,117 +57,114 @@ app.conf.update(
 )
 
 
-def options_of(url: str) -> dict[str, Any]:
-    """The transport options for the broker at a URL."""
-    if url.startswith("redis"):
-        # A killed worker that was looking for such messages would keep the others waiting for 5 minutes by default.
-        return {**soon(VISIBILITY), "unacked_mutex_expire": 3}
-    return {"confirm_publish": True}  # or the client may lose messages when the broker is killed
+OPTIONS = {
+    # A killed worker that was looking for such messages would keep the others waiting for 5 minutes by default.
+    "redis": {**soon(VISIBILITY), "unacked_mutex_expire": 3},
+    "amqp": {"confirm_publish": True},  # or the client may lose messages when the broker is killed
+}
 
 
-def note(*words: object, at: float | None = None) -> None:
+def note(table: str, name: str, /, **facts: object) -> None:
     """Append one line to the witness file, in one write."""
-    line = json.dumps([now() if at is None else at, *words])
-    os.write(_witness, line.encode() + b"\n")
+    os.write(_witness, json.dumps([table, name, facts]).encode() + b"\n")
 
+
+ENDS = {"SUCCESS": "skipped", "FAILURE": "failed", "REJECTED": "rejected by Celery"}
+"""What a task has come to without a run, by its state: Celery rejects a retry while the broker is away."""
 
 _published_at: dict[str, float] = {}
 
 if WITNESS in os.environ:  # in a process that the soak has started
     _witness = os.open(os.environ[WITNESS], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     app.conf.broker_url = os.environ[BROKER]
-    app.conf.broker_transport_options = options_of(os.environ[BROKER])
+    app.conf.broker_transport_options = OPTIONS[os.environ[BROKER].partition(":")[0]]
     app.conf.beat_schedule = {"below": {"task": "below", "schedule": 1.0, "args": ["0", 0.05]}}
     configure(redis=os.environ[LOCKS], prefix=PREFIX, queue_timeout=QUEUE_TIMEOUT)
 
     @beat_init.connect(weak=False)  # type: ignore[untyped-decorator]  # Celery has no types
     @worker_ready.connect(weak=False)  # type: ignore[untyped-decorator]
     def _ready(**_: Any) -> None:
-        note("ready", os.environ[NAME])
+        note("ready", os.environ[NAME], at=now())
 
     def _about_to_send(headers: dict[str, Any], **_: Any) -> None:
         _published_at[headers["id"]] = now()
 
     def _sent(headers: dict[str, Any], body: Any, **_: Any) -> None:
-        note("sent", headers["id"], headers["task"], body[0][0], at=_published_at.pop(headers["id"]))
+        name, sent_at = headers["task"], _published_at.pop(headers["id"])
+        note("tasks", headers["id"], name=name, key=f"{name}:{body[0][0]}", sent_at=sent_at)
 
-    if not os.environ[NAME].startswith("worker"):  # workers send tasks again, under the same id
+    if os.environ[NAME] not in {"here", "there"}:  # workers send tasks again, under the same id
         before_task_publish.connect(_about_to_send)
         after_task_publish.connect(_sent)
 
     @task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
     def _outcome(task_id: str, state: str, retval: Any, **_: Any) -> None:
         """Write down the outcome of a delivery, when its key has been released."""
-        result = type(retval).__name__ if isinstance(retval, BaseException) else retval
         # A requeue fails if its broker is away; that of Redis never is.
         may_be_away = not os.environ[BROKER].startswith("redis")
-        is_expected = isinstance(retval, OnlyOneError) or state != "FAILURE"
-        is_expected |= may_be_away and isinstance(retval, OperationalError)
-        note("outcome", task_id, state, result, is_expected)
+        is_expected = isinstance(retval, OnlyOneError) or (may_be_away and isinstance(retval, OperationalError))
+        if state in ENDS:
+            note("tasks", task_id, end=ENDS[state])
+        if state == "FAILURE" and not is_expected:
+            note("tasks", task_id, error=repr(retval))
 
 
 def _steps(kind: str, key: str, seconds: float, task_id: str = "", end: str = "done") -> Iterator[float]:
     """A run: writes down what it believes, and yields the seconds to wait until it wants to go on."""
-    lock, run = current_lock(), uuid4().hex
-    ends_at = now() + seconds
-    note("begin", run, kind, key, task_id)
+    lock, run, begun_at = current_lock(), uuid4().hex, now()
+    note("runs", run, kind=kind, key=key, task=task_id, begun_at=begun_at, held_until=begun_at)
     while True:
         at = now()  # before the question: a lock that is held then was held at this time, too
-        note("held" if lock.is_held else "lost", run, at=at)
-        if at >= ends_at:
+        if lock.is_held:
+            note("runs", run, held_until=at)
+        if at >= begun_at + seconds:
             break
-        yield min(BEAT, ends_at - at)
-    note("end", run, end)
+        yield min(BEAT, begun_at + seconds - at)
+    note("runs", run, end=end)
 
 
-def _run(kind: str, key: str, seconds: float, task_id: str = "", end: str = "done") -> str:
-    for pause in _steps(kind, key, seconds, task_id, end):
-        time.sleep(pause)
-    return end
+def _body(kind: str, prefix: str) -> Callable[..., str]:
+    """What a task does: it runs for some seconds, and as often before as it is to retry by itself."""
+
+    def run(self: Any, key: str, seconds: float, retries: int = 0) -> str:
+        end = "retry" if self.request.retries < retries else "done"
+        for pause in _steps(kind, f"{prefix}:{key}", seconds, self.request.id, end):
+            time.sleep(pause)
+        if end == "retry":
+            raise self.retry(countdown=0.1)
+        return end
+
+    return run
 
 
-@app.task(bind=True, shared=False, name="below")  # type: ignore[untyped-decorator]
-@only_one("shared:{key}", lease=1.5)
-def below(self: Any, key: str, seconds: float) -> str:
-    """Shares its keys with the plain functions."""
-    return _run("below", f"shared:{key}", seconds, self.request.id)
+def _task(name: str, run: Callable[..., str | None], **options: Any) -> Any:
+    return app.task(bind=True, shared=False, name=name, **options)(run)
 
 
-@app.task(bind=True, shared=False, name="early", acks_late=False, reject_on_worker_lost=False)  # type: ignore[untyped-decorator]
-@only_one("early:{key}", lease=2)
-def early(self: Any, key: str, seconds: float) -> str:
-    """Its message is acknowledged when it begins, so a kill loses it."""
-    return _run("early", f"early:{key}", seconds, self.request.id)
+_AGAIN = only_one("again:{key}", lease=1, when_busy=retry(0.3), when_down=retry(0.3))
+_NEWEST = only_one("newest:{key}", lease=1.5, when_busy=buffer_one(0.3), when_down=retry(0.3))
+_EARLY = {"acks_late": False, "reject_on_worker_lost": False}
 
-
-@only_one("above:{key}", lease=2)
-@app.task(bind=True, shared=False, name="above")  # type: ignore[untyped-decorator]
-def above(self: Any, key: str, seconds: float) -> str:
-    """Unique from queued to finished."""
-    return _run("above", f"above:{key}", seconds, self.request.id)
-
-
-@app.task(bind=True, shared=False, name="again", max_retries=None)  # type: ignore[untyped-decorator]
-@only_one("again:{key}", lease=1, when_busy=retry(0.3), when_down=retry(0.3))
-def again(self: Any, key: str, seconds: float, retries: int = 0) -> str:
-    """Waits for its key, and retries by itself."""
-    if self.request.retries < retries:
-        _run("again", f"again:{key}", seconds, self.request.id, "retry")
-        raise self.retry(countdown=0.1)
-    return _run("again", f"again:{key}", seconds, self.request.id)
-
-
-@app.task(bind=True, shared=False, name="newest")  # type: ignore[untyped-decorator]
-@only_one("newest:{key}", lease=1.5, when_busy=buffer_one(0.3), when_down=retry(0.3))
-def newest(self: Any, key: str, seconds: float) -> str:
-    """One runs, and the newest waits."""
-    return _run("newest", f"newest:{key}", seconds, self.request.id)
+TASKS: dict[str, Any] = {
+    # It shares its keys with the plain functions.
+    "below": _task("below", only_one("shared:{key}", lease=1.5)(_body("below", "shared"))),
+    # Its message is acknowledged when it begins, so a kill loses it.
+    "early": _task("early", only_one("early:{key}", lease=2)(_body("early", "early")), **_EARLY),
+    # Unique from queued to finished.
+    "above": only_one("above:{key}", lease=2)(_task("above", _body("above", "above"))),
+    # It waits for its key, and retries by itself.
+    "again": _task("again", _AGAIN(_body("again", "again")), max_retries=None),
+    # One runs, and the newest waits.
+    "newest": _task("newest", _NEWEST(_body("newest", "newest"))),
+}
 
 
 @only_one("shared:{key}", lease=1)
 def plain(key: str, seconds: float) -> str:
     """A function outside of Celery."""
-    return _run("plain", f"shared:{key}", seconds)
+    for pause in _steps("plain", f"shared:{key}", seconds):
+        time.sleep(pause)
+    return "done"
 
 
 @only_one("shared:{key}", lease=1)
@@ -179,49 +175,36 @@ async def plain_async(key: str, seconds: float) -> str:
     return "done"
 
 
-class Caller:
-    """A process that calls until SIGTERM ends it.
+def _arguments(dice: random.Random) -> tuple[str, float]:
+    seconds = dice.uniform(2, 3) if dice.random() < LONG else dice.uniform(0.01, 0.3)
+    return str(dice.randrange(KEYS)), seconds
 
-    Args:
-        seed: of what it calls.
-    """
 
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._is_ended = threading.Event()
-        signal.signal(signal.SIGTERM, lambda *_: self._is_ended.set())
+def send_tasks(seed: int) -> None:
+    """Send tasks, until the process is ended."""
+    dice = random.Random(seed)
+    note("ready", os.environ[NAME], at=now())
+    while True:
+        time.sleep(dice.uniform(0.06, 0.18))
+        name = dice.choice(list(TASKS))
+        retries = {"retries": dice.choice([0, 0, 0, 1, 2])} if name == "again" else {}
+        with suppress(OnlyOneError, OperationalError):  # the server of the locks, or the broker, is away
+            TASKS[name].apply_async(_arguments(dice), retries)
 
-    def send_tasks(self) -> None:
-        """Send tasks."""
-        note("ready", os.environ[NAME])
-        while not self._is_ended.wait(self._random.uniform(0.06, 0.18)):
-            task = self._random.choice([below, early, above, again, newest])
-            retries = {"retries": self._random.choice([0, 0, 0, 1, 2])} if task is again else {}
-            try:
-                task.apply_async(self._arguments(), retries)
-            except (OnlyOneError, OperationalError) as error:  # the server of the locks, or the broker, is away
-                note("refused", type(error).__name__)
 
-    def call_functions(self) -> None:
-        """Call the plain functions in one event loop and in threads."""
+def call_functions(seed: int) -> None:
+    """Call the plain functions in one event loop and in threads, until the process is ended."""
+    dice = random.Random(seed)
 
-        async def call_in_turn() -> None:
-            while not self._is_ended.is_set():
-                await asyncio.sleep(self._random.uniform(0.2, 0.8))
-                arguments, is_async = self._arguments(), self._random.random() < 1 / 2
-                try:
-                    result = await (plain_async(*arguments) if is_async else asyncio.to_thread(plain, *arguments))
-                    note("called", result)
-                except OnlyOneError as error:
-                    note("refused", type(error).__name__)
+    async def call_in_turn() -> None:
+        while True:
+            await asyncio.sleep(dice.uniform(0.2, 0.8))
+            arguments, is_async = _arguments(dice), dice.random() < 1 / 2
+            with suppress(OnlyOneError):
+                await (plain_async(*arguments) if is_async else asyncio.to_thread(plain, *arguments))
 
-        async def call_in_parallel() -> None:
-            await asyncio.gather(*(call_in_turn() for _ in range(5)))
+    async def call_in_parallel() -> None:
+        await asyncio.gather(*(call_in_turn() for _ in range(5)))
 
-        note("ready", os.environ[NAME])
-        asyncio.run(call_in_parallel())
-
-    def _arguments(self) -> tuple[str, float]:
-        is_long = self._random.random() < LONG
-        seconds = self._random.uniform(2, 3) if is_long else self._random.uniform(0.01, 0.3)
-        return str(self._random.randrange(KEYS)), seconds
+    note("ready", os.environ[NAME], at=now())
+    asyncio.run(call_in_parallel())

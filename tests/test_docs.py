@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 import only_one
-from benchmarks.words import longest_sentence, pages
 from only_one import inspection, testing
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 LONGEST_README = 850
 LONGEST_SENTENCE = 35
@@ -110,7 +111,7 @@ def test_each_command_of_make_is_listed_and_each_that_is_named_exists() -> None:
     (phony,) = re.findall(r"^\.PHONY:((?:.*\\\n)*.*)$", makefile, re.MULTILINE)
     listed = set(re.findall(r"^([\w-]+):.* ## \S", makefile, re.MULTILINE))
     assert listed == set(phony.replace("\\\n", " ").split())
-    text = "\n".join(page.read_text() for page in pages())
+    text = "\n".join(page.read_text() for page in PAGES)
     assert set(re.findall(r"(?:`|^)make ([a-z][\w-]*)", text, re.MULTILINE)) <= listed
 
 
@@ -123,12 +124,34 @@ def test_each_link_of_the_readme_leads_to_a_file_of_the_clone() -> None:
 
 # --- how long it all is -----------------------------------------------------------------------------------------------
 
+_FENCE = re.compile(r"^ *(`{3,})[^`\n]*\n.*?^ *\1 *$", re.MULTILINE | re.DOTALL)
+_UNSEEN = re.compile(r"<!--.*?-->|^\[[\w-]+\]: \S+$", re.MULTILINE | re.DOTALL)
+_ROW_OR_HEADING = re.compile(r"^ *[|#].*$", re.MULTILINE)
+_CODE = re.compile(r"(`+).*?\1", re.DOTALL)
+_LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
+_END_OF_PARAGRAPH = re.compile(r"\n\s*\n|^ *(?:[-*]|\d+\.) ", re.MULTILINE)
+_END_OF_SENTENCE = re.compile(r"(?<=[.!?])[)*_\"]*\s+(?=[^a-z]|only_one)")
+_BLANK = "\0"
+"""Stands for a blank in code."""
+
+
+def longest_sentence(text: str) -> tuple[int, str]:
+    """The words of the longest sentence in a Markdown text, and the sentence; "" where there is none."""
+    prose = _ROW_OR_HEADING.sub("\n", _UNSEEN.sub("", _FENCE.sub("\n", text)))
+    prose = _LINK.sub(r"\1", _CODE.sub(lambda code: _BLANK.join(code[0].split()), prose))
+    found = [
+        (len(sentence.split()), " ".join(sentence.split()).replace(_BLANK, " "))
+        for paragraph in _END_OF_PARAGRAPH.split(prose)
+        for sentence in _END_OF_SENTENCE.split(paragraph)
+    ]
+    return max(found, default=(0, ""))
+
 
 def test_the_readme_is_short() -> None:
     assert len(README.split()) <= LONGEST_README  # as `wc -w` counts
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_sentences_are_short(page: Path) -> None:
     words, sentence = longest_sentence(page.read_text())
     assert words <= LONGEST_SENTENCE, sentence

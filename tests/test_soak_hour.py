@@ -16,50 +16,44 @@ import pytest
 from benchmarks.soak_hour import History
 
 ROOT = Path(__file__).parents[1]
-Lines = list[tuple[Any, ...]]
+Line = tuple[str, str, dict[str, Any]]
 
 
-def run(name: str, begun_at: float, held_until: float, key: str = "shared:a") -> Lines:
-    """The lines of a run that is not killed; it believes until `held_until` that it is alone."""
-    return [
-        (begun_at, "begin", name, "below", key, f"task-{name}"),
-        (begun_at, "held", name),
-        (held_until, "held", name),
-        (held_until, "end", name, "done"),
-    ]
+def run(name: str, begun_at: float, held_until: float, key: str = "shared:a", **more: str) -> Line:
+    """A run that believes until `held_until` that it is alone; without an end, it was killed."""
+    facts = {"kind": "below", "key": key, "task": f"task-{name}", "begun_at": begun_at, "held_until": held_until}
+    return ("runs", name, facts | more)
 
 
-def sent(name: str, task: str) -> tuple[Any, ...]:
-    return (0, "sent", name, task, "a")
+def task(name: str, /, **facts: Any) -> Line:
+    return ("tasks", name, facts)
 
 
-KILLED = [line for line in run("a", 1, 2) if line[1] in {"begin", "held"}]
-KNOWS_ITS_LOSS = [*(line for line in run("a", 1, 9) if line[:2] != (9, "held")), (9, "lost", "a")]
-DROPPED = [(2, "sent", "x", "newest", "a"), (3, "outcome", "x", "SUCCESS", None, True)]
+SENT = [task(f"task-{each}", name=each, key=f"{each}:a", sent_at=0) for each in ("below", "early")]
+DROPPED = [task("x", name="newest", key="newest:a", sent_at=2), task("x", end="skipped")]
 
 
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        (run("a", 1, 2) + run("b", 2, 3), {}),
-        # Runs beside each other, and beside one that knows that it has lost its key, or that was killed.
-        (run("a", 1, 3) + run("b", 2, 2.5) + run("c", 2.9, 4), {"overlaps": 2}),
-        (KNOWS_ITS_LOSS + run("b", 4, 5), {}),
-        (KILLED + run("b", 2.1, 3), {}),
-        (KILLED + run("b", 1.9, 3), {"overlaps": 1}),
-        ([sent("task-a", "below"), sent("x", "below"), sent("y", "early"), *run("a", 1, 2)], {"lost": 1}),
+        ([run("a", 1, 2), run("b", 2, 3)], {}),
+        ([run("a", 1, 3), run("b", 2, 2.5), run("c", 2.9, 4)], {"overlaps": 2}),
+        ([run("a", 1, 1), ("runs", "a", {"held_until": 3.0}), run("b", 2, 4)], {"overlaps": 1}),
+        (SENT, {"lost": 1}),
+        ([*SENT, task("task-below", end="failed")], {}),
+        ([*SENT, run("below", 1, 2, end="done")], {}),
+        ([*SENT, run("below", 1, 2, end="retry")], {"lost": 1}),
         # A newest task that was dropped, and no newer one has run.
-        (DROPPED + run("a", 1, 2, "newest:a"), {"lost": 1}),
-        (DROPPED + run("a", 1, 2, "newest:a") + run("b", 4, 5, "newest:a"), {}),
-        ([(1, "outcome", "x", "FAILURE", "TypeError", False)], {"errors": 1}),
+        ([*DROPPED, run("a", 1, 2, "newest:a", end="done")], {"lost": 1}),
+        ([*DROPPED, run("a", 1, 2, "newest:a", end="done"), run("b", 4, 5, "newest:a", end="done")], {}),
+        ([task("x", error="TypeError()")], {"errors": 1}),
     ],
 )
-def test_what_is_found_in_a_history(tmp_path: Path, lines: Lines, expected: dict[str, int]) -> None:
-    ordered = [json.dumps(line) for line in sorted(lines, key=lambda line: line[0])]
-    (tmp_path / "witness").write_text("\n".join([*ordered, "[5, "]))  # the last one is being written
+def test_what_is_found_in_a_history(tmp_path: Path, lines: list[Line], expected: dict[str, int]) -> None:
+    (tmp_path / "witness").write_text("\n".join([*map(json.dumps, lines), '["runs", ']))  # the last is being written
     history = History(tmp_path / "witness")
     history.read()
-    found = {"overlaps": history.overlaps(), "lost": history.lost(), "errors": history.errors}
+    found = {"overlaps": history.overlaps(), "lost": history.lost(), "errors": history.errors()}
     assert {name: len(each) for name, each in found.items() if each} == expected
 
 
