@@ -145,7 +145,6 @@ QUEUES = {
         wrong="scheduler.scheduled_job('interval', seconds=9)(function)",
         redelivers=False,
     ),
-    "cron": Queue("redis", "while sleep 1; do python cron_report.py; done", wrong="function", redelivers=False),
 }
 
 SENDER = """import sys

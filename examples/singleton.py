@@ -9,9 +9,8 @@ import os
 import time
 
 from celery import Celery
-from celery.result import AsyncResult
 
-from only_one import AlreadyRunning, fail, only_one
+from only_one import fail, only_one
 
 URL = os.environ.get("SINGLETON_URL", "redis://localhost:6379/1")
 
@@ -63,35 +62,3 @@ def poll() -> str:
 def remind(user: str) -> str:
     """One a minute for each user, though it takes no time."""
     return f"{user} was reminded"
-
-
-# An app whose configuration says it for all of its tasks: `celery -A examples.singleton:configured worker`.
-configured = Celery("configured", broker=URL, backend=URL, set_as_current=False)
-configured.conf.update(
-    broker_connection_retry_on_startup=True,
-    task_default_queue="configured",
-    only_one_redis=URL,
-    only_one_prefix="mine:",
-    only_one_when_busy="only_one.fail",
-    only_one_timeout=600,
-    only_one_queue_timeout=900,
-)
-
-
-@only_one("{name}:{shop}")
-@configured.task
-def count_stock(shop: str) -> str:
-    """What the configuration says."""
-    return f"stock of {shop}"
-
-
-def one_that_is_there(error: AlreadyRunning) -> AsyncResult:
-    """For a task of an app whose policy is another: what it would give without a policy."""
-    return configured.AsyncResult(error.task_id)
-
-
-@only_one("{name}:{shop}", timeout=60, when_busy=one_that_is_there)
-@configured.task
-def order_more(shop: str) -> str:
-    """What the decorator says, which wins."""
-    return f"order of {shop}"

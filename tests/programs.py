@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -34,7 +33,7 @@ class Program:
         return self._log.read_text(errors="replace")
 
     def started(self) -> dict[int, str]:
-        """The processes that it has started by the time when the worker is there, which is waited for."""
+        """The command lines of what it has started by the time when the worker is there, which is waited for."""
         assert eventually(lambda: any(map(is_worker, descendants(self.process.pid).values())), pause=0.2), self.text
         return descendants(self.process.pid)
 
@@ -53,10 +52,9 @@ class Program:
 
     def kill_worker(self) -> None:
         """Kill all processes of the worker."""
-        for pid, command in self.started().items():
-            if is_worker(command):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        for pid in [pid for pid, command in self.started().items() if is_worker(command)]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager
@@ -92,21 +90,12 @@ def processes() -> dict[int, tuple[int, str]]:
 
 def descendants(ancestor: int) -> dict[int, str]:
     """The command lines of all processes that a process has started, directly or not."""
-    everybody = processes()
-    found: dict[int, str] = {}
-    generation = {ancestor}
-    while generation:
-        generation = {pid for pid, (parent, _) in everybody.items() if parent in generation}
-        found |= {pid: everybody[pid][1] for pid in generation}
-    return found
+    everybody, found = processes(), {ancestor}
+    for _ in everybody:
+        found |= {pid for pid, (parent, _) in everybody.items() if parent in found}
+    return {pid: command for pid, (_, command) in everybody.items() if pid in found - {ancestor}}
 
 
 def is_worker(command: str) -> bool:
     """Whether it is a process of a worker."""
     return "celery" in command and " worker" in command
-
-
-def numbers(text: str) -> dict[str, Sequence[int]]:
-    """The numbers at the ends of a table's lines, by the words at their beginnings."""
-    lines = re.findall(r"^([\w-]+) .*?((?: +\d+)+)\s*$", text, re.MULTILINE)
-    return {name: [int(cell) for cell in cells.split()] for name, cells in lines}

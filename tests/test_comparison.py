@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-from benchmarks import markdown, peers
+from benchmarks import peers
 from benchmarks.peers_app import PEERS
 from tests.documented import tables
 
@@ -28,11 +27,3 @@ def test_the_page_says_with_which_versions_and_when() -> None:
     packages = ["celery", "redis-py", *filter(None, dict.fromkeys(peer.package for peer in PEERS))]
     versions = ".*".join(rf"{re.escape(package)} \d[\w.]*" for package in packages)
     assert re.search(rf"^Measured on 20\d\d-\d\d-\d\d with Python .*{versions}\.$", PAGE, re.MULTILINE)
-
-
-def test_only_what_is_between_the_marks_is_written_anew(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{peers.BEGIN}\nold\n{peers.END}\nafter\n")
-    for text in ("new", "newer"):
-        markdown.write(page, peers.BEGIN, peers.END, text)
-    assert page.read_text() == f"before\n{peers.BEGIN}\n\nnewer\n\n{peers.END}\nafter\n"

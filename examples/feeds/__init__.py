@@ -3,7 +3,6 @@
 | file | what it is |
 |---|---|
 | `app.py` | the Celery application: `import_feed`, a class-based task, and the schedule of both |
-| `nightly_report.py` | a plain function, run as cron would on three machines |
 | `journal.py` | the witness: what ran when, written without the lock |
 | `picture.py` | the journal for people: rows over time |
 | `__main__.py` | starts all of it, kills one worker process, and ends |

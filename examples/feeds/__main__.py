@@ -2,28 +2,26 @@
 
 import argparse
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 from rich.live import Live
 
 from examples import running
-from only_one.errors import ConfigurationError
 from only_one.testing import Guarded, redis_server
 
 from .app import FEEDS
 from .journal import Rows, note, read
 from .picture import Picture, has_recovered, problem
 
-ROWS = [*FEEDS, "SingleTask", "nightly-report"]
+ROWS = [*FEEDS, "SingleTask"]
 
 LIMIT = 120.0
 """Seconds to wait for anything."""
@@ -39,15 +37,6 @@ CELERY = [sys.executable, "-m", "celery", "-A", "examples.feeds.app"]
 WORKER = [*CELERY, "worker", "--concurrency=6", "--without-gossip", "--without-mingle", "--without-heartbeat"]
 BEAT = [*CELERY, "beat", "--schedule=schedule"]
 
-# Three machines whose clocks agree; at SIGTERM, it waits for the reports that run.
-CRON = f"""
-trap 'wait; exit' TERM
-while :; do
-    for machine in 1 2 3; do {sys.executable} -m examples.feeds.nightly_report & done
-    sleep 4
-done
-"""
-
 
 def main(duration: float, svg: str | None) -> None:
     """Run the demo.
@@ -59,19 +48,14 @@ def main(duration: float, svg: str | None) -> None:
     Raises:
         OSError: something overlapped, nothing was skipped, or the killed feed was not imported again.
     """
-    picture = Picture("Four feeds and a class-based task every second, a report on three machines", duration)
-    directory = Path(tempfile.mkdtemp(prefix="only_one-demo-"))
-    with ExitStack() as stack:
-        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+    picture = Picture("Four feeds and a class-based task every second", duration)
+    with TemporaryDirectory(prefix="only_one-demo-", ignore_cleanup_errors=True) as directory:
         try:
-            _run(directory, picture, duration)
-            reason = problem(picture.rows)
-        except (OSError, ConfigurationError) as error:
-            reason = str(error)
-        if reason:
-            stack.pop_all()  # the logs are kept
-            msg = f"{reason} (logs: {directory})"
-            raise OSError(msg)
+            _run(Path(directory), picture, duration)
+        except OSError:
+            for log in Path(directory).glob("*.log"):
+                print(log.read_text()[-5000:], file=sys.stderr)
+            raise
     if svg:
         console = Console(record=True, width=58, file=StringIO(), force_terminal=True)
         console.print(picture)
@@ -95,14 +79,15 @@ def _run(directory: Path, picture: Picture, duration: float) -> None:
             log = stack.enter_context((directory / f"{name}.log").open("wb"))
             return stack.enter_context(Guarded(command, grace=1, cwd=directory, stdout=log, stderr=log))
 
-        worker = start("worker", WORKER)
-        clocks = [start("beat", BEAT), start("cron", ["sh", "-c", CRON])]
+        worker, beat = start("worker", WORKER), start("beat", BEAT)
         stack.enter_context(Live(picture, refresh_per_second=4))
-        _direct(worker, clocks, picture, duration)
+        _direct(worker, beat, picture, duration)
+    if reason := problem(picture.rows):
+        raise OSError(reason)
 
 
-def _direct(worker: Guarded, clocks: Sequence[Guarded], picture: Picture, duration: float) -> None:
-    """Lead the worker, beat and cron through their acts: begin, kill, recover, end."""
+def _direct(worker: Guarded, beat: Guarded, picture: Picture, duration: float) -> None:
+    """Lead the worker and beat through their acts: begin, kill, recover, end."""
 
     def wait_for(what: str, condition: Callable[[Rows], bool]) -> None:
         def look() -> bool:
@@ -116,10 +101,8 @@ def _direct(worker: Guarded, clocks: Sequence[Guarded], picture: Picture, durati
     wait_for("an import to kill", lambda rows: time.monotonic() > begin + duration / 5 and _kill_one(rows))
     wait_for("the killed feed to be imported again", has_recovered)
     wait_for("the end", lambda _: time.monotonic() > begin + duration - LAST)
-    for clock in clocks:
-        clock.send_signal(signal.SIGTERM)
-    wait_for("the last ticks", lambda _: all(clock.poll() is not None for clock in clocks))
-    wait_for("the last runs", lambda rows: all(row.is_settled for row in rows.values()))
+    beat.send_signal(signal.SIGTERM)
+    wait_for("the last runs", lambda rows: beat.poll() is not None and all(row.is_settled for row in rows.values()))
 
 
 def _kill_one(rows: Rows) -> bool:

@@ -32,7 +32,7 @@ def note(kind: str, row: str, pid: int | None = None) -> None:
     """Append a line to the journal.
 
     Args:
-        kind: "tick", "start", "end", "fail", "kill" or "skip".
+        kind: "tick", "start", "end", "kill" or "skip".
         row: the task, or the task's feed.
         pid: the process in which it happened, if it is not this one.
     """
@@ -43,17 +43,13 @@ def note(kind: str, row: str, pid: int | None = None) -> None:
 
 @contextmanager
 def witnessed(row: str) -> Iterator[None]:
-    """Note the start and the end of the run inside; a run that is killed notes no end.
+    """Note the start and the end of the run inside; a run that is killed or fails notes no end.
 
     Args:
         row: what runs.
     """
     note("start", row)
-    try:
-        yield
-    except BaseException:
-        note("fail", row)
-        raise
+    yield
     note("end", row)
 
 
@@ -71,7 +67,7 @@ class Run:
         pid: the process in which it ran.
         start: when it began.
         end: when it ended; infinite while it runs.
-        outcome: "running", "finished", "failed" or "killed".
+        outcome: "running", "finished" or "killed".
     """
 
     pid: int
@@ -111,7 +107,7 @@ class Row:
 
 
 Rows = Mapping[str, Row]
-OUTCOMES = {"end": "finished", "fail": "failed", "kill": "killed"}
+OUTCOMES = {"end": "finished", "kill": "killed"}
 
 
 def read(names: Iterable[str]) -> Rows:

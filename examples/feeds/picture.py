@@ -14,7 +14,6 @@ SIGNS = {
     "running": ("━", "green"),
     "skipped": ("╳", "yellow"),  # noqa: RUF001 - a cross over the whole cell
     "finished": ("●", "bold green"),
-    "failed": ("F", "bold red"),
     "killed": ("K", "bold white on red"),
     "overlap": ("!", "bold white on magenta"),
 }
@@ -23,10 +22,7 @@ SIGNS = {
 MARK_EVERY = 5
 """Seconds between two marks of the axis."""
 
-COLUMNS = ("ticks", " runs", "skips", "overlaps")
 LABEL_WIDTH = 14
-NARROW = 72
-"""Characters below which there are no columns: the sums are words then."""
 
 
 class Picture:
@@ -43,25 +39,21 @@ class Picture:
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw it."""
-        columns = COLUMNS if options.max_width >= NARROW else ()
-        room = max(options.max_width - LABEL_WIDTH - sum(2 + len(column) for column in columns) - 2, 10)
+        room = max(options.max_width - LABEL_WIDTH - 2, 10)
         every = max(int(room / (1.15 * self._duration) * MARK_EVERY), 1)
         begin = min((row.ticks[0] for row in self.rows.values() if row.ticks), default=inf)
-        table = Table("", _axis(room, every), *columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        table = Table("", _axis(room, every), box=None, padding=(0, 2, 0, 0), pad_edge=False)
         for name, row in self.rows.items():
-            bar = Text.assemble(*_cells(row, begin, MARK_EVERY / every, room))
-            table.add_row(name, bar, *map("{:>5}".format, _numbers(row)[: len(columns)]))
-        totals = [sum(column) for column in zip(*map(_numbers, self.rows.values()), strict=True)]
-        in_words = ", ".join(f"{number} {column.strip()}" for number, column in zip(totals, COLUMNS, strict=False))
-        cells = map("{:>5}".format, totals) if columns else ()
-        table.add_row("total", "" if columns else in_words, *cells, style="bold")
+            table.add_row(name, Text.assemble(*_cells(row, begin, MARK_EVERY / every, room)))
+        table.add_row("total", _total(self.rows), style="bold")
         legend = [part for state, sign in SIGNS.items() for part in (sign, f" {state}   ")]
         notes = map(Text, _notes(self.rows))
         yield Group(Text(self._title, "bold"), "", table, "", Text.assemble(*legend), "", *notes)
 
 
-def _numbers(row: Row) -> tuple[int, ...]:
-    return len(row.ticks), len(row.runs), len(row.skips), len(row.overlaps)
+def _total(rows: Rows) -> str:
+    names = ("ticks", "runs", "skips", "overlaps")
+    return ", ".join(f"{sum(len(getattr(row, name)) for row in rows.values())} {name}" for name in names)
 
 
 def _axis(room: int, every: int) -> str:
@@ -105,7 +97,6 @@ def problem(rows: Rows) -> str | None:
     """
     checks = {
         "two runs overlapped": any(row.overlaps for row in rows.values()),
-        "a run failed": any(run.outcome == "failed" for row in rows.values() for run in row.runs),
         "nothing was skipped": not any(row.skips for row in rows.values()),
         "not every tick became a run or a skip": not all(row.is_settled for row in rows.values()),
         "no import was killed and made again": not has_recovered(rows),

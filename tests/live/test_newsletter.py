@@ -1,4 +1,4 @@
-"""The newsletter in a real worker, with a real SMTP server: what goes wrong, and what does with a line taken away."""
+"""The newsletter in a real worker, with a real SMTP server: what goes wrong, and what becomes of the mailing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from celery import chord, group
+from celery import group
 from celery.exceptions import ChordError
 
 from examples.newsletter import making, recipients, sending
@@ -23,7 +22,6 @@ from only_one import configure
 from only_one.inspection import holder_of
 from only_one.testing import Guarded
 from rigs.waiting import LIMIT, eventually
-from tests.live import newsletter_app as live
 from tests.live.newsletter_app import STUCK
 from tests.live.workers import World, closed_results, world
 
@@ -33,45 +31,37 @@ PEOPLE = CHUNKS * IN_A_CHUNK
 
 MANY = 20 * SIZE
 
-NO_DATABASE = "unable to open database file"
-
 
 class House:
     """The servers and the worker of all tests here, and the mailing of one of them."""
 
     name = ""
-    numbers = range(0)
 
-    def __init__(self, folder: Path, smtp: Guarded, worker: Guarded, place: World) -> None:
-        self.folder, self.worker, self.place = folder, worker, place
-        self.witness = place.witness
-        self._smtp = smtp
+    def __init__(self, folder: Path, smtp: Guarded, place: World) -> None:
+        self.folder, self.smtp, self.place = folder, smtp, place
 
     def begin(self, name: str, people: int = CHUNKS * SIZE) -> None:
         """Have new people, and a mailing to them of which nothing is made."""
         self.name = re.sub("[^a-z0-9]+", "-", name)
         (self.folder / "recipients.sqlite").unlink(missing_ok=True)
         recipients.have_people(people)
-        self.numbers = range(recipients.chunks())
         os.truncate(self.folder / "accepted", 0)
 
     @property
     def chosen(self) -> Counter[str]:
         """Who is to get it, once each."""
-        return Counter(each.email for number in self.numbers for each in recipients.chunk(number))
+        return Counter(each.email for number in range(recipients.chunks()) for each in recipients.chunk(number))
 
     @property
     def accepted(self) -> Counter[str]:
         """Who has got it, and how often, as the SMTP server says."""
         return Counter((self.folder / "accepted").read_text().split())
 
-    def chunks(self, task: Any) -> list[Any]:
-        """Each chunk, made by a task."""
-        return [task.si(self.name, number) for number in self.numbers]
-
-    def chord(self, task: Any, body: Any = None) -> Any:
-        """A mailing's chord, of this task."""
-        return chord(self.chunks(task))(body or live.collect.s())
+    def make(self) -> int:
+        """Have all chunks made; returns how many messages that are."""
+        self.let_go()
+        chunks = group(make_chunk.si(self.name, number) for number in range(recipients.chunks()))
+        return sum(chunks().get(timeout=LIMIT))
 
     def let_go(self, times: int = 20) -> None:
         """Let so many runs go on that wait for the test, or that come."""
@@ -80,16 +70,16 @@ class House:
     @contextmanager
     def frozen_smtp(self) -> Iterator[None]:
         """Let whoever sends wait for the SMTP server."""
-        self._smtp.send_signal(signal.SIGSTOP)
+        self.smtp.send_signal(signal.SIGSTOP)
         try:
             yield
         finally:
-            self._smtp.send_signal(signal.SIGCONT)
+            self.smtp.send_signal(signal.SIGCONT)
 
     @contextmanager
     def without_database(self) -> Iterator[None]:
         """Have it away, from when all chunks are made but that to which things happen."""
-        self.are_at_it("make", STUCK)
+        self.are_stuck()
         assert eventually(lambda: making.missing(self.name) == [STUCK])
         path = self.folder / "recipients.sqlite"
         path.rename(path.with_suffix(".away"))
@@ -98,11 +88,23 @@ class House:
         finally:
             path.with_suffix(".away").rename(path)
 
-    def are_at_it(self, word: str, *more: object, number: int = 1) -> list[int]:
-        """The processes that have begun to make the chunk or to send, by the tasks of the test; waited for."""
-        head = [word, self.name, *map(str, more)]
-        assert eventually(lambda: len(self.witness.lines(*head)) >= number)
-        return [int(pid) for (pid,) in self.witness.lines(*head)]
+    def are_stuck(self, number: int = 1) -> list[int]:
+        """The processes that have begun to make the chunk to which things happen; waited for."""
+
+        def pids() -> list[int]:
+            return [int(pid) for (pid,) in self.place.witness.lines("make", self.name, str(STUCK))]
+
+        assert eventually(lambda: len(pids()) >= number)
+        return pids()
+
+    @contextmanager
+    def caught_sending(self) -> Iterator[int]:
+        """The process that sends, while it waits for the server, which may accept the message afterwards."""
+        assert eventually(lambda: self.accepted.total() > IN_A_CHUNK)
+        with self.frozen_smtp():
+            holder = holder_of(send, self.name)
+            assert holder is not None
+            yield holder.pid
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +120,8 @@ def shared_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         patch.setattr(recipients, "SIZE", SIZE)
         told = {"NEWSLETTER_CHUNK": str(SIZE), "NEWSLETTER_SMTP": smtp, "NEWSLETTER_RETRIES": "2"}
         told |= {"NEWSLETTER_DIRECTORY": str(folder), "NEWSLETTER_BROKER_URL": place.server.url}
-        with place.worker("-c", "2", module="tests.live.newsletter_app", **told) as worker:
-            yield House(folder, process, worker, place)
+        with place.worker("-c", "2", module="tests.live.newsletter_app", **told):
+            yield House(folder, process, place)
 
 
 @pytest.fixture
@@ -129,11 +131,15 @@ def house(shared_house: House, request: pytest.FixtureRequest) -> Iterator[House
         yield shared_house
 
 
-def failure(result: Any) -> str:
-    """What a chord says that could not be done, and whose body did not run for that."""
-    error = result.get(timeout=LIMIT, propagate=False)
-    assert isinstance(error, ChordError)
-    return str(error)
+@pytest.fixture
+def sending_house(house: House) -> House:
+    """A mailing that is made, and takes a while to be sent."""
+    house.begin(house.name, people=MANY)
+    house.make()
+    return house
+
+
+# Made
 
 
 def test_two_starts_make_one_mailing(house: House) -> None:
@@ -141,6 +147,7 @@ def test_two_starts_make_one_mailing(house: House) -> None:
         with closed_results(app):
             return str(start(house.name).id)
 
+    house.let_go()
     with ThreadPoolExecutor(2) as pool:
         results = [app.AsyncResult(id_) for id_ in pool.map(begin, range(2))]
     given = [result.get(timeout=LIMIT) for result in results]
@@ -149,23 +156,34 @@ def test_two_starts_make_one_mailing(house: House) -> None:
     assert house.accepted == house.chosen
 
 
-def test_a_start_while_another_sends_sends_nothing(house: House) -> None:
-    with house.frozen_smtp():
-        first = start(house.name)
-        assert eventually(lambda: holder_of(send, house.name) is not None)
-        assert start(house.name).get(timeout=LIMIT) is None
-    assert first.get(timeout=LIMIT) == PEOPLE
-    assert start(house.name).get(timeout=LIMIT) == 0
+def test_a_second_start_meets_a_chunk_that_is_being_made(house: House) -> None:
+    results = [start(house.name)]
+    house.are_stuck()
+    results.append(start(house.name))
+    requeued = f"did not run: only_one:{make_chunk.name}:{house.name}:{STUCK} "
+    assert eventually(lambda: requeued in house.place.log())
+    assert len(house.are_stuck()) == 1
+    house.let_go()
+    assert sum(result.get(timeout=LIMIT) or 0 for result in results) == PEOPLE
     assert house.accepted == house.chosen
+
+
+def test_the_process_that_makes_a_chunk_is_killed(house: House) -> None:
+    result = start(house.name)
+    os.kill(house.are_stuck()[0], signal.SIGKILL)
+    house.let_go()
+    assert result.get(timeout=LIMIT) == PEOPLE
 
 
 def test_a_chunk_that_fails_for_good_means_that_nothing_is_sent_and_the_next_start_makes_only_that(
     house: House,
 ) -> None:
-    result = house.chord(live.whole, send.si(house.name))
+    result = start(house.name)
     with house.without_database():
         house.let_go()
-        assert NO_DATABASE in failure(result)
+        error = result.get(timeout=LIMIT, propagate=False)
+    assert isinstance(error, ChordError)
+    assert "unable to open database file" in str(error)
     with pytest.raises(sending.IncompleteError, match=f"1 of 4 chunks of {house.name} are missing, the first is 1"):
         send.delay(house.name).get(timeout=LIMIT)  # by hand
     assert house.accepted == Counter()
@@ -176,115 +194,56 @@ def test_a_chunk_that_fails_for_good_means_that_nothing_is_sent_and_the_next_sta
 
 
 def test_trouble_with_the_database_is_tried_again(house: House) -> None:
-    result = house.chord(live.whole, send.si(house.name))
+    result = start(house.name)
     with house.without_database():
         house.let_go(times=1)
-        house.are_at_it("make", STUCK, number=2)
+        house.are_stuck(number=2)
     house.let_go()
     assert result.get(timeout=LIMIT) == PEOPLE
 
 
-def test_without_autoretry_it_fails_for_good(house: House) -> None:
-    result = house.chord(live.once, send.si(house.name))
-    with house.without_database():
-        house.let_go(times=1)
-        assert NO_DATABASE in failure(result)
-    assert house.accepted == Counter()
+# Sent
 
 
 def test_who_unsubscribes_when_the_message_is_made_does_not_get_it(house: House) -> None:
     everybody = house.chosen
-    assert sum(group(house.chunks(make_chunk))().get(timeout=LIMIT)) == PEOPLE
+    assert house.make() == PEOPLE
     with recipients.database("rw") as connection:
         connection.execute("UPDATE recipients SET unsubscribed = 1 WHERE id = 3")
     assert start(house.name).get(timeout=LIMIT) == PEOPLE - 1
     assert house.accepted == everybody - Counter(["person-3@example.net"])
 
 
-# A line taken away: what make_chunk has above it
-
-
-@pytest.mark.parametrize("task", [live.whole, live.undecorated], ids=lambda task: task.name)
-def test_a_second_start_meets_a_chunk_that_is_being_made(house: House, task: Any) -> None:
-    first = house.chord(task)
-    house.are_at_it("make", STUCK)
-    second = house.chord(task)
-    if task is live.undecorated:
-        assert len({*house.are_at_it("make", STUCK, number=2)}) == 2, "two processes make the same chunk"
-    else:
-        requeued = f"did not run: only_one:whole:{house.name}:{STUCK} "
-        assert eventually(lambda: requeued in house.place.log())
+def test_a_start_while_another_sends_sends_nothing(house: House) -> None:
     house.let_go()
-    made = first.get(timeout=LIMIT)
-    assert making.missing(house.name) == []
-    if task is live.whole:
-        assert sum(made + second.get(timeout=LIMIT)) == PEOPLE, "it has waited, and each chunk was made once"
-
-
-@pytest.mark.parametrize("task", [live.whole, live.early], ids=lambda task: task.name)
-def test_the_process_that_makes_a_chunk_is_killed(house: House, task: Any) -> None:
-    result = house.chord(task)
-    os.kill(house.are_at_it("make", STUCK)[0], signal.SIGKILL)
-    house.let_go()
-    if task is live.early:
-        assert "WorkerLostError" in failure(result)
-        assert making.missing(house.name) == [STUCK]
-    else:
-        assert result.get(timeout=LIMIT)[STUCK] == IN_A_CHUNK
-        assert making.missing(house.name) == []
-
-
-# A line taken away: what send has above it, and in it
-
-
-def test_without_the_decorator_two_bodies_send_twice(house: House) -> None:
-    results = [house.chord(make_chunk, live.send_undecorated.si(house.name)) for _ in range(2)]
-    house.are_at_it("send", number=2)
-    house.let_go()
-    for result in results:  # later they get into each other's way, and one may have to begin again, or fail
-        result.get(timeout=LIMIT, propagate=False)
-    assert [house.accepted[each.email] for each in recipients.chunk(0)] == [2] * IN_A_CHUNK
-
-
-@pytest.fixture
-def sending_house(house: House) -> House:
-    """A mailing that is made, and takes a while to be sent."""
-    house.begin(house.name, people=MANY)
-    group(house.chunks(make_chunk))().get(timeout=LIMIT)
-    return house
-
-
-@contextmanager
-def caught_sending(house: House, task: Any) -> Iterator[int]:
-    """The process that sends, while it waits for the server, which may accept the message afterwards."""
-    assert eventually(lambda: house.accepted.total() > IN_A_CHUNK)
     with house.frozen_smtp():
-        holder = holder_of(task, house.name)
-        assert holder is not None
-        yield holder.pid
+        first = start(house.name)
+        assert eventually(lambda: holder_of(send, house.name) is not None)
+        assert start(house.name).get(timeout=LIMIT) is None
+    assert first.get(timeout=LIMIT) == PEOPLE
+    assert start(house.name).get(timeout=LIMIT) == 0
+    assert house.accepted == house.chosen
 
 
-@pytest.mark.parametrize("task", [send, live.send_unchecked], ids=["checked", "unchecked"])
-def test_a_sender_that_is_paused_for_longer_than_its_lease(sending_house: House, task: Any) -> None:
+def test_a_sender_that_is_paused_for_longer_than_its_lease(sending_house: House) -> None:
     house = sending_house
-    first = task.delay(house.name)
-    with caught_sending(house, task) as paused:
+    first = send.delay(house.name)
+    with house.caught_sending() as paused:
         os.kill(paused, signal.SIGSTOP)
     try:
-        assert eventually(lambda: holder_of(task, house.name) is None)
-        assert 0 < task.delay(house.name).get(timeout=LIMIT) < house.chosen.total()
+        assert eventually(lambda: holder_of(send, house.name) is None)
+        assert 0 < send.delay(house.name).get(timeout=LIMIT) < house.chosen.total()
     finally:
         os.kill(paused, signal.SIGCONT)
     first.get(timeout=LIMIT)
     assert house.accepted.keys() == house.chosen.keys()
-    twice = house.accepted.total() - house.chosen.total()
-    assert twice <= 1 if task is send else twice > 1
+    assert house.accepted.total() - house.chosen.total() <= 1
 
 
 def test_a_sender_that_is_killed_sends_one_mail_twice_at_most(sending_house: House) -> None:
     house = sending_house
     result = send.delay(house.name)
-    with caught_sending(house, send) as sender_pid:
+    with house.caught_sending() as sender_pid:
         os.kill(sender_pid, signal.SIGKILL)
     assert result.get(timeout=LIMIT) < house.chosen.total()  # by its second delivery
     assert house.accepted.keys() == house.chosen.keys()

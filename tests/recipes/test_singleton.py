@@ -54,15 +54,3 @@ def test_the_examples_on_a_real_worker(place: Place) -> None:
             later = example.poll.apply_async(queue="later")
             assert poll.get(timeout=LIMIT) == "polled"
             assert example.poll.delay() == later != poll
-
-
-def test_an_app_s_configuration_holds_for_its_tasks(place: Place) -> None:
-    with sender(example.configured, place.url, only_one_redis=place.url):
-        stock, order = example.count_stock.delay("tea"), example.order_more.delay("tea")
-        with pytest.raises(AlreadyRunning) as caught:
-            example.count_stock.delay("tea")
-        assert caught.value.key == f"mine:{example.count_stock.name}:tea"
-        assert 600_000 < place.client.pttl(caught.value.key) <= 900_000  # only_one_queue_timeout
-        assert example.order_more.delay("tea") == order  # the decorator wins
-        with place.worker("examples.singleton:configured", 3, SINGLETON_URL=place.url):
-            assert [each.get(timeout=LIMIT) for each in (stock, order)] == ["stock of tea", "order of tea"]
