@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import redis
@@ -123,28 +122,13 @@ def two_async_commands(client: Any, async_client: Any) -> Callable[[], Awaitable
     return bare
 
 
-def locks(client: Any, url: str) -> dict[str, Callable[[str, int], Any]]:
+def locks(client: Any) -> dict[str, Callable[[str, int], Any]]:
     """How each peer makes a lock that has `acquire` and `release`, by its name and its seconds."""
-    huey, redis_lock, sherlock = (importlib.import_module(name) for name in ("huey", "redis_lock", "sherlock"))
-    queue = huey.RedisHuey("costs", url=url)
-
-    def task_lock(key: str, _ttl: int) -> Any:
-        """Its lock is a context manager that raises where it is taken; it does not ask who its owner is."""
-        lock = queue.lock_task(key)
-
-        def acquire(*, blocking: bool) -> bool:  # noqa: ARG001
-            with suppress(huey.exceptions.TaskLockedException):
-                lock.__enter__()
-                return True
-            return False
-
-        return SimpleNamespace(acquire=acquire, release=lock.clear)
-
+    redis_lock, sherlock = (importlib.import_module(name) for name in ("redis_lock", "sherlock"))
     return {
         "redis-py's Lock": lambda key, ttl: client.lock(key, timeout=ttl),
         "python-redis-lock": lambda key, ttl: redis_lock.Lock(client, key, expire=ttl),
         "sherlock": lambda key, ttl: sherlock.RedisLock(key, client=client, expire=ttl),
-        "huey (no owner)": task_lock,
     }
 
 
@@ -155,6 +139,17 @@ def recipe(make: Callable[[str, int], Any], key: str) -> Callable[[], None]:
         lock = make(key, SECONDS)
         if lock.acquire(blocking=False):
             lock.release()
+
+    return call
+
+
+def huey_recipe(queue: Any, key: str) -> Callable[[], None]:
+    """The same with a lock of huey, which raises where it is taken, and does not ask who its owner is."""
+    taken = importlib.import_module("huey.exceptions").TaskLockedException
+
+    def call() -> None:
+        with suppress(taken), queue.lock_task(key):
+            pass
 
     return call
 
@@ -186,9 +181,12 @@ def functions(measure: Measure, client: Any, url: str) -> None:
         measure("an async skip", {SET: bare_set, OURS: ours_async})
 
     with redis.Redis.from_url(url) as of_peers:  # the bare commands share their connection with nobody, nor do ours
-        for name, make in locks(of_peers, url).items():
+        for name, make in locks(of_peers).items():
             run[name], skip[name] = recipe(make, f"run-{name}"), recipe(make, f"skip-{name}")
             make(f"skip-{name}", LONG).acquire(blocking=False)
+        huey = importlib.import_module("huey").RedisHuey("costs", url=url)
+        run["huey (no owner)"], skip["huey (no owner)"] = huey_recipe(huey, "run"), huey_recipe(huey, "skip")
+        huey.lock_task("skip").__enter__()
         measure("a run", run)
         measure("an async run", {TWO: two_async_commands(client, bare), OURS: ours_async})
         ours(measure_skips)

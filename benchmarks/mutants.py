@@ -122,8 +122,8 @@ def main() -> None:
     name = f"{given.module}{' (Lua)' * given.lua}"
     with TABLE.open(newline="") as file:
         head, *rows = csv.reader(file)
-    others = [row for row in rows if row[0] != name]
-    (before,) = [row for row in rows if row[0] == name] or [[""]]
+    table = {row[0]: row for row in rows}
+    before = table.get(name, [""])
     tests = given.tests or before[-1].split()
     if not tests:
         parser.error(f"{name} is not in the table: which tests?")
@@ -133,11 +133,12 @@ def main() -> None:
     else:
         number, survivors = python_survivors(given.module, tests, given.jobs)
     killed = number - len(survivors)
-    now = [name, str(killed), str(len(survivors)), f"{100 * killed / max(number, 1):.1f}", " ".join(tests)]
-    print(*survivors, head, before, now, sep="\n")
+    percent = 100 * killed / max(number, 1)
+    table[name] = [name, f"{killed}", f"{len(survivors)}", f"{percent:.1f}", " ".join(tests)]
+    print(*survivors, head, before, table[name], sep="\n")
     if given.write:
         with TABLE.open("w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([head, *sorted([*others, now])])
+            csv.writer(file, lineterminator="\n").writerows([head, *sorted(table.values())])
 
 
 if __name__ == "__main__":

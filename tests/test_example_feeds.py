@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import signal
-from html import unescape
 from pathlib import Path
 
 import pytest
 
 from examples.feeds.journal import read
 from examples.feeds.picture import problem
-from tests.programs import ROOT, program
+from tests.programs import program
 
 DEMO = "examples.feeds"
 GOOD = [
@@ -83,11 +82,3 @@ def test_the_verdict_of_a_journal_and_the_overlaps_in_it(
     row = read(["feed"])["feed"]
     assert len(row.overlaps) == overlaps
     assert problem({"feed": row}) == reason
-
-
-def test_the_picture_of_the_documentation_is_of_a_demo_that_went_well() -> None:
-    svg = (ROOT / "docs" / "timeline.svg").read_text()
-    words = unescape(" ".join(re.findall("<text[^>]*>([^<]*)</text>", svg))).replace("\xa0", " ")
-    ticks, runs, skips, overlaps = total(words)
-    assert (ticks, overlaps) == (runs + skips, 0)
-    assert re.search(r"The next run of \w+ began \d+\.\d s later", words)

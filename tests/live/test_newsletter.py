@@ -7,7 +7,6 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from only_one.inspection import holder_of
 from only_one.testing import Guarded
 from rigs.waiting import LIMIT, eventually
 from tests.live.newsletter_app import STUCK
-from tests.live.workers import World, closed_results, world
+from tests.live.workers import World, world
 
 SIZE, CHUNKS, IN_A_CHUNK = 40, 4, 36
 PEOPLE = CHUNKS * IN_A_CHUNK
@@ -140,20 +139,6 @@ def sending_house(house: House) -> House:
 
 
 # Made
-
-
-def test_two_starts_make_one_mailing(house: House) -> None:
-    def begin(_: int) -> str:
-        with closed_results(app):
-            return str(start(house.name).id)
-
-    house.let_go()
-    with ThreadPoolExecutor(2) as pool:
-        results = [app.AsyncResult(id_) for id_ in pool.map(begin, range(2))]
-    given = [result.get(timeout=LIMIT) for result in results]
-    assert eventually(lambda: holder_of(send, house.name) is None)
-    assert sum(each or 0 for each in given) == PEOPLE  # whoever sends sends all, and the other none
-    assert house.accepted == house.chosen
 
 
 def test_a_second_start_meets_a_chunk_that_is_being_made(house: House) -> None:
