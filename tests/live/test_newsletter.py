@@ -21,7 +21,6 @@ from only_one import configure
 from only_one.inspection import holder_of
 from only_one.testing import Guarded
 from rigs.waiting import LIMIT, eventually
-from tests.live.newsletter_app import STUCK
 from tests.live.workers import World, world
 
 SIZE, CHUNKS, IN_A_CHUNK = 40, 4, 36
@@ -29,6 +28,8 @@ PEOPLE = CHUNKS * IN_A_CHUNK
 """Those who have not unsubscribed."""
 
 MANY = 20 * SIZE
+STUCK = 1
+"""The chunk to which things happen."""
 
 
 class House:
@@ -119,6 +120,7 @@ def shared_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         patch.setattr(recipients, "SIZE", SIZE)
         told = {"NEWSLETTER_CHUNK": str(SIZE), "NEWSLETTER_SMTP": smtp, "NEWSLETTER_RETRIES": "2"}
         told |= {"NEWSLETTER_DIRECTORY": str(folder), "NEWSLETTER_BROKER_URL": place.server.url}
+        told |= {"STUCK_CHUNK": str(STUCK)}
         with place.worker("-c", "2", module="tests.live.newsletter_app", **told):
             yield House(folder, process, place)
 
