@@ -14,7 +14,7 @@ WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,canvas ends redelivery requeu
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-picture newsletter docs dev test test-rabbitmq lint types interrupts suite site browser-check words \
-	release-check queues coverage soak soak-hour mutants matrix simulate benchmark benchmark-async benchmark-peers clean
+	release-check queues coverage soak soak-hour mutants matrix simulate simulate-mutants benchmark benchmark-async benchmark-peers clean
 
 help: ## list these commands
 	@awk 'BEGIN { FS = ":.*## " } /^##@/ { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-24s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,6 +98,9 @@ matrix: .venv/dev.stamp ## each kind of task in each pool, with each combination
 
 simulate: .venv/dev.stamp ## search interleavings: 10,000 fresh histories of both worlds; --messages for Celery's, --seed N for one again
 	$(BIN)/python -m tests.simulation --both $(ARGS)
+
+simulate-mutants: .venv/dev.stamp ## after how many histories each of 40 small changes of the code is seen; hours
+	$(BIN)/python -m benchmarks.simulated_mutants $(ARGS)
 
 ##@ Measurements (with nothing else running; options in ARGS="...", such as ARGS=--help)
 

@@ -5,7 +5,7 @@
 Measures everything twice, with redis-py's parser in C (hiredis) and without.
 Each figure is a median of ratios within one run, so a busy machine blurs it, and a slow one does not change it.
 With --at-a-time the calls of a block are async, share 10 connections, and run at a time: ``make benchmark-async``.
-With --write, the table of the documentation is replaced.
+With --write, the table and the chart of the documentation are replaced.
 """
 
 from __future__ import annotations
@@ -23,6 +23,13 @@ from pathlib import Path
 from benchmarks import markdown
 
 PAGE = Path(__file__).parents[1] / "docs" / "costs.md"
+CHART = PAGE.with_suffix(".svg")
+STYLE = """
+text{font:11px sans-serif;fill:#222;text-anchor:end}.group{font-weight:bold;text-anchor:start}.page{fill:#fff}
+.ours{fill:#2a7f62}.theirs{fill:#a4abb5}line{stroke:#222;stroke-dasharray:3 3}
+@media(prefers-color-scheme:dark){
+text{fill:#ddd}.page{fill:#131416}.ours{fill:#4db58f}.theirs{fill:#6b7280}line{stroke:#ddd}
+}"""
 BEGIN, END = "<!-- begin: make benchmark -->", "<!-- end -->"
 WITH, WITHOUT = "with hiredis", "without hiredis"
 
@@ -38,13 +45,33 @@ def measure(parser: str, options: argparse.Namespace) -> dict[tuple[str, str], f
     return measured.measure_groups(rounds, only_many=options.at_a_time)
 
 
+def chart(found: dict[tuple[str, str], float]) -> str:
+    """The figures as bars; a phone shows it in its own size, and dark mode has other colours."""
+    bars, y, drawn = [], 24, ""
+    for (group, name), ratio in found.items():
+        if group != drawn:
+            y += 10
+            bars.append(f'<text x="4" y="{y + 12}" class="group">{group}</text>')
+            y, drawn = y + 20, group
+        kind = "ours" if name.startswith("only_one") else "theirs"
+        bars.append(f'<text x="196" y="{y + 11}">{name}</text><text x="228" y="{y + 11}">{ratio:.2f}</text>')
+        bars.append(f'<rect x="234" y="{y}" width="{min(ratio, 3.1) * 40:.0f}" height="13" class="{kind}"/>')
+        y += 18
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="468" height="{y * 1.3:.0f}" viewBox="0 0 360 {y}">'
+        f"<title>What a call costs, over the bare commands</title><style>{STYLE}</style>"
+        f'<rect width="360" height="{y}" class="page"/><text x="336" y="13">1.00: bare commands</text>'
+        f'{"".join(bars)}<line x1="274" x2="274" y1="18" y2="{y}"/></svg>\n'
+    )
+
+
 def main() -> None:
     """Measure, print and perhaps write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200, help="blocks of calls of each kind (200)")
     parser.add_argument("--calls", type=int, default=20, help="calls in a block (20)")
     parser.add_argument("--at-a-time", action="store_true", help="async calls, all of a block at a time")
-    parser.add_argument("--write", action="store_true", help="replace the table in docs/")
+    parser.add_argument("--write", action="store_true", help="replace the table and the chart in docs/")
     options = parser.parse_args()
     found = []
     for name in (WITH, WITHOUT):
@@ -58,6 +85,7 @@ def main() -> None:
     print(text)
     if options.write:
         markdown.write(PAGE, BEGIN, END, text)
+        CHART.write_text(chart(found[1]))
 
 
 if __name__ == "__main__":
