@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from only_one import current_lock, only_one
 from only_one.testing import Guarded
@@ -62,26 +62,17 @@ class Program(AbstractContextManager["Program"]):
         python = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", source, *arguments]
         self.process = Guarded([*inside, *python], stdout=subprocess.PIPE, text=True)
         self.pid = self.process.pid
-
-    @property
-    def _lines(self) -> IO[str]:
-        stdout: IO[str] | None = self.process.stdout
-        assert stdout is not None
-        return stdout
+        self._lines: Any = self.process.stdout
 
     def line(self) -> str:
         """What it says next, or nothing if it has ended, by itself or by a signal, and not by an error."""
-        line = self._lines.readline().strip()
+        line: str = self._lines.readline().strip()
         assert line or self.process.wait(LIMIT) != 1, "the program has failed"
         return line
 
     def says(self) -> Any:
         """The next of its reports."""
         return json.loads(self.line())
-
-    def rest(self) -> list[Any]:
-        """All that it reports until it ends."""
-        return [json.loads(line) for line in self._lines]
 
     def kill(self) -> None:
         """End it by `kill -9`; it is gone, and no zombie, on return."""

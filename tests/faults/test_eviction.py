@@ -10,21 +10,20 @@ from typing import Any
 
 import pytest
 import redis as redis_py
+from redis.sentinel import Sentinel
 
 from only_one import only_one
 from only_one.connections import server as eviction
 from rigs.proxy import Proxy
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
-from tests.clients import clients
 from tests.faults.programs import Running, RunningAsync
 from tests.renewal import is_renewed, renew_now
 
 
 @pytest.fixture
-def evicting(own_server: RedisServer, prefix: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def evicting(own_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A client of a server that may evict keys, and of which nobody has asked before: its port may be another's."""
-    assert prefix
     monkeypatch.setattr(eviction, "_asked", set())
     monkeypatch.setattr(eviction, "_from_urls", {})
     with redis_py.Redis.from_url(own_server.url) as client:
@@ -46,8 +45,7 @@ def test_a_server_that_may_evict_keys_is_warned_of_once(
     """And no run waits for it."""
 
     def warnings() -> list[str]:
-        logged = [text for name, level, text in caplog.record_tuples if (name, level) == ("only_one", logging.WARNING)]
-        return [text for text in logged if "maxmemory" in text]
+        return [text for _, level, text in caplog.record_tuples if level == logging.WARNING and "maxmemory" in text]
 
     def run(source: Any) -> Any:
         return only_one(lambda: "done", key="short", timeout=60, redis=source)()
@@ -89,19 +87,16 @@ def test_what_is_warned_of(evicting: Any, memory: str, policy: str, warns: Any) 
     assert bool(eviction.eviction_warning(evicting)) == warns
 
 
-def test_what_sentinels_watch_is_warned_of_by_its_name_and_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_sentinels_watch_is_known_by_its_name_and_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two deployments may have one service name: each is asked, once."""
     monkeypatch.setattr(eviction, "_asked", set())
-    with clients("Sentinel") as those, clients("Sentinel") as others:
-        for each in (those, others):
-            each.witness.config_set("maxmemory", "100mb")
-            each.witness.config_set("maxmemory-policy", "allkeys-lru")
-            with each.connected() as client:
-                (sentinel,) = client.connection_pool.sentinel_manager.sentinels
-                port = sentinel.connection_pool.connection_kwargs["port"]
-                text = str(eviction.eviction_warning(client))
-                assert text.startswith(f"watched of Sentinel 127.0.0.1:{port} evicts keys")
-                assert eviction.eviction_warning(client) is None
+    told = {"maxmemory": 1, "maxmemory_policy": "allkeys-lru"}
+    monkeypatch.setattr(redis_py.Redis, "info", lambda *_: told)
+    for port in (1, 2):
+        client: Any = Sentinel([("127.0.0.1", port)]).master_for("watched")  # type: ignore[no-untyped-call]
+        warnings = [eviction.eviction_warning(client) for _ in range(2)]
+        assert str(warnings[0]).startswith(f"watched of Sentinel 127.0.0.1:{port} evicts keys")
+        assert warnings[1] is None
 
 
 def test_a_user_who_may_not_ask(evicting: Any, own_server: RedisServer) -> None:

@@ -20,35 +20,22 @@ from tests.faults.programs import Program
 pytestmark = pytest.mark.interrupts
 
 IN_A_CHILD: dict[str, str] = {
-    "while another thread looks a server up or configures": """
-from concurrent.futures import ThreadPoolExecutor
-from only_one import configure, settings
-from only_one.connections import server as servers
-
-ThreadPoolExecutor(1).submit(settings._lock.acquire).result()
-
-def is_well():
-    servers.find_server(sys.argv[1])
-    configure(timeout=1)
-    return True
-""",
-    **{
-        f"while another thread acquires a connection from {kind}": f"""
+    "while another thread looks a server up, configures, or acquires a connection": """
 from concurrent.futures import ThreadPoolExecutor
 import redis
+from only_one import configure, settings
 from only_one.connections.server import find_server
 
-client = find_server({source}).client
-ThreadPoolExecutor(1).submit(client.connection_pool._lock.acquire).result()
+small = redis.Redis.from_url(sys.argv[1], max_connections=3)
+clients = [find_server(source).client for source in (sys.argv[1], small)]
+for lock in (settings._lock, *(client.connection_pool._lock for client in clients)):
+    ThreadPoolExecutor(1).submit(lock.acquire).result()
 
 def is_well():
-    return client.execute_command("PING")
-"""
-        for kind, source in {
-            "our pool": "sys.argv[1]",
-            "a small pool": "redis.Redis.from_url(sys.argv[1], max_connections=3)",
-        }.items()
-    },
+    find_server(sys.argv[1] + "?db=1")
+    configure(timeout=1)
+    return all(client.execute_command("PING") for client in clients)
+""",
     # Else each would read the other's replies.
     "connections of its own in the event loop of its parent": """
 import asyncio
@@ -68,6 +55,22 @@ parents = this_process().mark
 
 def is_well():
     return this_process().mark != parents
+""",
+    "connections of its own when it looks at keys, though C code has forked it, of which Python knows nothing": """
+import ctypes
+from only_one.connections.server import find_server
+from only_one.inspection import release_key
+
+os.fork = ctypes.PyDLL(None).fork
+
+def ports():
+    release_key("k", "the value of nobody", redis=sys.argv[1])
+    return {each.connection._sock.getsockname() for each in find_server(sys.argv[1]).client.kept}
+
+parents = ports()
+
+def is_well():
+    return ports().isdisjoint(parents)
 """,
 }
 FORK = """
@@ -124,11 +127,13 @@ def test_where_nothing_forks_and_there_is_one_clock_less() -> None:
 
 # Parent and child do what they are told by lists of their own, until they are told to end.
 FORKS = """
-import json, os, sys, threading
+import ctypes, json, os, sys, threading
 import only_one, redis
 from tests.decorated import decorated, decorated_async
 from tests.renewal import is_awaited, renew_now
 url, direct, prefix, way = sys.argv[1:]
+if way == "by C code":
+    os.fork = ctypes.PyDLL(None).fork
 only_one.configure(redis=url, prefix=prefix)
 mine = os.getpid()
 locks, imported = [], []
@@ -168,9 +173,12 @@ say("returned", decorate(parent, "parent", lease=600)(), os.getpid() == mine, im
 """
 
 
-@pytest.mark.parametrize("way", ["sync", "async"])
+@pytest.mark.parametrize("way", ["sync", "async", "by C code"])
 def test_a_fork_in_the_middle(redis: Any, redis_url: str, prefix: str, way: str) -> None:
-    """Of a renewal: the child does its own work with its own key, and neither renews nor releases the parent's."""
+    """Of a renewal: the child does its own work with its own key, and neither renews nor releases the parent's.
+
+    Two children exclude each other. C code forks so that Python's hooks do not see it, as uWSGI does.
+    """
 
     def tell(who: str, order: str) -> None:
         redis.rpush(f"{prefix}to {who}", order)
@@ -195,6 +203,8 @@ def test_a_fork_in_the_middle(redis: Any, redis_url: str, prefix: str, way: str)
         assert program.says()[0] == "child"
         held.left = 0
         held.let_go()
+        tell("parent", "fork")
+        assert program.says() == ["returned", None, False, []]
         # Both are renewed, each by its own process.
         assert is_renewed("parent")
         assert is_renewed("child")
@@ -213,75 +223,13 @@ def test_a_fork_in_the_middle(redis: Any, redis_url: str, prefix: str, way: str)
         assert not redis.exists(f"{prefix}parent")
 
 
-# The second child calls while the first holds the key, which is the parent's own function.
-FORKED_BY_C = """
-import ctypes, os, sys, threading
-import only_one
-from only_one.connections.server import find_server
-from only_one.inspection import release_key
-from only_one.lock.renewal import _renewer
-from tests.renewal import is_awaited
-only_one.configure(redis=sys.argv[1], prefix=sys.argv[2])
-(begun, tell_begun), (may_end, tell_end) = os.pipe(), os.pipe()
-
-@only_one.only_one("k", lease=600)
-def call(do):
-    return do() or True
-
-def hold():
-    is_renewed = is_awaited(only_one.current_lock())
-    os.write(tell_begun, b".")
-    os.read(may_end, 1)
-    return is_renewed
-
-def ports():
-    kept = find_server(sys.argv[1]).client.kept
-    return {each.connection._sock.getsockname() for each in kept}
-
-def looks_at_keys_by_itself():
-    parents = ports()
-    release_key(sys.argv[2], "the value of nobody")
-    return ports().isdisjoint(parents)
-
-def forked(do):
-    pid = ctypes.PyDLL(None).fork()
-    if not pid:
-        os._exit({True: 7, None: 8}.get(do(), 9))
-    return pid
-
-def exit_code(pid):
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-def end_the_thread():
-    # Python itself hangs in a child that C code forks while a thread waits for the GIL.
-    thread, = set(threading.enumerate()) - {threading.main_thread()}
-    _renewer.end()
-    thread.join()
-    _renewer.vacancy.clear()  # as while the thread runs
-
-call(bool)  # from now on there are connections, tokens and a thread
-end_the_thread()
-first = forked(lambda: call(hold))
-os.read(begun, 1)
-second = exit_code(forked(lambda: call(bool)))
-os.write(tell_end, b".")
-print(exit_code(first), second, exit_code(forked(looks_at_keys_by_itself)), flush=True)
-"""
-
-
-def test_children_that_c_code_has_forked_exclude_each_other_and_renew(redis_url: str, prefix: str) -> None:
-    """Python's hooks see no such fork: uWSGI forks so."""
-    with Program(FORKED_BY_C, redis_url, prefix) as program:
-        assert program.line() == "7 8 7"
-
-
 LEAVES_A_RELEASE = """
 import multiprocessing, sys
 from only_one.clock import now
 from only_one.connections.server import find_server
 from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import release_later
-url, key, *is_in_a_child = sys.argv[1:]
+url, key, process = sys.argv[1:]
 
 def leave_a_release():
     server = find_server(url)
@@ -289,28 +237,19 @@ def leave_a_release():
     server.client.set(key, key)
     release_later(PendingRelease(server, key, key.encode(), now() + 600, no_write_in_flight=True))
 
-if is_in_a_child:
-    process = multiprocessing.get_context("fork").Process(target=leave_a_release)
-    process.start()
-    process.join()
-    print(process.exitcode, flush=True)
-else:
-    leave_a_release()
+if process == "a child of multiprocessing":  # which ends past `atexit`
+    child = multiprocessing.get_context("fork").Process(target=leave_a_release)
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+leave_a_release()
 """
 
 
-def test_a_release_that_has_failed_is_finished_at_the_end_of_a_child_of_multiprocessing(
-    redis: Any, redis_url: str, prefix: str
+@pytest.mark.parametrize("process", ["a program", "a child of multiprocessing"])
+def test_a_release_that_has_failed_is_finished_at_the_end_of(
+    redis: Any, redis_url: str, prefix: str, process: str
 ) -> None:
-    """It ends past `atexit`."""
-    with Program(LEAVES_A_RELEASE, redis_url, f"{prefix}k", "in a child") as program:
-        assert program.line() == "0"
-    assert not redis.exists(f"{prefix}k")
-
-
-def test_a_release_that_has_failed_is_finished_at_the_end_of_any_other_process(
-    redis: Any, redis_url: str, prefix: str
-) -> None:
-    with Program(LEAVES_A_RELEASE, redis_url, f"{prefix}k") as program:
+    with Program(LEAVES_A_RELEASE, redis_url, f"{prefix}k", process) as program:
         assert program.line() == ""
     assert not redis.exists(f"{prefix}k")

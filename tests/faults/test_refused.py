@@ -39,17 +39,9 @@ def trouble(client: Any, name: str) -> Iterator[None]:
 
 
 @pytest.fixture
-def server(own_server: RedisServer, prefix: str) -> Iterator[RedisServer]:
-    """One for all tests: each mends what it has broken."""
-    assert prefix
-    with configure(redis=own_server.url):
-        yield own_server
-
-
-@pytest.fixture
-def client(server: RedisServer) -> Iterator[Any]:
-    """A client that may do everything."""
-    with redis_py.Redis.from_url(server.url) as own:
+def client(own_server: RedisServer) -> Iterator[Any]:
+    """A client that may do everything, at the server where the tests acquire their keys: each mends what it breaks."""
+    with redis_py.Redis.from_url(own_server.url) as own, configure(redis=own_server.url):
         yield own
 
 
@@ -74,21 +66,21 @@ def is_held() -> bool:
     ],
 )
 def test_a_server_that_refuses_is_named_and_when_down_decides(
-    server: RedisServer, client: Any, prefix: str, decorate: Decorate, name: str, credentials: str, named: str
+    own_server: RedisServer, client: Any, prefix: str, decorate: Decorate, name: str, credentials: str, named: str
 ) -> None:
-    url = server.url.replace("redis://", f"redis://{credentials}")
+    url = own_server.url.replace("redis://", f"redis://{credentials}")
     with trouble(client, name):
         for options in ({}, {"when_down": fail}):
             with pytest.raises(LockUnavailable, match=named) as caught:
                 decorate(is_held, redis=url, **options)()
             assert caught.value.key == f"{prefix}k"
             assert type(caught.value.__cause__).__name__ == named
-            assert f"of localhost:{server.port}: " in str(caught.value).replace("127.0.0.1", "localhost")
+            assert f"of localhost:{own_server.port}: " in str(caught.value).replace("127.0.0.1", "localhost")
             assert "secret" not in str(caught.value)
         assert decorate(is_held, redis=url, when_down=skip)() is None
         assert decorate(is_held, redis=url, when_down=carry_on)() is False  # it runs, and knows that it holds nothing
         assert decorate(is_held, redis=url, when_down=lambda error: type(error.__cause__).__name__)() == named
-    assert decorate(is_held, redis=server.url)() is True
+    assert decorate(is_held, redis=own_server.url)() is True
     assert not client.exists(f"{prefix}k")
 
 
@@ -105,19 +97,19 @@ def test_a_server_that_refuses_is_named_and_when_down_decides(
     ids=["answers without TLS", "waits for no TLS", "wrong password", "no password", "no such database"],
 )
 def test_a_wrong_url_is_told_with_what_to_write(
-    server: RedisServer, client: Any, decorate: Decorate, name: str, before: str, after: str, words: str
+    own_server: RedisServer, client: Any, decorate: Decorate, name: str, before: str, after: str, words: str
 ) -> None:
-    url = server.url.replace(before, after)
+    url = own_server.url.replace(before, after)
     patient = url if "rediss" in url else f"{url}?socket_timeout={LIMIT}&socket_connect_timeout={LIMIT}"
     with trouble(client, name), pytest.raises(LockUnavailable, match=words):
         decorate(is_held, redis=patient)()
 
 
 def test_a_user_who_may_acquire_and_not_release_gets_the_result_all_the_same(
-    server: RedisServer, client: Any, prefix: str, caplog: pytest.LogCaptureFixture
+    own_server: RedisServer, client: Any, prefix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And a warning names the right: nothing else would tell why the key stays until its time is over."""
-    url = url_of_user(server, client, "+set", "+get", "+hello")
+    url = url_of_user(own_server, client, "+set", "+get", "+hello")
     assert decorated(is_held, redis=url, timeout=600)() is True
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warning.startswith(f"{prefix}k could not be released")
@@ -125,21 +117,21 @@ def test_a_user_who_may_acquire_and_not_release_gets_the_result_all_the_same(
     assert decorated_async(is_held, redis=url, timeout=600, takeover=False)() is None  # the key could not be released
     with pytest.raises(LockUnavailable, match=r"(?i)eval"):  # nor be taken over from ourselves
         decorated_async(is_held, redis=url, timeout=600)()
-    url_of_user(server, client, "+@all")
+    url_of_user(own_server, client, "+@all")
     assert eventually(lambda: not client.exists(f"{prefix}k"))
     assert decorated_async(is_held, redis=url, timeout=600)() is True
 
 
 @pytest.mark.parametrize(("missing", "rights"), [("eval", []), ("pexpire", ["+eval"])])
 def test_a_user_who_may_take_and_not_renew_is_told_which_right_is_missing(
-    server: RedisServer, client: Any, caplog: pytest.LogCaptureFixture, missing: str, rights: list[str]
+    own_server: RedisServer, client: Any, caplog: pytest.LogCaptureFixture, missing: str, rights: list[str]
 ) -> None:
     """By a warning at the first renewal, and once."""
 
     def warned() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
-    url = url_of_user(server, client, "+set", "+get", "+del", *rights)
+    url = url_of_user(own_server, client, "+set", "+get", "+del", *rights)
     with Running(lease=60, redis=url) as run:
         caplog.clear()
         assert fails_to_renew(run.lock)
@@ -151,7 +143,7 @@ def test_a_user_who_may_take_and_not_renew_is_told_which_right_is_missing(
         # Redis 7.0 does not say which command of a script is refused.
         assert ("executing the script" if is_terse else f"'{missing}' command") in warning
         assert run.lock.is_held
-        url_of_user(server, client, "+@all")
+        url_of_user(own_server, client, "+@all")
         assert is_renewed(run.lock)
 
 

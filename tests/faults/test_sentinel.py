@@ -74,9 +74,8 @@ class Watched:
 
 
 @pytest.fixture
-def watched(prefix: str) -> Iterator[Watched]:
+def watched() -> Iterator[Watched]:
     """What a test decorates has its keys there."""
-    assert prefix
     with clients("Sentinel") as those:
         # A replica that can be written to can be made to miss what its master has not passed on.
         follows = ("--replicaof", f"127.0.0.1 {those.server.port}", "--replica-read-only", "no")
