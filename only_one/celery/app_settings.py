@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable
 from logging import WARNING
 from typing import Any
-from urllib.parse import quote, urlsplit, urlunsplit
 
 from celery import Celery, _state
 from kombu.utils.imports import symbol_by_name
@@ -85,40 +84,27 @@ def server_of(app: Celery) -> Source | None:
         ConfigurationError: if that cannot be known.
     """
     url = _redis_url(app.conf.result_backend)
-    needs_client = app.conf.redis_backend_use_ssl or app.conf.get("redis_backend_credential_provider")
-    if url and not needs_client:
-        return _completed(url, *(app.conf.get(f"redis_{name}") for name in ("host", "port", "username", "password")))
+    names = ("backend_use_ssl", "backend_credential_provider", "host", "port", "username", "password")
+    if url and not any(app.conf.get(f"redis_{name}") for name in names):
+        return url
     client = getattr(app.backend, "client", None)
     if hasattr(client, "register_script"):
         return client
     brokers = app.conf.broker_read_url  # `broker_url`, if not configured
     broker: Any = next(iter(brokers.split(";") if isinstance(brokers, str) else brokers or ()), None)
     url = _redis_url(broker)
-    if url and not app.conf.broker_use_ssl:
-        names = ("host", "port", "user", "password", "vhost")
-        return _completed(url, *(app.conf.get(f"broker_{name}") for name in names))
+    names = ("use_ssl", "host", "port", "user", "password", "vhost")
+    if url and not any(app.conf.get(f"broker_{name}") for name in names):
+        return url
     if url or str(broker).startswith("sentinel://"):
         # Not localhost: on each machine that would be another server.
         msg = (
-            f"the broker of the app {app.main!r} is a Redis whose URL does not say all, because of sentinels or "
-            "broker_use_ssl: write only_one_redis=... in its configuration, a URL, a client or a callable"
+            f"the broker of the app {app.main!r} is a Redis whose URL does not say all, because of sentinels, "
+            "broker_use_ssl, or broker_host and the like: "
+            "write only_one_redis=... in its configuration, a URL, a client or a callable"
         )
         raise ConfigurationError(msg)
     return None
-
-
-def _completed(url: str, host: Any, port: Any, user: Any, password: Any, database: Any = None) -> str:
-    """A server's URL with what settings of Celery's say of the address, where the URL leaves that out."""
-    parts = urlsplit(url)
-    if parts.scheme == "unix" or not any((host, port, user, password, database)):
-        return url
-    user, password = (given and quote(str(given), safe="") for given in (user, password))
-    user, password = parts.username or user or "", parts.password or password or ""
-    at_host = parts.hostname or host or "localhost"
-    address = f"[{at_host}]" if ":" in at_host else at_host
-    who = f"{user}:{password}@" if user or password else ""
-    path = parts.path.strip("/") or str(database or "").strip("/")
-    return urlunsplit((parts.scheme, f"{who}{address}:{parts.port or port or 6379}", path, parts.query, ""))
 
 
 def _redis_url(url: Any) -> str | None:
