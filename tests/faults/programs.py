@@ -19,26 +19,20 @@ from rigs.waiting import LIMIT, eventually
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# The process reports each thing that happens as a line of JSON, and goes on until it is ended.
 HOLDER = """
-import json, sys, time
+import json, signal, sys
 import only_one
 
-url, prefix, key, seconds, options = json.loads(sys.argv[1])
+url, prefix, key, options = json.loads(sys.argv[1])
 only_one.configure(redis=url, prefix=prefix)
-
-def say(*what):
-    print(json.dumps(what), flush=True)
 
 @only_one.only_one(key, **options)
 def hold():
-    say("begun", only_one.current_lock().token.decode())
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        time.sleep(0.005)
-    return "done"
+    print(json.dumps(only_one.current_lock().token.decode()), flush=True)
+    while True:
+        signal.pause()
 
-say("returned", hold())
+hold()
 """
 
 
@@ -109,7 +103,6 @@ class Holder(Program):
         *,
         key: str = "k",
         inside: Sequence[str] = (),
-        seconds: float = LIMIT,
         **options: Any,
     ) -> None:
         """Start it; it holds the key on return.
@@ -119,17 +112,14 @@ class Holder(Program):
             prefix: what the key begins with.
             key: the key.
             inside: a command that starts it, such as `unshare`.
-            seconds: how long the run lasts at the most.
             options: other options of the decorator.
         """
-        super().__init__(HOLDER, json.dumps([url, prefix, key, seconds, options]), inside=inside)
+        super().__init__(HOLDER, json.dumps([url, prefix, key, options]), inside=inside)
         try:
-            begun, token = self.says()
-            assert begun == "begun"
+            self.token: bytes = self.says().encode()
         except BaseException:
             self.process.close()
             raise
-        self.token: bytes = token.encode()
 
 
 def _state(pid: int) -> str | None:

@@ -49,7 +49,6 @@ class Node:
         self.server = server
         self.client: Any = redis_py.Redis.from_url(server.url, socket_timeout=LIMIT, socket_connect_timeout=LIMIT)
         self.id: bytes = self.call("CLUSTER MYID")
-        self.address = ("127.0.0.1", server.port)
 
     def call(self, *command: Any) -> Any:
         """What it answers, for slots that it is about to get, too."""
@@ -101,18 +100,6 @@ class Cluster:
         names = (f"k{number}" for number in itertools.count())
         return next(name for name in names if self.client.get_node_from_key(f"{prefix}{name}").port == node.server.port)
 
-    def begin_to_move(self, slot: int, source: Node, target: Node, *keys: str) -> None:
-        """Move keys of a slot; whoever asks for them is sent on by ASK until `finish_moving`."""
-        target.client.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", source.id)
-        source.client.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", target.id)
-        for key in keys:
-            source.client.execute_command("MIGRATE", "127.0.0.1", target.server.port, key, 0, 2000)
-
-    def finish_moving(self, slot: int, source: Node, target: Node) -> None:
-        """The slot is the target's now; whoever asks the source is sent on by MOVED."""
-        for node in (target, source, *self.nodes):
-            node.client.execute_command("CLUSTER SETSLOT", slot, "NODE", target.id)
-
     def replica_of(self, master: Node) -> Node:
         """A new node that follows a master, and is known to all."""
         replica = Node(self._stack.enter_context(redis_server(*OPTIONS)))
@@ -157,24 +144,6 @@ def is_renewed(ask: Callable[..., Any], lock: Any) -> bool:
     assert ask("PEXPIRE", lock.key, 30_000) == 1
     renew_now(lock)
     return eventually(lambda: ask("PTTL", lock.key) > 30_000)
-
-
-def test_what_a_run_does_in_a_cluster(cluster: Cluster, names: list[str], prefix: str, kind: type[Running]) -> None:
-    node, name = cluster.nodes[1], names[1]
-    key = f"{prefix}{name}"
-    with Holder(node.server.url, prefix, key=name, timeout=600) as holder:
-        holder.kill()
-    assert node.client.get(key) == holder.token
-    with kind(name, lease=60, timeout=600, at_least=600) as run:
-        assert node.client.get(key) == run.lock.token
-        assert only_one(lambda: "other", key=name)() is None
-        assert is_renewed(node.call, run.lock)
-        run.lock.extend(600)
-        first = run.lock.fence
-        assert run.lock.fence == first == int(node.client.get(f"{{{key}}}:fence"))
-    assert b'"kept"' in node.client.get(key)
-    assert 60_000 < node.client.pttl(key) <= 600_000
-    node.client.delete(key)
 
 
 def test_a_cluster_that_speaks_tls_and_lacks_a_slot_behind_other_addresses(prefix: str, kind: type[Running]) -> None:
@@ -308,8 +277,8 @@ class Said:
         self.theirs = clusters.ClusterNodes(cluster.client)
         self.replies: dict[int, Callable[[str], Any]] = {}
         self.asked: list[tuple[int, str]] = []
-        self.names = [self.theirs._at(node.address) for node in cluster.nodes]
         self.ports = [node.server.port for node in cluster.nodes]
+        self.names = [self.theirs._at(("127.0.0.1", port)) for port in self.ports]
 
         def send_here(node: nodes.Node, commands: Any, pause: float | None = None) -> list[Any]:
             port = node.client.connection_pool.connection_kwargs["port"]
@@ -402,33 +371,45 @@ def moved(node: Node) -> int:
 
 
 def test_a_slot_that_moves_during_a_run(cluster: Cluster, names: list[str], prefix: str, kind: type[Running]) -> None:
-    """By ASK while it moves, and then by MOVED: renewals, more time, fencing tokens, other callers and the release."""
+    """By ASK while it moves, and then by MOVED: renewals, more time, fencing tokens, other callers and the release.
+
+    Before that, the key is taken over from a dead holder.
+    """
     told: list[object] = []
     (source, target, _), (name, *_) = cluster.nodes, names
     key = f"{prefix}{name}"
-    slot = cluster.client.keyslot(key)
+    fence, slot = f"{{{key}}}:fence", cluster.client.keyslot(key)
+    with Holder(source.server.url, prefix, key=name, timeout=600) as holder:
+        holder.kill()
+    assert source.client.get(key) == holder.token
     with kind(name, lease=60, timeout=600, when_lost=told.append) as run:
         first = run.lock.fence
-        cluster.begin_to_move(slot, source, target, key, f"{{{key}}}:fence")
+        assert first == int(source.client.get(fence))
+        target.client.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", source.id)
+        source.client.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", target.id)
+        for each in (key, fence):
+            source.client.execute_command("MIGRATE", "127.0.0.1", target.server.port, each, 0, 2000)
         assert target.call("GET", key) == run.lock.token
     assert run.result == "done"
     assert not target.call("EXISTS", key)
-    with kind(name, lease=60, timeout=600, when_lost=told.append) as run:
+    with kind(name, lease=60, timeout=600, at_least=600, when_lost=told.append) as run:
         assert target.call("GET", key) == run.lock.token
         assert is_renewed(target.call, run.lock)
         run.lock.extend(30)
         assert run.lock.fence > first
         assert only_one(lambda: "other", key=name)() is None
         assert run.lock.is_held
-        cluster.finish_moving(slot, source, target)
+        for node in (target, source, *cluster.nodes):
+            node.client.execute_command("CLUSTER SETSLOT", slot, "NODE", target.id)
         assert is_renewed(target.client.execute_command, run.lock)
         # It has learnt where the slot is, and does not ask the old node first.
         sent_on = moved(source)
         assert is_renewed(target.client.execute_command, run.lock)
         assert moved(source) == sent_on > 0
-    assert run.result == "done"
-    assert told == []
-    assert not target.client.exists(key)
+    assert (run.result, told) == ("done", [])
+    assert b'"kept"' in target.client.get(key)
+    assert 60_000 < target.client.pttl(key) <= 600_000
+    target.client.delete(key)
     assert only_one(lambda: "next", key=name)() == "next"
 
 

@@ -167,35 +167,6 @@ def lose(redis: Any, key: str) -> None:
     renew_now(current_lock())
 
 
-@pytest.mark.parametrize("lost", [False, pytest.param(True, marks=counted)], ids=["held", "lost too"])
-def test_a_cancellation_from_outside_stays_one(redis: Any, key: str, lost: Any) -> None:
-    async def main() -> None:
-        begun, cleaning = asyncio.Event(), asyncio.Event()
-
-        @only_one("k", lease=LONG, when_lost=fail)
-        async def run() -> None:
-            begun.set()
-            if lost:
-                lose(redis, key)
-            try:
-                await asyncio.sleep(LIMIT)
-            finally:
-                cleaning.set()
-                await asyncio.sleep(LIMIT if lost else 0)
-
-        task = asyncio.ensure_future(run())
-        await asyncio.wait_for((cleaning if lost else begun).wait(), LIMIT)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert task.cancelled()
-        if sys.version_info >= (3, 11):
-            assert task.cancelling() == 1  # ours is taken back, and no other
-
-    asyncio.run(main())
-    assert not redis.exists(key)
-
-
 def are_telling() -> bool:
     """Whether a run is about to be told of a loss, and cancelled."""
     return any(each.name == "only_one-lost" for each in threading.enumerate())
@@ -203,6 +174,19 @@ def are_telling() -> bool:
 
 class Own(Exception):
     """What a run raises in place of its cancellation."""
+
+
+async def is_cancelled_from_outside(_redis: Any = None, _key: str = "") -> None:
+    task: Any = asyncio.current_task()
+    task.cancel()
+    await asyncio.sleep(LIMIT)
+
+
+async def is_cancelled_from_outside_too(redis: Any, key: str) -> None:
+    try:
+        await is_cancelled(redis, key)
+    finally:
+        await is_cancelled_from_outside()
 
 
 async def learns_at_its_end(_redis: Any, _key: str) -> None:
@@ -233,18 +217,20 @@ async def returns(redis: Any, key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "raised"),
+    ("run", "raised", "left"),
     [
-        (learns_at_its_end, LockLost),
-        (learns_just_before_its_end, LockLost),
-        (is_cancelled, LockLost),
-        pytest.param(raises, Own, marks=counted),
-        pytest.param(returns, LockLost, marks=counted),
+        (learns_at_its_end, LockLost, 0),
+        (learns_just_before_its_end, LockLost, 0),
+        (is_cancelled, LockLost, 0),
+        pytest.param(raises, Own, 0, marks=counted),
+        pytest.param(returns, LockLost, 0, marks=counted),
+        (is_cancelled_from_outside, asyncio.CancelledError, 1),
+        pytest.param(is_cancelled_from_outside_too, asyncio.CancelledError, 1, marks=counted),
     ],
 )
 @pytest.mark.parametrize("suppressed", [0, pytest.param(1, marks=counted)])
-def test_a_run_that_has_lost_its_key_leaves_no_cancellation_behind(
-    redis: Any, key: str, run: Callable[..., Any], raised: type[Exception], suppressed: int
+def test_a_run_that_has_lost_its_key_leaves_no_cancellation_behind_but_that_from_outside(
+    redis: Any, key: str, run: Callable[..., Any], raised: type[BaseException], left: int, suppressed: int
 ) -> None:
     """Its caller would be cancelled, or a `timeout()` or `TaskGroup` would think that it was cancelled from outside.
 
@@ -262,6 +248,7 @@ def test_a_run_that_has_lost_its_key_leaves_no_cancellation_behind(
             await decorated(redis, key)
         assert await asyncio.to_thread(eventually, lambda: not are_telling())
         await asyncio.sleep(0)  # nothing is left to be cancelled
-        return int(task.cancelling()) if sys.version_info >= (3, 11) else 0
+        return int(task.cancelling()) if sys.version_info >= (3, 11) else suppressed + left
 
-    assert asyncio.run(main()) == suppressed
+    assert asyncio.run(main()) == suppressed + left
+    assert not redis.exists(key)

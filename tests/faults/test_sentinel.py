@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import redis as redis_py
@@ -13,7 +14,7 @@ from redis.exceptions import RedisError
 from only_one import LockUnavailable, configure, only_one
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
-from tests.clients import Clients, clients
+from tests.clients import clients
 from tests.faults.programs import Running, RunningAsync
 from tests.renewal import renew_now
 
@@ -21,66 +22,57 @@ HASTE = ("info-period", "publish-period", "ping-period", "ask-period", "min-link
 """What a Sentinel does every one to ten seconds, and here every 0.1 s; one that is too old for it takes its time."""
 
 
-class Watched:
-    """A master, its replica, and a Sentinel.
+class Watched(NamedTuple):
+    """A master, its replica, and a Sentinel, at which what a test decorates asks for the master.
 
     Attributes:
         master: the master.
-        client: a client as users have it, which is sent to the master by the Sentinel.
-        on_master: a client of the master.
         on_replica: a client of what is to take over from it.
+        fails_over: has it take over; returns whether it has.
     """
 
-    def __init__(self, those: Clients, replica: RedisServer) -> None:
-        self.master, self.on_master = those.server, those.witness
-        self.on_replica: Any = redis_py.Redis.from_url(replica.url, socket_timeout=LIMIT)
-        self.client = those.connect(socket_timeout=1.5)
-        self._replica = replica
-        self._sentinel: Any = self.client.connection_pool.sentinel_manager.sentinels[0]
-        with suppress(redis_py.ResponseError):
-            for period in HASTE:
-                self._sentinel.execute_command("SENTINEL DEBUG", period, 100)
-            # Else one that gets no turn for two seconds does nothing for thirty.
-            self._sentinel.execute_command("SENTINEL DEBUG", "tilt-trigger", 3_600_000)
-        # It fails over when it is told to: on a slow machine a master that is well may be late by any time.
-        for option, milliseconds in (("down-after-milliseconds", 3_600_000), ("failover-timeout", 3000)):
-            self._sentinel.execute_command("SENTINEL SET", "watched", option, milliseconds)
-        assert eventually(self.is_well)
-
-    def is_well(self) -> bool:
-        """Whether the Sentinel knows a replica that is up to date."""
-        with suppress(RedisError):
-            replicas = self._sentinel.sentinel_slaves("watched")
-            return (self._replica.port, "ok") in {(each["port"], each["master-link-status"]) for each in replicas}
-        return False
-
-    def fail_over(self) -> bool:
-        """Have the replica take over; returns whether it has."""
-
-        def has_happened() -> bool:
-            with suppress(RedisError):
-                port = self._sentinel.sentinel_master("watched")["port"]
-                if port == self.master.port:
-                    # It is under way, or the replica is not good enough, or it has been given up for want of time.
-                    self._sentinel.execute_command("SENTINEL FAILOVER", "watched")
-                is_master: bool = self.on_replica.info("replication")["role"] == "master"
-                return is_master and port == self._replica.port
-            return False
-
-        return eventually(has_happened)
+    master: RedisServer
+    on_replica: Any
+    fails_over: Callable[[], bool]
 
 
 @pytest.fixture
 def watched() -> Iterator[Watched]:
-    """What a test decorates has its keys there."""
     with clients("Sentinel") as those:
         # A replica that can be written to can be made to miss what its master has not passed on.
         follows = ("--replicaof", f"127.0.0.1 {those.server.port}", "--replica-read-only", "no")
         those.witness.config_set("repl-diskless-sync-delay", 0)
-        with redis_server(*follows) as replica:
-            own = Watched(those, replica)
-            with own.client, own.on_replica, configure(redis=own.client):
-                yield own
+        with (
+            redis_server(*follows) as replica,
+            redis_py.Redis.from_url(replica.url, socket_timeout=LIMIT) as on_replica,
+            those.connect(socket_timeout=1.5) as client,
+            configure(redis=client),
+        ):
+            sentinel: Any = client.connection_pool.sentinel_manager.sentinels[0]
+            with suppress(redis_py.ResponseError):
+                for period in HASTE:
+                    sentinel.execute_command("SENTINEL DEBUG", period, 100)
+                # Else one that gets no turn for two seconds does nothing for thirty.
+                sentinel.execute_command("SENTINEL DEBUG", "tilt-trigger", 3_600_000)
+            # It fails over when it is told to: on a slow machine a master that is well may be late by any time.
+            for option, milliseconds in (("down-after-milliseconds", 3_600_000), ("failover-timeout", 3000)):
+                sentinel.execute_command("SENTINEL SET", "watched", option, milliseconds)
+
+            def is_well() -> bool:
+                replicas = sentinel.sentinel_slaves("watched")
+                return (replica.port, "ok") in {(each["port"], each["master-link-status"]) for each in replicas}
+
+            def has_failed_over() -> bool:
+                with suppress(RedisError):
+                    port = sentinel.sentinel_master("watched")["port"]
+                    if port == those.server.port:
+                        # It is under way, or the replica is not good enough, or it has been given up for want of time.
+                        sentinel.execute_command("SENTINEL FAILOVER", "watched")
+                    return bool(port == replica.port and on_replica.info("replication")["role"] == "master")
+                return False
+
+            assert eventually(is_well)
+            yield Watched(those.server, on_replica, partial(eventually, has_failed_over))
 
 
 def outcome_of(call: Callable[[], object]) -> object:
@@ -113,7 +105,7 @@ def test_a_failover_during_a_run(watched: Watched, prefix: str, fault: Callable[
         fault(watched.master)
         if fault is RedisServer.kill:
             assert isinstance(outcome_of(call), LockUnavailable)
-        assert watched.fail_over()
+        assert watched.fails_over()
         for key, run in zip(keys, [thread, loop], strict=False):
             on_replica.pexpire(key, 30_000)
             renew_now(run.lock)
