@@ -127,14 +127,6 @@ def caller_of(decoration: Decoration, args: Args, kwargs: Kwargs, *, detects: bo
     return JobCaller(decoration.name, job, is_async=inspect.iscoroutinefunction(decoration.function))
 
 
-def _is_inside(value: bytes) -> bool:
-    """Whether the run that ``value`` names is under way here, and has made this call."""
-    lease = current.get()
-    while lease is not None and lease.token != value:
-        lease = lease.outer() if lease.outer else None
-    return lease is not None
-
-
 class JobCaller(Caller):
     """The call of a function by a job: never skipped because of a previous attempt of the same job."""
 
@@ -150,8 +142,8 @@ class JobCaller(Caller):
         """Whether ``value`` is that of another attempt of this job, this one or an earlier one.
 
         A later attempt makes this one out of date, or belongs to other work with an id that is used again.
-        A call from inside the run is no attempt, nor is another call of the same start, nor one in a child that the
-        job has forked: all have the job's identity.
+        A call that the run itself makes is no attempt, nor is another call of the same start, nor one in a child that
+        the job has forked: all have the job's identity.
         """
         holder, process = Holder.parse(value), this_process()
         if holder is None or holder.state != "running":
@@ -161,7 +153,9 @@ class JobCaller(Caller):
             return False
         if value.startswith(process.mark):
             is_beside = self.start is not None and getattr(active_tokens.get(value), "start", None) is self.start
-            return not is_beside and not _is_inside(value)
+            lease = current.get()
+            is_inside = lease is not None and lease.token == value
+            return not is_beside and not is_inside
         is_in_child = self.start is not None and self.start is _inherited
         return not (is_in_child and value.startswith(process.machine_mark))
 

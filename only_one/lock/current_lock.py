@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from math import inf
 from typing import Any
-from weakref import ref
 
 from only_one import option_values
 from only_one.clock import now
@@ -34,7 +33,6 @@ class Lease:
         may_live_until: when the key expires by the last ``extend``, which may have got no reply, by ``clock.now()``.
         on_its_way: when the key expires by a renewal that has got no reply, by ``clock.now()``.
         renewer: what renews the lease, and tells its run of a loss; None before it does.
-        outer: gives the lock of the run in which this run was called; None if there is none.
     """
 
     reason: str | None = None
@@ -63,9 +61,6 @@ class Lease:
         self.begun = begun
         self.ttl = ttl
         self.ends_at = begun + limit
-        outer = current.get()
-        # Weak: an async run may begin the next one, and so on for ever.
-        self.outer = ref(outer) if outer else None
         self.renews = ttl < limit
         self.lives_on(begun, ttl)
         # A list of at most one, because `pop` gives it to one thread only.

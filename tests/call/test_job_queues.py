@@ -194,13 +194,9 @@ def test_an_attempt_that_a_run_of_other_work_has_begun_waits_for_the_other(
 
     @only_one("job", work_id=named)
     async def work() -> str:
-        nested = await outer()
+        nested = await work()
         assert await asyncio.to_thread(eventually, lambda: "waits for the key" in caplog.text)
         return f"done, nested: {nested}"
-
-    @only_one("outer")
-    async def outer() -> Any:
-        return await work()
 
     @only_one("consumer")
     async def consumer() -> None:
