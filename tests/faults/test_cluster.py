@@ -27,6 +27,7 @@ from only_one.inspection import held, holder_of, release_key
 from rigs.proxy import Proxy
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
+from tests import renewal
 from tests.decorated import CLOSED, Decorate, both, decorated, decorated_async
 from tests.faults.programs import Holder, Running, RunningAsync
 from tests.renewal import MOMENT, Clock, fails_to_renew, renew_now
@@ -142,8 +143,7 @@ def names(cluster: Cluster, prefix: str) -> list[str]:
 def is_renewed(ask: Callable[..., Any], lock: Any) -> bool:
     """Whether the time that a key is to live is lengthened where it is now, as its node says."""
     assert ask("PEXPIRE", lock.key, 30_000) == 1
-    renew_now(lock)
-    return eventually(lambda: ask("PTTL", lock.key) > 30_000)
+    return bool(renewal.is_renewed(lock) and ask("PTTL", lock.key) > 30_000)
 
 
 def test_a_cluster_that_speaks_tls_and_lacks_a_slot_behind_other_addresses(prefix: str, kind: type[Running]) -> None:
@@ -238,10 +238,12 @@ def test_a_lost_master_costs_no_lease_on_the_others(
         RunningAsync(names[2], lease=60, when_lost=told.append) as waits,
     ):
         runs = [thread, loop, waits]
+        before = [run.lock.expires_at for run in runs]
         fault(lost.server)
         try:
             assert fails_to_renew(waits.lock)
             renew_now(*(run.lock for run in runs))
+            assert eventually(lambda: thread.lock.expires_at > before[0] and loop.lock.expires_at > before[1])
             assert is_renewed(first.call, thread.lock)
             assert is_renewed(second.call, loop.lock)
             assert told == []
