@@ -113,7 +113,6 @@ EXCEPTIONS = {
     "if not self.vacancy:  # def end": "the same",
     "if not self.vacancy:  # self.is_ending": "the same",
     '"job_id" not in context': "arq, which has async jobs",
-    "while lease is not None and lease.token": "a call inside of a run with the same `work_id`",
     "call.claim_work():  # if not isinstance": "a task is never an async run",
     "isinstance(call.ended_by, GeneratorExit)": "a coroutine that is closed by hand",
     "isinstance(handler, partial)": "how a user writes a signal handler",
