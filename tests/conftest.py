@@ -27,17 +27,7 @@ from tests.faults.programs import Running, RunningAsync
 
 os.environ.pop("PYTHONUNBUFFERED", None)  # with it, a program that forgets to flush is seen to hang by others only
 
-LONG_FIRST = (
-    "wheel",
-    "recipe_beat",
-    "recipe_django",
-    "example_newsletter",
-    "live",
-    "histories",
-    "recipes",
-    "faults",
-    "example",
-)
+LONG_FIRST = ("wheel", "recipe", "newsletter", "live", "histories", "faults", "example")
 """Words in the names of files that take longest, which are begun first: else one would be alone at the end."""
 
 

@@ -42,60 +42,52 @@ def store(redis: Redis, key: str, state: str = "queued", name: str = "t", lasts:
     return key
 
 
-def test_a_list_is_plain_rows_in_a_pipe(redis: Redis, prefix: str, busy: Busy, dead: str, capsys: Out) -> None:
-    store(redis, f"{prefix}queued")
+def seconds_until(time: str | None) -> float | None:
+    """What is left, in multiples of ten minutes: some time has gone by."""
+    return time and round((datetime.fromisoformat(time) - datetime.now(timezone.utc)) / timedelta(minutes=10)) * 600
+
+
+def test_a_list_is_plain_rows_or_json(redis: Redis, prefix: str, busy: Busy, dead: str, capsys: Out) -> None:
+    queued = store(redis, f"{prefix}queued")
     store(redis, f"{prefix}received", "received", lasts=None)
-    redis.set(f"{{{prefix}alive}}:fence", 1)  # beside a key, and no key itself
-    with busy("alive"):
-        assert main(["list"]) == 0
-
-    rows = {row[0]: row[1:] for row in (line.split("\t") for line in capsys.readouterr().out.splitlines())}
-    state, task, task_id, _, pid, since, age, free_by, process = rows.pop(f"{prefix}queued")
-    assert {key: (row[0], row[-2] == "-", row[-1]) for key, row in rows.items()} == {
-        dead: ("running", False, "dead"),
-        f"{prefix}alive": ("running", True, "alive"),
-        f"{prefix}received": ("received", True, "alive"),
-    }
-    assert (state, task, task_id, pid, process) == ("queued", "t", "the-id", str(os.getpid()), "-")
-    assert abs(datetime.fromisoformat(since) - datetime.now(timezone.utc)) < timedelta(seconds=LIMIT)
-    assert datetime.fromisoformat(since).microsecond == 0
-    assert 0 <= int(age) < LIMIT
-    left = datetime.fromisoformat(free_by) - datetime.now(timezone.utc)
-    assert timedelta(seconds=600 - LIMIT) < left < timedelta(seconds=601)
-    assert datetime.fromisoformat(rows[dead][-2]).tzinfo is not None, "a run with a timeout has an end"
-
-
-def test_a_list_in_json(redis: Redis, prefix: str, busy: Busy, capsys: Out) -> None:
-    store(redis, f"{prefix}a")
-    redis.set(f"{prefix}\x1b[31m", b"\xff\x1b", px=600_000)
-    with busy("b", lease=1200):
-        assert main(["list", "--json"]) == 0
-
-    foreign, queued, running = map(json.loads, capsys.readouterr().out.splitlines())
-    assert queued.keys() == running.keys() == foreign.keys()
-    expected = {"state": "queued", "task": "t", "id": "the-id", "attempt": 0, "process": None}
-    expected |= {"key": f"{prefix}a", "host": socket.gethostname(), "pid": os.getpid()}
-    assert {name: queued[name] for name in expected} == expected
-    assert 600 - LIMIT < queued["expires_in"] <= 600
-    assert (running["free_by"], running["process"]) == (None, "alive")  # it is renewed for as long as it runs
-    assert 1200 - LIMIT < running["expires_in"] <= 1200
-    assert (foreign["key"], foreign["state"], foreign["value"]) == (f"{prefix}\x1b[31m", "foreign", "\\xff\x1b")
-
-
-def test_a_run_whose_lease_is_renewed_is_free_by_its_timeout(
-    redis: Redis, prefix: str, busy: Busy, capsys: Out
-) -> None:
-    with busy("k", lease=600, timeout=3600):
-        assert main(["show", "--json", "k"]) == 0
-    redis.set(f"{prefix}dead", token_of_the_dead(), px=600_000)  # whose lease nobody renews
-    assert main(["show", "--json", "dead"]) == 0
-    ends = [datetime.fromisoformat(json.loads(line)["free_by"]) for line in capsys.readouterr().out.splitlines()]
-    for end, seconds in zip(ends, (3600, 600), strict=True):
-        assert abs(end - datetime.now(timezone.utc) - timedelta(seconds=seconds)) < timedelta(seconds=LIMIT)
-
     store(redis, f"{prefix}extended", "received", lasts=-1)  # so its holder has asked for more time
-    assert main(["show", "--json", "extended"]) == 0
-    assert json.loads(capsys.readouterr().out)["free_by"] is None
+    redis.set(f"{prefix}\x1b[31m", b"\xff\x1b", px=600_000)
+    redis.set(f"{{{prefix}alive}}:fence", 1)  # beside a key, and no key itself
+    with busy("alive", lease=1200), busy("limited", lease=600, timeout=3600):
+        assert main(["list", "--json"]) == main(["list"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    facts = {each["key"]: each for each in map(json.loads, lines[:7])}
+    assert {key: (each["state"], seconds_until(each["free_by"]), each["process"]) for key, each in facts.items()} == {
+        queued: ("queued", 600, None),
+        f"{prefix}received": ("received", None, "alive"),
+        f"{prefix}extended": ("received", None, "alive"),
+        f"{prefix}alive": ("running", None, "alive"),
+        f"{prefix}limited": ("running", 3600, "alive"),
+        dead: ("running", 600, "dead"),
+        f"{prefix}\x1b[31m": ("foreign", 600, None),
+    }
+    expected = {"task": "t", "id": "the-id", "attempt": 0, "host": socket.gethostname(), "pid": os.getpid()}
+    assert {name: facts[queued][name] for name in expected} == expected
+    assert 600 - LIMIT < facts[queued]["expires_in"] <= 600
+    assert 1200 - LIMIT < facts[f"{prefix}alive"]["expires_in"] <= 1200
+    assert facts[f"{prefix}\x1b[31m"]["value"] == "\\xff\x1b"
+    since = facts[queued]["since"]
+    assert (datetime.fromisoformat(since).microsecond, seconds_until(since)) == (0, 0)
+
+    rows = {row[0]: row[1:] for row in (line.split("\t") for line in lines[7:])}
+    assert rows.keys() == {key.replace("\x1b", "\\x1b") for key in facts}
+    state, task, task_id, host, pid, *_, age, free_by, process = rows[queued]
+    assert (state, task, task_id, host, pid, process) == (
+        "queued",
+        "t",
+        "the-id",
+        expected["host"],
+        str(os.getpid()),
+        "-",
+    )
+    assert 0 <= int(age) < LIMIT
+    assert seconds_until(free_by) == 600
 
 
 def test_foreign_values_are_shown_escaped(redis: Redis, prefix: str, capsys: Out) -> None:
@@ -294,8 +286,6 @@ def test_the_program_needs_no_celery_and_spells_out_what_the_terminal_cannot_sho
         (["--redis", "redis://127.0.0.1:1/0", "list"], 2, "refused"),
         (["--prefix", "{a}", "list"], 2, "without braces"),
         ([], 2, "usage: python -m only_one"),
-        (["free"], 2, "usage: python -m only_one"),
-        (["show"], 2, "usage: python -m only_one"),
         (["list", "--forever"], 2, "usage: python -m only_one"),
         *((["release", "--queued", time], 2, "600, 90m, 2h or 1d") for time in ("old", "", "h", "nan", "1.h.", "2w")),
         (["list"], 0, "no key is held that is like * after its prefix\n"),

@@ -11,22 +11,22 @@ import math
 import os
 import pickle
 import random
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.machinery import ModuleSpec
 from multiprocessing import get_context
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import cloudpickle
 import pytest
 from celery import Celery, Task
-from redis import ConnectionPool, Redis
+from redis import Redis
 
 from only_one import LockLost, configure, current_lock, only_one
 from only_one.inspection import key_of
@@ -34,6 +34,7 @@ from only_one.keys.digest import digest
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, Function, as_async, both, decorated, decorated_async, own_key
+from tests.interruptions import raises as broken
 
 pytestmark = pytest.mark.usefixtures("redis")
 
@@ -54,7 +55,6 @@ FORMS: dict[str, tuple[Any, str, float]] = {
     "@only_one(timeout=300)": (only_one(timeout=300), "{name}:{md5}", 300),
     '@only_one("k", timedelta, lease=60)': (only_one("k", timedelta(minutes=5), lease=60), "k", 60),
     "@only_one(key=callable)": (only_one(key=lambda a: f"made-of-{a}"), "made-of-1", 30),
-    "only_one(function)": (only_one, "{name}:{md5}", 30),
     'only_one(function, key="k", timeout=300)': (lambda f: only_one(f, key="k", timeout=300), "k", 300),
     "only_one(function, 300)": (lambda f: only_one(f, 300), "{name}:{md5}", 300),
 }
@@ -242,77 +242,6 @@ def test_processes_threads_and_event_loops_never_overlap(
 
 # --- the name of a function --------------------------------------------------------------------------------------
 
-PROGRAM = """
-import asyncio, sys
-from only_one import configure, current_lock, only_one
-
-@only_one{key}
-def main():
-    return current_lock().key
-
-@only_one("async")
-async def main_async():
-    return current_lock().key
-
-configure(redis=sys.argv[1], prefix=sys.argv[2])
-print(main(), asyncio.run(main_async()), "celery" in sys.modules)
-"""
-
-
-def python(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *command], cwd=folder, text=True, capture_output=True, check=False)
-
-
-def test_the_name_of_a_function_in_main_needs_the_m_switch(redis_url: str, prefix: str, tmp_path: Path) -> None:
-    def run(key: str, *command: str) -> subprocess.CompletedProcess[str]:
-        for program in ("nightly_report.py", "__main__.py"):
-            (tmp_path / program).write_text(PROGRAM.replace("{key}", key))
-        return python(tmp_path, *command, redis_url, prefix)
-
-    refused = run("", "nightly_report.py")
-    assert refused.returncode == 1
-    assert "KeyTemplateError" in refused.stderr
-    assert "python -m" in refused.stderr
-    accepted = run("", "-m", "nightly_report")
-    assert accepted.stdout.startswith(f"{prefix}nightly_report.main:"), accepted.stderr
-    refused = run("", ".")  # a folder with a program
-    assert "KeyTemplateError" in refused.stderr
-    with_a_key = run("('nightly-report')", "nightly_report.py")
-    assert with_a_key.stdout == f"{prefix}nightly-report {prefix}async False\n", with_a_key.stderr
-
-
-SHOP = """
-import multiprocessing
-from dataclasses import dataclass
-from only_one import only_one
-from only_one.inspection import key_of
-
-@dataclass
-class Order:
-    number: int
-
-@dataclass(init=False)
-class Later(Order): ...
-
-@only_one("{order:md5}", redis="redis://localhost")
-def ship(order): ...
-
-if __name__ == "__main__":
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        print(key_of(ship, Order(1)), pool.apply(key_of, (ship, Order(1))))
-        print(key_of(ship, Later(1)), pool.apply(key_of, (ship, Later(1))))
-"""
-
-
-def test_a_dataclass_has_one_digest_however_its_program_was_started(tmp_path: Path) -> None:
-    (tmp_path / "shop.py").write_text(SHOP)
-    tells = "from shop import *; print(key_of(ship, Order(1)), key_of(ship, Later(1)))"
-    order, later = python(tmp_path, "-c", tells).stdout.split()
-    assert python(tmp_path, "-m", "shop").stdout.split() == [order, order, later, later]
-    own_order, spawned_order, own_later, spawned_later = python(tmp_path, "shop.py").stdout.split()
-    assert (own_order, own_later) == (spawned_order, spawned_later)
-    assert len({own_order, own_later, order, later}) == 4  # any program may have a class with this name
-
 
 def test_a_function_that_cloudpickle_sends_to_another_process_has_the_same_key(prefix: str) -> None:
     """As Ray and Dask do with a function that cannot be imported there: with all that belongs to it."""
@@ -333,12 +262,14 @@ def test_a_function_that_cloudpickle_sends_to_another_process_has_the_same_key(p
     assert asyncio.run(sent_async(1)) == [key_async, f"busy: {key_async}"]
 
 
-def test_the_name_of_a_function_in_a_spawned_process_and_of_one_of_c(prefix: str) -> None:
-    def work() -> str:
-        return own_key()
+@pytest.mark.parametrize("main", ["__main__", "__mp_main__"])
+def test_a_function_of_a_program_that_was_started_by_a_module_s_name(prefix: str, main: str) -> None:
+    """`python -m reports.nightly`, and a process that it spawns."""
+    started = {"__name__": main, "__spec__": ModuleSpec("reports.nightly", None), "current_lock": current_lock}
+    assert only_one("{name}")(FunctionType(own_key.__code__, started))() == f"{prefix}reports.nightly.own_key"
 
-    work.__module__ = "__mp_main__"
-    assert only_one("{name}")(work)() == f"{prefix}{__name__}.{work.__qualname__}"
+
+def test_a_function_of_c(prefix: str) -> None:
     of_c = only_one("{name}")(math.factorial)
     assert of_c(3) == 6
     assert key_of(of_c, 3) == f"{prefix}math.factorial"
@@ -359,27 +290,10 @@ class Trouble(Exception):
     """Raised by a run, and by a client."""
 
 
-class BreakingPool(ConnectionPool):
-    """The pool of a client whose own code is at fault, not its server."""
-
-    is_broken = False
-
-    def get_connection(self, *args: Any, **options: Any) -> Any:
-        """Fail with no error of redis-py."""
-        if self.is_broken:
-            raise Trouble
-        return super().get_connection(*args, **options)
-
-
-def breaks(_server: RedisServer, redis: Redis) -> None:
-    pool: Any = redis.connection_pool
-    pool.is_broken = True
-
-
 DURING: dict[str, Callable[[RedisServer, Redis], object]] = {
     "the server is killed": lambda server, _: server.kill(),
     "the server does not answer": lambda server, _: server.pause(),
-    "the client breaks": breaks,
+    "the client breaks": lambda _, redis: setattr(redis.connection_pool, "get_connection", broken(Trouble)),
 }
 
 
@@ -389,8 +303,7 @@ DURING: dict[str, Callable[[RedisServer, Redis], object]] = {
 def test_the_result_of_a_run_is_its_own_whatever_happens_to_its_server(
     server: RedisServer, decorate: Decorate, during: str, *, raises: bool
 ) -> None:
-    pool = BreakingPool.from_url(f"{server.url}?socket_timeout=0.5")
-    client = Redis(connection_pool=pool)
+    client = Redis.from_url(f"{server.url}?socket_timeout=0.5")
 
     def work() -> str:
         DURING[during](server, client)
@@ -405,12 +318,12 @@ def test_the_result_of_a_run_is_its_own_whatever_happens_to_its_server(
         assert raised.value.__context__ is raised.value.__cause__ is None
     else:
         assert function() == "result"
-    pool.is_broken = False
+    vars(client.connection_pool).pop("get_connection", None)
     if during != "the server is killed":
         server.resume()
         again = decorate(lambda: "ran", when_down=lambda _: "down")
         assert eventually(lambda: again() == "ran"), "the key was never released"
-    pool.disconnect()
+    client.close()
 
 
 # --- current_lock ------------------------------------------------------------------------------------------------

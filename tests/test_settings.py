@@ -9,7 +9,6 @@ import logging
 import math
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -119,6 +118,7 @@ WITH_TLS = {"broker_url": "rediss://127.0.0.1:6379", "broker_use_ssl": {"ssl_cer
 ALSO_WITH_TLS = {"broker_url": "redis://127.0.0.1:6379", "broker_use_ssl": True}
 WITHOUT_HOST = {"broker_url": "redis://", "broker_host": "127.0.0.1"}
 SOCKET = "redis+socket://{socket}?virtual_host=3"
+TLS = "rediss://:CERT_SECRET@127.0.0.1:6379/0?ssl_cert_reqs="
 
 
 def filled_in(server: RedisServer, value: Any) -> Any:
@@ -136,7 +136,6 @@ def filled_in(server: RedisServer, value: Any) -> Any:
     ("levels", "expected"),
     [
         ({"environment": {"redis_url": 2}}, 2),
-        ({"environment": {"redis_url": 1}}, 1),
         ({"environment": {"redis_url": 2}, "configured": {"redis": 1}}, 1),
         ({"environment": {"redis_url": 2}, "configured": {"redis": 1}, "decorator": {"redis": None}}, 1),
         ({"environment": {"redis_url": 2}, "configured": {"redis": 1}, "decorator": {"redis": 3}}, 3),
@@ -148,7 +147,6 @@ def filled_in(server: RedisServer, value: Any) -> Any:
         ({"app": {"result_backend": 2}, "environment": {"redis_url": 4}}, 4),
         ({"app": {"result_backend": None, "broker_url": 3}}, 3),
         ({"app": {"result_backend": "rpc://", "broker_url": 3}}, 3),
-        ({"app": {"broker_url": 3}}, 3),
         ({"app": {"broker_url": [1, 2]}}, 1),
         ({"app": {"broker_url": "redis://127.0.0.1:{port}/1;redis://127.0.0.1:{port}/2"}}, 1),
         ({"app": {**BY_CLASS, "redis_port": "{port}", "broker_url": 1}}, 3),
@@ -255,6 +253,14 @@ def test_a_backend_with_a_credential_provider_gives_its_own_client() -> None:
     assert client.connection_pool.connection_kwargs["credential_provider"] is provider
 
 
+@pytest.mark.parametrize("verify", ["required", "optional", "none"])
+def test_a_url_with_tls_as_celery_documents_it(verify: str) -> None:
+    for where in ("result_backend", "broker_url"):
+        url = server_of(an_app(**{where: f"{TLS}CERT_{verify.upper()}"}))
+        assert url == TLS + verify
+        assert servers_of_product.find_server(url) is not None  # redis-py reads it
+
+
 @pytest.mark.parametrize("config", [SENTINEL, WITH_TLS, ALSO_WITH_TLS, WITHOUT_HOST])
 def test_a_broker_whose_url_does_not_say_all_is_told_with_what_to_write(config: dict[str, Any]) -> None:
     """And is not taken for localhost."""
@@ -262,15 +268,6 @@ def test_a_broker_whose_url_does_not_say_all_is_told_with_what_to_write(config: 
         ConfigurationError, match=r"write only_one_redis=... in its configuration, a URL, a client or a"
     ):
         server_of(an_app(**config))
-
-
-@pytest.mark.parametrize("where", ["result_backend", "broker_url"])
-@pytest.mark.parametrize("verify", ["required", "optional", "none"])
-def test_a_url_with_tls_as_celery_documents_it(where: str, verify: str) -> None:
-    written = f"rediss://:CERT_SECRET@127.0.0.1:6379/0?ssl_cert_reqs=CERT_{verify.upper()}"
-    url = server_of(an_app(**{where: written}))
-    assert url == f"rediss://:CERT_SECRET@127.0.0.1:6379/0?ssl_cert_reqs={verify}"
-    assert servers_of_product.find_server(url) is not None  # redis-py reads it
 
 
 # --- what is logged of the server --------------------------------------------------------------------------------
@@ -522,34 +519,21 @@ def test_a_bad_value_changes_nothing(redis: Redis, prefix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "namespace", "redis_name", "prefix_name"),
+    ("namespace", "redis", "prefix"),
     [
-        ("attribute", None, "only_one_redis", "only_one_prefix"),
-        ("update", None, "only_one_redis", "only_one_prefix"),
-        ("object", None, "only_one_redis", "only_one_prefix"),
-        ("object", "CELERY", "CELERY_ONLY_ONE_REDIS", "CELERY_ONLY_ONE_PREFIX"),
-        ("dict", "celery", "celery_only_one_redis", "celery_only_one_prefix"),
-        ("module", "JOBS_", "JOBS_ONLY_ONE_REDIS", "JOBS_ONLY_ONE_PREFIX"),
+        (None, "only_one_redis", "only_one_prefix"),
+        ("CELERY", "CELERY_ONLY_ONE_REDIS", "CELERY_ONLY_ONE_PREFIX"),
+        ("celery", "celery_only_one_redis", "celery_only_one_prefix"),
+        ("JOBS_", "JOBS_ONLY_ONE_REDIS", "JOBS_ONLY_ONE_PREFIX"),
     ],
 )
-def test_settings_that_are_made_after_decorating(
-    url: str, how: str, namespace: str | None, redis_name: str, prefix_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_that_are_made_after_decorating(url: str, namespace: str | None, redis: str, prefix: str) -> None:
     app = Celery(set_as_current=False)
     task = a_task(app)
-    given = {redis_name: url, prefix_name: "own:"}
+    given = {redis: url, prefix: "own:"}
     if namespace:
         given |= dict.fromkeys(("ONLY_ONE_PREFIX", "only_one_prefix"), "outside of the namespace:")
-    source: Any = given if how == "dict" else SimpleNamespace(**given)
-    if how == "attribute":
-        app.conf.only_one_redis, app.conf.only_one_prefix = url, "own:"
-    elif how == "update":
-        app.conf.update(given)
-    elif how == "module":
-        monkeypatch.setitem(sys.modules, "settings_of_a_test", source)
-        app.config_from_object("settings_of_a_test", namespace=namespace)
-    else:
-        app.config_from_object(source, namespace=namespace)
+    app.config_from_object(SimpleNamespace(**given), namespace=namespace)
     assert run(task) == "own:k"
 
 
