@@ -89,20 +89,10 @@ surrogates = st.text(st.characters(exclude_categories=()), max_size=5)
 offsets = st.none() | st.timedeltas(timedelta(hours=-14), timedelta(hours=14)).map(
     lambda offset: timezone(timedelta(minutes=offset // timedelta(minutes=1)))
 )
-carried_scalars = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | surrogates
-    | st.binary(max_size=5)
-    | st.decimals()
-    | st.uuids()
-    | st.datetimes(timezones=offsets)
-    | st.dates()
-)
+scalars = [st.none(), st.booleans(), st.integers(), st.floats(), surrogates, st.binary(max_size=5)]
+scalars += [st.decimals(), st.uuids(), st.datetimes(timezones=offsets), st.dates()]
 carried = st.recursive(
-    carried_scalars,
+    st.one_of(scalars),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)

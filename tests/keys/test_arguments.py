@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from only_one import OnlyOneError
-from tests.keys.calls import carried, importer, maker
-
-
-@pytest.mark.parametrize("template", ["{md5}", "{a:md5}:{b:md5}:{c:md5}:{d:md5}"])
-@given(st.lists(carried, min_size=1, max_size=3), st.none() | carried, st.integers(0, 3), st.randoms())
-def test_how_the_arguments_are_given_does_not_count(
-    template: str, given_: list[Any], d: Any, positional: int, chance: random.Random
-) -> None:
-    key = maker(template, importer)
-    named = [*list(zip("abc", given_, strict=False))[positional:], ("d", d)]
-    chance.shuffle(named)
-    by_name = dict(zip("abcd", [*given_, *[2, (3, "x")][len(given_) - 1 :], d], strict=True))
-    assert key(*given_[:positional], **dict(named)) == key(**by_name)
+from tests.keys.calls import importer, maker
 
 
 @pytest.mark.parametrize("template", ["{md5}", "{a:md5}:{rest:md5}:{others:md5}"])
