@@ -285,38 +285,28 @@ def test_what_python_makes_of_a_function_can_be_decorated(prefix: str, made: Any
 # --- the end of a run --------------------------------------------------------------------------------------------
 
 
-class Trouble(Exception):
-    """Raised by a run."""
-
-
-DURING: dict[str, Callable[[RedisServer], None]] = {
-    "the server is killed": RedisServer.kill,
-    "the server does not answer": RedisServer.pause,
-}
-
-
 @both
 @pytest.mark.parametrize("raises", [False, True], ids=["return", "exception"])
-@pytest.mark.parametrize("during", DURING)
+@pytest.mark.parametrize("happens", [RedisServer.kill, RedisServer.pause])
 def test_the_result_of_a_run_is_its_own_whatever_happens_to_its_server(
-    server: RedisServer, decorate: Decorate, during: str, *, raises: bool
+    server: RedisServer, decorate: Decorate, happens: Callable[[RedisServer], None], *, raises: bool
 ) -> None:
     client = Redis.from_url(f"{server.url}?socket_timeout=0.5")
 
     def work() -> str:
-        DURING[during](server)
+        happens(server)
         if raises:
-            raise Trouble
+            raise LookupError
         return "result"
 
     function = decorate(work, redis=client)
     if raises:
-        with pytest.raises(Trouble) as raised:
+        with pytest.raises(LookupError) as raised:
             function()
         assert raised.value.__context__ is raised.value.__cause__ is None
     else:
         assert function() == "result"
-    if during != "the server is killed":
+    if happens is RedisServer.pause:
         server.resume()
         again = decorate(lambda: "ran", when_down=lambda _: "down")
         assert eventually(lambda: again() == "ran"), "the key was never released"

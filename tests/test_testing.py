@@ -25,13 +25,6 @@ from rigs.waiting import LIMIT, eventually
 from tests.programs import processes
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
-STUBBORN = """
-import signal, subprocess, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print(child.pid, flush=True)
-time.sleep(600)
-"""
 
 
 def group_of(pid: int) -> dict[int, str]:
@@ -182,7 +175,6 @@ def test_the_first_server_on_path_is_used_and_without_any_the_error_says_what_to
 # The death of the parent
 
 SERVER_IN_PARENT = """
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has it ignored
 with redis_server() as server:
     print(server.process.pid, flush=True)
     time.sleep(600)
@@ -196,15 +188,9 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize(
-    ("program", "number"),
-    [(SERVER_IN_PARENT, signal.SIGKILL), (SERVER_IN_PARENT, signal.SIGINT), (FORKS, signal.SIGKILL)],
-    ids=["server-KILL", "server-INT", "forks"],
-)
-def test_all_processes_of_a_command_end_with_the_parent_that_started_it(
-    tmp_path: Path, program: str, number: signal.Signals
-) -> None:
-    imports = "import os, signal, sys, time\nfrom only_one.testing import Guarded, redis_server\n"
+@pytest.mark.parametrize("program", [SERVER_IN_PARENT, FORKS], ids=["server", "forks"])
+def test_all_processes_of_a_command_end_with_the_parent_that_started_it(tmp_path: Path, program: str) -> None:
+    imports = "import os, sys, time\nfrom only_one.testing import Guarded, redis_server\n"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}  # what is killed cannot clean up
     command = [sys.executable, "-c", imports + program]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
@@ -213,7 +199,7 @@ def test_all_processes_of_a_command_end_with_the_parent_that_started_it(
         try:
             assert eventually(lambda: len(group_of(pid)) >= 2), "the command and its supervisor"
             pids = {pid, *group_of(pid)}
-            parent.send_signal(number)
+            parent.kill()
             parent.wait(LIMIT)
             assert all_gone(pids)
             assert all(map(is_running, forks))
@@ -221,18 +207,6 @@ def test_all_processes_of_a_command_end_with_the_parent_that_started_it(
             parent.kill()
             for fork in forks:
                 os.kill(fork, signal.SIGKILL)
-
-
-def test_a_forked_child_does_not_end_what_its_parent_started() -> None:
-    with Guarded(SLEEP) as command:
-        if (fork := os.fork()) == 0:
-            try:
-                command.close()
-            finally:
-                os._exit(0)
-        os.waitpid(fork, 0)
-        assert command.poll() is None
-        assert is_running(command.pid)
 
 
 # A command
@@ -249,29 +223,23 @@ def supervised(command: Guarded) -> list[int]:
     return list(group_of(command.pid))
 
 
-def test_a_command_that_ignores_sigterm_is_killed_after_the_grace_period() -> None:
-    with Guarded([sys.executable, "-c", STUBBORN], grace=0.3, stdout=subprocess.PIPE) as command:
+@pytest.mark.parametrize(
+    ("script", "grace", "status"),
+    [
+        ("trap '' TERM; sleep 600 & echo $!; wait", 0.3, -signal.SIGKILL),
+        ("trap 'kill $!; exit 7' TERM; sleep 600 & echo $!; wait", LIMIT, 7),
+        ("sleep 600 & echo $!; exit 5", LIMIT, 5),
+    ],
+    ids=["it ignores SIGTERM", "it ends in its own way", "a child outlives it"],
+)
+def test_a_command_has_time_to_end_and_nothing_of_it_stays(script: str, grace: float, status: int) -> None:
+    with Guarded(["sh", "-c", script], grace=grace, stdout=subprocess.PIPE) as command:
         child = int(lines_of(command).readline())
+        assert status != 5 or command.wait(LIMIT) == 5
         begin = time.monotonic()
-    assert time.monotonic() - begin >= 0.3
-    assert command.poll() == -signal.SIGKILL
+    assert (time.monotonic() - begin >= grace) == (status == -signal.SIGKILL)
+    assert command.poll() == status
     assert all_gone([command.pid, child])
-
-
-def test_children_that_outlive_the_command_are_ended() -> None:
-    with Guarded(["sh", "-c", "sleep 600 & echo $!; exit 5"], stdout=subprocess.PIPE) as command:
-        child = int(lines_of(command).readline())
-        assert command.wait(LIMIT) == 5
-    assert all_gone([child])
-
-
-def test_a_command_gets_time_to_end_in_its_own_way() -> None:
-    script = "trap 'kill $!; echo bye; exit 7' TERM; sleep 600 & echo hello; wait"
-    with Guarded(["sh", "-c", script], stdout=subprocess.PIPE) as command:
-        assert lines_of(command).readline() == b"hello\n"
-        command.close()
-        assert lines_of(command).read() == b"bye\n"
-    assert command.poll() == 7
 
 
 def test_a_supervisor_that_is_told_to_end_goes_on() -> None:
@@ -308,19 +276,3 @@ def test_a_command_that_cannot_be_started_says_why(
     monkeypatch.setenv("PATH", os.defpath)
     with pytest.raises(error, match=words):
         Guarded([program], cwd=cwd, stdout=subprocess.PIPE)
-
-
-# The module
-
-
-def test_the_module_needs_no_celery_and_the_package_does_not_need_the_module() -> None:
-    program = """
-import sys, only_one
-print("only_one.testing" in sys.modules)
-import only_one.testing
-from rigs import servers
-from rigs.waiting import LIMIT, eventually
-print("celery" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True)
-    assert done.stdout == "False\nFalse\n"
