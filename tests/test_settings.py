@@ -274,31 +274,22 @@ def test_a_broker_whose_url_does_not_say_all_is_told_with_what_to_write(config: 
 
 
 @pytest.mark.parametrize(
-    ("level", "option", "url", "shown"),
+    ("url", "shown"),
     [
-        ("decorator", "redis", "redis://:hunter2@127.0.0.1:1/0", "redis://***@127.0.0.1:1/0"),
-        ("configured", "redis", "redis://user:p%40hunter2@127.0.0.1:1/0", "redis://***@127.0.0.1:1/0"),
-        ("app", "broker_url", "redis://:p%40hunter2@127.0.0.1:1/0", "redis://***@127.0.0.1:1/0"),
-        (
-            "environment",
-            "redis_url",
-            "redis://127.0.0.1:1/0?username=u&password=hunter2&protocol=3",
-            "redis://127.0.0.1:1/0?username=u&password=***&protocol=3",
-        ),
-        ("decorator", "redis", "rediss://user:hunter2@127.0.0.1:1/0", "rediss://***@127.0.0.1:1/0"),
-        ("decorator", "redis", "unix://user:hunter2@/nowhere/socket", "unix://***@/nowhere/socket"),
-        ("decorator", "redis", "unix:///nowhere/socket?password=hunter2", "unix:///nowhere/socket?password=***"),
+        ("redis://:p%40hunter2@127.0.0.1:1/0", "redis://***@127.0.0.1:1/0"),
+        ("rediss://user:hunter2@127.0.0.1:1/0", "rediss://***@127.0.0.1:1/0"),
+        ("unix://user:hunter2@/nowhere/socket", "unix://***@/nowhere/socket"),
+        ("unix:///nowhere/socket?password=hunter2", "unix:///nowhere/socket?password=***"),
+        ("redis://h?username=u&password=hunter2&protocol=3", "redis://h?username=u&password=***&protocol=3"),
     ],
 )
 def test_the_server_is_logged_once_without_its_password(
-    url: str, level: str, option: str, shown: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    url: str, shown: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers_of_product, "_from_urls", {})  # each is logged once
     errors: list[str] = []
-    levels: Levels = {level: {option: url}}
-    levels.setdefault("decorator", {})["when_down"] = lambda error: errors.append(f"{error} {error!r}")
     with caplog.at_level(logging.DEBUG):
-        call_with(levels, lambda: None)
+        call_both(lambda: None, redis=url, when_down=lambda error: errors.append(f"{error} {error!r}"))
     logged = [record for record in caplog.records if record.levelno == logging.INFO and record.name == "only_one"]
     assert [record.getMessage() for record in logged] == [f"locks are kept in {shown}"]
     assert vars(logged[0])["only_one_server"] == shown
@@ -377,15 +368,12 @@ def times() -> tuple[float, float | None]:
         ({"timeout": 600, "lease": 90}, {"timeout": timedelta(minutes=8), "lease": 60}, {}, (60, 480)),
         ({"timeout": 600, "lease": 90}, {"timeout": None}, {}, (30, None)),
         ({"timeout": 600, "lease": 90}, {"timeout": 480}, {"lease": 120}, (120, None)),
-        ({"timeout": 600, "lease": 90}, {}, {"timeout": 420}, (420, 420)),
         # What is inherited never makes a decorator invalid.
         ({"lease": 480}, {"lease": 420}, {"timeout": 360}, (360, 360)),
         ({"timeout": 60}, {"timeout": 90}, {"lease": timedelta(minutes=2)}, (120, None)),
         ({}, {"timeout": 600, "lease": 90}, {"timeout": 240, "lease": 120}, (120, 240)),
         ({}, {"timeout": 600, "lease": 90}, {"timeout": 120, "lease": 120}, (120, 120)),
-        ({}, {"timeout": 600, "lease": 90}, {"timeout": None}, (30, None)),
         ({}, {"timeout": 600, "lease": 90}, {"lease": None}, (30, None)),
-        ({}, {"timeout": 600, "lease": 90}, {"timeout": 120, "lease": None}, (120, 120)),
     ],
     ids=repr,
 )
