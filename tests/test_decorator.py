@@ -91,20 +91,10 @@ def test_methods(prefix: str) -> None:
         async def load_async(self) -> str:
             return own_key()
 
-        @staticmethod
-        @only_one("static:{a}")
-        def static(a: int) -> tuple[int, str]:
-            return a, own_key()
-
         @classmethod
         @only_one("class:{a}")
         def of_class(cls, a: int) -> tuple[str, str]:
             return cls.__name__, own_key()
-
-        @property
-        @only_one("property:{self.url}")
-        def size(self) -> str:
-            return own_key()
 
         @only_one("call:{self.url}")
         def __call__(self) -> str:
@@ -113,9 +103,7 @@ def test_methods(prefix: str) -> None:
     feed = Feed("a")
     assert (feed.load(), Feed("b").load(more=2)) == (f"{prefix}feed:a:1", f"{prefix}feed:b:2")
     assert asyncio.run(feed.load_async()) == f"{prefix}async:a"
-    assert Feed.static(1) == feed.static(1) == (1, f"{prefix}static:1")
     assert Feed.of_class(1) == feed.of_class(a=1) == ("Feed", f"{prefix}class:1")
-    assert feed.size == f"{prefix}property:a"
     assert feed() == only_one(feed.__call__, key="bound")() == f"{prefix}call:a"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,37 +14,31 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 import only_one as package
-from only_one import AlreadyRunning, LockLost, LockUnavailable, OnlyOneError, carry_on, current_lock, fail, only_one
+from only_one import (
+    AlreadyRunning,
+    ConfigurationError,
+    KeyTemplateError,
+    LockLost,
+    LockUnavailable,
+    OnlyOneError,
+    UnkeyableArgument,
+    carry_on,
+    current_lock,
+)
 from only_one.lock.token import TokenFactory
 from tests.decorated import CLOSED, decorated
 
-
-def work(a: object = None) -> None:
-    """Something to decorate."""
-
-
-def call_again() -> None:
-    decorated(work, when_busy=fail)()
-
-
-RAISED: dict[str, tuple[Callable[[], Any], type[Exception] | None]] = {
-    "AlreadyRunning": (decorated(call_again), None),
-    "LockLost": (decorated(lambda: current_lock().ensure_held(), redis=CLOSED, when_down=carry_on), None),
-    "LockUnavailable": (decorated(work, redis=CLOSED), None),
-    "KeyTemplateError": (lambda: only_one("{")(work), ValueError),
-    "UnkeyableArgument": (lambda: decorated(work, "{a:md5}")(object()), TypeError),
-    "ConfigurationError": (lambda: only_one("k", 0), None),
+TOKEN = TokenFactory("t", "the-id").token(None).decode()
+HOLDER = AlreadyRunning("k", TOKEN).holder
+ERRORS: dict[OnlyOneError, type[Exception] | None] = {
+    AlreadyRunning("k", TOKEN): None,
+    LockLost("k", "deleted", TOKEN): None,
+    LockUnavailable("k", "why"): None,
+    KeyTemplateError("what to write"): ValueError,
+    UnkeyableArgument("what to write"): TypeError,
+    ConfigurationError("what to write"): None,
 }
-"""What raises the error, and the error of Python that it is, too."""
-
-
-@pytest.fixture(params=RAISED)
-def error(request: pytest.FixtureRequest, redis: Redis) -> OnlyOneError:  # noqa: ARG001 - for its settings
-    """One of each, raised by the product itself."""
-    with pytest.raises(OnlyOneError) as raised:
-        RAISED[request.param][0]()
-    assert type(raised.value).__name__ == request.param
-    return raised.value
+"""One of each, and the error of Python that it is, too."""
 
 
 def assert_same(error: Any, copied: Any) -> None:
@@ -58,6 +51,7 @@ def assert_same(error: Any, copied: Any) -> None:
         assert getattr(copied, attribute, None) == getattr(error, attribute, None)
 
 
+@pytest.mark.parametrize("error", ERRORS)
 def test_an_error_survives_every_trip(error: OnlyOneError) -> None:
     for protocol in (0, pickle.HIGHEST_PROTOCOL):
         assert_same(error, pickle.loads(pickle.dumps(error, protocol)))  # noqa: S301
@@ -83,17 +77,11 @@ def test_a_key_that_was_never_lost_is_not_called_lost(redis: Redis, options: Any
         lock.extend(1)
 
 
-@pytest.mark.parametrize("name", RAISED)
-def test_every_error_has_one_root(name: str) -> None:
-    kind, also = getattr(package, name), RAISED[name][1]
-    assert issubclass(kind, OnlyOneError)
-    assert name in package.__all__
+@pytest.mark.parametrize(("error", "also"), ERRORS.items())
+def test_every_error_has_one_root(error: OnlyOneError, also: type[Exception] | None) -> None:
+    assert type(error).__name__ in package.__all__
     for other in (ValueError, TypeError, RedisError):
-        assert issubclass(kind, other) == (other is also)
-
-
-TOKEN = TokenFactory("t", "the-id").token(None).decode()
-HOLDER = AlreadyRunning("k", TOKEN).holder
+        assert isinstance(error, other) == (other is also)
 
 
 @pytest.mark.parametrize(

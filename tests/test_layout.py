@@ -89,11 +89,3 @@ def test_every_private_name_of_others_is_listed() -> None:
         name for cells in rows_of("Private names of others") for each in named(cells[0]) for name in each.split(".")
     }
     assert {name for name in used - tuples if re.match(r"_[a-zA-Z]", name)} == {n for n in listed if n.startswith("_")}
-
-
-def test_what_the_page_calls_by_its_module_is_there() -> None:
-    files = {path.stem: path.read_text() for path in ROOT.rglob("[!_]*.py")}
-    called = re.findall(r"`(?:[a-z_]+\.)?([a-z_]+)\.([A-Za-z_]+)", PAGE)
-    names = [(module, name) for module, name in called if module in files and name != "py"]
-    assert len(names) > 10
-    assert [each for each in names if not re.search(rf"\b{each[1]}\b", files[each[0]])] == []

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import deque
-from datetime import time
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -67,7 +65,6 @@ def test_any_str_has_a_key_of_its_own_that_can_be_sent(values: list[str]) -> Non
             key.encode()  # as redis-py does
 
 
-URL = "https://example.org/f\N{LATIN SMALL LETTER E WITH DIAERESIS}ed"
 USER = SimpleNamespace(id=7, team=SimpleNamespace(name="ops"))
 
 
@@ -76,8 +73,6 @@ USER = SimpleNamespace(id=7, team=SimpleNamespace(name="ops"))
     [
         ("nightly-report", (), {}, "nightly-report"),  # a constant key asks nothing of the call
         ("{name}", (1,), {}, NAME),
-        ("{name}:{name}", (1,), {}, f"{NAME}:{NAME}"),
-        ("{a}", ("x",), {}, "x"),
         ("{a}", (None,), {}, "None"),
         ("{a.id}", (USER,), {}, "7"),
         ("{a.team.name}:{b}", (USER, 1), {}, "ops:1"),
@@ -88,9 +83,6 @@ USER = SimpleNamespace(id=7, team=SimpleNamespace(name="ops"))
         ("{rest[1]}", (0, 0, "x", "y"), {}, "y"),
         ("{others[feed]}", (0,), {"feed": "f"}, "f"),
         ("{c}", (0,), {"c": 5}, "5"),
-        ("{a:%H:%M}", (time(3, 4),), {}, "03:04"),
-        ("{a:03d}", (7,), {}, "007"),
-        ("{a!s}", (1,), {}, "1"),
         ("{a}", (Path("/0xABCDEF12"),), {}, "/0xABCDEF12"),
         ("{a:#010x}", (0xABCDEF12,), {}, "0xabcdef12"),  # which is no address of an object
         ("{a!r}", (b"0xABCDEF12",), {}, "b'0xABCDEF12'"),
@@ -100,14 +92,7 @@ USER = SimpleNamespace(id=7, team=SimpleNamespace(name="ops"))
         ("{a}:{b}-{c}", ("X-\ud800", ":Y"), {"c": "-"}, "X%2D%ED%A0%80:%3AY-%2D"),
         ("{a}", (b"x",), {}, "b'x'"),
         ("{a:>5}", (b"x",), {}, " b'x'"),
-        ("{a.id:md5}", (USER,), {}, digest(7)),
         ("{a[0]:md5}", ([[1, 2]],), {}, digest([1, 2])),
-        (
-            "{name}-lock-{a:md5}",
-            (URL,),
-            {},
-            f"{NAME}-lock-{hashlib.md5(URL.encode(), usedforsecurity=False).hexdigest()}",
-        ),
         ("{rest:md5}", (0, 0, "x"), {}, digest(["x"])),
         ("{others:md5}", (0,), {"x": 1}, digest({"x": 1})),
         ("{a!r:md5}", ("x",), {}, digest("'x'")),
