@@ -253,7 +253,8 @@ def test_a_function_that_cloudpickle_sends_to_another_process_has_the_same_key(p
 def test_a_function_of_a_program_that_was_started_by_a_module_s_name(prefix: str, main: str) -> None:
     """`python -m reports.nightly`, and a process that it spawns."""
     started = {"__name__": main, "__spec__": ModuleSpec("reports.nightly", None), "current_lock": current_lock}
-    assert only_one("{name}")(FunctionType(own_key.__code__, started))() == f"{prefix}reports.nightly.own_key"
+    function: Any = FunctionType(own_key.__code__, started)
+    assert only_one("{name}")(function)() == f"{prefix}reports.nightly.own_key"
 
 
 def test_a_function_of_c(prefix: str) -> None:

@@ -89,7 +89,7 @@ surrogates = st.text(st.characters(exclude_categories=()), max_size=5)
 offsets = st.none() | st.timedeltas(timedelta(hours=-14), timedelta(hours=14)).map(
     lambda offset: timezone(timedelta(minutes=offset // timedelta(minutes=1)))
 )
-scalars = [st.none(), st.booleans(), st.integers(), st.floats(), surrogates, st.binary(max_size=5)]
+scalars: list[Any] = [st.none(), st.booleans(), st.integers(), st.floats(), surrogates, st.binary(max_size=5)]
 scalars += [st.decimals(), st.uuids(), st.datetimes(timezones=offsets), st.dates()]
 carried = st.recursive(
     st.one_of(scalars),
