@@ -85,45 +85,38 @@ def use_functions(client: Any, url: str) -> None:
     )
 
 
-def use_tasks(client: Any, url: str) -> None:
-    """What tasks do besides, in a worker and by themselves."""
+def an_app() -> Celery:
     app = Celery("rights", broker="memory://", backend="cache+memory://", set_as_current=False)
     app.conf.worker_hijack_root_logger = False
+    return app
 
-    @only_one("{number}")
-    @app.task(name="queued", shared=False)  # type: ignore[untyped-decorator]
-    def queued(number: int) -> int:
-        return number
 
-    @only_one("newest", when_busy=buffer_one())
-    @app.task(name="buffered", shared=False)  # type: ignore[untyped-decorator]
-    def buffered(number: int) -> int:
-        return number
+def work(number: int) -> int:
+    return number
 
-    @app.task(name="late", shared=False, acks_late=True)  # type: ignore[untyped-decorator]
-    @only_one("late")
-    def late() -> str:
-        return "done"
 
+def use_tasks(client: Any, url: str) -> None:
+    """What tasks do besides, in a worker and by themselves."""
+    app: Any = an_app()
+
+    queued = only_one("{number}")(app.task(work, name="queued", shared=False))
+    buffered = only_one("newest", when_busy=buffer_one())(app.task(work, name="buffered", shared=False))
+    late = app.task(only_one("late")(work), name="late", shared=False, acks_late=True)
     results = [queued.delay(1), queued.delay(1), buffered.delay(1), buffered.delay(1), buffered.delay(2)]
     assert results[0] == results[1]
     with start_worker(app, pool="solo", perform_ping_check=False, loglevel="WARNING"):
         assert [each.get(timeout=LIMIT) for each in results] == [1, 1, None, None, 2]
-        assert late.delay().get(timeout=LIMIT) == "done"
+        assert late.delay(1).get(timeout=LIMIT) == 1
     worker_shutdown.send(sender=app)  # as the end of a process does
 
     class Renames(Task):  # type: ignore[misc]  # Celery has no types
-        def __call__(self, sent: str) -> Any:
-            return super().__call__(f"not {sent}")
+        def __call__(self, number: int) -> Any:
+            return super().__call__(-number)
 
-    @app.task(name="renames", shared=False, base=Renames)  # type: ignore[untyped-decorator]
-    @only_one("{sent}")
-    def renames(sent: str) -> str:
-        return sent
-
-    client.set("only_one:not sent", token_of("its id", is_dead=True), px=600_000)
-    task_failure.send(sender=renames, task_id="its id", exception=WorkerLostError(), args=("sent",), kwargs={})
-    assert eventually(lambda: not client.exists("only_one:not sent"))
+    renames = app.task(only_one("{number}")(work), name="renames", shared=False, base=Renames)
+    client.set("only_one:-1", token_of("its id", is_dead=True), px=600_000)
+    task_failure.send(sender=renames, task_id="its id", exception=WorkerLostError(), args=(1,), kwargs={})
+    assert eventually(lambda: not client.exists("only_one:-1"))
     server, key, marker = servers.find_server(url), "only_one:marked", "{only_one:marked}:copy:1"
     for commands_ in (
         redelivery.read_marker(key, marker, 60),
@@ -143,31 +136,25 @@ def use_tasks(client: Any, url: str) -> None:
 def use_inspection(client: Any, url: str) -> None:
     """All three that look and release."""
     client.set("only_one:other", "by hand")
-    work = only_one(lambda: "done", key="looked-at")
+    function = only_one(lambda: "done", key="looked-at")
     with Running("looked-at", lease=60):
-        assert holder_of(work)
-        assert key_of(work) == "only_one:looked-at"
+        assert holder_of(function)
+        assert key_of(function) == "only_one:looked-at"
         assert {each.key for each in held()} >= {"only_one:other", "only_one:looked-at"}
-        assert release(work)
+        assert release(function)
     assert release_key("only_one:other", "by hand", redis=url)
 
 
-USES: dict[str, Callable[[Any, str], None]] = {
-    "functions": use_functions,
-    "tasks": use_tasks,
-    "inspection": use_inspection,
-}
-
-
-@pytest.mark.parametrize("what", USES)
+@pytest.mark.parametrize("use", [use_functions, use_tasks, use_inspection])
 def test_the_rights_that_the_page_lists_are_enough_and_none_is_in_vain(
-    own_server: RedisServer, admin: Any, what: str
+    own_server: RedisServer, admin: Any, use: Callable[[Any, str], None]
 ) -> None:
     admin.flushall()
+    what = use.__name__.removeprefix("use_")
     url = add_user(admin, own_server.url, rights(what))
     with configure(redis=url, prefix="only_one:"):
         admin.config_resetstat()
-        USES[what](admin, url)
+        use(admin, url)
     in_vain = rights(what) - used(admin)
     assert in_vain <= (set() if what == "functions" else rights("functions"))
 
@@ -192,18 +179,12 @@ def test_a_warning_names_what_a_task_may_not_do(
     own_server: RedisServer, admin: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It runs all the same; but nothing else would tell why older tasks are not dropped, and redeliveries run again."""
-    app = Celery("few rights", broker="memory://", backend="cache+memory://", set_as_current=False)
-    app.conf.worker_hijack_root_logger = False
-
-    @app.task(name="newest", shared=False)  # type: ignore[untyped-decorator]
-    @only_one("newest", when_busy=buffer_one())
-    def newest() -> str:
-        return "done"
-
+    app: Any = an_app()
+    newest = app.task(only_one("newest", when_busy=buffer_one())(work), name="newest", shared=False)
     with configure(redis=add_user(admin, own_server.url, rights("functions")), prefix="only_one:"):
-        answer = newest.delay()
+        answer = newest.delay(1)
         with start_worker(app, pool="solo", perform_ping_check=False, loglevel="WARNING"):
-            assert answer.get(timeout=LIMIT) == "done"
+            assert answer.get(timeout=LIMIT) == 1
     ours = [each for each in caplog.records if each.name == "only_one"]
     (warning,) = [each.getMessage() for each in ours if each.levelname == "WARNING"]
     assert warning.startswith(f"what is known of the messages of {answer.id} cannot be asked or noted")
