@@ -24,19 +24,8 @@ from kombu.transport.redis import PrefixedStrictRedis
 from redis import ConnectionPool, Redis
 
 import only_one as package
-from only_one import (
-    ConfigurationError,
-    KeyTemplateError,
-    UnkeyableArgument,
-    buffer_one,
-    carry_on,
-    configure,
-    current_lock,
-    fail,
-    retry,
-    skip,
-    subscribe,
-)
+from only_one import buffer_one, carry_on, configure, current_lock, fail, retry, skip, subscribe
+from only_one.errors import ConfigurationError, KeyTemplateError, UnkeyableArgument
 from only_one.settings import CONFIGURABLE
 
 only_one: Any = package.only_one  # type checkers would refuse much of this
@@ -117,22 +106,6 @@ ASYNC = [coroutine, functools.partial(coroutine, 1), Awaited(), functools.partia
 """None of these is a policy, a key, a hook or a source of clients."""
 
 
-class Feed:
-    """Has methods of every kind."""
-
-    @classmethod
-    def of_class(cls) -> None: ...
-
-    @staticmethod
-    def static() -> None: ...
-
-    @property
-    def size(self) -> int:
-        return 1
-
-    def __call__(self) -> None: ...
-
-
 class QueueTask:
     """What a task queue makes of a function, in the shape of dramatiq's actors and huey's tasks."""
 
@@ -180,17 +153,16 @@ NO_FUNCTION = "write @only_one directly above the def, below every other decorat
     [
         (generator, CONSUMER),
         (async_generator, CONSUMER),
-        (Feed, "above the method that does the work"),
         (AsTask, "above the method that does the work"),
-        (Feed(), "above the __call__ of its class"),
+        (QueueTask(two), "above the __call__ of its class"),
         (functools.partial(two, 1), NO_FUNCTION),
         (functools.update_wrapper(functools.singledispatchmethod(two), two), NO_FUNCTION),  # type: ignore[arg-type]
         (QueueTask(two), NO_FUNCTION),
         (functools.update_wrapper(QueueTask(two), two), NO_FUNCTION),  # taskiq's have the name of their function
         (functools.update_wrapper(BoundTask(two), two), NO_FUNCTION),
-        (vars(Feed)["of_class"], "below @classmethod, directly above the function"),
-        (vars(Feed)["static"], "below @staticmethod, directly above the function"),
-        (vars(Feed)["size"], "below @property, directly above the function"),
+        (classmethod(two), "below @classmethod, directly above the function"),
+        (staticmethod(two), "below @staticmethod, directly above the function"),
+        (property(function), "below @property, directly above the function"),
         (None, NO_FUNCTION),
         ("a key", "a key as key='a-name'"),
         (300, "seconds as timeout=300"),
@@ -393,10 +365,7 @@ def test_a_policy_that_is_called_by_another(redis: Redis, prefix: str, policy: A
 
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
-    [
-        ("ONLY_ONE_ACTIVE", "2", "ONLY_ONE_ACTIVE=0 or"),
-        ("ONLY_ONE_REDIS_URL", "h", "ONLY_ONE_REDIS_URL='h' is not a URL"),
-    ],
+    [("ONLY_ONE_ACTIVE", "2", "ONLY_ONE_ACTIVE=0 or"), ("ONLY_ONE_REDIS_URL", "h", "URL='h' is not a URL")],
 )
 def test_a_variable_of_the_environment_that_cannot_be_understood(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, words: str

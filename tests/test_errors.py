@@ -14,7 +14,8 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 import only_one as package
-from only_one import (
+from only_one import carry_on, current_lock
+from only_one.errors import (
     AlreadyRunning,
     ConfigurationError,
     KeyTemplateError,
@@ -22,8 +23,6 @@ from only_one import (
     LockUnavailable,
     OnlyOneError,
     UnkeyableArgument,
-    carry_on,
-    current_lock,
 )
 from only_one.lock.token import TokenFactory
 from tests.decorated import CLOSED, decorated

@@ -21,22 +21,10 @@ from celery.exceptions import SoftTimeLimitExceeded
 from redis import Redis
 from redis.exceptions import RedisError
 
-from only_one import (
-    Acquired,
-    AlreadyRunning,
-    Busy,
-    Down,
-    LockLost,
-    Lost,
-    Reclaimed,
-    Released,
-    carry_on,
-    current_lock,
-    fail,
-    skip,
-    subscribe,
-)
+from only_one import carry_on, current_lock, fail, skip, subscribe
 from only_one import events as only_one_events
+from only_one.errors import AlreadyRunning, LockLost
+from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released
 from only_one.inspection import key_of
 from only_one.lock.token import TokenFactory
 from rigs.servers import RedisServer

@@ -23,19 +23,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from only_one import (
-    AlreadyRunning,
-    ConfigurationError,
-    LockLost,
-    LockUnavailable,
-    buffer_one,
-    carry_on,
-    current_lock,
-    fail,
-    retry,
-    skip,
-)
+from only_one import buffer_one, carry_on, current_lock, fail, retry, skip
 from only_one.connections.server import find_server
+from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable
 from only_one.policies import BufferOne, RequeueRequest
 from rigs.servers import RedisServer
 from tests.decorated import CLOSED, Busy, Decorate, a_task, both, decorated, own_key

@@ -22,22 +22,11 @@ import pytest
 from celery import Celery, _state, shared_task
 from redis import Redis, UsernamePasswordCredentialProvider
 
-from only_one import (
-    AlreadyRunning,
-    ConfigurationError,
-    LockUnavailable,
-    UnkeyableArgument,
-    configure,
-    current_lock,
-    fail,
-    only_one,
-    settings,
-    skip,
-)
+from only_one import configure, current_lock, fail, only_one, settings, skip
 from only_one.celery import app_settings
 from only_one.celery.app_settings import current_app, server_of
 from only_one.connections import server as servers_of_product
-from only_one.errors import OnlyOneError
+from only_one.errors import AlreadyRunning, ConfigurationError, LockUnavailable, OnlyOneError, UnkeyableArgument
 from only_one.inspection import held
 from rigs.servers import RedisServer
 from tests.decorated import a_task, call_both, decorated, own_key, token_of_the_dead
