@@ -17,21 +17,17 @@ def tables(text: str) -> list[list[list[str]]]:
     return [[head, *body] for head, _, *body in rows]
 
 
-def rows_with(column: str) -> list[dict[str, str]]:
-    """The rows of the tables about Celery that have such a column, by the heads of the columns; the first's is ""."""
-    return [
-        dict(zip(["", *head[1:]], row, strict=True))
-        for head, *body in tables("\n\n".join(page.read_text() for page in PAGES))
-        if column in head[1:]
-        for row in body
-    ]
-
-
 def documented(promise: str, column: str) -> str:
     """One cell of the pages about Celery.
 
     Raises:
         ValueError: unless there is just one.
     """
-    (found,) = [row[column] for row in rows_with(column) if row[""] == promise]
+    columns = [
+        (row[0], row[head.index(column)])
+        for head, *body in tables("\n\n".join(page.read_text() for page in PAGES))
+        if column in head[1:]
+        for row in body
+    ]
+    (found,) = [cell for first, cell in columns if first == promise]
     return found

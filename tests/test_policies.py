@@ -17,7 +17,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from celery import Celery, chain, chord, group
+from celery import Celery
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
@@ -232,20 +232,6 @@ def test_a_retry_within_its_own_run_is_not_skipped_because_of_itself(
     )
     assert task.delay(1).get() == [f"{prefix}{3 if by == 'another key' else 1}"]
     assert not redis.keys(f"{prefix}*")
-
-
-def gather(values: list[Any]) -> list[Any]:
-    return values
-
-
-def test_an_eager_chord_and_group(app: Celery, busy: Busy, prefix: str) -> None:
-    first, other, total = a_task(app), a_task(app, key="other"), app.task(gather, name="total", shared=False)
-    with busy("k"):
-        assert group(first.si(), other.si()).apply().get() == [None, f"{prefix}other"]
-        # Of none of these Celery says that others come after it.
-        assert chord([first.si(), other.si()], total.s()).apply().get() == [None, f"{prefix}other"]
-        assert chain(first.si(), total.s()).apply().get() is None
-    assert chord([first.si(), other.si()], total.s()).apply().get() == [f"{prefix}k", f"{prefix}other"]
 
 
 # --- countdowns --------------------------------------------------------------------------------------------------
