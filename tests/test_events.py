@@ -32,7 +32,7 @@ from rigs.waiting import LIMIT, eventually
 from tests.decorated import CLOSED, Decorate, both, decorated, events
 from tests.decorated import Busy as KeyIsBusy
 from tests.interruptions import handled, raises
-from tests.renewal import later, renew_now
+from tests.renewal import renew_now
 
 Log = pytest.LogCaptureFixture
 
@@ -53,22 +53,6 @@ def the(kind: type, seen: list[Any]) -> Any:
     assert eventually(lambda: any(type(event) is kind for event in seen))
     (event,) = (event for event in seen if type(event) is kind)
     return event
-
-
-def wait_until_lost() -> str:
-    """Inside a run: wait until it knows that its key is not its own any more; the reason."""
-    lock = current_lock()
-    assert eventually(lambda: lock.reason), "it never learnt of the loss"
-    with pytest.raises(LockLost) as raised:
-        lock.ensure_held()
-    assert raised.value.key == lock.key
-    return raised.value.reason
-
-
-def overrun() -> str:
-    """Inside a run whose `timeout` is less than a thousand seconds: wait until they are over."""
-    with later(1000):
-        return wait_until_lost()
 
 
 # --- which events there are --------------------------------------------------------------------------------------
@@ -108,36 +92,27 @@ def test_a_server_that_is_down(prefix: str, when_down: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "change", "reason", "outcome"),
     [
-        ({"timeout": 600}, None, "overrun", "gone"),
-        ({"timeout": 600, "lease": 60}, None, "overrun", "gone"),
-        ({"lease": 600}, lambda _: None, "deleted", "gone"),
         ({"timeout": 600}, lambda _: None, "deleted", "gone"),
-        ({"timeout": 600}, lambda _: b"a list", "taken", "taken"),
         ({"lease": 600}, lambda _: b"another's", "taken", "taken"),
-        ({"lease": 600}, lambda token: token.replace(b'"pid":', b'"pid":1'), "taken", "taken"),
+        ({"timeout": 600}, lambda _: b"a list", "taken", "taken"),
+        ({"timeout": 600}, lambda token: token.replace(b'"pid":', b'"pid":1'), "taken", "taken"),
     ],
-    ids=["overrun", "overrun though renewed", "deleted", "not renewed", "another type", "a stranger", "another run"],
+    ids=["it is deleted", "a stranger, seen by a renewal", "another type", "another run"],
 )
 def test_a_loss(
     redis: Redis, prefix: str, caplog: Log, decorate: Decorate, options: Any, change: Any, reason: str, outcome: str
 ) -> None:
-    def work() -> str:
-        token = seen[0].token
-        if reason == "overrun":
-            learnt = overrun()
-            redis.delete(f"{prefix}k")
-            return learnt
-        value = change(token)
+    def work() -> None:
+        value = change(seen[0].token)
         redis.delete(f"{prefix}k")
         if value:
             redis.rpush(f"{prefix}k", value) if value == b"a list" else redis.set(f"{prefix}k", value)
-        if "lease" not in options:  # it learns of it at its end
-            return reason
-        renew_now(current_lock())
-        return wait_until_lost()
+        if "lease" in options:  # else it learns of it at its end
+            renew_now(current_lock())
+            the(Lost, seen)
 
     with events() as seen:
-        assert decorate(work, **options)() == reason
+        decorate(work, **options)()
         lost = the(Lost, seen)
     assert sorted(kinds(seen)) == ["Acquired", "Lost", "Released"]
     assert (lost.key, lost.name, lost.reason) == (f"{prefix}k", f"{__name__}.{work.__qualname__}", reason)
@@ -220,7 +195,7 @@ def test_a_hook_that_fails_in_an_enum_is_no_signal_handler(redis: Redis) -> None
     unsubscribe()
 
 
-def test_a_hook_that_raises_is_logged_and_never_fatal(redis: Redis, busy: KeyIsBusy, caplog: Log) -> None:
+def test_a_hook_that_raises_is_logged_and_never_fatal(redis: Redis, prefix: str, busy: KeyIsBusy, caplog: Log) -> None:
     def bad(event: Any) -> None:
         raise LookupError(type(event).__name__)
 
@@ -231,7 +206,7 @@ def test_a_hook_that_raises_is_logged_and_never_fatal(redis: Redis, busy: KeyIsB
                 assert decorated(lambda: "ran", when_busy=lambda _: "busy")() == "busy"
             assert decorated(lambda: "ran")() == "ran"
             assert decorated(lambda: "ran", redis=CLOSED, when_down=carry_on)() == "ran"
-            assert decorated(overrun, timeout=600)() == "overrun"
+            decorated(lambda: redis.delete(f"{prefix}k"), timeout=600)()
             the(Lost, after)
         unsubscribe()
     assert kinds(after) == kinds(before)
