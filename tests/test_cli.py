@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from redis import Redis, RedisCluster
 
 from only_one import configure, current_lock
 from only_one.__main__ import _cell, main
+from only_one.inspection import release_key
 from only_one.lock.token import TokenFactory
-from rigs.proxy import Proxy
 from rigs.waiting import LIMIT
 from tests.decorated import CLOSED, Busy, decorated, token_of_the_dead
 
@@ -192,16 +191,14 @@ def test_all_that_are_dead_or_have_been_queued_for_longer_are_freed_and_no_other
 
 
 def test_a_key_that_gets_another_holder_meanwhile_is_left_alone(
-    redis: Redis, redis_url: str, prefix: str, dead: str, capsys: Out
+    redis: Redis, dead: str, capsys: Out, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Proxy(redis_url) as proxy, ThreadPoolExecutor(1) as pool:
-        release = proxy.hold_up("DELIFEQ", "DELEX", "EVAL")
-        released = pool.submit(main, ["--redis", proxy.url, "--prefix", prefix, "release", "dead"])
-        assert release.met.wait(LIMIT)
+    def release_later(*args: Any, **options: Any) -> bool:
         redis.set(dead, "the next one", px=600_000)
-        release.let_go()
-        assert released.result(LIMIT) == 1
+        return release_key(*args, **options)
 
+    monkeypatch.setattr("only_one.__main__.release_key", release_later)
+    assert main(["release", "dead"]) == 1
     assert capsys.readouterr() == ("", f"{dead} was not freed: it has another holder now, or none\n")
     assert redis.get(dead) == b"the next one"
 

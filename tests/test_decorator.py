@@ -305,27 +305,24 @@ def test_the_result_of_a_run_is_its_own_whatever_happens_to_its_server(
 # --- current_lock ------------------------------------------------------------------------------------------------
 
 
-def test_current_lock_says_what_the_run_holds(redis: Redis, prefix: str) -> None:
-    def work(a: str) -> list[Any]:
+def test_current_lock_says_what_the_run_holds(redis: Redis) -> None:
+    def work(a: str) -> tuple[Any, Any]:
         lock = current_lock()
         lock.ensure_held()
-        value: Any = redis.get(lock.key)
-        return [lock, lock.is_held, lock.expires_in, value]
+        assert lock.is_held
+        assert 0 < lock.expires_in <= 600
+        return lock, redis.get(lock.key)
 
-    function = only_one("{name}:{a:md5}", timeout=600)(work)
-    result = function("hunter2")
-    assert result is not None
-    lock, is_held, expires_in, value = result
+    function: Any = only_one("{name}:{a:md5}", timeout=600)(work)
+    lock, value = function("hunter2")
     assert lock.key == key_of(function, "hunter2")
-    assert is_held
-    assert 0 < expires_in <= 600
-    holder = lock.holder
-    assert (holder.pid, holder.name) == (os.getpid(), f"{__name__}.{work.__qualname__}")
-    assert (holder.task_id, holder.state) == (None, "running")
-    assert holder.deadline == pytest.approx(time.time() + 600, abs=LIMIT)
-    assert holder.since == pytest.approx(time.time(), abs=LIMIT)
     assert value == lock.token
     assert b"hunter2" not in value
+    holder = lock.holder
+    name = f"{__name__}.{work.__qualname__}"
+    assert (holder.pid, holder.name, holder.task_id, holder.state) == (os.getpid(), name, None, "running")
+    assert holder.deadline == pytest.approx(time.time() + 600, abs=LIMIT)
+    assert holder.since == pytest.approx(time.time(), abs=LIMIT)
     assert (lock.is_held, lock.expires_in) == (False, 0)  # after the run
     with pytest.raises(LockLost, match="released"):
         lock.ensure_held()
