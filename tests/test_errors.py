@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 from celery import Celery
 from kombu.utils import json
-from redis import Redis
 from redis.exceptions import RedisError
 
 import only_one as package
-from only_one import carry_on, current_lock
 from only_one.errors import (
     AlreadyRunning,
     ConfigurationError,
@@ -25,7 +23,6 @@ from only_one.errors import (
     UnkeyableArgument,
 )
 from only_one.lock.token import TokenFactory
-from tests.decorated import CLOSED, decorated
 
 TOKEN = TokenFactory("t", "the-id").token(None).decode()
 HOLDER = AlreadyRunning("k", TOKEN).holder
@@ -63,19 +60,6 @@ def test_an_error_survives_every_trip(error: OnlyOneError) -> None:
     assert_same(error, backend.exception_to_python(json.loads(stored)))  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({}, "is released: the run has ended"),
-        ({"redis": CLOSED, "when_down": carry_on}, "was never acquired: the server was down"),
-    ],
-)
-def test_a_key_that_was_never_lost_is_not_called_lost(redis: Redis, options: Any, text: str) -> None:  # noqa: ARG001
-    lock = decorated(current_lock, **options)()
-    with pytest.raises(LockLost, match=text):
-        lock.extend(1)
-
-
 @pytest.mark.parametrize(("error", "also"), ERRORS.items())
 def test_every_error_has_one_root(error: OnlyOneError, also: type[Exception] | None) -> None:
     assert type(error).__name__ in package.__all__
@@ -91,6 +75,9 @@ def test_every_error_has_one_root(error: OnlyOneError, also: type[Exception] | N
         (AlreadyRunning, {"value": TOKEN}, ("k", TOKEN), "k is taken by {holder}"),
         (LockLost, {"reason": "deleted"}, ("k", "deleted", ""), "k is lost: deleted"),
         (LockLost, {"reason": "r", "value": TOKEN}, ("k", "r", TOKEN), "k is lost: r, now held by {holder}"),
+        # A key that was never lost is not called lost.
+        (LockLost, {"reason": "released"}, ("k", "released", ""), "k is released: the run has ended"),
+        (LockLost, {"reason": "unavailable"}, ("k", "unavailable", ""), "k was never acquired: the server was down"),
         (LockUnavailable, {}, ("k", ""), "k could not be acquired: "),
         (LockUnavailable, {"problem": "why"}, ("k", "why"), "k could not be acquired: why"),
     ],

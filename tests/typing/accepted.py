@@ -134,18 +134,11 @@ class Feed:
         """An async method."""
         return a
 
-    @staticmethod
-    @only_one("k")
-    def static(a: int) -> float:
-        """A static method."""
-        return a
-
 
 async def methods(feed: Feed) -> None:
     """What methods give."""
     assert_type(feed.load(1), float | None)
     assert_type(await feed.load_async(1), float)
-    assert_type(Feed.static(1), float | None)
 
 
 # --- the rest ------------------------------------------------------------------------------------------------------
