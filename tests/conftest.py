@@ -43,10 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def redis_url() -> Iterator[str]:
-    """The server that the tests share: the one of `ONLY_ONE_TEST_REDIS_URL`, else one that is started for them."""
-    if url := os.environ.get("ONLY_ONE_TEST_REDIS_URL"):
-        yield url
-        return
+    """The server that the tests share."""
     with redis_server() as server:
         yield server.url
 
@@ -155,8 +152,7 @@ def happened() -> Iterator[list[Event]]:
 @pytest.fixture(params=[Running, RunningAsync], ids=["sync", "async"])
 def kind(request: pytest.FixtureRequest) -> type[Running]:
     """A run in a thread, and one in an event loop."""
-    kind: type[Running] = request.param
-    return kind
+    return request.param  # type: ignore[no-any-return]
 
 
 @pytest.fixture
