@@ -136,7 +136,7 @@ def test_a_release_frees_the_key_of_a_call_and_the_run_learns_it(redis: Redis, p
     assert not release(function, 1)
 
 
-@pytest.mark.parametrize("kind", ["task", "bound", "queue", "shared"])
+@pytest.mark.parametrize("kind", ["bound", "queue", "shared"])
 def test_the_key_of_a_task_is_that_of_its_run(app: Celery, prefix: str, redis: Redis, kind: str) -> None:
     def plain(feed: str) -> None: ...
     def bound(self: Any, feed: str) -> None: ...
@@ -144,7 +144,6 @@ def test_the_key_of_a_task_is_that_of_its_run(app: Celery, prefix: str, redis: R
     decorate = only_one("{name}:{feed}")
     name = f"t.{uuid4()}"
     tasks: dict[str, Callable[[], Any]] = {
-        "task": lambda: app.task(name=name)(decorate(plain)),
         "bound": lambda: app.task(name=name, bind=True)(decorate(bound)),
         "queue": lambda: decorate(app.task(name=name, bind=True)(bound)),
         "shared": lambda: decorate(shared_task(name=name)(plain)),

@@ -214,10 +214,9 @@ def test_where_there_is_no_message_to_requeue_the_error_is_raised(
     assert "RequeueRequest" not in "".join(traceback.format_exception(unavailable.value))
 
 
-@pytest.mark.parametrize("policy", [None, fail, retry(), buffer_one()], ids=["default", "fail", "retry", "buffer_one"])
 @pytest.mark.parametrize("by", ["retry", "autoretry", "another key"])
-def test_a_retry_within_its_own_run_is_not_skipped_because_of_itself(
-    app: Celery, redis: Redis, prefix: str, by: str, policy: Any
+def test_a_retry_within_its_own_run_is_not_busy_because_of_itself(
+    app: Celery, redis: Redis, prefix: str, by: str
 ) -> None:
     def work(self: Any, number: int) -> list[str]:
         if self.request.retries == 2:
@@ -226,10 +225,9 @@ def test_a_retry_within_its_own_run_is_not_skipped_because_of_itself(
             raise OSError
         raise self.retry(args=(number + (by == "another key"),), countdown=0)
 
-    function = decorated(work, key="{number}", **({"when_busy": policy} if policy else {}))
-    task = app.task(
-        function, bind=True, autoretry_for=(OSError,), default_retry_delay=0, name=f"t-{uuid4()}", shared=False
-    )
+    function = decorated(work, key="{number}", when_busy=fail)
+    retried = {"autoretry_for": (OSError,), "default_retry_delay": 0}
+    task = app.task(function, bind=True, name=f"t-{uuid4()}", shared=False, **retried)
     assert task.delay(1).get() == [f"{prefix}{3 if by == 'another key' else 1}"]
     assert not redis.keys(f"{prefix}*")
 
