@@ -11,26 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from redis import Redis
 
-from only_one import (
-    Acquired,
-    AlreadyRunning,
-    Busy,
-    Down,
-    LockLost,
-    LockUnavailable,
-    Lost,
-    Reclaimed,
-    Released,
-    carry_on,
-    configure,
-    current_lock,
-    fail,
-    only_one,
-    retry,
-    skip,
-    subscribe,
-)
-from only_one.events import Event
+from only_one import carry_on, configure, current_lock, fail, only_one, retry, skip, subscribe
+from only_one.errors import AlreadyRunning, LockLost, LockUnavailable
+from only_one.events import Acquired, Busy, Down, Event, Lost, Reclaimed, Released
 from only_one.holder import Holder
 
 if TYPE_CHECKING:
