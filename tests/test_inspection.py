@@ -23,12 +23,10 @@ from tests.renewal import renew_now
 
 
 @pytest.fixture
-def app(redis: Redis, redis_url: str) -> Iterator[Any]:
+def app(redis: Redis) -> Iterator[Any]:  # noqa: ARG001 - for its settings
     previous = get_current_app()
-    made = Celery("inspected", broker=redis_url, set_as_current=False)
-    made.conf.task_default_queue = f"inspected:{os.getpid()}"
+    made = Celery("inspected", broker="memory://", set_as_current=False)
     yield made
-    redis.delete(made.conf.task_default_queue)
     previous.set_current()
     made.close()
 
