@@ -249,12 +249,12 @@ def test_a_key_is_freed_though_the_output_is_closed(redis_url: str, prefix: str,
         assert (ran.returncode, "Error" in ran.stderr, ran.stdout) == (status, False, ""), ran.stderr
 
 
-def test_the_program_needs_no_celery_and_spells_out_what_the_terminal_cannot_show(
+def test_neither_a_run_nor_the_program_needs_celery_and_it_spells_out_what_the_terminal_cannot_show(
     redis: Redis, redis_url: str, prefix: str
 ) -> None:
     redis.set(f"{prefix}ü", "x")
-    alone = "import sys; sys.modules['celery'] = sys.modules['click'] = None"
-    program = f"{alone}; from only_one.__main__ import main; sys.exit(main())"
+    alone = "import sys; sys.modules['click'] = None; from only_one import only_one; only_one('run')(sorted)([])"
+    program = f"{alone}; from only_one.__main__ import main; sys.exit(main() or 'celery' in sys.modules)"
     environment = {**os.environ, "ONLY_ONE_REDIS_URL": redis_url, "PYTHONIOENCODING": "ascii"}
     command = [sys.executable, "-c", program, "--prefix", prefix, "list", "--match", "[^k]*"]
     redis.set(f"{prefix}k", "x")
