@@ -14,7 +14,7 @@ WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,canvas ends redelivery requeu
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-picture newsletter docs dev test test-rabbitmq lint types interrupts suite site browser-check words \
-	release-check queues coverage soak soak-hour mutants matrix simulate simulate-mutants benchmark benchmark-async benchmark-peers clean
+	release-check queues coverage soak soak-hour mutants simulate simulate-mutants benchmark benchmark-async benchmark-peers clean
 
 help: ## list these commands
 	@awk 'BEGIN { FS = ":.*## " } /^##@/ { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-24s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -91,10 +91,6 @@ coverage: .venv/dev.stamp ## the suite, and the lines and branches that it does 
 	$(BIN)/coverage run -m pytest $(TOGETHER) -m "not interrupts and not soak" $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
-
-# The suite runs a slice of these combinations.
-matrix: .venv/dev.stamp ## each kind of task in each pool, with each combination of settings
-	POOLS_MATRIX=1 $(BIN)/python -m pytest tests/live/test_pools.py $(ARGS)
 
 simulate: .venv/dev.stamp ## search interleavings: 10,000 fresh histories of both worlds; --messages for Celery's, --seed N for one again
 	$(BIN)/python -m tests.simulation --both $(ARGS)

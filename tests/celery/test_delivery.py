@@ -268,6 +268,7 @@ BUSY: dict[str, str] = {
     "plain": "skipped",
     "retry()": "requeued",
     "a retry": "requeued",
+    "a retry in a chain": "requeued",
     "redelivered": "requeued",
     "redelivered, and has waited": "requeued",
     "rejected, and back from a dead-letter queue": "requeued",
@@ -286,8 +287,9 @@ def test_a_task_whose_key_is_busy_waits_if_a_skip_would_do_harm(
 ) -> None:
     task = make(queue.app, done, **({"when_busy": retry()} if how == "retry()" else {}))
     after = {"chain": [dict(task.si().set(task_id=str(uuid4())))], "chord": dict(task.si())}
+    others = {name: value for name, value in after.items() if name in how}
     keys["k"] = "somebody else"
-    answer = task.apply_async(retries=int(how == "a retry"), **{how: after[how]} if how in after else {})
+    answer = task.apply_async(retries=int("a retry" in how), **others)
     message = queue.take()
     if "has waited" in how:
         header = Header(answer.id, 0, times=1, lineage=None if "redelivered" in how else "of its first message")
@@ -303,7 +305,7 @@ def test_a_task_whose_key_is_busy_waits_if_a_skip_would_do_harm(
         queue.deliver(message, redelivered=True)
         queue.deliver()
         assert (answer.state, answer.result) == ("SUCCESS", "done")
-        assert len(queue) == 0
+        assert len(queue) == len(others)  # the task after it
     assert "outer" not in keys
 
 

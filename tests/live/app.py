@@ -17,9 +17,8 @@ from typing import Any
 
 import redis
 from celery import Celery, Task
-from celery.backends.base import DisabledBackend
-from celery.exceptions import Ignore, Reject, Retry
-from celery.signals import task_postrun, task_prerun, task_received
+from celery.exceptions import Ignore, Reject
+from celery.signals import task_postrun, task_received
 from kombu.common import Broadcast
 
 from only_one import AlreadyRunning, buffer_one, configure, current_lock, fail, only_one, retry, skip
@@ -27,9 +26,9 @@ from only_one.clock import now
 from only_one.connections.server import find_server
 from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import release_later
-from rigs.waiting import LIMIT, eventually
+from rigs.waiting import LIMIT
 from tests.live.brokers import KIND, consumed, settings_of
-from tests.live.workers import BROKER, LOCKS, PREFIX, RESULTS, SETTINGS, URL, note, wait_at
+from tests.live.workers import BROKER, PREFIX, SETTINGS, URL, note, wait_at
 from tests.renewal import is_renewed
 
 TIMEOUT = 10 * LIMIT
@@ -39,17 +38,15 @@ SHORT_LEASE = 3.0
 
 PAUSE = 0.55
 """Seconds for which a run lasts that is longer than half of the visibility timeout of `test_redelivery`."""
-WAIT = 0.1 if KIND == "redis" else 5
-"""Seconds between two attempts, in which the second is in a queue that nobody reads, if the broker is Redis."""
 
 EXCHANGES = {"direct": "direct", "topic": "topic.#"}
-"""Queues of an exchange of this type of their own, with their routing keys, for the workers that are told of them."""
+"""Queues of an exchange of this type of their own, with their routing keys."""
 
 
 app: Any = Celery("live", set_as_current=False)
 app.conf.broker_connection_retry_on_startup = True
 app.conf.worker_prefetch_multiplier = 4
-without_results = DisabledBackend(app)
+app.conf.accept_content = ["json", "pickle"]
 
 
 def next_number(what: str) -> int:
@@ -59,13 +56,12 @@ def next_number(what: str) -> int:
 
 
 if URL in os.environ:  # in a worker
-    app.conf.update({"result_backend": os.environ[RESULTS], **json.loads(os.environ[SETTINGS])})
+    app.conf.update({"result_backend": os.environ[URL], **json.loads(os.environ[SETTINGS])})
     app.conf.update({"broker_url": os.environ[BROKER], **settings_of(KIND)})
-    configure(redis=os.environ[LOCKS], prefix=PREFIX)
-    if "EXCHANGES" in os.environ:
+    configure(redis=os.environ[URL], prefix=PREFIX)
+    for kind, key in EXCHANGES.items():
         options = consumed().get("options", {})
-        for kind, key in EXCHANGES.items():
-            app.amqp.queues.add(kind, exchange=f"{kind}s", exchange_type=kind, routing_key=key, **options)
+        app.amqp.queues.add(kind, exchange=f"{kind}s", exchange_type=kind, routing_key=key, **options)
     if "BROADCAST" in os.environ:
         app.amqp.queues.add(Broadcast(os.environ["BROADCAST"]))  # type: ignore[no-untyped-call]
 
@@ -73,15 +69,6 @@ if URL in os.environ:  # in a worker
     def received(request: Any, **_: Any) -> None:
         """Write down what a worker is given."""
         note("received", *request.args[:1])
-
-    @task_prerun.connect(weak=False)  # type: ignore[untyped-decorator]
-    def begins(task: Any, task_id: str, args: list[Any], **_: Any) -> None:
-        """Begin the retry of a task in a canvas when the state of its previous attempt is stored.
-
-        Celery looks for a success, and then stores that state, in two commands: a quick success would be lost.
-        """
-        if task.request.retries and f"result of {args[0]}" in args:
-            eventually(lambda: app.AsyncResult(task_id).state != "PENDING")
 
     @task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
     def seen(args: list[Any], **_: Any) -> None:
@@ -113,11 +100,6 @@ def stay_in_c(*_: Any) -> None:
     system.pthread_mutex_lock(mutex)
 
 
-def retry_with_the_key_that_follows(task: Any, _: str) -> None:
-    key = task.request.args[-1]
-    task.retry(args=(key, f"result of {key}"), countdown=0)
-
-
 def note_the_request(task: Any, key: str) -> None:
     """Write down all that a run is told of its message, as far as JSON can say it."""
     note("request", key, json.dumps({**vars(task.request), "repr": repr(task.request.args)}, default=str))
@@ -140,22 +122,16 @@ ORDERS: dict[str, Callable[[Any, str], Any]] = {
     "kill": lambda _, key: end_the_process(key, lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "reject": raises(Reject()),
     "reject and requeue": raises(Reject(requeue=True)),
-    "say that it is retried": raises(Retry(when=LIMIT)),
     "retry": lambda task, _: task.retry(countdown=0),
-    "retry later": lambda task, _: task.retry(countdown=WAIT),
-    "retry in an hour": lambda task, _: task.retry(countdown=3600),
-    "retry with this key": retry_with_the_key_that_follows,
     "replace": lambda task, key: task.replace(task.si(key)),
 }
 
 
 def whose() -> dict[str, Any]:
     """What others see of the run that calls this."""
-    lock = current_lock()
-    holder = lock.holder
+    holder = current_lock().holder
     assert holder is not None
-    found = {"key": lock.key, "held": lock.is_held, "state": holder.state}
-    return {**found, "name": holder.name, "id": holder.task_id, "attempt": holder.attempt}
+    return {"name": holder.name, "id": holder.task_id, "attempt": holder.attempt, "held": current_lock().is_held}
 
 
 def work(task: Any, key: str, *orders: Any) -> Any:
@@ -205,16 +181,6 @@ def above(name: str, celery: Any = None, *, key: Any = "{key}", **options: Any) 
     return decorated
 
 
-class EndsBeforeARetry(Task):  # type: ignore[misc]  # Celery has no types
-    """Ends before its run when it is retried."""
-
-    abstract = True
-
-    def before_start(self, task_id: str, *_: Any) -> None:
-        if self.request.retries:
-            raise Trouble(task_id)
-
-
 REDELIVERED = ("once", "pause", "gate")
 LATE = {"acks_late": True, "reject_on_worker_lost": True}
 AGAIN = {"autoretry_for": (Trouble,), "default_retry_delay": 0, "max_retries": 2}
@@ -223,9 +189,7 @@ VARIANTS: dict[str, Any] = {
     "late": {"celery": LATE},
     "cooling": {"at_least": AT_LEAST},
     "again": {"celery": AGAIN},
-    "leased": {"timeout": None, "lease": LEASE},
-    "buffered": {"celery": LATE, "when_busy": buffer_one(countdown=0.2)},
-    "ends before a retry": {"celery": {"base": EndsBeforeARetry}},
+    "leased": {"celery": LATE, "timeout": None, "lease": LEASE},
     "elsewhere": {"celery": LATE, "timeout": None, "lease": SHORT_LEASE, "takeover": False},
 }
 BELOW = {name: below(name, **options) for name, options in VARIANTS.items()}
@@ -238,12 +202,8 @@ unique = ABOVE["plain"]
 
 # In workers of the first version it does the same, under this name.
 redelivered = below("tests.live.redelivery_app.late", {"acks_late": True}, first=REDELIVERED)
-redelivered_without_results = below(
-    "redelivered without results", {"acks_late": True, "backend": without_results}, first=REDELIVERED
-)
-limited = below("limited", {"time_limit": 2})
 requeued = below("requeued", when_busy=retry())
-requeued_soon = below("requeued soon", when_busy=retry(countdown=0.2))
+requeued_soon = below("requeued soon", LATE, when_busy=retry(countdown=0.2))
 
 
 class Around(Task):  # type: ignore[misc]  # Celery has no types
@@ -256,7 +216,7 @@ class Around(Task):  # type: ignore[misc]  # Celery has no types
         return super().__call__(key, *orders)
 
 
-based, unique_based = below("based", {"base": Around}), above("based", {"base": Around})
+based = below("based", {"base": Around, **LATE})
 
 
 PAUSE_OF_CANVAS = 2
@@ -275,7 +235,9 @@ OF_POLICY = {
     "retry()": below("retry()", when_busy=retry(countdown=PAUSE_OF_CANVAS)),
     "buffer_one()": below("buffer_one()", when_busy=buffer_one(countdown=PAUSE_OF_CANVAS)),
     "a callable": below("a callable", when_busy=instead),
+    "unique": unique,
 }
+"""Also of a task that is unique from queued to finished: no policy is given to it."""
 
 # Others
 

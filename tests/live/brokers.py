@@ -66,14 +66,10 @@ class RedisBroker:
 
     def messages(self) -> int:
         """How many there are for the usual queue: in it, on their way to it, or delivered and not acknowledged."""
-        return self.queued("celery") + int(self._client.hlen("unacked"))
-
-    def queued(self, queue: str) -> int:
-        """How many messages wait in a queue."""
-        return int(self._client.llen(queue))
+        return int(self._client.llen("celery") + self._client.hlen("unacked"))
 
     def move(self, source: str, target: str) -> None:
-        """Take a message from the head of a queue to that of another."""
+        """Take a message, if there is one, from the head of a queue to that of another."""
         self._client.lmove(source, target, "RIGHT", "LEFT")
 
     def copy_of(self, task_id: str) -> str:
@@ -112,12 +108,9 @@ class RabbitBroker:
         counts = dict(line.split("\t") for line in table.splitlines())
         return sum(int(number) for queue, number in counts.items() if queue != self._copies)
 
-    def queued(self, queue: str) -> int:
-        return int(self._channel.queue_declare(queue, passive=True).message_count)
-
     def move(self, source: str, target: str) -> None:
-        message = self._channel.basic_get(source, no_ack=True)
-        self._channel.basic_publish(message, self.settings.get("task_default_exchange", ""), target)
+        if (message := self._channel.basic_get(source, no_ack=True)) is not None:
+            self._channel.basic_publish(message, self.settings.get("task_default_exchange", ""), target)
 
     def copy_of(self, task_id: str) -> Any:
         def is_found() -> bool:

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from only_one import configure
 from rigs.waiting import eventually
 from tests.live.app import app
+from tests.live.brokers import options_for_redis
 from tests.live.workers import PREFIX, Scene, World, world
 
 
 @pytest.fixture(scope="module")
-def settings() -> dict[str, Any]:
-    """What a module's application is told."""
-    return {}
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A server and a broker, without a worker; what this process decorates takes its keys there.
 
-
-@pytest.fixture(scope="module")
-def place(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """A server and a broker, without a worker; what this process decorates takes its keys there."""
-    folder = tmp_path_factory.mktemp("world")
+    A requeue waits for a third of the module's `VISIBILITY` at the longest. The workers do not look for messages to be
+    delivered again: the tests have them delivered.
+    """
+    seconds = getattr(request.module, "VISIBILITY", 3600)
+    options = options_for_redis(visibility_timeout=seconds, unacked_restore_limit=0)
     with (
-        world(app, folder, **settings) as found,
+        world(app, tmp_path_factory.mktemp("world"), broker_transport_options=options) as found,
         configure(redis=found.server.url, prefix=PREFIX),
     ):
         yield found

@@ -16,11 +16,7 @@ from rigs.waiting import LIMIT, eventually
 from tests.live import app as live
 from tests.live.workers import PREFIX, Scene, World
 
-COLUMNS = ["not given", "skip", "fail", "retry()", "buffer_one()", "a callable"]
-UNIQUE = "unique"
-"""As the first column, of a task that is unique from queued to finished."""
-
-other, after, unique = live.other, live.after, live.unique
+other, after = live.other, live.after
 
 
 def in_a_chain(work: Any) -> Any:
@@ -36,11 +32,8 @@ def with_link(work: Any) -> Any:
     return linked
 
 
-def retried(work: Any) -> Any:
-    """The same task, whose first attempt has another key that is free."""
-    key = work.args[0]
-    return live.app.tasks[work.task].si(f"free-{key}", "retry with this key", key)
-
+WAITS = {"retry()", "buffer_one()"}
+"""With these policies a task waits until its key is free."""
 
 POSITIONS: dict[str, Callable[[Any], Any]] = {
     "alone": lambda work: work.delay(),
@@ -62,9 +55,6 @@ POSITIONS: dict[str, Callable[[Any], Any]] = {
     ).delay(),
     "with `link`": with_link,
     "with `link_error`": lambda work: work.apply_async(link_error=live.hear_of_trouble.s(work.args[0])),
-    "run again by `self.retry()`": lambda work: retried(work).delay(),
-    "run again, in a chain with others after it": lambda work: in_a_chain(retried(work)),
-    "run again, in a chord's header": lambda work: chord([retried(work), other.si()], after.s()).delay(),
 }
 
 
@@ -77,14 +67,16 @@ class Case:
         column: its policy.
         scene: its key, which is busy.
         answer: the result of the canvas.
-        when: "" if that was there while the key was taken, else when.
     """
 
     position: str
     column: str
     scene: Scene
     answer: Any
-    when: str = ""
+
+    def waits(self) -> bool:
+        """Whether the task was requeued twice, since the key is taken."""
+        return len(self.scene.place.notes("seen", self.scene.key)) >= 2
 
     def is_over(self) -> bool:
         """Whether the last of the canvas has a result, or will have none, because one before it has failed."""
@@ -113,9 +105,8 @@ class Case:
             return "`AlreadyRunning`"
         if isinstance(error, ChordError):
             assert "AlreadyRunning" in str(error)
-            assert raised_by(self.answer) is AlreadyRunning  # by a task of the header, which Celery looks at first
-            body = self.answer if self.answer.failed() else self.answer.parent
-            assert raised_by(live.app.AsyncResult(body.id)) is ChordError
+            with pytest.raises(AlreadyRunning):  # of a task of the header, which Celery looks at first
+                self.answer.get(timeout=LIMIT)
             return "`ChordError`"
         assert error is None
         value = self.answer.get(timeout=LIMIT)
@@ -123,64 +114,35 @@ class Case:
             value, beside = value
             assert beside == "other"
         known = {None: "`None`", f"result of {key}": "its result", f"instead of {key}": "what it returns"}
-        return known[value] + self.when
-
-
-def raised_by(answer: Any) -> type[BaseException]:
-    """What `get()` on a result raises."""
-    with pytest.raises((AlreadyRunning, ChordError)) as raised:
-        answer.get(timeout=LIMIT)
-    return raised.type
-
-
-@pytest.fixture(scope="module", autouse=True)
-def worker(place: World) -> Iterator[None]:
-    with place.worker(pool="threads"):
-        yield
-        assert place.no_key_is_left()
+        return known[value]
 
 
 @pytest.fixture(scope="module")
-def table(place: World) -> dict[str, list[str]]:
-    """What real workers do, row by row."""
-    cases = [begin(place, position, column) for position in POSITIONS for column in [*COLUMNS, UNIQUE]]
-    all_become(cases, is_over_or_requeued_twice)
-    waiting = [case for case in cases if not case.is_over()]
-    for case in waiting:
-        case.when = ", once the key is free"
-    for case in cases:
-        case.scene.free()
-    all_become(waiting, Case.is_over)
-    # What is called on failure is sent once the failure is stored, and so after it is seen here.
-    for case in cases:
-        if case.position == "with `link_error`" and case.error() is not None:
-            place.wait_for("trouble", case.scene.key)
-    assert eventually(lambda: place.broker.messages() == 0)
-    return {position: [case.cell() for case in cases if case.position == position] for position in POSITIONS}
-
-
-def is_over_or_requeued_twice(case: Case) -> bool:
-    return case.is_over() or len(case.scene.place.notes("seen", case.scene.key)) >= 2
-
-
-def all_become(cases: list[Case], condition: Callable[[Case], bool]) -> None:
-    """Wait until it holds for each, which is not asked again of those for which it does."""
-    left = list(cases)
-
-    def are_all() -> bool:
-        while left and condition(left[-1]):
-            left.pop()
-        return not left
-
-    assert eventually(are_all, 2 * LIMIT), left
+def table(place: World) -> Iterator[dict[str, list[str]]]:
+    """What a real worker does, row by row."""
+    with place.worker(pool="threads"):
+        cases = [begin(place, position, column) for position in POSITIONS for column in live.OF_POLICY]
+        for case in cases:
+            assert eventually(case.waits if case.column in WAITS else case.is_over), case
+            assert case.is_over() != (case.column in WAITS), case
+        for case in cases:
+            case.scene.free()
+        for case in cases:
+            assert eventually(case.is_over), case
+            # What is called on failure is sent once the failure is stored, and so after it is seen here.
+            if case.position == "with `link_error`" and case.error() is not None:
+                place.wait_for("trouble", case.scene.key)
+        assert eventually(lambda: place.broker.messages() == 0)
+        yield {position: [case.cell() for case in cases if case.position == position] for position in POSITIONS}
+        assert place.no_key_is_left()
 
 
 def begin(place: World, position: str, column: str) -> Case:
     """Send a canvas in which a task finds its key busy."""
     scene = Scene(place)
     scene.take()
-    work = unique if column == UNIQUE else live.OF_POLICY[column]
-    return Case(position, column, scene, POSITIONS[position](work.si(scene.key, f"result of {scene.key}")))
+    work = live.OF_POLICY[column].si(scene.key, f"result of {scene.key}")
+    return Case(position, column, scene, POSITIONS[position](work))
 
 
 def expected(position: str, column: str) -> str:
@@ -190,18 +152,12 @@ def expected(position: str, column: str) -> str:
     is_in_header = "header" in position or position == "in a group with others after it"
     was_in_header = VERSION < (5, 7) and position == "in the header of a chord with others after it"
     failed = "`ChordError`" if is_in_header and not was_in_header else "`AlreadyRunning`"
-    waits = "its result, once the key is free"
-    if column == "not given" and "run again" in position:
-        return waits
-    if column == "not given":
-        return failed if is_in_header or "others after it" in position else "`None`"
-    given = {"skip": "`None`", "fail": failed, "a callable": "what it returns"}
-    return given.get(column, waits)
+    default = failed if is_in_header or "others after it" in position else "`None`"
+    given = {"not given": default, "unique": default, "skip": "`None`", "fail": failed, "a callable": "what it returns"}
+    return given.get(column, "its result")
 
 
 @pytest.mark.parametrize("position", POSITIONS)
 def test_what_others_receive(table: dict[str, list[str]], position: str) -> None:
     print("|", " | ".join([position, *table[position]]), "|")
-    *of_runs, of_unique = table[position]
-    assert of_runs == [expected(position, column) for column in COLUMNS]
-    assert of_unique == of_runs[0]
+    assert table[position] == [expected(position, column) for column in live.OF_POLICY]

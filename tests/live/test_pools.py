@@ -1,13 +1,7 @@
-"""Tasks of every kind in every pool: they run, are skipped, renewed, requeued and ended by limits.
-
-The suite runs each pool once; `make matrix` runs each with every combination of settings.
-"""
+"""Tasks of every kind in every pool: they run, are skipped, renewed, requeued and ended by limits."""
 
 from __future__ import annotations
 
-import itertools
-import json
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,30 +10,15 @@ from celery.exceptions import TimeLimitExceeded
 
 from rigs.waiting import LIMIT, eventually
 from tests.live import app as live
-from tests.live.workers import PREFIX, SETTINGS, Scene, World, answered
+from tests.live.workers import PREFIX, Scene, World, answered
 
 SIZE = {"prefork": 3, "threads": 3, "gevent": 10, "eventlet": 10, "solo": 1}
 
-OPTIONS: dict[str, list[Any]] = {
-    "task_acks_late": [False, True],
-    "task_track_started": [False, True],
-    "worker_prefetch_multiplier": [4, 1],
-}
-VARIANTS: list[dict[str, Any]] = [{}]
-if os.environ.get("POOLS_MATRIX"):
-    VARIANTS = [dict(zip(OPTIONS, values, strict=True)) for values in itertools.product(*OPTIONS.values())]
-MATRIX = [(pool, options) for options in VARIANTS for pool in SIZE]
 
-
-def name_of(each: tuple[str, dict[str, Any]]) -> str:
-    return "-".join([each[0], *map(str, each[1].values())])
-
-
-@pytest.fixture(scope="module", params=MATRIX, ids=name_of)
+@pytest.fixture(scope="module", params=SIZE)
 def pool(request: pytest.FixtureRequest, place: World) -> Iterator[str]:
-    name, options = request.param
-    with place.worker("-c", str(SIZE[name]), pool=name, **{SETTINGS: json.dumps(options)}):
-        yield name
+    with place.worker("-c", str(SIZE[request.param]), pool=request.param):
+        yield request.param
         assert place.no_key_is_left()
 
 
@@ -49,36 +28,24 @@ def result(answer: Any) -> Any:
     return [found["name"], found["id"], found["attempt"], found["held"]] if isinstance(found, dict) else found
 
 
-@pytest.mark.usefixtures("pool")
-@pytest.mark.parametrize("task", [live.plain, live.based, live.unique_based], ids=lambda task: task.name)
-def test_a_task_runs_and_is_skipped_and_runs_again(scene: Scene, task: Any) -> None:
-    for is_busy in (False, True, False):
-        if is_busy:
-            scene.take()
-        answer = task.delay(scene.key)
-        assert result(answer) == (None if is_busy else [task.name, answer.id, 0, True])
-        if is_busy:
-            scene.free()
-        assert scene.is_free()
-    assert len(scene.place.notes("around", scene.key)) == 3 * (task is not live.plain)
-
-
 def test_duplicates_are_skipped(pool: str, scene: Scene) -> None:
-    running = live.plain.delay(scene.key, "gate")
+    """Also of a class whose `__call__` does something around the run."""
+    running = live.based.delay(scene.key, "gate")
     scene.begun()
-    duplicates = [live.plain.delay(scene.key, "gate") for _ in range(3)]
-    duplicates.append(live.plain.apply_async(kwargs={"key": scene.key}))
+    duplicates = [live.based.delay(scene.key, "gate") for _ in range(3)]
+    duplicates.append(live.based.apply_async(kwargs={"key": scene.key}))
     if pool == "solo":  # which does nothing else meanwhile: they come after it
         scene.open(4)
-        assert [result(each) for each in duplicates] == [[live.plain.name, each.id, 0, True] for each in duplicates]
+        assert [result(each) for each in duplicates] == [[live.based.name, each.id, 0, True] for each in duplicates]
         return
     assert [result(duplicate) for duplicate in duplicates] == [None] * 4
     assert eventually(lambda: scene.place.log().count(f"{scene.key} is taken by") == 4)
     assert not running.ready()
     scene.open()
-    assert result(running) == [live.plain.name, running.id, 0, True]
+    assert result(running) == [live.based.name, running.id, 0, True]
     assert scene.runs() == ["0"]
     assert scene.is_free()
+    assert len(scene.place.notes("around", scene.key)) == 5
 
 
 @pytest.mark.usefixtures("pool")
@@ -113,7 +80,7 @@ def test_the_key_after_a_run_that_celery_ends(pool: str, scene: Scene, way: str,
     """Where it can: when the task is revoked, and at its hard time limit; for prefork see `test_ends`."""
     if pool not in pools:
         pytest.skip("Celery ends no run there, or `test_ends` has it")
-    running = (live.plain if way == "revoke" else live.limited).delay(scene.key, "gate")
+    running = live.plain.apply_async((scene.key, "gate"), time_limit=2 if way == "limit" else None)
     scene.begun()
     if way == "revoke":
         assert answered(live.app.control.revoke, running.id, terminate=True)

@@ -6,66 +6,56 @@ What it does at each of Celery's signals is in `tests/celery/test_received_tasks
 
 from __future__ import annotations
 
-import os
 import signal
+from typing import Any
 
 import pytest
-from celery.exceptions import NotRegistered
 
 from rigs.waiting import LIMIT, eventually
 from tests.live import app as live
-from tests.live.workers import Scene, World, kill_tree
+from tests.live.workers import Scene, kill_tree
 
-HOUR = 3600
 A_LEASE = 30
 
 unique = live.unique
 
 
-def keep_busy(place: World) -> Scene:
-    """Have the worker's one process run something until its gate is opened."""
-    first = Scene(place)
-    unique.delay(first.key, "gate")
-    first.begun()
-    return first
-
-
-def is_received(scene: Scene, pid: int, attempt: int = 0) -> bool:
-    """Whether the key comes to be that of a task which this worker has received."""
+def is_received(scene: Scene, answer: Any, pid: int) -> bool:
+    """Whether the key comes to be that of the task, and of the worker that has received it."""
 
     def is_its() -> bool:
         holder = scene.holder()
-        return holder is not None and (holder.state, holder.pid, holder.attempt) == ("received", pid, attempt)
+        return holder is not None and (holder.state, holder.task_id, holder.pid) == ("received", answer.id, pid)
 
     return eventually(is_its)
 
 
-def test_it_is_free_at_once_when_its_worker_is_killed(scene: Scene) -> None:
-    """Also one that waits for its time, until then: with a countdown, or as a retry."""
-    counts_down, retry = Scene(scene.place), Scene(scene.place)
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGQUIT], ids=["killed", "warm", "cold"])
+def test_it_is_queued_again_when_its_worker_ends_and_free_if_that_is_killed(scene: Scene, end: signal.Signals) -> None:
+    first, second = Scene(scene.place), Scene(scene.place)  # the worker's process may yet be given the second
     with scene.place.worker("-c", "1") as worker:
-        waits = {retry: unique.delay(retry.key, "retry in an hour")}
-        assert is_received(retry, worker.pid, attempt=1)
-        keep_busy(scene.place)
-        waits[scene] = unique.delay(scene.key)
-        waits[counts_down] = unique.apply_async((counts_down.key,), countdown=HOUR)
-        for each in (scene, counts_down):
-            assert is_received(each, worker.pid)
-        for each, its in waits.items():
-            assert unique.delay(each.key) == its
-        kill_tree(worker)
-    for each, its in waits.items():
-        again = unique.delay(each.key)
-        assert again != its
-        assert each.state() == ("queued", again.id)
+        unique.delay(first.key, "gate")
+        first.begun()
+        _, answer = unique.delay(second.key), unique.delay(scene.key)
+        assert is_received(scene, answer, worker.pid)
+        assert unique.delay(scene.key) == answer
+        if end is signal.SIGKILL:
+            kill_tree(worker)
+        else:
+            worker.send_signal(end)
+        if end is signal.SIGTERM:
+            first.open()
+        worker.wait(LIMIT)
+    assert not scene.place.notes("begin", scene.key)
+    assert end is signal.SIGKILL or (scene.state() == ("queued", answer.id) and scene.expires_in() > A_LEASE)
+    assert (unique.delay(scene.key) == answer) == (end is not signal.SIGKILL)
     scene.place.client.flushdb()
 
 
-@pytest.mark.parametrize("how", ["return", "replace"])
-def test_a_redelivery_for_which_no_process_is_free_until_its_run_has_ended_is_dropped(scene: Scene, how: str) -> None:
+def test_a_redelivery_for_which_no_process_is_free_until_its_run_has_ended_is_dropped(scene: Scene) -> None:
     """As after a connection to Redis that was lost for a moment: the worker has received it while the run lasted."""
     with scene.place.worker("-c", "1"):
-        answer = live.redelivered.delay(scene.key, how)
+        answer = live.redelivered.delay(scene.key, "return")
         scene.begun()
         before = scene.place.received(answer.id)
         scene.place.broker.deliver_again(scene.place.broker.copy_of(answer.id))
@@ -73,36 +63,4 @@ def test_a_redelivery_for_which_no_process_is_free_until_its_run_has_ended_is_dr
         scene.open()
         assert eventually(lambda: f"[{answer.id}] dropped: its run has ended" in scene.place.log())
         assert answer.get(timeout=LIMIT)
-    assert scene.runs() == ["0"] * (1 + (how == "replace"))
-
-
-@pytest.mark.parametrize("shutdown", [signal.SIGTERM, signal.SIGQUIT], ids=["warm", "cold"])
-def test_it_is_queued_again_when_its_worker_ends(scene: Scene, shutdown: signal.Signals) -> None:
-    waiting = [Scene(scene.place) for _ in range(3)]
-    with scene.place.worker("-c", "1") as worker:
-        first = keep_busy(scene.place)
-        waits = {each: unique.delay(each.key) for each in waiting}
-        assert is_received(waiting[-1], worker.pid)
-        os.kill(worker.pid, shutdown)
-        if shutdown is signal.SIGTERM:
-            first.open()
-        worker.wait(LIMIT)
-    unrun = {each: its for each, its in waits.items() if not scene.place.notes("begin", each.key)}
-    assert unrun
-    for each, its in unrun.items():
-        assert each.state() == ("queued", its.id)
-        assert each.expires_in() > A_LEASE
-        assert unique.delay(each.key) == its
-    scene.place.client.flushdb()
-
-
-def test_it_is_free_when_its_worker_does_not_know_the_task(scene: Scene) -> None:
-    """As in a deployment; Celery drops its message."""
-    unknown = live.above("in another version")
-    with scene.place.worker("-c", "1"):
-        for _ in range(2):
-            answer = unknown.delay(scene.key)
-            assert not answer.is_duplicate
-            with pytest.raises(NotRegistered):
-                answer.get(timeout=LIMIT)
-            assert scene.is_free()
+    assert scene.runs() == ["0"]

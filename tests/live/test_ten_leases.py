@@ -1,65 +1,94 @@
-"""Runs that are ten leases long, whatever they do and wherever, while others call for their keys all the time."""
+"""Runs that are ten leases long, whatever they do, while others call for their keys all the time.
+
+`python -m tests.live.test_ten_leases KEY` calls for a key a few times at once, and so is such a run. That those in
+Celery's pools are renewed is in `test_pools`, and greenlets that compute are in `tests/test_gevent.py`.
+"""
 
 from __future__ import annotations
 
-import subprocess
+import asyncio
+import os
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 
+from only_one import configure, current_lock, only_one
 from only_one.testing import Guarded
-from rigs.waiting import eventually
-from tests.live.ten_leases_app import LEASE, LEASES, task
-from tests.live.workers import ROOT, World
+from rigs.waiting import LIMIT, eventually
+from tests.live.workers import PREFIX, ROOT, URL, Scene, note
 
-pytest.importorskip("gevent")
-
-APP = "tests.live.ten_leases_app"
-# Those who compute have a core each.
-TOGETHER = [
-    ["threads IO", "asyncio IO", "prefork IO", "gevent IO", "threads CPU", "prefork CPU"],
-    ["asyncio CPU", "gevent CPU"],
-]
-POOLS = {"prefork": 4, "gevent": 10}
+LEASE, LEASES = 1.0, 10
+CALLS = 3
+KEYS = ["threads-IO", "asyncio-IO", "threads-CPU", "asyncio-CPU"]
 
 
-def begin(key: str, place: World, stack: ExitStack) -> None:
-    """Have a run begin where it belongs."""
-    where, _, _ = key.partition(" ")
-    if where in POOLS:
-        # The second is skipped; a greenlet that computes would have it wait until the first has ended.
-        for _ in range(1 if key == "gevent CPU" else 2):
-            task.apply_async([key], queue=where)
-    else:
-        stack.enter_context(Guarded([sys.executable, "-m", APP, where, key], cwd=ROOT, env=place.environment))
+def work(key: str) -> None:
+    """Compute, or wait, for ten leases; and write down whether the key was kept."""
+    note(key, "start")
+    until = time.monotonic() + LEASES * LEASE
+    while time.monotonic() < until:
+        if key.endswith("CPU"):
+            sum(number * number for number in range(1000))
+        else:
+            time.sleep(0.05)
+    note(key, "end" if current_lock().is_held else "lost")
+
+
+run = only_one(work, key="{key}", lease=LEASE)
+
+
+@only_one("{key}", lease=LEASE)
+async def run_async(key: str) -> None:
+    """Wait in an event loop, or keep that from doing anything else."""
+    if key.endswith("CPU"):
+        work(key)
+        return
+    note(key, "start")
+    await asyncio.sleep(LEASES * LEASE)
+    note(key, "end" if current_lock().is_held else "lost")
+
+
+async def in_a_loop(key: str) -> None:
+    await asyncio.gather(*[run_async(key) for _ in range(1 if key.endswith("CPU") else CALLS)])
 
 
 @pytest.mark.soak
-def test_nothing_overlaps_and_no_key_is_lost(place: World) -> None:
+def test_nothing_overlaps_and_no_key_is_lost(scene: Scene) -> None:
     """A key that was free for a moment would let one of those run who call for it, beside the run that had it."""
-    calls: dict[str, int] = {}
-    with ExitStack() as workers:
-        for pool, size in POOLS.items():
-            workers.enter_context(place.worker("-Q", pool, "-c", str(size), module=APP, pool=pool))
-        for keys in TOGETHER:
-            with ExitStack() as stack:
-                for key in keys:
-                    begin(key, place, stack)
-                assert eventually(lambda keys=keys: all(place.witness.notes(*key.split()) for key in keys))  # type: ignore[misc]
-                contend = [sys.executable, "-m", APP, "contend", *keys]
-                pipe: Any = {"env": place.environment, "stdout": subprocess.PIPE, "text": True}
-                others = stack.enter_context(Guarded(contend, cwd=ROOT, **pipe))
-                assert others.stdout is not None
-                calls.update(zip(keys, map(int, others.stdout.readline().split()), strict=True))
-    for key, count in calls.items():
-        start, end, *later = place.witness.notes(*key.split())
-        leases = (end.at - start.at) / LEASE
-        print(f"{key}: {leases:.1f} leases, {count} calls")
-        assert leases >= LEASES, key
+    place = scene.place
+
+    @only_one("{key}", lease=LEASE)
+    def get(key: str) -> bool:
+        place.witness.append(key, "start")
+        return True
+
+    def contend(key: str) -> int:
+        assert eventually(lambda: place.witness.notes(key))
+        calls, until = 0, time.monotonic() + LIMIT
+        while not get(key) and time.monotonic() < until:
+            calls += 1
+            time.sleep(0.01)
+        return calls
+
+    with ExitStack() as stack, ThreadPoolExecutor(len(KEYS)) as pool:
+        for key in KEYS:
+            command = [sys.executable, "-m", "tests.live.test_ten_leases", key]
+            stack.enter_context(Guarded(command, cwd=ROOT, env=place.environment))
+        counts = list(pool.map(contend, KEYS))
+    for key, count in zip(KEYS, counts, strict=True):
+        start, end, later = place.witness.notes(key)
+        assert [each.rest for each in (start, end, later)] == [["start"], ["end"], ["start"]], key
+        assert end.at - start.at >= LEASES * LEASE, key
         assert count > 10 * LEASES, key
-        # The run, which still had its key at its end, and after it one of those who had called for the key.
-        assert [each.rest for each in (start, end, *later)] == [["start"], ["end"]] * 2, key
-        assert start.pid == end.pid != later[0].pid, key
-    assert len(calls) == 8
+
+
+if __name__ == "__main__":
+    configure(redis=os.environ[URL], prefix=PREFIX)
+    if sys.argv[1].startswith("asyncio"):
+        asyncio.run(in_a_loop(sys.argv[1]))
+    else:
+        with ThreadPoolExecutor(CALLS) as threads:
+            list(threads.map(run, [sys.argv[1]] * CALLS))

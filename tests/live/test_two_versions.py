@@ -19,10 +19,8 @@ FIRST = "04414cc"
 IN_FOLDER = ["sh", "-c", 'cd "$0" && exec "$@"']
 
 
-@pytest.fixture(scope="module")
-def settings() -> dict[str, Any]:
-    """As in the application of the first version."""
-    return {"broker_transport_options": {"visibility_timeout": 0.9, "unacked_restore_limit": 0}}
+VISIBILITY = 0.9
+"""As in the application of the first version."""
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +41,7 @@ def first_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_redelivery_to_a_worker_of_another_version(first_version: Path, place: World, *, is_upgrade: bool) -> None:
     """It waits for a run that lives, is dropped when that has ended, and does the work of a run that was killed."""
     earlier: Any = {"inside": [*IN_FOLDER, str(first_version)], "module": "tests.live.redelivery_app"}
+    earlier["LIVE_RESULTS"] = place.server.url
     versions: list[Any] = [earlier, {}] if is_upgrade else [{}, earlier]
     lives, killed = Scene(place), Scene(place)
     with place.worker("-c", "2", **versions[0]) as before:

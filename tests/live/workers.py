@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from threading import Thread
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -34,8 +33,6 @@ APP = "tests.live.app"
 PREFIX = "live:"
 URL = "LIVE_URL"
 BROKER = "LIVE_BROKER"
-RESULTS = "LIVE_RESULTS"
-LOCKS = "LIVE_LOCKS"
 SETTINGS = "LIVE_SETTINGS"
 WITNESS = "LIVE_WITNESS"
 KEYSPACE = "__keyspace@0__:"
@@ -51,7 +48,7 @@ class Event(NamedTuple):
     what: str
 
 
-class MarkerUpdate(NamedTuple):
+class Note(NamedTuple):
     """A line that a run has written."""
 
     at: float
@@ -87,12 +84,12 @@ class Witness:
         with self.path.open("ab", buffering=0) as file:
             file.write(line.encode() + b"\n")
 
-    def notes(self, *head: str) -> list[MarkerUpdate]:
+    def notes(self, *head: str) -> list[Note]:
         """The lines that begin with these words, without them."""
         text = self.path.read_text() if self.path.exists() else ""
         lines = [line.split() for line in text.split("\n")[:-1]]  # the last one may be being written
         return [
-            MarkerUpdate(float(at), int(pid), words[len(head) :])
+            Note(float(at), int(pid), words[len(head) :])
             for at, pid, *words in lines
             if words[: len(head)] == list(head)
         ]
@@ -190,24 +187,21 @@ class World:
         self._events: list[tuple[float, str, str]] = []
         self._logs: list[Path] = []
         self.witness = Witness(folder / "witness")
-        urls = {URL: server.url, RESULTS: server.url, LOCKS: server.url, BROKER: broker.url}
-        self.environment = {**os.environ, **urls, SETTINGS: json.dumps(settings), WITNESS: str(self.witness.path)}
+        told = {URL: server.url, BROKER: broker.url, SETTINGS: json.dumps(settings), WITNESS: str(self.witness.path)}
+        self.environment = {**os.environ, **told, "C_FORCE_ROOT": "1"}  # else Celery accepts no pickle as root
         self._subscription = client.pubsub(ignore_subscribe_messages=True)
-        self._subscription.psubscribe(f"{KEYSPACE}*")
-        self._thread = Thread(target=self._listen, daemon=True)
-        self._thread.start()
+        self._subscription.psubscribe(**{f"{KEYSPACE}*": self._listen})
+        self._thread = self._subscription.run_in_thread(sleep_time=0.1, daemon=True)
         assert eventually(lambda: client.pubsub_numpat() == 1)
 
-    def _listen(self) -> None:
-        for message in self._subscription.listen():
-            key = message["channel"].decode().removeprefix(KEYSPACE)
-            self._events.append((time.monotonic(), key, message["data"].decode()))
+    def _listen(self, message: Any) -> None:
+        key = message["channel"].decode().removeprefix(KEYSPACE)
+        self._events.append((time.monotonic(), key, message["data"].decode()))
 
     def close(self) -> None:
         """Stop watching."""
-        self._subscription.punsubscribe()
+        self._thread.stop()
         self._thread.join(LIMIT)
-        self._subscription.close()
 
     @contextmanager
     def worker(
@@ -240,25 +234,25 @@ class World:
         """How often workers have received a task."""
         return self.log().count(f"[{task_id}] received")
 
-    def notes(self, word: str, key: str) -> list[MarkerUpdate]:
+    def notes(self, word: str, key: str) -> list[Note]:
         """What runs have written down, of one kind."""
         return self.witness.notes(word, key)
 
-    def wait_for(self, word: str, key: str, times: int = 1) -> MarkerUpdate:
+    def wait_for(self, word: str, key: str, times: int = 1) -> Note:
         """The so-manieth note of a kind, which is waited for."""
         assert eventually(lambda: len(self.notes(word, key)) >= times), f"no {times} {word} of {key}"
         return self.notes(word, key)[times - 1]
 
-    def events(self, key: str, since: float = 0.0) -> list[Event]:
-        """What has happened to a key of ours (or, with a slash before it, to any) since a moment."""
+    def events(self, key: str) -> list[Event]:
+        """What has happened to a key of ours (or, with a slash before it, to any)."""
         name = key[1:] if key.startswith("/") else PREFIX + key
-        return [Event(at, what) for at, its, what in list(self._events) if its == name and at >= since]
+        return [Event(at, what) for at, its, what in list(self._events) if its == name]
 
-    def wait_for_event(self, key: str, what: str, since: float = 0.0) -> Event:
-        """The first event of a kind since a moment, which is waited for."""
+    def wait_for_event(self, key: str, what: str) -> Event:
+        """The first event of a kind, which is waited for."""
 
         def found() -> list[Event]:
-            return [event for event in self.events(key, since) if event.what == what]
+            return [event for event in self.events(key) if event.what == what]
 
         assert eventually(found), f"no {what} of {key}: {self.events(key)}"
         return found()[0]
@@ -278,25 +272,20 @@ class World:
 class Scene:
     """A key of a test's own, with its gate, and a queue that no worker reads."""
 
-    def __init__(self, place: World, key: str = "") -> None:
+    def __init__(self, place: World) -> None:
         self.place = place
-        self.key = key or f"key-{uuid4().hex}"
+        self.key = f"key-{uuid4().hex}"
         self.queue = f"queue-{self.key}"
 
-    def queued(self) -> int:
-        """How many messages are in this test's queue."""
-        return self.place.broker.queued(self.queue)
-
     def consume(self) -> None:
-        """Have the worker take what is in this test's queue now, and not what comes back there from a run of it."""
-        for _ in range(self.queued()):
-            self.place.broker.move(self.queue, "celery")
+        """Have the worker take what is in this test's queue, if it has not expired."""
+        self.place.broker.move(self.queue, "celery")
 
     def open(self, times: int = 1) -> None:
         """Let so many runs go on."""
         self.place.client.rpush(f"gate:{self.key}", *range(times))
 
-    def begun(self, times: int = 1) -> MarkerUpdate:
+    def begun(self, times: int = 1) -> Note:
         """The begin of a run, which is waited for."""
         return self.place.wait_for("begin", self.key, times)
 
