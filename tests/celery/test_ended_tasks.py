@@ -64,15 +64,9 @@ def test_no_child_is_forked_while_a_thread_is_at_work() -> None:
 
 
 DECORATES_A_FUNCTION = """
-import sys
+import sys, celery
 from only_one import only_one
-
-def function(): ...
-
-only_one(function, key="k")
-assert "only_one.celery.ended_tasks" not in sys.modules
-import celery
-only_one(function, key="k")
+only_one(lambda: None, key="k")
 assert "only_one.celery.ended_tasks" in sys.modules
 """
 
@@ -201,16 +195,15 @@ def fail(task: Any, key: str, error: Exception | None = None, task_id: Any = "mi
 
 
 def revoke(task: Any, key: str, *, terminated: bool = False, **request: Any) -> None:
-    request = {"id": "mine", "retries": 0, "args": (key,), "kwargs": {}, **request}
-    request = {"headers": None, "delivery_info": None, **request}
-    task_revoked.send(sender=task, request=SimpleNamespace(**request), terminated=terminated)
+    about = Context({"id": "mine", "retries": 0, "args": (key,), **request})
+    task_revoked.send(sender=task, request=about, terminated=terminated)
     assert eventually(lambda: not threads())
 
 
 def end_without_a_run(task: Any, **request: Any) -> None:
     """As where a handler of `task_prerun` has raised."""
-    request = {"id": "mine", "retries": 0, "headers": None, **request}
-    task_postrun.send(sender=task, task=SimpleNamespace(app=task.app, request=SimpleNamespace(**request)))
+    about = SimpleNamespace(app=task.app, request=Context({"id": "mine", "retries": 0, **request}))
+    task_postrun.send(sender=task, task=about)
 
 
 def test_the_key_of_a_lost_process_is_released(
@@ -219,16 +212,12 @@ def test_the_key_of_a_lost_process_is_released(
     for key in ("k", "error", "unique"):
         keys[key] = held_by(child.pid)
     keys["uuid"] = held_by(child.pid, str(task_id := uuid4()))
-    before = threads()
     fail(task, "k")
-    (thread,) = set(threads()) - set(before)
-    assert thread.daemon
     fail(task, "uuid", task_id=task_id)
     fail(unique_task, "unique")  # of which the worker knows no request any more
+    assert all(thread.daemon for thread in threads())
     end(child)
-    assert eventually(lambda: "k" not in keys)
-    assert eventually(lambda: "uuid" not in keys)
-    assert eventually(lambda: "unique" not in keys)
+    assert eventually(lambda: not any(key in keys for key in ("k", "uuid", "unique")))
     fail(task, "error", ValueError())
     assert eventually(lambda: not threads())
     assert "error" in keys
@@ -332,27 +321,22 @@ def test_a_server_that_backs_off_is_not_asked(server: Server, keys: Keys) -> Non
 def test_the_key_of_a_revoked_task_is_released(task: Any, unique_task: Any, keys: Keys, dead: bytes) -> None:
     """A task that waits has a key only if it is unique from queued to finished."""
 
-    def left() -> list[str]:
-        return [key for key in names if key in keys]
-
-    names = ["waits", "runs", "queued", "changed"]
-    for key in names:
+    for key in ("waits", "runs", "queued", "changed"):
         keys[key] = dead
     revoke(task, "waits")
-    assert left() == names
+    assert "waits" in keys
     revoke(task, "", terminated=True, args=None, kwargs={"key": "runs"})
     revoke(unique_task, "queued")
-    assert left() == ["waits", "changed"]
+    assert ("runs" in keys, "queued" in keys) == (False, False)
     # The key is that which it was queued with, of whatever arguments it is now; the run's is another.
-    header = Header("mine", 0, key=f"{keys.prefix}changed").as_headers()
-    revoke(task, "another", terminated=True, **header)
-    assert left() == ["waits", "changed"]
-    revoke(unique_task, "another", **header)
-    assert left() == ["waits"]
+    for lost, terminated in ((task, True), (unique_task, False)):
+        keys["changed"] = dead
+        revoke(lost, "another", terminated=terminated, **Header("mine", 0, key=f"{keys.prefix}changed").as_headers())
+        assert ("changed" in keys) == (lost is task)
     # Another version of the code may have sent it, in which it was unique.
     keys["waits"] = queued("mine", 0)
     revoke(task, "another", **Header("mine", 0, key=f"{keys.prefix}waits").as_headers())
-    assert eventually(lambda: left() == [])
+    assert eventually(lambda: "waits" not in keys)
 
 
 @pytest.mark.parametrize("is_unique", [False, True])
@@ -362,8 +346,7 @@ def test_a_task_that_is_retried_because_its_process_is_lost_has_its_key_while_it
     """Celery's main process publishes the retry, and says so by another signal than that of a failure."""
     lost, state = (unique_task, ("queued", 2)) if is_unique else (task, None)
     keys["k"] = dead
-    given = {"args": ("k",), "kwargs": {}} if is_unique else {"args": (), "kwargs": {"key": "k"}}
-    request = Context(id="mine", retries=1, **given, delivery_info={}, headers=None)
+    request = Context(id="mine", retries=1, kwargs={"key": "k"})
     task_retry.send(sender=lost, request=request, reason=Retry(exc=ValueError(), when=60))
     assert not threads()
     task_retry.send(sender=lost, request=request, reason=Retry(exc=WorkerLostError(), when=60))

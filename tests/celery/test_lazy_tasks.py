@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib
 import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 from uuid import uuid4
@@ -174,31 +172,21 @@ def test_an_error_that_is_found_later_is_raised_by_every_call(queue: Queue, capl
     assert len(caplog.messages) == 1
 
 
-MODULE = """
-from celery import current_app
-from only_one import only_one
-
-def is_busy(error): ...
-
-@only_one("k", when_busy=is_busy)
-@current_app.task(name="loaded twice", shared=False)
-def task(): ...
-"""
-
-
 @pytest.mark.parametrize("finalized", [False, True])
 @pytest.mark.filterwarnings("ignore:.*already registered:Warning")
-def test_a_module_that_is_loaded_twice(
-    queue: Queue, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, finalized: bool
-) -> None:
-    name = f"loaded_{uuid4().hex}"
-    (tmp_path / f"{name}.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_a_module_that_is_loaded_twice(queue: Queue, keys: Keys, *, finalized: bool) -> None:
+    def load() -> Any:
+        def is_busy(error: Any) -> None: ...
+
+        def function() -> None: ...
+
+        return unique(queue.app, "k", function=function, celery={"name": "loaded twice"}, when_busy=is_busy)
+
     with is_current(queue.app):
-        module = importlib.import_module(name)
+        load()
         if finalized:
             queue.app.finalize()
-        first = importlib.reload(module).task.delay()
+        first = load().delay()
     assert len(queue) == 1
     assert keys.holder().task_id == first.id
 
