@@ -113,7 +113,7 @@ class Queue:
         headers = message["headers"]
         args, kwargs, embedded = json.loads(b64decode(message["body"]))
         request = {"delivery_info": {"redelivered": redelivered}, "properties": message["properties"]}
-        request |= {"is_eager": False, "args": args, "kwargs": kwargs}
+        request |= {"is_eager": False, "args": args, "kwargs": kwargs, "reply_to": message["properties"]["reply_to"]}
         task: Any = self.app.tasks[headers["task"]]
         trace = build_tracer(task.name, task, app=self.app)
         return trace(headers["id"], args, kwargs, {**headers, **embedded, **request})[0]

@@ -173,64 +173,56 @@ def test_the_newest_task_runs_under_an_id_that_was_used_before(queue: Queue, key
     assert ran == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("place", [a_task, above], ids=["below", "above"])
-@pytest.mark.parametrize("how", ["retry", "replace"])
-def test_a_retry_and_a_replacement_are_as_old_as_their_task(queue: Queue, how: str, place: Any) -> None:
+def is_retried(self: Any) -> None:
+    self.delay(1)
+    raise self.retry(countdown=0)
+
+
+def is_replaced(self: Any) -> None:
+    self.delay(1)
+    raise self.replace(self.s(0))
+
+
+def is_replaced_by_a_chain(self: Any) -> None:
+    raise self.replace(chain(self.si(1), self.si(2)))
+
+
+def is_replaced_by_a_chain_of_new_work(self: Any) -> None:
+    try:
+        raise self.replace(chain(self.si(1), self.app.tasks["tail"].si()))
+    finally:
+        self.delay(9)
+
+
+def queues_new_work_with_its_id(self: Any) -> None:
+    self.delay(9)
+    self.apply_async((1,), task_id=self.request.id)
+
+
+@pytest.mark.parametrize(
+    ("place", "act", "expected"),
+    [
+        *[(place, act, [0, 1]) for place in (a_task, above) for act in (is_retried, is_replaced)],
+        *[(place, is_replaced_by_a_chain, [0, 1, 2]) for place in (a_task, above)],
+        (above, is_replaced_by_a_chain_of_new_work, [0, 9]),
+        (above, queues_new_work_with_its_id, [0, 1]),
+    ],
+)
+def test_how_old_is_what_a_run_queues(queue: Queue, place: Any, act: Any, expected: list[int]) -> None:
+    """A retry and a replacement are as old as their task; each task of a chain is newer than those before it.
+
+    New work is as old as its message, where that is numbered when it is queued.
+    """
+
     def work(self: Any, number: int) -> None:
         ran.append(number)
-        if number == 0:
-            task.delay(1)
-            raise self.retry(countdown=0) if how == "retry" else self.replace(self.s(number))
+        if ran == [0]:
+            act(self)
 
     ran: list[int] = []
-    task = place(queue.app, work, when_busy=buffer_one(), celery={"bind": True})
-    task.delay(0)
-    queue.deliver()
-    newer, older = queue.take(), queue.take()
-    for message in (newer, older):
-        queue.deliver(message)
-    assert ran == [0, 1]
-
-
-@pytest.mark.parametrize("place", [a_task, above], ids=["below", "above"])
-def test_of_a_chain_that_replaces_a_task_each_is_newer_than_those_before_it(queue: Queue, place: Any) -> None:
-    """Also the last, which has the id of the replaced task."""
-
-    def work(self: Any, number: int) -> None:
-        ran.append(number)
-        if number == 0:
-            raise self.replace(chain(self.si(1), self.si(2)))
-
-    ran: list[int] = []
-    task = place(queue.app, work, when_busy=buffer_one(), celery={"bind": True})
-    task.delay(0)
-    for _ in range(3):
-        queue.deliver()
-    assert ran == [0, 1, 2]
-
-
-@pytest.mark.parametrize(("how", "expected"), [("chain", [0, 9]), ("own id", [0, 1])])
-def test_what_a_run_queues_as_new_work_is_numbered_when_it_is_queued(
-    queue: Queue, how: str, expected: list[int]
-) -> None:
-    """The first task of a chain that replaces its own is older than one that is queued later, and is dropped."""
-
-    def work(self: Any, number: int) -> None:
-        ran.append(number)
-        if number == 0 and how == "chain":
-            raise self.replace(chain(self.si(1), tail.si()))
-        if number == 0:
-            task.delay(9)
-            self.apply_async((1,), task_id=self.request.id)
-
-    ran: list[int] = []
-    tail = queue.app.task(done, name="tail", shared=False)
-    task = above(queue.app, work, when_busy=buffer_one(), celery={"bind": True})
-    task.delay(0)
-    queue.deliver()
-    if how == "chain":
-        task.delay(9)
-    for _ in range(2):
+    queue.app.task(done, name="tail", shared=False)
+    place(queue.app, work, when_busy=buffer_one(), celery={"bind": True}).delay(0)
+    while queue:
         queue.deliver()
     assert ran == expected
 

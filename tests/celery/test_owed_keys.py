@@ -103,12 +103,6 @@ def test_a_task_that_a_worker_receives_at_that_moment_keeps_no_other_run_out(
     assert DEFAULT_LEASE / 2 < keys.left() <= DEFAULT_LEASE, "the worker could not renew it meanwhile"
 
 
-def test_nothing_is_owed_to_a_task_whose_run_was_killed(redis_url: str, keys: Keys) -> None:
-    keys["k"] = token_of("killed", is_dead=True)
-    assert decorated(key="k", redis=redis_url)(done)() == "done"
-    assert "k" not in keys
-
-
 def test_the_holder_of_a_key_that_is_taken_over_is_told_to_be_killed_only_if_it_was(
     redis_url: str, keys: Keys, happened: list[Event]
 ) -> None:
@@ -117,6 +111,7 @@ def test_the_holder_of_a_key_that_is_taken_over_is_told_to_be_killed_only_if_it_
         keys["k"] = token_of("another", state=state, is_dead=True)
         assert decorated(key="k", redis=redis_url)(done)() == "done"
         assert [type(event) for event in happened] == kinds
+        assert ("k" in keys) == (state == "queued"), "nothing is owed to a task whose run was killed"
 
 
 def test_a_task_whose_time_has_come_to_its_end_has_no_key(

@@ -204,7 +204,7 @@ def test_tasks_that_have_not_begun_are_queued_again_when_the_worker_ends(worker:
     # The lost one's message was acknowledged as it was given to the child, which was killed before it had its key.
     changes: Any = {"runs": {}, "waits": {}, "lost": {"acknowledged": True}, "expired": {"expires": soon}, "late": {}}
     changes["another's"] = {"acknowledged": True}  # it was requeued by its child, and another run has the key
-    changes["gone"] = {}
+    changes |= {"gone": {}, "begun": {}}
     for key, its in changes.items():
         worker.task.delay(key)
         tokens.append(keys[key])
@@ -214,15 +214,17 @@ def test_tasks_that_have_not_begun_are_queued_again_when_the_worker_ends(worker:
     # The producer's command was sent twice: the second arrives now.
     keys.redis.set(f"{keys.prefix}late", tokens[-2], ex=LEASE)
     keys["another's"] = TokenFactory("another").token(HOUR)
+    keys["begun"] = TokenFactory(worker.task.name, worker.requests[-1].id, 0).token(HOUR)
     del keys["gone"]
     assert eventually(lambda: datetime.now(timezone.utc) > soon)
     ended_at = time.time() - 0.001  # a value has whole milliseconds
     worker_shutdown.send(sender=None)
-    states = {key: keys.state(key) for key in ("runs", "waits", "lost", "late", "gone")}
-    assert states == {"runs": RECEIVED, "waits": QUEUED, "lost": None, "late": QUEUED, "gone": None}
+    expected = {"runs": RECEIVED, "waits": QUEUED, "lost": None, "late": QUEUED, "gone": None, "begun": ("running", 0)}
+    assert {key: keys.state(key) for key in expected} == expected
     assert is_queued_since(ended_at, keys, "waits")
     assert keys.left("late") <= LEASE
-    assert not keys.redis.keys(f"*{keys.prefix}another's*withdrawn*")
+    for key in ("another's", "begun"):
+        assert not keys.redis.keys(f"*{keys.prefix}{key}*withdrawn*")
 
 
 def test_a_task_is_queued_again_by_the_run_that_has_its_key_when_the_worker_ends(worker: Worker, keys: Keys) -> None:
@@ -247,16 +249,6 @@ def test_a_task_that_was_revoked_while_another_run_had_its_key_is_not_queued_aga
     worker.requests.clear()
     lease.lives_on(clock[0], LEASE)
     assert eventually(lambda: "k" not in keys)
-
-
-def test_a_task_that_has_begun_is_left_to_its_run_when_the_worker_ends(worker: Worker, keys: Keys) -> None:
-    begun = worker.task.delay("k")
-    worker.receive()
-    keys["k"] = TokenFactory(worker.task.name, begun.id, 0).token(HOUR)
-    names = set(keys.redis.scan_iter(f"*{keys.prefix}*"))
-    worker_shutdown.send(sender=None)
-    assert keys.state() == ("running", 0)
-    assert set(keys.redis.scan_iter(f"*{keys.prefix}*")) == names
 
 
 def test_a_task_whose_child_is_killed_before_it_begins_while_another_run_has_its_key_has_no_key(

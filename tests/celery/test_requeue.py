@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timezone
+import json
+import pickle
+import zlib
+from base64 import b64decode
+from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -18,11 +22,26 @@ from only_one.celery import requeue
 from only_one.celery.requeue import Header, header_of
 from only_one.lock import renewal
 from rigs.proxy import Proxy
-from tests.celery.deliveries import Keys, Queue, a_task, above_and_below, done, unique
+from tests.celery.deliveries import Keys, Queue, a_task, above_and_below, done, unique, work
 from tests.interruptions import raises
 
 # RabbitMQ counts by queue how often a message died, and drops one that seems to go round in a circle.
 COUNTED = {"x-death": [{"count": 1}], "x-first-death-queue": "q", "x-last-death-queue": "q", "x-delivery-count": 2}
+
+
+OPTIONS: dict[str, Any] = {
+    "args": [1],
+    "headers": {"x-mine": 1},
+    "expires": datetime.now(timezone.utc) + timedelta(hours=1),
+    "shadow": "a shadow",
+    "time_limit": 1000,
+    "soft_time_limit": 900,
+    "reply_to": "somebody",
+    "argsrepr": "hidden",
+    "kwargsrepr": "hidden, too",
+    "root_id": "a root",
+    "parent_id": "a parent",
+}
 
 
 @pytest.mark.parametrize("ignores", [None, False, True])
@@ -31,28 +50,30 @@ def test_what_a_requeued_message_carries(queue: Queue, keys: Keys, *, ignores: b
 
     A token that is not the key's would be compared in vain, by the worker that receives it and by the run: a trip each.
     """
-    answer = a_task(queue.app, done, when_busy=retry(), celery={"ignore_result": True}).delay()
+    task = a_task(queue.app, work, when_busy=retry(), celery={"ignore_result": True})
+    others = {"link": task.s(), "link_error": task.si(), "chain": [dict(task.si())]}
+    answer = task.apply_async(**OPTIONS, **others, **({} if ignores is None else {"ignore_result": ignores}))
     message = queue.take()
     headers = message["headers"]
-    headers |= Header(answer.id, 0, key=f"{keys.prefix}k", token="t").as_headers()  # noqa: S106
-    headers["headers"] = {"x-mine": 1, **COUNTED}
-    headers |= {"argsrepr": "hidden", "kwargsrepr": "hidden, too", "compression": "application/x-gzip"}
+    headers["compression"] = "application/x-gzip"  # of which only the requeued one is
+    came_with = {**headers, "eta": None, "ignore_result": ignores is not False}
+    headers |= COUNTED | Header(answer.id, 0, key=f"{keys.prefix}k", token="t").as_headers()  # noqa: S106
     asked = SimpleNamespace(request_dict=message, content_type="application/x-python-serialize")
     requeue.keep_content_type(asked)
-    del headers["ignore_result"]
-    if ignores is not None:
-        headers["ignore_result"] = ignores
     with keys.busy():
         queue.deliver(message)
     requeued = queue.take()
     assert requeued["content-type"] == asked.content_type
-    again = requeued["headers"]
-    assert again["x-mine"] == 1
-    assert {name: again[name] for name in ("argsrepr", "kwargsrepr", "compression")}.items() <= headers.items()
-    assert not COUNTED.keys() & again.keys()
-    assert again["ignore_result"] is (ignores is not False)
-    ours = again["only_one"]
+    args, *more = pickle.loads(zlib.decompress(b64decode(requeued["body"])))  # noqa: S301
+    assert [[*args], *more] == json.loads(b64decode(message["body"]))
+    ours = requeued["headers"].pop("only_one")
     assert (ours["key"], ours["times"], ours.get("token")) == (f"{keys.prefix}k", 1, None)
+    assert {**requeued["headers"], "eta": None} == came_with
+    before, after = message["properties"], requeued["properties"]
+    for name in ("correlation_id", "reply_to", "delivery_mode", "body_encoding"):
+        assert after[name] == before[name]
+    assert int(after["expiration"]) <= int(before["expiration"])
+    assert after["message_id"] == "only_one:1"
 
 
 def test_how_long_a_requeued_message_waits(monkeypatch: pytest.MonkeyPatch) -> None:

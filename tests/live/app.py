@@ -255,12 +255,6 @@ def after(value: Any) -> Any:
 
 
 @app.task(shared=False)  # type: ignore[untyped-decorator]
-def hear(result: Any, key: str) -> None:
-    """A link."""
-    note("heard", key, result)
-
-
-@app.task(shared=False)  # type: ignore[untyped-decorator]
 def hear_of_trouble(_request: Any, error: Any, _traceback: Any, key: str) -> None:
     """A link for errors."""
     note("trouble", key, type(error).__name__)

@@ -1,6 +1,6 @@
-"""Requeue: how many messages it makes, and what they carry.
+"""Requeue: by which way a message returns. The key is held by somebody else until the test frees it.
 
-The key is held by somebody else until the test frees it. What others in a canvas get is in `test_canvas`.
+What the message carries is in `tests/celery/test_requeue.py`, and what others in a canvas get in `test_canvas`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
-from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
@@ -40,72 +39,8 @@ def worker(place: World) -> Iterator[None]:
         yield
 
 
-def requeue(scene: Scene, *orders: Any, times: int = 2, **options: Any) -> Any:
-    """Send a task that finds its key held, and free the key when it was requeued so many times."""
-    scene.take()
-    answer = live.requeued.apply_async((scene.key, *orders), **options)
-    assert eventually(lambda: scene.place.received(answer.id) > times)
-    assert not scene.place.notes("begin", scene.key)
-    scene.free()
-    return answer
-
-
 VALUE = {1: (2, b"x")}
 """Of which JSON would make another value."""
-OPTIONS: dict[str, Any] = {
-    "serializer": "pickle",
-    "compression": "gzip",
-    "headers": {"custom": "yes"},
-    "priority": 7,
-    "expires": datetime.now(timezone.utc) + timedelta(seconds=10 * LIMIT),
-    "shadow": "a shadow",
-    "time_limit": 1000,
-    "soft_time_limit": 900,
-    "reply_to": "somebody",
-    "argsrepr": "hidden",
-    "kwargsrepr": "hidden",
-    "root_id": "a root",
-    "parent_id": "a parent",
-    "link": live.hear.s("linked"),
-    "link_error": live.hear_of_trouble.s("linked"),
-}
-OWN = {"id", "correlation_id", "args", "repr", "eta", "hostname"}
-"""What differs from one message to the next, or from one run to the next."""
-LOOKED_INTO = {"headers", "delivery_info", "properties"}
-"""Of these a part does."""
-
-
-def request_of(scene: Scene) -> dict[str, Any]:
-    """What a run was told of its message."""
-    found: dict[str, Any] = json.loads(" ".join(scene.place.wait_for("request", scene.key).rest))
-    return found
-
-
-def kept_in(request: dict[str, Any]) -> dict[str, Any]:
-    """What must be the same in a message that is requeued."""
-    names = {name for name in request.keys() - OWN - LOOKED_INTO if not name.startswith(("x-", "only_one"))}
-    properties, came_by = request["properties"], request["delivery_info"]
-    kept = {name: request[name] for name in names} | {"custom": request["headers"]["custom"]}
-    kept |= {name: properties.get(name) for name in ("reply_to", "priority", "delivery_mode", "body_encoding")}
-    return kept | {"by": re.sub(DELAY, "", came_by["routing_key"]), "before others": came_by["priority"]}
-
-
-def test_a_requeued_message_carries_all_that_it_came_with(scene: Scene) -> None:
-    plain = Scene(scene.place)
-    assert live.requeued.apply_async((plain.key, "note the request", VALUE, 1), **OPTIONS).get(timeout=LIMIT) == 1
-    answer = requeue(scene, "note the request", VALUE, 1, **OPTIONS)
-    assert answer.get(timeout=LIMIT) == 1
-    assert eventually(lambda: scene.place.witness.lines("heard", "linked") == [["1"], ["1"]])  # once each
-    before, after = request_of(plain), request_of(scene)
-    assert kept_in(after) == kept_in(before)
-    assert before["expires"] is not None
-    assert after["id"] == after["correlation_id"] == answer.id
-    # RabbitMQ takes it away from what it delays; the worker looks at `expires`.
-    assert int(after["properties"].get("expiration", 0)) < int(before["properties"]["expiration"])
-    assert re.fullmatch(r"only_one:\d+", after["properties"]["message_id"])  # the broker keeps it
-    assert after["repr"] == repr((scene.key, "note the request", VALUE, 1))
-
-
 WAYS: dict[str, tuple[str, str]] = {
     "queue": ("", OTHER),
     "direct": ("directs", "direct"),
@@ -120,13 +55,22 @@ def test_a_requeued_task_returns_by_the_way_that_it_came(scene: Scene, kind: str
     RabbitMQ delays what goes through a topic exchange only; with Redis a child has to be told which one that is.
     """
     exchange, key = WAYS[kind]
-    options: dict[str, Any] = {"queue": key}
+    options: dict[str, Any] = {"serializer": "pickle", "priority": 7}
     if exchange:
         declare = [Exchange(exchange, type=kind)]  # type: ignore[no-untyped-call]
-        options = {"exchange": exchange, "routing_key": key, "declare": declare}
-    assert requeue(scene, "note the request", 1, times=TIMES, **options).get(timeout=LIMIT) == 1
-    came_by = request_of(scene)["delivery_info"]
-    assert re.sub(DELAY, "", came_by["routing_key"]) == key
+        options |= {"exchange": exchange, "routing_key": key, "declare": declare}
+    else:
+        options["queue"] = key
+    scene.take()
+    answer = live.requeued.apply_async((scene.key, "note the request", VALUE, 1), **options)
+    assert eventually(lambda: scene.place.received(answer.id) > TIMES)
+    assert not scene.place.notes("begin", scene.key)
+    scene.free()
+    assert answer.get(timeout=LIMIT) == 1
+    request = json.loads(" ".join(scene.place.wait_for("request", scene.key).rest))
+    came_by = request["delivery_info"]
+    assert request["repr"] == repr((scene.key, "note the request", VALUE, 1))
+    assert (re.sub(DELAY, "", came_by["routing_key"]), came_by["priority"]) == (key, 7)
     if exchange:
         assert came_by["exchange"] == exchange or came_by["exchange"].startswith("celery_delayed_")
     else:
