@@ -151,12 +151,6 @@ class End:
     def __str__(self) -> str:
         return self.name.replace("`", "") + ", unique" * self.is_unique
 
-    @property
-    def stores_its_result(self) -> bool:
-        """Whether it is the run's own process that stores a result, and no other was stored before."""
-        does_by_itself = self.how in {"return", "exception"} or "soft_time_limit" in self.options
-        return self.state is State.FREE and self.attempts == 1 and does_by_itself
-
 
 LIMITED = {"time_limit": TIME_LIMIT}
 ENDS = [
@@ -276,14 +270,14 @@ def test_the_key_after(ended: dict[str, Run], scene: Scene, end: End) -> None:
         assert said.startswith(f"`{run.answer.state}`")
     if not end.is_unique:
         assert scene.events() == EVENTS.get(end.state, scene.events())
-    if end.stores_its_result:
-        assert place.wait_for_event(scene.key, "del").at <= result_stored(run), "released after it was stored"
+    if end.state is State.FREE and end.result in {"SUCCESS", "FAILURE"}:  # which the run's own process stores
+        assert place.wait_for_event(scene.key, "del") <= result_stored(run), "released after it was stored"
     # It is free, or taken over by the next call, which is published, and runs.
     assert unique.delay(scene.key, "next").get(timeout=LIMIT) == "next"
 
 
 def result_stored(run: Run) -> float:
-    return run.scene.place.wait_for_event(f"/celery-task-meta-{run.answer.id}", "set").at
+    return run.scene.place.wait_for_event(f"/celery-task-meta-{run.answer.id}", "set")
 
 
 def check_free(run: Run) -> None:
@@ -297,7 +291,7 @@ def check_limited(run: Run) -> None:
     """Not before its process is dead, which Celery sees to last of all."""
     check_free(run)
     deleted = run.scene.place.wait_for_event(run.scene.key, "del")
-    assert result_stored(run) <= deleted.at, "released before the result was stored"
+    assert result_stored(run) <= deleted, "released before the result was stored"
 
 
 def check_kept(run: Run) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,15 +15,13 @@ from tests.live.workers import ROOT, Scene, World, answered, kill_tree
 FIRST = "04414cc"
 """The commit from which on values and headers are read by other versions."""
 
-IN_FOLDER = ["sh", "-c", 'cd "$0" && exec "$@"']
-
 
 VISIBILITY = 0.9
 """As in the application of the first version."""
 
 
 @pytest.fixture(scope="module")
-def first_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def first_version(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder with the code of the first version."""
     git, folder = shutil.which("git"), tmp_path_factory.mktemp("first_version")
     if git is None:
@@ -34,14 +31,17 @@ def first_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if archived.returncode:
         pytest.skip(f"the history has no commit {FIRST}: {archived.stderr}")
     shutil.unpack_archive(folder / "code.zip", folder)
-    return folder
+    return str(folder)
 
 
 @pytest.mark.parametrize("is_upgrade", [True, False], ids=["upgrade", "downgrade"])
-def test_a_redelivery_to_a_worker_of_another_version(first_version: Path, place: World, *, is_upgrade: bool) -> None:
+def test_a_redelivery_to_a_worker_of_another_version(first_version: str, place: World, *, is_upgrade: bool) -> None:
     """It waits for a run that lives, is dropped when that has ended, and does the work of a run that was killed."""
-    earlier: Any = {"inside": [*IN_FOLDER, str(first_version)], "module": "tests.live.redelivery_app"}
-    earlier["LIVE_RESULTS"] = place.server.url
+    earlier: Any = {
+        "folder": first_version,
+        "module": "tests.live.redelivery_app",
+        "LIVE_RESULTS": place.server.url,
+    }
     versions: list[Any] = [earlier, {}] if is_upgrade else [{}, earlier]
     lives, killed = Scene(place), Scene(place)
     with place.worker("-c", "2", **versions[0]) as before:

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,13 +39,6 @@ KEYSPACE = "__keyspace@0__:"
 
 # Results and messages that are sent when the server is gone would try for 20 s each to say so.
 BRIEF = {"retry_policy": {"max_retries": 1, "interval_start": 0, "interval_step": 0}}
-
-
-class Event(NamedTuple):
-    """Something that happened to a key of the server."""
-
-    at: float
-    what: str
 
 
 class Note(NamedTuple):
@@ -107,7 +100,7 @@ def celery_worker(
     *options: str,
     pool: str = "prefork",
     size: int = 3,
-    inside: Sequence[str] = (),
+    folder: str = str(ROOT),
 ) -> Iterator[Guarded]:
     """Run a worker for the length of a `with` block; its log is printed at the end.
 
@@ -118,13 +111,13 @@ def celery_worker(
         options: more of its command line.
         pool: its kind of pool.
         size: of the pool.
-        inside: the command that starts it, for one that is as if on another machine.
+        folder: that of the code.
     """
     quiet = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
-    command = [*inside, sys.executable, "-m", "celery", "-A", application, "worker", "-l", "INFO", *quiet]
+    command = [sys.executable, "-m", "celery", "-A", application, "worker", "-l", "INFO", *quiet]
     command += ["-P", pool, "-c", str(size), *options]
     try:
-        with log.open("wb") as output, Guarded(command, cwd=ROOT, env=env, stdout=output, stderr=output) as process:
+        with log.open("wb") as output, Guarded(command, cwd=folder, env=env, stdout=output, stderr=output) as process:
             assert eventually(lambda: b" ready." in log.read_bytes() or process.poll() is not None)
             assert process.poll() is None, log.read_text()[-2000:]
             yield process
@@ -205,14 +198,14 @@ class World:
 
     @contextmanager
     def worker(
-        self, *arguments: str, module: str = APP, inside: Sequence[str] = (), pool: str = "prefork", **more: str
+        self, *arguments: str, module: str = APP, folder: str = str(ROOT), pool: str = "prefork", **more: str
     ) -> Iterator[Guarded]:
         """A worker, until the end of the block.
 
         Args:
             arguments: more of its command line.
             module: that of its tasks.
-            inside: the command that starts it.
+            folder: that of the code.
             pool: its kind of pool.
             more: what it is told besides.
         """
@@ -220,7 +213,7 @@ class World:
         self._logs.append(log)
         name = ["-n", f"{log.name}@%h"]
         env = {**self.environment, **more}
-        with celery_worker(module, log, env, *name, *arguments, pool=pool, inside=inside) as process:
+        with celery_worker(module, log, env, *name, *arguments, pool=pool, folder=folder) as process:
             yield process
             # A warm shutdown takes two seconds, in which nothing is looked at but by `make coverage`.
             if process.poll() is None and "COVERAGE_PROCESS_CONFIG" not in os.environ:
@@ -243,19 +236,18 @@ class World:
         assert eventually(lambda: len(self.notes(word, key)) >= times), f"no {times} {word} of {key}"
         return self.notes(word, key)[times - 1]
 
-    def events(self, key: str) -> list[Event]:
+    def events(self, key: str) -> list[str]:
         """What has happened to a key of ours (or, with a slash before it, to any)."""
+        return [what for _, what in self._happened_to(key)]
+
+    def _happened_to(self, key: str) -> list[tuple[float, str]]:
         name = key[1:] if key.startswith("/") else PREFIX + key
-        return [Event(at, what) for at, its, what in list(self._events) if its == name]
+        return [(at, what) for at, its, what in list(self._events) if its == name]
 
-    def wait_for_event(self, key: str, what: str) -> Event:
-        """The first event of a kind, which is waited for."""
-
-        def found() -> list[Event]:
-            return [event for event in self.events(key) if event.what == what]
-
-        assert eventually(found), f"no {what} of {key}: {self.events(key)}"
-        return found()[0]
+    def wait_for_event(self, key: str, what: str) -> float:
+        """When an event of a kind happened first, which is waited for."""
+        assert eventually(lambda: what in self.events(key)), f"no {what} of {key}: {self.events(key)}"
+        return next(at for at, its in self._happened_to(key) if its == what)
 
     def catch_up(self) -> None:
         """Wait until all that has happened to keys by now is known."""
@@ -332,7 +324,7 @@ class Scene:
     def events(self) -> list[str]:
         """What has happened to the key until now."""
         self.place.catch_up()
-        return [event.what for event in self.place.events(self.key) if event.what != "expire"]
+        return [event for event in self.place.events(self.key) if event != "expire"]
 
     def gaps(self) -> int:
         """How often the key came to be free."""
