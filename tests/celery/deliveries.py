@@ -12,7 +12,7 @@ import sys
 from base64 import b64decode
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from uuid import uuid4
 
@@ -184,6 +184,29 @@ class Awaits(Task):  # type: ignore[misc]  # Celery has no types
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.run(*args, **kwargs)
         return asyncio.run(result) if asyncio.iscoroutine(result) else result
+
+
+class CallsAgain(Task):  # type: ignore[misc]  # Celery has no types
+    """Calls its function twice in a delivery.
+
+    Attributes:
+        errors: those of the first call after which it does so, too.
+        meanwhile: what happens between the two calls.
+    """
+
+    abstract = True
+    errors: Any = ()
+    meanwhile: Any = None
+
+    def __call__(self, *args: Any) -> Any:
+        with suppress(*self.errors):
+            self.run(*args)
+        if self.meanwhile:
+            self.meanwhile()
+        return self.again(*args)
+
+    def again(self, *args: Any) -> Any:
+        return self.run(*args)
 
 
 def whose() -> Any:

@@ -15,6 +15,7 @@ from uuid import uuid4
 import celery
 import pytest
 from celery import Celery, Task
+from celery.app.task import Context
 from celery.exceptions import Retry
 
 from only_one import AlreadyRunning, KeyTemplateError, buffer_one, carry_on, configure, current_lock, fail, retry
@@ -27,6 +28,7 @@ from tests.celery.deliveries import (
     OUTCOMES,
     Awaits,
     Calls,
+    CallsAgain,
     Keys,
     Queue,
     a_task,
@@ -213,41 +215,31 @@ def test_a_run_of_a_base_is_its_tasks(queue: Queue, keys: Keys, key: str) -> Non
     assert answer.get() == [[task.name, answer.id, 1], *others]
 
 
-@pytest.mark.parametrize("again", [lambda task: task.run(), Task.__call__], ids=["run", "__call__"])
+@pytest.mark.parametrize("again", [{}, {"again": Task.__call__}], ids=["run", "__call__"])
 def test_a_second_call_after_its_own_run_has_ended_waits_as_the_first(queue: Queue, keys: Keys, again: Any) -> None:
-    class Twice(Task):  # type: ignore[misc]  # Celery has no types
-        abstract = True
+    def meanwhile(_: Any) -> None:
+        keys["k"] = "somebody else"
 
-        def __call__(self) -> None:
-            self.run()
-            keys["k"] = "somebody else"
-            again(self)
-
-    a_task(queue.app, done, when_busy=retry(), celery={"base": Twice}).delay()
+    a_task(queue.app, done, when_busy=retry(), celery={"base": CallsAgain, "meanwhile": meanwhile, **again}).delay()
     queue.deliver()
     (message,) = queue.messages()
     assert [name for name in message["headers"] if name.startswith("only_one")] == ["only_one"]
 
 
-@pytest.mark.parametrize("meanwhile", ["a later message waits", "another copy runs"])
+@pytest.mark.parametrize("has_the_key", ["a later message waits", "another copy runs"])
 def test_the_end_of_a_first_call_is_not_stored_if_another_message_does_the_work(
-    queue: Queue, keys: Keys, meanwhile: str
+    queue: Queue, keys: Keys, has_the_key: str
 ) -> None:
     """The delivery ends without a result: the other message would be dropped for it, and the work be lost."""
 
-    class Twice(Task):  # type: ignore[misc]  # Celery has no types
-        abstract = True
+    def meanwhile(task: Any) -> None:
+        if has_the_key == "another copy runs":
+            keys["k"] = token_of(task.request.id)
+        else:
+            keys.redis.hset(keys.marker(task.request.id), "number", 1)
+            keys["k"] = "somebody else"
 
-        def __call__(self) -> None:
-            self.run()
-            if meanwhile == "a later message waits":
-                keys.redis.hset(keys.marker(self.request.id), "number", 1)
-                keys["k"] = "somebody else"
-            else:
-                keys["k"] = token_of(self.request.id)
-            self.run()
-
-    answer = a_task(queue.app, done, when_busy=retry(), celery={"base": Twice, "acks_late": True}).delay()
+    answer = a_task(queue.app, done, when_busy=retry(), celery={"base": CallsAgain, "meanwhile": meanwhile}).delay()
     keys.redis.hset(keys.marker(answer.id), "asked", 1)
     queue.deliver(redelivered=True)
     assert keys.marked(answer.id)[b"stored"] == b"0"
@@ -356,12 +348,10 @@ def test_the_value_that_is_retained_for_a_retry(queue: Queue, monkeypatch: pytes
         sig: Any = None, ended_by: Any = None, when: Any = None, *, seconds: float = 0.5, is_unique: bool = True,
         **changes: Any,
     ) -> Any:  # fmt: skip
-        request: Any = {"id": "the-id", "retries": 4, "args": ["a"], "kwargs": {"b": 1}, "expires": None}
-        request |= {"headers": None, "delivery_info": None, **changes}
+        request = Context({"id": "the-id", "retries": 4, "args": ["a"], "kwargs": {"b": 1}, **changes})
         options: Any = SimpleNamespace(queue_timeout=seconds, prefix="p:")
-        decoration: Any = SimpleNamespace(make_key=make_key, options_for=lambda _caller: options)
-        decoration.is_unique = is_unique
-        run = Delivery(task, SimpleNamespace(**request), bound=False, decoration=decoration)
+        decoration: Any = SimpleNamespace(make_key=make_key, options_for=lambda _: options, is_unique=is_unique)
+        run = Delivery(task, request, bound=False, decoration=decoration)
         ended_by = ended_by or Retry(when=when, sig=sig or task.s("a", b=1))
         call: Any = SimpleNamespace(options=options, key="p:k:a", ended_by=ended_by)
         stored = run.retained_value(call)

@@ -25,6 +25,7 @@ from tests.celery.deliveries import (
     OUTCOMES,
     REMEMBERED,
     Awaits,
+    CallsAgain,
     Keys,
     Queue,
     a_task,
@@ -118,37 +119,11 @@ def test_a_redelivery_is_dropped_after_an_end_of_the_work(queue: Queue, end: str
     assert (queue.deliver(waits[0]) == "run again") is not work_is_done
 
 
-class TriesAgain(Task):  # type: ignore[misc]  # Celery has no types
-    """Calls the function once more if that has failed.
-
-    Attributes:
-        errors: after which it does so.
-        meanwhile: what happens between the two calls.
-    """
-
-    abstract = True
-    errors: Any = ZeroDivisionError
-    meanwhile: Any = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self.run(*args, **kwargs)
-        except self.errors:
-            if self.meanwhile:
-                self.meanwhile()
-            return self.run(*args, **kwargs)
-
-
 def test_a_message_that_was_requeued_may_call_its_function_twice(queue: Queue, keys: Keys) -> None:
     """What the first call has noted for redeliveries is not for the second, in the same delivery."""
     runs: list[str] = []
-
-    def work() -> None:
-        runs.append("run")
-        if len(runs) == 1:
-            raise ZeroDivisionError
-
-    answer = a_task(queue.app, work, when_busy=retry(), celery={"base": TriesAgain}).delay()
+    work = lambda_of(lambda: runs.append("run"))
+    answer = a_task(queue.app, work, when_busy=retry(), celery={"base": CallsAgain}).delay()
     with keys.busy():
         for _ in range(2):
             queue.deliver()
@@ -156,26 +131,20 @@ def test_a_message_that_was_requeued_may_call_its_function_twice(queue: Queue, k
     assert (answer.state, runs, len(queue)) == ("SUCCESS", ["run", "run"], 0)
 
 
-@pytest.mark.parametrize(("meanwhile", "expected"), [("has the key", [0, 0]), ("has run", [0, 1])])
+@pytest.mark.parametrize(("what", "expected"), [("has the key", [0, 0, 0]), ("has run", [0, 1, 1])])
 def test_the_second_call_in_a_delivery_after_another_task(
-    queue: Queue, keys: Keys, meanwhile: str, expected: list[int]
+    queue: Queue, keys: Keys, what: str, expected: list[int]
 ) -> None:
     """It is requeued, and not dropped for the end of the first call; nor does it run after a newer task."""
     runs: list[int] = []
 
-    def work(number: int) -> None:
-        runs.append(number)
-        if runs == [0]:
-            raise ZeroDivisionError
-
-    def comes_between(_: Any) -> None:
-        if meanwhile == "has run":
+    def meanwhile(_: Any) -> None:
+        if runs == [0] and what == "has run":
             queue.deliver_elsewhere(newer)
-        else:
+        elif runs == [0]:
             keys["k"] = "somebody else"
 
-    options: Any = {"celery": {"base": TriesAgain, "meanwhile": comes_between}}
-    task = a_task(queue.app, work, when_busy=buffer_one(), **options)
+    task = a_task(queue.app, runs.append, when_busy=buffer_one(), celery={"base": CallsAgain, "meanwhile": meanwhile})
     answer, _ = task.delay(0), task.delay(1)
     message, newer = queue.take(), queue.take()
     keys.redis.hset(keys.marker(answer.id), "asked", 1)
@@ -188,13 +157,13 @@ def test_the_second_call_in_a_delivery_after_another_task(
 
 def test_a_redelivery_that_is_dropped_may_not_run_when_it_calls_its_function_again(queue: Queue, keys: Keys) -> None:
     runs: list[str] = []
-    options: Any = {"celery": {"base": TriesAgain, "errors": Exception}}
+    options: Any = {"celery": {"base": CallsAgain, "errors": [Exception]}}
     answer = a_task(queue.app, lambda_of(lambda: runs.append("run")), **options).delay()
     message = queue.take()
     keys.redis.hset(keys.marker(answer.id), "asked", 1)
     queue.deliver(message)
     queue.deliver(message, redelivered=True)
-    assert runs == ["run"]
+    assert runs == ["run", "run"]
 
 
 @pytest.mark.parametrize("policy", [fail, skip, carry_on])
