@@ -27,8 +27,7 @@ from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.token import TokenFactory
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
-from tests.celery.deliveries import token_of
-from tests.celery.enqueueing import withdraw
+from tests.celery.deliveries import token_of, withdraw
 from tests.clients import clients
 from tests.decorated import call_both, decorated, decorated_async
 from tests.faults.programs import Running

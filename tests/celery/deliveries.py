@@ -21,6 +21,9 @@ from celery.app.trace import build_tracer
 from redis import Redis
 
 from only_one import current_lock, only_one
+from only_one.call.owed_key import Withdrawal
+from only_one.celery import coalescing
+from only_one.clock import now
 from only_one.holder import Holder
 from only_one.lock.token import TokenFactory
 
@@ -240,3 +243,11 @@ class Other(Base):
 
 
 other = Other()
+
+
+def withdraw(server: Any, key: str, number: int) -> None:
+    """Say that the task with this number waits no more, as at the end of a task that has not begun."""
+    triggers = coalescing.triggers_of(key)
+    names: Any = {"note": f"{{{key}}}:note", "triggers": triggers, "number": number}
+    withdrawal = Withdrawal(server, key, b"its words", now() + 60, no_write_in_flight=True, **names)
+    server.client.execute_command(*withdrawal.command())

@@ -12,8 +12,7 @@ from only_one import buffer_one, retry
 from only_one.celery import coalescing
 from only_one.connections.server import Server
 from rigs.proxy import Proxy
-from tests.celery.deliveries import REMEMBERED, Awaits, Keys, Queue, a_task, decorated, done, unique
-from tests.celery.enqueueing import withdraw
+from tests.celery.deliveries import REMEMBERED, Awaits, Keys, Queue, a_task, decorated, done, unique, withdraw
 
 
 def above(app: Celery, function: Any, **options: Any) -> Any:

@@ -227,23 +227,23 @@ def test_tasks_that_have_not_begun_are_queued_again_when_the_worker_ends(worker:
         assert not keys.redis.keys(f"*{keys.prefix}{key}*withdrawn*")
 
 
-def test_a_task_is_queued_again_by_the_run_that_has_its_key_when_the_worker_ends(worker: Worker, keys: Keys) -> None:
+@pytest.mark.parametrize("is_revoked", [False, True])
+def test_a_task_is_queued_again_by_the_run_that_has_its_key_when_the_worker_ends(
+    worker: Worker, keys: Keys, *, is_revoked: bool
+) -> None:
     """Its own value names the worker, which is dead then, so another call would take it over."""
-    waits = worker.task.delay("k")
-    worker.receive()
+    lease = worker.lease()
+    if is_revoked:
+        keys.redis.set(lease.note, WAITS_NO_MORE)
     ended_at = time.time() - 0.001  # a value has whole milliseconds
     assert decorated(lambda: worker_shutdown.send(sender=None), key="k")()
-    assert is_queued_since(ended_at, keys)
-    assert worker.task.delay("k") == waits
+    assert is_queued_since(ended_at, keys) if not is_revoked else "k" not in keys
+    assert worker.task.delay("k").is_duplicate == (not is_revoked)
 
 
-def test_a_task_that_was_revoked_while_another_run_had_its_key_is_not_queued_again(
+def test_a_task_that_was_revoked_is_not_queued_again_when_its_worker_loses_the_connection(
     worker: Worker, keys: Keys, clock: list[float]
 ) -> None:
-    lease = worker.lease()
-    keys.redis.set(lease.note, WAITS_NO_MORE)
-    assert decorated(lambda: worker_shutdown.send(sender=None), key="k")()
-    assert "k" not in keys
     lease = worker.lease()
     keys.redis.set(lease.note, WAITS_NO_MORE)
     worker.requests.clear()
