@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
 import pytest
 from celery import Celery, current_task
+from celery.app.task import Context
 from celery.exceptions import Ignore
 from celery.signals import task_revoked
 from redis import Redis
@@ -137,8 +137,7 @@ def test_a_task_that_has_ended_meanwhile_has_no_key(
 
     def end() -> None:
         if how == "revoked":
-            request = SimpleNamespace(**message["headers"], headers=None, delivery_info=None, args=(), kwargs={})
-            task_revoked.send(sender=two.task, request=request, terminated=False)
+            task_revoked.send(sender=two.task, request=Context(message["headers"]), terminated=False)
             assert eventually(lambda: keys.redis.keys(f"*withdrawn:{two.waits.id}:*"))
             return
         with monkeypatch.context() as cut:

@@ -202,8 +202,7 @@ unique = ABOVE["plain"]
 
 # In workers of the first version it does the same, under this name.
 redelivered = below("tests.live.redelivery_app.late", {"acks_late": True}, first=REDELIVERED)
-requeued = below("requeued", when_busy=retry())
-requeued_soon = below("requeued soon", LATE, when_busy=retry(countdown=0.2))
+requeued = below("requeued", LATE, when_busy=retry())
 
 
 class Around(Task):  # type: ignore[misc]  # Celery has no types

@@ -63,7 +63,7 @@ def test_a_run_renews_its_lease(scene: Scene, tasks: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("pool")
 def test_a_requeued_task_does_not_occupy_the_worker(scene: Scene) -> None:
-    task, other = live.requeued_soon, Scene(scene.place)
+    task, other = live.requeued, Scene(scene.place)
     scene.take()
     answer = task.delay(scene.key)
     assert result(live.plain.delay(other.key, 1)) == 1
