@@ -154,18 +154,21 @@ def test_a_key_is_not_renewed_once_its_task_has_ended(
     assert lease.expires_at == clock[0] + LEASE
 
 
+@pytest.mark.parametrize("is_revoked", [False, True])
 def test_a_task_is_queued_again_when_its_worker_loses_the_connection_to_the_broker(
-    worker: Worker, keys: Keys, clock: list[float]
+    worker: Worker, keys: Keys, clock: list[float], *, is_revoked: bool
 ) -> None:
     """Celery forgets it then, and may take it again much later; it is not told of that."""
     lease = worker.lease()
+    if is_revoked:
+        keys.redis.set(lease.note, WAITS_NO_MORE)
     lost_at = time.time() - 0.001  # a value has whole milliseconds
     worker.requests.clear()
     lease.lives_on(clock[0], LEASE)
-    assert eventually(lambda: keys.state() == QUEUED)
-    assert is_queued_since(lost_at, keys)
+    assert eventually(lambda: keys.state() == (None if is_revoked else QUEUED))
+    assert is_revoked or is_queued_since(lost_at, keys)
     worker.receive()
-    assert keys.state() == RECEIVED
+    assert keys.state() == (None if is_revoked else RECEIVED)
 
 
 def is_queued_since(moment: float, keys: Keys, key: str = "k") -> bool:
@@ -233,16 +236,6 @@ def test_a_task_is_queued_again_by_the_run_that_has_its_key_when_the_worker_ends
     assert decorated(lambda: worker_shutdown.send(sender=None), key="k")()
     assert is_queued_since(ended_at, keys) if not is_revoked else "k" not in keys
     assert worker.task.delay("k").is_duplicate == (not is_revoked)
-
-
-def test_a_task_that_was_revoked_is_not_queued_again_when_its_worker_loses_the_connection(
-    worker: Worker, keys: Keys, clock: list[float]
-) -> None:
-    lease = worker.lease()
-    keys.redis.set(lease.note, WAITS_NO_MORE)
-    worker.requests.clear()
-    lease.lives_on(clock[0], LEASE)
-    assert eventually(lambda: "k" not in keys)
 
 
 def test_a_task_whose_child_is_killed_before_it_begins_while_another_run_has_its_key_has_no_key(
