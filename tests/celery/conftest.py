@@ -14,6 +14,7 @@ from only_one import configure
 from only_one.connections.server import Server, find_server
 from rigs.proxy import Proxy
 from tests.celery.deliveries import Keys, Queue
+from tests.decorated import as_async
 
 
 @pytest.fixture
@@ -70,11 +71,4 @@ def server(redis_url: str) -> Server:
 @pytest.fixture(params=["def", "async def"])
 def kind(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """Makes a function one of this kind."""
-
-    def as_async(function: Callable[..., Any]) -> Callable[..., Any]:
-        async def call(*args: Any) -> Any:
-            return function(*args)
-
-        return call
-
     return as_async if request.param == "async def" else lambda function: function

@@ -154,10 +154,6 @@ def done() -> str:
     return "done"
 
 
-async def done_async() -> str:
-    return "done"
-
-
 def lambda_of(call: Callable[[], Any]) -> Callable[[], Any]:
     """A function without arguments that Celery takes for a task: one with a name."""
 

@@ -21,7 +21,8 @@ from only_one.events import Event
 from only_one.lock import commands
 from only_one.settings import DEFAULT_LEASE
 from rigs.waiting import eventually
-from tests.celery.deliveries import QUEUE_TIMEOUT, Keys, Queue, decorated, done, done_async, token_of, unique
+from tests.celery.deliveries import QUEUE_TIMEOUT, Keys, Queue, decorated, done, token_of, unique
+from tests.decorated import as_async
 from tests.interruptions import raises
 
 pytestmark = pytest.mark.usefixtures("redis")
@@ -71,7 +72,7 @@ RUNS: dict[str, Callable[[Tasks], object]] = {
     "it is ignored": lambda two: two.run_other(raises(Ignore())),
     "it is retried": lambda two: two.run_other(retry),
     "of a function": lambda _: decorated(key="k")(done)(),
-    "of an async function": lambda _: asyncio.run(decorated(key="k")(done_async)()),
+    "of an async function": lambda _: asyncio.run(decorated(key="k")(as_async(done))()),
 }
 
 
