@@ -42,15 +42,12 @@ def app_with(**settings: Any) -> Any:
 REDIS, AMQP = (3600, False, True), (1800, True, True)
 BROKERS: list[tuple[Any, tuple[float, bool, bool]]] = [
     ({"broker_url": "redis://host"}, REDIS),
-    ({"broker_url": "rediss://host"}, REDIS),
-    ({"broker_url": "sentinel://host"}, REDIS),
     ({"broker_url": "redis+socket:///path"}, REDIS),
     ({"broker_url": "sentinel://a;sentinel://b"}, REDIS),
     ({"broker_url": ["redis://a", "redis://b"]}, REDIS),
     ({"broker_url": "memory://", "broker_read_url": "redis://host"}, REDIS),
     ({"broker_url": "redis://host", "broker_transport_options": {"visibility_timeout": 60}}, (60, False, True)),
     ({"broker_url": "amqp://host"}, AMQP),
-    ({"broker_url": "pyamqp://host"}, AMQP),
     ({}, AMQP),
     ({"broker_url": "memory://"}, (1800, False, False)),
     ({"broker_url": "//host", "broker_transport": "tests.celery.test_broker:Says"}, (77, False, False)),
