@@ -57,6 +57,8 @@ def test_what_a_requeued_message_carries(queue: Queue, keys: Keys, *, ignores: b
     headers = message["headers"]
     headers["compression"] = "application/x-gzip"  # of which only the requeued one is
     came_with = {**headers, "eta": None, "ignore_result": ignores is not False}
+    if ignores is None:
+        del headers["ignore_result"]
     headers |= COUNTED | Header(answer.id, 0, key=f"{keys.prefix}k", token="t").as_headers()  # noqa: S106
     asked = SimpleNamespace(request_dict=message, content_type="application/x-python-serialize")
     requeue.keep_content_type(asked)
