@@ -20,13 +20,11 @@ pytest.importorskip("gevent")
 GEVENT = """
 from gevent import monkey
 monkey.patch_all()
-native = monkey.get_original
+import gevent, gevent.event
 """
 EVENTLET = """
 import eventlet
-from eventlet.patcher import original
 eventlet.monkey_patch()
-native = lambda module, name: getattr(original(module), name)
 """
 HEAD = """
 import os, sys, threading, time
@@ -51,17 +49,9 @@ def said(under: str, program: str, *arguments: str) -> list[str]:
 
 
 RENEWED = """
-from only_one.celery import ended_tasks
-from only_one.connections.server import find_server
+enough = threading.Event()
 
-enough, heard = threading.Event(), native("_thread", "allocate_lock")()
-heard.acquire()
-
-def hear(lost):
-    told.append(lost.reason)
-    heard.acquire()  # which holds up the whole thread, and all greenlets of it
-
-@only_one.only_one("{number}", lease=60, when_lost=hear)
+@only_one.only_one("{number}", lease=60, when_lost=told.append)
 def run(number):
     begun.append(only_one.current_lock())
     enough.wait()
@@ -87,12 +77,7 @@ print(threads)
 client.delete(begun[0].key)
 renew_now(begun[0])
 eventually(lambda: told)
-before = begun[1].expires_at
-renew_now(begun[1])
-print(*told, eventually(lambda: begun[1].expires_at > before))
-heard.release()
-# A worker asks for the key of a killed run, here with a reply that has to be waited for.
-print(ended_tasks._ask(find_server(url), begun[1].key, "BLPOP", "nothing", 0.05))
+print(*[error.reason for error in told])
 enough.set()
 print(sum(run.result() for run in runs))
 enough.clear()
@@ -103,29 +88,84 @@ eventually(lambda: len(begun) == 51)
 
 @pytest.mark.parametrize("under", [GEVENT, EVENTLET], ids=["gevent", "eventlet"])
 def test_greenlets_that_hold_keys(server: RedisServer, prefix: str, under: str) -> None:
-    """Many share one thread, which renews while none of them gets a turn; the process ends though one holds a key.
-
-    What `when_lost` does keeps nobody from being renewed.
-    """
+    """Many share one thread, which renews while none of them gets a turn; the process ends though one holds a key."""
     # By the socket's path, as gevent has threads of its own that look up names.
-    told = said(under, RENEWED, f"unix://{server.unix_socket}", prefix)
-    assert told == ["50", "2", "deleted", "True", "None", "49"]
+    assert said(under, RENEWED, f"unix://{server.unix_socket}", prefix) == ["50", "2", "deleted", "49"]
     with redis_py.Redis.from_url(server.url) as client:
         assert client.keys() == [f"{prefix}last".encode()]
     # Nobody renews it any more: it is a dead holder's.
     assert only_one(lambda: "done", key="last", lease=60)() == "done"
 
 
+SLOW_TO_HEAR = """
+go_on = monkey.get_original("_thread", "allocate_lock")()
+go_on.acquire()
+enough = gevent.event.Event()
+
+def hear(lost):
+    told.append(lost)
+    go_on.acquire()  # of the thread, and not of a greenlet: none other has a turn in it
+
+@only_one.only_one("{number}", lease=60, when_lost=hear)
+def run(number):
+    begun.append(only_one.current_lock())
+    enough.wait()
+
+runs = [gevent.spawn(run, number) for number in range(2)]
+eventually(lambda: len(begun) == 2)
+lost, kept = begun
+client.delete(lost.key)
+renew_now(lost)
+print(eventually(lambda: told))
+before = kept.expires_at
+renew_now(kept)
+print(eventually(lambda: kept.expires_at > before))
+go_on.release()
+enough.set()
+gevent.joinall(runs)
+"""
+
+
+def test_what_when_lost_does_keeps_nobody_from_being_renewed(server: RedisServer, prefix: str) -> None:
+    assert said(GEVENT, SLOW_TO_HEAR, server.url, prefix) == ["True", "True"]
+
+
+KILLED = """
+from only_one.celery import ended_tasks
+from only_one.connections.server import find_server
+
+server = find_server(url)
+
+@only_one.only_one("run", lease=60)
+def run():
+    lock = only_one.current_lock()
+    before = lock.expires_at
+    renew_now(lock)
+    eventually(lambda: lock.expires_at > before)  # by a connection of the thread that renews
+    print(ended_tasks._ask(server, lock.key, "BLPOP", "nothing", 0.05))  # the reply has to be waited for
+
+run()
+"""
+
+
+@pytest.mark.parametrize("under", [GEVENT, EVENTLET], ids=["gevent", "eventlet"])
+def test_a_worker_asks_for_the_key_of_a_killed_run_by_a_connection_of_its_greenlets(
+    server: RedisServer, prefix: str, under: str
+) -> None:
+    assert said(under, KILLED, server.url, prefix) == ["None"]
+
+
 ENDS_WHILE_IT_CONNECTS = """
 import atexit
-thread, sleep = original("_thread"), original("time").sleep
-main, connects, go_on = thread.get_ident(), thread.allocate_lock(), thread.allocate_lock()
+from eventlet.patcher import original
+native, sleep = original("_thread"), original("time").sleep
+main, connects, go_on = native.get_ident(), native.allocate_lock(), native.allocate_lock()
 connects.acquire()
 go_on.acquire()
 
 class Connection(redis.Connection):
     def __init__(self, **options):
-        if thread.get_ident() != main:  # in the thread that renews, whose pool is locked now
+        if native.get_ident() != main:  # in the thread that renews, whose pool is locked now
             connects.release()
             go_on.acquire()
             sleep(0.3)

@@ -189,7 +189,8 @@ VARIANTS: dict[str, Any] = {
     "late": {"celery": LATE},
     "cooling": {"at_least": AT_LEAST},
     "again": {"celery": AGAIN},
-    "leased": {"celery": LATE, "timeout": None, "lease": LEASE},
+    "leased": {"timeout": None, "lease": LEASE},
+    "leased late": {"celery": LATE, "timeout": None, "lease": LEASE},
     "elsewhere": {"celery": LATE, "timeout": None, "lease": SHORT_LEASE, "takeover": False},
 }
 BELOW = {name: below(name, **options) for name, options in VARIANTS.items()}

@@ -328,6 +328,18 @@ CHECKS = {
 }
 
 
+@pytest.mark.usefixtures("workers")
+def test_a_worker_process_that_is_killed_frees_its_key_within_the_lease(scene: Scene) -> None:
+    task = live.BELOW["leased"]
+    killed = task.delay(scene.key, "gate")
+    os.kill(scene.begun().pid, signal.SIGKILL)
+    assert scene.is_free()
+    answer = task.delay(scene.key)
+    assert answer.get(timeout=LIMIT)["id"] == answer.id
+    with pytest.raises(Exception, match="SIGKILL"):
+        killed.get(timeout=LIMIT)
+
+
 @pytest.mark.parametrize("end", ["recycled", "stopped"])
 def test_a_release_that_has_failed_is_finished_when_its_process_ends(place: World, end: str) -> None:
     """No `atexit` is called then."""

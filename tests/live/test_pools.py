@@ -51,7 +51,7 @@ def test_duplicates_are_skipped(pool: str, scene: Scene) -> None:
 @pytest.mark.usefixtures("pool")
 @pytest.mark.parametrize("tasks", [live.BELOW, live.ABOVE], ids=["below", "above"])
 def test_a_run_renews_its_lease(scene: Scene, tasks: dict[str, Any]) -> None:
-    running = tasks["leased"].delay(scene.key, "gate", "see it renewed", "gate")
+    running = tasks["leased late"].delay(scene.key, "gate", "see it renewed", "gate")
     scene.begun()
     scene.place.client.pexpire(PREFIX + scene.key, round(live.LEASE * 500))
     scene.open()

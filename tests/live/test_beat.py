@@ -1,0 +1,45 @@
+"""Two beats whose clocks differ are as one; what one beat sends is in `tests/recipes/test_recipe_beat.py`."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from only_one.testing import Guarded
+from rigs.waiting import eventually
+from tests.live.workers import ROOT, World
+
+NAME = "tests.live.beat_app"
+APART = 1.2
+"""Seconds between two machines' clocks."""
+TICKS = 5
+
+
+@pytest.mark.soak
+def test_a_tick_of_two_beats_whose_clocks_differ_runs_once(place: World, tmp_path: Path) -> None:
+    """The key is kept for longer than the clocks are apart, and for less than the interval."""
+    lines = place.witness.lines
+
+    def done() -> dict[str, list[str]]:
+        """The ticks that both have sent, and what came of them."""
+        times = Counter(tick for (tick,) in lines("sent"))
+        results = {tick: [result for (result,) in lines("result", tick)] for tick in times if times[tick] == 2}
+        return {tick: found for tick, found in results.items() if len(found) == 2}
+
+    with ExitStack() as stack:
+        stack.enter_context(place.worker(module=NAME))
+        for name, clock in (("exact", 0.0), ("behind", -APART)):
+            output = stack.enter_context((tmp_path / name).open("wb"))
+            command = [sys.executable, "-m", "celery", "-A", NAME, "beat", "-l", "INFO", "--pidfile", ""]
+            command += ["--schedule", str(tmp_path / f"schedule of {name}")]
+            told = {**place.environment, "LIVE_CLOCK": str(clock)}
+            stack.enter_context(Guarded(command, cwd=ROOT, env=told, stdout=output, stderr=output))
+        assert eventually(lambda: len(done()) >= 2 * TICKS)
+        found = done()
+    print(len(found) // 2, "ticks")
+    for tick, outcome in found.items():
+        assert sorted(outcome) == (["None", "done"] if tick.startswith("kept") else ["done", "done"])
