@@ -138,13 +138,15 @@ def is_interrupted_after(seconds: float, call: Callable[[], object]) -> bool:
 
 
 @contextmanager
-def raised_after(event: threading.Event, error: type[BaseException]) -> Iterator[None]:
+def raised_after(
+    event: threading.Event, error: type[BaseException], handler: Callable[..., Callable[..., None]] = raises
+) -> Iterator[None]:
     """A block in whose thread, the main one, a signal handler raises once something has happened."""
 
     def send_signal() -> None:
         event.wait(LIMIT)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
-    with handled(raises(error), signal.SIGUSR1):
+    with handled(handler(error), signal.SIGUSR1):
         threading.Thread(target=send_signal).start()
         yield

@@ -5,18 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
-import os
-import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from typing import Any
 from weakref import finalize
 
 import pytest
 import redis as redis_py
-from celery.exceptions import Ignore, SoftTimeLimitExceeded, Terminated
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -34,7 +29,6 @@ from only_one.lock.token import active_tokens
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, as_async, both, decorated
-from tests.interruptions import handled
 from tests.lock.test_leases import LONG, RELEASES
 
 NAME = "k"
@@ -46,48 +40,6 @@ def client(proxy: Proxy) -> Iterator[Any]:
     patience: dict[str, Any] = {"socket_timeout": None, "socket_connect_timeout": LIMIT}
     with redis_py.Redis.from_url(proxy.url, retry=Retry(NoBackoff(), 0), **patience) as client:
         yield client
-
-
-class HardStop(BaseException):
-    """What a signal handler raises that nobody must catch."""
-
-
-class Handler:
-    """Raises an error when it is called."""
-
-    def __init__(self, error: type[BaseException]) -> None:
-        self.error = error
-
-    def __call__(self, *_: object) -> None:
-        """Handle a signal."""
-        raise self.error
-
-
-@pytest.mark.parametrize("error", [SoftTimeLimitExceeded, Terminated, Ignore, HardStop])
-@pytest.mark.parametrize(
-    "kind", [lambda each: each.__call__, lambda each: each, partial], ids=["method", "object", "partial"]
-)
-def test_an_exception_that_interrupts_the_release_reaches_the_caller_and_the_key_is_freed(
-    redis: Any, key: str, error: type[BaseException], kind: Callable[[Handler], Callable[..., None]]
-) -> None:
-    """It is raised by a signal's handler when the release has been sent and its reply is yet to come."""
-    main, connections = threading.get_ident(), redis_py.connection.AbstractConnection
-    read = connections.read_response
-
-    def read_response(*args: Any, **options: Any) -> Any:
-        if threading.get_ident() == main:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        return read(*args, **options)
-
-    with pytest.MonkeyPatch.context() as patch, handled(kind(Handler(error)), signal.SIGUSR1):
-
-        @only_one(NAME, lease=LONG)
-        def run() -> None:
-            patch.setattr(connections, "read_response", read_response)
-
-        with pytest.raises(error):
-            run()
-    assert eventually(lambda: not redis.exists(key))
 
 
 def test_settings_that_change_during_a_run_are_not_the_runs(redis: Any, prefix: str, key: str, proxy: Proxy) -> None:

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from encodings import idna
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ from rigs.proxy import Proxy
 from rigs.waiting import eventually
 from tests.clients import Subclass
 from tests.decorated import Decorate, both, call_both, decorated, decorated_async
-from tests.interruptions import handled, raised_after, raises
+from tests.interruptions import Interruption, handled, raised_after, raises
+from tests.lock.test_leases import RELEASES
 
 pytestmark = pytest.mark.usefixtures("prefix")
 
@@ -164,15 +166,34 @@ def test_what_a_signal_raises_while_a_host_is_encoded_reaches_the_caller(redis_u
         run()
 
 
-@raised
-@pytest.mark.parametrize("names", [("SET",), ("DELIFEQ", "DELEX", "EVAL")], ids=["acquire", "release"])
-def test_what_a_signal_raises_while_a_reply_is_awaited_reaches_the_caller(
-    proxy: Proxy, redis: redis_py.Redis, key: str, error: type[Exception], names: tuple[str, ...]
+class Handler:
+    """A handler that is an object."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    def __call__(self, *_: object) -> None:
+        raise self.error
+
+
+HANDLERS: dict[str, Callable[[type[BaseException]], Callable[..., None]]] = {
+    "function": raises,
+    "object": Handler,
+    "method": lambda error: Handler(error).__call__,
+    "partial": lambda error: partial(raises(error)),
+}
+
+
+@pytest.mark.parametrize("error", [SoftTimeLimitExceeded, TimeoutError, Interruption])
+@pytest.mark.parametrize("names", [("SET",), RELEASES], ids=["acquire", "release"])
+@pytest.mark.parametrize("handler", HANDLERS.values(), ids=HANDLERS)
+def test_what_a_signal_raises_while_a_reply_is_awaited_reaches_the_caller_and_the_key_is_freed(
+    proxy: Proxy, redis: redis_py.Redis, key: str, error: type[BaseException], names: tuple[str, ...], handler: Any
 ) -> None:
     run = decorated(lambda: None, redis=proxy.url)
     run()
     held = proxy.hold_up(*names)
-    with raised_after(held.met, error), pytest.raises(error):
+    with raised_after(held.met, error, handler), pytest.raises(error):
         run()
     held.let_go()
     assert eventually(lambda: not redis.exists(key))
