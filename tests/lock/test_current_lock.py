@@ -50,15 +50,6 @@ def test_a_lease_is_lost_at_its_end_and_not_before(clock: Clock, make: Make, lim
     assert lock.reason is None  # nobody has noted it
 
 
-def test_a_loss_is_told_once(make: Make) -> None:
-    told: list[LockLost] = []
-    lock, lost = make(LONG, LONG), LockLost("k", "deleted")
-    lock.on_loss.append(told.append)
-    for _ in range(2):
-        lock.tell_loss(lost)
-    assert told == [lost]
-
-
 @pytest.mark.parametrize(("renewed", "gets"), [(False, 3 * LONG - 1), (True, LONG)])
 def test_a_lease_that_is_extended(clock: Clock, make: Make, redis: Any, *, renewed: bool, gets: float) -> None:
     """One that is renewed gets its lease again, and is renewed for longer."""
