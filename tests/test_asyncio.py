@@ -6,6 +6,7 @@ import asyncio
 import gc
 import warnings
 from collections import defaultdict
+from contextlib import nullcontext
 from typing import Any
 from weakref import ref
 
@@ -101,6 +102,7 @@ class Commands:
     def __init__(self) -> None:
         self._client = AsyncClient(lambda: self, 2)
         self._may_end: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self.tasks: dict[str, asyncio.Task[Any]] = {}
 
     async def execute_command(self, command: str) -> str:
         await self._may_end[command].wait()
@@ -108,19 +110,19 @@ class Commands:
             raise redis_py.TimeoutError
         return command
 
-    async def send(self, *commands: str) -> list[asyncio.Task[Any]]:
-        tasks = [asyncio.create_task(self._client.execute_command(command)) for command in commands]
+    async def send(self, *commands: str) -> None:
+        for command in commands:
+            self.tasks[command] = asyncio.create_task(self._client.execute_command(command))
         await asyncio.sleep(0)
-        return tasks
 
-    async def end(self, command: str, task: asyncio.Task[Any]) -> None:
-        self._may_end[command].set()
-        if command.startswith("times out"):
-            with pytest.raises(redis_py.TimeoutError, match=r"^$"):
-                await asyncio.wait_for(task, LIMIT)
-        else:
-            assert await asyncio.wait_for(task, LIMIT) == command
-        await asyncio.sleep(0)  # the next one is sent
+    async def end(self, *commands: str) -> None:
+        """Have each end, one after the other."""
+        for command in commands:
+            self._may_end[command].set()
+            told = pytest.raises(redis_py.TimeoutError, match=r"^$") if "times out" in command else nullcontext()
+            with told:
+                assert await asyncio.wait_for(self.tasks[command], LIMIT) == command
+            await asyncio.sleep(0)  # the next one is sent
 
 
 def test_commands_that_wait_for_a_connection_give_up_when_the_server_is_down() -> None:
@@ -131,15 +133,12 @@ def test_commands_that_wait_for_a_connection_give_up_when_the_server_is_down() -
 
     async def main() -> None:
         commands = Commands()
-        names = ("times out", "times out too", "times out later", "answered", "waits", "waits too")
-        first, second, later, answered, cancelled, waits = await commands.send(*names)
-        cancelled.cancel()
-        await commands.end("times out", first)
-        await commands.end("times out too", second)
-        await commands.end("times out later", later)
+        await commands.send("times out", "times out too", "times out later", "answered", "cancelled", "waits")
+        commands.tasks["cancelled"].cancel()
+        await commands.end("times out", "times out too", "times out later")
         with pytest.raises(redis_py.TimeoutError, match="did not answer on any"):
-            await asyncio.wait_for(waits, LIMIT)
-        await commands.end("answered", answered)
+            await asyncio.wait_for(commands.tasks["waits"], LIMIT)
+        await commands.end("answered")
 
     asyncio.run(main())
 
@@ -147,22 +146,13 @@ def test_commands_that_wait_for_a_connection_give_up_when_the_server_is_down() -
 def test_commands_that_wait_for_a_connection_go_on_while_the_server_answers_others() -> None:
     async def main() -> None:
         commands = Commands()
-        names = ("first", "times out", "second", "times out later", "third", "times out last", "fourth")
-        first, slow, second, later, third, last, fourth = await commands.send(*names)
-        await commands.end("first", first)
-        await commands.end("times out", slow)
-        await commands.end("times out later", later)
-        await commands.end("second", second)
-        await commands.end("times out last", last)
-        await commands.end("third", third)
-        await commands.end("fourth", fourth)
+        await commands.send("first", "times out", "second", "times out later", "third", "times out last", "fourth")
+        await commands.end("first", "times out", "times out later", "second", "times out last", "third", "fourth")
 
         # Nor is one that timed out long ago the first of two.
-        (alone,) = await commands.send("times out alone")
-        await commands.end("times out alone", alone)
-        again, fifth, sixth = await commands.send("times out again", "fifth", "sixth")
-        await commands.end("times out again", again)
-        await commands.end("fifth", fifth)
-        await commands.end("sixth", sixth)
+        await commands.send("times out alone")
+        await commands.end("times out alone")
+        await commands.send("times out again", "fifth", "sixth")
+        await commands.end("times out again", "fifth", "sixth")
 
     asyncio.run(main())

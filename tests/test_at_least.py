@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
@@ -18,6 +17,7 @@ from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, both, call_both, decorated, events
 from tests.faults.programs import Holder, Running
+from tests.interruptions import raises
 from tests.renewal import later, renew_now, wait_for_another_attempt
 
 
@@ -51,29 +51,23 @@ def test_it_is_kept_from_when_it_was_acquired(redis: Any, key: str, kind: type[R
     assert not redis.exists(key)
 
 
-@pytest.mark.parametrize("code", [None, 0, 1, "trouble", ""])
-def test_a_program_that_exits_without_an_error_has_succeeded(
-    redis: Any, key: str, kind: type[Running], code: int | str | None
-) -> None:
-    with kind(at_least=6000, ends=lambda: sys.exit(code)) as run:
-        pass
-    assert isinstance(run.result, SystemExit)
-    assert redis.exists(key) == (code in (None, 0))
-
-
-@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt, asyncio.CancelledError])
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        *((SystemExit(code), "kept") for code in (None, 0)),  # a program that exits without an error has succeeded
+        *((SystemExit(code), "held") for code in (1, "trouble", "")),
+        *((error(), "held") for error in (KeyError, KeyboardInterrupt, asyncio.CancelledError)),
+    ],
+    ids=repr,
+)
 def test_it_is_free_at_once_after_an_exception(
-    redis: Any, key: str, kind: type[Running], error: type[BaseException]
+    redis: Any, key: str, kind: type[Running], error: BaseException, outcome: str
 ) -> None:
-    def explode() -> None:
+    with events(Released) as releases, kind(at_least=6000, ends=raises(error)) as run:
         assert redis.exists(key)
-        raise error
-
-    with events(Released) as releases, kind(at_least=6000, ends=explode) as run:
-        pass
-    assert isinstance(run.result, error)
-    assert not redis.exists(key)
-    assert [event.outcome for event in releases] == ["held"]
+    assert isinstance(run.result, type(error))
+    assert redis.exists(key) == (outcome == "kept")
+    assert [event.outcome for event in releases] == [outcome]
 
 
 def test_a_run_that_took_longer_than_that_frees_its_key_at_once(redis: Any, key: str, kind: type[Running]) -> None:

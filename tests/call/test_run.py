@@ -80,7 +80,7 @@ def test_nothing_is_left_of_a_call_that_has_ended(
     assert not renewal._renewer.pending_releases
 
     redis.hset(key, "of another", "type")
-    with pytest.raises(LockUnavailable):
+    with pytest.raises(LockUnavailable, match=f"{key}.*WRONGTYPE"):
         run()
     redis.delete(key)
     assert eventually(lambda: not renewal._renewer.pending_releases)  # as the server has refused, "missing" is final

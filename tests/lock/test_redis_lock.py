@@ -26,7 +26,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import LockNotOwnedError
 from redis.retry import Retry
 
-from only_one import AlreadyRunning, LockUnavailable, carry_on, current_lock, driver, fail
+from only_one import AlreadyRunning, LockUnavailable, current_lock, driver, fail
 from only_one.clock import now
 from only_one.connections import server_features
 from only_one.connections.server_features import Features
@@ -537,14 +537,3 @@ def test_a_value_that_is_not_ours_makes_the_key_busy(
         assert key in shown
         assert shown.isprintable()
         assert len(shown) < 1000
-
-
-@both
-def test_a_value_of_another_type_makes_the_key_unavailable(decorate: Decorate, url: str, direct: Any, key: str) -> None:
-    direct.hset(key, "a", "1")
-    with pytest.raises(LockUnavailable, match=f"{key}.*WRONGTYPE") as caught:
-        decorate(lambda: "result", redis=url, when_busy=fail)()
-    assert caught.value.key == key
-    assert isinstance(caught.value.__cause__, redis.ResponseError)
-    assert decorate(lambda: "result", redis=url, when_down=carry_on)() == "result"
-    assert direct.type(key) == b"hash"
