@@ -8,7 +8,6 @@ import asyncio
 import itertools
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,6 +23,7 @@ from only_one.call import job_queues
 from only_one.lock.token import TokenFactory
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, Function, as_async, both, decorated
+from tests.faults.programs import Program
 from tests.lock.test_holder import changed
 
 ID = "job-1"
@@ -277,56 +277,42 @@ def test_it_is_busy_like_any_other_call(
 
 
 FORKS = """
-import sys
-from multiprocessing import get_context
+import os, sys
 from types import SimpleNamespace
 
 job = SimpleNamespace(id="job-1", number_of_retries=0)
 sys.modules["rq"] = SimpleNamespace(get_current_job=lambda: job)
 from only_one import only_one
 
-fork = get_context("fork")
-has_begun, may_end, results = fork.Event(), fork.Event(), fork.SimpleQueue()
-
 @only_one("k", redis=sys.argv[1], lease=600)
-def part(number):
-    has_begun.set()
-    may_end.wait()
-    return number
+def work(then=bool):
+    then()
+    return "done"
 
-def in_child(number):
-    child = fork.Process(target=lambda: results.put(part(number)))
-    child.start()
-    return child
+def forked(then=bool):
+    pid = os.fork()
+    if not pid:
+        print(work(then), flush=True)
+        os._exit(0)
+    return pid
 
-children = [in_child(1)]
-has_begun.wait()
-children.append(in_child(2))
-print(results.get())
-may_end.set()
-print(results.get())
-for child in children:
-    child.join()
+def hold():
+    os.write(tell_begun, b".")
+    os.read(may_end, 1)
 
-@only_one("k", redis=sys.argv[1], lease=600)
-def whole():
-    child = in_child(3)
-    print(results.get())
-    child.join()
-
-whole()
+(begun, tell_begun), (may_end, tell_end) = os.pipe(), os.pipe()
+first = forked(hold)
+os.read(begun, 1)
+os.waitpid(forked(), 0)
+os.write(tell_end, b".")
+os.waitpid(first, 0)
+work(lambda: os.waitpid(forked(), 0))
 """
 
 
 def test_children_that_a_job_forks_are_no_attempts_of_each_other_nor_of_it(redis_url: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKS, redis_url],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=LIMIT,
-    )
-    assert done.stdout == "None\n1\nNone\n"
+    with Program(FORKS, redis_url) as program:
+        assert [program.line() for _ in range(3)] == ["None", "done", "None"]
 
 
 @pytest.mark.parametrize(("held", "raised"), [(ELSEWHERE, pytest.raises(Requeued)), (OTHERS, nullcontext())])
@@ -394,14 +380,16 @@ def test_an_async_call_leaves_the_loop_to_others_while_it_waits(
     assert asyncio.run(both_of_them()) == (ID, None)
 
 
-def test_nothing_of_a_queue_is_imported() -> None:
-    """Nor anything else than the standard library and redis-py, with what that imports: so it costs nothing."""
-    program = """
+IMPORTS = """
 import sys, redis, redis.asyncio
 before = {name.partition(".")[0] for name in sys.modules}
 import only_one, only_one.call.job_queues
 new = {name.partition(".")[0] for name in sys.modules} - before
 print(*new - sys.stdlib_module_names)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "only_one\n"
+
+
+def test_nothing_of_a_queue_is_imported() -> None:
+    """Nor anything else than the standard library and redis-py, with what that imports: so it costs nothing."""
+    with Program(IMPORTS) as program:
+        assert program.line() == "only_one"
