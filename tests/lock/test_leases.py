@@ -8,7 +8,6 @@ Leases are long, and renewed when the test says so; that they are kept in time u
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import random
 import sys
@@ -33,7 +32,7 @@ from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, as_async, both, decorated
 from tests.faults.programs import Program, Running
-from tests.renewal import fails_to_renew, is_awaited, is_renewed, later, renew_now
+from tests.renewal import is_awaited, is_renewed, later, renew_now
 
 LONG = 3600.0
 """Seconds that no test takes, so that no key expires by itself."""
@@ -180,37 +179,6 @@ def test_a_first_call_after_the_main_thread_has_ended_is_renewed_or_says_so(
     with Program(source, redis_url, prefix) as program:
         said = program.line()
     assert said == "renewed" or "(nothing could renew the key: write timeout= without lease=" in said
-
-
-# Renewals that fail
-
-
-@pytest.mark.usefixtures("direct")
-def test_why_a_renewal_failed(proxy: Proxy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is logged once until the reason is another, by a thread that may take its time, and is the cause of a loss."""
-    texts: list[str] = []
-    lets_go = threading.Event()
-
-    def take_time(record: logging.LogRecord) -> bool:
-        texts.append(record.getMessage())
-        return lets_go.wait(LIMIT)
-
-    monkeypatch.setattr(logging.getLogger("only_one"), "filters", [take_time])
-    with Running(lease=LONG, redis=proxy.url) as run, Running("other", lease=2 * LONG) as other:
-        caplog.set_level(logging.DEBUG, "only_one")
-        with proxy.cut():
-            assert fails_to_renew(run.lock)
-            assert eventually(lambda: texts)
-            assert is_renewed(other.lock)
-            assert fails_to_renew(run.lock)
-            with later(LONG), pytest.raises(LockLost, match="expired") as caught:
-                run.lock.ensure_held()
-            assert isinstance(caught.value.__cause__, redis.ConnectionError)
-        lets_go.set()
-    told = [text for text in texts if "could not be renewed" in text]
-    assert len(told) == len(set(told))
-    assert told[0].startswith(run.lock.key)
-    assert "ConnectionError" in told[0]
 
 
 # Keys that are deleted or acquired by others
