@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import redis as redis_py
@@ -79,15 +80,13 @@ def moments(monkeypatch: pytest.MonkeyPatch) -> Moments:
     own = Moments()
     sync: Any = redis.connection.AbstractConnection
     asynchronous: Any = redis.asyncio.connection.AbstractConnection
-    read, read_async = sync.read_response, asynchronous.read_response
 
-    def read_response(self: Any, *args: Any, **options: Any) -> Any:
-        own.is_next()
-        return read(self, *args, **options)
+    def at_a_moment(function: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            own.is_next()
+            return function(*args, **options)
 
-    async def read_response_async(self: Any, *args: Any, **options: Any) -> Any:
-        own.is_next()
-        return await read_async(self, *args, **options)
+        return call
 
     def enter(condition: Any) -> Any:
         assert condition.acquire(timeout=LIMIT)
@@ -98,17 +97,13 @@ def moments(monkeypatch: pytest.MonkeyPatch) -> Moments:
         await lock.acquire()
         own.is_next()
 
-    async def can_read_async(*_args: Any, **_options: Any) -> bool:
-        return False
-
-    monkeypatch.setattr(sync, "read_response", read_response)
-    monkeypatch.setattr(asynchronous, "read_response", read_response_async)
-    monkeypatch.setattr(sync, "can_read", lambda *_args, **_options: False)
+    for kind, can_read in ((sync, Mock(return_value=False)), (asynchronous, AsyncMock(return_value=False))):
+        monkeypatch.setattr(kind, "read_response", at_a_moment(kind.read_response))
+        for name in ("can_read", "can_read_destructive"):
+            monkeypatch.setattr(kind, name, can_read, raising=False)
     monkeypatch.setattr(threading.Condition, "__enter__", enter)
     for kind in (asyncio.Lock, asyncio.Semaphore):
         monkeypatch.setattr(kind, "__aenter__", enter_async)
-    for name in ("can_read", "can_read_destructive"):
-        monkeypatch.setattr(asynchronous, name, can_read_async, raising=False)
     return own
 
 

@@ -504,13 +504,12 @@ FOREIGN += [b'{"only_one":99,"state":"running"}', b'{"only_one":1,"state":"runni
 @both
 @pytest.mark.parametrize("value", FOREIGN, ids=map(str, range(len(FOREIGN))))
 def test_a_value_that_is_not_ours_makes_the_key_busy(
-    decorate: Decorate, url: str, direct: Any, key: str, happened: list[Any], value: bytes
+    decorate: Decorate, direct: Any, key: str, happened: list[Any], value: bytes
 ) -> None:
     direct.set(key, value)
-    assert decorate(lambda: "result", redis=url)() is None
+    assert decorate(lambda: "result")() is None
     with pytest.raises(AlreadyRunning) as caught:
-        decorate(lambda: "result", redis=url, when_busy=fail)()
-
+        decorate(lambda: "result", when_busy=fail)()
     assert direct.get(key) == value
     assert (caught.value.key, caught.value.holder, caught.value.task_id) == (key, None, None)
     assert [(type(event), event.value, event.holder) for event in happened] == [(Busy, value, None)] * 2
