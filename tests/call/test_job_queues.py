@@ -140,72 +140,61 @@ def test_inside_of_a_celery_task_no_other_queue_is_asked(redis: Redis, install: 
 
 @both
 @pytest.mark.parametrize(
-    ("modules", "options", "held"),
+    ("modules", "options", "held", "result"),
     [
-        (in_rq(2), {}, {}),
-        ({}, {"work_id": named, "when_busy": skip}, {"attempt": None}),
-        ({}, {"work_id": named, "timeout": 600}, {"attempt": None}),
-        ({}, {"work_id": named}, {"attempt": None, **OTHERS}),
-        (in_rq(2), {"when_busy": fail}, OTHERS),
-        (in_rq(2), {"takeover": False}, {**OTHERS, "pid": 2**30}),  # dead, and not taken over
+        (in_rq(2), {}, {}, ID),
+        ({}, {"work_id": named, "when_busy": skip}, {"attempt": None}, ID),
+        ({}, {"work_id": named, "timeout": 600}, {"attempt": None}, ID),
+        ({}, {"work_id": named}, {"attempt": None, **OTHERS}, ID),
+        (in_rq(2), {"when_busy": fail}, OTHERS, ID),
+        (in_rq(2), {"takeover": False}, {**OTHERS, "pid": 2**30}, ID),  # dead, and not taken over
+        (in_rq(2), {}, {**ELSEWHERE, "attempt": 3}, None),  # later, or of other work with the same id
+        (in_rq(2), {}, {**ELSEWHERE, "task_id": "job-2"}, None),
+        (in_rq(2), {}, {**ELSEWHERE, "state": "kept"}, None),  # it has succeeded
+        (in_rq(2), {"work_id": lambda: None}, ELSEWHERE, None),
+        ({}, {}, ELSEWHERE, None),
     ],
 )
-def test_it_waits_and_runs(install: Any, hold: Any, decorate: Decorate, modules: Any, options: Any, held: Any) -> None:
+def test_it_waits_for_a_previous_attempt_and_is_busy_by_all_else(
+    install: Any, hold: Any, decorate: Decorate, modules: Any, options: Any, held: Any, result: str | None
+) -> None:
     """Whatever the policy says."""
     install(modules)
-    hold(300, **held)
-    assert decorate(ran, **options)()[0] == ID
+    hold(300 if result else LONG, **held)
+    job, _ = decorate(ran, **options)() or (None, None)
+    assert job == result
 
 
 @pytest.mark.usefixtures("redis")
+@pytest.mark.parametrize("begun", ["outside of runs", "in a run of other work", "in one that is over by then"])
 def test_an_attempt_in_the_same_process_waits_for_the_other_and_a_call_from_inside_the_run_does_not(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, begun: str
 ) -> None:
-    seen: list[str] = []
-    has_begun = asyncio.Event()
-    caplog.set_level(logging.INFO, "only_one")
-
-    @only_one("k", work_id=named)
-    async def work(call: str) -> str:
-        seen.append(f"{call} begins")
-        has_begun.set()
-        assert await asyncio.to_thread(eventually, lambda: "waits for the key" in caplog.text)
-        seen.append(f"{await work('inner')}")
-        seen.append(f"{call} ends")
-        return call
-
-    async def both_attempts() -> None:
-        first = asyncio.create_task(work("first"))
-        await has_begun.wait()
-        await asyncio.gather(first, work("second"))
-
-    asyncio.run(both_attempts())
-    assert seen == ["first begins", "None", "first ends", "second begins", "None", "second ends"]
-
-
-@pytest.mark.usefixtures("redis")
-@pytest.mark.parametrize("is_over", [False, True], ids=["in the run", "after it"])
-def test_an_attempt_that_a_run_of_other_work_has_begun_waits_for_the_other(
-    caplog: pytest.LogCaptureFixture, *, is_over: bool
-) -> None:
-    """As that of a consumer that is a run itself, or that a start-up began."""
+    """A consumer may be a run itself, and a start-up may begin one."""
     calls: list[asyncio.Task[Any]] = []
+    under_way: list[str] = []
     caplog.set_level(logging.INFO, "only_one")
 
     @only_one("job", work_id=named)
     async def work() -> str:
+        under_way.append("work")
         nested = await work()
         assert await asyncio.to_thread(eventually, lambda: "waits for the key" in caplog.text)
+        assert under_way == ["work"]
+        under_way.clear()
         return f"done, nested: {nested}"
+
+    def begin() -> None:
+        calls.extend(asyncio.create_task(work()) for _ in range(2))
 
     @only_one("consumer")
     async def consumer() -> None:
-        calls.extend(asyncio.create_task(work()) for _ in range(2))
-        if not is_over:
+        begin()
+        if begun == "in a run of other work":
             await asyncio.wait(calls)
 
     async def program() -> Any:
-        await consumer()
+        begin() if begun == "outside of runs" else await consumer()
         return await asyncio.gather(*calls)
 
     assert asyncio.run(program()) == ["done, nested: None"] * 2
@@ -255,25 +244,6 @@ def test_its_queue_requeues_it_until_the_key_expires(
         decorate(body, **times)(*args)
     assert raised.value.options == {option: pytest.approx(600 * second, abs=LIMIT * second)}
     assert redis.pttl(key) > LONG / 2
-
-
-@both
-@pytest.mark.parametrize(
-    ("modules", "options", "held"),
-    [
-        (in_rq(2), {}, {**ELSEWHERE, "attempt": 3}),  # later, or of other work with the same id
-        (in_rq(2), {}, {**ELSEWHERE, "task_id": "job-2"}),
-        (in_rq(2), {}, {**ELSEWHERE, "state": "kept"}),  # it has succeeded
-        (in_rq(2), {"work_id": lambda: None}, ELSEWHERE),
-        ({}, {}, ELSEWHERE),
-    ],
-)
-def test_it_is_busy_like_any_other_call(
-    install: Any, hold: Any, decorate: Decorate, modules: Any, options: Any, held: Any
-) -> None:
-    install(modules)
-    hold(LONG, **held)
-    assert decorate(ran, **options)() is None
 
 
 FORKS = """
