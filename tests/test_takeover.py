@@ -69,7 +69,9 @@ def is_busy() -> bool:
 
 
 @both
-@pytest.mark.parametrize("times", [{"lease": TIMEOUT}, {"timeout": TIMEOUT}], ids=["lease", "timeout"])
+@pytest.mark.parametrize(
+    "times", [{"lease": TIMEOUT}, {"timeout": TIMEOUT}, {"lease": TIMEOUT, "at_least": TIMEOUT}], ids=", ".join
+)
 def test_a_holder_that_is_killed(
     redis: Any, redis_url: str, prefix: str, key: str, dead: bytes, decorate: Decorate, times: dict[str, Any]
 ) -> None:

@@ -372,8 +372,10 @@ def test_connections_that_the_server_has_closed_cost_nothing(
         run = only_one(lambda: "done", key="k", timeout=600, redis=client)
         pinned = PinnedClient(client)
         assert run() == "done"
-        before = fill(pinned, _MOST_KEPT)
-        assert len(before) == _MOST_KEPT
+        lent_before = lent(client)
+        before = fill(pinned, _MOST_KEPT + 1)
+        assert len(before) == lent(client) - lent_before == 16, "the user has the other, as it is"
+        assert all(each._sock is not None for each in client.connection_pool._available_connections)
         watching.client_kill_filter(skipme=True)
         assert run() == "done"
         with ThreadPoolExecutor(_MOST_KEPT) as pool:
@@ -482,17 +484,7 @@ def test_a_forgotten_connection_is_closed_also_where_its_pool_is_locked(client: 
     assert lent(client) == 1
 
 
-# How many are kept, and for how long
-
-
-def test_no_more_than_16_connections_are_kept(client: Any, pinned: PinnedClient) -> None:
-    every = [_Pinned(pinned.connection_pool) for _ in range(17)]
-    for each in every:
-        pinned._keep(each)
-    assert pinned.kept == every[:16]
-    assert lent(client) == 16  # and the user has the other, as it is
-    assert client.connection_pool._available_connections[0]._sock is not None
-    pinned.kept.clear()
+# For how long they are kept
 
 
 @pytest.mark.usefixtures("prefix")

@@ -246,9 +246,6 @@ def succeeds(call: Callable[[], Any]) -> bool:
 @pytest.mark.soak
 def test_a_server_that_is_frozen_during_an_acquire(server: RedisServer, key: str) -> None:
     """Sync, because an event loop of its own connects anew for each call, and so sends no SET to a frozen server."""
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    pauses = random.Random(seed)
     late = 0
     with redis.Redis.from_url(server.url) as client, brief_client(server.url, 0.1) as brief:
         call = decorated(work, lease=LONG, redis=brief)
@@ -259,7 +256,7 @@ def test_a_server_that_is_frozen_during_an_acquire(server: RedisServer, key: str
             try:
                 with pytest.raises(LockUnavailable):
                     call()
-                threading.Event().wait(pauses.uniform(0, 0.2))
+                threading.Event().wait(random.uniform(0, 0.2))
             finally:
                 server.resume()
             late += eventually(lambda before=before: sets(client) > before, 1)  # type: ignore[misc]
