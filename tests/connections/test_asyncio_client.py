@@ -13,6 +13,7 @@ from collections import defaultdict
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
+from unittest.mock import AsyncMock
 from weakref import ref
 
 import pytest
@@ -116,21 +117,18 @@ def test_no_command_waits_for_redis_py_s_check_of_a_kept_connection(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which has no time limit: a frozen server was waited for without an end."""
-    checks: list[object] = []
-
-    async def check_health(connection: object) -> None:
-        checks.append(connection)
+    check = AsyncMock()
 
     async def main() -> None:
         await client.execute_command("PING")
-        monkeypatch.setattr(redis_asyncio.Connection, "check_health", check_health)
+        monkeypatch.setattr(redis_asyncio.Connection, "check_health", check)
         await client.execute_command("PING")
         await client.aclose()
 
     with redis_py.Redis.from_url(redis_url, health_check_interval=3600) as source:
         client = make_async_client(source)
         asyncio.run(main())
-    assert checks == []
+    check.assert_not_called()
 
 
 def test_calls_that_wait_for_a_connection_send_nothing_once_the_server_is_known_to_be_down(proxy: Proxy) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from encodings import idna
 from functools import partial
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import redis as redis_py
@@ -61,17 +62,10 @@ class SecretsAreElsewhere(Exception):
     """What a provider of credentials may raise, and redis-py knows nothing of."""
 
 
-class Provider(redis_py.CredentialProvider):
+def provider(refuse: Callable[[], Any]) -> Any:
     """Gives no credentials."""
-
-    def __init__(self, refuse: Callable[[], Any]) -> None:
-        self.refuse = refuse
-
-    def get_credentials(self) -> Any:
-        return self.refuse()
-
-    async def get_credentials_async(self) -> Any:
-        return self.refuse()
+    refuse_async = AsyncMock(side_effect=refuse)
+    return Mock(spec=redis_py.CredentialProvider, get_credentials=refuse, get_credentials_async=refuse_async)
 
 
 kinds = pytest.mark.parametrize("kind", [redis_py.Redis, Subclass])
@@ -112,7 +106,7 @@ def raises_in_place_of_a_signal_s() -> None:
 def test_whatever_is_raised_while_connecting(
     redis_url: str, prefix: str, kind: type[redis_py.Redis], decorate: Decorate, refuse: Callable[[], Any]
 ) -> None:
-    client = kind.from_url(redis_url, credential_provider=Provider(refuse))
+    client = kind.from_url(redis_url, credential_provider=provider(refuse))
     told = pytest.raises(LockUnavailable, match=f"{prefix}k.*SecretsAreElsewhere")
     with handled(raises(SoftTimeLimitExceeded), signal.SIGUSR1), client, told:
         decorate(lambda: "done", redis=client)()
@@ -145,7 +139,7 @@ def test_what_a_signal_raises_while_connecting_is_no_trouble_of_the_server(
 
     with (
         handled(raises(error), signal.SIGUSR1),
-        kind.from_url(redis_url, credential_provider=Provider(look_up)) as client,
+        kind.from_url(redis_url, credential_provider=provider(look_up)) as client,
         pytest.raises(error) as caught,
     ):
         decorated(lambda: "done", redis=client)()

@@ -14,9 +14,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import DEFAULT, Mock
 from uuid import uuid4
 
 import pytest
@@ -41,9 +44,6 @@ from tests.decorated import decorated
 from tests.faults.programs import Running
 from tests.interruptions import Interruption, handled, interrupt, is_interrupted_after
 from tests.renewal import is_idle, is_renewed
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 ROOT = Path(__file__).parents[2]
 HANGS_FOR = 2.0
@@ -145,9 +145,7 @@ class Tokens:
 
 def altered(url: str) -> Any:
     client: Any = redis_py.Redis.from_url(url)
-    plain = client.execute_command
-    client.seen = []
-    client.execute_command = lambda *args, **options: (client.seen.append(args[0]), plain(*args, **options))[1]
+    client.execute_command = Mock(wraps=client.execute_command)
     return client
 
 
@@ -155,19 +153,12 @@ def with_own_connections(url: str) -> Any:
     return redis_py.Redis(connection_pool=redis_py.ConnectionPool.from_url(url, connection_class=Connection))
 
 
-class Without:
+@contextmanager
+def without_a_pool(url: str) -> Iterator[Any]:
     """What the user has put around a client: it has what a lock needs, and shows no pool."""
-
-    def __init__(self, url: str) -> None:
-        self._client = redis_py.Redis.from_url(url)
-        self.execute_command, self.register_script = self._client.execute_command, self._client.register_script
-        self.pipeline = self._client.pipeline
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._client.close()
+    with redis_py.Redis.from_url(url) as client:
+        what_it_needs = ("execute_command", "register_script", "pipeline")
+        yield SimpleNamespace(**{name: getattr(client, name) for name in what_it_needs})
 
 
 def with_(**options: Any) -> Callable[[str], Any]:
@@ -183,7 +174,7 @@ OTHERS: dict[str, Callable[[str], Any]] = {
     "another encoding": with_(encoding="latin-1"),
     "other errors": with_(encoding_errors="replace"),
     "renewed credentials": with_(credential_provider=Tokens()),
-    "no pool": Without,
+    "no pool": without_a_pool,
 }
 PLAIN: dict[str, Callable[[RedisServer], Any]] = {
     "by URL": lambda server: redis_py.Redis.from_url(server.url, max_connections=ALL),
@@ -212,8 +203,8 @@ def test_clients_that_are_used_as_they_are(redis_url: str, make: Callable[[str],
             assert is_renewed(run.lock)
             assert run.lock.server.looked_at_from == math.inf
         assert run.result == "done"
-        if hasattr(client, "seen"):
-            assert client.seen[0] == "SET"
+        if isinstance(client.execute_command, Mock):
+            assert client.execute_command.call_args_list[0].args[0] == "SET"
 
 
 def test_clients_elsewhere_that_are_used_as_they_are() -> None:
@@ -453,22 +444,14 @@ def test_a_connection_whose_closing_is_interrupted_is_closed_before_it_is_lent_a
     monkeypatch.setattr(connection_pool, "id", lambda _: 1, raising=False)
     echo(pinned)
     (connection,) = [each.connection for each in pinned.kept]
-    disconnect = connection.disconnect
-    closed: list[bool] = []
-
-    def close(*args: Any) -> None:
-        closed.append(bool(closed))
-        if len(closed) == 1:
-            raise Interruption
-        disconnect(*args)
-
+    close = Mock(wraps=connection.disconnect, side_effect=[Interruption, DEFAULT])
     monkeypatch.setattr(connection, "disconnect", close)
     with monkeypatch.context() as once:
         once.setattr(connection, "send_packed_command", interrupt)
         with pytest.raises(Interruption):
             pinned.execute_command("ECHO", "nobody's", **RAW)
     echo(pinned)
-    assert closed == [False, True]
+    assert close.call_count == 2
     monkeypatch.undo()
 
 

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -365,15 +366,10 @@ def test_what_is_remembered_of_the_living_has_an_end(process: Acquirer) -> None:
 
 def test_who_was_just_seen_alive_is_not_read_of_again(process: Acquirer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A skip is to cost no more than it must; the look is repeated after a while."""
-    looked = []
-
-    def look(pid: int) -> int | None:
-        looked.append(pid)
-        return process_start(pid)
-
+    look = Mock(wraps=process_start)
     begin = float(int(now()) + 10)
     monkeypatch.setattr(liveness, "process_start", look)
     for moment, looks in ((begin, 1), (begin + 0.99, 1), (begin + 1.0, 2)):
         monkeypatch.setattr(liveness, "now", lambda moment=moment: moment)
         assert not any(is_dead(changed(process.value, number=number)) for number in range(100))
-        assert looked == [process.pid] * looks
+        assert look.call_args_list == [call(process.pid)] * looks

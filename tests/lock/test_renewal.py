@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 from weakref import ref
 
 import pytest
@@ -315,23 +316,20 @@ def test_a_pending_release_that_comes_when_it_is_about_to_sleep(idle: Any) -> No
 def test_a_step_that_fails_is_logged_and_the_next_waits_a_moment(
     watch: Watch, monkeypatch: pytest.MonkeyPatch, fails: int
 ) -> None:
-    steps_taken: list[int] = []
-    paused: list[float] = []
-    logged: list[tuple[Any, ...]] = []
-
-    def step(number: int) -> Any:
-        steps_taken.append(number)
-        return 1 / (number - fails)
-
-    monkeypatch.setattr(renewal, "time", SimpleNamespace(sleep=paused.append))
-    monkeypatch.setattr(renewal, "_log", lambda *rest: logged.append(rest))
+    taken = Mock()
     steps = ("renew_all_that_is_due", "pending_releases.release_due", "look_at_a_new_server", "sleep")
     for number, name in enumerate(steps):
-        monkeypatch.setattr(f"only_one.lock.renewal._renewer.{name}", partial(step, number))
+        step = Mock(side_effect=ZeroDivisionError if number == fails else None)
+        taken.attach_mock(step, f"step_{number}")
+        monkeypatch.setattr(f"only_one.lock.renewal._renewer.{name}", step)
+    monkeypatch.setattr(renewal, "time", taken.time)
+    monkeypatch.setattr(renewal, "_log", taken.log)
     watch.renewer.take_turn()
-    assert steps_taken == [0, 1, 2, 3]
-    assert paused == [0.1]
-    ((level, text, trace),) = logged
+    in_turn = [f"step_{number}" for number in range(4)]
+    in_turn[fails + 1 : fails + 1] = ["log", "time.sleep"]
+    assert [name for name, _, _ in taken.mock_calls] == in_turn
+    taken.time.sleep.assert_called_once_with(0.1)
+    level, text, trace = taken.log.call_args.args
     assert (level, text) == (logging.ERROR, "the thread that renews goes on after:\n%s")
     assert "ZeroDivisionError" in trace
 
