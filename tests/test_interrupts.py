@@ -35,6 +35,7 @@ from tests.interruptions import (
     handled,
     interrupt,
     is_interrupted_after,
+    raises,
     traced,
 )
 
@@ -62,11 +63,6 @@ def few_signals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def work(which: str) -> str:
     return "done" if which else ""
-
-
-def soft_time_limit() -> None:
-    """Celery's, which is an `Exception`, as those of redis-py are."""
-    raise SoftTimeLimitExceeded
 
 
 def nothing_is_held() -> bool:
@@ -105,7 +101,7 @@ def check_every_place(
     stored: bytes | None = None,
     left: Collection[bytes | None] = (None,),
     gives: Any = "done",
-    raises: bool = True,
+    is_raised: bool = True,
 ) -> None:
     """Interrupt a call at each place in turn, until it comes through without.
 
@@ -118,7 +114,7 @@ def check_every_place(
         stored: what is stored at the key before the call.
         left: of which one is stored at the key some time after the call.
         gives: what an undisturbed call gives; one is made after each interruption, as it must not be told of that.
-        raises: whether what interrupts it raises.
+        is_raised: whether what interrupts it raises.
     """
     interrupted = 0
     for number in range(1, MOST):
@@ -135,7 +131,7 @@ def check_every_place(
     else:
         pytest.fail(f"there are more than {MOST} places")
     assert number > 20
-    assert (interrupted > 20) is raises
+    assert (interrupted > 20) is is_raised
     for key in [f"{prefix}{each}" for each in range(1, number + 1)]:
         assert eventually(partial(lambda key: value_at(client, key) in left, key)), (key, client.get(key))
 
@@ -146,7 +142,7 @@ def check_every_place(
     [
         ({"lease": 600}, None, [None], interrupt),
         ({"timeout": 600}, None, [None], interrupt),
-        ({"timeout": 600}, None, [None], soft_time_limit),
+        ({"timeout": 600}, None, [None], raises(SoftTimeLimitExceeded)),
         ({"timeout": 600, "at_least": 300}, None, [None, RETAINED], interrupt),
         ({"timeout": 600}, SOMEBODY_ELSE, [SOMEBODY_ELSE], interrupt),
         ({"timeout": 600, "when_busy": fail}, SOMEBODY_ELSE, [SOMEBODY_ELSE], interrupt),
@@ -265,5 +261,5 @@ def test_a_handler_that_calls_a_decorated_function_at_every_place(
 
     handle = partial(call, "inner", 1)
     assert (call("first"), handle()) == ("done", "done")
-    check_every_place(redis, prefix, [*PLACES.values()][-1], call, then=handle, raises=False)
+    check_every_place(redis, prefix, [*PLACES.values()][-1], call, then=handle, is_raised=False)
     assert {*results} == {"done"}

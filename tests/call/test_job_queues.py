@@ -38,10 +38,6 @@ class Requeued(Exception):
         self.options = options
 
 
-def no_job() -> None:
-    """What RQ says outside of its jobs."""
-
-
 def in_rq(attempt: int | None) -> dict[str, Any]:
     job = SimpleNamespace(id=ID, number_of_retries=attempt)
     return {"rq": SimpleNamespace(get_current_job=lambda: job)}
@@ -109,7 +105,7 @@ OTHERS: dict[str, Any] = {"pid": os.getpid(), "process": "another"}
         (in_rq(2), (7,), {"work_id": lambda job: None}, (None, None)),  # noqa: ARG005
         (in_rq(2), (), {}, (ID, 2)),
         (in_rq(None), (), {}, (ID, 0)),
-        ({"rq": SimpleNamespace(get_current_job=no_job)}, (), {}, (None, None)),
+        ({"rq": SimpleNamespace(get_current_job=lambda: None)}, (), {}, (None, None)),
         ({"rq": SimpleNamespace()}, (), {}, (None, None)),  # another's, or half imported
         (in_dramatiq(MESSAGE), (), {}, (ID, 1)),
         (in_dramatiq(None), (), {}, (None, None)),

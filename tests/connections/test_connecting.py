@@ -170,17 +170,17 @@ class Handler:
         raise self.error
 
 
-HANDLERS: dict[str, Callable[[type[BaseException]], Callable[..., None]]] = {
-    "function": raises,
-    "object": Handler,
-    "method": lambda error: Handler(error).__call__,
-    "partial": lambda error: partial(raises(error)),
-}
+HANDLERS: list[Callable[[type[BaseException]], Callable[..., None]]] = [
+    raises,
+    Handler,
+    lambda error: Handler(error).__call__,
+    lambda error: partial(raises(error)),
+]
 
 
 @pytest.mark.parametrize("error", [SoftTimeLimitExceeded, TimeoutError, Interruption])
 @pytest.mark.parametrize("names", [("SET",), RELEASES], ids=["acquire", "release"])
-@pytest.mark.parametrize("handler", HANDLERS.values(), ids=HANDLERS)
+@pytest.mark.parametrize("handler", HANDLERS, ids=["function", "object", "method", "partial"])
 def test_what_a_signal_raises_while_a_reply_is_awaited_reaches_the_caller_and_the_key_is_freed(
     proxy: Proxy, redis: redis_py.Redis, key: str, error: type[BaseException], names: tuple[str, ...], handler: Any
 ) -> None:

@@ -47,7 +47,6 @@ from tests.renewal import is_idle
 HANGS_FOR = 2.0
 """Seconds that a client waits for a reply where one is held back; all others are there sooner on any machine."""
 
-NAME = "k"
 LOST = (redis.ConnectionError, redis.TimeoutError)
 HELD = ReleaseResult("held")
 BINARY = b"\x00\xff\r\n somebody \x1b[31melse's"
