@@ -20,11 +20,7 @@ from tests.faults.programs import Running
 from tests.interruptions import raises
 from tests.renewal import later, renew_now, wait_for_another_attempt
 
-
-def parsed(value: Any) -> Value:
-    holder = Value.parse(value)
-    assert holder is not None
-    return holder
+parsed: Any = Value.parse
 
 
 def test_it_is_kept_from_when_it_was_acquired(redis: Any, key: str, kind: type[Running]) -> None:

@@ -1,7 +1,7 @@
 """Keys of dead holders: free at once on their own machine, and with their lease elsewhere.
 
-All of the holders here hold for minutes, so that no expiry can explain that the next call runs. Most of them are one
-and the same: a process that was killed, whose token is stored at one key after the other.
+All of the holders here hold for minutes, so that no expiry can explain that the next call runs. Some are killed; what
+is found first is the token of a process that there is not.
 """
 
 from __future__ import annotations
@@ -24,29 +24,20 @@ from only_one.holder import Holder as HolderOf
 from rigs.namespaces import HOST_NAMED
 from rigs.servers import RedisServer
 from rigs.waiting import eventually
-from tests.decorated import Decorate, both, call_both, decorated, events
+from tests.decorated import Decorate, both, call_both, decorated, events, token_of_the_dead
 from tests.faults.programs import Holder
 from tests.lock.test_holder import CONTAINER, changed, in_container
 
 TIMEOUT = 600
 HALF = TIMEOUT * 1000 // 2
-
-
-@pytest.fixture(scope="module")
-def token(redis_url: str) -> bytes:
-    """The value that a holder had stored when it was killed."""
-    with Holder(redis_url, "test:dead:", timeout=TIMEOUT) as holder:
-        holder.kill()
-    with redis_py.Redis.from_url(redis_url) as client:
-        client.delete("test:dead:k")
-    return holder.token
+DEAD = token_of_the_dead()
 
 
 @pytest.fixture
-def dead(redis: Any, key: str, token: bytes) -> bytes:
+def dead(redis: Any, key: str) -> bytes:
     """The key is a dead holder's; this is the value that is stored there."""
-    redis.set(key, token, px=TIMEOUT * 1000)
-    return token
+    redis.set(key, DEAD, px=TIMEOUT * 1000)
+    return DEAD
 
 
 @pytest.fixture
@@ -89,7 +80,6 @@ def test_a_holder_that_is_killed(
     assert not redis.exists(key)
     (event,) = taken_over
     assert (event.key, event.value) == (key, holder.token)
-    assert event.holder is not None
     assert (event.holder.pid, event.holder.host) == (holder.pid, socket.gethostname())
     assert str(event).endswith(f" took over {key} from {event.holder}, which has ended without releasing it")
 
@@ -118,13 +108,13 @@ def run_after_dead_holders(url: str, prefix: str, rounds: int, processes: int, s
 
 
 @pytest.mark.soak
-def test_of_eight_that_find_the_same_dead_holder_one_runs(server: RedisServer, prefix: str, token: bytes) -> None:
+def test_of_eight_that_find_the_same_dead_holder_one_runs(server: RedisServer, prefix: str) -> None:
     """Each round has the key of a dead holder."""
     seed, rounds, processes = os.environ.get("ONLY_ONE_SOAK_SEED") or str(random.randrange(2**32)), 60, 8
     print("seed", seed)
     with redis_py.Redis.from_url(server.url) as client, ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         for round_ in range(rounds):
-            client.set(f"{prefix}dead:{round_}", token, px=TIMEOUT * 1000)
+            client.set(f"{prefix}dead:{round_}", DEAD, px=TIMEOUT * 1000)
         shared = server.url, prefix, rounds, processes
         calls = [pool.submit(run_after_dead_holders, *shared, f"{seed}/{number}") for number in range(processes)]
         assert sum(each.result() for each in calls) == rounds

@@ -82,8 +82,7 @@ def hold(redis: Redis, key: str) -> Callable[..., None]:
 
 def ran(*_: Any) -> tuple[str | None, int | None]:
     """The work that the run names in its token."""
-    holder = current_lock().holder
-    assert holder is not None
+    holder: Any = current_lock().holder
     return holder.task_id, holder.attempt
 
 

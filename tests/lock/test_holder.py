@@ -29,6 +29,7 @@ from only_one.lock.liveness import is_dead, is_gone
 from only_one.lock.token import TokenFactory, kept, process_start, words_of
 from rigs.namespaces import MACHINE, unshare
 from rigs.waiting import LIMIT
+from tests.decorated import token_of_the_dead
 from tests.faults.programs import Program
 
 ACQUIRES = """
@@ -77,13 +78,8 @@ def process() -> Iterator[Acquirer]:
         yield process
 
 
-@pytest.fixture(scope="module")
-def dead() -> bytes:
-    """The token of a process that is gone, and was never seen alive."""
-    with Acquirer() as process:
-        process.kill()
-        assert is_dead(process.value)
-        return process.value
+DEAD = token_of_the_dead()
+parse: Any = Holder.parse
 
 
 def changed(value: bytes, **changes: object) -> bytes:
@@ -103,9 +99,7 @@ def test_clones_of_a_process_do_not_spell_the_same_token(monkeypatch: pytest.Mon
         monkeypatch.setattr(time, "time_ns", lambda later=microseconds: moment // 10**6 * 10**6 + later * 1000)
         tokens.append(identity.token(600))
     assert tokens[0] != tokens[1]
-    ours, theirs = map(Holder.parse, tokens)
-    assert ours is not None
-    assert theirs is not None
+    ours, theirs = map(parse, tokens)
     assert ours.id != theirs.id
     assert ours.since == theirs.since
 
@@ -132,14 +126,12 @@ def test_a_holder_is_shown_and_not_changed() -> None:
         with_task.state = "kept"  # type: ignore[misc, union-attr]
 
 
-def test_a_value_of_a_later_version_is_read(dead: bytes) -> None:
+def test_a_value_of_a_later_version_is_read() -> None:
     """Unknown fields are ignored; a field that the first version did not have may be missing."""
-    later = changed(dead, more="of it")
-    assert Holder.parse(later) == Holder.parse(dead)
+    later = changed(DEAD, more="of it")
+    assert Holder.parse(later) == Holder.parse(DEAD)
     assert is_dead(later)
-    replaced = Holder.parse(TokenFactory("work", "the-id", 0, replacement=2).token(60))
-    assert replaced is not None
-    assert replaced.replacement == 2
+    assert parse(TokenFactory("work", "the-id", 0, replacement=2).token(60)).replacement == 2
     assert words_of("the-id", 2, 0) in TokenFactory("work", "the-id", 0, replacement=2).token(60)
     assert b"replacement" not in TokenFactory("work", "the-id", 0).token(60), "the first version refuses it"
 
@@ -203,7 +195,7 @@ def as_nobody() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("is_hidden", [False, True])
-def test_a_process_of_another_user_is_alive(dead: bytes, monkeypatch: pytest.MonkeyPatch, *, is_hidden: bool) -> None:
+def test_a_process_of_another_user_is_alive(monkeypatch: pytest.MonkeyPatch, *, is_hidden: bool) -> None:
     """Unless it can be seen that it is another than the holder."""
     start = process_start(1)
     if start is None:
@@ -214,20 +206,20 @@ def test_a_process_of_another_user_is_alive(dead: bytes, monkeypatch: pytest.Mon
     with as_nobody():
         with pytest.raises(PermissionError):
             os.kill(1, 0)
-        assert not is_dead(changed(dead, pid=1, process_start=start))
-        assert is_dead(changed(dead, pid=1, process_start=start + 1)) is not is_hidden
+        assert not is_dead(changed(DEAD, pid=1, process_start=start))
+        assert is_dead(changed(DEAD, pid=1, process_start=start + 1)) is not is_hidden
 
 
 # Other machines
 
 
 @pytest.mark.parametrize(("part", "other"), [(0, "another"), (1, "another"), (2, "pid:[1]"), (3, "time:[1]")])
-def test_another_host_or_boot_or_namespace_is_another_machine(dead: bytes, part: int, other: str) -> None:
-    parts = json.loads(dead)["machine"].split("/")
+def test_another_host_or_boot_or_namespace_is_another_machine(part: int, other: str) -> None:
+    parts = json.loads(DEAD)["machine"].split("/")
     files = [Path("/proc/self/ns/pid"), Path("/proc/self/ns/time")]
     assert parts[2:] == [str(file.readlink()) if file.is_symlink() else "" for file in files]
     parts[part] = other
-    elsewhere = changed(dead, machine="/".join(parts))
+    elsewhere = changed(DEAD, machine="/".join(parts))
     assert [is_dead(elsewhere), is_gone(elsewhere)] == [False, False]
 
 
@@ -270,16 +262,13 @@ def test_with_the_proc_of_others_nobody_is_dead() -> None:
     assert said(GONE, FOREIGN_PROC)[:3] == ["None", "False", "False"]
 
 
-def test_on_a_platform_without_a_proc_nobody_is_dead(
-    dead: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_on_a_platform_without_a_proc_nobody_is_dead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(token, "Path", lambda path: tmp_path / str(path).lstrip("/"))
     for module in (token, liveness):
         monkeypatch.setattr(module, "this_process", token._Process)
-    mine = Holder.parse(TokenFactory("work").token(600))
-    assert mine is not None
+    mine = parse(TokenFactory("work").token(600))
     assert (mine.machine, mine.process_start) == (socket.gethostname(), None)
-    values = [dead, *(changed(dead, machine=machine) for machine in (None, mine.machine))]
+    values = [DEAD, *(changed(DEAD, machine=machine) for machine in (None, mine.machine))]
     values += [changed(value, process_start=None) for value in values]
     assert not any(map(is_dead, values))
     assert not any(map(is_gone, values))
@@ -301,13 +290,13 @@ def test_a_kernel_without_time_namespaces_and_one_with_them(monkeypatch: pytest.
 # Values that name no process that could be dead
 
 
-def test_a_retained_value_is_not_dead(dead: bytes) -> None:
-    assert kept(dead, 600) == changed(dead, state="kept", limit=600_000)
-    assert not is_dead(kept(dead, 600))
+def test_a_retained_value_is_not_dead() -> None:
+    assert kept(DEAD, 600) == changed(DEAD, state="kept", limit=600_000)
+    assert not is_dead(kept(DEAD, 600))
 
 
-def test_a_task_that_was_received_is_dead_with_its_worker(dead: bytes) -> None:
-    assert is_dead(changed(dead, state="received"))
+def test_a_task_that_was_received_is_dead_with_its_worker() -> None:
+    assert is_dead(changed(DEAD, state="received"))
     assert not is_dead(TokenFactory("t", "the-id", 0, "received").token(600))
 
 
@@ -324,24 +313,24 @@ NOT_DEAD: list[Any] = [
 
 
 @pytest.mark.parametrize("changes", NOT_DEAD)
-def test_another_process_id_or_state_or_version_or_time_is_not_dead(dead: bytes, changes: dict[str, object]) -> None:
-    value = changed(dead, **changes)
+def test_another_process_id_or_state_or_version_or_time_is_not_dead(changes: dict[str, object]) -> None:
+    value = changed(DEAD, **changes)
     assert not is_dead(value)
     assert is_gone(value) is ("state" in changes)  # whose process can be read, and is gone
 
 
 @pytest.mark.parametrize("far", [10**14, -(10**14)])
-def test_a_time_of_which_a_date_can_be_made_is_read(dead: bytes, far: int) -> None:
-    assert is_dead(changed(dead, since=far, limit=far))
+def test_a_time_of_which_a_date_can_be_made_is_read(far: int) -> None:
+    assert is_dead(changed(DEAD, since=far, limit=far))
 
 
-def test_a_value_that_only_begins_like_one_of_ours_or_is_serialized_otherwise_is_not_dead(dead: bytes) -> None:
-    fields = json.loads(dead)
+def test_a_value_that_only_begins_like_one_of_ours_or_is_serialized_otherwise_is_not_dead() -> None:
+    fields = json.loads(DEAD)
     values = [json.dumps(fields, indent=1).encode()]
     del fields["attempt"]
     values.append(json.dumps(fields, separators=(",", ":")).encode())
     for damage in (b"", b"}", b"\x00", b"\xff", b" ", b"[" * 100_000, b"2", b"[]", b"null"):
-        values += [dead[: dead.index(b'"state"')] + damage, damage]
+        values += [DEAD[: DEAD.index(b'"state"')] + damage, damage]
     assert not any(map(Holder.parse, values[1:]))
     assert not any(map(task_id_of, values[1:]))
     assert not any(is_queued(value.replace(b'"running"', b'"queued"')) for value in values[1:])
