@@ -22,7 +22,7 @@ from only_one import AlreadyRunning, current_lock, fail, only_one, skip
 from only_one.call import job_queues
 from only_one.lock.token import TokenFactory
 from rigs.waiting import LIMIT, eventually
-from tests.decorated import Decorate, Function, as_async, both, decorated
+from tests.decorated import Decorate, Function, both, decorated
 from tests.faults.programs import Program
 from tests.lock.test_holder import changed
 
@@ -163,9 +163,10 @@ def test_it_waits_for_a_previous_attempt_and_is_busy_by_all_else(
 @pytest.mark.usefixtures("redis")
 @pytest.mark.parametrize("begun", ["outside of runs", "in a run of other work", "in one that is over by then"])
 def test_an_attempt_in_the_same_process_waits_for_the_other_and_a_call_from_inside_the_run_does_not(
-    caplog: pytest.LogCaptureFixture, begun: str
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, begun: str
 ) -> None:
     """A consumer may be a run itself, and a start-up may begin one."""
+    monkeypatch.setattr("only_one.call.run.time", None)  # whose `sleep` would block the event loop
     calls: list[asyncio.Task[Any]] = []
     under_way: list[str] = []
     caplog.set_level(logging.INFO, "only_one")
@@ -326,23 +327,6 @@ def test_it_gives_up_after_a_lease_while_the_holder_lives(
     with pytest.raises(AlreadyRunning):
         decorate(ran, work_id=named, lease=3600)()
     assert next(moments) == 6000, "it has waited once: it came at 0, and looked at 2000 and 4000"
-
-
-def test_an_async_call_leaves_the_loop_to_others_while_it_waits(
-    redis: Redis, key: str, hold: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it blocks the loop"))
-    hold(LONG, attempt=None)
-    function: Any = only_one(key="k", work_id=named, lease=3600)(as_async(ran))
-
-    async def both_of_them() -> Any:
-        waiting = asyncio.create_task(function())
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
-        redis.delete(key)
-        return await waiting
-
-    assert asyncio.run(both_of_them()) == (ID, None)
 
 
 IMPORTS = """
