@@ -67,17 +67,8 @@ def echo(client: Any) -> bool:
 
 def fill(pinned: PinnedClient, number: int) -> set[int]:
     """Have a client keep so many connections, and return the server's ids of them."""
-    key = f"fill:{uuid4().hex}"
-    with redis_py.Redis(connection_pool=pinned.connection_pool) as client, ThreadPoolExecutor(number) as pool:
-        waiting = [pool.submit(pinned.execute_command, "BLPOP", key, 10 * LIMIT, **RAW) for _ in range(number)]
-
-        def blocked() -> bool:
-            found = [each for each in client.client_list() if each["cmd"] == "blpop" and "b" in each["flags"]]
-            return len(found) == number
-
-        assert eventually(blocked)
-        client.rpush(key, *range(number))
-        assert sorted(int(each.result(LIMIT)[1]) for each in waiting) == list(range(number))
+    for each in [_Pinned(pinned.connection_pool) for _ in range(len(pinned.kept), number)]:
+        pinned._keep(each)
     return kept(pinned)
 
 

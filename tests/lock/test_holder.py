@@ -26,7 +26,7 @@ from only_one.clock import now
 from only_one.holder import Holder, is_queued, printable, task_id_of
 from only_one.lock import liveness, token
 from only_one.lock.liveness import is_dead, is_gone
-from only_one.lock.token import TokenFactory, kept, process_start, words_of
+from only_one.lock.token import TokenFactory, active_tokens, kept, process_start, words_of
 from rigs.namespaces import MACHINE, unshare
 from rigs.waiting import LIMIT
 from tests.decorated import token_of_the_dead
@@ -165,6 +165,14 @@ def test_two_threads_that_make_the_first_tokens_are_one_process(monkeypatch: pyt
     assert first is second is token.this_process()
 
 
+def test_a_call_of_this_process_is_alive_until_it_has_ended() -> None:
+    value = TokenFactory("work").token(600)
+    active_tokens[value] = None
+    assert not is_dead(value)
+    del active_tokens[value]
+    assert is_dead(value)
+
+
 def test_a_start_is_counted_in_ticks_since_boot_whatever_the_name_of_the_process() -> None:
     tick, before = 1 / os.sysconf("SC_CLK_TCK"), now()
     with Acquirer() as process:
@@ -292,7 +300,7 @@ def test_a_kernel_without_time_namespaces_and_one_with_them(monkeypatch: pytest.
 
 def test_a_retained_value_is_not_dead() -> None:
     assert kept(DEAD, 600) == changed(DEAD, state="kept", limit=600_000)
-    assert not is_dead(kept(DEAD, 600))
+    assert not any(is_dead(kept(value, 600)) for value in (DEAD, TokenFactory("work").token(600)))
 
 
 def test_a_task_that_was_received_is_dead_with_its_worker() -> None:
