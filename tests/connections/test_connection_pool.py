@@ -123,25 +123,14 @@ class Connection(redis_py.Connection):
         untyped.send_command(*args, **options)
 
 
-class Tokens:
-    """A provider of credentials that are renewed, as for Entra ID."""
-
-    def get_credentials(self) -> tuple[()]:
-        return ()
-
-    def on_next(self, callback: Callable[[Any], Any]) -> None: ...
-
-    def on_error(self, callback: Callable[[Exception], Any]) -> None: ...
+TOKENS = Mock(["get_credentials", "on_next"], get_credentials=lambda: ())
+"""A provider of credentials that are renewed, as for Entra ID."""
 
 
 def altered(url: str) -> Any:
     client: Any = redis_py.Redis.from_url(url)
     client.execute_command = Mock(wraps=client.execute_command)
     return client
-
-
-def with_own_connections(url: str) -> Any:
-    return redis_py.Redis(connection_pool=redis_py.ConnectionPool.from_url(url, connection_class=Connection))
 
 
 @contextmanager
@@ -161,10 +150,10 @@ OTHERS: dict[str, Callable[[str], Any]] = {
     "few connections": with_(max_connections=ALL - 1),
     "one connection": with_(single_connection_client=True),
     "altered": altered,
-    "own connections": with_own_connections,
+    "own connections": with_(connection_class=Connection),
     "another encoding": with_(encoding="latin-1"),
     "other errors": with_(encoding_errors="replace"),
-    "renewed credentials": with_(credential_provider=Tokens()),
+    "renewed credentials": with_(credential_provider=TOKENS),
     "no pool": without_a_pool,
 }
 PLAIN: dict[str, Callable[[RedisServer], Any]] = {
