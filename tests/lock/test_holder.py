@@ -114,6 +114,9 @@ def test_what_the_tokens_of_a_function_have_in_common_is_serialized_once(monkeyp
     limits = [json.loads(token)["limit"] for token in (first, second, identity.token(30), identity.token(None))]
     assert limits == [60_000, 60_000, 30_000, None]
     assert len(bytes.fromhex(json.loads(first)["process"])) == 8  # so that no two processes ever draw the same
+    before = identity.token(60)
+    monkeypatch.setattr(token, "_made", {})  # as in a forked child
+    assert json.loads(identity.token(60))["process"] != json.loads(before)["process"]
 
 
 def test_a_holder_is_shown_and_not_changed() -> None:
