@@ -341,8 +341,10 @@ def test_the_thread_ends_when_it_is_told_to() -> None:
     assert renewer.start_thread() is None
     (thread,) = set(threading.enumerate()) - before
     assert eventually(lambda: not renewer.vacancy)
-    renewer.run()  # started at the same time by another, it finds that one runs
-    assert thread.is_alive()
+    second = threading.Thread(target=renewer.run, daemon=True)  # started at the same time, it finds that one runs
+    second.start()
+    second.join(LIMIT)
+    assert [thread.is_alive(), second.is_alive()] == [True, False]
     renewer.end()
     thread.join(LIMIT)
     assert not thread.is_alive()
