@@ -47,10 +47,6 @@ def taken_over() -> Iterator[list[Reclaimed]]:
         yield seen
 
 
-def call(**options: Any) -> Any:
-    return decorated(lambda: "ran", timeout=TIMEOUT, **options)()
-
-
 def is_busy() -> bool:
     """Whether neither a sync call nor an async one runs."""
     return call_both(timeout=TIMEOUT) == [None, None]
@@ -172,7 +168,7 @@ def test_a_holder_in_another_container_keeps_its_key(
     assert redis.get(key) == holder.token
     assert HALF < redis.pttl(key) <= TIMEOUT * 1000
     redis.pexpire(key, 1)
-    assert eventually(lambda: call() == "ran")
+    assert eventually(decorated(lambda: "ran", timeout=TIMEOUT))
     assert taken_over == []
 
 
