@@ -23,6 +23,7 @@ from redis import asyncio as redis_asyncio
 from only_one import LockUnavailable, current_lock, only_one
 from only_one.connections.asyncio_client import AsyncClient, make_async_client
 from only_one.connections.server import Server
+from only_one.connections.short_timeouts import with_short_timeouts
 from only_one.driver import RAW
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
@@ -158,13 +159,16 @@ def test_a_client_is_closed_again_whose_command_ends_or_is_interrupted_meanwhile
     assert closed == ["closed", "closed"]
 
 
-@pytest.mark.parametrize("said", [{}, {"enabled": False}, {"enabled": "auto"}])
-def test_an_event_loop_s_connections_hear_no_news_of_maintenance(redis_url: str, said: dict[str, Any]) -> None:
-    """Whatever the user's own client does: redis-py's pool would act on them, and has none of these connections."""
-    pytest.importorskip("redis.asyncio.maint_notifications")
+@pytest.mark.parametrize("said", [{}, {"enabled": False}, {"enabled": True}, {"enabled": "auto"}])
+def test_our_own_connections_hear_no_news_of_maintenance(redis_url: str, said: dict[str, Any]) -> None:
+    """Whatever the user's own client does: redis-py's pool would act on them, and has none of an event loop's."""
     notices = pytest.importorskip("redis.maint_notifications")
     options = {"maint_notifications_config": notices.MaintNotificationsConfig(**said)} if said else {}
     pool: Any = redis_py.ConnectionPool.from_url(redis_url, protocol=3, **options)
+    of_the_thread: Any = with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
+    assert not of_the_thread.maint_notifications_enabled()
+    assert of_the_thread.make_connection()._maint_notifications_connection_handler is None
+    pytest.importorskip("redis.asyncio.maint_notifications")
 
     async def main() -> None:
         client = make_async_client(redis_py.Redis(connection_pool=pool))

@@ -435,17 +435,6 @@ def test_a_client_for_the_thread_is_one_of_the_same_server_that_gives_up_soon(
     assert made.max_connections > 1
 
 
-@pytest.mark.parametrize("said", [{}, {"enabled": False}, {"enabled": True}])
-def test_a_client_for_the_thread_hears_no_news_of_maintenance(said: dict[str, bool]) -> None:
-    """Whatever the user's own client does."""
-    notices = pytest.importorskip("redis.maint_notifications")
-    options = {"maint_notifications_config": notices.MaintNotificationsConfig(**said)} if said else {}
-    pool: Any = redis_py.ConnectionPool.from_url("redis://h", protocol=3, **options)
-    made: Any = short_timeouts.with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
-    assert not made.maint_notifications_enabled()
-    assert made.make_connection()._maint_notifications_connection_handler is None
-
-
 @pytest.mark.parametrize("options", [{}, {"is_master": False, "check_connection": True, "ssl": True}])
 def test_a_client_for_the_thread_that_asks_the_same_sentinels(options: dict[str, bool]) -> None:
     kind: Any = redis_py.sentinel.Sentinel
