@@ -38,34 +38,30 @@ def _play(given: tuple[list[int], bool, Any]) -> tuple[int, Counter[Any], list[t
     for seed in seeds:
         history = histories.play(seed, branches=met if seed % COUNTED == 0 else None)
         met.update(history.met)
-        for kind, text in history.problems[:1]:
-            problems.append((f"--messages: {kind}" if messages else kind, seed, text))
+        problems += [("--messages: " * messages + kind, seed, text) for kind, text in history.problems[:1]]
     return len(seeds), met, problems
 
 
 def main() -> int:
     package: Any = find_spec("only_one")  # not imported: each process of the worlds has a copy
     parser = argparse.ArgumentParser("python -m tests.simulation", description="Search interleavings of the lock.")
-    parser.add_argument("--seed", type=int, help="play this history again, shrunk, as a timeline")
-    parser.add_argument("--begin", type=int, default=None, help="the first seed; by default the time, so each is fresh")
-    parser.add_argument("--histories", type=int, default=10_000, help="how many are played")
-    parser.add_argument("--seeds", type=int, nargs="*", help="play these")
-    parser.add_argument(
-        "--package", default=str(Path(package.origin).parents[1]), help="the folder with another version of only_one"
-    )
-    parser.add_argument("--messages", action="store_true", help="the world of messages, and not of the lock")
-    parser.add_argument("--both", action="store_true", help="of five histories one is in the world of messages")
-    parser.add_argument("--greets", action="store_true", help="redis-py tells its name in each, not in one of eight")
-    parser.add_argument("--whole", action="store_true", help="with --seed: do not shrink")
-    parser.add_argument("--jobs", type=int, default=2)
+    add = parser.add_argument
+    add("--seed", type=int, help="play this history again, shrunk, as a timeline")
+    add("--begin", type=int, default=time.time_ns() // 1000, help="the first seed; else the time, so each is fresh")
+    add("--histories", type=int, default=10_000, help="how many are played")
+    add("--seeds", type=int, nargs="*", help="play these")
+    add("--package", default=Path(package.origin).parents[1], help="the folder with another version of only_one")
+    add("--messages", action="store_true", help="the world of messages, and not of the lock")
+    add("--both", action="store_true", help="of five histories one is in the world of messages")
+    add("--greets", action="store_true", help="redis-py tells its name in each, not in one of eight")
+    add("--jobs", type=int, default=2)
     given = parser.parse_args()
     return _search(given) if given.seed is None else _again(given)
 
 
 def _search(given: Any) -> int:
     started, done, met, reds = time.monotonic(), 0, Counter[Any](), Counter[str]()
-    begin = time.time_ns() // 1000 if given.begin is None else given.begin
-    seeds = given.seeds or list(range(begin, begin + given.histories))
+    seeds: list[int] = given.seeds or list(range(given.begin, given.begin + given.histories))
     slices = [seeds[at : at + _PART] for at in range(0, len(seeds), _PART)]
     parts = [(each, given.messages or (given.both and at % 5 == 4), given) for at, each in enumerate(slices)]
     for messages in {messages for _, messages, _ in parts}:  # now: each part is a fork of this process
@@ -74,12 +70,11 @@ def _search(given: Any) -> int:
         for count, part_met, problems in pool.imap_unordered(_play, parts):
             done += count
             met.update(part_met)
+            reds.update(kind for kind, _, _ in problems)
             for kind, seed, text in problems:
-                reds[kind] += 1
                 print(f"\rseed {seed}: {kind}: {text}", flush=True)
-            red = ", ".join(f"{kind} {count}" for kind, count in reds.items()) or "no problem"
             rate = done / (time.monotonic() - started)
-            print(f"\r{done} of {len(seeds)} histories, {rate:.0f}/s; {red}", end="", file=sys.stderr)
+            print(f"\r{done} of {len(seeds)} histories, {rate:.0f}/s; red: {dict(reds)}", end="", file=sys.stderr)
     print(file=sys.stderr)
     steps = Counter({name: COUNTED * count for name, count in met.items() if not isinstance(name, str)})
     for name, count in sorted(item for item in met.items() if isinstance(item[0], str)):
@@ -91,11 +86,9 @@ def _search(given: Any) -> int:
 def _again(given: Any) -> int:
     histories = _histories(given.package, messages=given.messages, greets=given.greets)
     history = histories.play(given.seed)
-    if history.problems and not given.whole:
+    if history.problems:
         history = shrink(histories.play, given.seed, history.problems[0][0])
-    print(vars(history.plan))
-    print(timeline(history))
-    print("faults:", *history.faults)
+    print(vars(history.plan), timeline(history), f"faults: {' '.join(history.faults)}", sep="\n")
     for kind, text in history.problems:
         print(f"{kind}: {text}")
     return bool(history.problems)

@@ -14,18 +14,8 @@ from typing import Any
 from .history import BodyFails, Requeued
 from .tracing import Interrupted
 
-_OF_A_CALL = (b"SET", b"GET", b"DELIFEQ", b"DELEX", b"EVAL")
-_BESIDE = (b"return redis.call('pexpire'", b"fence")
-"""Words of the scripts that renew and that make a fence."""
-
-_TAKES_OVER = b"may be missing"
-"""Words of the script that takes a key over."""
-
 _RELEASES = b"return redis.call('del', KEYS[1]) + "
 """Words of the script that releases a key."""
-
-_REFUSES = {"valkey": 0, "redis": 1, "redis7": 2, "redis6": 3}
-"""How many commands a server does not know, of which each process learns once for each server."""
 
 _MOST = 60
 """How often a process sends the same command at most: at its end, a release that is refused."""
@@ -42,7 +32,6 @@ class Call:
     """A call of a decorated function, and its run, as a witness sees them.
 
     Attributes:
-        life: the life of its process.
         asked: when it was made.
         job: the attempt of a job in which it was made, as its queue tells; None if there is no queue.
         answered: when it had its outcome.
@@ -60,7 +49,6 @@ class Call:
 
     name: str
     process: Any
-    life: int
     key: str
     asked: float
     job: Any
@@ -75,11 +63,6 @@ class Call:
     extended: float = 0
     lapsed_at: float = inf
     is_async = had_key = has_succeeded = held_to_the_end = is_excused = False
-
-    @property
-    def lives(self) -> bool:
-        """Whether its process does, and has not begun anew."""
-        return self.life == self.process.life and not self.process.is_dead
 
     @property
     def is_interrupted(self) -> bool:
@@ -131,7 +114,7 @@ class Checker:
         self.events: Counter[tuple[int, str]] = Counter()
 
     def running(self) -> list[Call]:
-        return [call for call in self.calls if call.lock is not None and call.ended == inf and call.lives]
+        return [call for call in self.calls if call.lock is not None and call.ended == inf and not call.process.is_dead]
 
     def _is_calm(self, call: Call, since: float) -> bool:
         return self.history.is_calm(since, self.history.hosts[self.history.host_of[call.key]])  # type: ignore[no-any-return]
@@ -171,7 +154,7 @@ class Checker:
 
     def begins(self, process: Any, name: str) -> Call:
         key = self.history.choose(f"key of {name}", self.history.plan.keys)
-        call = Call(name, process, process.life, key, self.history.now, process.job)
+        call = Call(name, process, key, self.history.now, process.job)
         self.calls.append(call)
         self.history.note(name, "calls")
         return call
@@ -311,7 +294,7 @@ class Checker:
         """No call is skipped for a run that was dead before: of a process of its machine, or one of its own process."""
         own, machine = call.process, call.process.machine
         dead = {pid for pid, each in machine.processes.items() if getattr(each, "died_at", inf) < call.asked}
-        others = [each for each in self.calls if each.process is own and each.lives and each is not call]
+        others = [each for each in self.calls if each.process is own and each is not call]
         if not any(each.answered >= call.asked or (self.at_least and each.has_succeeded) for each in others):
             dead.add(own.pid)
         is_holder = b'"running"' in value and b'"since":999' not in value  # which somebody has put there by hand
@@ -355,7 +338,7 @@ class Checker:
             self.history.note(process.name, "event", kind, getattr(event, "reason", ""))
         if kind != "Lost":
             return
-        own = [call for call in self.calls if (call.process, call.life) == (process, process.life) and call.had_key]
+        own = [call for call in self.calls if call.process is process and call.had_key]
         lost = [call for call in own if call.lock.key == event.key and not call.lock.is_held and call.told_at == inf]
         lost = [call for call in lost if call.lock.token.decode() != event.value]
 
@@ -420,8 +403,6 @@ class Checker:
         if not self.history.is_silent:
             self._check_told()
         self._check_commands()
-        if not (self.history.faults or self.history.is_async or self.history.plan.jobs):
-            self._check_cost()
         if not self.has_failed_over:  # else a key may have come back that nobody knows of
             for key in list(self.stored):
                 self._check_what_is_left(self.store.get(key), self.store.keys.get(key, (None, None))[1] or inf)
@@ -434,34 +415,14 @@ class Checker:
             if has_lost and call.told_at == inf and not call.is_interrupted:
                 self.problem("a loss that nobody was told", f"{call.name}: {call.lock.reason}")
 
-    def _executed(self) -> list[tuple[Any, ...]]:
-        """For which process, which commands were executed, and their replies."""
-        return [each[3:] for each in self.history.log if each[1:3] == ("server", "executes for")]
-
     def _check_commands(self) -> None:
         """No command is sent without a pause, and no script where the server can release without one."""
-        for (name, command), times in Counter((name, command) for name, command, _ in self._executed()).items():
+        executed = [each[3:5] for each in self.history.log if each[1:3] == ("server", "executes for")]
+        for (name, command), times in Counter(executed).items():
             if times > _MOST and command[0] != b"CLIENT":
                 self.problem("a command again and again", f"{name} sent {command} {times} times")
             if self.history.plan.server in ("valkey", "redis") and any(_RELEASES in part for part in command):
                 self.problem("a script for a release", name)
-
-    def _check_cost(self) -> None:
-        """A run costs two commands and a skip one, beside what each process learns of its server."""
-        version = self.history.plan.server
-        sent = [(command, reply) for _, command, reply in self._executed() if command[0] in _OF_A_CALL]
-        sent = [each for each in sent if not any(script in each[0][1] for script in _BESIDE)]
-        most = _REFUSES[version] * len({(call.process, self.history.host_of[call.key]) for call in self.calls})
-        # A key that is free when an old server is asked for the holder is asked for once more; and so is one of a dead
-        # holder that is free when it is taken over.
-        asked_in_vain = [command for command, reply in sent if reply is None]
-        most += 2 * sum(each[0] == b"GET" or _TAKES_OVER in each[1] for each in asked_in_vain)
-        for call in self.calls:
-            # An old server is asked for the holder, and so is a new one by a run that has overrun its time.
-            asks = version == "redis6" if call.lock is None else not call.held_to_the_end
-            most += 1 + (call.lock is not None) + asks
-        if len(sent) > most:
-            self.problem("too many commands", f"{len(sent)} for {len(self.calls)} calls")
 
     def _check_what_is_left(self, value: Any, expiry: float) -> None:
         if not _is_ours(value):

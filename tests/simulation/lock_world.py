@@ -7,8 +7,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
-from contextvars import copy_context
+from contextlib import closing, contextmanager
 from math import inf
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -78,7 +77,6 @@ class LockWorld(History):
         "restart without data": [0.05],
         "delete": [0.05],
         "overwrite": [0.04, 0.06],
-        "release by hand": [0.06],
         "failover": [0.06],
         "refusal": [0.08],
         "cut off": [0.1],
@@ -98,7 +96,7 @@ class LockWorld(History):
         self.checker = Checker(self)
         self.store.changed = self.checker.changed
         self.left: set[Process] = set()  # whose calls have not all ended
-        self.functions: dict[tuple[Process, str], list[Callable[..., Any]]] = {}  # of each key, sync and async
+        self.functions: dict[tuple[Process, str], Callable[..., Any]] = {}  # of each key
         self.of_host = [self._freeze, self._restart_with_data, self._refusal]
         self.host_of = {"k": "server", "n": "other" if self.draw("plan other server") < 0.5 else "server"}
         self.when_busy: dict[Process, str] = {}
@@ -109,7 +107,6 @@ class LockWorld(History):
         for number, process in enumerate(self.processes):
             self._start(process, f"p{number}", self.choose("plan machine", self.machines))
         self.plan_faults(8)
-        self.run(self.now + 8)  # a process that is killed late may start again
         self.run(self.now + 600, lambda: not self.left)
         if self.left:
             self.problem("a call never ended", f"{len(self.left)} processes wait")
@@ -136,7 +133,6 @@ class LockWorld(History):
         if self.is_async:
             with closing(Loop(self, process)) as loop:  # as ``asyncio.run``
                 loop.run_until_complete(self._call_all(process))
-                self.join_threads(process)  # those of the loop's executor
                 self.left.discard(process)
                 loop.run_until_complete(loop.shutdown_asyncgens())
         else:
@@ -146,7 +142,7 @@ class LockWorld(History):
             self.end_in_order(process)
             self.note(process.name, "ended")
 
-    def _decorated(self, process: Process, key: str) -> list[Callable[..., Any]]:
+    def _decorated(self, process: Process, key: str) -> Callable[..., Any]:
         plan, package = self.plan, process.package
         policies = {"fail": package.fail, "carry_on": package.carry_on, "skip": package.skip, "fails": fails}
         lease, timeout = plan.times
@@ -160,7 +156,7 @@ class LockWorld(History):
             redis=f"redis://{self.host_of[key]}:6379/0?protocol=2",
             **{option: value for option, value in options.items() if value},
         )
-        return [decorate(self._body), decorate(self._async_body)]
+        return decorate(self._async_body if self.is_async else self._body)  # type: ignore[no-any-return]
 
     def _calls_of(self, process: Process) -> Iterator[tuple[str, float]]:
         """The names of the calls of a process, and the seconds before each.
@@ -204,7 +200,7 @@ class LockWorld(History):
     def _call_and_check(self, process: Process, name: str) -> Any:
         call = self.checker.begins(process, name)
         try:
-            outcome: Any = self.functions[process, call.key][0](call)
+            outcome: Any = self.functions[process, call.key](call)
         except Exception as error:  # noqa: BLE001 - the checker says which are allowed
             outcome = error
         sys.settrace(None)  # what the checker asks of the package is not interrupted
@@ -232,7 +228,7 @@ class LockWorld(History):
         await asyncio.sleep(pause)
         call = self.checker.begins(process, name)
         call.is_async = True
-        running = self.functions[process, call.key][1](call)
+        running = self.functions[process, call.key](call)
         if not is_nested:
             running = task = asyncio.ensure_future(running)
             if self.fault(f"cancelled of {name}", 0.15):
@@ -255,8 +251,6 @@ class LockWorld(History):
     def _witnessed(self, call: Call) -> Iterator[float]:
         """A run, of so many seconds, that fails at its end perhaps."""
         self.checker.run_begins(call, call.process.package.current_lock())
-        if self.draw(f"beside {call.name}") < 0.1:
-            self.spawn(call.process, f"{call.name}/beside", self._look_around_beside, call)
         try:
             yield self.choose(f"length of {call.name}", [0.001, 0.05, 0.5, 2.0, 5.0])
             if self.draw(f"fails {call.name}") < 0.1:
@@ -274,41 +268,20 @@ class LockWorld(History):
                 self.sleep(asks_after)
                 with self._asks(call):
                     self.checker.fenced(call, call.lock.fence)
-            is_in_main_thread = call.name.count(".") == 1 and not self.is_async
-            if is_in_main_thread and self.fault(f"fork of {call.process.name}", 0.01):
+            if call.name.count(".") == 1 and self.fault(f"fork of {call.process.name}", 0.01):
                 self._fork(call.process)
             self.sleep(seconds - asks_after)
             self._look_around(call)
             if self.draw(f"nested in {call.name}") < 0.1:
-                self._call_nested(call.process, f"{call.name}.0")
+                self._call_and_check(call.process, f"{call.name}.0")
         return "done"
-
-    def _call_nested(self, process: Process, name: str) -> None:
-        # What interrupts an event loop at any line would end the loop.
-        running: Any = thread()
-        is_interrupted = running.tracer is not None and running.tracer.__self__.left > 0
-        if self.draw(f"async {name}") < 0.3 and not is_interrupted:
-            with closing(Loop(self, process)) as loop:
-                loop.run_until_complete(self._call_async(process, name, 0.0, is_nested=True))
-        else:
-            self._call_and_check(process, name)
 
     async def _async_body(self, call: Call) -> str:
         with self._witnessed(call) as seconds:
             await asyncio.sleep(seconds)
             if self.draw(f"nested in {call.name}") < 0.1:
-                await self._call_nested_async(call.process, f"{call.name}.0")
+                await self._call_async(call.process, f"{call.name}.0", 0.0, is_nested=True)
         return "done"
-
-    async def _call_nested_async(self, process: Process, name: str) -> None:
-        if self.draw(f"sync {name}") >= 0.3:
-            await self._call_async(process, name, 0.0, is_nested=True)
-            return
-        has_ended, loop = asyncio.Event(), asyncio.get_running_loop()  # as ``asyncio.to_thread``
-        running = self.spawn(process, f"{name}/thread", copy_context().run, self._call_and_check, process, name)
-        running.is_daemon = False
-        running.joined.append(lambda _: loop.call_soon_threadsafe(has_ended.set))
-        await has_ended.wait()
 
     @contextmanager
     def _asks(self, call: Call) -> Iterator[None]:
@@ -323,17 +296,12 @@ class LockWorld(History):
         except (package.OnlyOneError, OSError, redis.RedisError):
             pass
 
-    def _look_around_beside(self, call: Call) -> None:
-        """The same in another thread of the run, which may outlive it."""
-        self.sleep(self.uniform(f"beside {call.name} after", 0.0, 2.0))
-        self._look_around(call, more=5)
-
-    def _look_around(self, call: Call, more: int = 1) -> None:
+    def _look_around(self, call: Call) -> None:
         """Use what a run can ask of its lock."""
-        if self.draw(f"fence {call.name}") < 0.2 * more:
+        if self.draw(f"fence {call.name}") < 0.2:
             with self._asks(call):
                 self.checker.fenced(call, call.lock.fence)
-        if self.draw(f"extend {call.name}") < 0.1 * more:
+        if self.draw(f"extend {call.name}") < 0.1:
             seconds = self.choose(f"more for {call.name}", [2.0, 2.0, 20.0])
             with self._asks(call):
                 call.lapsed_at = call.lock.expires_at
@@ -380,20 +348,6 @@ class LockWorld(History):
         self.checker.data_is_lost()
         self.store.set(b"only_one:" + key.encode(), value, self.now + 2)
 
-    def _release_by_hand(self) -> None:
-        process = self.whose or self.choose("who releases", self.processes)
-        self.spawn(process, f"{process.name}/hand", self._release, process, self.choose("released", self.plan.keys))
-
-    def _release(self, process: Process, key: str) -> None:
-        """Release the key of the run that is found there; nobody knows which that is until it is over."""
-        self.note(process.name, "releases by hand", key)
-        self.checker.data_is_lost()
-        self.checker.lost_data_at = inf
-        with suppress(process.package.OnlyOneError, OSError, redis.RedisError):
-            process.package.inspection.release(self.functions[process, key][0], SimpleNamespace(key=key))
-        self.checker.data_is_lost()
-        self.troubled_at = self.now
-
     def _failover(self) -> None:
         lag = self.choose("lag of failover", [0.0, 0.01, 0.5, 2.0])
         self.note("server", "fails over, and loses what is younger than", lag)
@@ -405,30 +359,24 @@ class LockWorld(History):
         self.host.refused = text, commands, self._until("refusal", [0.1, 1.0, 5.0])
         self.note("server", "refuses with", text)
 
+    def _process(self, what: str) -> Process:
+        return self.whose or self.choose(what, self.processes)
+
     def _cut_off(self) -> None:
-        process = self.whose or self.choose("cut off", self.processes)
+        process = self._process("cut off")
         process.cut_off_until = self._until("cut", [0.5, 2.0, 6.0, 40.0])
         self.note(process.name, "is cut off from the server")
 
     def _pause(self) -> None:
-        process = self.whose or self.choose("paused", self.processes)
+        process = self._process("paused")
         process.paused_until = max(process.paused_until, self._until("pause", [0.2, 1.5, 5.0, 40.0]))
         self.note(process.name, "is paused")
 
     def _kill(self) -> None:
-        process = self.whose or self.choose("killed", self.processes)
-        if process.is_dead:
-            return
-        self.kill(process)
-        if self.draw(f"starts again {process.name}") < 0.3:
-            self.left.add(process)
-            self.after(self.choose("seconds until it starts again", [0.01, 1.0, 5.0]), self._start_again, process)
-        else:
+        process = self._process("killed")
+        if not process.is_dead:
+            self.kill(process)
             self.left.discard(process)
-
-    def _start_again(self, process: Process) -> None:
-        process.machine.processes[process.pid] = SimpleNamespace(is_dead=True, died_at=process.died_at)
-        self._start(process, f"{process.name}+", process.machine)
 
     def _clock(self) -> None:
         self.wall_step += self.choose("step of the clock", [-3600.0, 3600.0])

@@ -232,25 +232,16 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
 def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
     for trigger in history.triggers.values():
         failed = "ValueError" if "autoretry_for" not in history.plan.options else None
-        expected = {"chain": "done", "chord": "done", "link": "done", "link_error": failed}.get(trigger.how)
+        expected = {"chain": "done", "link": "done", "link_error": failed}.get(trigger.how)
         if trigger.received or expected not in {run.end for run in trigger.runs}:
             continue
-        if trigger.how == "chord" and not trigger.is_sent:  # its producer was killed before it had sent all parts
-            continue
-        outcomes = checker.outcomes_of(trigger.name)
-        # Another delivery or attempt of the task fails, and with it the chord: it could not be requeued; or it was
-        # redelivered, which the first one cannot know, and the server was away or the key was busy. If its process was
-        # killed then, only the chord knows.
-        may_be_seen_by_none = trigger.how == "chord" and checker.had("killed")
-        has_failed = "OperationalError" in outcomes
+        # Another delivery or attempt of the task fails: it could not be requeued; or it was redelivered, which the
+        # first one cannot know, and the server was away or the key was busy.
+        failures = {"OperationalError"}
         if checker.was_redelivered(trigger):
-            failures = {"LockUnavailable", "AlreadyRunning", "Reject", "requeue"}
-            has_failed |= may_be_seen_by_none or bool(outcomes & failures)
-        # Celery counts the other part twice, and believes the chord to be complete.
-        # So it does where a run returns though its retry is published. And a hook may fail where a retry waits.
-        counts_twice = not {"retry unraised", "retry swallowed"}.isdisjoint(trigger.ends) or trigger.hooked
-        is_miscounted = trigger.how == "chord" and (counts_twice or history.deliveries_ended["part", trigger.name] > 1)
-        if not (trigger.id in history.revoked or checker.may_lose_messages or has_failed or is_miscounted):
+            failures |= {"LockUnavailable", "AlreadyRunning", "Reject", "requeue"}
+        has_failed = checker.outcomes_of(trigger.name) & failures
+        if not (trigger.id in history.revoked or checker.may_lose_messages or has_failed):
             yield "what follows was not called", f"{trigger.name} was sent with {trigger.how}"
 
 

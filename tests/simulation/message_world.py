@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import celery.worker.state
-from celery import Task, _state, chain, chord
+from celery import Task, _state, chain
 from celery.backends import cache
 from celery.exceptions import Ignore, Reject, Retry
 
@@ -35,28 +35,27 @@ def _limit() -> Any:
     return playing().choose("limit", [0.002, 0.004, 0.008, 0.016, 0.032, 1] if playing().acks_failures else [1])
 
 
-HOW: dict[str, Callable[[Any, Any, Any, Given], Any]] = {
-    "delay": lambda work, _tail, _part, given: work.delay(given),
-    "id": lambda work, _tail, _part, given: work.apply_async((given,), task_id="same-id"),
-    "countdown": lambda work, _tail, _part, given: work.apply_async((given,), countdown=1),
-    "long countdown": lambda work, _tail, _part, given: work.apply_async((given,), countdown=4),
-    "expires": lambda work, _tail, _part, given: work.apply_async((given,), expires=2 * _limit()),
-    "soft limit": lambda work, _tail, _part, given: work.apply_async((given,), soft_time_limit=_limit()),
-    "hard limit": lambda work, _tail, _part, given: work.apply_async((given,), time_limit=_limit()),
-    "chain": lambda work, tail, _part, given: chain(work.s(given), tail.s(given)).apply_async().parent,
-    "chord": lambda work, tail, part, given: chord([work.s(given), part.s(given)])(tail.s(given)).parent.results[0],
-    "link": lambda work, tail, _part, given: work.apply_async((given,), link=tail.s(given)),
-    "link_error": lambda work, tail, _part, given: work.apply_async((given,), link_error=tail.si("failed", given)),
-    "by name": lambda work, _tail, _part, given: work.app.send_task(work.name, (given,)),
-    "map": lambda work, _tail, _part, given: work.map([given, given]).apply_async(),
-    "starmap": lambda work, _tail, _part, given: work.starmap([(given,), (given,)]).apply_async(),
-    "chunks": lambda work, _tail, _part, given: work.chunks([(given,), (given,)], 2).apply_async().results[0],
-    "call": lambda work, _tail, _part, given: work(given),
-    "apply": lambda work, _tail, _part, given: work.apply((given,)),
+HOW: dict[str, Callable[[Any, Any, Given], Any]] = {
+    "delay": lambda work, _tail, given: work.delay(given),
+    "id": lambda work, _tail, given: work.apply_async((given,), task_id="same-id"),
+    "countdown": lambda work, _tail, given: work.apply_async((given,), countdown=1),
+    "long countdown": lambda work, _tail, given: work.apply_async((given,), countdown=4),
+    "expires": lambda work, _tail, given: work.apply_async((given,), expires=2 * _limit()),
+    "soft limit": lambda work, _tail, given: work.apply_async((given,), soft_time_limit=_limit()),
+    "hard limit": lambda work, _tail, given: work.apply_async((given,), time_limit=_limit()),
+    "chain": lambda work, tail, given: chain(work.s(given), tail.s(given)).apply_async().parent,
+    "link": lambda work, tail, given: work.apply_async((given,), link=tail.s(given)),
+    "link_error": lambda work, tail, given: work.apply_async((given,), link_error=tail.si("failed", given)),
+    "by name": lambda work, _tail, given: work.app.send_task(work.name, (given,)),
+    "map": lambda work, _tail, given: work.map([given, given]).apply_async(),
+    "starmap": lambda work, _tail, given: work.starmap([(given,), (given,)]).apply_async(),
+    "chunks": lambda work, _tail, given: work.chunks([(given,), (given,)], 2).apply_async().results[0],
+    "call": lambda work, _tail, given: work(given),
+    "apply": lambda work, _tail, given: work.apply((given,)),
 }
 """How a task is sent, or called."""
 _HOW = [*[each for each in HOW if each not in LISTS], *["delay"] * 7, *["id"] * 3]
-_HOW += ["chain", "chord", "soft limit", "hard limit"]
+_HOW += ["chain", "soft limit", "hard limit"]
 
 # How the runs of a task end: the first, the second, and so on; those after the last return.
 
@@ -192,7 +191,6 @@ class MessageWorld(History):
         "lists": [1.0, 0.3, *[0.0] * 10],  # how probable it is that a call is one
         "hooks": [0.0, 0.0, 0.5],  # how probable it is that a task does something in a hook
         "kind": [*["function"] * 5, "class", "class that calls again", "class with a decorated call"],
-        "timeout": [None, None, None, 20.0],
         "other": [*[{}] * 30, *_OTHERS],  # in a rolling deploy, what is not the same in the other version of the app
     }
     FAULTS: ClassVar[dict[str, list[float]]] = {
@@ -216,14 +214,12 @@ class MessageWorld(History):
             self.plan.lists = 0.0  # no item of a list is numbered, or known if a class calls it
         self.apps: dict[tuple[Process, int], Any] = {}
         self.deployed: dict[str, Any] = {}
-        self.producers: dict[str, tuple[Any, ...]] = {}
         self.machines = [Machine("alpha"), Machine("beta")]
         self.triggers: dict[str, Trigger] = {}
         self.outcomes: defaultdict[Work, list[str]] = defaultdict(list)
         self.told_at: dict[str, float] = {}
         self.arrived_at: dict[str, float] = {}
         self.runs: list[Run] = []
-        self.deliveries_ended: Counter[tuple[str, str]] = Counter()
         self.revoked: set[str | None] = set()
         self.begun_and_killed: set[str] = set()
         self.broker = Broker(self, self.plan.broker)
@@ -239,9 +235,9 @@ class MessageWorld(History):
         left = list(producers)
         for number, name in enumerate(producers):
             process = next(given)
+            self.start(process, name, self.machines[0])
             names = [f"t{each}" for each in range(plan.triggers) if each % len(producers) == number]
-            self.producers[name] = process, names, left
-            self._begin_producer(name)
+            self.spawn(process, f"{name}/main", self._produce, name, names, left)
         for number in range(plan.workers):
             machine = self.choose("plan machine", self.machines)
             own = [process for _, process in zip(range(3), given, strict=False)]
@@ -322,14 +318,12 @@ class MessageWorld(History):
         policies = {"retry": package.retry(), "buffer_one": package.buffer_one()}
         policies |= {"skip": package.skip, "fail": package.fail, "default": None}
         given = {"when_busy": policies[plan.when_busy], "lease": plan.lease, "at_least": plan.at_least}
-        if not plan.message_loss:  # else runs are longer
-            given["timeout"] = plan.timeout
         given = {name: value for name, value in given.items() if value is not None}
 
         def body(task: Any, given: Given) -> str:
             return playing().body(task, next(iter(given)))  # type: ignore[no-any-return] # the app outlives this history
 
-        for name in _TASKS:
+        for name in _TASKS if self.plan.hooks else self.plan.tasks:
             app.tasks.pop(name, None)
             function: Any = body
             if plan.placement != "above":
@@ -344,20 +338,8 @@ class MessageWorld(History):
 
     # producing
 
-    def _begin_producer(self, name: str) -> None:
-        process, *names = self.producers[name]
-        self.start(process, name, self.machines[0])
-        self.spawn(process, f"{name}/main", self._produce, name, *names)
-
-    def _kill_producer(self, name: str) -> None:
-        process, _, left = self.producers[name]
-        if name in left and not process.is_dead:
-            self.kill(process)
-            self.after(1.0, self._begin_producer, name)
-
     def _produce(self, producer: str, names: list[str], left: list[str]) -> None:
-        while names:
-            name = names.pop(0)
+        for name in names:
             # Runs are longer than an equal call trusts a message that was lost, and so are the pauses between calls.
             pauses = [0.01, 1.0, 33.0] if self.plan.message_loss else [0.0, 0.01, 1.0, 3.0]
             self.sleep(self.choose(f"pause before {name}", pauses))
@@ -384,12 +366,10 @@ class MessageWorld(History):
             task = next(each for each in _TASKS if each != self.triggers[name[:-2]].task)
         trigger = self.triggers[name] = Trigger(name, task, given, ends, how, self.now, task_id, in_hook)
         self.note(producer, "sends", name, how, *ends, *in_hook)
-        if producer in self.producers and self.fault(f"{producer} killed", 0.02):
-            self.after(self.uniform("killed while it sends", 0, 0.006), self._kill_producer, producer)
         with self.checker.sending(trigger):
             try:
                 tasks = self.app_of(this()).tasks
-                result = HOW[how](tasks[task], tasks["tail"], tasks["part"], given)
+                result = HOW[how](tasks[task], tasks["tail"], given)
                 trigger.id = getattr(result, "id", trigger.id)
             except Exception as error:  # noqa: BLE001 - the checker says which are allowed
                 trigger.error = error
@@ -452,7 +432,6 @@ class MessageWorld(History):
     def told(self, delivery: Delivery, end: str) -> None:
         """Note how a delivery has ended for Celery."""
         self.note(this().name, "ends", *delivery.work, end)
-        self.deliveries_ended[delivery.task, delivery.work.trigger] += 1
         if delivery.is_work:
             self.outcomes[delivery.work].append(end)
             if end != "Retry":  # after which the task goes on
@@ -487,11 +466,7 @@ def _app(_process: Process, broker: str, *, acks_late: bool) -> Any:
         playing().triggers[next(iter(given))].received.append(result)
         return result
 
-    def part(given: Given) -> str:
-        return next(iter(given))
-
     app.task(name="tail", shared=False)(tail)
-    app.task(name="part", shared=False)(part)
     return app
 
 

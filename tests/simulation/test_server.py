@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import redis
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from only_one.call import owed_key
@@ -63,30 +63,24 @@ sequences = st.lists(st.one_of(*plain, *scripts), max_size=12)
 
 
 @pytest.fixture(scope="module", params=[None, OLD] if OLD else [None], ids=lambda old: "old" if old else "new")
-def client(request: pytest.FixtureRequest) -> Iterator[Any]:
+def real(request: pytest.FixtureRequest) -> Iterator[Any]:
     with redis_server(binary=request.param) as server, redis.Redis.from_url(server.url) as client:
         yield client
 
 
-@pytest.fixture(scope="module")
-def kind(client: Any) -> str:
+def kind_of(client: Any) -> str:
     """Which server it is, as the model names it."""
     server = client.info("server")
-    if "valkey_version" in server:
-        return "valkey"
     version = tuple(map(int, server["redis_version"].split(".")[:2]))
-    return "redis" if version >= (8, 4) else "redis7" if version >= (7, 0) else "redis6"
+    known = {"valkey": "valkey_version" in server, "redis": version >= (8, 4), "redis7": version >= (7, 0)}
+    return next((kind for kind, is_it in known.items() if is_it), "redis6")
 
 
-@pytest.fixture
-def real(client: Any) -> Callable[..., Any]:
-    def execute(command: list[bytes]) -> Any:
-        try:
-            return client.execute_command(*command, NEVER_DECODE=True)
-        except Exception as error:  # noqa: BLE001 - compared with the model's
-            return error
-
-    return execute
+def reply_of(client: Any, command: list[bytes]) -> Any:
+    try:
+        return client.execute_command(*command, NEVER_DECODE=True)
+    except redis.ResponseError as error:
+        return error
 
 
 def comparable(reply: Any, name: bytes) -> Any:
@@ -103,14 +97,12 @@ def comparable(reply: Any, name: bytes) -> Any:
     return "OK" if isinstance(reply, Status) or reply in (b"OK", True) else reply
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None)
 @given(sequence=sequences)
-def test_the_model_replies_and_stores_what_a_real_server_does(
-    sequence: list[Any], real: Callable[..., Any], kind: str
-) -> None:
-    model = Store(time.monotonic, time.time, kind)
-    real([b"DEL", *KEYS])
+def test_the_model_replies_and_stores_what_a_real_server_does(sequence: list[Any], real: Any) -> None:
+    model = Store(time.monotonic, time.time, kind_of(real))
+    real.delete(*KEYS)
     for command in [*sequence, *([b"GET", key] for key in KEYS), *([b"PTTL", key] for key in KEYS)]:
-        expected, modelled = real(command), model.execute(command)
+        expected, modelled = reply_of(real, command), model.execute(command)
         both = [comparable(reply, command[0]) for reply in (modelled, expected)]
         assert both[0] == both[1], (command[:2], modelled, expected)

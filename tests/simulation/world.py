@@ -97,7 +97,6 @@ class World:
         self.problems: list[tuple[str, str]] = []
         self._events: list[tuple[float, bytes, Callable[..., object], tuple[Any, ...]]] = []
         self._numbers: defaultdict[str, int] = defaultdict(int)
-        self._digests: dict[str, Any] = {}
 
     # choices
 
@@ -107,13 +106,8 @@ class World:
 
     def digest(self, label: str) -> bytes:
         """As ``draw``, as bytes."""
-        begun = self._digests.get(label)
-        if begun is None:
-            begun = self._digests[label] = blake2b(f"{self.seed}/{label}#".encode(), digest_size=7)
-        self._numbers[label] = number = self._numbers[label] + 1
-        digest = begun.copy()
-        digest.update(b"%d" % number)
-        return digest.digest()
+        self._numbers[label] += 1
+        return blake2b(f"{self.seed}/{label}#{self._numbers[label]}".encode(), digest_size=7).digest()
 
     def choose(self, label: str, choices: list[T]) -> T:
         return choices[int(self.draw(label) * len(choices))]
