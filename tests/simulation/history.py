@@ -100,15 +100,11 @@ class History(World):
         process.is_dead, process.died_at = True, self.now
         self.note(process.name, "is killed")
 
-    def join_threads(self, process: Process) -> None:
-        """Wait for the threads of a process that are no daemons."""
+    def end_in_order(self, process: Process) -> None:
+        """Wait for the threads of a process that are no daemons, and do what is registered for its end."""
         for each in self.threads:
             if each.process is process and each.lives and not (each.is_daemon or each.dead):
                 self.wait(each.joined.append, None)
-
-    def end_in_order(self, process: Process) -> None:
-        """Do what is registered for the end of a process."""
-        self.join_threads(process)
         process.has_ended = True
         for do in reversed(process.at_exit):
             do()

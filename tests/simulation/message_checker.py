@@ -313,7 +313,10 @@ def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
     may_be_overtaken = checker.had("cut") and checker.had("late")
     may_be_overtaken |= sent[-1].how == "id" and checker.was_redelivered(sent[-1])
     was_told = history.revoked or outcomes - _WAITS or others
-    may_be_lost = checker.acknowledges_early or history.broker.last_lost_at > sent[-1].asked - _TRUSTED_FOR
+    # One that its time limit has killed before its run began is trusted to wait, as one whose message was lost.
+    limited = [name for name, each in history.triggers.items() if each.how == "hard limit" and not each.runs]
+    lost_at = max([history.broker.last_lost_at, *(history.told_at.get(name, -inf) for name in limited)])
+    may_be_lost = checker.acknowledges_early or lost_at > sent[-1].asked - _TRUSTED_FOR
     if not (may_be_lost or may_be_overtaken or was_told):
         yield "the newest did not run", sent[-1].name
 

@@ -378,9 +378,7 @@ class MessageWorld(History):
 
     def _wait_for_the_last_with_that_id(self) -> None:
         """An id is used again for new work when the work before has ended."""
-        for _ in range(900):
-            if not any(each.id == "same-id" for each in self.broker.alive()):
-                return
+        while any(each.id == "same-id" for each in self.broker.alive()):
             self.sleep(0.1)
 
     # a run
@@ -461,6 +459,7 @@ def _app(_process: Process, broker: str, *, acks_late: bool) -> Any:
         only_one_redis="redis://server:6379/0?protocol=2",
     )
     app.finalize()
+    app.conf.__dict__["maps"] = [dict(app.conf)]  # Celery looks in several for each setting, under several names
 
     def tail(result: Any, given: Given) -> Any:
         playing().triggers[next(iter(given))].received.append(result)

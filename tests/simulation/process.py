@@ -30,14 +30,7 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import billiard.einfo
 import greenlet
-import redis.asyncio.client
-import redis.asyncio.connection
-import redis.client
-import redis.connection
 import redis.driver_info
-import redis.event
-import redis.retry
-import redis.utils
 from celery.utils.dispatch import Signal
 
 from .network import BlockingSocket

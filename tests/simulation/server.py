@@ -73,7 +73,7 @@ class Store:
 
     def execute(self, command: Command) -> Any:
         """Execute a command and return its reply; an error is returned as a ``Refusal``."""
-        name = _method(command[0])
+        name = f"do_{command[0].lower().decode()}"
         do = getattr(self, name, None)
         if do is None or name in _UNKNOWN[self.kind]:
             return Refusal(f"ERR unknown command '{command[0].decode()}', with args beginning with: ")
@@ -210,11 +210,6 @@ class Store:
 
 _UNKNOWN = {"valkey": ["do_delex"], "redis": ["do_delifeq"]}
 _UNKNOWN["redis7"] = _UNKNOWN["redis6"] = ["do_delex", "do_delifeq"]
-
-
-@cache
-def _method(name: bytes) -> str:
-    return f"do_{name.lower().decode()}"
 
 
 @cache
