@@ -165,6 +165,8 @@ class MessageChecker:
         """Whether no other task was there at the same time; the key of a run that was killed stays for a lease."""
         stays = _TRUSTED_FOR if self.had("kill") else _JUST_NOW
         ends = {each: self.history.told_at.get(name, inf) + stays for name, each in self.history.triggers.items()}
+        for run in self.history.runs:  # a replacement runs after the end of the first one was told
+            ends[run.trigger] = max(ends[run.trigger], (run.ended or inf) + stays)
         own = trigger.asked, ends.pop(trigger)
         return all(own[1] < each.asked or end < own[0] for each, end in ends.items())
 

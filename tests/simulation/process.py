@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import importlib
+import inspect
 import os
 import pathlib
 import pkgutil
@@ -245,7 +246,8 @@ _CHANGES: list[tuple[Any, str, Any]] = [
     *[(each, "resolve_driver_info", _driver_info) for each in (redis.connection, redis.client)],
     *[(each, "resolve_driver_info", _driver_info) for each in (redis.asyncio.connection, redis.asyncio.client)],
     (redis.retry, "sleep", _sleep),
-    # What redis-py computes anew for each client, connection or command, but from constants.
+    # What is computed anew for each call, client, connection or command, but from constants.
+    (inspect, "signature", lru_cache(inspect.signature)),
     (redis.utils, "get_lib_version", lambda: "0"),
     (redis.utils, "_get_filterable_args", lambda *_: {}),  # of which it would say that they are deprecated
     (redis.client.CaseInsensitiveDict, "__init__", dict.update),  # a client's replies: all are in upper case
