@@ -338,7 +338,7 @@ class Checker:
             self.history.note(process.name, "event", kind, getattr(event, "reason", ""))
         if kind != "Lost":
             return
-        own = [call for call in self.calls if call.process is process and call.had_key]
+        own = [call for call in self.calls if call.process is process and (call.had_key or call.is_excused)]
         lost = [call for call in own if call.lock.key == event.key and not call.lock.is_held and call.told_at == inf]
         lost = [call for call in lost if call.lock.token.decode() != event.value]
 
