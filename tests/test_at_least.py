@@ -16,7 +16,7 @@ from only_one.holder import Holder as Value
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, both, call_both, decorated, events
-from tests.faults.programs import Running
+from tests.faults.programs import Holder, Running
 from tests.interruptions import raises
 from tests.renewal import later, renew_now, wait_for_another_attempt
 
@@ -119,6 +119,13 @@ def test_it_is_kept_as_soon_as_a_server_that_was_away_at_the_end_of_the_run_is_b
             assert eventually(lambda: b'"state":"kept"' in (redis.get(key) or b""))
         assert 4_000_000 < redis.pttl(key) <= 5_000_000
     assert call_both() == [None, None]
+
+
+def test_a_run_that_is_killed_is_not_kept(redis: Any, redis_url: str, prefix: str, key: str) -> None:
+    with Holder(redis_url, prefix, at_least=6000, lease=6000) as holder:
+        holder.kill()
+    assert decorated(lambda: "again", at_least=6000)() == "again"
+    assert parsed(redis.get(key)).state == "kept"
 
 
 @pytest.mark.parametrize("at_least", [0, timedelta(0), 10, timedelta(seconds=10)], ids=repr)

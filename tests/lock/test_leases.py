@@ -55,10 +55,7 @@ def losses_in(events: list[Event]) -> list[tuple[str, str]]:
 
 
 def test_runs_are_renewed_again_and_again(direct: Any, kind: type[Running], happened: list[Event]) -> None:
-    """In threads and in event loops, each for a whole lease, and when a third of it has gone by.
-
-    Scripts that are flushed meanwhile are no matter, nor at the release.
-    """
+    """In threads and in event loops, each for a whole lease, and when a third of it has gone by."""
     week = 7 * 24 * LONG
     with kind(lease=week) as run:
         lock = run.lock
@@ -67,14 +64,22 @@ def test_runs_are_renewed_again_and_again(direct: Any, kind: type[Running], happ
         token = direct.get(lock.key)
         for _ in range(3):
             direct.pexpire(lock.key, 30_000)
-            direct.script_flush()
             assert is_renewed(lock)
             assert (week - LIMIT) * 1000 < direct.pttl(lock.key) <= week * 1000
             assert lock.expires_at - lock.renew_at == pytest.approx(week * 2 / 3)
             assert is_awaited(lock)
         assert direct.get(lock.key) == token == lock.token
-        direct.script_flush()
     assert direct.exists(lock.key) == 0
+    assert losses_in(happened) == []
+
+
+def test_scripts_that_are_flushed_during_a_run(direct: Any, key: str, happened: list[Event]) -> None:
+    with Running(lease=LONG) as run:
+        direct.script_flush()
+        assert is_renewed(run.lock)
+        direct.script_flush()
+    assert run.result == "done"
+    assert direct.exists(key) == 0
     assert losses_in(happened) == []
 
 
@@ -263,7 +268,7 @@ def test_a_server_that_is_frozen_during_an_acquire(server: RedisServer, key: str
 
 @both
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["by itself", "by a frozen server"])
-def test_a_command_that_is_carried_out_long_after_its_caller_has_given_up_leaves_no_key(
+def test_a_command_that_arrives_long_after_its_caller_has_given_up(
     proxy: Proxy, direct: Any, key: str, decorate: Decorate, *, is_frozen: bool
 ) -> None:
     """The proxy is a server that is frozen for longer than the lease: of all that was sent the SET comes last."""

@@ -341,7 +341,7 @@ def test_a_server_is_asked_once_for_what_it_refuses(
 @over_new_and_old
 @pytest.mark.parametrize("losses", [1, 2])
 @pytest.mark.parametrize(("timeout", "extends"), [(600, False), (600, True), (None, False)])
-def test_the_reply_to_acquire_or_to_release_is_lost_and_redis_py_asks_again(
+def test_the_reply_to_acquire_is_lost_and_redis_py_asks_again(
     make_lock: Any, proxy: Proxy, direct: Any, key: str, losses: int, timeout: Any, monkeypatch: Any, *, extends: bool
 ) -> None:
     """Also later than it was acquired for at first, where it was extended."""

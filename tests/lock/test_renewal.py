@@ -126,11 +126,8 @@ def test_many_go_in_trips_of_five_hundred(watch: Watch, redis_url: str) -> None:
 # Renewals that fail
 
 
-def test_a_renewal_that_fails_is_tried_again_after_a_tenth_of_the_lease(
-    watch: Watch, caplog: pytest.LogCaptureFixture, started: list[Any]
-) -> None:
+def test_a_renewal_that_fails_is_tried_again_after_a_tenth_of_the_lease(watch: Watch) -> None:
     """A second at the most, and not when it has expired; the node backs off for as long as the shortest of them."""
-    caplog.set_level(logging.DEBUG, "only_one")
     server = watch.server(DOWN)
     locks = [watch.lease(server, str(ttl), ttl=ttl) for ttl in (8.0, 2.0, 32.0)]
     brief = watch.lease(server, "brief")
@@ -142,17 +139,30 @@ def test_a_renewal_that_fails_is_tried_again_after_a_tenth_of_the_lease(
         assert [lock.renew_at - MOMENT for lock in locks] == pytest.approx([0.8, 0.2, 1.0])
         assert brief.renew_at == brief.expires_at
         assert node(server).backs_off_until == pytest.approx(MOMENT + 0.2)
-        assert all(isinstance(lock.trouble, redis_py.ConnectionError) for lock in locks)
-        ((name, _, level, text, *rest),) = started  # once
-        assert (name, level) == ("only_one-log", logging.DEBUG)
-        assert (text % tuple(rest)).startswith(f"{locks[0].key} and 3 others could not be renewed")
         node(server).backs_off_until = MOMENT
-    for level, was, logged in ((logging.DEBUG, OSError(), 2), (logging.INFO, None, 2)):  # another reason; too quiet
+
+
+def test_why_a_renewal_failed(watch: Watch, caplog: pytest.LogCaptureFixture, started: list[Any]) -> None:
+    """It is logged once until the reason is another, by a thread that may take its time."""
+    server = watch.server(DOWN)
+    locks = [watch.lease(server, name) for name in ("one", "two")]
+    cases: list[tuple[int, Any, int]] = [
+        (logging.INFO, None, 0),
+        (logging.DEBUG, None, 1),
+        (logging.DEBUG, "the same", 1),
+        (logging.DEBUG, OSError(), 2),
+    ]
+    for level, reason, logged in cases:
         caplog.set_level(level, "only_one")
-        locks[0].trouble = was
-        locks[0].renew_at = node(server).backs_off_until = MOMENT
+        for lock in locks:
+            lock.trouble = lock.trouble if reason == "the same" else reason
+            lock.renew_at = node(server).backs_off_until = MOMENT
         watch.renewer.renew_what_is_due()
+        assert all(isinstance(lock.trouble, redis_py.ConnectionError) for lock in locks)
         assert [thread[0] for thread in started] == ["only_one-log"] * logged
+    _, _, level, text, *rest = started[0]
+    assert level == logging.DEBUG
+    assert (text % tuple(rest)).startswith(f"{locks[0].key} and 1 others could not be renewed")
     renewal._log(logging.INFO, "%s", "k")
     assert len(started) == 3
 
