@@ -117,6 +117,8 @@ def test_what_the_tokens_of_a_function_have_in_common_is_serialized_once(monkeyp
     before = identity.token(60)
     monkeypatch.setattr(token, "_made", {})  # as in a forked child
     assert json.loads(identity.token(60))["process"] != json.loads(before)["process"]
+    assert json.loads(identity.token(60))["process_start"] == process_start(os.getpid())
+    assert before.startswith(token.this_process().machine_mark)
 
 
 def test_a_holder_is_shown_and_not_changed() -> None:
@@ -135,6 +137,7 @@ def test_a_value_of_a_later_version_is_read() -> None:
     assert Holder.parse(later) == Holder.parse(DEAD)
     assert is_dead(later)
     assert parse(TokenFactory("work", "the-id", 0, replacement=2).token(60)).replacement == 2
+    assert parse(TokenFactory("work", "the-id", 0, queue="rq").token(60)).queue == "rq"
     assert words_of("the-id", 2, 0) in TokenFactory("work", "the-id", 0, replacement=2).token(60)
     assert b"replacement" not in TokenFactory("work", "the-id", 0).token(60), "the first version refuses it"
 
