@@ -351,6 +351,7 @@ def times() -> tuple[float, float | None]:
         ({"timeout": 600, "lease": 90}, {"timeout": 480}, {"lease": 120}, (120, None)),
         # What is inherited never makes a decorator invalid.
         ({"lease": 480}, {"lease": 420}, {"timeout": 360}, (360, 360)),
+        ({}, {}, {"timeout": 0.5}, (30, 0.5)),
         ({"timeout": 60}, {"timeout": 90}, {"lease": timedelta(minutes=2)}, (120, None)),
         ({}, {"timeout": 600, "lease": 90}, {"timeout": 240, "lease": 120}, (120, 240)),
         ({}, {"timeout": 600, "lease": 90}, {"timeout": 120, "lease": 120}, (120, 120)),
