@@ -45,6 +45,18 @@ def measure(parser: str, options: argparse.Namespace) -> dict[tuple[str, str], f
     return measured.measure_groups(rounds, only_many=options.at_a_time)
 
 
+def summary(found: dict[tuple[str, str], float]) -> str:
+    """The figures that help to choose, as the page has them: a row for each group."""
+    rows: dict[str, list[str]] = {}
+    for (group, name), ratio in found.items():
+        row = rows.setdefault(group, [group, "", ""])
+        if name.startswith("only_one"):
+            row[1] = row[1] or f"{ratio:.2f}"
+        elif "bare" not in name:
+            row[2] += f"{', ' * bool(row[2])}{name} {ratio:.2f}"
+    return markdown.table(["", "only_one", "others"], rows.values())
+
+
 def chart(found: dict[tuple[str, str], float]) -> str:
     """The figures as bars; a phone shows it in its own size, and dark mode has other colours."""
     bars, y, drawn = [], 24, ""
@@ -81,10 +93,9 @@ def main() -> None:
     rows = [[*names, *(f"{each[names]:.2f}" for each in found)] for names in found[0]]
     versions = f"Python {platform.python_version()}, redis-py {version('redis')}, Celery {version('celery')}"
     said = f"{versions}, {os.cpu_count()} processors, {options.rounds} rounds of {options.calls}:"
-    text = f"{said}\n\n{markdown.table(['', '', WITH, WITHOUT], rows)}"
-    print(text)
+    print(f"{said}\n\n{markdown.table(['', '', WITH, WITHOUT], rows)}")
     if options.write:
-        markdown.write(PAGE, BEGIN, END, text)
+        markdown.write(PAGE, BEGIN, END, f"{said}\n\n{summary(found[0])}")
         CHART.write_text(chart(found[1]))
 
 
