@@ -124,7 +124,7 @@ def _on_received(sender: Any, request: Any, **_: Any) -> None:
         _swept_at = now()
         for lease in list(_waiting.values()):
             if lease.is_over and lease.request() is None:
-                del _waiting[lease.token]
+                _waiting.pop(lease.token, None)  # the renewing thread may have done it meanwhile
     announce: list[Callable[..., None]] = [partial(_announce_redelivery, decoration) for decoration in decorations]
     for do in (_receive, *announce):
         try:
@@ -173,7 +173,8 @@ def _queue_again(lease: _WaitingLease) -> None:
 
     The broker delivers the message again, soon or late, and perhaps to another worker.
     """
-    del _waiting[lease.token]
+    if _waiting.pop(lease.token, None) is None:  # the worker ends, and has seen to it
+        return
     queued = lease.queued_again()
     release_later(
         PendingRelease(lease.server, lease.key, lease.token, queued.until, no_write_in_flight=True, retained=queued)
