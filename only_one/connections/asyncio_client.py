@@ -1,8 +1,9 @@
 """The asyncio client: made from a sync one, with the same server, credentials, encryption and time-outs."""
 
 import asyncio
+import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import redis
 from redis import backoff, exceptions
@@ -211,7 +212,7 @@ def _async_pool(pool: Any) -> Any:
     options.update(retry=retry.Retry(backoff.NoBackoff(), 0), connection_class=kind, max_connections=NO_LIMIT)
     if not isinstance(pool, redis.SentinelConnectionPool):
         return ConnectionPool(**options)
-    manager = _sentinel.Sentinel([])
+    manager = cast("Any", _Sentinels)([])  # redis-py gives it no types
     sentinels = [Redis.from_pool(_async_pool(each.connection_pool)) for each in pool.sentinel_manager.sentinels]
     # All attributes, whatever options this version of redis-py has.
     vars(manager).update(vars(pool.sentinel_manager), sentinels=sentinels)
@@ -229,6 +230,22 @@ def _options(given: dict[str, Any], known: set[str]) -> dict[str, Any]:
         msg = f"redis-py has no asyncio client with {' and '.join(missing)}: give redis= without"
         raise ConfigurationError(msg)
     return {name: value for name, value in {**given, **NO_NOTICES}.items() if name in known}
+
+
+class _Sentinels(sentinel.Sentinel):
+    """Sentinels of which none is lost when several commands ask them at once.
+
+    redis-py swaps two in the list that it goes through, and of two swaps at once one would lose a Sentinel for good.
+    """
+
+    sentinels: Any
+
+    async def discover_master(self, service_name: str) -> Any:
+        own = copy.copy(self)
+        own.sentinels = [*self.sentinels]
+        address = await super(_Sentinels, own).discover_master(service_name)
+        self.sentinels = own.sentinels
+        return address
 
 
 class _Cluster(RedisCluster):

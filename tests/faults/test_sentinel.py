@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -10,8 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 import redis as redis_py
 from redis.exceptions import RedisError
+from redis.sentinel import Sentinel
 
 from only_one import LockUnavailable, configure, only_one
+from rigs.proxy import Proxy
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.clients import clients
@@ -123,3 +126,28 @@ def test_a_failover_during_a_run(watched: Watched, prefix: str, fault: Callable[
     assert on_replica.get(keys[2]) == b"the next one"
     # At once, or in the background if the run's own connection had yet to learn of the new master.
     assert eventually(lambda: not on_replica.exists(keys[0], keys[1], f"{prefix}new"))
+
+
+@pytest.mark.usefixtures("prefix")
+def test_async_calls_that_ask_the_sentinels_at_once_ask_each_of_them_again_later() -> None:
+    """redis-py puts the Sentinel that answers first in its list, and of two calls at once, one would lose another."""
+    with clients("Sentinel") as those:
+        sentinel_url = f"redis://127.0.0.1:{those.sentinel_port}"
+        with Proxy(sentinel_url) as first, Proxy(sentinel_url) as second:
+            manager: Any = Sentinel([("127.0.0.1", each.port) for each in (first, second)])  # type: ignore[no-untyped-call]
+
+            @only_one("{number}", redis=manager.master_for("watched"))
+            async def work(number: int) -> int:
+                return number
+
+            async def at_once() -> list[int | None]:
+                return await asyncio.gather(*map(work, range(5)))
+
+            async def main() -> None:
+                with first.refused():
+                    assert await at_once() == [0, 1, 2, 3, 4]
+                those.break_connections()
+                with second.refused():
+                    assert await at_once() == [0, 1, 2, 3, 4]
+
+            asyncio.run(main())
