@@ -152,7 +152,8 @@ def happened() -> Iterator[list[Event]]:
 @pytest.fixture(params=[Running, RunningAsync], ids=["sync", "async"])
 def kind(request: pytest.FixtureRequest) -> type[Running]:
     """A run in a thread, and one in an event loop."""
-    return request.param  # type: ignore[no-any-return]
+    kind: type[Running] = request.param
+    return kind
 
 
 @pytest.fixture

@@ -156,7 +156,8 @@ class LockWorld(History):
             redis=f"redis://{self.host_of[key]}:6379/0?protocol=2",
             **{option: value for option, value in options.items() if value},
         )
-        return decorate(self._async_body if self.is_async else self._body)  # type: ignore[no-any-return]
+        decorated: Callable[..., Any] = decorate(self._async_body if self.is_async else self._body)
+        return decorated
 
     def _calls_of(self, process: Process) -> Iterator[tuple[str, float]]:
         """The names of the calls of a process, and the seconds before each.
