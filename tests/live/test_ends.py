@@ -340,6 +340,18 @@ def test_a_worker_process_that_is_killed_frees_its_key_within_the_lease(scene: S
         killed.get(timeout=LIMIT)
 
 
+@pytest.mark.soak
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize("tasks", [live.BELOW, live.ABOVE], ids=["below", "above"])
+def test_the_key_of_a_killed_child_is_free_within_5_s(scene: Scene, tasks: dict[str, Any]) -> None:
+    tasks["plain"].delay(scene.key, "gate")
+    os.kill(scene.begun().pid, signal.SIGKILL)
+    struck = time.monotonic()
+    seconds = scene.place.wait_for_event(scene.key, "del") - struck
+    print(f"{seconds:.3f} s")
+    assert seconds < 5
+
+
 @pytest.mark.parametrize("end", ["recycled", "stopped"])
 def test_a_release_that_has_failed_is_finished_when_its_process_ends(place: World, end: str) -> None:
     """No `atexit` is called then."""
