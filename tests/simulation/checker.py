@@ -239,10 +239,14 @@ class Checker:
         """Whether the call was, or another call of its task; or the run in which it was made has lost its key."""
         outermost = ".".join(call.name.split(".")[:2])
         cancelled = [each for each in self.history.faults if each.startswith("cancelled")]
-        outer = [each for each in self.calls if call.name.startswith(f"{each.name}.")]
         # Nobody sees in a silent history when a run is told.
-        has_lost = [not each.lock.is_held if self.history.is_silent else each.told_at < inf for each in outer]
+        is_silent = self.history.is_silent
+        has_lost = [not each.lock.is_held if is_silent else each.told_at < inf for each in self._around(call)]
         return any(has_lost) or any(f" of {outermost}#" in each for each in cancelled)
+
+    def _around(self, call: Call) -> list[Call]:
+        """The calls in whose runs it was made."""
+        return [each for each in self.calls if call.name.startswith(f"{each.name}.")]
 
     def _check_policies(self, call: Call) -> None:
         """The outcome is that of a policy, and the policy was asked for a reason."""
@@ -255,7 +259,9 @@ class Checker:
         must_be_up = self._is_calm(call, call.asked) and has_thread and is_text
         is_skipped = outcome is None and (must_be_up or plan.when_down != "skip")
         is_own = plan.jobs and plan.queue != "dramatiq" and call.job_id() in getattr(outcome, "value", "")
-        is_job = plan.jobs and is_text and self.lost_data_at < call.asked
+        # In a child that goes on with the job of a parent that has ended: another attempt may have that one's key.
+        is_in_child = any(each.is_excused for each in self._around(call))
+        is_job = plan.jobs and is_text and self.lost_data_at < call.asked and not is_in_child
         runs = {each.lock.token for each in self.calls if each.lock is not None and call.follows(each)}
         if is_job and is_skipped and stored and all(each.value in runs for each in stored):
             self.problem("skipped for its own job", call.name)

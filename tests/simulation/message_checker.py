@@ -69,11 +69,13 @@ class MessageChecker:
     def may_leave_a_queued_key(self) -> bool:
         """Whether a message was lost, or both commands of a ``delay()`` were sent twice: the docs say so.
 
-        Or a version in which the task is not unique has ended one whose message names no key.
+        Or a version in which the task is not unique has ended one whose message names no key. Or a worker was killed
+        that had acknowledged a message whose key a direct call had.
         """
-        has_key = all(each.how in _UNIQUE for each in self.history.triggers.values())
-        is_moved = len({*self.plan.unique}) > 1
-        return self.late_commands > 1 or self.had("message lost") or (is_moved and not has_key)
+        ways = {each.how for each in self.history.triggers.values()}
+        is_moved = len({*self.plan.unique}) > 1 and not ways <= {*_UNIQUE}
+        is_lent = self.acknowledges_early and not ways.isdisjoint(CALLS)
+        return self.late_commands > 1 or self.had("message lost") or is_moved or is_lent
 
     @property
     def acknowledges_early(self) -> bool:
@@ -226,7 +228,8 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
     may_be_ignored = checker.was_redelivered(trigger) or plan.at_least or checker.late_commands
     if trigger.how == "id" and outcomes <= {"Ignore", "requeue"} and may_be_ignored:
         return True
-    has_run = any(run.end != "calls again" for run in trigger.runs)
+    # What waits between two calls of one delivery is new work when it comes back.
+    has_run = plan.kind != "class that calls again" and bool(trigger.runs)
     is_skipped = not plan.policies.isdisjoint(("skip", "buffer_one")) or ("default" in plan.policies and not has_run)
     return "None" in outcomes and is_skipped
 
@@ -263,6 +266,8 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         is_again = first.work == later.work and first.trigger.how not in LISTS
         is_again &= first.trigger.name not in history.broker.redelivered_before_a_run
         is_again &= first.trigger.in_hook[1] != "retry soon"  # which the run may have sent, too
+        # Of its two calls one may wait for the other delivery's.
+        is_again &= history.plan.kind != "class that calls again" or not checker.had("lost connection")
         is_replaced = first.end == "Ignore" and str(first.trigger.action_for(first)).startswith("replace")
         has_ended = is_replaced or first.end in ("done", "Retry")
         has_ended |= first.end == "ValueError" and history.acks_failures
