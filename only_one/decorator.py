@@ -247,13 +247,20 @@ def wrap(function: Any, key: Any, options: Options, task: Any = None) -> Any:
     return wrapper
 
 
+@functools.cache
+def _delivery() -> Any:
+    """The module of deliveries, not before Celery is there; to import it in each call costs as much as the key."""
+    from only_one.celery import delivery  # noqa: PLC0415 - see above
+
+    return delivery
+
+
 def _caller_of(decoration: Decoration, wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Caller:
     task = None
     if _CELERY in sys.modules:
-        from only_one.celery import delivery  # noqa: PLC0415 - not before Celery is there
-
+        delivery = _delivery()
         task = delivery.current_task()
-        caller = delivery.caller_of(task, decoration, wrapper, args)
+        caller: Caller = delivery.caller_of(task, decoration, wrapper, args)
         if caller is not decoration.plain:
             return caller
     return job_queues.caller_of(decoration, args, kwargs, detects=task is None)
