@@ -211,6 +211,8 @@ class Delivery(TaskCaller):
         # It comes back by a dead-letter queue; one that has only expired in a queue is delayed, and has not begun.
         was_rejected = any(each.get("reason") in {"rejected", "delivery_limit"} for each in died)
         self.is_redelivered = was_rejected or bool((request.delivery_info or {}).get("redelivered"))
+        if self.is_redelivered:  # as a message that is requeued, it is none for the broker
+            self.header = self.header._replace(has_begun=True)
         self._request = request
         self._began = now()
 
@@ -227,9 +229,8 @@ class Delivery(TaskCaller):
     @property
     def may_have_begun(self) -> bool:
         """Whether this is a redelivery for certain: its run may be under way, or may have ended."""
-        # A redelivery that has waited is a message of its own by now, and no redelivery for the broker.
-        has_waited = self.header.times and not self.header.lineage
-        return self.is_redelivered or bool(has_waited)
+        has_waited = self.header.times and not self.header.lineage  # an earlier version says it so
+        return bool(self.header.has_begun or has_waited)
 
     def on_busy(self, call: Call, value: bytes) -> Policy:
         """The policy for a key that holds ``value``; if the holder is this very task, the message waits in the queue.

@@ -152,6 +152,7 @@ def _receive(consumer: Any, request: Any) -> None:
         return
     lease.lives_on(lease.begun + seconds - lease.ttl, lease.ttl)  # not renewed before it may begin: many may wait
     queued = header.token.encode() if header.token else b""
+    _waiting[lease.token] = lease  # also if the server is away: a task that is killed is withdrawn by its request
     became = drive(options.server.client, replace(header.key, queued, lease.token, seconds))
     held = work_held_by(Holder.parse(became.value))  # a retry, or an earlier worker's
     if held is not None and held.id == work.id:
@@ -161,11 +162,11 @@ def _receive(consumer: Any, request: Any) -> None:
             consumer.timer.call_after(1, _on_received, (consumer, request))
     # Another run may store our value again at its end, unless it is told that this task has ended before.
     is_lent = became.status == "taken" and lease.is_lent_to(became.value)
-    if became.status == "held" or is_lent:
-        _waiting[lease.token] = lease
     if became.status == "held":
         request.request_dict.update(header._replace(token=lease.token.decode()).as_headers())
         hold(lease)
+    elif not is_lent:
+        _waiting.pop(lease.token, None)
 
 
 def _queue_again(lease: _WaitingLease) -> None:

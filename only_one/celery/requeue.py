@@ -33,6 +33,7 @@ class Header(NamedTuple):
         key: the key as it is in Redis, of a task that is unique from queued to finished.
         token: the value that was stored there when it was queued.
         lineage: a random id of the message that was requeued first; later work may have the same task id again.
+        has_begun: whether a run of it may have begun, because it was a redelivery when it was requeued.
     """
 
     id: str
@@ -43,6 +44,7 @@ class Header(NamedTuple):
     key: str | None = None
     token: str | None = None
     lineage: str | None = None
+    has_begun: bool | None = None
 
     def as_headers(self) -> dict[str, Any]:
         """The header as the message carries it."""

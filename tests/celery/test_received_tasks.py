@@ -327,7 +327,7 @@ def test_a_server_that_does_not_answer_is_logged_once_and_not_asked_for_a_while(
     with way.refused():
         worker_shutdown.send(sender=None)
     assert keys.state() == RECEIVED
-    assert len(received_tasks._waiting) == 1, "it is asked once when the worker ends"
+    assert len(received_tasks._waiting) == 2, "of three it is asked about one when the worker ends"
     assert [(each.levelname, bool(each.exc_info)) for each in caplog.records] == [("WARNING", True)] * 2
     assert [each.getMessage() for each in caplog.records] == [
         f"a key of {worker.task.name}, which was received, could not be renewed",

@@ -30,11 +30,15 @@ Problems = Iterator[tuple[str, str]]
 
 
 class MessageChecker:
-    """Finds what must not happen, while it happens and at the end."""
+    """Finds what must not happen, while it happens and at the end.
+
+    Attributes:
+        being_sent: the names of the triggers that producers are sending.
+    """
 
     def __init__(self, history: Any) -> None:
         self.history, self.plan, self.problem = history, history.plan, history.problem
-        self._being_sent: set[str] = set()
+        self.being_sent: set[str] = set()
 
     def at_the_end(self) -> None:
         for invariant in INVARIANTS:
@@ -69,11 +73,11 @@ class MessageChecker:
     def may_leave_a_queued_key(self) -> bool:
         """Whether a message was lost, or both commands of a ``delay()`` were sent twice: the docs say so.
 
-        Or a version in which the task is not unique has ended one whose message names no key. Or a worker was killed
-        that had acknowledged a message whose key a direct call had.
+        Or a version in which the task is not unique has ended one whose message names no key, or at its hard limit. Or
+        a worker was killed that had acknowledged a message whose key a direct call had.
         """
         ways = {each.how for each in self.history.triggers.values()}
-        is_moved = len({*self.plan.unique}) > 1 and not ways <= {*_UNIQUE}
+        is_moved = len({*self.plan.unique}) > 1 and not ways <= {*_UNIQUE} - {"hard limit"}
         is_lent = self.acknowledges_early and not ways.isdisjoint(CALLS)
         return self.late_commands > 1 or self.had("message lost") or is_moved or is_lent
 
@@ -124,15 +128,15 @@ class MessageChecker:
     def _alive(self) -> set[str]:
         """The triggers whose tasks wait or run, or are being sent by another producer."""
         runs = {run.trigger.name for run in self.history.running}
-        return {delivery.work.trigger for delivery in self.history.broker.alive()} | runs | self._being_sent
+        return {delivery.work.trigger for delivery in self.history.broker.alive()} | runs | self.being_sent
 
     @contextmanager
     def sending(self, trigger: Any) -> Iterator[None]:
         """A task has no second message, and, where nothing goes wrong, a duplicate is one of a task that is alive."""
         before = self._alive()
-        self._being_sent.add(trigger.name)
+        self.being_sent.add(trigger.name)
         yield
-        self._being_sent.remove(trigger.name)
+        self.being_sent.remove(trigger.name)
         has_equal = trigger.error is None and trigger.how not in CALLS
         if self.plan.policies == {"buffer_one"} and not trigger.is_sent and has_equal:
             for other in self.history.triggers.values():
@@ -228,8 +232,7 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
     may_be_ignored = checker.was_redelivered(trigger) or plan.at_least or checker.late_commands
     if trigger.how == "id" and outcomes <= {"Ignore", "requeue"} and may_be_ignored:
         return True
-    # What waits between two calls of one delivery is new work when it comes back.
-    has_run = plan.kind != "class that calls again" and bool(trigger.runs)
+    has_run = any(run.end != "calls again" for run in trigger.runs)
     is_skipped = not plan.policies.isdisjoint(("skip", "buffer_one")) or ("default" in plan.policies and not has_run)
     return "None" in outcomes and is_skipped
 
@@ -313,6 +316,8 @@ def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
         return
     # They are numbered as they arrive, so one that was sent before may be the newest: at one time, or on a slow line.
     newest = [name for name, each in history.triggers.items() if each.asked > sent[-1].asked - _JUST_NOW]
+    if not sent[-1].is_sent:  # a duplicate has the result of the task that waits
+        newest += [name for name, each in history.triggers.items() if each.id == sent[-1].id]
     outcomes = checker.outcomes_of(*newest)
     at_once = [name for name, at in history.told_at.items() if at >= sent[-1].asked]
     others = checker.outcomes_of(*at_once) & {"LockUnavailable", "OperationalError", "TaskRevoked"}

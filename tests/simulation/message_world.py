@@ -378,7 +378,12 @@ class MessageWorld(History):
 
     def _wait_for_the_last_with_that_id(self) -> None:
         """An id is used again for new work when the work before has ended."""
-        while any(each.id == "same-id" for each in self.broker.alive()):
+
+        def is_alive() -> bool:
+            being_sent = {self.triggers[name].id for name in self.checker.being_sent}
+            return "same-id" in being_sent | {each.id for each in self.broker.alive()}
+
+        while is_alive():
             self.sleep(0.1)
 
     # a run
@@ -434,7 +439,8 @@ class MessageWorld(History):
             self.outcomes[delivery.work].append(end)
             if end != "Retry":  # after which the task goes on
                 self.told_at[delivery.work.trigger] = self.now
-            if not self.triggers[delivery.work.trigger].hooked:  # else its function was perhaps not called
+            # Else its function was perhaps not called.
+            if not self.triggers[delivery.work.trigger].hooked and delivery.work.trigger not in self.begun_and_killed:
                 self.arrived_at.setdefault(delivery.work.trigger, self.now)
 
 
