@@ -169,7 +169,7 @@ class MessageChecker:
 
     def is_alone(self, trigger: Any) -> bool:
         """Whether no other task was there at the same time; the key of a run that was killed stays for a lease."""
-        stays = _TRUSTED_FOR if self.had("kill") else _JUST_NOW
+        stays = _TRUSTED_FOR if self.had("kill", "revoke") else _JUST_NOW
         ends = {each: self.history.told_at.get(name, inf) + stays for name, each in self.history.triggers.items()}
         for run in self.history.runs:  # a replacement runs after the end of the first one was told
             ends[run.trigger] = max(ends[run.trigger], (run.ended or inf) + stays)
@@ -234,7 +234,8 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
         return True
     has_run = any(run.end != "calls again" for run in trigger.runs)
     is_skipped = not plan.policies.isdisjoint(("skip", "buffer_one")) or ("default" in plan.policies and not has_run)
-    return "None" in outcomes and is_skipped
+    # A hook after a skip may put an end of its own in the place of None.
+    return is_skipped and bool(outcomes & {"None", trigger.in_hook[1]})
 
 
 def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
