@@ -81,8 +81,8 @@ class History:
     """All that the witness file tells. It asks neither the locks nor the servers.
 
     Attributes:
-        runs: what is known of each run, by its id. It believed until `held_until` that it held its key, and its `end`
-            is "done", "retry", or missing if it was killed.
+        runs: what is known of each run, by its id. It believed until `held_until` that it held its key, or never if
+            that is missing: it was paused before. Its `end` is "done", "retry", or missing if it was killed.
         tasks: what is known of each task, by its id: when it was published, and how it has ended without a run.
         ready: when each process has started last.
     """
@@ -116,10 +116,11 @@ class History:
         return [f"{id_}: {task['error']}" for id_, task in self.tasks.items() if "error" in task]
 
     def overlaps(self) -> list[str]:
-        """The runs that began while another run held their key."""
+        """The runs that began, and held their key, while another run held it."""
         problems = []
         latest: dict[str, Any] = {}
-        for run in sorted(self.runs.values(), key=itemgetter("begun_at")):
+        have_held = [run for run in self.runs.values() if "held_until" in run]
+        for run in sorted(have_held, key=itemgetter("begun_at")):
             before = latest.setdefault(run["key"], run)
             if before is not run and run["begun_at"] < before["held_until"]:
                 problems.append(f"{before} and {run}")

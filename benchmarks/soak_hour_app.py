@@ -112,7 +112,7 @@ if WITNESS in os.environ:  # in a process that the soak has started
 def _steps(kind: str, key: str, seconds: float, task_id: str = "", end: str = "done") -> Iterator[float]:
     """A run: writes down what it believes, and yields the seconds to wait until it wants to go on."""
     lock, run, begun_at = current_lock(), uuid4().hex, now()
-    note("runs", run, kind=kind, key=key, task=task_id, begun_at=begun_at, held_until=begun_at)
+    note("runs", run, kind=kind, key=key, task=task_id, begun_at=begun_at)
     while True:
         at = now()  # before the question: a lock that is held then was held at this time, too
         if lock.is_held:

@@ -19,10 +19,10 @@ ROOT = Path(__file__).parents[1]
 Line = tuple[str, str, dict[str, Any]]
 
 
-def run(name: str, begun_at: float, held_until: float, key: str = "shared:a", **more: str) -> Line:
+def run(name: str, begun_at: float, held_until: float | None, key: str = "shared:a", **more: str) -> Line:
     """A run that believes until `held_until` that it is alone; without an end, it was killed."""
-    facts = {"kind": "below", "key": key, "task": f"task-{name}", "begun_at": begun_at, "held_until": held_until}
-    return ("runs", name, facts | more)
+    facts = {"kind": "below", "key": key, "task": f"task-{name}", "begun_at": begun_at}
+    return ("runs", name, facts | ({"held_until": held_until} if held_until else {}) | more)
 
 
 def task(name: str, /, **facts: Any) -> Line:
@@ -39,6 +39,7 @@ DROPPED = [task("x", name="newest", key="newest:a", sent_at=2), task("x", end="s
         ([run("a", 1, 2), run("b", 2, 3)], {}),
         ([run("a", 1, 3), run("b", 2, 2.5), run("c", 2.9, 4)], {"overlaps": 2}),
         ([run("a", 1, 1), ("runs", "a", {"held_until": 3.0}), run("b", 2, 4)], {"overlaps": 1}),
+        ([run("a", 1, 3), run("b", 2, None)], {}),
         (SENT, {"lost": 1}),
         ([*SENT, task("task-below", end="failed")], {}),
         ([*SENT, run("below", 1, 2, end="done")], {}),
