@@ -30,7 +30,7 @@ class Holder:
         pid: the process id.
         process_start: when that process began, in clock ticks since boot; None if that cannot be
             read.
-        since: when the key was acquired, in seconds since the epoch.
+        since: when the key was acquired, or the task queued or received, in seconds since the epoch.
         deadline: when the key is free at the latest, in seconds since the epoch; None without a
             ``timeout``. It does not change when the run calls ``extend``.
         replacement: how often the Celery task was replaced so far, by ``Task.replace``.

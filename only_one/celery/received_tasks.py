@@ -150,7 +150,7 @@ def _receive(consumer: Any, request: Any) -> None:
     seconds = min(DEFAULT_LEASE + waits_for(request.app, 0, None, request.eta), lease.may_wait())
     if seconds <= 0:  # it has expired
         return
-    lease.lives_on(lease.begun + seconds - lease.ttl, lease.ttl)  # not renewed before it may begin: many may wait
+    lease.lives_on(lease.asked_at + seconds - lease.ttl, lease.ttl)  # not renewed before it may begin: many may wait
     queued = header.token.encode() if header.token else b""
     _waiting[lease.token] = lease  # also if the server is away: a task that is killed is withdrawn by its request
     became = drive(options.server.client, replace(header.key, queued, lease.token, seconds))

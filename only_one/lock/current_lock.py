@@ -43,14 +43,16 @@ class Lease:
     renewer: Any = None
     _fence: int | None = None
 
-    def __init__(self, server: Server | None, key: str, token: bytes, begun: float, ttl: float, limit: float) -> None:
-        """A lease that ends at ``begun + ttl`` unless it is renewed.
+    def __init__(
+        self, server: Server | None, key: str, token: bytes, asked_at: float, ttl: float, limit: float
+    ) -> None:
+        """A lease that ends at ``asked_at + ttl`` unless it is renewed.
 
         Args:
             server: the server that stores the key; None if the locking is switched off.
             key: the key as it is in Redis.
             token: the value with which the key was acquired.
-            begun: when the command that acquired the key was about to be sent, by
+            asked_at: when the command that acquired the key was about to be sent, by
                 ``clock.now()``.
             ttl: seconds for which the key was acquired, and which each renewal gives.
             limit: seconds after which the key is not renewed any more; infinity for never.
@@ -58,11 +60,11 @@ class Lease:
         self.server = server
         self.key = key
         self.token = token
-        self.begun = begun
+        self.asked_at = asked_at
         self.ttl = ttl
-        self.ends_at = begun + limit
+        self.ends_at = asked_at + limit
         self.renews = ttl < limit
-        self.lives_on(begun, ttl)
+        self.lives_on(asked_at, ttl)
         # A list of at most one, because `pop` gives it to one thread only.
         self.on_loss: list[Callable[[LockLost], None]] = []
 

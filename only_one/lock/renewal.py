@@ -269,10 +269,10 @@ def hold(lease: Lease) -> None:
     _renewer.leases[lease.token] = ref(lease)
     lease.renewer = _renewer
     server = lease.server
-    if server is not None and server.looked_at_from <= lease.begun:
+    if server is not None and server.looked_at_from <= lease.asked_at:
         server.looked_at_from = math.inf
         _renewer.unknown[server] = lease.key
-    _renewer.see_to_it_by(lease.begun if _renewer.unknown else lease.renew_at)
+    _renewer.see_to_it_by(lease.asked_at if _renewer.unknown else lease.renew_at)
 
 
 def let_go(lease: Lease) -> None:

@@ -60,6 +60,7 @@ def _task_fields(task_id: str | None, attempt: int | None, replacement: int, que
     task = encode_basestring_ascii(task_id) if type(task_id) is str else json.dumps(task_id)  # the same, sooner
     fields = f'"task_id":{task},"attempt":{"null" if attempt is None else attempt},'
     # Only if needed: a worker of the first version, which refuses unknown fields, reads the other values, too.
+    # Scripts look for these fields in this order, up to `limit`: see `words_of`.
     added = {"replacement": replacement or None, "queue": queue}
     return fields + "".join(f'"{name}":{json.dumps(value)},' for name, value in added.items() if value is not None)
 

@@ -1,8 +1,8 @@
 """Equal calls have equal keys, different calls have different ones, in every process and on every day.
 
 The golden file has an expression and its result in each line: a value's digest, or the key of a call of `importer`.
-`python -m tests.keys.test_keys > tests/golden/keys.json`, into another file first, writes it anew. That is to be done
-only together with a change that is meant to break exclusion in the middle of a deploy.
+`python -m tests.keys.test_keys > tests/golden/keys.json`, into another file first, writes it anew, with the results of
+lines that were added with an empty result. A result that changes breaks exclusion in the middle of a deploy.
 """
 
 from __future__ import annotations

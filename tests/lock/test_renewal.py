@@ -285,7 +285,7 @@ def test_a_new_lease_wakes_the_thread_only_if_something_is_due_sooner(watch: Wat
     server.looked_at_from = MOMENT
     renewal.hold(lease)
     assert (renewer.unknown, server.looked_at_from) == ({server: lease.key}, math.inf)
-    assert renewer.woken.get_nowait() == lease.begun
+    assert renewer.woken.get_nowait() == lease.asked_at
     renewer.unknown.clear()
     renewal.hold(lease)
     assert (renewer.unknown, renewer.woken.empty()) == ({}, True)
