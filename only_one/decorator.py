@@ -107,6 +107,8 @@ def only_one(  # pyright: ignore[reportInconsistentOverload] - a key by position
     Above a function or an ``async def`` function, also below ``@app.task``: one run at a time.
     Above ``@app.task``: one task at a time, unique from queued to finished.
     It stands directly above the ``def``, and below every other decorator except Celery's.
+    Exception: above one that commits when the function has returned, such as Django's
+    ``transaction.atomic``; or the key would be free before the commit.
 
     Args:
         function_or_key: the first positional argument: the function, if the decorator is used

@@ -114,18 +114,25 @@ def module_of(function: Any) -> Any:
 
 
 def key_of_message(task: Any, decoration: Decoration, prefix: str, args: Any, kwargs: Any) -> str | None:
-    """The key that the message's arguments give; None if the run may have had other arguments.
+    """The key of the message's run; None if that may have had another than the message's arguments give.
 
     What may change them (pydantic, a base's ``__call__``, a function in between) is the user's, and is not called here.
+    And a callable may read what only the run has, such as a context variable.
     """
-    caller = caller_from_outside(task, decoration)
     # The wrapper of `autoretry_for` hands on what it is given.
     functions = [each for each in functions_of(task) if module_of(each) != "celery.app.autoretry"]
     is_innermost = decoration.is_unique or functions[1:2] == [decoration.function]
     # The first class that has a `__call__`; that of Celery's class is another in a worker.
     is_called_by = next(kind for kind in type(task).__mro__ if "__call__" in vars(kind))
-    if not is_innermost or is_called_by is not Task:
+    may_change = not is_innermost or is_called_by is not Task
+    if may_change or callable(decoration.template):
         return None
+    return key_of_arguments(task, decoration, prefix, args, kwargs)
+
+
+def key_of_arguments(task: Any, decoration: Decoration, prefix: str, args: Any, kwargs: Any) -> str:
+    """The key that the message's arguments give: its run's, unless something changes them on their way to it."""
+    caller = caller_from_outside(task, decoration)
     return prefix + decoration.make_key(caller, (task, *args) if caller.bound else tuple(args), kwargs)
 
 

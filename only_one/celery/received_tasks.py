@@ -5,6 +5,7 @@ Their keys name the worker's process, which is seen to die.
 
 import atexit
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from logging import WARNING
 from math import inf
@@ -34,7 +35,7 @@ from only_one.settings import DEFAULT_LEASE
 from . import coalescing
 from .app_settings import app_options
 from .broker import redelivers_at_any_time, remembered_for, waits_for
-from .delivery import Delivery, caller_from_outside, decorations_of, key_of_message, queue_options_of
+from .delivery import Delivery, caller_from_outside, decorations_of, key_of_arguments, key_of_message, queue_options_of
 from .redelivery import read_marker
 from .requeue import header_of, keep_content_type
 from .work import Work, work_held_by, work_of
@@ -193,7 +194,11 @@ def _announce_redelivery(decoration: Decoration, _sender: Any, request: Any) -> 
         return
     delivery = Delivery(task, Context(request.request_dict), bound=False, decoration=decoration)
     options = decoration.options_for(caller_from_outside(task, decoration))
-    key = delivery.key or key_of_message(task, decoration, options.prefix, request.args, request.kwargs)
+    given = (task, decoration, options.prefix, request.args, request.kwargs)
+    key = delivery.key or key_of_message(*given)
+    if key is None:
+        with suppress(Exception):  # of arguments that are changed on their way
+            key = key_of_arguments(*given)  # if they are not, it is the run's; else nobody reads this marker
     if key is not None and options.server is not None:
         drive(options.server.client, read_marker(key, delivery.marker(key), waits=remembered_for(app)))
 

@@ -1,4 +1,4 @@
-"""The server features: which commands a server knows, and which rights its user has, learnt from its refusals."""
+"""The server features: which commands a server knows, and lets its user call, learnt from its refusals."""
 
 from logging import DEBUG, WARNING
 from typing import Literal
@@ -19,9 +19,7 @@ class Features:
 
     def fall_back(self, refused: object, error: ResponseError) -> bool:
         """Release with another command from now on, if this one was refused; returns whether there is another."""
-        # The server does not know the command, or does not let this user call it.
-        is_unknown = "unknown command" in str(error).lower() or is_forbidden(error)
-        has_other = refused in ("DELIFEQ", "DELEX") and is_unknown
+        has_other = refused in ("DELIFEQ", "DELEX") and is_forbidden(error)
         if has_other and refused == self.release:
             self.release = "DELEX" if refused == "DELIFEQ" else "EVAL"
         return has_other
@@ -32,10 +30,13 @@ def is_of_another_type(error: object) -> bool:
     return isinstance(error, ResponseError) and "WRONGTYPE" in str(error)
 
 
+_FORBIDDEN = ("permission", "can't run this command", "unknown command")
+"""In the texts of errors: this user lacks a right, for a command or in a script; or the server has no such command."""
+
+
 def is_forbidden(error: object) -> bool:
-    """Whether the error says that this user lacks a right, for a command or in a script."""
-    text = str(error).lower()
-    return isinstance(error, ResponseError) and ("permission" in text or "can't run this command" in text)
+    """Whether the error says that this user may not call a command on this server, itself or in a script."""
+    return isinstance(error, ResponseError) and any(each in str(error).lower() for each in _FORBIDDEN)
 
 
 def level_of(error: object) -> int:

@@ -13,6 +13,8 @@ from contextlib import suppress
 from typing import Any
 from weakref import ref
 
+import redis
+
 from only_one.clock import now
 from only_one.connections.node import LONG, Node, trips
 from only_one.connections.server import Server, eviction_warning
@@ -26,8 +28,9 @@ from .pending_releases import PendingRelease, PendingReleases
 
 _LOOKED_AT_AGAIN_AFTER = 60.0
 
-# Imported now, not at the first host name: a child that is forked while a thread imports it would wait for ever.
+# They import now, not at the first host name or connection: a child forked meanwhile would wait for ever.
 "".encode("idna")
+redis.ConnectionPool().make_connection()  # which does not connect
 
 
 class _Renewer:
@@ -210,7 +213,7 @@ def _explain(leases: list[Lease]) -> None:
     keys = f"{leases[0].key} and {len(leases) - 1} others" if len(leases) > 1 else leases[0].key
     if is_forbidden(leases[0].trouble):
         advice = "give it what docs/access-rights.md lists, or write timeout= and no lease="
-        text = "%s cannot be renewed, and will be lost, as the server's user lacks a right: %s: %s"
+        text = "%s cannot be renewed, and will be lost, as the server refuses a command to its user: %s: %s"
         _log(logging.WARNING, text, keys, leases[0].trouble, advice)
     else:
         _log(logging.DEBUG, "%s could not be renewed, and will be tried again: %r", keys, leases[0].trouble)

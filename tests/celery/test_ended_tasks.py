@@ -248,6 +248,7 @@ RUNS: dict[str, tuple[Callable[[Celery], Any], str]] = {
     "wrapped": (lambda app: a_task(app, wrapped, key="{key}"), "k"),
     "changed by its class": (lambda app: a_task(app, work, key="{key}", celery={"__call__": renames}), "k-changed"),
     "changed by the function above": (lambda app: app.register_task(Calls()), "k-changed"),
+    "made of what only the run has": (lambda app: a_task(app, work, key=lambda key: key), "k-changed"),
     "changed by pydantic": (lambda app: a_task(app, work, key="{key}", celery={"pydantic": True}), "k-changed"),
 }
 
