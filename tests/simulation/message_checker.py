@@ -224,6 +224,8 @@ def _no_task_is_lost(history: Any, checker: MessageChecker) -> Problems:
 def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[str]) -> bool:
     """Whether it may end without a run, as is documented."""
     plan = history.plan
+    if trigger.how == "hard limit" and checker.had("killed worker"):
+        return True  # Celery acknowledges first, and tells then
     has_succeeded = trigger.how == "id" or any(end.startswith("'done") for end in checker.outcomes_of(trigger.name))
     if has_succeeded and checker.had("kill"):
         return True  # Celery finds the earlier success of this id, and takes it for that of the child that was killed

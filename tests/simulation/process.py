@@ -14,6 +14,7 @@ import pathlib
 import pkgutil
 import queue
 import random
+import secrets  # noqa: F401 - a pool of redis-py imports it while the fakes are in place
 import signal
 import socket
 import sys
@@ -237,7 +238,7 @@ _driver = redis.driver_info.resolve_driver_info
 
 
 def _driver_info(*given: Any) -> Any:
-    return _driver(*given) if playing().greets else None
+    return _driver(*given) if getattr(playing(), "greets", False) else None  # nobody plays yet when a process begins
 
 
 _CHANGES: list[tuple[Any, str, Any]] = [
