@@ -34,11 +34,13 @@ from only_one import (
     retry,
     skip,
 )
+from only_one.call.owed_key import note_of
 from only_one.celery.broker import waits_for
 from only_one.celery.coalescing import triggers_of
 from only_one.celery.requeue import Header
 from only_one.holder import task_id_of
 from only_one.lock import renewal
+from only_one.lock.commands import WAITS_NO_MORE
 from rigs.proxy import Proxy
 from rigs.waiting import eventually
 from tests.celery.deliveries import QUEUE_TIMEOUT, SLACK, Keys, Queue, done, token_of, unique
@@ -189,13 +191,14 @@ def test_a_task_that_could_not_be_published_keeps_no_other_from_its_queue(
     assert len(queue) == 1
 
 
-def test_a_server_that_is_down_is_not_published_past(queue: Queue) -> None:
+@pytest.mark.parametrize("policy", [{}, {"when_busy": buffer_one()}], ids=["unique", "buffer_one"])
+def test_a_server_that_is_down_is_not_published_past(queue: Queue, policy: Any) -> None:
     for options in ({}, {"when_down": retry()}):
         with pytest.raises(LockUnavailable):
-            unique(queue.app, "k", redis=CLOSED, **options).delay()
-    assert unique(queue.app, "k", redis=CLOSED, when_down=type).delay() is LockUnavailable
+            unique(queue.app, "k", redis=CLOSED, **policy, **options).delay()
+    assert unique(queue.app, "k", redis=CLOSED, when_down=type, **policy).delay() is LockUnavailable
     assert len(queue) == 0
-    task = unique(queue.app, "k", redis=CLOSED, when_down=carry_on)
+    task = unique(queue.app, "k", redis=CLOSED, when_down=carry_on, **policy)
     assert task.delay() != task.delay()
     assert len(queue) == 2
 
@@ -305,8 +308,10 @@ def test_a_task_sent_by_name_or_sent_again_is_always_published(queue: Queue) -> 
     task = unique(queue.app, "k", celery={"name": "named"})
     first = task.delay()
     queue.app.send_task("named")
-    task.apply_async(task_id=first.id, headers=Header(first.id, 0, times=1).as_headers())
+    carried = Header(first.id, 0, times=1, key="another").as_headers()
+    task.apply_async((1,), task_id=first.id, headers=carried)
     task.apply_async(retries=1)
+    assert queue.messages()[2]["headers"]["only_one"] == carried["only_one"]
     assert len(queue) == 4
 
 
@@ -367,16 +372,18 @@ def test_a_task_with_a_model(new_app: Any, queue: Queue, keys: Keys) -> None:
     options: Any = {"function": modelled, "celery": {"pydantic": True}}
     task = unique(new_app(), "{feed[key]}", **options)
     first = task.delay({"key": "k", "pages": 3})
-    assert task.delay({"key": "k", "pages": 4}) == first
+    assert task.delay(feed={"key": "k", "pages": 4}) == first
     if hasattr(task, "_dump_pydantic_arguments"):  # from Celery 5.7 on; no older one sends a model
         assert task.delay(Feed(key="k")) == first
     assert len(queue) == 1
     by_all = unique(new_app(), **options)
     assert by_all.delay({"key": "a"}) == by_all.delay({"key": "a"})
     assert len(queue) == 2
-    pickled = unique(new_app(), "{feed.key}", **options)
-    pickled.apply_async((Feed(key="p"),), serializer="pickle")  # which carries it as it is
-    assert keys.holder("p").name == pickled.name
+    for its, given in (({}, {"serializer": "pickle"}), ({"serializer": "pickle"}, {})):  # which carries it as it is
+        pickled = unique(new_app(), "{feed.key}", function=modelled, celery={"pydantic": True, **its})
+        pickled.apply_async((Feed(key="p"),), **given)
+        assert keys.holder("p").name == pickled.name
+        del keys["p"]
     eager = unique(new_app(task_always_eager=True), "{feed[key]}", **options)
     assert eager.delay({"key": "e", "pages": 3}).get() == {"key": f"{keys.prefix}e", "pages": 3}
 
@@ -439,7 +446,9 @@ def test_a_task_keeps_the_methods_of_its_base_and_the_key_has_the_id_that_was_pu
     task = unique(queue.app, "k", celery={"base": Own})
     first = task.apply_async(expires=expires)
     assert first.id.startswith("own-")
-    assert (keys.holder().task_id, keys.state()) == (first.id, ("queued", 0))
+    holder = keys.holder()
+    assert (holder.task_id, keys.state()) == (first.id, ("queued", 0))
+    assert holder.deadline - holder.since == pytest.approx(expires or QUEUE_TIMEOUT, abs=1)
     assert task.delay() == first
     assert len(queue) == 1
     assert task(2) == task.apply((2,)).get() == ("own", (2, "more", f"{keys.prefix}k"))
@@ -469,7 +478,13 @@ def test_each_task_of_buffer_one_is_numbered(queue: Queue, keys: Keys, replaceme
 
 @pytest.mark.parametrize(
     ("given", "seconds", "requeued"),
-    [({}, 30, 330), ({"expires": 6000}, 30, 330), ({"expires": 20}, 20, 20), ({"countdown": 600}, 630, 330)],
+    [
+        ({}, 30, 330),
+        ({"expires": 6000}, 30, 330),
+        ({"expires": 20}, 20, 20),
+        ({"countdown": 600}, 630, 330),
+        ({"eta": in_(-5)}, 30, 330),
+    ],
 )
 def test_the_newest_task_is_not_waited_for_when_it_has_expired_or_may_be_lost(
     queue: Queue, keys: Keys, given: dict[str, Any], seconds: float, requeued: float
@@ -596,6 +611,7 @@ def test_a_key_whose_release_fails_is_released_in_the_background(queue: Queue, k
     [
         ("the server refuses", {}, ["WARNING"]),  # and nobody may ever come to know
         ("the server is away", {}, ["DEBUG"]),
+        ("the server is away, and the task ends", {}, ["DEBUG"]),
         ("the server is away", {"when_busy": buffer_one()}, []),
     ],
 )
@@ -603,7 +619,7 @@ def test_a_task_is_published_though_its_key_is_not_lengthened(
     queue: Queue, keys: Keys, way: Proxy, caplog: pytest.LogCaptureFixture, how: str, options: Any, levels: list[str]
 ) -> None:
     def trouble() -> None:
-        if how == "the server is away":
+        if "away" in how:
             stack.enter_context(way.refused())
         else:
             del keys["k"]
@@ -612,9 +628,13 @@ def test_a_task_is_published_though_its_key_is_not_lengthened(
     task = unique(queue.app, "k", **options)
     caplog.set_level("DEBUG", "only_one")
     with ExitStack() as stack, about_to_publish(task, trouble):
-        assert isinstance(task.delay(1), AsyncResult)
+        answer = task.delay(1)
+        assert isinstance(answer, AsyncResult)
+        if how.endswith("ends"):
+            keys.redis.set(note_of(f"{keys.prefix}k", answer.id, 0, 0), WAITS_NO_MORE)
     assert len(queue) == 1
-    text = f"{keys.prefix}k is queued, and may be queued again in 30 s"
-    assert [each.levelname for each in caplog.records if text in each.getMessage()] == levels
-    if levels == ["DEBUG"]:
-        assert eventually(lambda: keys.left() > 1000), "as soon as the server is back"
+    text = f"{keys.prefix}k is queued, and may be queued again in 30 s: "
+    assert [each.levelname for each in caplog.records if each.getMessage().startswith(text)] == levels
+    if levels == ["DEBUG"]:  # and as soon as the server is back
+        assert eventually(lambda: "k" not in keys if how.endswith("ends") else keys.left() > 1000)
+        assert eventually(lambda: not renewal._renewer.pending_releases)  # it is not looked for any more
