@@ -17,6 +17,13 @@ from tests.celery.deliveries import Keys, Queue
 from tests.decorated import as_async
 
 
+@pytest.fixture(autouse=True)
+def no_signal_handler_raises(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Celery would only log it."""
+    yield
+    assert not [each for each in caplog.get_records("call") if each.getMessage().startswith("Signal handler")]
+
+
 @pytest.fixture
 def new_app(redis_url: str, prefix: str) -> Iterator[Callable[..., Celery]]:
     """Makes apps that publish to a queue of this test, or of their own."""

@@ -80,7 +80,8 @@ def test_a_task_is_never_skipped_because_of_its_own_lock(
     if outcome == "requeued":
         del keys["k"]
         queue.deliver(message, redelivered=True)
-        assert not runs, "a later message waits"
+        assert not runs
+        assert text.replace("it is out of date", "a later message waits") in caplog.messages
         queue.deliver()
         assert answer.state == "SUCCESS"
         assert len(runs) == 1
@@ -103,28 +104,32 @@ def test_new_work_with_the_id_of_work_that_is_under_way_waits_for_as_long_as_tha
 # Calls from inside
 
 
-def test_a_call_from_inside_its_own_run_is_no_redelivery_of_it(queue: Queue) -> None:
-    """Both have one task id, and one attempt."""
+@pytest.mark.parametrize("key", ["k", "k-{depth}"])
+def test_a_call_from_inside_its_own_run_is_no_redelivery_of_it(queue: Queue, keys: Keys, key: str) -> None:
+    """Both have one task id, and one attempt; and it does not requeue a retry, if another key is busy."""
 
     def work(depth: int) -> list[Any]:
         return ["begun", task.run(depth - 1) if depth else "inside"]
 
-    task = a_task(queue.app, work)
-    answer = task.delay(1)
+    task = a_task(queue.app, work, key=key)
+    keys["k-0"] = "somebody else"
+    answer = task.apply_async((1,), retries=1)
     queue.deliver()
-    assert answer.get() == ["begun", None]
     assert len(queue) == 0
+    assert answer.get() == ["begun", None]
 
 
-def test_a_bound_task_that_is_called_by_hand_is_a_function_whose_key_has_no_task(app: Celery, keys: Keys) -> None:
+def test_a_bound_task_that_is_called_by_hand_is_a_function_whose_key_has_no_task(queue: Queue, keys: Keys) -> None:
     def work(self: Any, value: str) -> Any:  # noqa: ARG001 - the task
         return current_lock().key, *whose()
 
     key: Any = lambda value: f"k-{value}"  # noqa: E731
-    task = a_task(app, work, key=key, celery={"bind": True})
+    task = a_task(queue.app, work, key=key, celery={"bind": True})
     for call in (task, task.run):
         assert call("by hand") == (f"{keys.prefix}k-by hand", f"{__name__}.{work.__qualname__}", None, None)
-    assert task.apply(("eager",)).get()[0] == f"{keys.prefix}k-eager"
+    assert task.apply(("eager",), task_id="mine").get() == (f"{keys.prefix}k-eager", task.name, "mine", 0)
+    answer = task.delay("queued")
+    assert queue.deliver() == (f"{keys.prefix}k-queued", task.name, answer.id, 0)
     with pytest.raises(KeyTemplateError, match="self"):  # of a plain function, of which it could not be known before
         decorated(work, key=key)(None, "no task")
 
@@ -224,20 +229,23 @@ def test_a_second_call_after_its_own_run_has_ended_waits_as_the_first(queue: Que
     queue.deliver()
     (message,) = queue.messages()
     assert [name for name in message["headers"] if name.startswith("only_one")] == ["only_one"]
+    assert "key" not in message["headers"]["only_one"], "it is not unique while it waits"
 
 
-@pytest.mark.parametrize("has_the_key", ["a later message waits", "another copy runs"])
+@pytest.mark.parametrize(
+    "holder",
+    [None, {"attempt": 0}, {"attempt": 1, "state": "queued"}],
+    ids=["a later message waits", "another copy runs", "a retry waits"],
+)
 def test_the_end_of_a_first_call_is_not_stored_if_another_message_does_the_work(
-    queue: Queue, keys: Keys, has_the_key: str
+    queue: Queue, keys: Keys, holder: Any
 ) -> None:
     """The delivery ends without a result: the other message would be dropped for it, and the work be lost."""
 
     def meanwhile(task: Any) -> None:
-        if has_the_key == "another copy runs":
-            keys["k"] = token_of(task.request.id)
-        else:
+        keys["k"] = token_of(task.request.id, **holder) if holder else "somebody else"
+        if holder is None:
             keys.redis.hset(keys.marker(task.request.id), "number", 1)
-            keys["k"] = "somebody else"
 
     answer = a_task(queue.app, done, when_busy=retry(), celery={"base": CallsAgain, "meanwhile": meanwhile}).delay()
     keys.redis.hset(keys.marker(answer.id), "asked", 1)
@@ -358,6 +366,7 @@ def test_the_value_that_is_retained_for_a_retry(queue: Queue, monkeypatch: pytes
         ended_by = ended_by or Retry(when=when, sig=sig or task.s("a", b=1))
         call: Any = SimpleNamespace(options=options, key="p:k:a", ended_by=ended_by)
         stored = run.retained_value(call)
+        assert stored is None or stored.note == "{p:k:a}:withdrawn:the-id:0.5"
         return stored and (stored[0], stored[1] - 1000)
 
     def make_key(_caller: object, args: tuple[str], _kwargs: object) -> str:
@@ -370,9 +379,9 @@ def test_the_value_that_is_retained_for_a_retry(queue: Queue, monkeypatch: pytes
     assert (holder.name, holder.task_id, holder.attempt, holder.state) == (task.name, "the-id", 5, "queued")
     assert json.loads(token)["limit"] == 500
     assert left == 0.5
-    assert retained(when=3)[1] == 3.5
+    assert retained(when=3)[1] == retained(task.s("a", b=1).set(countdown=3))[1] == 3.5
     assert retained(expires=7)[1] == 7
-    assert retained(expires=-1) is None
+    assert retained(expires=-1) is retained(expires="2000-01-01T00:00:00") is None
     assert retained(task.s("a", b=1).set(expires=9), expires=7)[1] == 9
     assert retained(seconds=0) is None
     assert retained(is_unique=False) is None
@@ -422,18 +431,20 @@ class Colour(str, enum.Enum):
 
 
 @pytest.mark.parametrize(
-    ("template", "value", "retried", "is_kept"),
+    ("template", "value", "task_id", "retried", "is_kept"),
     [
-        ("{md5}", "A", {}, True),
-        ("{value.value}", Colour.RED, {}, True),
-        ("{value}", "A", {"args": ("B",)}, False),
-        ("{value.value}", Colour.RED, {"args": ("red",)}, True),
-        ("{value}", "A", {"args": (), "kwargs": {"value": "A"}}, True),
-        ("k", "A", {"args": ("B",)}, True),
+        ("{md5}", "A", None, {}, True),
+        ("{md5}", "A", "its own", {}, True),
+        ("{value.value}", Colour.RED, None, {}, True),
+        ("{value}", "A", None, {"args": ("B",)}, False),
+        ("{value}", "A", "its own", {"args": ("B",)}, False),
+        ("{value.value}", Colour.RED, None, {"args": ("red",)}, True),
+        ("{value}", "A", None, {"args": (), "kwargs": {"value": "A"}}, True),
+        ("k", "A", None, {"args": ("B",)}, True),
     ],
 )
 def test_a_retry_has_the_key_of_its_task_unless_its_arguments_give_another(
-    queue: Queue, keys: Keys, template: str, value: Any, retried: Any, *, is_kept: bool
+    queue: Queue, keys: Keys, template: str, value: Any, task_id: str | None, retried: Any, *, is_kept: bool
 ) -> None:
     def work(value: Any) -> str:
         ran_with.append(current_lock().key)
@@ -443,8 +454,10 @@ def test_a_retry_has_the_key_of_its_task_unless_its_arguments_give_another(
 
     ran_with: list[str] = []
     task = unique(queue.app, template, function=work)
-    answer = task.delay(value)
+    answer = task.apply_async((value,), task_id=task_id, headers={"x-mine": 1})
     queue.deliver()
+    headers = queue.messages()[0]["headers"]
+    assert (headers["x-mine"], "key" in headers["only_one"]) == (1, is_kept)
     assert task.delay(value).is_duplicate == is_kept
     while len(queue):
         queue.deliver()

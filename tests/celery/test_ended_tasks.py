@@ -191,7 +191,7 @@ def threads() -> list[threading.Thread]:
 def fail(task: Any, key: str, error: Exception | None = None, task_id: Any = "mine") -> None:
     """Say that the process of a task is lost, as Celery does."""
     lost = error or WorkerLostError()
-    task_failure.send(sender=task, task_id=task_id, exception=lost, args=(), kwargs={"key": key})
+    task_failure.send(sender=task, task_id=task_id, exception=lost, args=(key,), kwargs={})
 
 
 def revoke(task: Any, key: str, *, terminated: bool = False, **request: Any) -> None:

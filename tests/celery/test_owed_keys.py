@@ -161,3 +161,6 @@ def test_a_dropped_redelivery_does_not_withdraw_the_message_that_waits(tasks: An
     two.run_other(deliver_twice)
     assert len(queue) == 1
     assert not keys.redis.keys(f"*{keys.prefix}*withdrawn:*")
+    keys.redis.hset(keys.marker(two.waits.id), "stored", 1)
+    queue.deliver(message, redelivered=True)
+    assert keys.redis.keys(f"*{keys.prefix}*withdrawn:{two.waits.id}:*"), "its run has ended, and none waits"
