@@ -149,6 +149,7 @@ class MessageChecker:
         after, triggers = self._alive() - {trigger.name}, self.history.triggers.values()
         since = self.history.now - _JUST_NOW
         just_ended = {run.trigger.name for run in self.history.runs if run.ended is not None and run.ended > since}
+        just_ended |= {name for name, told_at in self.history.told_at.items() if told_at > since}  # without a run
         triggers = [each for each in triggers if each.how in _UNIQUE and not each.hooked]
         keep = {each.name for each in triggers if _GIVE_UP_THEIR_KEY.isdisjoint(each.ends)}
         keep &= {each.work.trigger for each in self.history.broker.published} - just_ended
