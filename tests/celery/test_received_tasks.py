@@ -343,10 +343,15 @@ def handed_on(task: Any, key: str) -> Any:
     return task.run(key)
 
 
-HOW: list[dict[str, Any]] = [{}, {"autoretry_for": (ValueError,)}, {"__call__": handed_on}, {"acks_late": False}]
+HOW: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "autoretry": {"autoretry_for": (ValueError,)},
+    "handed on": {"__call__": handed_on},
+    "not acks_late": {"acks_late": False},
+}
 
 
-@pytest.mark.parametrize("celery", HOW, ids=str)
+@pytest.mark.parametrize("celery", HOW.values(), ids=HOW)
 def test_a_run_is_told_of_a_redelivery_that_waits_for_a_process(
     app: Celery, worker: Worker, keys: Keys, celery: dict[str, Any]
 ) -> None:
