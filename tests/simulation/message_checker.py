@@ -170,7 +170,7 @@ class MessageChecker:
 
     def is_alone(self, trigger: Any) -> bool:
         """Whether no other task was there at the same time; the key of a run that was killed stays for a lease."""
-        stays = _TRUSTED_FOR if self.had("kill", "revoke") else _JUST_NOW
+        stays = _TRUSTED_FOR if self.had("kill", "revoke", "shutdown") else _JUST_NOW
         ends = {each: self.history.told_at.get(name, inf) + stays for name, each in self.history.triggers.items()}
         for run in self.history.runs:  # a replacement runs after the end of the first one was told
             ends[run.trigger] = max(ends[run.trigger], (run.ended or inf) + stays)
