@@ -40,6 +40,8 @@ def test_a_positional_only_name_may_come_again_as_keyword() -> None:
     assert maker("{a}", mixed)(a=2) == "0"
     with pytest.raises(TypeError):
         maker("{md5}", lambda a, /: a)(a=2)
+    with pytest.raises(TypeError):
+        maker("{md5}", lambda a, *, b=2, c=3: (a, b, c))(1, 2)
 
 
 @pytest.mark.parametrize("template", ["{a}", "{a:md5}", "{a.real}:{name}"])
@@ -52,6 +54,6 @@ def test_a_key_of_one_parameter_does_not_look_at_the_rest(template: str) -> None
     ("args", "kwargs"), [((), {}), ((), {"b": 1}), ((1, 2, 3, 4), {}), ((1,), {"nope": 1}), ((1,), {"a": 1})], ids=repr
 )
 def test_a_call_that_could_not_be_made_has_no_key(args: Any, kwargs: Any) -> None:
-    with pytest.raises(TypeError, match=r": the decorated function takes \(a") as raised:
+    with pytest.raises(TypeError, match=r": the decorated function takes \(a, b, c, d\)$") as raised:
         maker("{md5}", importer)(*args, **kwargs)
     assert not isinstance(raised.value, OnlyOneError)
