@@ -156,6 +156,7 @@ def test_the_task_itself_is_no_field(queue: Queue) -> None:
         decorated("k-{self}")(shared_task(bound, name=f"task-{uuid4()}", bind=True))
     unique(queue.app, "k-{self}", function=bound)  # which is not bound
     decorated("k-{value}")(shared_task(work, name=f"task-{uuid4()}"))
+    decorated("k")(shared_task(done, name=f"task-{uuid4()}"))  # which has no parameters
 
 
 def test_an_error_that_is_found_later_is_raised_by_every_call(queue: Queue, caplog: pytest.LogCaptureFixture) -> None:
