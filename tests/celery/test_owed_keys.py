@@ -163,4 +163,5 @@ def test_a_dropped_redelivery_does_not_withdraw_the_message_that_waits(tasks: An
     assert not keys.redis.keys(f"*{keys.prefix}*withdrawn:*")
     keys.redis.hset(keys.marker(two.waits.id), "stored", 1)
     queue.deliver(message, redelivered=True)
-    assert keys.redis.keys(f"*{keys.prefix}*withdrawn:{two.waits.id}:*"), "its run has ended, and none waits"
+    (note,) = keys.redis.keys(f"*{keys.prefix}*withdrawn:{two.waits.id}:*")  # its run has ended, and none waits
+    assert QUEUE_TIMEOUT / 2 < keys.redis.ttl(note) <= QUEUE_TIMEOUT, "for as long as its value might have lived"
