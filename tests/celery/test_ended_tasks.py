@@ -23,10 +23,10 @@ import pytest
 from celery import Celery, Task
 from celery.app.task import Context
 from celery.exceptions import Retry, WorkerLostError
-from celery.signals import task_failure, task_postrun, task_retry, task_revoked
+from celery.signals import task_failure, task_postrun, task_retry, task_revoked, task_unknown
 from redis import Redis
 
-from only_one import buffer_one, configure
+from only_one import buffer_one, configure, settings
 from only_one.celery import ended_tasks, received_tasks
 from only_one.celery.requeue import Header
 from only_one.clock import now
@@ -333,6 +333,22 @@ def test_the_key_of_a_revoked_task_is_released(task: Any, unique_task: Any, keys
     assert eventually(lambda: "waits" not in keys)
 
 
+def test_the_key_of_a_task_that_has_not_begun_is_on_the_server_of_its_decorator_or_its_app(
+    new_app: Any, keys: Keys, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "current", {})
+    by_decorator = unique(new_app(broker_url="memory://"), "k", redis=redis_url)
+    of_app = a_task(new_app(broker_url="memory://", only_one_redis=redis_url), work, celery={"lazy": False})
+    header = Header("mine", 0, key=f"{keys.prefix}k").as_headers()
+    for task in (by_decorator, of_app, a_task(new_app(), work, celery={"lazy": False})):
+        keys["k"] = queued("mine", 0)
+        end_without_a_run(task, **header)
+        assert "k" not in keys
+    keys["k"] = queued("mine", 0)
+    task_unknown.send(sender=of_app, message=SimpleNamespace(headers=header), id="mine", name="unknown", exc=None)
+    assert "k" not in keys
+
+
 @pytest.mark.parametrize("is_unique", [False, True])
 def test_a_task_that_is_retried_because_its_process_is_lost_has_its_key_while_it_waits_if_it_is_unique(
     task: Any, unique_task: Any, keys: Keys, dead: bytes, *, is_unique: bool
@@ -376,7 +392,8 @@ def test_a_task_that_has_ended_without_having_begun_has_no_key(
         end_without_a_run(unique_task, **request)
         assert keys["k"] == value
     keys["k"] = value = queued("mine", 1)
-    end_without_a_run(task, retries=1, only_one_key=f"{keys.prefix}k")
+    by_request = {"retries": 1, "only_one_key": f"{keys.prefix}k"}  # a trigger, whose message has no key
+    end_without_a_run(task, **by_request)
     end_without_a_run(unique_task, only_one_has_begun=True, **request)
     end_without_a_run(unique_task, retries=1)
     with configure(active=False):
@@ -384,9 +401,9 @@ def test_a_task_that_has_ended_without_having_begun_has_no_key(
     plain = queue.app.task(work, name="plain", shared=False)
     revoke(plain, "k", **request)
     assert keys["k"] == value
-    for each in (unique_task, task, plain):
+    for each, its in ((unique_task, request), (task, request), (plain, request), (unique_task, by_request)):
         keys["k"] = value
-        end_without_a_run(each, **request)
+        end_without_a_run(each, **its)
         assert "k" not in keys
     assert not [record for record in caplog.records if record.levelname == "ERROR" or "not be" in record.message]
 
@@ -419,6 +436,6 @@ def test_an_error_in_a_signal_is_a_warning_with_its_traceback_once(
                 fail(task if how == "the server is down" else without_key, "k")
                 assert eventually(lambda: not threads())
     (warning,) = caplog.records
-    assert (warning.name, warning.levelname) == ("only_one", "WARNING")
+    assert (warning.name, warning.levelname, warning.message[:14]) == ("only_one", "WARNING", "a key of task-")
     assert "could not be released" in warning.message
     assert warning.exc_info

@@ -14,11 +14,13 @@ from celery.app.task import Context
 from celery.exceptions import WorkerLostError
 from celery.signals import task_failure, task_received, task_unknown, worker_shutdown
 from kombu.asynchronous.timer import Timer
+from redis import Redis
 
 from only_one import buffer_one, configure
 from only_one.celery import received_tasks
 from only_one.celery.requeue import Header
 from only_one.clock import now
+from only_one.lock import renewal
 from only_one.lock.commands import WAITS_NO_MORE
 from only_one.lock.token import TokenFactory
 from rigs.proxy import Proxy
@@ -90,9 +92,10 @@ def worker(queue: Queue) -> Worker:
     return Worker(queue)
 
 
-def test_the_key_lives_with_its_worker_and_the_run_has_its_token(worker: Worker, keys: Keys) -> None:
+def test_the_key_lives_with_its_worker_and_the_run_has_its_token(worker: Worker, keys: Keys, way: Proxy) -> None:
     """And it does so again when another run has had it."""
     lease = worker.lease()
+    assert way.commands.count("EVAL") == 2, "one is the caller's, and one is the worker's"
     assert lease.ttl == LEASE
     assert keys.state() == RECEIVED
     assert keys.holder().deadline is None
@@ -105,8 +108,10 @@ def test_the_key_lives_with_its_worker_and_the_run_has_its_token(worker: Worker,
     assert keys.lives_for(LEASE)
 
 
-def test_a_task_keeps_its_key_for_longer_than_queue_timeout_while_its_worker_lives(worker: Worker, keys: Keys) -> None:
-    with configure(queue_timeout=2 * LEASE):
+def test_a_task_keeps_its_key_for_longer_than_queue_timeout_while_its_worker_lives(
+    worker: Worker, keys: Keys, redis_url: str
+) -> None:
+    with Redis.from_url(redis_url, decode_responses=True) as client, configure(queue_timeout=2 * LEASE, redis=client):
         lease = worker.lease()
         for seconds in range(LEASE // 2, 4 * LEASE, LEASE // 2):
             before = lease.expires_at
@@ -167,6 +172,8 @@ def test_a_task_is_queued_again_when_its_worker_loses_the_connection_to_the_brok
     lease.lives_on(clock[0], LEASE)
     assert eventually(lambda: keys.state() == (None if is_revoked else QUEUED))
     assert is_revoked or is_queued_since(lost_at, keys)
+    assert eventually(lambda: lease.token not in renewal._renewer.pending_releases), "it is done once"
+    lease.lives_on(clock[0], LEASE)  # a renewal that was under way: the key has been seen to
     worker.receive()
     assert keys.state() == (None if is_revoked else RECEIVED)
 
@@ -368,9 +375,11 @@ def test_a_key_that_cannot_be_made_keeps_no_other_task_from_being_announced(
     keys_of_tasks: list[Any] = ["{key.missing}", lambda key: key.missing, "{key}"]
     for each in [a_task(app, work, key=key) for key in keys_of_tasks]:
         answer = each.delay("k")
-        worker.receive(task=each, **REDELIVERED, args=["k"])
+        for args in ([], ["k"]):
+            worker.receive(task=each, **REDELIVERED, args=args)
+        assert not keys.redis.keys(f"{{None}}*{answer.id}*")
     assert keys.marked(answer.id)
-    assert len(caplog.records) == 1, "of a callable it is not known what it would read in the run"
+    assert len(caplog.records) == 3, "two types of error, and one; of a callable it is not known what the run reads"
 
 
 def test_a_task_that_has_ended_is_forgotten_after_a_while(worker: Worker, clock: list[float]) -> None:
@@ -422,6 +431,7 @@ def test_a_task_that_the_worker_does_not_know_has_no_key(
     with way.refused():
         drop(queue.messages()[-1]["headers"])
     assert eventually(lambda: "k" not in keys)
+    assert eventually(lambda: keys.prefix not in str([*renewal._renewer.pending_releases.values()])), "it is done once"
     (record,) = caplog.records
     assert record.getMessage() == f"a key of {worker.task.name}, which ended without it, could not be released yet"
     worker.task.delay("k")
