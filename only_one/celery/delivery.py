@@ -259,6 +259,9 @@ class Delivery(TaskCaller):
         # A task of a chain or group that replaces another has an id of its own.
         is_of_replaced = held is not None and held.id == request.parent_id and held.replacement < self.work.replacement
         if call.options.when_busy is not None and not is_of_replaced:
+            if self.may_have_begun:  # where its run has ended, no policy puts another result in the place of the run's
+                with redelivery.unless_down(self.work.id):
+                    self._check_marker(call)
             return call.options.when_busy
         is_continued = bool(self.work.attempt or self.work.replacement)
         if is_continued or self.may_have_begun:

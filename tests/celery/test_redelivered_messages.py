@@ -296,6 +296,8 @@ ENDED: dict[str, tuple[Any, str]] = {
     "not stored in time": ({"stored": 0, "ended_at": 30}, "run again"),
     "not stored by a dead process": ({"stored": 0, "ended_at": 20, "is_dead": True}, "run again"),
     "not released": ({"stored": 1, "ended_at": 20, "holds": True}, "dropped"),  # it does not wait for the expiry
+    "stored, and another has the key": ({"stored": 1, "ended_at": 20, "when_busy": fail}, "dropped"),
+    "the same, and None would be its result": ({"stored": 1, "ended_at": 20, "when_busy": skip}, "dropped"),
     # A redelivery may come between the release of a key that was lost, and the result.
     "only stored": ({"stored": 1, "ended_at": None}, "dropped"),
     "only asked": ({"asked": 1, "ended_at": None}, "run"),
@@ -309,20 +311,21 @@ def test_a_redelivery_after_the_end_of_its_run(
     """Its run is done for nothing without a result, which it has 30 s to store if it is not known to be dead."""
     caplog.set_level(logging.INFO)
     runs: list[str] = []
-    task = a_task(queue.app, lambda_of(lambda: runs.append("run")))
+    policy = {name: marker[name] for name in ("when_busy",) if name in marker}
+    task = a_task(queue.app, lambda_of(lambda: runs.append("run")), **policy)
     answer = task.delay()
     seconds_ago, is_dead = marker["ended_at"], marker.get("is_dead", False)
     fields = {name: marker[name] for name in ("stored", "asked") if name in marker}
     token = token_of(answer.id, is_dead=is_dead)
     if seconds_ago is not None:
         fields |= {"ended": token, "ended_at": keys.redis.time()[0] - seconds_ago}
-    if "holds" in marker:
-        keys["k"] = token
+    if policy or "holds" in marker:
+        keys["k"] = "another's" if policy else token
     keys.redis.hset(keys.marker(answer.id), mapping=fields)
     queue.deliver(redelivered=True)
     assert (len(runs), len(queue)) == OUTCOMES[outcome]
     assert answer.state == ("SUCCESS" if runs else "PENDING")
-    assert ("k" in keys) == ("holds" in marker)
+    assert ("k" in keys) == bool(policy or "holds" in marker)
     # What has run again has ended anew.
     assert (keys.marked(answer.id).get(b"ended") == fields.get("ended")) == (not runs)
     assert (b"asked" in keys.marked(answer.id)) == ("asked" in marker or "holds" in marker)
