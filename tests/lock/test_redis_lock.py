@@ -303,6 +303,7 @@ def test_the_server_features_that_another_thread_has_learnt_stay() -> None:
     assert not server_features.is_forbidden(PermissionError("no permission to open a socket"))
     in_script_of_redis_6 = "@user_script: 1: The user executing the script can't run this command or subcommand"
     assert server_features.is_forbidden(redis.ResponseError(in_script_of_redis_6))
+    assert server_features.level_of(UNKNOWN) == logging.WARNING, "by `rename-command`: no other command does it, either"
     for refused, then in [("DELIFEQ", "DELEX"), ("DELIFEQ", "DELEX"), ("DELEX", "EVAL"), ("DELIFEQ", "EVAL")]:
         assert features.fall_back(refused, UNKNOWN)
         assert features.release == then
