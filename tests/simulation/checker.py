@@ -69,6 +69,11 @@ class Call:
         """Whether its outcome is an exception that has come in between."""
         return isinstance(self.outcome, (Interrupted, asyncio.CancelledError))
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it says that its work is done: by its result, or because the program exits without an error."""
+        return self.outcome == "done" or (isinstance(self.outcome, SystemExit) and not self.outcome.code)
+
     def job_id(self) -> str:
         """The job of which it is an attempt."""
         return self.job.id if self.job else "job " + self.name.partition(".")[2]
@@ -175,7 +180,7 @@ class Checker:
     def _check_at_least(self, call: Call) -> None:
         for other in self.calls:
             since = call.began - other.asked
-            is_success = other.key == call.key and other.has_succeeded and other.outcome == "done"
+            is_success = other.key == call.key and other.has_succeeded and other.is_done
             if is_success and since < self.at_least - 0.01 and self._could_keep(other):
                 self.problem("at_least", f"{call.name} began {since:.2f} s after {other.name} was asked")
 
@@ -217,7 +222,7 @@ class Checker:
         self.history.note(call.name, "gets", str(shown)[:120])
         package = call.process.package
         documented = (package.AlreadyRunning, package.LockLost, package.LockUnavailable, asyncio.CancelledError)
-        is_users = isinstance(outcome, (Interrupted, BodyFails, Requeued))
+        is_users = isinstance(outcome, (Interrupted, BodyFails, Requeued, SystemExit))
         if not (outcome is None or outcome == "done" or is_users or isinstance(outcome, documented)):
             self.problem("an exception that is not documented", f"{call.name}: {outcome!r}")
         if isinstance(outcome, package.LockLost) and call.told_at == inf:  # then it was checked
@@ -226,9 +231,11 @@ class Checker:
             self.problem("cancelled by nobody", call.name)
         if outcome == "done" and not call.has_succeeded:
             self.problem("an outcome without a run", call.name)
+        if isinstance(outcome, package.LockLost) and outcome.reason != "expired" and outcome.__cause__ is not None:
+            self.problem("a cause of another loss", f"{call.name}: {outcome.__cause__!r}")
         self._check_time(call)
         self._check_policies(call)
-        keeps = outcome == "done" and call.held_to_the_end and call.answered < call.asked + self.at_least
+        keeps = call.is_done and call.held_to_the_end and call.answered < call.asked + self.at_least
         is_there = keeps and self.store.get(call.key_there) == call.lock.token
         if is_there and call.lock.token not in call.process.modules["only_one.lock.token"].active_tokens:
             self.problem("a key that is kept later looks dead", call.name)

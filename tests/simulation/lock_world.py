@@ -202,7 +202,7 @@ class LockWorld(History):
         call = self.checker.begins(process, name)
         try:
             outcome: Any = self.functions[process, call.key](call)
-        except Exception as error:  # noqa: BLE001 - the checker says which are allowed
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the checker says which are allowed
             outcome = error
         sys.settrace(None)  # what the checker asks of the package is not interrupted
         self.checker.ends(call, outcome)
@@ -256,8 +256,10 @@ class LockWorld(History):
             yield self.choose(f"length of {call.name}", [0.001, 0.05, 0.5, 2.0, 5.0])
             if self.draw(f"fails {call.name}") < 0.1:
                 fails(call)
-        except BaseException:
-            self.checker.run_ends(call, succeeded=False)
+            if not self.is_async and self.draw(f"exits {call.name}") < 0.05:
+                sys.exit(self.choose(f"code of {call.name}", [0, 1]))
+        except BaseException as error:
+            self.checker.run_ends(call, succeeded=isinstance(error, SystemExit) and not error.code)
             raise
         self.checker.run_ends(call, succeeded=True)
 
