@@ -2,6 +2,8 @@
 
 A command generator yields one command at a time and is sent its reply, or thrown its error.
 So it decides without sending, and one piece of code serves both drivers. The idea is that of httpx's auth flows.
+An interruption leaves a generator where it is. So none has a ``finally``: it would run when the generator is collected,
+and what a signal handler raises in it then is lost.
 """
 
 import signal
@@ -86,8 +88,6 @@ def drive(client: Any, commands: Commands[T]) -> T:
     except StopIteration as stop:
         result: T = stop.value
         return result
-    finally:
-        commands.close()  # now: what a signal handler raises while it is collected is lost
 
 
 async def drive_async(client: Any, commands: Commands[T]) -> T:
@@ -105,8 +105,6 @@ async def drive_async(client: Any, commands: Commands[T]) -> T:
     except StopIteration as stop:
         result: T = stop.value
         return result
-    finally:
-        commands.close()  # now: what a signal handler raises while it is collected is lost
 
 
 def is_of_signal_handler(error: BaseException) -> bool:

@@ -108,9 +108,6 @@ class LockedCall(Call):
             if is_of_signal_handler(error):  # which may be one of the system's, such as a `TimeoutError`
                 raise
             return error
-        finally:
-            # Of a SET that was sent twice, the first may be carried out when the call is over.
-            self._may_come_late = unanswered.get() != self._unanswered
         return value
 
     def _take_over(self, before: bytes) -> Commands[bytes | None]:
@@ -137,6 +134,8 @@ class LockedCall(Call):
 
     def resolve_acquire(self, acquired: bytes | Exception | None) -> bool:
         """Whether the function may run, by the result of ``acquire``. If not, ``result`` is the result of the call."""
+        # Of a SET that was sent twice, the first may be carried out when the call is over.
+        self._may_come_late = unanswered.get() != self._unanswered
         if isinstance(acquired, bytes):
             if self._may_come_late:
                 self.clean_up(no_write_in_flight=False)
