@@ -23,6 +23,12 @@ _MOST = 60
 _TOKEN = re.compile(rb'"pid":(\d+),.*"state":"(\w+)",.*"number":(\d+)\d{6},')
 """The process of a token, its state, and its number."""
 
+_STORES_WITHIN = 3.0
+"""Seconds within which a server that can be asked again has a retained value."""
+
+MADE_UP = 999 * 10**15
+"""The milliseconds of a time that somebody has stored by hand."""
+
 EPSILON = 0.0015
 """Seconds: the server counts in milliseconds."""
 
@@ -181,11 +187,14 @@ class Checker:
         for other in self.calls:
             since = call.began - other.asked
             is_success = other.key == call.key and other.has_succeeded and other.is_done
-            if is_success and since < self.at_least - 0.01 and self._could_keep(other):
+            if is_success and since < self.at_least - 0.01 and self._could_keep(other, call):
                 self.problem("at_least", f"{call.name} began {since:.2f} s after {other.name} was asked")
 
-    def _could_keep(self, call: Call) -> bool:
-        """Whether the lock had it in its power to keep the key: it was the run's until it ended, and after."""
+    def _could_keep(self, call: Call, later: Call) -> bool:
+        """Whether the lock had it in its power to keep the key: it was the run's until it ended, and after.
+
+        Or it has expired then, because the server could not be asked, and could again some time before a later run.
+        """
         if call.lock.reason not in (None, "released") or self.lost_data_at > call.asked:
             return False
         kept = [each for each in self.stored[call.key_there] if _is_kept_of(each.value, call)]
@@ -194,7 +203,11 @@ class Checker:
         was_killed = b'"pid":%d,' % process.pid not in call.lock.token or (process.is_dead and not process.has_ended)
         if was_killed and not kept:
             return False  # before its release could be repeated
-        return not any(each.has_expired for each in kept + own)
+        if not any(each.has_expired for each in kept + own):
+            return True
+        between = [each for each in self.stored[call.key_there] if each.since >= own[-1].until]
+        was_free = not kept and all(each.value == later.lock.token for each in between)
+        return was_free and self._is_calm(call, later.asked - _STORES_WITHIN)
 
     def run_ends(self, call: Call, *, succeeded: bool) -> None:
         call.ended, call.has_succeeded = self.history.now, succeeded
@@ -217,7 +230,9 @@ class Checker:
 
     def ends(self, call: Call, outcome: Any) -> None:
         call.answered, call.outcome = self.history.now, outcome
-        getattr(outcome, "holder", None)  # as a user may ask
+        holder = getattr(outcome, "holder", None)
+        if holder and max(holder.since, holder.deadline or 0.0) * 1000 >= MADE_UP:
+            self.problem("a time that somebody has made up", f"{call.name}: {holder}")
         shown = f"{type(outcome).__name__}: {outcome}" if isinstance(outcome, BaseException) else outcome
         self.history.note(call.name, "gets", str(shown)[:120])
         package = call.process.package
@@ -231,8 +246,8 @@ class Checker:
             self.problem("cancelled by nobody", call.name)
         if outcome == "done" and not call.has_succeeded:
             self.problem("an outcome without a run", call.name)
-        if isinstance(outcome, package.LockLost) and outcome.reason != "expired" and outcome.__cause__ is not None:
-            self.problem("a cause of another loss", f"{call.name}: {outcome.__cause__!r}")
+        if isinstance(outcome, package.LockLost):
+            self.check_cause(call, outcome)
         self._check_time(call)
         self._check_policies(call)
         keeps = call.is_done and call.held_to_the_end and call.answered < call.asked + self.at_least
@@ -310,7 +325,7 @@ class Checker:
         others = [each for each in self.calls if each.process is own and each is not call]
         if not any(each.answered >= call.asked or (self.at_least and each.has_succeeded) for each in others):
             dead.add(own.pid)
-        is_holder = b'"running"' in value and b'"since":999' not in value  # which somebody has put there by hand
+        is_holder = b'"running"' in value and b"%d" % MADE_UP not in value
         if is_holder and machine.is_known and any(b'"pid":%d,' % pid in value for pid in dead):
             self.problem("skipped for a dead holder", f"{call.name}: {value[-40:]!r}")
 
@@ -375,6 +390,11 @@ class Checker:
         if (reason == "deleted" and not was_free) or (reason == "taken" and not was_anothers):
             self.problem("told of another loss", f"{call.name}: {reason}")
 
+    def check_cause(self, call: Call, lost: Any) -> None:
+        """The cause of a loss, if it has one, is why the key was not renewed in time."""
+        if lost.reason != "expired" and lost.__cause__ is not None:
+            self.problem("a cause of another loss", f"{call.name}: {lost.reason}, {lost.__cause__!r}")
+
     def _is_false_loss(self, call: Call, reason: str) -> bool:
         """Whether a run that is told that its key is lost has not lost it."""
         by_time = ("overrun", "unavailable", "released")
@@ -385,9 +405,12 @@ class Checker:
         has_expired = reason == "expired" and self.history.now >= expires_at
         return bool(own) and not has_expired and not any(each.has_expired for each in own)
 
-    def fenced(self, call: Call, fence: int) -> None:
+    def check_fence(self, name: str, fence: object) -> None:
         if type(fence) is not int:
-            self.problem("a fence that is no number", f"{call.name}: {fence!r}")
+            self.problem("a fence that is no number", f"{name}: {fence!r}")
+
+    def fenced(self, call: Call, fence: int) -> None:
+        self.check_fence(call.name, fence)
         is_excused = self.history.wall_step or self.lost_data_at > 0
         call.fence = fence
         for other in self.calls:  # a run may learn its fence late: it was paused meanwhile

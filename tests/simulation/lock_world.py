@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import redis
 
-from .checker import Call, Checker
+from .checker import MADE_UP, Call, Checker
 from .history import BodyFails, History, Requeued
 from .network import Loop
 from .process import Machine, Process, playing, this, thread
@@ -184,6 +184,8 @@ class LockWorld(History):
         running: Any = thread()
         for name, pause in self._calls_of(process):
             self.sleep(pause)
+            if self.draw(f"switched off before {name}") < 0.01:
+                self._call_switched_off(process.package)
             counting, tracer = running.tracer, None
             if self.fault(f"interrupted of {name}", 0.1):  # by an exception at some line, as of a signal handler
                 lines = self.choose(f"lines before {name}", [30, 300, 1000]) * self.draw(f"line of {name}")
@@ -197,6 +199,10 @@ class LockWorld(History):
             sys.settrace(counting)
             if self.fault(f"fork of {process.name}", 0.03):
                 self._fork(process)
+
+    def _call_switched_off(self, package: Any) -> None:
+        with package.configure(active=False):
+            self.checker.check_fence("switched off", package.only_one("off")(lambda: package.current_lock().fence)())
 
     def _call_and_check(self, process: Process, name: str) -> Any:
         call = self.checker.begins(process, name)
@@ -292,7 +298,8 @@ class LockWorld(History):
         package = call.process.package
         try:
             yield
-        except package.LockLost:
+        except package.LockLost as lost:
+            self.checker.check_cause(call, lost)
             call.found_at = min(call.found_at, self.now)
         except Interrupted:
             raise
@@ -343,7 +350,8 @@ class LockWorld(History):
         there = self.store.keys.get(b"only_one:" + key.encode(), (None,))[0]
         token = there if isinstance(there, bytes) else b""
         foreign = [b"somebody else's", [b"a list"], b"{}", b'{"only_one":1}']
-        foreign += [token.replace(b'"since":', b'"since":999'), re.sub(rb'"pid":\d+', b'"pid":0', token)]
+        made_up = [re.sub(b'"%b":\\d+' % name, b'"%b":%d' % (name, MADE_UP), token) for name in (b"since", b"limit")]
+        foreign += [*made_up, re.sub(rb'"pid":\d+', b'"pid":0', token)]
         self._set_by_hand(key, self.choose("foreign value", foreign) or b"somebody's")
 
     def _set_by_hand(self, key: str, value: Any) -> None:
