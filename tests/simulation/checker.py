@@ -23,9 +23,6 @@ _MOST = 60
 _TOKEN = re.compile(rb'"pid":(\d+),.*"state":"(\w+)",.*"number":(\d+)\d{6},')
 """The process of a token, its state, and its number."""
 
-_STORES_WITHIN = 3.0
-"""Seconds within which a server that can be asked again has a retained value."""
-
 MADE_UP = 999 * 10**15
 """The milliseconds of a time that somebody has stored by hand."""
 
@@ -187,14 +184,11 @@ class Checker:
         for other in self.calls:
             since = call.began - other.asked
             is_success = other.key == call.key and other.has_succeeded and other.is_done
-            if is_success and since < self.at_least - 0.01 and self._could_keep(other, call):
+            if is_success and since < self.at_least - 0.01 and self._could_keep(other):
                 self.problem("at_least", f"{call.name} began {since:.2f} s after {other.name} was asked")
 
-    def _could_keep(self, call: Call, later: Call) -> bool:
-        """Whether the lock had it in its power to keep the key: it was the run's until it ended, and after.
-
-        Or it has expired then, because the server could not be asked, and could again some time before a later run.
-        """
+    def _could_keep(self, call: Call) -> bool:
+        """Whether the lock had it in its power to keep the key: it was the run's until it ended, and after."""
         if call.lock.reason not in (None, "released") or self.lost_data_at > call.asked:
             return False
         kept = [each for each in self.stored[call.key_there] if _is_kept_of(each.value, call)]
@@ -203,11 +197,7 @@ class Checker:
         was_killed = b'"pid":%d,' % process.pid not in call.lock.token or (process.is_dead and not process.has_ended)
         if was_killed and not kept:
             return False  # before its release could be repeated
-        if not any(each.has_expired for each in kept + own):
-            return True
-        between = [each for each in self.stored[call.key_there] if each.since >= own[-1].until]
-        was_free = not kept and all(each.value == later.lock.token for each in between)
-        return was_free and self._is_calm(call, later.asked - _STORES_WITHIN)
+        return not any(each.has_expired for each in kept + own)
 
     def run_ends(self, call: Call, *, succeeded: bool) -> None:
         call.ended, call.has_succeeded = self.history.now, succeeded

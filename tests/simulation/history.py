@@ -111,14 +111,23 @@ class History(World):
         process.is_dead = True
 
 
+_SLIPS = (AttributeError, LookupError, NameError, TypeError)
+"""Errors that no server gives, and no user of the worlds raises: mistakes of our own, of which only a log tells."""
+
+
 class _Errors(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
+        if any(isinstance(each, _SLIPS) for each in record.args or ()):
+            playing().problem("a slip in the log", record.getMessage()[-300:])
+        if record.levelno < logging.ERROR:
+            return
         if record.exc_info and isinstance(record.exc_info[1], (Interrupted, BodyFails)):
             return  # it was raised in a user's hook or policy, whose errors are logged
         playing().problem("an error in the log", record.getMessage()[-300:])
 
 
-logging.getLogger("only_one").addHandler(_Errors(logging.ERROR))
+logging.getLogger("only_one").addHandler(_Errors())
+logging.getLogger("only_one").setLevel(logging.DEBUG)
 
 
 class Histories:

@@ -103,7 +103,7 @@ class LockWorld(History):
 
     def play(self) -> None:
         sys.modules.update(QUEUES)
-        logging.getLogger("only_one").setLevel(logging.ERROR if self.is_silent else logging.NOTSET)
+        logging.getLogger("only_one").setLevel(logging.ERROR if self.is_silent else logging.DEBUG)
         for number, process in enumerate(self.processes):
             self._start(process, f"p{number}", self.choose("plan machine", self.machines))
         self.plan_faults(8)
