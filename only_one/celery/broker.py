@@ -51,7 +51,7 @@ def _seconds_until(app: Celery, when: Any) -> float:
         return float(when)
     time: Any = maybe_iso8601(when if isinstance(when, str) else when.isoformat())
     # By timestamps: the difference of two times of one zone leaves out that its clocks change.
-    return float(maybe_make_aware(time, app.timezone).timestamp() - app.now().timestamp())
+    return float(maybe_make_aware(time).timestamp() - app.now().timestamp())
 
 
 def redelivers_at_any_time(app: Celery) -> bool:

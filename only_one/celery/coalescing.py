@@ -24,8 +24,7 @@ Its message may be lost, or its worker killed, and no key says so. A worker that
 
 # The set forgets what is older than the time for which a message may still be delivered.
 _NUMBER = Script("""
-local what, id, number, same = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[5] or ''
-local call = 'sent:' .. same
+local what, number, lasts = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local function of(member) return tonumber(redis.call('zscore', KEYS[2], member) or 0) end
 local function set(member, to) redis.call('zadd', KEYS[2], string.format('%.0f', to), member) end
 local function raise(member) set(member, math.max(of(member), number)) end
@@ -39,16 +38,19 @@ local function with(prefix, score)
     end
     return found
 end
-local function has_another_begun()
-    for _, other in ipairs(with('by:', number)) do
-        if other ~= id then return true end
-    end
-end
-redis.call('zremrangebyscore', KEYS[2], '-inf', string.format('%.0f', now - ARGV[4] * 1000))
+redis.call('zremrangebyscore', KEYS[2], '-inf', string.format('%.0f', now - lasts * 1000))
 if what == 'pending' then
+    local trusted_for = ARGV[4]
     raise('pending')
-    for _, digest in ipairs(with('same:', number)) do set('until:' .. digest, now + ARGV[6] * 1000) end
+    for _, digest in ipairs(with('same:', number)) do set('until:' .. digest, now + trusted_for * 1000) end
 else
+    local id, same = ARGV[4], ARGV[5]
+    local call = 'sent:' .. same
+    local function has_another_begun()
+        for _, other in ipairs(with('by:', number)) do
+            if other ~= id then return true end
+        end
+    end
     local like = what == 'anew' and of('same:' .. same)
     if like and like == of('pending') and like > of('begun') then
         local equals = with('id:', like)
@@ -72,7 +74,7 @@ else
         raise('by:' .. id)
     end
 end
-redis.call('pexpire', KEYS[2], ARGV[4])
+redis.call('pexpire', KEYS[2], lasts)
 value = number""")
 
 NEWEST = -1
@@ -93,12 +95,12 @@ def arrive(server: Server, key: str, app: Celery, task_id: str, trigger: int | N
     Returns:
         Its number; 0 if a newer task waits or has run.
     """
-    return int(_send(server, key, app, "arrive", task_id, trigger, call))
+    return int(_send(server, key, app, "arrive", trigger, task_id, call))
 
 
 def begin(server: Server, key: str, app: Celery, task_id: str, trigger: int | None, call: str) -> int:
     """Number a task that has the key: it supersedes every earlier task. See ``arrive`` for the arguments and result."""
-    return int(_send(server, key, app, "begin", task_id, trigger, call))
+    return int(_send(server, key, app, "begin", trigger, task_id, call))
 
 
 def queue_anew(server: Server, key: str, app: Celery, task_id: str, digest: str) -> int | bytes:
@@ -114,7 +116,7 @@ def queue_anew(server: Server, key: str, app: Celery, task_id: str, digest: str)
     Returns:
         Its number; the id of the pending task if that is the newest, has the same digest, and is trusted to wait.
     """
-    reply: int | bytes = _send(server, key, app, "anew", task_id, 0, digest)
+    reply: int | bytes = _send(server, key, app, "anew", None, task_id, digest)
     return reply
 
 
@@ -128,7 +130,7 @@ def note_published(server: Server, key: str, app: Celery, trigger: int, seconds:
         trigger: the task's number.
         seconds: for so long it is trusted to wait, and equal calls get its result.
     """
-    _send(server, key, app, "pending", "", trigger, "", round(seconds * 1000))
+    _send(server, key, app, "pending", trigger, round(seconds * 1000))
 
 
 def trusted_for(app: Celery, most: float, until: Any, unseen: float = 0) -> float:
@@ -144,9 +146,9 @@ def trusted_for(app: Celery, most: float, until: Any, unseen: float = 0) -> floa
     return min(most, waits_for(app, max(_TRUSTED_FOR, unseen), None, until))
 
 
-def _send(server: Server, key: str, app: Celery, what: str, task_id: str, trigger: int | None, *more: Any) -> Any:
+def _send(server: Server, key: str, app: Celery, what: str, trigger: int | None, *more: Any) -> Any:
     lasts, beside = round(remembered_for(app) * 1000), (triggers_of(key),)
-    return drive(server.client, evaluate(_NUMBER, key, what, task_id, trigger or 0, lasts, *more, beside=beside))
+    return drive(server.client, evaluate(_NUMBER, key, what, trigger or 0, lasts, *more, beside=beside))
 
 
 def triggers_of(key: str) -> str:
