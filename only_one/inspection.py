@@ -211,7 +211,7 @@ def _read(client: Any, keys: list[bytes]) -> Iterator[Held]:
     pipeline = client.pipeline(transaction=False)
     for key in keys:
         pipeline.execute_command("GET", key, **RAW)
-        pipeline.execute_command("PTTL", key, **RAW)
+        pipeline.pttl(key)
     replies = pipeline.execute(raise_on_error=False)
     for key, stored, milliseconds in zip(keys, replies[::2], replies[1::2], strict=True):
         value: Any = b"" if is_of_another_type(stored) else stored

@@ -13,11 +13,11 @@ from celery._state import get_current_app
 from redis import Redis
 from redis.exceptions import NoPermissionError
 
-from only_one import ConfigurationError, UnkeyableArgument, configure, current_lock, only_one, settings
+from only_one import ConfigurationError, UnkeyableArgument, configure, current_lock, inspection, only_one, settings
 from only_one.inspection import held, held_key, holder_of, key_of, release, release_key
 from only_one.lock.token import TokenFactory
 from only_one.testing import redis_server
-from rigs.waiting import eventually
+from rigs.waiting import LIMIT, eventually
 from tests.decorated import decorated
 from tests.renewal import renew_now
 
@@ -72,17 +72,18 @@ FOREIGN = [b"\x1b[31mred", b"\xff\xfe\x00", b"", b"{}", b'{"only_one":1}', b"[" 
 @pytest.mark.parametrize("name", [b"k", b"\xff"], ids=["text", "no text"])
 @pytest.mark.parametrize("value", FOREIGN, ids=lambda value: repr(value[:12]))
 def test_a_foreign_value_is_shown_as_it_is_and_released(
-    redis_url: str, redis: Redis, prefix: str, name: bytes, value: bytes, *, decode_responses: bool
+    redis_url: str, prefix: str, name: bytes, value: bytes, *, decode_responses: bool
 ) -> None:
-    redis.set(prefix.encode() + name, value)
-    with Redis.from_url(redis_url, decode_responses=decode_responses) as client:
+    """On another server than the configured one, too."""
+    with Redis.from_url(f"{redis_url}?db=1", decode_responses=decode_responses) as client:
+        client.set(prefix.encode() + name, value)
         (found,) = held(redis=client)
         assert found[1:] == (value, None, None)
         assert found.holder is None
         assert held_key(found.key, redis=client) == found
         assert not release_key(found.key, value + b"another", redis=client)
         assert release_key(found.key, found.value, redis=client)
-    assert not list(held())
+        assert not list(held(redis=client))
 
 
 class KeyGoesMeanwhile(Redis):
@@ -93,6 +94,22 @@ class KeyGoesMeanwhile(Redis):
         send = made.execute_command
         made.execute_command = lambda name, *rest, **its: send({"GET": "GETDEL"}.get(name, name), *rest, **its)
         return made
+
+
+class ShowsKeysAgain(Redis):
+    """SCAN may show a key more than once."""
+
+    def scan_iter(self, *args: Any, **options: Any) -> Any:
+        return iter([*super().scan_iter(*args, **options)] * 2)
+
+
+def test_a_key_that_is_shown_again_is_listed_once(
+    redis_url: str, redis: Redis, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection, "_AT_ONCE", 1)
+    redis.mset({f"{prefix}{each}": "x" for each in "ab"})
+    with ShowsKeysAgain.from_url(redis_url) as client:
+        assert sorted(each.key for each in held(redis=client)) == [f"{prefix}a", f"{prefix}b"]
 
 
 def test_a_key_that_expires_meanwhile_has_no_time_left(redis_url: str, redis: Redis, prefix: str) -> None:
@@ -113,8 +130,12 @@ def test_one_key_is_seen_with_and_without_its_prefix(redis: Redis, prefix: str) 
         assert held_key(given) is None
 
 
-def test_a_release_frees_the_key_of_a_call_and_the_run_learns_it(redis: Redis, prefix: str) -> None:
+@pytest.mark.parametrize("decode_responses", [False, True])
+def test_a_release_frees_the_key_of_a_call_and_the_run_learns_it(
+    redis_url: str, redis: Redis, prefix: str, *, decode_responses: bool
+) -> None:
     reasons: list[str] = []
+    client = Redis.from_url(redis_url, decode_responses=decode_responses)
 
     def work(a: int, b: int = 2) -> bool:  # noqa: ARG001
         holder = holder_of(function, 1)
@@ -122,16 +143,17 @@ def test_a_release_frees_the_key_of_a_call_and_the_run_learns_it(redis: Redis, p
         assert (holder.pid, holder.state) == (os.getpid(), "running")
         assert holder_of(function, a=2) is None
         assert key_of(function, 1, b=5) == f"{prefix}1"
-        assert release(function, 1)
+        assert release(function, a=1)
         assert not redis.exists(f"{prefix}1")
         renew_now(current_lock())
         return eventually(lambda: bool(reasons))
 
-    function = decorated(work, "{a}", lease=600, when_lost=lambda lost: reasons.append(lost.reason))
+    function = decorated(work, "{a}", lease=600, redis=client, when_lost=lambda lost: reasons.append(lost.reason))
     assert function(1)
     assert reasons == ["deleted"]
     assert holder_of(function, 1) is None
     assert not release(function, 1)
+    client.close()
 
 
 @pytest.mark.parametrize("kind", ["bound", "queue", "shared"])
@@ -166,14 +188,17 @@ def test_the_key_of_a_task_is_that_of_its_run(app: Celery, prefix: str, redis: R
 
 def test_the_settings_of_an_app_hold_where_it_is_given(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     app = Celery("own settings", broker=redis_url, set_as_current=False)
-    app.conf.only_one_prefix, app.conf.only_one_redis = f"own:{os.getpid()}:", redis_url
+    app.conf.only_one_prefix = f"own:{os.getpid()}:"
     key = f"own:{os.getpid()}:k"
     with Redis.from_url(redis_url) as client:
-        client.set(key, "x", px=600_000)
+        client.set(key, "x", ex=10**6)
         with configure(prefix="another:"):
             assert not list(held(app=app))  # what is configured for the process comes first
         monkeypatch.setattr(settings, "current", {})
-        assert [each.key for each in held(app=app)] == [key]
+        (found,) = held(app=app)
+        assert found.key == key
+        assert found.expires_in == pytest.approx(10**6, abs=LIMIT)
+        assert held_key("k", app=app) is not None
         assert release_key(key, "x", app=app)
         assert not client.exists(key)
 
@@ -201,5 +226,5 @@ def test_a_wrong_call_is_refused() -> None:
         key_of(function)
     with pytest.raises(UnkeyableArgument):
         key_of(function, object())
-    with configure(active=False), pytest.raises(ConfigurationError, match="active=True"):
+    with configure(active=False), pytest.raises(ConfigurationError, match=r"^the locking is .*active=True"):
         key_of(function, "a")
