@@ -156,11 +156,12 @@ def _all_keys(server: Server, prefix: str) -> list[Any]:
         with _at_work:
             return [*server.client.scan_iter(match=pattern, count=1000, _type="string", NEVER_DECODE=True)]
     keys: list[Any] = []
-    cursor = None
-    while cursor != 0:
-        cursor, more = _ask(server, prefix, "SCAN", cursor or 0, "MATCH", pattern, "COUNT", 1000, "TYPE", "string")
+    cursor = 0
+    while True:
+        cursor, more = _ask(server, prefix, "SCAN", cursor, "MATCH", pattern, "COUNT", 1000, "TYPE", "string")
         keys += more
-    return keys
+        if not cursor:
+            return keys
 
 
 def _ask(server: Server, key: Any, *command: Any) -> Any:

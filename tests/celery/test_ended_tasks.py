@@ -27,16 +27,19 @@ from celery.signals import task_failure, task_postrun, task_retry, task_revoked,
 from redis import Redis
 
 from only_one import buffer_one, configure, settings
+from only_one.call.owed_key import note_of
 from only_one.celery import ended_tasks, received_tasks
 from only_one.celery.requeue import Header
 from only_one.clock import now
 from only_one.connections.server import Server, find_server
 from only_one.lock import renewal
+from only_one.lock.commands import WAITS_NO_MORE
 from only_one.lock.token import TokenFactory, process_start
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.celery.deliveries import HOUR, Calls, Keys, Queue, a_task, token_of, unique
 from tests.clients import clients
+from tests.lock.test_leases import RELEASES
 
 PATIENCE = 10.0
 """Seconds for which the death of a process is waited for."""
@@ -174,12 +177,12 @@ def test_the_death_of_a_process_is_waited_for(
 ) -> None:
     """For ten seconds, and not all the time."""
     keys["k"] = held_by(child.pid)
-    moments = [0.0, 0.0, 0.0, PATIENCE - 1, PATIENCE - 1, PATIENCE]
+    moments = [0.0, 0.0, 0.0, PATIENCE - 1, PATIENCE - 1, PATIENCE, HOUR]
     pauses: list[float] = []
     monkeypatch.setattr(ended_tasks, "now", lambda: moments.pop(0))
     monkeypatch.setattr(ended_tasks, "time", SimpleNamespace(sleep=pauses.append))
     ended_tasks._Ending(task, task.run.__only_one__, "mine", (("k",), {}), None).release_keys()
-    assert not moments
+    assert moments == [HOUR]
     assert pauses == [0.02, 0.02]
     assert "k" in keys
 
@@ -267,11 +270,21 @@ def test_all_keys_are_looked_at_only_where_the_user_may_have_changed_the_argumen
     assert ("SCAN" in way.commands) == (key != "k")
 
 
-def test_all_keys_of_a_cluster_are_looked_at() -> None:
+def test_all_keys_of_a_server_are_looked_at(server: Server, keys: Keys) -> None:
+    stored = {f"{keys.prefix}{number}": "x" for number in range(3000)}
+    keys.redis.mset(stored)
+    assert {each.decode() for each in ended_tasks._all_keys(server, keys.prefix)} == stored.keys()
+
+
+def test_all_keys_of_a_cluster_are_looked_at(task: Any, dead: bytes) -> None:
     with clients("cluster") as those, those.connected(decode_responses=True) as client:
         client.mset_nonatomic({"only_one:a": "", "only_one:b": "", "another:a": ""})
         client.rpush("only_one:list", "of others")
         assert sorted(ended_tasks._all_keys(find_server(client), "only_one:")) == [b"only_one:a", b"only_one:b"]
+        client.set("only_one:k", dead)
+        with configure(redis=client, prefix="only_one:"):
+            fail(task, "k")
+            assert eventually(lambda: not client.exists("only_one:k"))
 
 
 def test_the_key_of_a_lost_process_is_released_when_a_server_that_was_away_is_back(
@@ -287,7 +300,10 @@ def test_the_key_of_a_lost_process_is_released_when_a_server_that_was_away_is_ba
             monkeypatch.setattr(ended_tasks, "now", lambda later=later: now() + later)
             before = node.backs_off_until
             assert eventually(lambda before=before: node.backs_off_until > before)  # type: ignore[misc]
+    way.lose_request(*RELEASES)
+    way.lose_reply(*RELEASES)
     assert eventually(lambda: "k" not in keys)
+    assert eventually(lambda: not renewal._renewer.pending_releases)
 
 
 def test_the_pool_can_fork_while_a_server_is_frozen(task: Any, keys: Keys, way: Proxy, dead: bytes) -> None:
@@ -310,6 +326,17 @@ def test_a_server_that_backs_off_is_not_asked(server: Server, keys: Keys) -> Non
     node.fail(0.1)
     assert ended_tasks._ask(server, f"{keys.prefix}k", "GET", f"{keys.prefix}k") == b"value"
     assert now() >= node.backs_off_until > now() - HOUR
+
+
+@pytest.mark.parametrize("module", ["gevent.thread", "eventlet.green.threading"])
+def test_among_greenlets_the_client_of_the_runs_is_asked(
+    keys: Keys, redis_url: str, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    """And no lock is acquired."""
+    keys["k"] = "value"
+    monkeypatch.setattr(ended_tasks, "_at_work", type("Lock", (), {"__module__": module})())
+    with Redis.from_url(redis_url, decode_responses=True) as client:
+        assert ended_tasks._ask(find_server(client), "k", "GET", f"{keys.prefix}k") == b"value"
 
 
 def test_the_key_of_a_revoked_task_is_released(task: Any, unique_task: Any, keys: Keys, dead: bytes) -> None:
@@ -349,21 +376,31 @@ def test_the_key_of_a_task_that_has_not_begun_is_on_the_server_of_its_decorator_
     assert "k" not in keys
 
 
-@pytest.mark.parametrize("is_unique", [False, True])
+@pytest.mark.parametrize(
+    ("is_unique", "given", "has_ended", "state"),
+    [
+        (False, {"kwargs": {"key": "k"}}, False, None),
+        (True, {"kwargs": {"key": "k"}}, False, ("queued", 2)),
+        (True, {"args": ("k",)}, False, ("queued", 2)),
+        (True, {"args": ("k",)}, True, None),  # the retry has ended meanwhile
+    ],
+)
 def test_a_task_that_is_retried_because_its_process_is_lost_has_its_key_while_it_waits_if_it_is_unique(
-    task: Any, unique_task: Any, keys: Keys, dead: bytes, *, is_unique: bool
+    task: Any, unique_task: Any, keys: Keys, dead: bytes, given: Any, state: Any, *, is_unique: bool, has_ended: bool
 ) -> None:
     """Celery's main process publishes the retry, and says so by another signal than that of a failure."""
-    lost, state = (unique_task, ("queued", 2)) if is_unique else (task, None)
+    lost = unique_task if is_unique else task
     keys["k"] = dead
-    request = Context(id="mine", retries=1, kwargs={"key": "k"})
+    if has_ended:
+        keys.redis.set(note_of(f"{keys.prefix}k", "mine", 0, 2), WAITS_NO_MORE)
+    request = Context(id="mine", retries=1, **given)
     task_retry.send(sender=lost, request=request, reason=Retry(exc=ValueError(), when=60))
     assert not threads()
     task_retry.send(sender=lost, request=request, reason=Retry(exc=WorkerLostError(), when=60))
     assert eventually(lambda: keys.state() == state)
     assert eventually(lambda: not threads())
     assert keys.state() == state
-    if is_unique:
+    if state:
         assert keys.lives_for(HOUR + 60)
         assert unique_task.delay("k").id == "mine"
 
@@ -416,6 +453,17 @@ def test_the_newest_task_is_not_waited_for_when_it_has_ended_without_having_begu
     header = {"only_one": queue.take()["headers"]["only_one"]}
     finish(newest, **({"key": "k"} if finish is revoke else {}), id=first.id, **header)
     assert eventually(lambda: newest.delay("k") != first)  # a revoked task withdraws in the background
+
+
+def test_the_newest_task_is_waited_for_while_it_is_retried_because_its_process_is_lost(queue: Queue) -> None:
+    newest = unique(queue.app, "k", function=work, when_busy=buffer_one())
+    first = newest.delay("k")
+    header = {"only_one": queue.take()["headers"]["only_one"]}
+    request = Context(id=first.id, retries=0, args=("k",), **header)
+    task_retry.send(sender=newest, request=request, reason=Retry(exc=WorkerLostError(), when=60))
+    assert eventually(lambda: not threads())
+    renewal.finish_pending_releases()
+    assert newest.delay("k") == first
 
 
 @pytest.mark.parametrize("how", ["the server is down", "a key cannot be made", "it has not begun"])
