@@ -35,6 +35,9 @@ from .work import work_held_by, work_of
 _WAITS_FOR_A_SERVER = 300.0
 """Seconds for which a server that is away is asked again."""
 
+_AT_ONCE = 1000
+"""Keys that the server goes through for one reply."""
+
 _at_work = threading.Lock()
 """Held while a thread of ours does something: the pool does not fork then, because its new child would inherit every
 lock of Python, Celery or redis-py that the thread has acquired, and have nobody to release it.
@@ -154,11 +157,11 @@ def _all_keys(server: Server, prefix: str) -> list[Any]:
     pattern = "".join(f"\\{each}" for each in prefix) + "*"  # the prefix has no wildcards
     if server.node_of(prefix).host:  # one node of a cluster
         with _at_work:
-            return [*server.client.scan_iter(match=pattern, count=1000, _type="string", NEVER_DECODE=True)]
+            return [*server.client.scan_iter(match=pattern, count=_AT_ONCE, _type="string", NEVER_DECODE=True)]
     keys: list[Any] = []
     cursor = 0
     while True:
-        cursor, more = _ask(server, prefix, "SCAN", cursor, "MATCH", pattern, "COUNT", 1000, "TYPE", "string")
+        cursor, more = _ask(server, prefix, "SCAN", cursor, "MATCH", pattern, "COUNT", _AT_ONCE, "TYPE", "string")
         keys += more
         if not cursor:
             return keys

@@ -141,7 +141,9 @@ DONE, WAITS, LEFT, RELEASED = (True, True), (False, False), (True, False), (Fals
 """Whether there is nothing left to release; and whether the key is free then."""
 
 
-def test_a_key_is_released_when_its_process_is_dead(keys: Keys, server: Server, child: subprocess.Popen[bytes]) -> None:
+def test_a_key_is_released_when_its_process_is_dead(
+    keys: Keys, server: Server, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     unknown: Any = None
 
     def look(value: bytes | None, *, takeover: bool = True, attempt: int | None = None) -> tuple[bool, bool]:
@@ -164,6 +166,9 @@ def test_a_key_is_released_when_its_process_is_dead(keys: Keys, server: Server, 
     assert look(another) == LEFT
     assert look(value, takeover=False) == LEFT
     assert look(value) == RELEASED
+    with monkeypatch.context() as patch:
+        patch.delattr(os, "waitid")  # as on macOS
+        assert look(zombie) == WAITS
     assert look(zombie) == RELEASED  # it was not waited for
     assert child.wait() < 0
     assert look(another) == LEFT
@@ -300,7 +305,7 @@ def test_the_key_of_a_lost_process_is_released_when_a_server_that_was_away_is_ba
             monkeypatch.setattr(ended_tasks, "now", lambda later=later: now() + later)
             before = node.backs_off_until
             assert eventually(lambda before=before: node.backs_off_until > before)  # type: ignore[misc]
-    way.lose_request(*RELEASES)
+    way.lose_request(*RELEASES, times=3)
     way.lose_reply(*RELEASES)
     assert eventually(lambda: "k" not in keys)
     assert eventually(lambda: not renewal._renewer.pending_releases)
@@ -487,3 +492,8 @@ def test_an_error_in_a_signal_is_a_warning_with_its_traceback_once(
     assert (warning.name, warning.levelname, warning.message[:14]) == ("only_one", "WARNING", "a key of task-")
     assert "could not be released" in warning.message
     assert warning.exc_info
+    if how == "the server is down":
+        keys.redis.rpush(f"{keys.prefix}k", "no string")
+        fail(task, "k")
+        assert eventually(lambda: len(caplog.records) == 2), "one of another kind is told, too"
+        assert eventually(lambda: not threads())

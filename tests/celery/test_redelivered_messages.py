@@ -338,9 +338,10 @@ def test_a_redelivery_after_the_end_of_its_run(
 
 
 def test_a_task_runs_though_its_marker_cannot_be_read_or_set(
-    queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch
+    queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is no hash, by whomever: the message waits, runs and ends all the same."""
+    caplog.set_level("DEBUG", "only_one")
 
     def spoil(*_: Any) -> None:
         keys.redis.set(marker, "not ours")
@@ -366,6 +367,8 @@ def test_a_task_runs_though_its_marker_cannot_be_read_or_set(
     queue.deliver()
     assert answer.get() == "done"
     assert keys.redis.get(marker) == b"not ours"
+    told = f"what is known of the messages of {answer.id} cannot be asked or noted: WRONGTYPE"
+    assert caplog.messages[-1].startswith(told)
 
 
 def test_a_server_that_is_down_is_not_asked_for_the_marker(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import gc
 import math
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -42,7 +43,7 @@ from rigs.waiting import LIMIT, eventually
 from tests.clients import Subclass, clients
 from tests.decorated import decorated
 from tests.faults.programs import Running
-from tests.interruptions import Interruption, handled, interrupt, is_interrupted_after
+from tests.interruptions import Interruption, handled, interrupt, is_interrupted_after, raised_after, raises
 from tests.renewal import is_idle, is_renewed
 
 ROOT = Path(__file__).parents[2]
@@ -226,6 +227,10 @@ def test_clients_whose_connections_are_pinned(server: RedisServer, make: Callabl
         assert echo(pinned)
         (before,) = kept(pinned)
         assert echo(pinned)
+        assert kept(pinned) == {before}
+        # A command with other options is redis-py's, which reads the reply by them.
+        pinned.zadd("z", {"member": 1})
+        assert pinned.zrange("z", 0, -1, withscores=True)[0][1] == 1.0
         assert kept(pinned) == {before}
 
 
@@ -427,6 +432,30 @@ def test_a_connection_whose_closing_is_interrupted_is_closed_before_it_is_lent_a
     echo(pinned)
     assert close.call_count == 3
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize("error", [TimeoutError, ConnectionResetError])
+def test_a_command_is_not_sent_again_because_of_what_a_signal_handler_raises(
+    redis: Any, proxy: Proxy, error: type[OSError]
+) -> None:
+    """redis-py raises its own in its place; while it is handled, the server may close a connection like any other."""
+    patience: dict[str, Any] = {"retry": Retry(NoBackoff(), 1), "retry_on_error": [redis_py.TimeoutError]}
+    with redis_py.Redis.from_url(proxy.url, **patience) as client:
+        pinned = PinnedClient(client)
+        echo(pinned)
+        held = proxy.hold_up("PTTL")
+        with raised_after(held.met, error), pytest.raises(redis_py.RedisError):
+            pinned.execute_command("PTTL", "k", **RAW)
+        held.let_go()
+        assert echo(pinned)
+        assert proxy.commands == ["ECHO", "PTTL", "ECHO"]
+        with handled(raises(error), signal.SIGUSR1):
+            try:
+                signal.raise_signal(signal.SIGUSR1)
+            except error:
+                for number in kept(pinned):
+                    redis.client_kill_filter(_id=number)
+                assert echo(pinned)
 
 
 def test_a_forgotten_connection_is_closed_also_where_its_pool_is_locked(client: Any, pinned: PinnedClient) -> None:
