@@ -305,7 +305,7 @@ def test_the_key_of_a_lost_process_is_released_when_a_server_that_was_away_is_ba
             monkeypatch.setattr(ended_tasks, "now", lambda later=later: now() + later)
             before = node.backs_off_until
             assert eventually(lambda before=before: node.backs_off_until > before)  # type: ignore[misc]
-    way.lose_request(*RELEASES, times=3)
+    way.lose_request(*RELEASES)
     way.lose_reply(*RELEASES)
     assert eventually(lambda: "k" not in keys)
     assert eventually(lambda: not renewal._renewer.pending_releases)
