@@ -313,7 +313,7 @@ def _is_function(function: Any) -> bool:
     """
     is_routine = inspect.isroutine(function) or isinstance(function, functools.partial)
     # Prefect's tasks are routines by a `__get__` of their own, written in Python.
-    binds = not inspect.isfunction(function) and inspect.isfunction(getattr(type(function), "__get__", None))
+    binds = inspect.isfunction(getattr(type(function), "__get__", None))
     return is_routine and not binds and callable(function) and hasattr(function, "__qualname__")
 
 

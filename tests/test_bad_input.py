@@ -130,7 +130,7 @@ def app() -> Celery:
     return Celery("bad", broker="memory://", set_as_current=False)
 
 
-CONSUMER = "function that consumes it"
+CONSUMER = "before its body has run: write @only_one above the function that consumes it"
 NO_FUNCTION = "write @only_one directly above the def, below every other decorator except Celery's task"
 
 
@@ -150,7 +150,7 @@ NO_FUNCTION = "write @only_one directly above the def, below every other decorat
         (staticmethod(two), "below @staticmethod, directly above the function"),
         (property(function), "below @property, directly above the function"),
         (None, NO_FUNCTION),
-        ("a key", "a key as key='a-name'"),
+        ("a key", "__call__ of its class; a key as key='a-name'"),
         (300, "seconds as timeout=300"),
         (generator(), NO_FUNCTION),
         (max, "write @only_one above a def around it"),
@@ -169,7 +169,9 @@ def test_what_cannot_be_decorated(target: Any, words: str) -> None:
 def test_a_function_that_a_scheduler_has_cannot_be_decorated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "apscheduler", ModuleType("apscheduler"))
     job = type("Job", (list,), {"__module__": "apscheduler.job"})([lambda: None])
-    refused(ConfigurationError, "below @scheduler.scheduled_job", lambda: only_one("k")(job[0]))
+    words = "without the lock: write @only_one directly above the def, below @scheduler.scheduled_job"
+    refused(ConfigurationError, words, lambda: only_one("k")(job[0]))
+    assert only_one("k")(two)
 
 
 TASKS: dict[str, Callable[[], Any]] = {

@@ -262,7 +262,9 @@ def test_a_function_of_c(prefix: str) -> None:
     assert of_c(3) == 6
     assert key_of(of_c, 3) == f"{prefix}math.factorial"
     method: Any = str.upper
-    assert only_one("k")(method)("a") == "A"
+    upper = only_one("{name}")(method)
+    assert upper("a") == "A"
+    assert key_of(upper, "a") == f"{prefix}builtins.str.upper"
 
 
 @pytest.mark.parametrize("made", [functools.cache, functools.singledispatch, functools.partial])
