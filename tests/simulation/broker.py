@@ -55,12 +55,13 @@ TRANSPORTS: dict[str, Any] = {
 
 
 class Results(CacheBackend):  # type: ignore[misc]
-    """A result backend that may take its time."""
+    """A result backend that may take its time to store the result of a run that has returned."""
 
-    def mark_as_done(self, *args: Any, **kwargs: Any) -> Any:
-        """Store the result of a run that has returned, in the time for which the world waits."""
-        playing().sleep(playing().choose(f"storing of {this().name}", [0.0, 0.0, 0.0, 0.4]))
-        return super().mark_as_done(*args, **kwargs)
+    def store_result(self, task_id: str, result: Any, state: str, *args: Any, **kwargs: Any) -> Any:
+        if state == "SUCCESS":
+            playing().sleep(playing().choose(f"storing of {this().name}", [0.0, 0.0, 0.0, 0.4]))
+        playing().stores(result)
+        return super().store_result(task_id, result, state, *args, **kwargs)
 
 
 class Clock(datetime):
@@ -118,7 +119,7 @@ class Delivery:
         self.forget()
 
     def begin(self, child: Process) -> None:
-        self.child = child
+        self.child, self.began = child, self.worker.world.now
         world = self.worker.world
         self.worker.do(lambda: self.callbacks["accept_callback"](child.pid, 0.0))
         running = world.spawn(child, f"{child.name}/task", self._run)
@@ -225,6 +226,8 @@ class Broker:
             delivery.worker = self.world.choose("worker of a message", ready)
             self.unacked.append(delivery)
             self.world.met["deliveries"] += 1
+            if delivery.payload["headers"].get("redelivered"):
+                self.last_redelivered_at[delivery.work] = self.world.now
             delivery.worker.receive(delivery)
             if self.world.fault("visibility timeout", 0.05):
                 self.world.after(self.world.choose("seconds unseen", [0.5, 2.0, 6.0]), partial(self.again, delivery))
@@ -234,7 +237,6 @@ class Broker:
         if delivery not in self.unacked:
             return
         self.unacked.remove(delivery)
-        self.last_redelivered_at[delivery.work] = self.world.now
         if all(run.work != delivery.work for run in self.world.runs):
             self.redelivered_before_a_run.add(delivery.work.trigger)
         payload = deepcopy(delivery.payload)
@@ -261,6 +263,11 @@ class Broker:
         """Redeliver all that a worker has not acknowledged, because its connection is lost."""
         for delivery in [each for each in self.unacked if each.worker is worker]:
             self.again(delivery)
+
+    @property
+    def jobs(self) -> list[Delivery]:
+        """What the workers have."""
+        return [job for worker in self.workers for job in worker.jobs]
 
     def alive(self) -> list[Delivery]:
         """The messages that wait, or are in a worker."""

@@ -23,6 +23,8 @@ _GIVE_UP_THEIR_KEY = {*_IS_NUMBERED_ANEW, "replace", "retry unraised", "retry sw
 _WAITS = {"Ignore", "Retry", "None", "requeue"}
 """Outcomes of a delivery that tell nobody of a failure."""
 _JUST_NOW = 0.1
+_ONE_COMMAND = 0.01
+"""Seconds that a command takes at most, unless it is late."""
 _TRUSTED_FOR = 31.0
 """Seconds after which a call whose equal waits in the queue has a message of its own."""
 
@@ -119,7 +121,7 @@ class MessageChecker:
         """The unique tasks whose message waits, and was not begun."""
         history = self.history
         there = {each.work for each in history.broker.published if not each.is_done}
-        begun = {job.work for worker in history.broker.workers for job in worker.jobs if job.child}
+        begun = {job.work for job in history.broker.jobs if job.child}
         triggers = [history.triggers[work.trigger] for work in there - begun - history.outcomes.keys()]
         # In `before_start` one may have given up its key.
         triggers = [each for each in triggers if each.how in _UNIQUE and not (each.runs or each.hooked)]
@@ -156,6 +158,8 @@ class MessageChecker:
         # A message whose child was killed has no key until it is delivered again; one whose run has ended needs none.
         keep -= self.history.begun_and_killed
         keep -= {run.trigger.name for run in self.history.runs if run.end not in (None, "Retry", "Ignore", "Reject")}
+        # A soft time limit may have ended one before its run, of which the worker is not told yet.
+        keep -= {job.work.trigger for job in self.history.broker.jobs if job.child and job.limits[0]}
         if trigger.is_sent and (others := before & after & keep) and not self._may_forget:
             self.problem("a second message", f"{trigger.name} beside {others}")
         is_accounted_for = before or after or just_ended or self.plan.at_least or not self.only("publishing fails")
@@ -249,7 +253,8 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
             continue
         # Another delivery or attempt of the task fails: it could not be requeued; or it was redelivered, which the
         # first one cannot know, and the server was away or the key was busy.
-        failures = {"OperationalError"}
+        # Or its child was killed when its success was stored already: for Celery all is done then.
+        failures = {"OperationalError", "stored"}
         if checker.was_redelivered(trigger):
             failures |= {"LockUnavailable", "AlreadyRunning", "Reject", "requeue"}
         has_failed = checker.outcomes_of(trigger.name) & failures
@@ -264,15 +269,18 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         may_run_again |= trigger.how == "hard limit" and not history.acks_failures
         if count > 1 + (trigger.how in LISTS) and not may_run_again and checker.only("publishing fails"):
             yield "a run too many", f"{work} ran {count} times"
-    # Not after a visibility timeout, which comes sooner here than runs are long.
-    # Nor where the marker could not be asked.
-    if not history.plan.acks_late or checker.had("visibility timeout", "cut", "late"):
+    # Not where the marker could not be asked.
+    if not history.plan.acks_late or checker.had("cut", "late"):
         return
-    for first, later in combinations(history.runs, 2):
+    # Nor does a message that begins after the run's end put a result of its own in the place of the run's.
+    others = [(run, each) for run in history.runs for each in history.not_run if each.began > (run.ended or inf)]
+    for first, later in [*combinations(history.runs, 2), *others]:
         # A list has no marker: its items run again.
         is_again = first.work == later.work and first.trigger.how not in LISTS
         is_again &= first.trigger.name not in history.broker.redelivered_before_a_run
         is_again &= first.trigger.in_hook[1] != "retry soon"  # which the run may have sent, too
+        # A version in which it is not unique sends the key of its queued message with that.
+        is_again &= "retry elsewhere" not in first.trigger.ends or len({*history.plan.unique}) == 1
         # Of its two calls one may wait for the other delivery's.
         is_again &= history.plan.kind != "class that calls again" or not checker.had("lost connection")
         is_replaced = first.end == "Ignore" and str(first.trigger.action_for(first)).startswith("replace")
@@ -282,10 +290,10 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         until_then = [each for each in history.runs if each.trigger is first.trigger and each.began <= first.began]
         # With Redis, a message that comes back while its result is being stored is as good as new, with all it sends.
         redelivered_at = history.broker.last_redelivered_at
-        have_come_late = [redelivered_at.get(each.work, -inf) > each.ended for each in until_then]
+        have_come_late = [redelivered_at.get(each.work, -inf) > each.ended - _ONE_COMMAND for each in until_then]
         comes_late = history.plan.broker == "redis" and any(have_come_late)
         if is_again and has_ended and not comes_late and not any(_was_killed(each, later.began) for each in until_then):
-            yield "a run too many", f"{first.work} ran again after {first.end}"
+            yield "a run too many", f"{first.work} ran again after {first.end}: {later.end}"
 
 
 def _was_killed(run: Any, until: float) -> bool:

@@ -220,6 +220,7 @@ class MessageWorld(History):
         self.told_at: dict[str, float] = {}
         self.arrived_at: dict[str, float] = {}
         self.runs: list[Run] = []
+        self.not_run: list[Run] = []
         self.revoked: set[str | None] = set()
         self.begun_and_killed: set[str] = set()
         self.broker = Broker(self, self.plan.broker)
@@ -291,7 +292,7 @@ class MessageWorld(History):
         self.note("somebody", "revokes", revoked[:8], "and terminates" if terminates else "")
         self.revoked.add(revoked)
         celery.worker.state.revoked.add(revoked)
-        jobs = [job for worker in self.broker.workers for job in worker.jobs if terminates and job.request]
+        jobs = [job for job in self.broker.jobs if terminates and job.request]
         for job in [job for job in jobs if job.request.id == revoked]:
             job.worker.do(lambda job=job: job.request and job.request.terminate(job.worker))  # it may have ended
 
@@ -302,8 +303,7 @@ class MessageWorld(History):
         for run in self.running:
             if run.process is process:
                 run.end, run.ended = "killed", self.now
-        jobs = [job for worker in self.broker.workers for job in worker.jobs]
-        self.begun_and_killed |= {job.work.trigger for job in jobs if job.child is process}
+        self.begun_and_killed |= {job.work.trigger for job in self.broker.jobs if job.child is process}
 
     def app_of(self, process: Process) -> Any:
         """The app of a process; when it is first asked for, the task is decorated anew."""
@@ -431,6 +431,14 @@ class MessageWorld(History):
         """Whether the delivery that has begun a run, which has failed now, begins it again."""
         is_first = [each.delivery for each in run.trigger.runs].count(run.delivery) == 1
         return self.plan.kind == "class that calls again" and run.end == "ValueError" and is_first
+
+    def stores(self, result: Any) -> None:
+        """Note a result that is not that of a run: where the key is busy, or cannot be asked for."""
+        is_one = result is None or type(result).__name__ in ("AlreadyRunning", "LockUnavailable")
+        if is_one and all(run.delivery is not thread() for run in self.runs):
+            for job in [job for job in self.broker.jobs if job.is_work and job.child is this()]:
+                given = self.triggers[job.work.trigger], job.work, None, this(), job.began, this().life, thread()
+                self.not_run.append(Run(*given, repr(result)))
 
     def told(self, delivery: Delivery, end: str) -> None:
         """Note how a delivery has ended for Celery."""
