@@ -372,7 +372,9 @@ class Delivery(TaskCaller):
             Ignore: for a redelivery that is dropped, or requeued until the result of its run is stored.
         """
         header = carried = self.header
-        self._request.only_one_has_begun = True
+        # Where the task is not unique any more, the key in its message may be another: that is withdrawn at the end.
+        if header.key in (None, call.key):
+            self._request.only_one_has_begun = True
         # A task that was sent with an id of its own has no key in its message; its retry waits with one.
         if self._decoration.is_unique and header.key is None:
             carried = self._carry(header._replace(key=call.key))

@@ -502,8 +502,11 @@ def test_a_task_id_that_is_no_str(queue: Queue, keys: Keys, make: Any) -> None:
 
 
 def test_a_task_that_is_not_unique_any_more_has_not_the_key_in_its_message(queue: Queue, keys: Keys) -> None:
+    """When it ends, the key of the version that has queued it is free, too."""
     sent = Header(str(uuid4()), 0, key=f"{keys.prefix}other", token="queued")  # noqa: S106 - of a lock
-    task = a_task(queue.app, lambda_of(lambda: current_lock().key))
+    keys["other"] = token_of(sent.id, state="queued")
+    task = a_task(queue.app, lambda_of(lambda: (current_lock().key, "other" in keys)))
     answer = task.apply_async(task_id=sent.id, headers=sent.as_headers())
     queue.deliver()
-    assert answer.get() == f"{keys.prefix}k"
+    assert answer.get() == [f"{keys.prefix}k", True]
+    assert "other" not in keys
