@@ -259,9 +259,10 @@ class Delivery(TaskCaller):
         # A task of a chain or group that replaces another has an id of its own.
         is_of_replaced = held is not None and held.id == request.parent_id and held.replacement < self.work.replacement
         if call.options.when_busy is not None and not is_of_replaced:
-            if self.may_have_begun:  # where its run has ended, no policy puts another result in the place of the run's
+            # Where its run has ended, no policy puts another result in the place of the run's.
+            if self.may_have_begun and call.key not in self.under_way:
                 with redelivery.unless_down(self.work.id):
-                    self._check_marker(call)
+                    self._wait_for_result(call)
             return call.options.when_busy
         is_continued = bool(self.work.attempt or self.work.replacement)
         if is_continued or self.may_have_begun:
@@ -383,8 +384,8 @@ class Delivery(TaskCaller):
         is_first_call = call.key not in self.under_way
         may_be_redelivery = is_first_call and (header.times or self.is_redelivered or is_unmarked)
         with redelivery.unless_down(self.work.id):
-            if may_be_redelivery:
-                self._wait_for_result(call)
+            if may_be_redelivery and self._wait_for_result(call).ended:
+                log(INFO, "%s[%s] is run again: its run has ended, but stored no result", self.name, self.work.id)
             if isinstance(call.options.when_busy, BufferOne):
                 trigger = coalescing.begin(*self._coalesced(call))
                 self.is_superseded = not trigger
@@ -394,8 +395,8 @@ class Delivery(TaskCaller):
             self.under_way[call.key] = self._decoration
         return not self.is_superseded
 
-    def _wait_for_result(self, call: Call) -> None:
-        """End this delivery if its run has ended, and has stored its result or may yet do so; else it is to run.
+    def _wait_for_result(self, call: Call) -> redelivery.CompletionMarker:
+        """End this delivery if its run has ended, and has stored its result or may yet do so; else read its marker.
 
         Raises:
             Ignore: the message is dropped, or requeued until the result is stored.
@@ -403,8 +404,7 @@ class Delivery(TaskCaller):
         marker = self._check_marker(call)
         if marker.age < redelivery.STORES_WITHIN and not is_gone(marker.ended):
             self._publish_again(call, self.header, None)
-        if marker.ended:
-            log(INFO, "%s[%s] is run again: its run has ended, but stored no result", self.name, self.header.id)
+        return marker
 
     def _carry(self, header: Header) -> Header:
         """Have the task's later calls and messages find this header."""

@@ -298,6 +298,7 @@ ENDED: dict[str, tuple[Any, str]] = {
     "not released": ({"stored": 1, "ended_at": 20, "holds": True}, "dropped"),  # it does not wait for the expiry
     "stored, and another has the key": ({"stored": 1, "ended_at": 20, "when_busy": fail}, "dropped"),
     "the same, and None would be its result": ({"stored": 1, "ended_at": 20, "when_busy": skip}, "dropped"),
+    "not stored yet, and another has the key": ({"stored": 0, "ended_at": 20, "when_busy": skip}, "requeued"),
     # A redelivery may come between the release of a key that was lost, and the result.
     "only stored": ({"stored": 1, "ended_at": None}, "dropped"),
     "only asked": ({"asked": 1, "ended_at": None}, "run"),
