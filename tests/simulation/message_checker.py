@@ -234,6 +234,10 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
     has_succeeded = trigger.how == "id" or any(end.startswith("'done") for end in checker.outcomes_of(trigger.name))
     if has_succeeded and checker.had("kill"):
         return True  # Celery finds the earlier success of this id, and takes it for that of the child that was killed
+    # One decorator has skipped it; the other one keeps the key, and the child was killed before None was stored.
+    has_two = not {"both", "two below"}.isdisjoint(each.placement for each in history.versions)
+    if plan.at_least and has_two and trigger.name in history.begun_and_killed:
+        return True
     # A redelivery of the message is taken for one of an earlier message with this id. Or the key is held by a task with
     # the same id, because it is kept, or by a command that came late: to tell the two apart could cost a result.
     may_be_ignored = checker.was_redelivered(trigger) or plan.at_least or checker.late_commands
