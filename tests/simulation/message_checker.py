@@ -49,7 +49,7 @@ class MessageChecker:
 
     def last_call(self, trigger: Any) -> None:
         """When all is over, a call runs: what has happened before keeps none from it."""
-        is_duplicate = self.may_leave_a_queued_key and any(self.plan.deduplicate)
+        is_duplicate = not trigger.is_sent and self.history.store.get(b"only_one:k") is not None
         if not (trigger.runs or is_duplicate):
             self.problem("the last call did not run", f"{trigger.error!r}")
 
@@ -71,17 +71,20 @@ class MessageChecker:
         """Whether a message may be acknowledged whose task has not begun or not ended, as Celery has it."""
         return self.acknowledges_early or self.had("message lost")
 
-    @property
-    def may_leave_a_queued_key(self) -> bool:
-        """Whether a message was lost, or both commands of a ``delay()`` were sent twice: the docs say so.
+    def may_leave(self, value: bytes) -> bool:
+        """Whether a key may name a queued task at the end, because the docs say so.
 
-        Or a version in which the task is not unique has ended one whose message names no key, or at its hard limit. Or
-        a worker was killed that had acknowledged a message whose key a direct call had.
+        Both commands of a ``delay()`` were sent twice. Or its message was lost, or its worker was killed, which had
+        acknowledged it, while a direct call had the key. Or a version in which the task is not unique has ended it, and
+        its message names no key; or at its hard limit.
         """
-        ways = {each.how for each in self.history.triggers.values()}
-        is_moved = len({*self.plan.unique}) > 1 and not ways <= {*_UNIQUE} - {"hard limit"}
-        is_lent = self.acknowledges_early and not ways.isdisjoint(CALLS)
-        return self.late_commands > 1 or self.had("message lost") or is_moved or is_lent
+        triggers = self.history.triggers.values()
+        tasks = [each for each in triggers if each.id is not None and each.id.encode() in value]
+        is_moved = len({*self.plan.unique}) > 1 and not {each.how for each in tasks} <= {*_UNIQUE} - {"hard limit"}
+        is_lent = self.acknowledges_early and any(each.how in CALLS for each in triggers)
+        is_lost = is_lent or self.had("message lost")
+        is_lost &= any(self.outcomes_of(each.name) <= _WAITS for each in tasks)
+        return self.late_commands > 1 or is_moved or is_lost
 
     @property
     def acknowledges_early(self) -> bool:
@@ -199,8 +202,9 @@ def _no_message_waits(history: Any, checker: MessageChecker) -> Problems:
 def _no_key_without_a_run(history: Any, checker: MessageChecker) -> Problems:
     for key in list(history.store.keys):
         value = history.store.get(key)
-        is_queued = checker.may_leave_a_queued_key and value is not None and b'"queued"' in value
-        if value is not None and not key.startswith(b"{") and not is_queued:
+        if value is None or key.startswith(b"{"):
+            continue
+        if b'"queued"' not in value or not checker.may_leave(value):
             yield "a key without a run", f"{key!r} {value!r}"[:200]
 
 
@@ -231,9 +235,6 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
     plan = history.plan
     if trigger.how == "hard limit" and checker.had("killed worker"):
         return True  # Celery acknowledges first, and tells then
-    has_succeeded = trigger.how == "id" or any(end.startswith("'done") for end in checker.outcomes_of(trigger.name))
-    if has_succeeded and checker.had("kill"):
-        return True  # Celery finds the earlier success of this id, and takes it for that of the child that was killed
     # One decorator has skipped it; the other one keeps the key, and the child was killed before None was stored.
     has_two = not {"both", "two below"}.isdisjoint(each.placement for each in history.versions)
     if plan.at_least and has_two and trigger.name in history.begun_and_killed:
@@ -285,8 +286,11 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         is_again &= first.trigger.in_hook[1] != "retry soon"  # which the run may have sent, too
         # A version in which it is not unique sends the key of its queued message with that.
         is_again &= "retry elsewhere" not in first.trigger.ends or len({*history.plan.unique}) == 1
+        # Celery sends a retry for a redelivery whose child was killed, also while its run goes on, which sends one too.
+        is_killed = first.trigger.name in history.begun_and_killed
+        is_again &= not (is_killed and "retry_on_worker_lost" in history.plan.options)
         # Of its two calls one may wait for the other delivery's.
-        is_again &= history.plan.kind != "class that calls again" or not checker.had("lost connection")
+        is_again &= all(run.end != "calls again" for run in first.trigger.runs)
         is_replaced = first.end == "Ignore" and str(first.trigger.action_for(first)).startswith("replace")
         has_ended = is_replaced or first.end in ("done", "Retry")
         has_ended |= first.end == "ValueError" and history.acks_failures
@@ -316,7 +320,7 @@ def _no_call_is_skipped_for_its_own_delivery(history: Any, checker: MessageCheck
             yield "a task is skipped for its own lock", f"{work}: {outcomes}"
         for run in trigger.runs:
             again = [each for each in trigger.runs if each.delivery is run.delivery and each is not run]
-            is_over = again or "limit" in trigger.how or checker.had("kill", "revoke", "shutdown")
+            is_over = again or "limit" in trigger.how or _was_killed(run, history.now)
             if run.end == "calls again" and not is_over:
                 yield "a second call did not run", f"{work}: {outcomes}"
 
