@@ -240,8 +240,10 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
     if plan.at_least and has_two and trigger.name in history.begun_and_killed:
         return True
     # A redelivery of the message is taken for one of an earlier message with this id. Or the key is held by a task with
-    # the same id, because it is kept, or by a command that came late: to tell the two apart could cost a result.
+    # the same id, because it is kept, its run was killed, or a command came late: to tell the two apart could cost a
+    # result.
     may_be_ignored = checker.was_redelivered(trigger) or plan.at_least or checker.late_commands
+    may_be_ignored |= any(run.end == "killed" and run.trigger.id == trigger.id for run in history.runs)
     if trigger.how == "id" and outcomes <= {"Ignore", "requeue"} and may_be_ignored:
         return True
     has_run = any(run.end != "calls again" for run in trigger.runs)
@@ -282,7 +284,7 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
     for first, later in [*combinations(history.runs, 2), *others]:
         # A list has no marker: its items run again.
         is_again = first.work == later.work and first.trigger.how not in LISTS
-        is_again &= first.trigger.name not in history.broker.redelivered_before_a_run
+        is_again &= history.plan.broker == "amqp" or first.trigger.name not in history.broker.redelivered_before_a_run
         is_again &= first.trigger.in_hook[1] != "retry soon"  # which the run may have sent, too
         # A version in which it is not unique sends the key of its queued message with that.
         is_again &= "retry elsewhere" not in first.trigger.ends or len({*history.plan.unique}) == 1
