@@ -102,11 +102,13 @@ class Delivery:
         is_done: whether it is acknowledged.
         request: Celery's request for it.
         child: the child that has begun it.
+        message: kombu's message, once a worker has received it.
     """
 
     is_done = False
     worker: Any = None
     child: Any = None
+    message: Any = None
     limits: Any = (None, None)
 
     def __init__(self, payload: dict[str, Any], number: int) -> None:
@@ -249,6 +251,7 @@ class Broker:
         known_by_tag = delivery.number if self.kind == "redis" else None
         self.unacked = [each for each in self.unacked if each is not delivery and each.number != known_by_tag]
         self.published[delivery.number].is_done = delivery.is_done = True
+        delivery.message._state = "ACK"
         self.world.note(this().name, "acknowledges", f"#{delivery.number}")
         self.deliver()
 
@@ -325,7 +328,7 @@ class Worker:
         """As the worker's consumer does with a message: the strategy of Celery decides."""
         if job not in self.jobs:
             return  # the connection was lost on which it came
-        message = _virtual.Message(job.payload, channel=_RECEIVING)
+        job.message = message = _virtual.Message(job.payload, channel=_RECEIVING)
         self.receiving, receive = job, self._strategy(job.task)
         acknowledge, reject = partial(self.broker.ack, job), partial(self.broker.reject, job)
         receive(message, None, acknowledge, reject, [], to_timestamp=lambda eta, *_: eta.timestamp())
