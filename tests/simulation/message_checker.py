@@ -242,7 +242,7 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
     # A redelivery of the message is taken for one of an earlier message with this id. Or the key is held by a task with
     # the same id, because it is kept, its run was killed, or a command came late: to tell the two apart could cost a
     # result.
-    may_be_ignored = checker.was_redelivered(trigger) or plan.at_least or checker.late_commands
+    may_be_ignored = checker.was_redelivered(trigger) or bool(plan.at_least or checker.late_commands)
     may_be_ignored |= any(run.end == "killed" and run.trigger.id == trigger.id for run in history.runs)
     if trigger.how == "id" and outcomes <= {"Ignore", "requeue"} and may_be_ignored:
         return True
