@@ -2,13 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
 import redis
 
 from only_one.clock import now
-from only_one.driver import RAW, Command
+from only_one.driver import RAW, TROUBLE, Command
 
 _FIRST_PAUSE = 0.05
 
@@ -35,7 +36,7 @@ class Node:
         """``follow`` sends commands on that a cluster has redirected; see ``ClusterNodes.follow``."""
         self.client = client
         self.host = host
-        self.backs_off_until = 0.0
+        self.backs_off_until = self._asks_from = 0.0
         self._pause = _FIRST_PAUSE
         self._follow = follow
 
@@ -57,6 +58,7 @@ class Node:
     def send_here(self, commands: Sequence[Command], pause: float | None = None) -> list[Any]:
         """Send commands in one trip to this node, and to no other."""
         try:
+            self._find_master()
             pipeline = self.client.pipeline(transaction=False)
             for command in commands:
                 pipeline.execute_command(*command, **RAW)
@@ -68,6 +70,18 @@ class Node:
         if any(isinstance(each, redis.ReadOnlyError) for each in replies):  # a replica, as in `PinnedClient`
             self.client.connection_pool.disconnect(inuse_connections=False)
         return replies
+
+    def _find_master(self) -> None:
+        """Ask the Sentinels, if there are any: a master that they have replaced may not know it for ten seconds.
+
+        It takes a tenth of the time at the most: they may not answer, and other nodes have keys to renew.
+        """
+        pool = getattr(self.client, "connection_pool", None)
+        began, ask = now(), getattr(pool, "get_master_address", None)
+        if ask and began >= self._asks_from:
+            with suppress(*TROUBLE):
+                ask()  # which closes the connections if there is another
+            self._asks_from = now() + 9 * (now() - began)
 
     def fail(self, pause: float | None = None) -> None:
         """Note that the node could not be reached."""

@@ -19,7 +19,7 @@ from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.clients import clients
 from tests.faults.programs import Running, RunningAsync
-from tests.renewal import renew_now
+from tests.renewal import is_renewed, renew_now
 
 HASTE = ("info-period", "publish-period", "ping-period", "ask-period", "min-link-reconnect-period")
 """What a Sentinel does every one to ten seconds, and here every 0.1 s; one that is too old for it takes its time."""
@@ -126,6 +126,22 @@ def test_a_failover_during_a_run(watched: Watched, prefix: str, fault: Callable[
     assert on_replica.get(keys[2]) == b"the next one"
     # At once, or in the background if the run's own connection had yet to learn of the new master.
     assert eventually(lambda: not on_replica.exists(keys[0], keys[1], f"{prefix}new"))
+
+
+def test_a_master_that_was_replaced_and_does_not_know_it_yet(watched: Watched, prefix: str) -> None:
+    """A run whose key it holds is renewed on the new one, and is told if that has lost the key."""
+    told: list[Any] = []
+    with Running(lease=60, when_lost=told.append) as run:
+        assert is_renewed(run.lock)
+        assert eventually(lambda: watched.on_replica.exists(f"{prefix}k"))
+        assert watched.fails_over()
+        watched.on_replica.pexpire(f"{prefix}k", 30_000)
+        assert is_renewed(run.lock)
+        assert watched.on_replica.pttl(f"{prefix}k") > 30_000
+        watched.on_replica.delete(f"{prefix}k")
+        renew_now(run.lock)
+        assert eventually(lambda: told)
+    assert [each.reason for each in told] == ["deleted"]
 
 
 @pytest.mark.usefixtures("prefix")

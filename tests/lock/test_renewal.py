@@ -430,6 +430,23 @@ def test_a_node_carries_out_all_that_it_does_not_refuse(watch: Watch, redis_url:
     assert replies[1] == b"token"
 
 
+def test_sentinels_are_asked_for_the_master_before_each_trip(watch: Watch, redis_url: str) -> None:
+    """In a tenth of the time at the most: while they do not answer, they do not keep the thread from other nodes."""
+    asked: list[float] = []
+
+    def no_master() -> None:
+        asked.append(watch.clock.moment - MOMENT)
+        watch.clock.moment += 1.0 if len(asked) > 2 else 0.0
+        raise redis_py.ConnectionError
+
+    reached, key = node(watch.server(redis_url)), watch.key()
+    reached.client.connection_pool.get_master_address = no_master
+    for moment in (0, 0, 4, 5, 13.5, 14, 15, 24):
+        watch.clock.moment = MOMENT + moment
+        assert reached.send([("GET", key)]) == [b"token"]
+    assert asked == [0, 0, 4, 14, 24]
+
+
 # Their connections
 
 
