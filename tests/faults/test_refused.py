@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import redis as redis_py
 
 from only_one import LockUnavailable, carry_on, configure, current_lock, fail, skip
+from rigs.proxy import Proxy
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, both, decorated, decorated_async
@@ -103,6 +106,19 @@ def test_a_wrong_url_is_told_with_what_to_write(
     patient = url if "rediss" in url else f"{url}?socket_timeout={LIMIT}&socket_connect_timeout={LIMIT}"
     with trouble(client, name), pytest.raises(LockUnavailable, match=words):
         decorate(is_held, redis=patient)()
+
+
+@both
+@pytest.mark.parametrize("option", ["", "ssl_ca_certs=/of/nobody.pem"], ids=["nobody is named", "no such file"])
+def test_a_certificate_that_is_not_trusted_is_told_with_what_to_write(
+    own_server: RedisServer, decorate: Decorate, option: str
+) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(Path(__file__).with_name("tls.pem"))
+    with Proxy(own_server.url, tls=context) as proxy:
+        url = f"{proxy.url}?{option}&socket_timeout={LIMIT}".replace("redis:", "rediss:")
+        with pytest.raises(LockUnavailable, match=r"ssl_ca_certs=/path/ca\.pem"):
+            decorate(is_held, redis=url)()
 
 
 def test_a_user_who_may_acquire_and_not_release_gets_the_result_all_the_same(

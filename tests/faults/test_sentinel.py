@@ -18,6 +18,7 @@ from rigs.proxy import Proxy
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.clients import clients
+from tests.decorated import Decorate, both
 from tests.faults.programs import Running, RunningAsync
 from tests.renewal import is_renewed, renew_now
 
@@ -142,6 +143,16 @@ def test_a_master_that_was_replaced_and_does_not_know_it_yet(watched: Watched, p
         renew_now(run.lock)
         assert eventually(lambda: told)
     assert [each.reason for each in told] == ["deleted"]
+
+
+@both
+@pytest.mark.usefixtures("prefix")
+def test_the_url_of_a_sentinel_is_told_with_what_to_write(decorate: Decorate) -> None:
+    with clients("Sentinel") as those:
+        for database in (0, 1):
+            url = f"redis://127.0.0.1:{those.sentinel_port}/{database}?socket_timeout={LIMIT}"
+            with pytest.raises(LockUnavailable, match=r"write redis=Sentinel\(\[...\]\)\.master_for"):
+                decorate(lambda: "done", redis=url)()
 
 
 @pytest.mark.usefixtures("prefix")
