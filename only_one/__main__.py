@@ -14,10 +14,11 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
 
-from .driver import TROUBLE
+from redis.exceptions import RedisClusterException, RedisError
+
 from .errors import OnlyOneError
 from .holder import printable
-from .inspection import Held, held, held_key, release_key
+from .inspection import Held, _configured, held, held_key, release_key
 from .settings import UNSET, configure
 
 _COLUMNS = ("key", "state", "task", "id", "host", "pid", "since", "age", "free_by", "process")
@@ -44,10 +45,14 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m on
         out.reconfigure(errors="backslashreplace")  # what a terminal cannot show
     try:
         with configure(redis=given.redis, prefix=given.prefix):
-            return _COMMANDS[given.command](given, app)
-    except (OnlyOneError, UnicodeError, *TROUBLE) as error:  # half of a surrogate pair is in no key
-        _print(f"{program}: {type(error).__name__}: {error}", is_problem=True)
-        return 2
+            try:
+                return _COMMANDS[given.command](given, app)
+            except (RedisError, RedisClusterException) as error:
+                problem = _configured(None, app)[0].describe(error)
+    except (OnlyOneError, UnicodeError, OSError) as error:  # half of a surrogate pair is in no key
+        problem = f"{type(error).__name__}: {error}"
+    _print(f"{program}: {problem}", is_problem=True)
+    return 2
 
 
 def _print(line: str, *, is_problem: bool = False) -> None:

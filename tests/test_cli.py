@@ -271,7 +271,7 @@ def test_neither_a_run_nor_the_program_needs_celery_and_it_spells_out_what_the_t
         (["release", "--dead", "--queued", "1h"], 2, "--queued"),
         (["release", "--queued", "1h", "k"], 2, "--queued"),
         (["--redis", "nowhere", "list"], 2, "write redis://"),
-        (["--redis", "redis://127.0.0.1:1/0", "list"], 2, "refused"),
+        (["--redis", "redis://127.0.0.1:1/0", "list"], 2, "ConnectionError of 127.0.0.1:1: Error 111"),
         (["--prefix", "{a}", "list"], 2, "without braces"),
         ([], 2, "usage: python -m only_one"),
         (["list", "--forever"], 2, "usage: python -m only_one"),
