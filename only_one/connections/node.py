@@ -1,8 +1,8 @@
 """One server, or one node of a cluster, and the trips in which the renewing thread sends commands to it."""
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
@@ -72,16 +72,21 @@ class Node:
         return replies
 
     def _find_master(self) -> None:
-        """Ask the Sentinels, if there are any: a master that they have replaced may not know it for ten seconds.
+        """Ask a Sentinel, if there is one: a master that was replaced may not know it for ten seconds.
 
-        It takes a tenth of the time at the most: they may not answer, and other nodes have keys to renew.
+        Only one, and in a tenth of the time at the most: it may not answer, and other nodes have keys to renew.
         """
-        pool = getattr(self.client, "connection_pool", None)
-        began, ask = now(), getattr(pool, "get_master_address", None)
-        if ask and began >= self._asks_from:
-            with suppress(*TROUBLE):
-                ask()  # which closes the connections if there is another
-            self._asks_from = now() + 9 * (now() - began)
+        began, pool = now(), getattr(self.client, "connection_pool", None)
+        if began < self._asks_from or type(pool) is not redis.SentinelConnectionPool:
+            return
+        sentinels, manager = pool.sentinel_manager.sentinels, copy.copy(pool.sentinel_manager)
+        manager.sentinels = sentinels[:1]
+        try:
+            if manager.discover_master(pool.service_name) != pool.master_address:
+                pool.disconnect(inuse_connections=False)
+        except TROUBLE:
+            sentinels.append(sentinels.pop(0))  # the next time another
+        self._asks_from = now() + 9 * (now() - began)
 
     def fail(self, pause: float | None = None) -> None:
         """Note that the node could not be reached."""

@@ -19,6 +19,7 @@ from weakref import ref
 import pytest
 import redis as redis_py
 from redis.exceptions import ResponseError
+from redis.sentinel import Sentinel
 
 from only_one import LockLost
 from only_one.clock import now
@@ -430,21 +431,34 @@ def test_a_node_carries_out_all_that_it_does_not_refuse(watch: Watch, redis_url:
     assert replies[1] == b"token"
 
 
-def test_sentinels_are_asked_for_the_master_before_each_trip(watch: Watch, redis_url: str) -> None:
-    """In a tenth of the time at the most: while they do not answer, they do not keep the thread from other nodes."""
-    asked: list[float] = []
+def test_a_sentinel_is_asked_for_the_master_before_each_trip(watch: Watch) -> None:
+    """One, and in a tenth of the time at the most: if it does not answer, other nodes have keys to renew."""
+    kind: Any = Sentinel
+    asked: list[tuple[str, float]] = []
+    knows = {"is_master": True, "is_sdown": False, "is_odown": False, "num-other-sentinels": 1, "ip": "h", "port": 7}
 
-    def no_master() -> None:
-        asked.append(watch.clock.moment - MOMENT)
-        watch.clock.moment += 1.0 if len(asked) > 2 else 0.0
-        raise redis_py.ConnectionError
+    def sentinel(name: str, takes: float) -> Any:
+        def masters() -> dict[str, Any]:
+            asked.append((name, watch.clock.moment - MOMENT))
+            watch.clock.moment += takes
+            if takes:
+                raise redis_py.TimeoutError
+            return {"watched": knows}
 
-    reached, key = node(watch.server(redis_url)), watch.key()
-    reached.client.connection_pool.get_master_address = no_master
-    for moment in (0, 0, 4, 5, 13.5, 14, 15, 24):
+        return SimpleNamespace(sentinel_masters=masters)
+
+    asks = nodes.Node(short_timeouts.with_short_timeouts(kind([]).master_for("watched")))
+    pool = asks.client.connection_pool
+    pool.sentinel_manager.sentinels = [sentinel("frozen", 1.0), sentinel("well", 0.0)]
+    pool.proxy.master_address, pool.disconnect = ("h", 7), Mock()
+    for moment in (0, 1, 9, 10, 10, 11):
         watch.clock.moment = MOMENT + moment
-        assert reached.send([("GET", key)]) == [b"token"]
-    assert asked == [0, 0, 4, 14, 24]
+        asks.send([])
+    assert asked == [("frozen", 0), ("well", 10), ("well", 10), ("well", 11)]
+    pool.disconnect.assert_not_called()
+    knows["port"] = 8
+    asks.send([])
+    pool.disconnect.assert_called_once_with(inuse_connections=False)
 
 
 # Their connections
