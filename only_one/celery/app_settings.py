@@ -111,4 +111,5 @@ def _redis_url(url: Any) -> str | None:
     """The URL as redis-py understands it; None if it is not the URL of one Redis server."""
     is_one = isinstance(url, str) and re.fullmatch(r"(rediss?|redis\+socket)://[^;]*", url)
     ours = re.sub(r"(?<=ssl_cert_reqs=)CERT_\w+", lambda name: name[0][5:].lower(), url) if is_one else ""
+    ours = re.sub("(?<![:/])//", "/", ours)  # kombu reads `redis://host//` as database 0
     return ours.replace("redis+socket://", "unix://").replace("virtual_host=", "db=") or None
