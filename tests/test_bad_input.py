@@ -275,6 +275,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"redis": valkey.asyncio.Valkey()}, "write the server's URL, redis://"),
     ({"redis": OfSeveralDatabases()}, "give the client or URL of one"),
     ({"redis": KombusClient(global_keyprefix="a:")}, "write a URL, and prefix='a:only_one:'"),
+    *(({"redis": value}, "leave encoding= out") for value in ("redis://h?encoding=latin-1", Redis(encoding="utf-16"))),
+    ({"redis": lambda: Redis(encoding="latin-1")}, "client with encoding='latin-1'"),
     ({"redis": lambda: None}, "return a client of redis-py"),
     ({"redis": lambda: valkey.Valkey()}, "write the server's URL"),
     ({"redis": lambda: "localhost"}, URL),

@@ -154,7 +154,7 @@ class _KeptConnections:
                 await connection.connect()  # a Sentinel's does not begin with what is sent
             connection.socket_timeout = None
             # A connection whose server has gone fails anyhow, and redis-py's check of it would wait without a limit.
-            await connection.send_packed_command(_packed(connection, args), check_health=False)
+            await connection.send_packed_command((packed(args),), check_health=False)
             connection.socket_timeout = self._patience
             reply = await connection.read_response(disable_decoding=True)
         except BaseException as error:
@@ -174,12 +174,6 @@ class _KeptConnections:
         sentinels = getattr(getattr(self.connection_pool, "sentinel_manager", None), "sentinels", ())
         closing = [each.disconnect() for each in self._all] + [each.aclose() for each in sentinels]
         await asyncio.gather(*closing, return_exceptions=True)
-
-
-def _packed(connection: Any, command: Any) -> Any:
-    codec = connection.encoder
-    is_utf8 = (codec.encoding, codec.encoding_errors) == ("utf-8", "strict")
-    return (packed(command),) if is_utf8 else connection.pack_command(*command)
 
 
 def make_async_client(client: Any) -> AsyncClient:

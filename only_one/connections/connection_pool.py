@@ -106,10 +106,9 @@ class PinnedClient(redis.Redis):
             return False
         if "execute_command" in vars(client) or client.connection is not None:
             return False
-        pool, codec = client.connection_pool, client.get_encoder()
+        pool: Any = client.connection_pool
         is_plain = type(pool) is redis.ConnectionPool and getattr(pool, "cache", None) is None
-        # hiredis packs as UTF-8, whatever the client says.
-        as_here = _is_known(pool.connection_class) and (codec.encoding, codec.encoding_errors) == ("utf-8", "strict")
+        as_here = _is_known(pool.connection_class)
         # Tokens that are renewed get to a connection when it goes back to the pool.
         renews = hasattr(pool.connection_kwargs.get("credential_provider"), "on_next")
         return is_plain and as_here and not renews and pool.max_connections >= redis.ConnectionPool().max_connections

@@ -149,11 +149,11 @@ def _url_problem(url: str) -> str | None:
     if not re.fullmatch(r"rediss?://[^/]*(/\d*)?(\?.*)?|unix://[^?]*/[^?]+(\?.*)?", url):
         return f"{masked(url)!r} is not a URL of Redis: write redis://host:6379/0, rediss://… or unix:///path{quoting}"
     try:
-        redis.Redis.from_url(url).connection_pool.make_connection()  # does not connect
+        (client := redis.Redis.from_url(url)).connection_pool.make_connection()  # does not connect
     except (AttributeError, TypeError, ValueError, redis.RedisError):  # whose text may hold the password
         with_options = "redis://[user:password@]host:6379/0[?option=value], with options of redis-py"
         return f"{masked(url)!r} cannot be read: write {with_options}{quoting}"
-    return None
+    return _client_problem(client)
 
 
 def _client_problem(client: Any) -> str | None:
@@ -166,6 +166,9 @@ def _client_problem(client: Any) -> str | None:
         return f" a client that prefixes some of the keys: write a URL, and prefix='{key_prefix}only_one:'"
     if inspect.iscoroutinefunction(getattr(client, "execute_command", None)):
         return " an asyncio client: give a sync one or a URL, the asyncio client is made from it"
+    is_encoded = _is_client(client) and hasattr(client, "get_encoder")
+    if is_encoded and (encoding := client.get_encoder().encoding).lower() not in ("utf-8", "utf8"):
+        return f" a client with encoding={encoding!r}, and some commands are sent in UTF-8: leave encoding= out"
     return None if _is_client(client) or callable(client) else f" a {type(client).__name__}: {_INSTEAD}"
 
 

@@ -28,7 +28,7 @@ from only_one.driver import RAW
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.clients import Clients
-from tests.decorated import call_both, decorated
+from tests.decorated import decorated
 from tests.interruptions import Interruption
 
 
@@ -382,11 +382,3 @@ def test_a_command_that_is_cancelled_never_leaves_its_reply_to_another(redis_url
         return results
 
     assert asyncio.run(main()) == {"its own", "CancelledError"}
-
-
-def test_a_client_of_another_encoding_has_one_key_for_sync_and_async_calls(
-    redis: Any, redis_url: str, key: str
-) -> None:
-    stored = f"{key}\u00e9".encode("latin-1")
-    with redis_py.Redis.from_url(redis_url, encoding="latin-1") as client:
-        assert call_both(lambda: redis.exists(stored), "k\u00e9", timeout=600, redis=client) == [1, 1]

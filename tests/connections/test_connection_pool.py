@@ -152,8 +152,6 @@ OTHERS: dict[str, Callable[[str], Any]] = {
     "one connection": with_(single_connection_client=True),
     "altered": altered,
     "own connections": with_(connection_class=Connection),
-    "another encoding": with_(encoding="latin-1"),
-    "other errors": with_(encoding_errors="replace"),
     "renewed credentials": with_(credential_provider=TOKENS),
     "no pool": without_a_pool,
 }
@@ -162,6 +160,7 @@ PLAIN: dict[str, Callable[[RedisServer], Any]] = {
     "by address": lambda server: redis_py.Redis(port=server.port, health_check_interval=1),
     "unix socket": lambda server: redis_py.Redis.from_url(f"unix://{server.unix_socket}"),
     "RESP3": lambda server: redis_py.Redis.from_url(server.url, protocol=3, decode_responses=True),
+    "UTF8": lambda server: redis_py.Redis.from_url(server.url, encoding="UTF8", encoding_errors="ignore"),
 }
 
 
