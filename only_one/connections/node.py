@@ -32,13 +32,19 @@ class Node:
         backs_off_until: when it is asked again after it could not be reached, by ``clock.now()``.
     """
 
-    def __init__(self, client: Any, host: str = "", follow: Callable[..., None] | None = None) -> None:
-        """``follow`` sends commands on that a cluster has redirected; see ``ClusterNodes.follow``."""
+    def __init__(
+        self, client: Any, host: str = "", follow: Callable[..., None] | None = None, given: Any = None
+    ) -> None:
+        """``follow`` sends commands on that a cluster has redirected; see ``ClusterNodes.follow``.
+
+        ``given`` is the user's client of the same server, if it is none of a cluster.
+        """
         self.client = client
         self.host = host
         self.backs_off_until = self._asks_from = 0.0
         self._pause = _FIRST_PAUSE
         self._follow = follow
+        self._given = given
 
     def send(self, commands: Sequence[Command], pause: float | None = None) -> list[Any]:
         """Send commands in one trip; in a cluster, a command whose slot has moved is sent on.
@@ -82,8 +88,9 @@ class Node:
         sentinels, manager = pool.sentinel_manager.sentinels, copy.copy(pool.sentinel_manager)
         manager.sentinels = sentinels[:1]
         try:
-            if manager.discover_master(pool.service_name) != pool.master_address:
-                pool.disconnect(inuse_connections=False)
+            if pool.master_address not in (None, manager.discover_master(pool.service_name)):
+                for each in (self.client, self._given):
+                    each.connection_pool.disconnect(inuse_connections=False)
         except TROUBLE:
             sentinels.append(sentinels.pop(0))  # the next time another
         self._asks_from = now() + 9 * (now() - began)

@@ -85,7 +85,8 @@ class Server:
         """
         if self._nodes is None:
             is_cluster = isinstance(self._given, redis.RedisCluster)
-            self._nodes = ClusterNodes(self._given) if is_cluster else Node(with_short_timeouts(self._given))
+            client = with_short_timeouts(self._given)
+            self._nodes = ClusterNodes(self._given) if is_cluster else Node(client, given=self._given)
         return self._nodes.of(key) if isinstance(self._nodes, ClusterNodes) else self._nodes
 
     def describe(self, problem: Exception) -> str:

@@ -130,19 +130,22 @@ def test_a_failover_during_a_run(watched: Watched, prefix: str, fault: Callable[
 
 
 def test_a_master_that_was_replaced_and_does_not_know_it_yet(watched: Watched, prefix: str) -> None:
-    """A run whose key it holds is renewed on the new one, and is told if that has lost the key."""
+    """A run whose key it holds is renewed and released on the new one, and is told if that has lost the key."""
     told: list[Any] = []
-    with Running(lease=60, when_lost=told.append) as run:
+    on_replica, key, lost_key = watched.on_replica, f"{prefix}k", f"{prefix}lost"
+    with Running(lease=60) as run, Running("lost", lease=60, when_lost=told.append) as lost:
         assert is_renewed(run.lock)
-        assert eventually(lambda: watched.on_replica.exists(f"{prefix}k"))
+        assert eventually(lambda: on_replica.exists(key, lost_key) == 2)
         assert watched.fails_over()
-        watched.on_replica.pexpire(f"{prefix}k", 30_000)
+        on_replica.pexpire(key, 30_000)
+        assert on_replica.delete(lost_key) == 1
         assert is_renewed(run.lock)
-        assert watched.on_replica.pttl(f"{prefix}k") > 30_000
-        watched.on_replica.delete(f"{prefix}k")
-        renew_now(run.lock)
+        assert on_replica.pttl(key) > 30_000
+        renew_now(lost.lock)
         assert eventually(lambda: told)
-    assert [each.reason for each in told] == ["deleted"]
+    assert [(each.key, each.reason) for each in told] == [(lost_key, "deleted")]
+    assert run.result == lost.result == "done"
+    assert not on_replica.exists(key)
 
 
 @both

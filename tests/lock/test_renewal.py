@@ -447,7 +447,9 @@ def test_a_sentinel_is_asked_for_the_master_before_each_trip(watch: Watch) -> No
 
         return SimpleNamespace(sentinel_masters=masters)
 
-    asks = nodes.Node(short_timeouts.with_short_timeouts(kind([]).master_for("watched")))
+    given = kind([]).master_for("watched")
+    given.connection_pool.disconnect = Mock()
+    asks = nodes.Node(short_timeouts.with_short_timeouts(given), given=given)
     pool = asks.client.connection_pool
     pool.sentinel_manager.sentinels = [sentinel("frozen", 1.0), sentinel("well", 0.0)]
     pool.proxy.master_address, pool.disconnect = ("h", 7), Mock()
@@ -455,10 +457,13 @@ def test_a_sentinel_is_asked_for_the_master_before_each_trip(watch: Watch) -> No
         watch.clock.moment = MOMENT + moment
         asks.send([])
     assert asked == [("frozen", 0), ("well", 10), ("well", 10), ("well", 11)]
-    pool.disconnect.assert_not_called()
-    knows["port"] = 8
+    pool.proxy.master_address = None  # it has not connected yet
     asks.send([])
-    pool.disconnect.assert_called_once_with(inuse_connections=False)
+    pool.disconnect.assert_not_called()
+    pool.proxy.master_address = ("h", 8)
+    asks.send([])
+    for each in (pool, given.connection_pool):
+        each.disconnect.assert_called_once_with(inuse_connections=False)
 
 
 # Their connections
