@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -90,8 +89,8 @@ def named(*_: Any) -> str:
     return ID
 
 
-OTHERS: dict[str, Any] = {"pid": os.getpid(), "process": "another"}
-"""Another process of this machine, which lives."""
+OTHERS = {"process": "another"}
+"""Another process of this machine, which lives: it has the number of this one."""
 
 
 @both
