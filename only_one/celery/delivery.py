@@ -286,24 +286,26 @@ class Delivery(TaskCaller):
         decides = has_to_wait and may_be_new
         if decides and held >= self.work:
             return
-        is_done = is_kept and held == self.work
         # A message that was requeued as new work, and is no redelivery, has not run: the other work has only its id.
         has_not_run = self.header.lineage and not self.may_be_redelivered
         is_late = held > self.work and not has_not_run
-        if is_done or is_late:
+        if is_late:
             self._drop(call, "it is out of date")
         if held == self.work:
-            self._wait_for_run(call)
+            self._wait_for_run(call, is_kept=is_kept)
         self.requeue(call, RequeueRequest(AlreadyRunning(call.key), retry()))
 
-    def _wait_for_run(self, call: Call) -> NoReturn:
-        """Requeue this redelivery until its run has ended, and its result is stored.
+    def _wait_for_run(self, call: Call, *, is_kept: bool) -> NoReturn:
+        """Requeue this redelivery until its run has ended, and its result is stored; drop it if both is so.
 
         Raises:
             Ignore: so that this delivery ends without a result.
         """
+        ended = b""
         with redelivery.unless_down(self.work.id):
-            self._check_marker(call, waits=remembered_for(self.app))
+            ended = self._check_marker(call, waits=0 if is_kept else remembered_for(self.app)).ended
+        if is_kept and not ended:
+            self._drop(call, "it is out of date")
         self._request.expires = None  # it has begun in time
         self._request.only_one_markers = []  # as where a delivery is dropped for a later message
         self._publish_again(call, self.header, None)

@@ -296,6 +296,7 @@ ENDED: dict[str, tuple[Any, str]] = {
     "not stored in time": ({"stored": 0, "ended_at": 30}, "run again"),
     "not stored by a dead process": ({"stored": 0, "ended_at": 20, "is_dead": True}, "run again"),
     "not released": ({"stored": 1, "ended_at": 20, "holds": True}, "dropped"),  # it does not wait for the expiry
+    "not stored, and the key is kept": ({"stored": 0, "ended_at": 40, "kept": True}, "requeued"),
     "stored, and another has the key": ({"stored": 1, "ended_at": 20, "when_busy": fail}, "dropped"),
     "the same, and None would be its result": ({"stored": 1, "ended_at": 20, "when_busy": skip}, "dropped"),
     "not stored yet, and another has the key": ({"stored": 0, "ended_at": 20, "when_busy": skip}, "requeued"),
@@ -320,13 +321,14 @@ def test_a_redelivery_after_the_end_of_its_run(
     token = token_of(answer.id, is_dead=is_dead)
     if seconds_ago is not None:
         fields |= {"ended": token, "ended_at": keys.redis.time()[0] - seconds_ago}
-    if policy or "holds" in marker:
-        keys["k"] = "another's" if policy else token
+    has_key = bool(policy) or "holds" in marker or "kept" in marker
+    if has_key:
+        keys["k"] = "another's" if policy else token.replace(b"running", b"kept") if "kept" in marker else token
     keys.redis.hset(keys.marker(answer.id), mapping=fields)
     queue.deliver(redelivered=True)
     assert (len(runs), len(queue)) == OUTCOMES[outcome]
     assert answer.state == ("SUCCESS" if runs else "PENDING")
-    assert ("k" in keys) == bool(policy or "holds" in marker)
+    assert ("k" in keys) == has_key
     # What has run again has ended anew.
     assert (keys.marked(answer.id).get(b"ended") == fields.get("ended")) == (not runs)
     assert (b"asked" in keys.marked(answer.id)) == ("asked" in marker or "holds" in marker)

@@ -87,6 +87,11 @@ class MessageChecker:
         return self.late_commands > 1 or is_moved or is_lost
 
     @property
+    def may_drop_unstored(self) -> bool:
+        """Whether a redelivery may be dropped though its run has stored no result: the key is kept, and no marker."""
+        return bool(self.plan.at_least) and self.plan.broker == "redis"
+
+    @property
     def acknowledges_early(self) -> bool:
         """Whether one may have been acknowledged whose task has not ended."""
         return not self.plan.acks_late and self.had("kill", "shutdown", "lost connection")
@@ -237,7 +242,7 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
         return True  # Celery acknowledges first, and tells then
     # One decorator has skipped it; the other one keeps the key, and the child was killed before None was stored.
     has_two = not {"both", "two below"}.isdisjoint(each.placement for each in history.versions)
-    if plan.at_least and has_two and trigger.name in history.begun_and_killed:
+    if checker.may_drop_unstored and has_two and trigger.name in history.begun_and_killed:
         return True
     # A redelivery of the message is taken for one of an earlier message with this id. Or the key is held by a task with
     # the same id, because it is kept, its run was killed, or a command came late: to tell the two apart could cost a
@@ -264,7 +269,8 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
         failures = {"OperationalError", "stored"}
         if checker.was_redelivered(trigger):
             failures |= {"LockUnavailable", "AlreadyRunning", "Reject", "requeue"}
-        has_failed = checker.outcomes_of(trigger.name) & failures
+        has_failed = bool(checker.outcomes_of(trigger.name) & failures)
+        has_failed |= checker.may_drop_unstored and any(_was_killed(run, history.now) for run in trigger.runs)
         if not (trigger.id in history.revoked or checker.may_lose_messages or has_failed):
             yield "what follows was not called", f"{trigger.name} was sent with {trigger.how}"
 
