@@ -27,9 +27,8 @@ from only_one.lock.renewal import finish_pending_releases, release_later
 from only_one.lock.token import machine
 
 from . import redelivery
-from .delivery import Delivery, caller_from_outside, decorations_of, key_of_message, queue_options_of, task_of_items
+from .delivery import Delivery, caller_from_outside, decorations_of, key_of_message, task_of_items
 from .received_tasks import begun_request, warn_once, withdraw, withdrawal_of
-from .requeue import header_of
 from .work import work_held_by, work_of
 
 _WAITS_FOR_A_SERVER = 300.0
@@ -53,10 +52,11 @@ def _on_failure(sender: Any, task_id: str, exception: Any, args: Any, kwargs: An
 
 
 def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None:  # noqa: FBT001
-    """The task was revoked, or has expired."""
-    is_unique = queue_options_of(sender) is not None or header_of(request).key is not None
-    if terminated or is_unique:
+    """The task was revoked, or has expired. One that has not begun takes no thread: there may be thousands of them."""
+    if terminated:
         _watch(sender, request.id, request.args, request.kwargs, request)
+    elif withdrawal := withdrawal_of(sender, request):
+        release_later(withdrawal)
 
 
 def _on_retry(sender: Any, request: Any, reason: Any = None, **_: Any) -> None:
