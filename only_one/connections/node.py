@@ -1,6 +1,5 @@
 """One server, or one node of a cluster, and the trips in which the renewing thread sends commands to it."""
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -9,7 +8,7 @@ from typing import Any
 import redis
 
 from only_one.clock import now
-from only_one.driver import RAW, TROUBLE, Command
+from only_one.driver import RAW, Command
 
 _FIRST_PAUSE = 0.05
 
@@ -33,18 +32,19 @@ class Node:
     """
 
     def __init__(
-        self, client: Any, host: str = "", follow: Callable[..., None] | None = None, given: Any = None
+        self,
+        client: Any,
+        host: str = "",
+        follow: Callable[..., None] | None = None,
+        find_master: Callable[[], None] | None = None,
     ) -> None:
-        """``follow`` sends commands on that a cluster has redirected; see ``ClusterNodes.follow``.
-
-        ``given`` is the user's client of the same server, if it is none of a cluster.
-        """
+        """See ``ClusterNodes.follow`` and ``sentinel.MasterFinder`` for what belongs to a trip with these."""
         self.client = client
         self.host = host
-        self.backs_off_until = self._asks_from = 0.0
+        self.backs_off_until = 0.0
         self._pause = _FIRST_PAUSE
         self._follow = follow
-        self._given = given
+        self._find_master = find_master
 
     def send(self, commands: Sequence[Command], pause: float | None = None) -> list[Any]:
         """Send commands in one trip; in a cluster, a command whose slot has moved is sent on.
@@ -64,7 +64,8 @@ class Node:
     def send_here(self, commands: Sequence[Command], pause: float | None = None) -> list[Any]:
         """Send commands in one trip to this node, and to no other."""
         try:
-            self._find_master()
+            if self._find_master is not None:
+                self._find_master()
             pipeline = self.client.pipeline(transaction=False)
             for command in commands:
                 pipeline.execute_command(*command, **RAW)
@@ -76,24 +77,6 @@ class Node:
         if any(isinstance(each, redis.ReadOnlyError) for each in replies):  # a replica, as in `PinnedClient`
             self.client.connection_pool.disconnect(inuse_connections=False)
         return replies
-
-    def _find_master(self) -> None:
-        """Ask a Sentinel, if there is one: a master that was replaced may not know it for ten seconds.
-
-        Only one, and in a tenth of the time at the most: it may not answer, and other nodes have keys to renew.
-        """
-        began, pool = now(), getattr(self.client, "connection_pool", None)
-        if began < self._asks_from or type(pool) is not redis.SentinelConnectionPool:
-            return
-        sentinels, manager = pool.sentinel_manager.sentinels, copy.copy(pool.sentinel_manager)
-        manager.sentinels = sentinels[:1]
-        try:
-            if pool.master_address not in (None, manager.discover_master(pool.service_name)):
-                for each in (self.client, self._given):
-                    each.connection_pool.disconnect(inuse_connections=False)
-        except TROUBLE:
-            sentinels.append(sentinels.pop(0))  # the next time another
-        self._asks_from = now() + 9 * (now() - began)
 
     def fail(self, pause: float | None = None) -> None:
         """Note that the node could not be reached."""

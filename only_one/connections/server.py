@@ -23,6 +23,7 @@ from .asyncio_client import NO_LIMIT, AsyncClient, make_async_client
 from .cluster import ClusterNodes
 from .connection_pool import PinnedClient, guarded
 from .node import Node
+from .sentinel import MasterFinder
 from .server_features import Features
 from .short_timeouts import with_short_timeouts
 
@@ -85,8 +86,7 @@ class Server:
         """
         if self._nodes is None:
             is_cluster = isinstance(self._given, redis.RedisCluster)
-            client = with_short_timeouts(self._given)
-            self._nodes = ClusterNodes(self._given) if is_cluster else Node(client, given=self._given)
+            self._nodes = ClusterNodes(self._given) if is_cluster else _node_of(self._given)
         return self._nodes.of(key) if isinstance(self._nodes, ClusterNodes) else self._nodes
 
     def describe(self, problem: Exception) -> str:
@@ -113,6 +113,12 @@ class Server:
             clients[self] = await anext(generator), generator
         client, _ = clients[self]
         return client
+
+
+def _node_of(given: Any) -> Node:
+    client = with_short_timeouts(given)
+    is_behind_sentinels = type(getattr(client, "connection_pool", None)) is redis.SentinelConnectionPool
+    return Node(client, find_master=MasterFinder(client, given) if is_behind_sentinels else None)
 
 
 async def _open_async_client(given: Any) -> AsyncGenerator[AsyncClient, None]:

@@ -25,6 +25,7 @@ from only_one import LockLost
 from only_one.clock import now
 from only_one.connections import node as nodes
 from only_one.connections import short_timeouts
+from only_one.connections.sentinel import MasterFinder
 from only_one.lock import renewal
 from only_one.lock.current_lock import Lease
 from rigs.proxy import Proxy
@@ -449,8 +450,8 @@ def test_a_sentinel_is_asked_for_the_master_before_each_trip(watch: Watch) -> No
 
     given = kind([]).master_for("watched")
     given.connection_pool.disconnect = Mock()
-    asks = nodes.Node(short_timeouts.with_short_timeouts(given), given=given)
-    pool = asks.client.connection_pool
+    client = short_timeouts.with_short_timeouts(given)
+    asks, pool = nodes.Node(client, find_master=MasterFinder(client, given)), client.connection_pool
     pool.sentinel_manager.sentinels = [sentinel("frozen", 1.0), sentinel("well", 0.0)]
     pool.proxy.master_address, pool.disconnect = ("h", 7), Mock()
     for moment in (0, 1, 9, 10, 10, 11):
