@@ -53,9 +53,10 @@ def _on_failure(sender: Any, task_id: str, exception: Any, args: Any, kwargs: An
 
 def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None:  # noqa: FBT001
     """The task was revoked, or has expired. One that has not begun takes no thread: there may be thousands of them."""
-    if terminated:
+    may_have_begun = (request.delivery_info or {}).get("redelivered")  # in a process that was killed
+    if terminated or may_have_begun:
         _watch(sender, request.id, request.args, request.kwargs, request)
-    elif withdrawal := withdrawal_of(sender, request):
+    if not terminated and (withdrawal := withdrawal_of(sender, request)):
         release_later(withdrawal)
 
 

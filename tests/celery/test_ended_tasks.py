@@ -360,6 +360,10 @@ def test_the_key_of_a_revoked_task_is_released(task: Any, unique_task: Any, keys
     assert "changed" in keys
     revoke(unique_task, "another", terminated=True, **header)
     assert "changed" not in keys
+    # A redelivery may have been begun by a process that was killed.
+    keys["changed"] = dead
+    revoke(unique_task, "another", delivery_info={"redelivered": True}, **header)
+    assert "changed" not in keys
     # Another version of the code may have sent it, in which it was unique.
     for each in (unique_task, task):
         keys["changed"] = queued("mine", 0)
