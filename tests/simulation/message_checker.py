@@ -290,7 +290,7 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
     for first, later in [*combinations(history.runs, 2), *others]:
         # A list has no marker: its items run again.
         is_again = first.work == later.work and first.trigger.how not in LISTS
-        is_again &= history.plan.broker == "amqp" or first.trigger.name not in history.broker.redelivered_before_a_run
+        is_again &= first.trigger.name not in history.broker.redelivered_before_a_run
         is_again &= first.trigger.in_hook[1] != "retry soon"  # which the run may have sent, too
         # A version in which it is not unique sends the key of its queued message with that.
         is_again &= "retry elsewhere" not in first.trigger.ends or len({*history.plan.unique}) == 1
