@@ -53,8 +53,11 @@ def in_dramatiq(message: Any, *later: Any) -> dict[str, Any]:
 MESSAGE, REDELIVERED = (SimpleNamespace(message_id=ID, options={"retries": 1}) for _ in range(2))
 ARQ = {"arq": SimpleNamespace(Retry=Requeued)}
 CONTEXT = {"job_id": ID, "job_try": 1, "redis": None}
-REQUEUES = {"delay": (in_dramatiq(MESSAGE), (), 1000), "defer": (ARQ, (CONTEXT,), 1)}
-"""By the option for the time: the queue, the arguments, and the units of a second."""
+REQUEUES: dict[str, Any] = {
+    "delay": (in_dramatiq(MESSAGE), (), 1000, ("a previous attempt holds the key",)),
+    "defer": (ARQ, (CONTEXT,), 1, ()),
+}
+"""By the option for the time: the queue, the arguments, the units of a second, and what the error says."""
 
 
 @pytest.fixture
@@ -106,6 +109,7 @@ OTHERS = {"process": "another"}
         ({"rq": SimpleNamespace(get_current_job=lambda: None)}, (), {}, (None, None)),
         ({"rq": SimpleNamespace()}, (), {}, (None, None)),  # another's, or half imported
         (in_dramatiq(MESSAGE), (), {}, (ID, 1)),
+        (in_dramatiq(SimpleNamespace(message_id=ID, options={})), (), {}, (ID, 0)),
         (in_dramatiq(None), (), {}, (None, None)),
         ({"dramatiq": SimpleNamespace()}, (), {}, (None, None)),
         (ARQ, (CONTEXT,), {}, (ID, 1)),
@@ -127,6 +131,16 @@ def test_a_run_names_its_job(
 def test_a_run_names_a_job_that_is_given_by_keyword(redis: Redis, decorate: Decorate) -> None:
     run = decorate(lambda job: ran(), work_id=lambda job: job)  # noqa: ARG005
     assert run(job=7) == ("7", None)
+
+
+@both
+def test_a_run_names_the_queue_of_its_job(redis: Redis, install: Any, decorate: Decorate) -> None:
+    def queue() -> Any:
+        holder: Any = current_lock().holder
+        return holder.queue
+
+    install(in_rq(2))
+    assert decorate(queue)() == "rq"
 
 
 def test_inside_of_a_celery_task_no_other_queue_is_asked(redis: Redis, install: Any) -> None:
@@ -238,12 +252,13 @@ def test_of_two_calls_of_a_job_at_once(install: Any, modules: Callable[[], Any],
 def test_its_queue_requeues_it_until_the_key_expires(
     redis: Redis, key: str, install: Any, hold: Any, decorate: Decorate, option: str, row: Any, times: Any
 ) -> None:
-    modules, args, second = row
+    modules, args, second, text = row
     install(modules)
     hold(LONG)
     body: Function = (lambda ctx: "ran") if args else (lambda: "ran")  # noqa: ARG005
     with pytest.raises(Requeued) as raised:
         decorate(body, **times)(*args)
+    assert raised.value.args == text
     assert raised.value.options == {option: pytest.approx(600 * second, abs=LIMIT * second)}
     assert redis.pttl(key) > LONG / 2
 
