@@ -248,16 +248,16 @@ def test_of_two_calls_of_a_job_at_once(install: Any, modules: Callable[[], Any],
 
 @both
 @pytest.mark.parametrize(("option", "row"), REQUEUES.items())
-@pytest.mark.parametrize("times", [{}, {"timeout": 600}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"timeout": 600}, {"work_id": named}], ids=str)
 def test_its_queue_requeues_it_until_the_key_expires(
-    redis: Redis, key: str, install: Any, hold: Any, decorate: Decorate, option: str, row: Any, times: Any
+    redis: Redis, key: str, install: Any, hold: Any, decorate: Decorate, option: str, row: Any, options: Any
 ) -> None:
     modules, args, second, text = row
     install(modules)
-    hold(LONG)
+    hold(LONG, attempt=None)
     body: Function = (lambda ctx: "ran") if args else (lambda: "ran")  # noqa: ARG005
     with pytest.raises(Requeued) as raised:
-        decorate(body, **times)(*args)
+        decorate(body, **options)(*args)
     assert raised.value.args == text
     assert raised.value.options == {option: pytest.approx(600 * second, abs=LIMIT * second)}
     assert redis.pttl(key) > LONG / 2
