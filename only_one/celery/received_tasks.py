@@ -285,23 +285,21 @@ def _withdrawal(server: Server | None, queue_timeout: float, request: Any) -> Wi
 
 def withdraw(task: Any, request: Any) -> None:
     """Release the key of a unique task that has ended without having begun; in the background, if that fails."""
-    _send(withdrawal_of(task, request), task.name)
-
-
-def _send(withdrawal: Withdrawal | None, name: str) -> None:
+    withdrawal = withdrawal_of(task, request)
     if withdrawal is None:
         return
     try:
         withdrawal.server.client.execute_command(*withdrawal.command(), **RAW)
     except Exception as error:  # noqa: BLE001 - nobody to raise it to
-        warn_once(f"a key of {name}, which ended without it, could not be released yet", type(error).__name__)
+        warn_once(f"a key of {task.name}, which ended without it, could not be released yet", type(error).__name__)
         release_later(withdrawal)
 
 
 def _on_unknown(sender: Any, message: Any, **found: Any) -> None:
     """The worker has no such task, and drops the message: another version of the code has sent it."""
     request = Context({**(message.headers or {}), "id": found["id"]})
-    _send(_withdrawal_by_message(sender.app, request), found["name"])
+    if withdrawal := _withdrawal_by_message(sender.app, request):
+        release_later(withdrawal)  # the worker has other messages, and the server may not answer
 
 
 atexit.register(_on_shutdown)  # at a cold shutdown Celery sends no signal when it has restored the messages
