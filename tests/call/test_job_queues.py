@@ -248,7 +248,7 @@ def test_of_two_calls_of_a_job_at_once(install: Any, modules: Callable[[], Any],
 
 @both
 @pytest.mark.parametrize(("option", "row"), REQUEUES.items())
-@pytest.mark.parametrize("options", [{}, {"timeout": 600}, {"work_id": named}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"timeout": 600}, {"work_id": named}], ids=["lease", "timeout", "work_id"])
 def test_its_queue_requeues_it_until_the_key_expires(
     redis: Redis, key: str, install: Any, hold: Any, decorate: Decorate, option: str, row: Any, options: Any
 ) -> None:
