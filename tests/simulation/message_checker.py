@@ -339,9 +339,10 @@ def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
     published = {each.work.trigger for each in history.broker.published}
     sent = [each for name, each in history.triggers.items() if each.id or name in published]  # not so if killed before
     sent = [each for each in sent if each.error is None and each.how not in CALLS]
-    sent = [each for each in sent if {"ignore", "requeue"}.isdisjoint((*each.ends[:1], *each.in_hook))]
     if not sent or any(run.began >= sent[-1].asked or run.trigger is sent[-1] for run in history.runs):
         return
+    if not {"ignore", "requeue"}.isdisjoint((*sent[-1].ends[:1], *sent[-1].in_hook)):
+        return  # it has ended itself, and those before it were dropped for it
     # They are numbered as they arrive, so one that was sent before may be the newest: at one time, or on a slow line.
     newest = [name for name, each in history.triggers.items() if each.asked > sent[-1].asked - _JUST_NOW]
     if not sent[-1].is_sent:  # a duplicate has the result of the task that waits
