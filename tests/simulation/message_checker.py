@@ -301,7 +301,8 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         is_again &= all(run.end != "calls again" for run in first.trigger.runs)
         is_replaced = first.end == "Ignore" and str(first.trigger.action_for(first)).startswith("replace")
         has_ended = is_replaced or first.end in ("done", "Retry")
-        has_ended |= first.end == "ValueError" and history.acks_failures
+        is_rejected = "Reject" in history.outcomes[first.work]  # as where Celery could not publish a retry
+        has_ended |= first.end == "ValueError" and history.acks_failures and not is_rejected
         # What a run that is killed has sent is sent again by its redelivery.
         until_then = [each for each in history.runs if each.trigger is first.trigger and each.began <= first.began]
         # With Redis, a message that comes back while its result is being stored is as good as new, with all it sends.
