@@ -115,7 +115,8 @@ def test_a_certificate_that_is_not_trusted_is_told_with_what_to_write(
 ) -> None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(Path(__file__).with_name("tls.pem"))
-    with Proxy(own_server.url, tls=context) as proxy:
+    # A file is looked for when the client has connected, and before it says anything.
+    with Proxy(own_server.url, tls=None if option else context) as proxy:
         url = f"{proxy.url}?{option}&socket_timeout={LIMIT}".replace("redis:", "rediss:")
         with pytest.raises(LockUnavailable, match=r"ssl_ca_certs=/path/ca\.pem"):
             decorate(is_held, redis=url)()
