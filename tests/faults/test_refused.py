@@ -121,7 +121,7 @@ async def ask_async(server: Server) -> None:
 def test_a_certificate_that_is_not_trusted_is_told_with_what_to_write(
     own_server: RedisServer, ask: Callable[[Server], None], option: str
 ) -> None:
-    """Without a call: its release in the background would connect while the proxy ends, and Python loses such a socket."""
+    """Without a call: its release in the background would connect while the proxy ends; Python loses such a socket."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(Path(__file__).with_name("tls.pem"))
     # A file is looked for when the client has connected, and before it says anything.
