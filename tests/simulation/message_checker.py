@@ -74,17 +74,17 @@ class MessageChecker:
     def may_leave(self, value: bytes) -> bool:
         """Whether a key may name a queued task at the end, because the docs say so.
 
-        Both commands of a ``delay()`` were sent twice. Or its message was lost, or its worker was killed, which had
-        acknowledged it, while a direct call had the key. Or a version in which the task is not unique has ended it, and
-        its message names no key; or at its hard limit.
+        Both commands of a ``delay()`` were sent twice. Or its message was lost. Or its worker was killed, which had
+        acknowledged it, and a direct call or the attempt before had the key when it came. Or a version in which the
+        task is not unique has ended it, and its message names no key; or at its hard limit.
         """
         triggers = self.history.triggers.values()
         tasks = [each for each in triggers if each.id is not None and each.id.encode() in value]
         is_moved = len({*self.plan.unique}) > 1 and not {each.how for each in tasks} <= {*_UNIQUE} - {"hard limit"}
-        is_lent = self.acknowledges_early and any(each.how in CALLS for each in triggers)
-        is_lost = is_lent or self.had("message lost")
-        is_lost &= any(self.outcomes_of(each.name) <= _WAITS for each in tasks)
-        return self.late_commands > 1 or is_moved or is_lost
+        is_lent = b'"attempt":0' not in value or any(each.how in CALLS for each in triggers)
+        is_killed = self.acknowledges_early and is_lent
+        is_killed &= any(self.outcomes_of(each.name) <= _WAITS for each in tasks)
+        return self.late_commands > 1 or is_moved or is_killed or self.had("message lost")
 
     @property
     def may_drop_unstored(self) -> bool:
