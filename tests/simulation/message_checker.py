@@ -323,7 +323,9 @@ def _no_call_is_skipped_for_its_own_delivery(history: Any, checker: MessageCheck
         return
     for work, outcomes in history.outcomes.items():
         trigger = history.triggers[work.trigger]
-        if not checker.is_alone(trigger):
+        # An item waits for a lease at most where its list is delivered again.
+        is_list_again = trigger.how in LISTS and checker.was_redelivered(trigger)
+        if is_list_again or not checker.is_alone(trigger):
             continue
         if any("None" in each or each == "AlreadyRunning" for each in outcomes):
             yield "a task is skipped for its own lock", f"{work}: {outcomes}"
