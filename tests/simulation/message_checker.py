@@ -76,11 +76,12 @@ class MessageChecker:
 
         Both commands of a ``delay()`` were sent twice. Or its message was lost. Or its worker was killed, which had
         acknowledged it, and a direct call or the attempt before had the key when it came. Or a version in which the
-        task is not unique has ended it, and its message names no key; or at its hard limit.
+        task is not unique has ended it, and its message names no key; or at its hard limit; or was killed.
         """
         triggers = self.history.triggers.values()
         tasks = [each for each in triggers if each.id is not None and each.id.encode() in value]
-        is_moved = len({*self.plan.unique}) > 1 and not {each.how for each in tasks} <= {*_UNIQUE} - {"hard limit"}
+        is_ended_so = self.acknowledges_early or not {each.how for each in tasks} <= {*_UNIQUE} - {"hard limit"}
+        is_moved = len({*self.plan.unique}) > 1 and is_ended_so
         is_lent = b'"attempt":0' not in value or any(each.how in CALLS for each in triggers)
         is_killed = self.acknowledges_early and is_lent
         is_killed &= any(self.outcomes_of(each.name) <= _WAITS for each in tasks)
