@@ -125,18 +125,11 @@ class PinnedClient(redis.Redis):
         pinned = pinned or _Pinned(self.connection_pool)
         connection, handled = pinned.connection, sys.exc_info()[1]
 
-        def attempt() -> Any:
-            connection.send_packed_command((packed(args),))
-            return connection.read_response(disable_decoding=True)
-
-        def before_another(error: Exception) -> None:
-            connection.disconnect()
-            if isinstance(error, redis.ConnectionError) or raised_by_signal_handler(error, handled):
-                raise error
-
         try:
-            # After a time-out it is sent again, as often as the user's client says.
-            reply = connection.retry.call_with_retry(attempt, before_another)
+            try:
+                reply = _exchange(connection, args)
+            except redis.RedisError as error:
+                reply = _exchange_again(connection, args, error, handled)
         except BaseException as error:
             self._end(pinned, error)
             is_closed = isinstance(error, redis.ConnectionError) and not raised_by_signal_handler(error, handled)
@@ -161,6 +154,28 @@ class PinnedClient(redis.Redis):
             self.kept.append(pinned)
         elif pinned.drop.detach():
             redis.ConnectionPool.release(self.connection_pool, pinned.connection)  # past the guard
+
+
+def _exchange(connection: Any, command: Command) -> Any:
+    connection.send_packed_command((packed(command),))
+    return connection.read_response(disable_decoding=True)
+
+
+def _exchange_again(connection: Any, command: Command, failed: Exception, handled: BaseException | None) -> Any:
+    """After a time-out, send the command again, as often as the user's client says; else raise the error."""
+    errors = [failed]
+
+    def attempt() -> Any:
+        if errors:
+            raise errors.pop()
+        return _exchange(connection, command)
+
+    def before_another(error: Exception) -> None:
+        connection.disconnect()
+        if isinstance(error, redis.ConnectionError) or raised_by_signal_handler(error, handled):
+            raise error
+
+    return connection.retry.call_with_retry(attempt, before_another)
 
 
 def leaves_usable(error: BaseException) -> bool:
