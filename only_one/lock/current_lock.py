@@ -102,10 +102,22 @@ class Lease:
         """The error that says how the key was lost; None while it is ours."""
         if self.is_held:
             return None
-        reason = self.reason or ("overrun" if now() >= self.ends_at else "expired")
+        reason = self.reason or self.reason_by_time(now())
         lost = LockLost(self.key, reason, self.value.decode(errors="backslashreplace"))
         lost.__cause__ = self.trouble if reason == "expired" else None
         return lost
+
+    def reason_by_time(self, moment: float) -> str:
+        """Why the key has expired by itself."""
+        return "overrun" if moment >= self.ends_at else "expired"
+
+    def reason_by(self, reply: object) -> str:
+        """Why the key is lost, by a reply that says what is stored there; None if nothing is."""
+        if reply is not None:
+            return "taken"
+        moment = now()
+        # It may have expired while the command was on its way.
+        return "deleted" if moment < self.expires_at else self.reason_by_time(moment)
 
     def lose(self, reason: str, value: bytes = b"") -> str:
         """Note that the key is lost, and return the reason; the reason that was noted first counts."""
@@ -180,7 +192,7 @@ class Lease:
         commands = evaluate(script, self.key, self.token, *args, beside=beside)
         reply = drive(self.server.client, commands) if self.server else time.time_ns() // 1000
         if not isinstance(reply, int):
-            self.renewer.lost(self, "deleted" if reply is None else "taken", reply or b"")
+            self.renewer.lost(self, self.reason_by(reply), reply or b"")
         if self.reason is not None:  # or it was noted as lost while we waited for the reply
             self.ensure_held()
         return reply

@@ -155,7 +155,7 @@ class _Renewer:
         due: list[Lease] = []
         for lease in self.held():
             if moment >= min(lease.expires_at, lease.ends_at):
-                self.lost(lease, "overrun" if moment >= lease.ends_at else "expired")
+                self.lost(lease, lease.reason_by_time(moment))
             # It may come early by a fiftieth of the lease, to go with others in one trip.
             elif lease.renews and lease.renew_at <= moment + lease.ttl / 50:
                 due.append(lease)
@@ -196,7 +196,7 @@ class _Renewer:
             lease.on_its_way = math.inf
         else:
             value = reply if isinstance(reply, bytes) else b""
-            self.lost(lease, "deleted" if reply is None else "taken", value)
+            self.lost(lease, lease.reason_by(reply), value)
 
     def lost(self, lease: Lease, reason: str, value: bytes = b"") -> None:
         """Stop renewing, and tell the run of its loss: in another thread, because the policy is the user's code.

@@ -377,7 +377,9 @@ class Checker:
         was_free = not values or values[-1].until < inf or any(a.until < b.since for a, b in pairwise(values))
         others = [each.value for each in values if each.value != call.lock.token]
         was_anothers = told.value.encode() in others or any(isinstance(each, list) for each in others)
-        if (reason == "deleted" and not was_free) or (reason == "taken" and not was_anothers):
+        has_expired = any(each.value == call.lock.token and each.has_expired for each in values)
+        was_deleted = was_free and not has_expired
+        if (reason == "deleted" and not was_deleted) or (reason == "taken" and not was_anothers):
             self.problem("told of another loss", f"{call.name}: {reason}")
 
     def check_cause(self, call: Call, lost: Any) -> None:
