@@ -354,6 +354,8 @@ class Checker:
             self.problem("released more than once", f"{process.name}: {event}")
         if kind in ("Lost", "Reclaimed", "Down"):
             self.history.note(process.name, "event", kind, getattr(event, "reason", ""))
+        if kind == "Released":
+            self._check_released(process, event)
         if kind != "Lost":
             return
         own = [call for call in self.calls if call.process is process and (call.had_key or call.is_excused)]
@@ -368,6 +370,27 @@ class Checker:
         for call in sorted(lost, key=likelihood)[-1:]:
             call.told_at = self.history.now
             self._check_loss(call, event)
+
+    def _check_released(self, process: Any, event: Any) -> None:
+        """What is told of a release is what has become of the key."""
+        under_way = [each for each in self.calls if each.process is process and each.answered == inf and each.had_key]
+        began = self.history.now - event.seconds
+        own = [each for each in under_way if b"only_one:" + each.key.encode() == event.key.encode()]
+        call = min(own, key=lambda each: abs(each.asked - began), default=None)
+        if call is None:
+            return
+        values = [each for each in self.stored[call.key_there] if each.until > call.asked]
+        ended = [each for each in values if each.value == call.lock.token and each.until < inf]
+        others = [each for each in values if each.value != call.lock.token]
+        is_true = {
+            "held": any(not each.has_expired for each in ended),
+            "kept": any(_is_kept_of(each.value, call) for each in values),
+            "gone": bool(ended) or not values,
+            "taken": bool(others),
+            "unknown": not self._is_calm(call, call.asked),
+        }
+        if not is_true[event.outcome]:
+            self.problem("told of another release", f"{call.name}: {event.outcome}")
 
     def _check_loss(self, call: Call, told: Any) -> None:
         reason = told.reason
