@@ -225,6 +225,9 @@ def _no_task_is_lost(history: Any, checker: MessageChecker) -> Problems:
     published = {each.work: None for each in history.broker.published if each.is_work}
     for work in published:
         trigger, outcomes = history.triggers[work.trigger], set(history.outcomes[work])
+        # What came of a second call may be stored already when its child is killed, which tells nobody.
+        begun = [run.delivery for run in trigger.runs if run.work == work]
+        outcomes |= {each.end for each in history.not_run if each.delivery in begun}
         ends = {run.end for run in trigger.runs if run.work == work} - {"killed", "calls again"}
         has_ended = bool(ends) and (ends != {"Reject"} or trigger.ends == ("reject",) or not checker.plan.acks_late)
         ends_there = ("ignore", "retry soon") if checker.plan.acks_late else ("ignore", "retry soon", "requeue")
