@@ -315,6 +315,8 @@ class MessageWorld(History):
             self.deployed[name] = self.choose(f"version of {name}", self.versions)
         plan, package = self.deployed[name], process.package
         app = self.apps[key] = _app(process, plan.broker, acks_late=plan.acks_late)
+        # A direct call has the settings of the process's only app; that of another process would be the second.
+        vars(process.modules["only_one.celery.app_settings"])["current_app"] = lambda: app
         policies = {"retry": package.retry(), "buffer_one": package.buffer_one()}
         policies |= {"skip": package.skip, "fail": package.fail, "default": None}
         given = {"when_busy": policies[plan.when_busy], "lease": plan.lease, "at_least": plan.at_least}
