@@ -348,12 +348,15 @@ def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
     sent = [each for each in sent if each.error is None and each.how not in CALLS]
     if not sent or any(run.began >= sent[-1].asked or run.trigger is sent[-1] for run in history.runs):
         return
-    if not {"ignore", "requeue"}.isdisjoint((*sent[-1].ends[:1], *sent[-1].in_hook)):
-        return  # it has ended itself, and those before it were dropped for it
+    # A duplicate has the result of the task that waits.
+    same = [each for each in history.triggers.values() if each.id == sent[-1].id]
+    same = sent[-1:] if sent[-1].is_sent else same
+    ends_itself = {"ignore"} if history.plan.acks_late else {"ignore", "requeue"}
+    if any(not ends_itself.isdisjoint((*each.ends[:1], *each.in_hook)) for each in same):
+        return  # and those before it were dropped for it
     # They are numbered as they arrive, so one that was sent before may be the newest: at one time, or on a slow line.
     newest = [name for name, each in history.triggers.items() if each.asked > sent[-1].asked - _JUST_NOW]
-    if not sent[-1].is_sent:  # a duplicate has the result of the task that waits
-        newest += [name for name, each in history.triggers.items() if each.id == sent[-1].id]
+    newest += [each.name for each in same]
     outcomes = checker.outcomes_of(*newest)
     at_once = [name for name, at in history.told_at.items() if at >= sent[-1].asked]
     others = checker.outcomes_of(*at_once) & {"LockUnavailable", "OperationalError", "TaskRevoked"}
