@@ -11,7 +11,6 @@ from contextlib import suppress
 from copy import deepcopy
 from datetime import datetime, timezone
 from functools import cache, partial
-from math import inf
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -186,7 +185,12 @@ class Delivery:
 
 
 class Broker:
-    """Delivers each message to a worker, and again if that worker loses its connection."""
+    """Delivers each message to a worker, and again if that worker loses its connection.
+
+    Attributes:
+        lost: the work of messages that were lost on their way, and when each might have begun.
+        dropped: the work of messages that were acknowledged, and when their worker ended without having ended them.
+    """
 
     def __init__(self, world: Any, kind: str) -> None:
         self.world, self.kind = world, kind
@@ -195,7 +199,8 @@ class Broker:
         self.published: list[Delivery] = []
         self.last_redelivered_at: dict[Work, float] = {}
         self.redelivered_before_a_run: set[str] = set()
-        self.last_lost_at = -inf
+        self.lost: dict[Work, float] = {}
+        self.dropped: dict[Work, float] = {}
         self.workers: list[Any] = []
 
     def put(self, payload: dict[str, Any]) -> None:
@@ -215,7 +220,7 @@ class Broker:
             self.world.note("broker", "loses", f"#{delivery.number}")
             eta = delivery.payload["headers"]["eta"]  # it is trusted to wait until then
             waits = (datetime.fromisoformat(eta) - Clock.now()).total_seconds() if eta else 0.0
-            self.last_lost_at = max(self.last_lost_at, self.world.now + waits)
+            self.lost[delivery.work] = self.world.now + waits
             self.published[delivery.number].is_done = delivery.is_done = True
             return
         self.queue.append(delivery)
@@ -345,12 +350,17 @@ class Worker:
         self.world.note(self.hostname, "is killed")
         for process in (self.main, *self.children):
             self.world.kill(process)
-        self.jobs.clear()
+        self._drop_jobs()
         self.world.after(self.world.choose("seconds until a lost worker is seen", [0.1, 1.0, 5.0]), self._lost)
 
     def _lost(self) -> None:
         self.broker.restore(self)
         self.begin()
+
+    def _drop_jobs(self) -> None:
+        acknowledged = [job.work for job in self.jobs if job.is_done]
+        self.broker.dropped.update(dict.fromkeys(acknowledged, self.world.now))
+        self.jobs.clear()
 
     def lose_connection(self) -> None:
         """Lose the connection to the broker: the worker drops what has not begun, and goes on with what has."""
@@ -384,7 +394,7 @@ class Worker:
         if how == "Warm":
             signals.worker_shutdown.send(sender=self)
         self.world.end_in_order(self.main)
-        self.jobs.clear()  # it does nothing more
+        self._drop_jobs()  # it does nothing more
         self._inbox.items.clear()
         self.world.after(1, self.begin)
 

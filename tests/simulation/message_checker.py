@@ -39,6 +39,7 @@ class MessageChecker:
 
     def __init__(self, history: Any) -> None:
         self.history, self.plan, self.problem = history, history.plan, history.problem
+        self.broker = history.broker
         self.being_sent: set[str] = set()
 
     def at_the_end(self) -> None:
@@ -65,11 +66,6 @@ class MessageChecker:
         """How many messages to the server came late; a late reply changes nothing there."""
         return sum("late of" in fault and " up#" in fault for fault in self.history.faults)
 
-    @property
-    def may_lose_messages(self) -> bool:
-        """Whether a message may be acknowledged whose task has not begun or not ended, as Celery has it."""
-        return self.acknowledges_early or self.had("message lost")
-
     def may_leave(self, value: bytes) -> bool:
         """Whether a key may name a queued task at the end, because the docs say so.
 
@@ -79,22 +75,19 @@ class MessageChecker:
         """
         triggers = self.history.triggers.values()
         tasks = [each for each in triggers if each.id is not None and each.id.encode() in value]
-        is_ended_so = self.acknowledges_early or not {each.how for each in tasks} <= {*_UNIQUE} - {"hard limit"}
+        works = {each.work for each in self.history.broker.published if each.id.encode() in value}
+        was_lost, was_dropped = not works.isdisjoint(self.broker.lost), not works.isdisjoint(self.broker.dropped)
+        is_ended_so = was_dropped or not {each.how for each in tasks} <= {*_UNIQUE} - {"hard limit"}
         is_moved = len({*self.plan.unique}) > 1 and is_ended_so
         is_lent = b'"attempt":0' not in value or any(each.how in CALLS for each in triggers)
-        is_killed = self.acknowledges_early and is_lent
+        is_killed = was_dropped and is_lent
         is_killed &= any(self.outcomes_of(each.name) <= _WAITS for each in tasks)
-        return self.late_commands > 1 or is_moved or is_killed or self.had("message lost")
+        return self.late_commands > 1 or is_moved or is_killed or was_lost
 
     @property
     def may_drop_unstored(self) -> bool:
         """Whether a redelivery may be dropped though its run has stored no result: the key is kept, and no marker."""
         return bool(self.plan.at_least) and self.plan.broker == "redis"
-
-    @property
-    def acknowledges_early(self) -> bool:
-        """Whether one may have been acknowledged whose task has not ended."""
-        return not self.plan.acks_late and self.had("kill", "shutdown", "lost connection")
 
     # while it happens
 
@@ -197,9 +190,10 @@ class MessageChecker:
 
 
 def _no_message_waits(history: Any, checker: MessageChecker) -> Problems:
+    lost = [each.id for each in history.broker.published if each.work in history.broker.lost]
     for delivery in (*history.broker.queue, *history.broker.unacked):
         # A retry whose message was lost has its key for an hour; new work with the same id waits behind it.
-        is_behind_lost = delivery.id == "same-id" and checker.had("message lost") and any(checker.plan.unique)
+        is_behind_lost = delivery.id == "same-id" and delivery.id in lost and any(checker.plan.unique)
         if not is_behind_lost:
             yield "a message waits for ever", str(delivery.work)
 
@@ -241,7 +235,8 @@ def _no_task_is_lost(history: Any, checker: MessageChecker) -> Problems:
         # What a run, or a worker for it, has published in its own place is work of its own, if it was killed then.
         has_ended |= any(each.trigger == work.trigger and each > work for each in published)
         was_told = bool(outcomes - _WAITS) or trigger.id in history.revoked
-        if not (has_ended or was_told or checker.may_lose_messages or _may_end(history, checker, trigger, outcomes)):
+        was_lost = work in history.broker.lost or work in history.broker.dropped  # as Celery has it
+        if not (has_ended or was_told or was_lost or _may_end(history, checker, trigger, outcomes)):
             yield "a task is lost", f"{work}: {history.outcomes[work]}"
 
 
@@ -281,7 +276,8 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
             failures |= {"LockUnavailable", "AlreadyRunning", "Reject", "requeue"}
         has_failed = bool(checker.outcomes_of(trigger.name) & failures)
         has_failed |= checker.may_drop_unstored and any(_was_killed(run, history.now) for run in trigger.runs)
-        if not (trigger.id in history.revoked or checker.may_lose_messages or has_failed):
+        was_lost = any(each.trigger == trigger.name for each in (*history.broker.lost, *history.broker.dropped))
+        if not (trigger.id in history.revoked or was_lost or has_failed):
             yield "what follows was not called", f"{trigger.name} was sent with {trigger.how}"
 
 
@@ -372,8 +368,9 @@ def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
     was_told = history.revoked or outcomes - _WAITS or others
     # One that its time limit has killed before its run began is trusted to wait, as one whose message was lost.
     limited = [name for name, each in history.triggers.items() if each.how == "hard limit" and not each.runs]
-    lost_at = max([history.broker.last_lost_at, *(history.told_at.get(name, -inf) for name in limited)])
-    may_be_lost = checker.acknowledges_early or lost_at > sent[-1].asked - _TRUSTED_FOR
+    lost_at = [history.told_at.get(name, -inf) for name in limited]
+    lost_at += [*history.broker.lost.values(), *history.broker.dropped.values()]
+    may_be_lost = any(each > sent[-1].asked - _TRUSTED_FOR for each in lost_at)
     if not (may_be_lost or may_be_overtaken or was_told):
         yield "the newest did not run", sent[-1].name
 
