@@ -174,8 +174,12 @@ class MessageChecker:
         return {end for work, ends in self.history.outcomes.items() if work.trigger in names for end in ends}
 
     def is_alone(self, trigger: Any) -> bool:
-        """Whether no other task was there at the same time; the key of a run that was killed stays for a lease."""
+        """Whether no other task was there at the same time; the key of a run that was killed stays for a lease.
+
+        That of a run that has succeeded stays for ``at_least``.
+        """
         stays = _TRUSTED_FOR if self.had("kill", "revoke", "shutdown") else _JUST_NOW
+        stays += self.plan.at_least or 0.0
         ends = {each: self.history.told_at.get(name, inf) + stays for name, each in self.history.triggers.items()}
         for run in self.history.runs:  # a replacement runs after the end of the first one was told
             ends[run.trigger] = max(ends[run.trigger], (run.ended or inf) + stays)
@@ -325,13 +329,13 @@ def _was_killed(run: Any, until: float) -> bool:
 
 def _no_call_is_skipped_for_its_own_delivery(history: Any, checker: MessageChecker) -> Problems:
     """A task is skipped for other work only: also an item of a list, and the second call of a task in one delivery."""
-    if history.plan.at_least or checker.had("cut", "late"):  # a key may be kept, or stay for a while
+    if checker.had("cut", "late"):  # a key may stay for a while
         return
     for work, outcomes in history.outcomes.items():
         trigger = history.triggers[work.trigger]
-        # An item waits for a lease at most where its list is delivered again.
-        is_list_again = trigger.how in LISTS and checker.was_redelivered(trigger)
-        if is_list_again or not checker.is_alone(trigger):
+        # An item waits for a lease at most where its list is delivered again; and the one before it may keep its key.
+        may_skip_items = trigger.how in LISTS and (history.plan.at_least or checker.was_redelivered(trigger))
+        if may_skip_items or not checker.is_alone(trigger):
             continue
         if any("None" in each or each == "AlreadyRunning" for each in outcomes):
             yield "a task is skipped for its own lock", f"{work}: {outcomes}"
