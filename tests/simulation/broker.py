@@ -97,7 +97,7 @@ class Delivery:
         payload: the message.
         number: its number; a redelivery has the same.
         is_work: whether its task is decorated.
-        worker: the worker that has received it.
+        worker: the worker that has received it, and at what time.
         is_done: whether it is acknowledged.
         request: Celery's request for it.
         child: the child that has begun it.
@@ -106,6 +106,7 @@ class Delivery:
 
     is_done = False
     worker: Any = None
+    received_at = 0.0
     child: Any = None
     message: Any = None
     limits: Any = (None, None)
@@ -189,7 +190,8 @@ class Broker:
 
     Attributes:
         lost: the work of messages that were lost on their way, and when each might have begun.
-        dropped: the work of messages that were acknowledged, and when their worker ended without having ended them.
+        dropped: the work of messages that were acknowledged, and that their worker has not ended: when that has
+            received them, and when it ended itself.
     """
 
     def __init__(self, world: Any, kind: str) -> None:
@@ -200,7 +202,7 @@ class Broker:
         self.last_redelivered_at: dict[Work, float] = {}
         self.redelivered_before_a_run: set[str] = set()
         self.lost: dict[Work, float] = {}
-        self.dropped: dict[Work, float] = {}
+        self.dropped: dict[Work, tuple[float, float]] = {}
         self.workers: list[Any] = []
 
     def put(self, payload: dict[str, Any]) -> None:
@@ -333,6 +335,7 @@ class Worker:
         """As the worker's consumer does with a message: the strategy of Celery decides."""
         if job not in self.jobs:
             return  # the connection was lost on which it came
+        job.received_at = self.world.now
         job.message = message = _virtual.Message(job.payload, channel=_RECEIVING)
         self.receiving, receive = job, self._strategy(job.task)
         acknowledge, reject = partial(self.broker.ack, job), partial(self.broker.reject, job)
@@ -358,8 +361,7 @@ class Worker:
         self.begin()
 
     def _drop_jobs(self) -> None:
-        acknowledged = [job.work for job in self.jobs if job.is_done]
-        self.broker.dropped.update(dict.fromkeys(acknowledged, self.world.now))
+        self.broker.dropped |= {job.work: (job.received_at, self.world.now) for job in self.jobs if job.is_done}
         self.jobs.clear()
 
     def lose_connection(self) -> None:

@@ -70,7 +70,7 @@ class MessageChecker:
         """Whether a key may name a queued task at the end, because the docs say so.
 
         Both commands of a ``delay()`` were sent twice. Or its message was lost. Or its worker was killed, which had
-        acknowledged it, and a direct call or the attempt before had the key when it came. Or a version in which the
+        acknowledged it, and another run, as of the attempt before, had the key when it came. Or a version in which the
         task is not unique has ended it, and its message names no key; or at its hard limit; or was killed.
         """
         triggers = self.history.triggers.values()
@@ -79,8 +79,9 @@ class MessageChecker:
         was_lost, was_dropped = not works.isdisjoint(self.broker.lost), not works.isdisjoint(self.broker.dropped)
         is_ended_so = was_dropped or not {each.how for each in tasks} <= {*_UNIQUE} - {"hard limit"}
         is_moved = len({*self.plan.unique}) > 1 and is_ended_so
-        is_lent = b'"attempt":0' not in value or any(each.how in CALLS for each in triggers)
-        is_killed = was_dropped and is_lent
+        came = {work: at for work, (at, _) in self.broker.dropped.items() if work in works}
+        others = [(run, at) for run in self.history.runs for work, at in came.items() if run.work != work]
+        is_killed = any(run.began - _ONE_COMMAND <= at <= (run.ended or inf) + _ONE_COMMAND for run, at in others)
         is_killed &= any(self.outcomes_of(each.name) <= _WAITS for each in tasks)
         return self.late_commands > 1 or is_moved or is_killed or was_lost
 
@@ -373,7 +374,7 @@ def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
     # One that its time limit has killed before its run began is trusted to wait, as one whose message was lost.
     limited = [name for name, each in history.triggers.items() if each.how == "hard limit" and not each.runs]
     lost_at = [history.told_at.get(name, -inf) for name in limited]
-    lost_at += [*history.broker.lost.values(), *history.broker.dropped.values()]
+    lost_at += [*history.broker.lost.values(), *(ended_at for _, ended_at in history.broker.dropped.values())]
     may_be_lost = any(each > sent[-1].asked - _TRUSTED_FOR for each in lost_at)
     if not (may_be_lost or may_be_overtaken or was_told):
         yield "the newest did not run", sent[-1].name
