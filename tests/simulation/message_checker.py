@@ -187,6 +187,12 @@ class MessageChecker:
         own = trigger.asked, ends.pop(trigger)
         return all(own[1] < each.asked or end < own[0] for each, end in ends.items())
 
+    def has_lost_retry(self, task_id: str | None) -> bool:
+        """Whether the message of a retry with this id was lost, or a requeued one: it has its key for an hour."""
+        works = [each.work for each in self.broker.published if each.id == task_id]
+        lost = [each for each in works if each in self.broker.lost and (each.attempt or works.count(each) > 1)]
+        return any(self.plan.unique) and bool(lost)
+
     def was_redelivered(self, trigger: Any) -> bool:
         return any(work.trigger == trigger.name for work in self.history.broker.last_redelivered_at)
 
@@ -195,10 +201,8 @@ class MessageChecker:
 
 
 def _no_message_waits(history: Any, checker: MessageChecker) -> Problems:
-    lost = [each.id for each in history.broker.published if each.work in history.broker.lost]
     for delivery in (*history.broker.queue, *history.broker.unacked):
-        # A retry whose message was lost has its key for an hour; new work with the same id waits behind it.
-        is_behind_lost = delivery.id == "same-id" and delivery.id in lost and any(checker.plan.unique)
+        is_behind_lost = delivery.id == "same-id" and checker.has_lost_retry(delivery.id)  # as new work with that id
         if not is_behind_lost:
             yield "a message waits for ever", str(delivery.work)
 
@@ -255,9 +259,10 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
     if checker.may_drop_unstored and has_two and trigger.name in history.begun_and_killed:
         return True
     # A redelivery of the message is taken for one of an earlier message with this id. Or the key is held by a task with
-    # the same id, because it is kept, its run was killed, or a command came late: to tell the two apart could cost a
-    # result.
+    # the same id, because it is kept, its run was killed, its retry lost, or a command came late: to tell the two apart
+    # could cost a result.
     may_be_ignored = checker.was_redelivered(trigger) or bool(plan.at_least or checker.late_commands)
+    may_be_ignored |= checker.has_lost_retry(trigger.id)
     may_be_ignored |= any(run.end == "killed" and run.trigger.id == trigger.id for run in history.runs)
     if trigger.how == "id" and outcomes <= {"Ignore", "requeue"} and may_be_ignored:
         return True
