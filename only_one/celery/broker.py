@@ -75,11 +75,21 @@ def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
     Args:
         app: the application.
         came_by: Celery's ``delivery_info`` of the message.
+
+    Raises:
+        ConfigurationError: for a message of a fanout exchange of Redis, which has no queue of this worker's.
     """
     # Before the routing key of a message that RabbitMQ delays, Celery puts the seconds, in binary.
     exchange, key = came_by.get("exchange") or "", re.sub(r"^(?:[01]\.){28}", "", came_by.get("routing_key") or "")
     kind = _facts(app)[1]
-    if kind == "amqp" and (own := _own_queue(app, exchange, key)):
+    own = _own_queue(app, exchange, key)
+    if own and kind == "redis":
+        msg = (
+            f"a message of the Broadcast queue {own!r} cannot be requeued with Redis, because all workers would get it "
+            "again: write a key that each worker has for itself, or use RabbitMQ"
+        )
+        raise ConfigurationError(msg)
+    if own:
         return {"queue": _kombu.Queue(own), "declare": []}
     exchanges = [each.exchange for queue in app.amqp.queues.values() for each in (queue, *(queue.bindings or ()))]
     topics = {each.name: each for each in exchanges if each and each.type == "topic"}
