@@ -436,7 +436,9 @@ class MessageWorld(History):
 
     def stores(self, result: Any) -> None:
         """Note a result that is not that of a run: where the key is busy, or cannot be asked for."""
-        is_one = result is None or type(result).__name__ in ("AlreadyRunning", "LockUnavailable")
+        # Celery wraps what cannot be pickled, as an exception of a copy of the package.
+        name = getattr(result, "exc_cls_name", type(result).__name__)
+        is_one = result is None or name in ("AlreadyRunning", "LockUnavailable")
         if is_one and all(run.end == "calls again" for run in self.runs if run.delivery is thread()):
             for job in [job for job in self.broker.jobs if job.is_work and job.child is this()]:
                 given = self.triggers[job.work.trigger], job.work, None, this(), job.began, this().life, thread()
