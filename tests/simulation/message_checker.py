@@ -107,7 +107,7 @@ class MessageChecker:
 
     @property
     def _keeps_waiting_keys(self) -> bool:
-        is_calm = self.only("publishing fails", "visibility timeout", "lost connection")
+        is_calm = self.only("publishing fails", "visibility timeout", "lost connection", "shutdown")
         return all(self.plan.deduplicate) and is_calm and not self._may_forget
 
     @property
@@ -398,11 +398,12 @@ def _none_runs_after_a_newer_one(history: Any, checker: MessageChecker) -> Probl
 
 def _at_least(history: Any, checker: MessageChecker) -> Problems:
     """After a success no run begins until the time is over."""
-    if not history.plan.at_least or not checker.only("publishing fails", "visibility timeout", "lost connection"):
+    if not history.plan.at_least or checker.had("cut", "late"):
         return
     for run, later in pairwise(history.runs):
-        was_limited = "limit" in run.trigger.how  # which may have interrupted its release
-        is_due = run.end == "done" and later.lock.key == run.lock.key and not was_limited
+        # A limit or a kill may have come before its release.
+        was_interrupted = "limit" in run.trigger.how or _was_killed(run, later.began)
+        is_due = run.end == "done" and later.lock.key == run.lock.key and not was_interrupted
         if is_due and later.began - run.began < history.plan.at_least - _JUST_NOW:
             yield "at_least", f"{later.work} began {later.began - run.began:.2f} s after {run.work}"
 
