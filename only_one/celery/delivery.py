@@ -43,6 +43,9 @@ def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], ar
     """The caller of ``wrapper``: the current task if this is its run, else a plain function.
 
     A function that is called directly, or from another task's run, is none of that task's; but by ``map`` and the like.
+
+    Raises:
+        Ignore: if the message waits in its queue again: it would run twice.
     """
     bound = bool(args) and isinstance(args[0], Task) and wrapper in _functions_with_bases(args[0])
     is_its_run = task is not None and (wrapper in functions_of(task) or (bound and args[0] is task))
@@ -59,6 +62,9 @@ def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], ar
     is_inside = under_way and decoration in under_way.values()  # a call from inside its own run
     if is_inside or request.is_eager:  # which has no message
         return TaskCaller(task, work_of(request).token_factory(task), bound=bound)
+    # An earlier call in this delivery has requeued the message, and somebody has caught its `Ignore` to call once more.
+    if "only_one_requeued" in vars(request):
+        raise Ignore
     return Delivery(task, request, bound=bound, decoration=decoration)
 
 

@@ -133,6 +133,24 @@ def test_a_message_that_was_requeued_may_call_its_function_twice(queue: Queue, k
     assert (answer.state, runs, len(queue)) == ("SUCCESS", ["run", "run"], 0)
 
 
+@pytest.mark.parametrize("is_free", [False, True])
+def test_a_message_that_was_requeued_is_published_once_though_its_function_is_called_again(
+    queue: Queue, keys: Keys, *, is_free: bool
+) -> None:
+    """By what tries again after each exception, so after the one that ends the delivery, too; nor does it run here."""
+    runs: list[str] = []
+
+    def meanwhile(_: Any) -> None:
+        if is_free:
+            del keys["k"]
+
+    base: Any = {"base": CallsAgain, "errors": [Exception], "meanwhile": meanwhile}
+    a_task(queue.app, lambda_of(lambda: runs.append("run")), when_busy=retry(), celery=base).delay()
+    keys["k"] = "somebody else"
+    queue.deliver()
+    assert (runs, len(queue)) == ([], 1)
+
+
 @pytest.mark.parametrize(("what", "expected"), [("has the key", [0, 0, 0]), ("has run", [0, 1, 1])])
 def test_the_second_call_in_a_delivery_after_another_task(
     queue: Queue, keys: Keys, what: str, expected: list[int]
