@@ -68,7 +68,15 @@ class Publication(TaskCaller):
         Raises:
             OnlyOneError: as the policies say.
         """
-        result: Any = self._queue(decoration)
+        result: Any
+        try:
+            result = self._queue(decoration)
+        except OnlyOneError:
+            # At the end of a task Celery calls a linked one with this option. An error here would have that task fail,
+            # whose work is done: the linked one is published, and the worker decides.
+            if not self._options.get("parent_id"):
+                raise
+            result = self._publish()
         if isinstance(result, ResultBase):
             marked: Any = result
             marked.is_duplicate, marked.holder = not self._is_published, self._holder

@@ -315,6 +315,23 @@ def test_a_task_sent_by_name_or_sent_again_is_always_published(queue: Queue) -> 
     assert len(queue) == 4
 
 
+@pytest.mark.parametrize(
+    ("options", "error"), [({"when_busy": fail}, AlreadyRunning), ({"redis": CLOSED}, LockUnavailable)]
+)
+def test_a_linked_task_that_is_refused_fails_itself_and_not_the_task_before_it(
+    queue: Queue, keys: Keys, options: Any, error: type[Exception]
+) -> None:
+    """A worker calls it when that task is done, and would store the error in place of its result."""
+    before = queue.app.task(done, name=f"task-{uuid4()}", shared=False)
+    linked = unique(queue.app, "k", **options)
+    answer = before.apply_async(link=linked.si())
+    keys["k"] = "somebody else"
+    assert (queue.deliver(), answer.state, len(queue)) == ("done", "SUCCESS", 1)
+    (message,) = queue.messages()
+    queue.deliver()
+    assert isinstance(linked.AsyncResult(message["headers"]["id"]).result, error)
+
+
 @pytest.mark.parametrize("carried", [Header("of another task", 0, times=1).as_headers(), {"only_one": "by others"}])
 def test_headers_copied_from_another_message_do_not_make_a_call_unique(queue: Queue, carried: Any) -> None:
     task = unique(queue.app, "k")
