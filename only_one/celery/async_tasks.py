@@ -1,4 +1,4 @@
-"""Refuse tasks that are made of a decorated async function: Celery would not await it, and would say nothing."""
+"""Tasks of a decorated async function: refused where Celery would not await it, and would say nothing."""
 
 import functools
 import inspect
@@ -15,7 +15,7 @@ from only_one.call.effective_options import refuse
 from only_one.errors import ConfigurationError
 from only_one.events import log
 
-from .delivery import decorations_of, functions_of, module_of
+from .delivery import called, decorations_of, functions_of, module_of
 
 
 def refuse_async_tasks() -> None:
@@ -66,11 +66,27 @@ def check_awaited(kind: Any) -> None:
     """
     # For `pydantic=True` Celery wraps the function, and the wrapper is not async.
     function = next((each for each in functions_of(kind) if not str(module_of(each)).startswith("celery.")), None)
-    # A `__call__` of the user's may run the coroutine, and the pool of that library does.
-    may_be_awaited = kind.__call__ != Task.__call__ or "celery_aio_pool" in sys.modules
-    if inspect.iscoroutinefunction(function) and not may_be_awaited:
+    if not inspect.iscoroutinefunction(function):
+        return
+    if kind.__call__ != Task.__call__:  # which may run the coroutine
+        _keep_task_in_threads(kind)
+    elif "celery_aio_pool" not in sys.modules:  # whose pool does
         msg = (
             f"{function.__module__}.{function.__qualname__} is the async function of a task, which Celery does not "
             "await, so it would never run: write @only_one and @app.task above a def that calls asyncio.run(...)"
         )
         raise ConfigurationError(msg)
+
+
+def _keep_task_in_threads(kind: Any) -> None:
+    """Have the function find its task where the ``__call__`` of a class runs it by asgiref: in another thread."""
+    if hasattr(call := kind.__call__, "only_one_keeps_task"):
+        return
+
+    @functools.wraps(call)
+    def keeps_task(task: Any, *args: Any, **kwargs: Any) -> Any:
+        with called(task):
+            return call(task, *args, **kwargs)
+
+    vars(keeps_task)["only_one_keeps_task"] = True
+    kind.__call__ = keeps_task

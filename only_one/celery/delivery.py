@@ -5,7 +5,8 @@ A task is never skipped because of its own lock.
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from logging import INFO
 from math import inf
 from typing import Any, NoReturn
@@ -33,10 +34,23 @@ from .broker import marks_redeliveries, refuse_long_countdown, remembered_for, w
 from .requeue import Header, header_of, publish
 from .work import Work, work_held_by, work_of
 
+_called: ContextVar[Any] = ContextVar("only_one_called", default=(None, None))
+"""A task and its request, for the threads to which the context is copied: Celery's stack of tasks is of one thread."""
+
+
+@contextmanager
+def called(task: Any) -> Iterator[None]:
+    """A block in which a task calls its function, perhaps in another thread."""
+    before = _called.set((task, task.request))
+    try:
+        yield
+    finally:
+        _called.reset(before)
+
 
 def current_task() -> Any:
     """The task of Celery that is under way here; None if there is none."""
-    return _state.get_current_task()
+    return _state.get_current_task() or _called.get()[0]
 
 
 def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Caller:
@@ -52,7 +66,7 @@ def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], ar
     plain = decoration.plain_bound if bound else decoration.plain
     if task is None or not is_its_run:
         return plain
-    request = task.request
+    request = task.request if _state.get_current_task() else _called.get()[1]
     if request.called_directly:
         running = _state.get_current_worker_task()
         if running is None or task_of_items(running, running.request.kwargs) != task.name:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import enum
 import json
 import logging
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -40,7 +42,7 @@ from tests.celery.deliveries import (
     unique,
     whose,
 )
-from tests.decorated import CLOSED
+from tests.decorated import CLOSED, as_async
 
 HELD: list[tuple[str, int | None, int, str]] = [
     ("kept", 1, 1, "dropped"),
@@ -218,6 +220,26 @@ def test_a_run_of_a_base_is_its_tasks(queue: Queue, keys: Keys, key: str) -> Non
     del keys[key]
     queue.deliver()
     assert answer.get() == [[task.name, answer.id, 1], *others]
+
+
+class AwaitsInAThread(Task):  # type: ignore[misc]  # Celery has no types
+    """Runs what is to be awaited as asgiref's ``async_to_sync`` does."""
+
+    abstract = True
+
+    def __call__(self) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(contextvars.copy_context().run, asyncio.run, self.run()).result()
+
+
+def test_an_async_run_in_a_thread_to_which_the_context_is_copied_is_its_tasks(queue: Queue, keys: Keys) -> None:
+    task = a_task(queue.app, as_async(whose), when_busy=retry(), celery={"base": AwaitsInAThread})
+    answer = task.delay()
+    with keys.busy():
+        queue.deliver()
+    queue.deliver()
+    assert answer.get() == [task.name, answer.id, 0]
+    assert delivery.current_task() is None
 
 
 @pytest.mark.parametrize("again", [{}, {"again": Task.__call__}], ids=["run", "__call__"])
