@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import redis
@@ -108,8 +110,12 @@ def test_a_release_that_takes_long_gives_others_the_next_turn(watch: Watch, redi
         assert [len(node(server).trips) for server in servers] == trips
 
 
-def test_of_too_many_pending_releases_the_oldest_is_forgotten(watch: Watch, redis_url: str) -> None:
-    server = watch.server(redis_url)
+def test_of_too_many_pending_releases_the_oldest_is_forgotten(
+    watch: Watch, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And multiprocessing is told once to send them at the end."""
+    util, server = Mock(), watch.server(redis_url)
+    monkeypatch.setitem(sys.modules, "multiprocessing.util", util)
     active_tokens[b"0"] = None
     for number in range(10_001):
         assert len(watch.renewer.pending_releases) == number
@@ -117,6 +123,7 @@ def test_of_too_many_pending_releases_the_oldest_is_forgotten(watch: Watch, redi
     assert len(watch.renewer.pending_releases) == 10_000
     assert next(iter(watch.renewer.pending_releases)) == b"1"
     assert b"0" not in active_tokens
+    util.Finalize.assert_called_once_with(None, renewal.finish_pending_releases, exitpriority=0)
 
 
 @pytest.mark.parametrize(("url", "slept"), [(None, []), (DOWN, [0.0625] * 32)], ids=["up", "down"])

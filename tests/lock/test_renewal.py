@@ -9,23 +9,25 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from queue import Empty
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 from weakref import ref
 
 import pytest
 import redis as redis_py
-from redis.exceptions import ResponseError
+from redis.exceptions import NoPermissionError, ResponseError
 from redis.sentinel import Sentinel
 
-from only_one import LockLost
 from only_one.clock import now
 from only_one.connections import node as nodes
 from only_one.connections import short_timeouts
 from only_one.connections.sentinel import MasterFinder
+from only_one.events import log
 from only_one.lock import renewal
 from only_one.lock.current_lock import Lease
 from rigs.proxy import Proxy
@@ -58,17 +60,17 @@ def test_a_lease_that_is_lost_by_the_clock(
 ) -> None:
     """Its end may come before its expiry, as that of a task that is to begin later."""
     server = watch.server(redis_url)
-    told: list[LockLost] = []
+    told: list[tuple[str, str]] = []
     lock = watch.lease(server, limit=limit)
     lock.expires_at = MOMENT + expires_in
-    lock.on_loss.append(told.append)
+    lock.on_loss.append(lambda lost: told.append((lost.reason, threading.current_thread().name)))
     watch.clock.moment += TTL
     lock.renew_at = MOMENT
     assert watch.renewer.renew_what_is_due() is False
     assert (lock.reason, lock.value, node(server).trips) == (reason, b"", [])
-    assert eventually(lambda: [lost.reason for lost in told] == [reason])
+    assert eventually(lambda: told == [(reason, "only_one-lost")])
     assert watch.renewer.held() == []
-    lock.on_loss.append(told.append)
+    lock.on_loss.append(print)
     watch.renewer.lost(lock, "deleted")  # the reason that was noted first counts
     assert lock.on_loss
 
@@ -85,9 +87,10 @@ def test_a_loss_of_which_nobody_is_to_be_told_starts_no_thread(
     watch: Watch, redis_url: str, started: list[Any]
 ) -> None:
     """A worker loses each key that it has received when the run acquires it."""
-    lock = watch.lease(watch.server(redis_url))
-    watch.renewer.lost(lock, "taken")
-    assert (lock.reason, started) == ("taken", [])
+    for reply, reason, value in [(b"another", "taken", b"another"), (None, "deleted", b"")]:
+        lock = watch.lease(watch.server(redis_url))
+        watch.renewer.note(lock, MOMENT, TTL, reply)
+        assert (lock.reason, lock.value, started) == (reason, value, [])
 
 
 def test_the_last_renewal_lasts_until_the_end(watch: Watch, redis_url: str) -> None:
@@ -96,6 +99,7 @@ def test_the_last_renewal_lasts_until_the_end(watch: Watch, redis_url: str) -> N
         (MOMENT + TTL - 1, MOMENT + 2 * TTL - 1, MOMENT + TTL - 1 + TTL / 3),
         (MOMENT + TTL, MOMENT + 2 * TTL, MOMENT + 2 * TTL),
         (MOMENT + 1.5 * TTL, MOMENT + 2 * TTL, MOMENT + 2 * TTL),
+        (MOMENT + 2 * TTL - 0.5, MOMENT + 2 * TTL, MOMENT + 2 * TTL),
     ]:
         watch.clock.moment = lock.renew_at = moment
         lock.expires_at = moment + 1
@@ -140,6 +144,7 @@ def test_a_renewal_that_fails_is_tried_again_after_a_tenth_of_the_lease(watch: W
             lock.renew_at = MOMENT
         watch.renewer.renew_what_is_due()
         assert [lock.renew_at - MOMENT for lock in locks] == pytest.approx([0.8, 0.2, 1.0])
+        assert [lock.on_its_way - MOMENT for lock in locks] == [8, 2, 32]
         assert brief.renew_at == brief.expires_at
         assert node(server).backs_off_until == pytest.approx(MOMENT + 0.2)
         node(server).backs_off_until = MOMENT
@@ -162,12 +167,21 @@ def test_why_a_renewal_failed(watch: Watch, caplog: pytest.LogCaptureFixture, st
             lock.renew_at = node(server).backs_off_until = MOMENT
         watch.renewer.renew_what_is_due()
         assert all(isinstance(lock.trouble, redis_py.ConnectionError) for lock in locks)
-        assert [thread[0] for thread in started] == ["only_one-log"] * logged
-    _, _, level, text, *rest = started[0]
-    assert level == logging.DEBUG
-    assert (text % tuple(rest)).startswith(f"{locks[0].key} and 1 others could not be renewed")
-    renewal._log(logging.INFO, "%s", "k")
-    assert len(started) == 3
+        assert [thread[:2] for thread in started] == [("only_one-log", log)] * logged
+        down_error = lock.trouble
+    for lock in locks:
+        lock.renew_at = node(server).backs_off_until = MOMENT
+    server._nodes.send = lambda *_: [NoPermissionError("no permissions"), ResponseError("busy")]
+    watch.renewer.renew_what_is_due()
+    refused = "cannot be renewed, and will be lost, as the server refuses a command to its user: no permissions"
+    advice = "give it what docs/access-rights.md lists, or write timeout= and no lease="
+    again = "could not be renewed, and will be tried again"
+    down, _, *two = [(level, text % tuple(rest)) for _, _, level, text, *rest in started]
+    assert down == (logging.DEBUG, f"{locks[0].key} and 1 others {again}: {down_error!r}")
+    assert two == [
+        (logging.WARNING, f"{locks[0].key} {refused}: {advice}"),
+        (logging.DEBUG, f"{locks[1].key} {again}: {locks[1].trouble!r}"),
+    ]
 
 
 def test_a_node_that_backs_off_is_not_asked(watch: Watch, redis_url: str) -> None:
@@ -210,8 +224,10 @@ def test_only_runs_that_are_under_way_are_in_its_care(watch: Watch, redis_url: s
     gone = Lease(server, "gone", b"gone", MOMENT, TTL, LONG)
     renewal.hold(gone)
     assert watch.renewer.held() == [kept, gone]
-    renewal.let_go(gone)
-    assert b"gone" not in watch.renewer.leases
+    assert gone.renewer is watch.renewer
+    for _ in range(2):  # as a forked child does, which has none
+        renewal.let_go(gone)
+        assert b"gone" not in watch.renewer.leases
     renewal.hold(gone)
     del gone
     assert watch.renewer.held() == [kept]
@@ -257,6 +273,7 @@ def idle() -> Any:
 def test_it_sleeps_until_something_is_due(idle: Any) -> None:
     due = now() + 0.05
     idle.pending_releases[b"k"] = SimpleNamespace(try_at=due)
+    idle.woken.put(due + 1)
     idle.sleep()
     assert now() >= due == idle.wakes_at
 
@@ -337,6 +354,7 @@ def test_a_step_that_fails_is_logged_and_the_next_waits_a_moment(
         monkeypatch.setattr(f"only_one.lock.renewal._renewer.{name}", step)
     monkeypatch.setattr(renewal, "time", taken.time)
     monkeypatch.setattr(renewal, "_log", taken.log)
+    taken.log.side_effect = MemoryError
     watch.renewer.take_turn()
     in_turn = [f"step_{number}" for number in range(4)]
     in_turn[fails + 1 : fails + 1] = ["log", "time.sleep"]
@@ -353,6 +371,7 @@ def test_the_thread_ends_when_it_is_told_to() -> None:
     before = set(threading.enumerate())
     assert renewer.start_thread() is None
     (thread,) = set(threading.enumerate()) - before
+    assert thread.daemon
     assert eventually(lambda: not renewer.vacancy)
     second = threading.Thread(target=renewer.run, daemon=True)  # started at the same time, it finds that one runs
     second.start()
@@ -365,6 +384,31 @@ def test_the_thread_ends_when_it_is_told_to() -> None:
     assert eventually(lambda: not renewer.vacancy)
     renewer.end()
     assert renewer.vacancy
+    renewer.vacancy, renewer.ended = {}, (ended := Mock(**{"get.side_effect": Empty}))  # as a thread that is stuck
+    renewer.end()
+    ended.get.assert_called_once_with(timeout=1)
+
+
+GREEN: dict[str, Callable[[Any], Any]] = {
+    "gevent.monkey": lambda start: SimpleNamespace(
+        is_module_patched="threading".__eq__,
+        get_original=lambda *name: name == ("_thread", "start_new_thread") and start,
+    ),
+    "eventlet.patcher": lambda start: SimpleNamespace(
+        is_monkey_patched="thread".__eq__, original=lambda name: name == "_thread" and Mock(start_new_thread=start)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GREEN)
+def test_under_green_threads_it_is_one_of_the_system_that_ends_before_the_process(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    renewer, started = renewal._Renewer(), Mock()
+    monkeypatch.setitem(sys.modules, name, GREEN[name](started.thread))
+    monkeypatch.setattr(renewal, "atexit", started.atexit)
+    assert renewer.start_thread() is None
+    assert started.mock_calls == [call.atexit.register(renewer.end), call.thread(renewer.run, ())]
 
 
 def test_where_no_thread_can_be_started(caplog: pytest.LogCaptureFixture) -> None:
