@@ -31,7 +31,7 @@ from only_one.policies import Retry as RetryPolicy
 
 from . import coalescing, redelivery
 from .broker import marks_redeliveries, refuse_long_countdown, remembered_for, waits_for
-from .requeue import Header, header_of, publish
+from .requeue import Header, end_delivery, header_of, publish
 from .work import Work, work_held_by, work_of
 
 _called: ContextVar[Any] = ContextVar("only_one_called", default=(None, None))
@@ -59,7 +59,7 @@ def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], ar
     A function that is called directly, or from another task's run, is none of that task's; but by ``map`` and the like.
 
     Raises:
-        Ignore: if the message waits in its queue again: it would run twice.
+        Ignore: if an earlier call has ended this delivery by it, and somebody above has caught that to call once more.
     """
     bound = bool(args) and isinstance(args[0], Task) and wrapper in _functions_with_bases(args[0])
     is_its_run = task is not None and (wrapper in functions_of(task) or (bound and args[0] is task))
@@ -67,6 +67,8 @@ def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], ar
     if task is None or not is_its_run:
         return plain
     request = task.request if _state.get_current_task() else _called.get()[1]
+    if "only_one_is_over" in vars(request):
+        raise Ignore
     if request.called_directly:
         running = _state.get_current_worker_task()
         if running is None or task_of_items(running, running.request.kwargs) != task.name:
@@ -76,9 +78,6 @@ def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], ar
     is_inside = under_way and decoration in under_way.values()  # a call from inside its own run
     if is_inside or request.is_eager:  # which has no message
         return TaskCaller(task, work_of(request).token_factory(task), bound=bound)
-    # An earlier call in this delivery has requeued the message, and somebody has caught its `Ignore` to call once more.
-    if "only_one_requeued" in vars(request):
-        raise Ignore
     return Delivery(task, request, bound=bound, decoration=decoration)
 
 
@@ -505,6 +504,7 @@ class Delivery(TaskCaller):
             Ignore: always.
         """
         self._request.only_one_has_begun, self._request.only_one_key = not waits_no_more, call.key
+        end_delivery(self._request)
         if not waits_no_more:  # an earlier call in this delivery has ended, and what comes of the work is not stored
             self._request.only_one_markers = []
         extra = {"only_one_key": call.key}

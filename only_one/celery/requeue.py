@@ -105,6 +105,12 @@ def publish(task: Task, request: Any, header: Header, countdown: float | None) -
     )
     again.apply_async()
     request.only_one_requeued, request.only_one_has_begun = again, True  # it goes on, and waits for its key
+    end_delivery(request)
+
+
+def end_delivery(request: Any) -> None:
+    """Have no call run, and no ``self.retry()`` publish, after the ``Ignore`` that follows: a base may catch it."""
+    request.only_one_is_over = request.called_directly = True  # by the second, Celery raises its error again
 
 
 def keep_content_type(request: Any) -> None:

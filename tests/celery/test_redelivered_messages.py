@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from celery import chain, group
+from celery import Task, chain, group
 from celery.exceptions import Ignore, Reject
 from kombu.transport import TRANSPORT_ALIASES
 from kombu.transport.redis import Transport
@@ -133,9 +133,10 @@ def test_a_message_that_was_requeued_may_call_its_function_twice(queue: Queue, k
     assert (answer.state, runs, len(queue)) == ("SUCCESS", ["run", "run"], 0)
 
 
+@pytest.mark.parametrize("again", [{}, {"again": Task.__call__}, {"again": Task.retry}], ids=["run", "call", "retry"])
 @pytest.mark.parametrize("is_free", [False, True])
 def test_a_message_that_was_requeued_is_published_once_though_its_function_is_called_again(
-    queue: Queue, keys: Keys, *, is_free: bool
+    queue: Queue, keys: Keys, again: Any, *, is_free: bool
 ) -> None:
     """By what tries again after each exception, so after the one that ends the delivery, too; nor does it run here."""
     runs: list[str] = []
@@ -144,7 +145,7 @@ def test_a_message_that_was_requeued_is_published_once_though_its_function_is_ca
         if is_free:
             del keys["k"]
 
-    base: Any = {"base": CallsAgain, "errors": [Exception], "meanwhile": meanwhile}
+    base: Any = {"base": CallsAgain, "errors": [Exception], "meanwhile": meanwhile, **again}
     a_task(queue.app, lambda_of(lambda: runs.append("run")), when_busy=retry(), celery=base).delay()
     keys["k"] = "somebody else"
     queue.deliver()
@@ -184,6 +185,28 @@ def test_a_redelivery_that_is_dropped_may_not_run_when_it_calls_its_function_aga
     queue.deliver(message)
     queue.deliver(message, redelivered=True)
     assert runs == ["run", "run"]
+
+
+class RetriesAfterAnything(Task):  # type: ignore[misc]  # Celery has no types
+    """Retries after each exception, and so after those by which a delivery ends."""
+
+    abstract = True
+
+    def __call__(self) -> Any:
+        try:
+            return self.run()
+        except Exception as error:
+            raise self.retry(exc=error) from error
+
+
+def test_a_redelivery_that_is_dropped_is_not_retried(queue: Queue, keys: Keys) -> None:
+    runs: list[str] = []
+    answer = a_task(queue.app, lambda_of(lambda: runs.append("run")), celery={"base": RetriesAfterAnything}).delay()
+    message = queue.take()
+    keys.redis.hset(keys.marker(answer.id), "asked", 1)
+    queue.deliver(message)
+    queue.deliver(message, redelivered=True)
+    assert (runs, len(queue), answer.state) == (["run"], 0, "SUCCESS")
 
 
 @pytest.mark.parametrize("policy", [fail, skip, carry_on])
