@@ -238,6 +238,8 @@ class Checker:
             self.problem("an outcome without a run", call.name)
         if isinstance(outcome, package.LockLost):
             self.check_cause(call, outcome)
+        if call.had_key and call.lock.is_held:
+            self.problem("a lock that is held after its call", call.name)
         self._check_time(call)
         self._check_policies(call)
         keeps = call.is_done and call.held_to_the_end and call.answered < call.asked + self.at_least
