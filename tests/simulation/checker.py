@@ -446,8 +446,6 @@ class Checker:
             value, expiry = self.store.keys.get(call.key_there, (None, None))
             believed = self.history.now + call.lock.expires_in
             too_long = inf if value != call.lock.token or expiry is None else believed - expiry
-            if believed == self.history.now:
-                self.problem("a belief of no time", call.name)
             if too_long > EPSILON:
                 self.problem("a belief that outlives the key", f"{call.name}: {too_long:.3f} s")
                 call.is_excused = True  # it is told once
