@@ -238,8 +238,8 @@ class Checker:
             self.problem("an outcome without a run", call.name)
         if isinstance(outcome, package.LockLost):
             self.check_cause(call, outcome)
-        if call.had_key and call.lock.is_held:
-            self.problem("a lock that is held after its call", call.name)
+        if not call.is_async:
+            self._check_over(call)
         self._check_time(call)
         self._check_policies(call)
         keeps = call.is_done and call.held_to_the_end and call.answered < call.asked + self.at_least
@@ -451,20 +451,22 @@ class Checker:
                 call.is_excused = True  # it is told once
 
     def at_the_end(self) -> None:
-        if not self.history.is_silent:
-            self._check_told()
+        for call in self.calls:
+            self._check_over(call)
         self._check_commands()
         if not self.has_failed_over:  # else a key may have come back that nobody knows of
             for key in list(self.stored):
                 self._check_what_is_left(self.store.get(key), self.store.keys.get(key, (None, None))[1] or inf)
 
-    def _check_told(self) -> None:
-        """A run that ends without its key has been told."""
-        for call in self.calls:
-            is_told_so = isinstance(call.outcome, call.process.package.LockLost)
-            has_lost = call.had_key and call.answered < inf and (is_told_so or not call.held_to_the_end)
-            if has_lost and call.told_at == inf and not call.is_interrupted:
-                self.problem("a loss that nobody was told", f"{call.name}: {call.lock.reason}")
+    def _check_over(self, call: Call) -> None:
+        """A run that is over holds its key no more, and has been told if it had lost it: a sync call waits for that."""
+        is_over = call.had_key and call.answered < inf
+        if is_over and call.lock.is_held:
+            self.problem("a lock that is held after its call", call.name)
+        has_lost = isinstance(call.outcome, call.process.package.LockLost) or not call.held_to_the_end
+        may_be_told = is_over and not (call.is_interrupted or self.history.is_silent)
+        if may_be_told and has_lost and call.told_at == inf:
+            self.problem("a loss that nobody was told", f"{call.name}: {call.lock.reason}")
 
     def _check_commands(self) -> None:
         """No command is sent without a pause, and no script where the server can release without one."""
