@@ -463,7 +463,11 @@ class Checker:
         is_over = call.had_key and call.answered < inf
         if is_over and call.lock.is_held:
             self.problem("a lock that is held after its call", call.name)
-        has_lost = isinstance(call.outcome, call.process.package.LockLost) or not call.held_to_the_end
+        stored = [each for each in self.stored[call.key_there] if each.since <= call.ended < each.until]
+        # Of other values its release may not be certain; that one of another type is not its own, it sees at once.
+        is_list = any(isinstance(each.value, list) for each in stored) and self._is_calm(call, call.ended)
+        is_told_so = isinstance(call.outcome, call.process.package.LockLost)
+        has_lost = is_told_so or is_list or not call.held_to_the_end
         may_be_told = is_over and not (call.is_interrupted or self.history.is_silent)
         if may_be_told and has_lost and call.told_at == inf:
             self.problem("a loss that nobody was told", f"{call.name}: {call.lock.reason}")
