@@ -94,7 +94,8 @@ class MessageChecker:
 
     def run_begins(self, run: Any) -> None:
         for other in self.history.running:
-            if other.lock.key == run.lock.key and other.lock.is_held and run.lock.is_held:
+            both_believe = other.lock.key == run.lock.key and other.lock.is_held and run.lock.is_held
+            if both_believe and other.end != "key lost":
                 self.problem("two at once", f"{run.trigger.name} began while {other.trigger.name} runs")
 
     def changed(self, key: bytes, expiry: float | None, after: Any) -> None:
@@ -313,6 +314,8 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         # Celery sends a retry for a redelivery whose child was killed, also while its run goes on, which sends one too.
         is_killed = first.trigger.name in history.begun_and_killed
         is_again &= not (is_killed and "retry_on_worker_lost" in history.plan.options)
+        # It has acquired the key when that was lost, just before the run's end was noted.
+        is_again &= not (checker.had("key lost") and later.began < (first.ended or inf) + _ONE_COMMAND)
         # Of its two calls one may wait for the other delivery's.
         is_again &= all(run.end != "calls again" for run in first.trigger.runs)
         is_replaced = first.end == "Ignore" and str(first.trigger.action_for(first)).startswith("replace")
@@ -398,7 +401,7 @@ def _none_runs_after_a_newer_one(history: Any, checker: MessageChecker) -> Probl
 
 def _at_least(history: Any, checker: MessageChecker) -> Problems:
     """After a success no run begins until the time is over."""
-    if not history.plan.at_least or checker.had("cut", "late"):
+    if not history.plan.at_least or checker.had("cut", "late", "key lost"):
         return
     for run, later in pairwise(history.runs):
         # A limit or a kill may have come before its release.

@@ -405,6 +405,9 @@ class MessageWorld(History):
             lengths = [2.0, 40.0] if is_long else [0.01, 0.5, 2.0, 4.0]
             self.sleep(self.choose(f"length of {name}", lengths))
             self.in_hook(task, "run", name)
+            if self.fault(f"key lost of {name}", 0.3 * self.checker.was_redelivered(trigger)):
+                run.end = "key lost"  # until it has ended
+                self.store.set(run.lock.key.encode(), None)
             if action := trigger.action_for(run):
                 _end(action, task, trigger)
             run.end = "done"
