@@ -100,7 +100,7 @@ class AsyncClient:
         if self._answered_at > sent:
             return False
         was_in_doubt = self._doubted_at > self._answered_at
-        if was_in_doubt and asked < self._doubted_at < sent:
+        if was_in_doubt and asked < self._doubted_at <= sent:
             self._timed_out_at = now()
             return True
         if self._doubted_at < sent:

@@ -93,6 +93,8 @@ class LockWorld(History):
         self.plan.queue = self.plan.queue if self.plan.jobs and not self.is_async else ""
         self.store.evicts = self.draw("plan evicts") < 0.1
         self.is_silent = self.draw("plan silent") < 0.05  # nobody hears of events
+        # One connection, for which the calls of an event loop wait.
+        self.query = "protocol=2" + "&max_connections=1" * (self.is_async and self.draw("plan connections") < 0.5)
         self.checker = Checker(self)
         self.store.changed = self.checker.changed
         self.left: set[Process] = set()  # whose calls have not all ended
@@ -153,7 +155,7 @@ class LockWorld(History):
             when_busy=policies[self.when_busy[process]],
             when_down=policies[plan.when_down],
             when_lost=policies.get(plan.when_lost, lambda _: None),
-            redis=f"redis://{self.host_of[key]}:6379/0?protocol=2",
+            redis=f"redis://{self.host_of[key]}:6379/0?{self.query}",
             **{option: value for option, value in options.items() if value},
         )
         decorated: Callable[..., Any] = decorate(self._async_body if self.is_async else self._body)
