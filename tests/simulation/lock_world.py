@@ -354,7 +354,8 @@ class LockWorld(History):
         foreign = [b"somebody else's", [b"a list"], b"{}", b'{"only_one":1}']
         made_up = [re.sub(b'"%b":\\d+' % name, b'"%b":%d' % (name, MADE_UP), token) for name in (b"since", b"limit")]
         foreign += [*made_up, re.sub(rb'"pid":\d+', b'"pid":0', token)]
-        self._set_by_hand(key, self.choose("foreign value", foreign) or b"somebody's")
+        value = self.choose("foreign value", foreign)
+        self._set_by_hand(key, b"somebody's" if value == token else value)
 
     def _set_by_hand(self, key: str, value: Any) -> None:
         self.note("somebody", "deletes" if value is None else "overwrites", key)
