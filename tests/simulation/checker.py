@@ -378,9 +378,9 @@ class Checker:
 
     def _check_released(self, process: Any, event: Any) -> None:
         """What is told of a release is what has become of the key."""
-        under_way = [each for each in self.calls if each.process is process and each.answered == inf and each.had_key]
+        ending = [each for each in self.calls if each.process is process and each.ended < inf == each.answered]
         began = self.history.now - event.seconds
-        own = [each for each in under_way if b"only_one:" + each.key.encode() == event.key.encode()]
+        own = [each for each in ending if each.had_key and each.key_there == event.key.encode()]
         call = min(own, key=lambda each: abs(each.asked - began), default=None)
         if call is None:
             return
