@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_name("mutants.csv")
 SEES_MUTMUT = (
     "tests/lock/test_holder.py::test_a_process_of_another_user",
+    "tests/lock/test_renewal.py::test_what_a_first_call_needs_is_imported_before",
     "tests/call/test_job_queues.py::test_nothing_of_a_queue_is_imported",
     "tests/test_policies.py::test_a_server_that_is_down_is_one_error_with_one_cause_as_short_as_redis_py_s_own",
 )

@@ -233,7 +233,7 @@ POLICY = "skip, fail, or any callable"
 PARENTHESES = "(), with parentheses"
 URL = "write redis://"
 SOURCE = "redis://host:6379/0, a client, or a callable that returns one"
-FOR_ASYNC = "give a sync one or a URL"
+FOR_ASYNC = "redis= an asyncio client: give a sync one or a URL"
 URLS = ["", "localhost:6379", "localhost", "http://localhost", "redis://localhost:port", "redis://localhost/feeds"]
 # Whose text is in order, and what it says is not.
 URLS += ["unix://", "redis://localhost:99999", "redis://localhost?db=x", "redis://localhost/0?nope=1"]
@@ -268,10 +268,11 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     *(({"redis": value}, URL) for value in URLS),
     *(({"redis": f"redis://u:a{sign}b@h/0"}, "in the password %2F for /, %3F for ? and %23 for #") for sign in "/?#"),
     ({"redis": "rediss://h?ssl_cert_reqs=CERT_NONE"}, "value], with options of redis-py"),
-    *(({"redis": value}, SOURCE) for value in (6379, ConnectionPool(), Redis().lock("k"), Redis().pipeline())),
+    *(({"redis": value}, SOURCE) for value in (ConnectionPool(), Redis().lock("k"), Redis().pipeline())),
+    ({"redis": 6379}, f"redis= a int: give a URL such as {SOURCE}"),
     ({"redis": Redis().pubsub()}, SOURCE),  # type: ignore[no-untyped-call]
     *(({"redis": value}, FOR_ASYNC) for value in (redis.asyncio.Redis(), redis.asyncio.Redis)),
-    ({"redis": valkey.Valkey()}, "client of valkey-py"),
+    ({"redis": valkey.Valkey()}, "redis= a client of valkey-py"),
     ({"redis": valkey.asyncio.Valkey()}, "write the server's URL, redis://"),
     ({"redis": OfSeveralDatabases()}, "give the client or URL of one"),
     ({"redis": KombusClient(global_keyprefix="a:")}, "write a URL, and prefix='a:only_one:'"),
@@ -279,7 +280,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"redis": lambda: Redis(encoding="latin-1")}, "client with encoding='latin-1'"),
     ({"redis": lambda: None}, "return a client of redis-py"),
     ({"redis": lambda: valkey.Valkey()}, "write the server's URL"),
-    ({"redis": lambda: "localhost"}, URL),
+    ({"redis": lambda: "localhost"}, f"redis='localhost' is not a URL of Redis: {URL}"),
     ({"redis": lambda: redis.asyncio.Redis()}, FOR_ASYNC),
     ({"redis": lambda url: url}, SOURCE),
     *(({"redis": value}, SOURCE) for value in ASYNC),

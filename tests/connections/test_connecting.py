@@ -21,6 +21,9 @@ import redis.connection
 from celery.exceptions import SoftTimeLimitExceeded
 
 from only_one import ConfigurationError, LockUnavailable, current_lock
+from only_one.connections import server as servers
+from only_one.connections.cluster import ClusterNodes
+from only_one.connections.connection_pool import PinnedClient
 from rigs.proxy import Proxy
 from rigs.waiting import eventually
 from tests.clients import Subclass
@@ -56,6 +59,42 @@ def test_a_way_to_connect_that_has_no_like_in_asyncio(redis_url: str, option: di
         (way,) = option.values()
         with pytest.raises(ConfigurationError, match=rf"{way.__name__}.*: give redis= as a URL"):
             decorated_async(lambda: "done", redis=client)()
+
+
+CLUSTER: Any = redis_py.RedisCluster.__new__(redis_py.RedisCluster)  # which has not connected
+WHO = "write the server's user and password: redis://user:password@host:6379/0"
+BY_DEFAULT = redis_py.Redis.from_url("redis://")
+SENTINEL: Any = redis.sentinel.Sentinel
+NO_TLS = "Timeout connecting to server"
+
+
+@pytest.mark.parametrize(
+    ("client", "error", "told"),
+    [
+        (redis_py.Redis(host="h"), OSError("away"), "OSError of h:6379: away"),
+        (redis_py.Redis(host="h"), redis_py.TimeoutError(NO_TLS), f"TimeoutError of h:6379: {NO_TLS}"),
+        (
+            redis_py.Redis(host="h", ssl=True),
+            redis_py.TimeoutError(NO_TLS),
+            f"TimeoutError of h:6379: {NO_TLS} (if the port has no TLS, write redis:// in place of rediss://)",
+        ),
+        (BY_DEFAULT, redis_py.AuthenticationError(), f"AuthenticationError of localhost:6379:  ({WHO})"),
+        (redis_py.Redis(unix_socket_path="/s"), OSError("away"), "OSError of /s: away"),
+        (SENTINEL([("a", 1), ("b", 2)]).master_for("m"), OSError("away"), "OSError of m of Sentinel a:1, b:2: away"),
+        (CLUSTER, OSError("away"), "OSError of the cluster: away"),
+        (servers._NoClient(OSError()), OSError("away"), "OSError of the server: away"),
+    ],
+)
+def test_what_is_told_of_an_error(client: Any, error: Exception, told: str) -> None:
+    assert servers.Server(client).describe(error) == told
+
+
+def test_a_cluster_is_sent_no_command_whose_slot_it_does_not_know() -> None:
+    cluster, plain = servers.Server(CLUSTER), servers.Server(redis_py.Redis())
+    assert (cluster.features.release, type(plain.client)) == ("EVAL", PinnedClient)
+    cluster._nodes = nodes = Mock(spec=ClusterNodes)
+    assert cluster.node_of("k") is nodes.of.return_value
+    nodes.of.assert_called_once_with("k")
 
 
 class SecretsAreElsewhere(Exception):

@@ -26,7 +26,7 @@ from redis.sentinel import Sentinel
 from only_one.clock import now
 from only_one.connections import node as nodes
 from only_one.connections import short_timeouts
-from only_one.connections.sentinel import MasterFinder
+from only_one.connections.server import Server
 from only_one.events import log
 from only_one.lock import renewal
 from only_one.lock.current_lock import Lease
@@ -494,8 +494,8 @@ def test_a_sentinel_is_asked_for_the_master_before_each_trip(watch: Watch) -> No
 
     given = kind([]).master_for("watched")
     given.connection_pool.disconnect = Mock()
-    client = short_timeouts.with_short_timeouts(given)
-    asks, pool = nodes.Node(client, find_master=MasterFinder(client, given)), client.connection_pool
+    asks = Server(given).node_of("k")
+    pool = asks.client.connection_pool
     pool.sentinel_manager.sentinels = [sentinel("frozen", 1.0), sentinel("well", 0.0)]
     pool.proxy.master_address, pool.disconnect = ("h", 7), Mock()
     for moment in (0, 1, 9, 10, 10, 11):
