@@ -365,7 +365,8 @@ class Checker:
             return
         own = [call for call in self.calls if call.process is process and (call.had_key or call.is_excused)]
         lost = [call for call in own if call.lock.key == event.key and not call.lock.is_held and call.told_at == inf]
-        lost = [call for call in lost if call.lock.token.decode() != event.value]
+        # A run that never had its key does not lose it.
+        lost = [call for call in lost if call.lock.token.decode() != event.value and call.lock.reason != "unavailable"]
 
         def likelihood(call: Call) -> tuple[bool, bool, bool, float]:
             # A loss that is seen at the end of a run is told before it stands in the lock, or where another stands.
