@@ -126,7 +126,8 @@ def test_a_certificate_that_is_not_trusted_is_told_with_what_to_write(
     context.load_cert_chain(Path(__file__).with_name("tls.pem"))
     # A file is looked for when the client has connected, and before it says anything.
     with Proxy(own_server.url, tls=None if option else context) as proxy:
-        server = find_server(f"{proxy.url}?{option}&socket_timeout={LIMIT}".replace("redis:", "rediss:"))
+        patient = f"{proxy.url}?{option}&socket_timeout={LIMIT}&socket_connect_timeout={LIMIT}"
+        server = find_server(patient.replace("redis:", "rediss:"))
         with pytest.raises((redis_py.ConnectionError, OSError)) as raised:
             ask(server)
     assert "ssl_ca_certs=/path/ca.pem" in server.describe(raised.value)
