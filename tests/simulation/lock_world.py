@@ -221,7 +221,9 @@ class LockWorld(History):
 
     def _fork(self, process: Process) -> None:
         """Go on as a forked child, which has no other thread; the parent is killed, whose keys are not the child's."""
+        sys.settrace(None)  # Python prints an exception that comes while it forks, and goes on
         process.fork(next(self.pids))
+        sys.settrace(getattr(thread(), "tracer", None))
         for call in self.checker.running():
             if call.process is process:
                 call.is_excused, call.had_key = True, False
