@@ -1,4 +1,4 @@
-"""Tasks of a decorated async function: refused where Celery would not await it, and would say nothing."""
+"""Tasks of a decorated async function: refused where Celery would not await it, else found in the thread that does."""
 
 import functools
 import inspect
@@ -51,26 +51,28 @@ class _Annotations:
         """Called by Celery with the class of each task that it makes."""
         try:
             if decorations_of(kind):
-                check_awaited(kind)
+                prepare_async_run(kind)
         except ConfigurationError as error:
             log(ERROR, "%s", error)
             # A worker calls the class's `__call__`, if the class has its own; and `run` may yet be replaced.
             kind.__call__ = kind.apply_async = staticmethod(functools.partial(refuse, error))
 
 
-def check_awaited(kind: Any) -> None:
-    """Refuse an async function as the ``run`` of a class of tasks: Celery would not await it, and would say nothing.
+def prepare_async_run(kind: Any) -> None:
+    """Prepare a class of tasks whose ``run`` is an async function for that; other classes are left alone.
+
+    A ``__call__`` of the class's own may await the function, perhaps in another thread: there it finds its task, too.
 
     Raises:
-        ConfigurationError: for such a function; the message says what to write instead.
+        ConfigurationError: if nobody would await the function; the message says what to write instead.
     """
     # For `pydantic=True` Celery wraps the function, and the wrapper is not async.
     function = next((each for each in functions_of(kind) if not str(module_of(each)).startswith("celery.")), None)
     if not inspect.iscoroutinefunction(function):
         return
-    if kind.__call__ != Task.__call__:  # which may run the coroutine
+    if kind.__call__ != Task.__call__:
         _keep_task_in_threads(kind)
-    elif "celery_aio_pool" not in sys.modules:  # whose pool does
+    elif "celery_aio_pool" not in sys.modules:  # whose pool awaits it
         msg = (
             f"{function.__module__}.{function.__qualname__} is the async function of a task, which Celery does not "
             "await, so it would never run: write @only_one and @app.task above a def that calls asyncio.run(...)"
@@ -79,14 +81,12 @@ def check_awaited(kind: Any) -> None:
 
 
 def _keep_task_in_threads(kind: Any) -> None:
-    """Have the function find its task where the ``__call__`` of a class runs it by asgiref: in another thread."""
-    if hasattr(call := kind.__call__, "only_one_keeps_task"):
-        return
+    """Have the function find its task where ``__call__`` awaits it in another thread, as by asgiref's async_to_sync."""
+    call = kind.__call__
 
     @functools.wraps(call)
     def keeps_task(task: Any, *args: Any, **kwargs: Any) -> Any:
         with called(task):
             return call(task, *args, **kwargs)
 
-    vars(keeps_task)["only_one_keeps_task"] = True
     kind.__call__ = keeps_task

@@ -13,7 +13,7 @@ from only_one.events import log
 from only_one.policies import Retry
 from only_one.settings import Options
 
-from .async_tasks import check_awaited
+from .async_tasks import prepare_async_run
 from .delivery import TaskCaller, functions_of
 from .enqueue import Publication
 from .lazy_tasks import check_lazy, install_in_apps, task_behind
@@ -76,7 +76,7 @@ def _install(decorate: Callable[..., Any], configured: str, task: Task) -> None:
         registers = f"only_one(app.register_task({type(task).__name__}()))"
         msg = f"{task!r} has no name before it is registered: write {registers}"
         raise ConfigurationError(msg)
-    check_awaited(type(task))
+    prepare_async_run(type(task))
     wrapper, set_on_the_task = decorate(task.run, task=task), vars(task).get("apply_async")
     # Called directly, it has its app's settings.
     wrapper.__only_one__.plain = wrapper.__only_one__.plain_bound = TaskCaller(task)
