@@ -97,7 +97,8 @@ class Delivery:
         payload: the message.
         number: its number; a redelivery has the same.
         is_work: whether its task is decorated.
-        worker: the worker that has received it, and at what time.
+        worker: the worker that has received it.
+        received_at: when it has.
         is_done: whether it is acknowledged.
         request: Celery's request for it.
         child: the child that has begun it.

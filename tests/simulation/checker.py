@@ -358,9 +358,10 @@ class Checker:
             self.history.note(process.name, "event", kind, getattr(event, "reason", ""))
         if kind == "Released":
             self._check_released(process, event)
-        dead = filter(process.machine.is_dead, process.machine.processes)
-        if kind == "Reclaimed" and not any(b'"pid":%d,' % pid in event.value for pid in dead):
-            self.problem("taken over from nobody", f"{process.name}: {event}")
+        if kind == "Reclaimed":
+            dead = filter(process.machine.is_dead, process.machine.processes)
+            if not any(b'"pid":%d,' % pid in event.value for pid in dead):
+                self.problem("taken over from nobody", f"{process.name}: {event}")
         if kind != "Lost":
             return
         own = [call for call in self.calls if call.process is process and (call.had_key or call.is_excused)]

@@ -75,7 +75,7 @@ class MessageChecker:
         """
         triggers = self.history.triggers.values()
         tasks = [each for each in triggers if each.id is not None and each.id.encode() in value]
-        works = {each.work for each in self.history.broker.published if each.id.encode() in value}
+        works = {each.work for each in self.broker.published if each.id.encode() in value}
         was_lost, was_dropped = not works.isdisjoint(self.broker.lost), not works.isdisjoint(self.broker.dropped)
         is_ended_so = was_dropped or not {each.how for each in tasks} <= {*_UNIQUE} - {"hard limit"}
         is_moved = len({*self.plan.unique}) > 1 and is_ended_so
