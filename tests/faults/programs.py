@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from only_one import current_lock, only_one
@@ -76,11 +77,16 @@ class Program(AbstractContextManager["Program"]):
     def stop(self) -> None:
         """Have it stand still; it does on return."""
         self.process.send_signal(signal.SIGSTOP)
-        assert eventually(lambda: _state(self.pid) in {"T", None})
+        assert eventually(lambda: _state(Path(f"/proc/{self.pid}/stat")) in {"T", None})
 
     def resume(self) -> None:
         """Let it go on."""
         self.process.send_signal(signal.SIGCONT)
+
+    def all_sleep(self) -> bool:
+        """Whether its threads come to sleep all at once, so that none of them waits for Python's lock."""
+        threads = Path(f"/proc/{self.pid}/task")
+        return eventually(lambda: {_state(each / "stat") for each in threads.glob("*")} <= {"S"})
 
     def __enter__(self) -> Self:
         return self
@@ -122,11 +128,10 @@ class Holder(Program):
             raise
 
 
-def _state(pid: int) -> str | None:
-    """The state of a process, such as T for stopped, or None where that cannot be read."""
+def _state(path: Path) -> str | None:
+    """The state of a process or thread, such as T for stopped, or None where that cannot be read."""
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:  # noqa: PTH123 - `Path` is what some tests replace
-            return stat.read().rpartition(")")[2].split()[0]
+        return path.read_text().rpartition(")")[2].split()[0]
     except OSError:
         return None
 
