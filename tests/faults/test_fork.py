@@ -157,6 +157,8 @@ def obey(who):
             if order == b"renew":
                 assert is_awaited(locks[-1])  # or the answer to a renewal before it would take its place
                 renew_now(*locks)
+            elif order == b"rest":
+                say(is_awaited(locks[-1]))
             elif not os.fork():
                 return False
     return True
@@ -208,6 +210,8 @@ def test_a_fork_in_the_middle(redis: Any, redis_url: str, prefix: str, way: str)
         assert program.says()[0] == "child"
         held.left = 0
         held.let_go()
+        tell("parent", "rest")
+        assert program.says()
         fork()
         assert program.says() == ["returned", None, False, []]
         # Both are renewed, each by its own process.
