@@ -191,7 +191,7 @@ class LockWorld(History):
             counting, tracer = running.tracer, None
             if self.fault(f"interrupted of {name}", 0.1):  # by an exception at some line, as of a signal handler
                 lines = self.choose(f"lines before {name}", [30, 300, 1000]) * self.draw(f"line of {name}")
-                tracer = Tracer(self.branches, int(lines))
+                tracer = Tracer(self.branches, int(lines), self)
                 running.tracer = tracer.trace
                 sys.settrace(running.tracer)
             outcome = self._call_and_check(process, name)

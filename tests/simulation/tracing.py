@@ -36,11 +36,12 @@ class Tracer:
     Attributes:
         met: how often each branch was taken, by file, line and next line; None if nobody counts.
         left: lines until it raises; none if it is not positive.
+        world: what it troubles when it raises.
         raised: what it has raised, unless Python or redis-py drops that.
     """
 
-    def __init__(self, met: Counter[tuple[str, int, int]] | None, left: int = 0) -> None:
-        self.met, self.left = met, left
+    def __init__(self, met: Counter[tuple[str, int, int]] | None, left: int = 0, world: Any = None) -> None:
+        self.met, self.left, self.world = met, left, world
         self.kind = TimeIsOver if left % 2 else Interrupted
         self.raised: Interrupted | None = None
 
@@ -69,6 +70,7 @@ class Tracer:
             self.left -= 1
             if self.left == 0:
                 error = self.kind()
+                self.world.troubled_at = self.world.now
                 self.raised = None if _is_dropped(frame) else error
                 handle_signal(error)
         return self._count_down
