@@ -18,7 +18,7 @@ from redis.exceptions import RedisClusterException, RedisError
 
 from .errors import OnlyOneError
 from .holder import printable
-from .inspection import Held, held, held_key, release_key, server_and_prefix
+from .inspection import Held, _configured, held, held_key, release_key
 from .settings import UNSET, configure
 
 _COLUMNS = ("key", "state", "task", "id", "host", "pid", "since", "age", "free_by", "process")
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m on
             try:
                 return _COMMANDS[given.command](given, app)
             except (RedisError, RedisClusterException) as error:
-                problem = server_and_prefix(None, app)[0].describe(error)
+                problem = _configured(None, app)[0].describe(error)
     except (OnlyOneError, UnicodeError, OSError) as error:  # half of a surrogate pair is in no key
         problem = f"{type(error).__name__}: {error}"
     _print(f"{program}: {problem}", is_problem=True)

@@ -65,7 +65,7 @@ def held(match: str = "*", *, redis: Source | None = None, app: Any = None) -> I
         redis.exceptions.RedisError: if the server cannot be asked.
         ConfigurationError: for settings that cannot work.
     """
-    server, prefix = server_and_prefix(redis, app)
+    server, prefix = _configured(redis, app)
     pattern = "".join(f"\\{each}" for each in prefix) + match  # the prefix has no wildcards
     return _scan(server.client, pattern)
 
@@ -87,7 +87,7 @@ def held_key(key: str, *, redis: Source | None = None, app: Any = None) -> Held 
         redis.exceptions.RedisError: if the server cannot be asked.
         ConfigurationError: for settings that cannot work.
     """
-    server, prefix = server_and_prefix(redis, app)
+    server, prefix = _configured(redis, app)
     names = [prefix + key, key] if key.startswith(prefix) else [prefix + key]
     return next(_read(server.client, [name.encode(errors="surrogateescape") for name in names]), None)
 
@@ -160,12 +160,12 @@ def release_key(key: str, token: str | bytes, *, redis: Source | None = None, ap
         redis.exceptions.RedisError: if the server cannot be asked.
         ConfigurationError: for settings that cannot work.
     """
-    server, _ = server_and_prefix(redis, app)
+    server, _ = _configured(redis, app)
     value = token.encode() if isinstance(token, str) else token
     return release_now(server.client, server.features, key.encode(errors="surrogateescape"), value).status == "held"
 
 
-def server_and_prefix(redis: Source | None, app: Any) -> tuple[Server, str]:
+def _configured(redis: Source | None, app: Any) -> tuple[Server, str]:
     """The server and the prefix of a decorator that names neither."""
     see_fork()
     of_app, app_server = configured_by_app(app)

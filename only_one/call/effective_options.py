@@ -53,9 +53,11 @@ class Call:
         options: the effective options.
         server: the server that stores the key.
         key: the key as it is in Redis.
+        token: the value that says who owns the key; empty if the call is another's.
         ended_by: the exception that the function has raised; None if it has raised none.
     """
 
+    token = b""
     ended_by: BaseException | None = None
 
     def __init__(self, options: EffectiveOptions, server: Server, key: str) -> None:

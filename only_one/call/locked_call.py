@@ -43,7 +43,6 @@ class LockedCall(Call):
 
     Attributes:
         caller: the plain function or the task that calls.
-        token: the value that says who owns the key.
         lease: the lock as the run sees it; there is none before ``resolve_acquire``.
         result: the result of the call.
         has_succeeded: whether the function has returned.

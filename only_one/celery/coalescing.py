@@ -6,6 +6,7 @@ A sorted set beside the key has the latest number, the pending (published) one, 
 A pending task's message may be lost: after a while an equal call is published with its number, and one of them runs.
 """
 
+from hashlib import blake2b
 from typing import Any
 
 from celery import Celery
@@ -44,7 +45,7 @@ if what == 'pending' then
     raise('pending')
     for _, digest in ipairs(with('same:', number)) do set('until:' .. digest, now + trusted_for * 1000) end
 else
-    local id, same = ARGV[4], ARGV[5]
+    local id, same, held_by = ARGV[4], ARGV[5], 'held by:' .. (ARGV[6] or '')
     local call = 'sent:' .. same
     local function has_another_begun()
         for _, other in ipairs(with('by:', number)) do
@@ -60,14 +61,22 @@ else
     end
     if number == 0 and what ~= 'anew' then number = of('id:' .. id) end
     local is_newest = number < 0
+    local was_met = what == 'begin' and is_newest and of(held_by) > 0
     if is_newest then number = of(call) end
-    if number <= 0 then number = math.max(now, of('last') + 1) end
+    if number <= 0 and was_met then number = of(held_by) end
+    if number <= 0 then
+        number = math.max(now, of('last') + 2)
+        -- The run behind which it waits may have no number yet, and is older.
+        if what == 'arrive' and of(held_by) == 0 then set(held_by, number - 1) end
+    end
+    -- A run goes before those that wait behind it.
+    local newest = math.max(of('begun'), was_met and 0 or of('pending'))
     raise('last')
     raise('id:' .. id)
     if is_newest then raise(call) end
     if what == 'anew' and same ~= '' then
         raise('same:' .. same)
-    elseif what ~= 'anew' and (number < math.max(of('pending'), of('begun')) or has_another_begun()) then
+    elseif what ~= 'anew' and (number < newest or has_another_begun()) then
         number = 0
     elseif what == 'begin' then
         raise('begun')
@@ -81,7 +90,7 @@ NEWEST = -1
 """In place of a trigger: a task that has just been sent, and is newer than all, also if its id was used before."""
 
 
-def arrive(server: Server, key: str, app: Celery, task_id: str, trigger: int | None, call: str) -> int:
+def arrive(server: Server, key: str, app: Celery, task_id: str, trigger: int | None, call: str, token: str) -> int:
     """Number a task that has to wait.
 
     Args:
@@ -91,16 +100,17 @@ def arrive(server: Server, key: str, app: Celery, task_id: str, trigger: int | N
         task_id: the task's id.
         trigger: its number, if its message carries one; ``NEWEST`` for a new number; None for that which its id has.
         call: what tells this command from all others: it numbers a task once, also if it is sent, and arrives, twice.
+        token: the value that is stored at the key: that of the run behind which the task waits, or of its own.
 
     Returns:
         Its number; 0 if a newer task waits or has run.
     """
-    return int(_send(server, key, app, "arrive", trigger, task_id, call))
+    return int(_send(server, key, app, "arrive", trigger, task_id, call, _digest(token)))
 
 
-def begin(server: Server, key: str, app: Celery, task_id: str, trigger: int | None, call: str) -> int:
+def begin(server: Server, key: str, app: Celery, task_id: str, trigger: int | None, call: str, token: str) -> int:
     """Number a task that has the key: it supersedes every earlier task. See ``arrive`` for the arguments and result."""
-    return int(_send(server, key, app, "begin", trigger, task_id, call))
+    return int(_send(server, key, app, "begin", trigger, task_id, call, _digest(token)))
 
 
 def queue_anew(server: Server, key: str, app: Celery, task_id: str, digest: str) -> int | bytes:
@@ -149,6 +159,10 @@ def trusted_for(app: Celery, most: float, until: Any, unseen: float = 0) -> floa
 def _send(server: Server, key: str, app: Celery, what: str, trigger: int | None, *more: Any) -> Any:
     lasts, beside = round(remembered_for(app) * 1000), (triggers_of(key),)
     return drive(server.client, evaluate(_NUMBER, key, what, trigger or 0, lasts, *more, beside=beside))
+
+
+def _digest(token: str) -> str:
+    return blake2b(token.encode(), digest_size=16).hexdigest()
 
 
 def triggers_of(key: str) -> str:

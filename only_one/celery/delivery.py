@@ -352,7 +352,8 @@ class Delivery(TaskCaller):
             if not self.is_first_delivery:
                 self._check_marker(call)
             if isinstance(policy, BufferOne):
-                header = header._replace(trigger=coalescing.arrive(*self._coalesced(call)))
+                held_by: str = getattr(how.error, "value", "")
+                header = header._replace(trigger=coalescing.arrive(*self._coalesced(call, held_by)))
                 if not header.trigger:
                     return None
         self._publish_again(call, header, policy.countdown)
@@ -375,7 +376,7 @@ class Delivery(TaskCaller):
                 coalescing.note_published(call.server, call.key, self.app, header.trigger, seconds)
         raise Ignore
 
-    def _coalesced(self, call: Call) -> tuple[Any, ...]:
+    def _coalesced(self, call: Call, token: str) -> tuple[Any, ...]:
         """The arguments with which this task arrives or begins; see ``coalescing.arrive``."""
         trigger = self.header.trigger
         # A retry, a replacement and another call in one delivery go on with what their task's id has; new work is newer
@@ -385,7 +386,7 @@ class Delivery(TaskCaller):
         is_new = is_the_first and self.is_first_delivery
         if trigger is None and is_new:
             trigger = coalescing.NEWEST
-        return call.server, call.key, self.app, self.work.id, trigger, uuid()
+        return call.server, call.key, self.app, self.work.id, trigger, uuid(), token
 
     def claim_work(self, call: Call) -> bool:
         """Whether the work is still to be done, now that the key is ours.
@@ -408,7 +409,7 @@ class Delivery(TaskCaller):
             if may_be_redelivery and self._wait_for_result(call).ended:
                 log(INFO, "%s[%s] is run again: its run has ended, but stored no result", self.name, self.work.id)
             if isinstance(call.options.when_busy, BufferOne):
-                trigger = coalescing.begin(*self._coalesced(call))
+                trigger = coalescing.begin(*self._coalesced(call, call.token.decode()))
                 self.is_superseded = not trigger
                 if header.trigger is None and trigger:  # another decorator of the task would give it a later number
                     self._carry(carried._replace(trigger=trigger))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from celery import Celery, chain
 
-from only_one import buffer_one, retry
+from only_one import Acquired, buffer_one, retry, subscribe
 from only_one.celery import coalescing
 from only_one.connections.server import Server
 from rigs.proxy import Proxy
@@ -33,7 +33,7 @@ def note(app: Celery, server: Server, prefix: str) -> Callable[..., Any]:
             reply: Any = coalescing.queue_anew(*where, task_id, *digest)
             return reply if isinstance(reply, int) else reply.decode()
         order = coalescing.arrive if what == "arrive" else coalescing.begin
-        return order(*where, task_id, number, digest[0] if digest else "")
+        return order(*where, task_id, number, digest[0] if digest else "", "a token")
 
     return call
 
@@ -71,12 +71,12 @@ def test_tasks_are_numbered_as_they_arrive(note: Any, server: Server, keys: Keys
     # Numbers rise where the server's clock steps back, and what is of long ago is forgotten.
     ahead = microseconds() + 60_000_000
     redis.zadd(triggers, {"last": ahead, "id:old": ahead - 7320e6, "id:young": ahead - 7140e6})
-    assert note("arrive", "fourth") == ahead + 1
+    assert note("arrive", "fourth") == ahead + 2
     redis.persist(triggers)
-    assert note("anew", "fifth", 0, "") == ahead + 2
+    assert note("anew", "fifth", 0, "") == ahead + 4
     assert REMEMBERED - 60 < redis.ttl(triggers) <= REMEMBERED
-    assert note("begin", "sixth") == ahead + 3
-    assert redis.zscore(triggers, "last") == redis.zscore(triggers, "begun") == ahead + 3
+    assert note("begin", "sixth") == ahead + 6
+    assert redis.zscore(triggers, "last") == redis.zscore(triggers, "begun") == ahead + 6
     assert redis.zscore(triggers, "id:old") is None
     assert redis.zscore(triggers, "id:young") is not None
     assert note("arrive", "old", ahead + 10) == ahead + 10  # which the message has not forgotten
@@ -139,6 +139,28 @@ def test_a_begin_that_arrives_twice_does_not_supersede_what_was_sent_in_between(
     newer = note("arrive", "second", coalescing.NEWEST, "another")
     assert note(*begin) == began < newer
     assert note("begin", "second", newer, "a third") == newer
+
+
+def test_a_task_that_meets_a_run_before_that_has_its_number_is_newer(queue: Queue, keys: Keys) -> None:
+    """It waits, and runs in its turn; and the run, which has its key, is not dropped for it."""
+    ran: list[int] = []
+    task = a_task(queue.app, ran.append, when_busy=buffer_one())
+    for number in range(3):
+        task.delay(number)
+    message, *others = (queue.take() for _ in range(3))
+
+    def meet(event: Any) -> None:
+        while isinstance(event, Acquired) and others:
+            queue.deliver_elsewhere(others.pop(0))
+
+    unsubscribe = subscribe(meet)
+    queue.deliver(message)
+    unsubscribe()
+    begun = keys.redis.zscore(f"{{{keys.prefix}k}}:triggers", "begun")
+    assert begun < min(message["headers"]["only_one"]["trigger"] for message in queue.messages())
+    while queue:
+        queue.deliver()
+    assert ran == [0, 2]
 
 
 def test_of_tasks_that_are_requeued_the_newest_stays(queue: Queue, keys: Keys, kind: Any) -> None:
