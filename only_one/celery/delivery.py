@@ -50,7 +50,13 @@ def called(task: Any) -> Iterator[None]:
 
 def current_task() -> Any:
     """The task of Celery that is under way here; None if there is none."""
-    return _state.get_current_task() or _called.get()[0]
+    return unwrapped(_state.get_current_task() or _called.get()[0])
+
+
+def unwrapped(task: Any) -> Any:
+    """The task itself: New Relic's agent has Celery run an object that wraps it. A task wraps its function."""
+    wrapped = getattr(task, "__wrapped__", None)
+    return wrapped if isinstance(wrapped, Task) else task
 
 
 def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Caller:

@@ -27,7 +27,7 @@ from only_one.lock.renewal import finish_pending_releases, release_later
 from only_one.lock.token import machine
 
 from . import redelivery
-from .delivery import Delivery, caller_from_outside, decorations_of, key_of_message, task_of_items
+from .delivery import Delivery, caller_from_outside, decorations_of, key_of_message, task_of_items, unwrapped
 from .received_tasks import begun_request, warn_once, withdraw, withdrawal_of
 from .work import work_held_by, work_of
 
@@ -199,7 +199,7 @@ def _on_end(sender: Any, task: Any, **_: Any) -> None:
         with redelivery.unless_down(task.request.id):
             drive(server.client, evaluate(redelivery.STORED, key, beside=(marker,)))
     if not vars(task.request).get("only_one_has_begun"):
-        withdraw(sender, task.request)
+        withdraw(unwrapped(sender), task.request)
 
 
 signals.task_failure.connect(_on_failure)

@@ -33,6 +33,7 @@ from tests.celery.deliveries import (
     CallsAgain,
     Keys,
     Queue,
+    Wrapped,
     a_task,
     above_and_below,
     decorated,
@@ -232,8 +233,13 @@ class AwaitsInAThread(Task):  # type: ignore[misc]  # Celery has no types
             return pool.submit(contextvars.copy_context().run, asyncio.run, self.run()).result()
 
 
-def test_an_async_run_in_a_thread_to_which_the_context_is_copied_is_its_tasks(queue: Queue, keys: Keys) -> None:
-    task = a_task(queue.app, as_async(whose), when_busy=retry(), celery={"base": AwaitsInAThread})
+@pytest.mark.parametrize("way", ["in a thread to which the context is copied", "of a task that an agent wraps"])
+def test_a_run_that_is_hard_to_see_is_its_tasks(queue: Queue, keys: Keys, way: str) -> None:
+    if way == "of a task that an agent wraps":
+        queue.as_run, function, base = Wrapped, whose, Task
+    else:
+        function, base = as_async(whose), AwaitsInAThread
+    task = a_task(queue.app, function, when_busy=retry(), celery={"base": base})
     answer = task.delay()
     with keys.busy():
         queue.deliver()

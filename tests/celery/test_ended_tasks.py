@@ -37,7 +37,7 @@ from only_one.lock.commands import WAITS_NO_MORE
 from only_one.lock.token import TokenFactory, process_start
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
-from tests.celery.deliveries import HOUR, Calls, Keys, Queue, a_task, token_of, unique
+from tests.celery.deliveries import HOUR, Calls, Keys, Queue, Wrapped, a_task, token_of, unique
 from tests.clients import clients
 from tests.lock.test_leases import RELEASES
 
@@ -462,7 +462,8 @@ def test_a_task_that_has_ended_without_having_begun_has_no_key(
     plain = queue.app.task(work, name="plain", shared=False)
     revoke(plain, "k", **request)
     assert eventually(lambda: "k" not in keys)
-    for each, its in ((unique_task, request), (task, request), (plain, request), (unique_task, by_request)):
+    requests = [(unique_task, request), (task, request), (plain, request), (unique_task, by_request)]
+    for each, its in [*requests, (Wrapped(unique_task), by_request)]:
         keys["k"] = value
         end_without_a_run(each, **its)
         assert "k" not in keys
