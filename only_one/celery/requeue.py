@@ -26,7 +26,7 @@ class Header(NamedTuple):
 
     Attributes:
         id: the id of the task for which it was made; other tasks may be sent with copied headers.
-        attempt: the attempt of the task that was requeued; for other work of the task the rest does not count.
+        attempt: the attempt that was requeued; for another one of the task, only ``trigger`` and ``key`` count.
         times: how often it was requeued; of the messages of one work only that with the highest number counts.
         replacement: how often the task was replaced, like ``attempt``.
         trigger: its number among the tasks that ``buffer_one`` coalesces.
