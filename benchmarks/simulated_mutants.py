@@ -36,7 +36,7 @@ FILES = (
     "lock/commands.py",
     "lock/pending_releases.py",
     "lock/renewal.py",
-    "lock/current_lock.py",
+    "lock/lease.py",
     "holder.py",
     "lock/token.py",
     "lock/liveness.py",

@@ -11,7 +11,7 @@ from .errors import (
     UnkeyableArgument,
 )
 from .events import Acquired, Busy, Down, Lost, Reclaimed, Released, subscribe
-from .lock.current_lock import current_lock
+from .lock.lease import current_lock
 from .policies import buffer_one, carry_on, fail, retry, skip
 from .settings import configure
 

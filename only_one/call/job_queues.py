@@ -16,7 +16,7 @@ from only_one.clock import now
 from only_one.events import log
 from only_one.forks import in_each_child
 from only_one.holder import Holder
-from only_one.lock.current_lock import current
+from only_one.lock.lease import current
 from only_one.lock.token import TokenFactory, active_tokens, this_process
 from only_one.policies import fail
 from only_one.settings import DEFAULT_LEASE

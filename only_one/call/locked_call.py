@@ -21,7 +21,7 @@ from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUn
 from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, log, warn_of_first_skip
 from only_one.holder import is_queued
 from only_one.lock.commands import ReleaseResult, Retained, acquire, end, replace
-from only_one.lock.current_lock import Lease
+from only_one.lock.lease import Lease
 from only_one.lock.liveness import is_dead
 from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import hold, let_go, release_later, start_thread

@@ -11,7 +11,7 @@ from only_one.clock import now
 from only_one.connections.asyncio_client import AsyncClient
 from only_one.driver import drive, drive_async
 from only_one.errors import ConfigurationError
-from only_one.lock.current_lock import Lease, current
+from only_one.lock.lease import Lease, current
 
 from .effective_options import Args, Caller, Decoration, Kwargs
 from .locked_call import AsyncLockedCall, LockedCall

@@ -26,7 +26,7 @@ from only_one.events import log
 from only_one.forks import in_each_child
 from only_one.holder import Holder, is_queued, task_id_of
 from only_one.lock.commands import Retained, replace
-from only_one.lock.current_lock import Lease
+from only_one.lock.lease import Lease
 from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import hold, release_later
 from only_one.lock.token import words_of

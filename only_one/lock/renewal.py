@@ -23,7 +23,7 @@ from only_one.events import log, logger
 from only_one.forks import in_each_child
 
 from .commands import RENEW
-from .current_lock import Lease
+from .lease import Lease
 from .pending_releases import PendingRelease, PendingReleases
 
 _LOOKED_AT_AGAIN_AFTER = 60.0

@@ -29,7 +29,7 @@ from only_one.connections import short_timeouts
 from only_one.connections.server import Server
 from only_one.events import log
 from only_one.lock import renewal
-from only_one.lock.current_lock import Lease
+from only_one.lock.lease import Lease
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.lock.test_leases import no_more_threads

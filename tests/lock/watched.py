@@ -13,7 +13,7 @@ from only_one.connections import node as nodes
 from only_one.connections import short_timeouts
 from only_one.connections.server import Server
 from only_one.lock import pending_releases, renewal
-from only_one.lock.current_lock import Lease
+from only_one.lock.lease import Lease
 from tests.renewal import MOMENT, Clock
 
 LONG = 4096.0

@@ -12,8 +12,8 @@ import pytest
 
 from only_one import ConfigurationError, LockLost
 from only_one.driver import drive
-from only_one.lock import current_lock
-from only_one.lock.current_lock import Lease
+from only_one.lock import lease
+from only_one.lock.lease import Lease
 from rigs.waiting import LIMIT
 from tests.lock.watched import LONG, Watch
 from tests.renewal import MOMENT, Clock
@@ -109,7 +109,7 @@ def test_a_lease_that_is_extended_while_a_renewal_is_on_its_way(
     lock = make(LONG, 2 * LONG)
     if moment == "before":
         lock.on_its_way = MOMENT + LONG - 1
-    monkeypatch.setattr(current_lock, "drive", answer)
+    monkeypatch.setattr(lease, "drive", answer)
     lock.extend(LONG)
     assert lock.expires_at == MOMENT + LONG - 1
     assert lock.ends_at == MOMENT + 3 * LONG
@@ -124,7 +124,7 @@ def test_an_extension_whose_reply_comes_after_the_loss_was_told_is_none(
         return reply
 
     lock = make(LONG, LONG)
-    monkeypatch.setattr(current_lock, "drive", answer_late)
+    monkeypatch.setattr(lease, "drive", answer_late)
     with pytest.raises(LockLost) as caught:
         lock.extend(LONG)
     assert caught.value.reason == "overrun"

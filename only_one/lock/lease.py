@@ -1,4 +1,4 @@
-"""``current_lock``: how a run sees its own lock: ``expires_in``, ``is_held``, ``extend`` and the fencing token."""
+"""The lease of a run: how long its key is held, and what ``current_lock`` tells the run, lets it extend or count."""
 
 import time
 from collections.abc import Callable
