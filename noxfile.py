@@ -33,7 +33,8 @@ def suite(session: nox.Session, *pinned: str) -> None:
     shutil.rmtree(away, ignore_errors=True)
     away.mkdir()
     session.install("build")
-    session.run("python", "-m", "build", "--wheel", "--outdir", str(away), str(HERE), silent=True)
+    # The wheel is made of the sdist, and not beside what an earlier build has left here.
+    session.run("python", "-m", "build", "--outdir", str(away), str(HERE), silent=True)
     (wheel,) = away.glob("*.whl")
     session.install(f"{wheel}[tests]", *pinned)
     for name in BESIDE_THE_PACKAGE:
