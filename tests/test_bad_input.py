@@ -344,7 +344,7 @@ POLICIES: tuple[Any, ...] = (skip, fail, carry_on, retry, buffer_one)
     [
         (lambda error: retry(error), "retry()"),
         (lambda error: buffer_one(error), "write buffer_one()"),
-        (lambda error: carry_on(error), "when_busy"),
+        (lambda error: carry_on(error), "when_busy ends in carry_on, which would run two at a time: write"),
         (lambda error: retry(max_retries=3), "max_retries=3) was returned by a policy: call it"),
         *((lambda error, each=each: each, f"{each.__name__} was returned") for each in POLICIES),
     ],

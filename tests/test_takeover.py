@@ -75,7 +75,7 @@ def test_a_holder_that_is_killed(
         assert function() == "ran"
     assert not redis.exists(key)
     (event,) = taken_over
-    assert (event.key, event.value) == (key, holder.token)
+    assert (event.key, event.name, event.value) == (key, f"{__name__}.{function.__qualname__}", holder.token)
     assert (event.holder.pid, event.holder.host) == (holder.pid, socket.gethostname())
     assert str(event).endswith(f" took over {key} from {event.holder}, which has ended without releasing it")
 

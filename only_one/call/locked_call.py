@@ -60,8 +60,8 @@ class LockedCall(Call):
     _owed: Retained | None = None
     _retained: Retained | None = None
     """The value that the release stores in place of the token."""
-    _stage: Literal["asked", "held", "over", "kept later"] = "asked"
-    """Whether the key may be ours, is ours, or is seen to, in the background perhaps; or will be kept from there."""
+    _stage: Literal["asked", "held", "kept later"] | None = "asked"
+    """Whether the key may be ours, is ours, or will be kept in the background; None once it is seen to."""
 
     def __init__(self, options: EffectiveOptions, server: Server, key: str, caller: Caller) -> None:
         super().__init__(options, server, key)
@@ -82,7 +82,7 @@ class LockedCall(Call):
                 self.lease.lose("released")  # so that it is not renewed any more
                 self._released(None)
             elif self._stage == "asked":
-                self.clean_up(no_write_in_flight=False)
+                self.clean_up()
         if self._stage != "kept later":  # of which others in this process see that it is not free
             active_tokens.pop(self.token, None)
         lost = self.lost if self.options.when_lost is fail else None
@@ -92,7 +92,7 @@ class LockedCall(Call):
     def acquire(self) -> Commands[bytes | Exception | None]:
         """Acquire the key: None if it is ours, else the value stored there, or the error of the server."""
         if self.options.lease is not None and (error := start_thread()):  # before SET: the key could not be renewed
-            self._stage = "over"
+            self._stage = None
             return error
         try:
             if self.caller.queued is None:
@@ -137,8 +137,8 @@ class LockedCall(Call):
         self._may_come_late = unanswered.get() != self._unanswered
         if isinstance(acquired, bytes):
             if self._may_come_late:
-                self.clean_up(no_write_in_flight=False)
-            self._stage = "over"
+                self.clean_up()
+            self._stage = None
             if not self.pause:
                 self.result = self.busy(acquired)
             return False
@@ -228,15 +228,15 @@ class LockedCall(Call):
             log(level_of(error), "%s could not be released: %s", self.key, error)
         self._released(became)
 
-    def clean_up(self, *, no_write_in_flight: bool, retained: Retained | None = None) -> None:
+    def clean_up(self, *, no_write_in_flight: bool = False, retained: Retained | None = None) -> None:
         """Release the key in the background, or store a retained value: whether the token is there is not known."""
         is_final = no_write_in_flight and not self._may_come_late
         until = now() + self.options.ttl
         if self._stage == "held":  # perhaps for longer, by `extend`
-            until = max(until, self.lease.expires_at, self.lease.may_live_until)
+            until = max(until, self.lease.may_live_until)
         pending = PendingRelease(self.server, self.key, self.token, until, is_final, retained)
         release_later(pending)
-        self._stage = "kept later" if retained else "over"  # not before: if a signal handler raises, it is done again
+        self._stage = "kept later" if retained else None  # not before: if a signal handler raises, it is done again
 
     def _kept(self) -> Retained | None:
         """The value to store at the key after a successful run, for the rest of ``at_least``; None if that is over."""
@@ -257,9 +257,9 @@ class LockedCall(Call):
                 reason = "deleted" if is_deleted else "taken"
                 self.lost = LockLost(self.key, reason, became.value.decode(errors="backslashreplace"))
                 self._tell(self.lost)
-            self._stage = "over"
+            self._stage = None
             if self._may_come_late:
-                self.clean_up(no_write_in_flight=False)
+                self.clean_up()
         let_go(self.lease)
         outcome: Any = "unknown" if became is None else became.status
         is_kept = self._retained is not None and self._retained.note is None  # and not a task's that waits

@@ -72,7 +72,7 @@ def test_nothing_is_left_of_a_call_that_has_ended(
     run = decorate(work, lease=LONG, redis=client)
     with pytest.raises(ValueError, match=NAME):
         run()
-    redis.set(key, "somebody else's")
+    redis.set(key, b"somebody else's \xff")
     with pytest.raises(AlreadyRunning):
         decorate(work, lease=LONG, redis=client, when_busy=fail)()
     assert run() is None

@@ -20,7 +20,7 @@ from celery import Celery, Task
 from celery.app.task import Context
 from celery.exceptions import Retry
 
-from only_one import AlreadyRunning, KeyTemplateError, buffer_one, carry_on, configure, current_lock, fail, retry
+from only_one import AlreadyRunning, KeyTemplateError, Lost, buffer_one, carry_on, configure, current_lock, fail, retry
 from only_one.celery import delivery
 from only_one.celery.delivery import Delivery
 from only_one.celery.requeue import Header
@@ -43,7 +43,7 @@ from tests.celery.deliveries import (
     unique,
     whose,
 )
-from tests.decorated import CLOSED, as_async
+from tests.decorated import CLOSED, as_async, events
 
 HELD: list[tuple[str, int | None, int, str]] = [
     ("kept", 1, 1, "dropped"),
@@ -495,23 +495,25 @@ def test_a_retry_has_the_key_of_its_task_unless_its_arguments_give_another(
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
-@pytest.mark.parametrize("is_its_own", [True, False])
+@pytest.mark.parametrize("stored", ["its own", "another's", "nothing"])
 @pytest.mark.parametrize("settings", [{}, {"redis": CLOSED}, {"active": False}])
 def test_an_attempt_has_the_key_that_came_with_its_message(
-    queue: Queue, keys: Keys, attempt: int, settings: Any, *, is_its_own: bool
+    queue: Queue, keys: Keys, attempt: int, settings: Any, stored: str
 ) -> None:
-    """Also where no server answers."""
+    """Also where no server answers, and where its value has expired in the queue."""
     answer = unique(queue.app, "k-{value}", when_down=carry_on).delay(1)
     del keys["k-1"]
     message = queue.take()
-    value = token_of(answer.id if is_its_own else "another", state="queued", attempt=attempt)
+    value = token_of("another" if stored == "another's" else answer.id, state="queued", attempt=attempt)
     message["headers"]["retries"] = attempt
     message["headers"]["only_one"].update(key=f"{keys.prefix}kept", attempt=attempt, token=value.decode())
-    keys["kept"] = value
-    with configure(**settings):
+    if stored != "nothing":
+        keys["kept"] = value
+    with configure(**settings), events(Lost) as losses:
         queue.deliver(message)
     assert answer.get() == [1, "more", f"{keys.prefix}kept"]
-    assert ("kept" in keys) == bool(settings)
+    assert losses == []
+    assert ("kept" in keys) == (bool(settings) and stored != "nothing")
 
 
 @pytest.mark.skipif(celery.VERSION < (5, 7), reason="Celery's result backends know it since 5.7")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from only_one import LockLost, current_lock, fail, only_one
+from only_one import LockLost, Lost, current_lock, fail, only_one, subscribe
 from only_one.clock import now
 from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import Running, RunningAsync
@@ -76,6 +76,7 @@ def test_a_callable_that_takes_its_time_and_raises_harms_nobody(
     assert run.result == other.result == "done"
     assert len(told.losses) == 1
     (record,) = caplog.records
+    assert record.getMessage() == f"when_lost of {kind.__module__}.{kind.__name__}._decorated.<locals>.work failed"
     assert record.exc_info is not None
     assert record.exc_info[0] is error
 
@@ -102,7 +103,7 @@ def test_a_callable_is_told_of_what_only_the_release_finds(
     with Running(lease=LONG, when_lost=told) as run:
         redis.set(key, HAND)
     assert (run.result, ended) == ("done", [False])
-    assert [(lost.reason, lost.value) for lost in told.losses] == [("taken", "by hand \\xff")]
+    assert [(lost.key, lost.reason, lost.value) for lost in told.losses] == [(key, "taken", "by hand \\xff")]
     assert told.threads == [("only_one-lost", False)]
     assert [each.levelno for each in caplog.records] == [logging.WARNING]
     assert redis.get(key) == HAND
@@ -129,6 +130,21 @@ def test_a_callable_that_is_told_at_the_end_does_not_hold_up_the_event_loop(redi
 
 
 # fail
+
+
+def test_a_loss_that_is_told_when_the_event_loop_is_closed_is_no_error(redis: Any, key: str) -> None:
+    is_closed = threading.Event()
+    unsubscribe = subscribe(lambda event: isinstance(event, Lost) and is_closed.wait(LIMIT))
+
+    @only_one("k", lease=LONG, when_lost=fail)
+    async def work() -> None:
+        redis.set(key, HAND)
+
+    with pytest.raises(LockLost):
+        asyncio.run(work())
+    is_closed.set()
+    assert eventually(lambda: not are_telling())
+    unsubscribe()
 
 
 def test_a_sync_run_fails_when_it_returns_and_an_async_run_at_once(redis: Any, prefix: str) -> None:
