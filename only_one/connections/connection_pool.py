@@ -53,7 +53,7 @@ class _Pinned:
             _return(*_dropped.pop())
         self.connection = pool.get_connection(*_FOR_NO_COMMAND)
         # Whatever was handled then is over when it is dropped, and a later exception may have the same id.
-        vars(self.connection).pop("lent_during", None)
+        del self.connection.lent_during
         # No `__del__`: a signal handler's exception in it would be lost, even where nothing was connected.
         self.drop = finalize(self, _drop, pool, self.connection)
         self.drop.atexit = False
