@@ -21,6 +21,7 @@ from redis.exceptions import AskError, MovedError, RedisError
 from only_one import ConfigurationError, LockUnavailable, configure, only_one
 from only_one.connections import cluster as clusters
 from only_one.connections import node as nodes
+from only_one.connections.connection_pool import guarded
 from only_one.connections.server import Server
 from only_one.driver import RAW
 from only_one.inspection import held, holder_of, release_key
@@ -449,7 +450,8 @@ def test_a_replica_is_not_asked_until_it_takes_over(prefix: str) -> None:
                 for _ in range(4):  # as the client takes turns
                     assert [each.key for each in held()] == [key]
                     assert holder_of(function) is not None
-            assert "cmdstat_get" not in replica.client.info("commandstats")
+                    assert guarded(client).execute_command("PTTL", key) > 0
+            assert not {"cmdstat_get", "cmdstat_pttl"} & {*replica.client.info("commandstats")}
             master.client.wait(1, round(LIMIT * 1000))
             assert replica.client.info("keyspace")  # only the slot's master answers for the key itself
             master.server.kill()
