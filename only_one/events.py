@@ -1,5 +1,6 @@
 """Events (acquired, busy, taken over, released, lost, down), the level at which each is logged, and ``subscribe``."""
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -206,6 +207,7 @@ def subscribe(hook: Callable[[Event], object]) -> Callable[[], None]:
 
     Args:
         hook: a function of one event; an error in it is logged and goes no further.
+            It does not get the events of calls that it makes itself.
 
     Returns:
         A function that ends the subscription.
@@ -236,11 +238,29 @@ def _log(event: Event) -> None:
     logger.log(_LEVELS[type(event)], "%s", event, extra=_extra(event))
 
 
+class _AtWork(threading.local):
+    """The hooks that this thread has called, and that have not returned yet."""
+
+    hooks: tuple[object, ...] = ()
+
+
+_at_work = _AtWork()
+
+
 def _tell(hook: Callable[[Event], object], event: Event) -> None:
-    """Call a hook: what it raises is logged and fails no call, unless a signal handler has raised it."""
+    """Call a hook: what it raises is logged and fails no call, unless a signal handler has raised it.
+
+    It does not get the events of calls that it makes itself, or it might call itself without end.
+    """
+    before = _at_work.hooks
+    if any(each is hook for each in before):
+        return
     try:
+        _at_work.hooks = (*before, hook)
         hook(event)
     except Exception as error:
         if is_of_signal_handler(error):
             raise
         log(ERROR, "a hook failed on %s: %r", type(event).__name__, hook, exc_info=True)
+    finally:
+        _at_work.hooks = before

@@ -218,6 +218,30 @@ def test_a_hook_that_raises_is_logged_and_never_fatal(redis: Redis, prefix: str,
     assert all(f" on {vars(record)['exc_info'][1]}: {bad}" in record.getMessage() for record in records)
 
 
+@pytest.mark.parametrize("told_by", ["subscribe", "the log"])
+def test_what_gets_events_and_makes_a_call_does_not_get_the_events_of_that(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch, caplog: Log, told_by: str
+) -> None:
+    """It would call itself without end; others get them."""
+    told: list[Any] = []
+
+    def tell(event: Any) -> bool:
+        told.append(event)
+        if len(told) < 10:
+            decorated(work, "of the hook")()
+        return True
+
+    caplog.set_level(logging.DEBUG, "only_one")
+    if told_by == "the log":
+        monkeypatch.setattr(only_one_events.logger, "filters", [tell])
+    unsubscribe = subscribe(tell if told_by == "subscribe" else str)
+    with events() as seen:
+        decorated(work)()
+    unsubscribe()
+    assert len(told) == 2
+    assert kinds(seen) == ["Acquired", "Released", "Acquired", "Acquired", "Released", "Released"]
+
+
 def test_an_exception_of_a_signal_handler_in_a_hook_reaches_the_caller_and_the_key_is_freed(
     redis: Redis, prefix: str
 ) -> None:
