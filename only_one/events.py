@@ -258,8 +258,10 @@ def _tell(hook: Callable[[Event], object], event: Event) -> None:
     try:
         _at_work.hooks = (*before, hook)
         hook(event)
-    except Exception as error:
-        if is_of_signal_handler(error):
+    except (Exception, SystemExit) as error:
+        # A loss is told in a thread of its own, which ends no process.
+        ends_process = isinstance(error, SystemExit) and not isinstance(event, Lost)
+        if ends_process or is_of_signal_handler(error):
             raise
         log(ERROR, "a hook failed on %s: %r", type(event).__name__, hook, exc_info=True)
     finally:

@@ -81,6 +81,28 @@ def test_a_callable_that_takes_its_time_and_raises_harms_nobody(
     assert record.exc_info[0] is error
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+def test_a_hook_that_raises_keeps_no_run_from_being_told(
+    redis: Any,
+    key: str,
+    kind: type[Running],
+    caplog: pytest.LogCaptureFixture,
+    request: pytest.FixtureRequest,
+    error: type[BaseException],
+) -> None:
+    def explode(event: object) -> None:
+        if isinstance(event, Lost):
+            raise error
+
+    request.addfinalizer(subscribe(explode))
+    told = Told()
+    with kind(lease=LONG, when_lost=told) as run:
+        redis.delete(key)
+        renew_now(run.lock)
+        assert eventually(lambda: told.losses)
+    assert [each.exc_info and each.exc_info[0] for each in caplog.records] == [None, error]
+
+
 @pytest.mark.parametrize("ask", [lambda lock: lock.fence, lambda lock: lock.extend(1)], ids=["fence", "extend"])
 def test_a_loss_that_the_run_finds_by_a_question_is_told_at_once(
     redis: Any, key: str, kind: type[Running], ask: Callable[[Any], object]
