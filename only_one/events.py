@@ -1,8 +1,8 @@
 """Events (acquired, busy, taken over, released, lost, down), the level at which each is logged, and ``subscribe``."""
 
-import threading
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from logging import DEBUG, ERROR, INFO, WARNING, Logger, getLogger
 from typing import Any, Literal, ParamSpec
@@ -238,13 +238,8 @@ def _log(event: Event) -> None:
     logger.log(_LEVELS[type(event)], "%s", event, extra=_extra(event))
 
 
-class _AtWork(threading.local):
-    """The hooks that this thread has called, and that have not returned yet."""
-
-    hooks: tuple[object, ...] = ()
-
-
-_at_work = _AtWork()
+_at_work: ContextVar[tuple[object, ...]] = ContextVar("only_one_hooks", default=())
+"""The hooks that have been called and have not returned yet, also for what they have started in an event loop."""
 
 
 def _tell(hook: Callable[[Event], object], event: Event) -> None:
@@ -252,11 +247,11 @@ def _tell(hook: Callable[[Event], object], event: Event) -> None:
 
     It does not get the events of calls that it makes itself, or it might call itself without end.
     """
-    before = _at_work.hooks
-    if any(each is hook for each in before):
+    at_work = _at_work.get()
+    if any(each is hook for each in at_work):
         return
     try:
-        _at_work.hooks = (*before, hook)
+        _at_work.set((*at_work, hook))
         hook(event)
     except (Exception, SystemExit) as error:
         # A loss is told in a thread of its own, which ends no process.
@@ -265,4 +260,4 @@ def _tell(hook: Callable[[Event], object], event: Event) -> None:
             raise
         log(ERROR, "a hook failed on %s: %r", type(event).__name__, hook, exc_info=True)
     finally:
-        _at_work.hooks = before
+        _at_work.set(at_work)
