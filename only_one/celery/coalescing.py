@@ -41,9 +41,11 @@ local function with(prefix, score)
 end
 redis.call('zremrangebyscore', KEYS[2], '-inf', string.format('%.0f', now - lasts * 1000))
 if what == 'pending' then
-    local trusted_for = ARGV[4]
+    -- By this clock alone, as its sender's may be another.
+    local unseen = math.min(now - number, ARGV[5] * 1000)
+    local trusted_for = math.max(ARGV[4] * 1000, unseen)
     raise('pending')
-    for _, digest in ipairs(with('same:', number)) do set('until:' .. digest, now + trusted_for * 1000) end
+    for _, digest in ipairs(with('same:', number)) do set('until:' .. digest, now + trusted_for) end
 else
     local id, same, held_by = ARGV[4], ARGV[5], 'held by:' .. (ARGV[6] or '')
     local call = 'sent:' .. same
@@ -130,7 +132,7 @@ def queue_anew(server: Server, key: str, app: Celery, task_id: str, digest: str)
     return reply
 
 
-def note_published(server: Server, key: str, app: Celery, trigger: int, seconds: float) -> None:
+def note_published(server: Server, key: str, app: Celery, trigger: int, seconds: float, most: float = 0) -> None:
     """Note that a task's message is in the queue: it is the pending task from now on, unless a newer one is.
 
     Args:
@@ -139,21 +141,22 @@ def note_published(server: Server, key: str, app: Celery, trigger: int, seconds:
         app: the task's app.
         trigger: the task's number.
         seconds: for so long it is trusted to wait, and equal calls get its result.
+        most: the most seconds that it is trusted instead if one with its number was published so long ago. With a rate
+            limit a task may wait for long, and each that is published beside it waits behind it: so each is trusted
+            for as long as all before.
     """
-    _send(server, key, app, "pending", trigger, round(seconds * 1000))
+    _send(server, key, app, "pending", trigger, round(seconds * 1000), round(most * 1000))
 
 
-def trusted_for(app: Celery, most: float, until: Any, unseen: float = 0) -> float:
+def trusted_for(app: Celery, most: float, until: Any) -> float:
     """Seconds for which a task that is published now is trusted to wait.
 
     Args:
         app: the task's app.
         most: the most seconds, as of a task that expires.
         until: when it may begin, in seconds or as a time; None for at once.
-        unseen: the seconds since its number was first published. With a rate limit a task may wait for long, and each
-            that is published beside it waits behind it: so each is trusted for as long as all before.
     """
-    return min(most, waits_for(app, max(_TRUSTED_FOR, unseen), None, until))
+    return min(most, waits_for(app, _TRUSTED_FOR, None, until))
 
 
 def _send(server: Server, key: str, app: Celery, what: str, trigger: int | None, *more: Any) -> Any:

@@ -1,7 +1,6 @@
 """Enqueue deduplication: ``delay`` and ``apply_async`` of a unique task, and the result that a duplicate gets."""
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -221,12 +220,11 @@ class Publication(TaskCaller):
         if isinstance(trigger, bytes):
             emit(Busy, call.key, self.name, b"")
             return self._task.AsyncResult(trigger.decode())
-        # The number is the server's time.
-        seconds = coalescing.trusted_for(self.app, most, until, unseen=time.time() - trigger / 1e6)
+        seconds = coalescing.trusted_for(self.app, most, until)
         replacement = self._options.get("replaced_task_nesting", 0)
         result = self._publish(Header(self.id, 0, key=call.key, trigger=trigger, replacement=replacement))
         with redelivery.unless_down(self.id):
-            coalescing.note_published(call.server, call.key, self.app, trigger, seconds)
+            coalescing.note_published(call.server, call.key, self.app, trigger, seconds, most)
         return result
 
 
