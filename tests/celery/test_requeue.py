@@ -98,10 +98,11 @@ def test_the_wait_is_whole_seconds_only_where_rabbitmq_may_keep_it(
     published = Mock(wraps=task.signature_from_request)
     monkeypatch.setattr(task, "signature_from_request", published)
     ways = {"": {}, "declare": {"declare": []}, "queue": {"queue": queue.app.conf.task_default_queue}}
-    monkeypatch.setattr(requeue, "way_back", lambda *_: ways[way_back])
+    monkeypatch.setattr(requeue, "way_back", lambda _, came_by: ways[way_back] if came_by else {})
     with keys.busy():
         queue.deliver()
-    assert published.call_args.kwargs["countdown"] == countdown
+    given = published.call_args.kwargs
+    assert given == {**given, **ways[way_back], "countdown": countdown}
 
 
 def test_a_task_that_cannot_be_requeued_because_the_broker_is_away_fails(
@@ -160,6 +161,7 @@ HEADERS: dict[str, tuple[Any, Header]] = {
     "replaced": (request_of(FULL, 1, replaced_task_nesting=1), Header("the-id", 1, replacement=1, trigger=7)),
     "none": (request_of(None), Header("the-id", 0)),
     "of others": (request_of({"only_one": {"of": "somebody else"}}), Header("the-id", 0)),
+    "numbered by others": (request_of(None, properties={"message_id": "other:3"}), Header("the-id", 0)),
 }
 
 
