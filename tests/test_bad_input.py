@@ -154,7 +154,7 @@ NO_FUNCTION = "write @only_one directly above the def, below every other decorat
         (300, "seconds as timeout=300"),
         (generator(), NO_FUNCTION),
         (max, "write @only_one above a def around it"),
-        (AsTask(), "only_one(app.register_task("),
+        (AsTask(), "only_one(app.register_task(AsTask()))"),
         (app().task(generator), CONSUMER),
         (app().task(lazy=False, name="bad.made")(generator), CONSUMER),
         (shared_task(name="bad.shared")(generator), CONSUMER),
@@ -184,7 +184,7 @@ TASKS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", TASKS)
 def test_a_task_is_refused_what_it_cannot_do(kind: str) -> None:
     refused(KeyTemplateError, "write one of", lambda: only_one("{z}")(TASKS[kind]()))
-    above = "write @only_one below @app.task"
+    above = "when a task is queued; write @only_one below @app.task"
     refused(ConfigurationError, above, lambda: only_one("k", when_busy=retry())(TASKS[kind]()))
 
 
