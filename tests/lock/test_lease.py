@@ -46,6 +46,7 @@ def test_a_lease_is_lost_at_its_end_and_not_before(
             ask(lock)  # though the key is still there
         assert (caught.value.reason, caught.value.value) == (reason, "")
         assert caught.value.__cause__ is (lock.trouble if reason == "expired" else None)
+        assert lock.reason_by(None) == reason  # of a reply that has come too late, too
     assert lock.reason is None  # nobody has noted it
 
 
@@ -127,12 +128,12 @@ def test_an_extension_whose_reply_comes_after_the_loss_was_told_is_none(
     monkeypatch.setattr(lease, "drive", answer_late)
     with pytest.raises(LockLost) as caught:
         lock.extend(LONG)
-    assert caught.value.reason == "overrun"
+    assert (caught.value.reason, caught.value.value) == ("overrun", "")
     assert lock.ends_at == clock.moment + LONG
 
 
 def test_an_extension_that_could_not_work_is_refused(make: Make) -> None:
-    with pytest.raises(ConfigurationError, match=r"^extend=.*to release the key, return"):
+    with pytest.raises(ConfigurationError, match=r"^extend=.*seconds; to release the key, return"):
         make(LONG, LONG).extend(0)
 
 
