@@ -273,6 +273,13 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
     return is_skipped and bool(outcomes & {"None", trigger.in_hook[1]})
 
 
+def _no_task_that_can_wait_is_refused(history: Any, _checker: MessageChecker) -> Problems:
+    for work, outcomes in history.outcomes.items():
+        trigger = history.triggers[work.trigger]
+        if history.plan.policies == {"retry"} and "AlreadyRunning" in outcomes and trigger.how not in LISTS:
+            yield "a task was refused", f"{work} of {trigger.how}"
+
+
 def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
     for trigger in history.triggers.values():
         failed = "ValueError" if "autoretry_for" not in history.plan.options else None
@@ -416,6 +423,7 @@ INVARIANTS: list[Callable[[Any, MessageChecker], Problems]] = [
     _no_task_is_lost,
     _no_key_without_a_run,
     _exceptions_are_documented,
+    _no_task_that_can_wait_is_refused,
     _what_follows_is_called,
     _no_work_runs_twice,
     _no_call_is_skipped_for_its_own_delivery,
