@@ -124,7 +124,8 @@ def test_a_duplicate_whose_result_cannot_be_had_is_logged_once(new_app: Any, cap
             task.delay(value)
         warnings = [each for each in caplog.messages if "may wait for ever" in each]
         assert len(warnings) == times
-        assert all(first.id in each for each in warnings)
+        assert all(each.startswith(f"{first.id} was queued already: ") for each in warnings)
+        assert all(each.endswith(" a result backend that stores results, such as Redis") for each in warnings)
 
 
 @pytest.mark.parametrize("takeover", [True, False])
@@ -489,6 +490,7 @@ def test_each_task_of_buffer_one_is_numbered(queue: Queue, keys: Keys, replaceme
     task.apply_async((1,), task_id="mine", replaced_task_nesting=replacement)
     first, second = (each["headers"]["only_one"] for each in queue.messages())
     assert 0 < first["trigger"] < second["trigger"]
+    assert first["replacement"] == 0
     expected = Header("mine", 0, key=f"{keys.prefix}k", trigger=second["trigger"], replacement=replacement)
     assert second == expected.as_headers()["only_one"]
 
@@ -654,6 +656,7 @@ def test_a_task_is_published_though_its_key_is_not_lengthened(
     assert len(queue) == 1
     text = f"{keys.prefix}k is queued, and may be queued again in 30 s: "
     assert [each.levelname for each in caplog.records if each.getMessage().startswith(text)] == levels
+    assert f"{text}None" not in caplog.messages  # it ends with the error
     if levels == ["DEBUG"]:  # and as soon as the server is back
         assert eventually(lambda: "k" not in keys if how.endswith("ends") else keys.left() > 1000)
         assert eventually(lambda: not renewal._renewer.pending_releases)  # it is not looked for any more
