@@ -369,10 +369,10 @@ class Checker:
         # A run that never had its key does not lose it.
         lost = [call for call in lost if call.lock.token.decode() != event.value and call.lock.reason != "unavailable"]
 
-        def likelihood(call: Call) -> tuple[bool, bool, bool, float]:
+        def likelihood(call: Call) -> tuple[bool, bool, bool, bool, float]:
             # A loss that is seen at the end of a run is told before it stands in the lock, or where another stands.
             reason, is_false = call.lock.reason, self._is_false_loss(call, event.reason)
-            return not is_false, reason == event.reason, reason is None, call.answered
+            return not is_false, reason == event.reason, reason is None, not call.held_to_the_end, call.answered
 
         for call in sorted(lost, key=likelihood)[-1:]:
             call.told_at = self.history.now
