@@ -91,19 +91,6 @@ class Keys:
         return self.redis.hgetall(self.marker(task_id, key))
 
 
-class Wrapped:
-    """A task as New Relic's agent has Celery run it: an object that is no task, and has what its task has."""
-
-    def __init__(self, task: Any) -> None:
-        self.__wrapped__ = task
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__wrapped__, name)
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__wrapped__.run(*args, **kwargs)
-
-
 class Queue:
     """A queue, and a worker's process that is given what is in it by hand.
 

@@ -33,7 +33,6 @@ from tests.celery.deliveries import (
     CallsAgain,
     Keys,
     Queue,
-    Wrapped,
     a_task,
     above_and_below,
     decorated,
@@ -44,6 +43,7 @@ from tests.celery.deliveries import (
     whose,
 )
 from tests.decorated import CLOSED, as_async, events
+from tests.wrapped_task import Wrapped
 
 HELD: list[tuple[str, int | None, int, str]] = [
     ("kept", 1, 1, "dropped"),

@@ -37,9 +37,10 @@ from only_one.lock.commands import WAITS_NO_MORE
 from only_one.lock.token import TokenFactory, process_start
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
-from tests.celery.deliveries import HOUR, Calls, Keys, Queue, Wrapped, a_task, token_of, unique
+from tests.celery.deliveries import HOUR, Calls, Keys, Queue, a_task, token_of, unique
 from tests.clients import clients
 from tests.lock.test_leases import RELEASES
+from tests.wrapped_task import Wrapped
 
 PATIENCE = 10.0
 """Seconds for which the death of a process is waited for."""

@@ -20,6 +20,8 @@ from celery.app.trace import build_tracer
 from celery.backends import cache
 from celery.exceptions import Ignore, Reject, Retry
 
+from tests.wrapped_task import Wrapped
+
 from .broker import TRANSPORTS, App, Broker, Delivery, Work, Worker
 from .history import History
 from .message_checker import CALLS, LISTS, MessageChecker
@@ -168,19 +170,6 @@ class Run:
     delivery: Any
     end: str | None = None
     ended: float | None = None
-
-
-class _Wrapped:
-    """A task as New Relic's agent has Celery run it: an object that is no task, and has what its task has."""
-
-    def __init__(self, task: Any) -> None:
-        self.__wrapped__ = task
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__wrapped__, name)
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__wrapped__.run(*args, **kwargs)
 
 
 class MessageWorld(History):
@@ -352,7 +341,7 @@ class MessageWorld(History):
             if plan.is_unique:
                 package.only_one("{given[key]}", **given)(task)
             if self.plan.has_agent and plan.kind in ("function", "class"):
-                task.__trace__ = build_tracer(name, _Wrapped(task), app=app)
+                task.__trace__ = build_tracer(name, Wrapped(task), app=app)
         return app
 
     # producing
