@@ -239,7 +239,7 @@ def _log(event: Event) -> None:
 
 
 _at_work: ContextVar[tuple[object, ...]] = ContextVar("only_one_hooks", default=())
-"""The hooks that have been called and have not returned yet, also for what they have started in an event loop."""
+"""The hooks that have been called in this context, and have not returned yet."""
 
 
 def _tell(hook: Callable[[Event], object], event: Event) -> None:
