@@ -157,7 +157,7 @@ class JobCaller(Caller):
             is_inside = lease is not None and lease.token == value
             return not is_beside and not is_inside
         is_in_child = self.start is not None and self.start is _inherited
-        return not (is_in_child and value.startswith(process.machine_mark))
+        return not (is_in_child and holder.machine == process.machine)
 
     def waits(self, call: Call, left: float) -> float:
         """Seconds until the key is asked for again; 0 if the job is requeued, or has waited for as long as it may."""

@@ -48,7 +48,9 @@ with suppress(AttributeError):  # where nothing forks
 
 def _on_failure(sender: Any, task_id: str, exception: Any, args: Any, kwargs: Any, **_: Any) -> None:
     if isinstance(exception, (TimeLimitExceeded, WorkerLostError)):
-        _watch(sender, task_id, args, kwargs, begun_request(task_id))
+        # Older releases of Celery do not have the request at hand here; that of a unique task is known all the same.
+        request = sender.request if sender.request.id == task_id else begun_request(task_id)
+        _watch(sender, task_id, args, kwargs, request)
 
 
 def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None:  # noqa: FBT001

@@ -21,6 +21,7 @@ class _Process:
     """This process, as its tokens name it: serialized once, because it is most of a token's cost.
 
     Attributes:
+        machine: the name of the machine in its values; the host's if the machine is unknown.
         serialized: the part that its tokens have in common.
         mark: the beginning of its values.
         machine_mark: the beginning of the values of this machine; of no value if the machine is unknown.
@@ -29,7 +30,8 @@ class _Process:
 
     def __init__(self) -> None:
         own, host, pid = machine(), socket.gethostname(), os.getpid()
-        fields = {"only_one": FORMAT, "machine": own or host, "host": host, "pid": pid}
+        self.machine = own or host
+        fields = {"only_one": FORMAT, "machine": self.machine, "host": host, "pid": pid}
         self.serialized = _serialize(**fields, process_start=process_start(pid), process=os.urandom(8).hex())
         self.mark = f"{{{self.serialized},".encode()
         self.machine_mark = f"{{{_serialize(only_one=FORMAT, machine=own)},".encode()

@@ -276,8 +276,13 @@ from types import SimpleNamespace
 job = SimpleNamespace(id="job-1", number_of_retries=0)
 sys.modules["rq"] = SimpleNamespace(get_current_job=lambda: job)
 from only_one import only_one
+from only_one.lock import token
 
-@only_one("k", redis=sys.argv[1], lease=600)
+url, machine = sys.argv[1:]
+if machine == "the machine is unknown":
+    token.machine = lambda: None
+
+@only_one(machine, redis=url, lease=600)
 def work(then=bool):
     then()
     return "done"
@@ -303,8 +308,9 @@ work(lambda: os.waitpid(forked(), 0))
 """
 
 
-def test_children_that_a_job_forks_are_no_attempts_of_each_other_nor_of_it(redis_url: str) -> None:
-    with Program(FORKS, redis_url) as program:
+@pytest.mark.parametrize("machine", ["the machine is known", "the machine is unknown"])
+def test_children_that_a_job_forks_are_no_attempts_of_each_other_nor_of_it(redis_url: str, machine: str) -> None:
+    with Program(FORKS, redis_url, machine) as program:
         assert [program.line() for _ in range(3)] == ["None", "done", "None"]
 
 

@@ -232,6 +232,19 @@ def test_the_key_of_a_lost_process_is_released(
     assert "error" in keys
 
 
+def test_a_lost_process_is_the_end_of_a_task_that_another_version_of_the_code_has_sent_as_a_unique_one(
+    task: Any, keys: Keys
+) -> None:
+    """Its key is another run's by now, which stores its value again unless it is told that the task has ended."""
+    about = Context(id="mine", retries=0, **Header("mine", 0, key=f"{keys.prefix}k").as_headers())
+    task.request_stack.push(about)  # as Celery does
+    try:
+        fail(task, "k")
+    finally:
+        task.request_stack.pop()
+    assert eventually(lambda: keys.redis.get(note_of(f"{keys.prefix}k", "mine", 0, 0)) == b"%d" % WAITS_NO_MORE)
+
+
 @pytest.mark.parametrize("name", ["celery.map", "celery.starmap"])
 def test_the_key_of_an_item_of_a_list_of_calls_is_released(app: Celery, task: Any, keys: Keys, name: str) -> None:
     keys["k"], keys["another"] = (held_by(2**30, each, queue="celery.map") for each in ("mine", "another"))

@@ -88,6 +88,9 @@ def test_a_requeued_broadcast_goes_to_the_worker_that_has_requeued_it(scene: Sce
     with ExitStack() as stack:
         for _ in range(workers):
             stack.enter_context(scene.place.worker("-Q", scene.key, BROADCAST=scene.key))
+        if KIND == "redis":  # where a worker subscribes after it has said that it is ready
+            channel = f"/0.{scene.key}/celery"
+            assert eventually(lambda: scene.place.client.publish(channel, "no message of Celery's") == workers)
         declare = [Exchange(scene.key, type="fanout")]  # type: ignore[no-untyped-call]
         options = {"exchange": scene.key, "routing_key": "celery", "declare": declare}
         answer = live.plain.apply_async((scene.key, "gate"), **options)
