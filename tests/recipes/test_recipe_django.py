@@ -8,6 +8,8 @@ import socket
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -80,17 +82,26 @@ def manage(place: Place, *arguments: str, **env: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.fixture
-def project(place: Place) -> Place:
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new project, into which a user has copied what is on the page."""
-    place.env["REDIS"] = place.url.removesuffix("/0")
-    for name in ("ONLY_ONE_REDIS_URL", "CELERY_BROKER_URL", "CELERY_RESULT_BACKEND"):
-        del place.env[name]
+    without_server: Any = None
+    place = Place("redis://127.0.0.1:1", without_server, tmp_path_factory.mktemp("project"))
     assert place.run(sys.executable, "-m", "django", "startproject", "config", ".").returncode == 0
     source = ROOT / "examples" / "django_feeds"
     shutil.copytree(source, place.folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
-    manage(place, "makemigrations", "feeds")
-    manage(place, "migrate")
+    manage(place, "makemigrations", "feeds", REDIS=place.url)
+    manage(place, "migrate", REDIS=place.url)
+    return place.folder
+
+
+@pytest.fixture
+def project(place: Place, copied: Path) -> Place:
+    """That project, with its own database and server."""
+    shutil.copytree(copied, place.folder, dirs_exist_ok=True)
+    place.env["REDIS"] = place.url.removesuffix("/0")
+    for name in ("ONLY_ONE_REDIS_URL", "CELERY_BROKER_URL", "CELERY_RESULT_BACKEND"):
+        del place.env[name]
     return place
 
 
