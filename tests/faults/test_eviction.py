@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -39,10 +39,12 @@ def test_a_server_that_may_evict_keys_is_warned_of_once(
     evicting: Any,
     own_server: RedisServer,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
     kind: type[Running],
     times: dict[str, Any],
 ) -> None:
-    """And no run waits for it."""
+    """And no run waits for it; the thread that asks waits for as long as the test takes."""
+    monkeypatch.setattr(eviction, "with_short_timeouts", lambda client: client)
 
     def warnings() -> list[str]:
         return [text for _, level, text in caplog.record_tuples if level == logging.WARNING and "maxmemory" in text]
@@ -51,20 +53,23 @@ def test_a_server_that_may_evict_keys_is_warned_of_once(
         return only_one(lambda: "done", key="short", timeout=60, redis=source)()
 
     evicting.config_resetstat()
-    with Proxy(own_server.url) as proxy, redis_py.Redis.from_url(proxy.url) as client:
+    with ExitStack() as stack:
+        proxy = stack.enter_context(Proxy(own_server.url))
+        url = f"{proxy.url}?socket_timeout={LIMIT}&socket_connect_timeout={LIMIT}"
+        client = stack.enter_context(redis_py.Redis.from_url(url))
         held = proxy.hold_up("INFO")
-        with kind(redis=proxy.url, **times) as first:
+        with kind(redis=url, **times) as first:
             assert held.met.wait(LIMIT)
         assert first.result == "done"
-        assert run(proxy.url) == "done"
+        assert run(url) == "done"
         assert warnings() == []
         assert "cmdstat_info" not in evicting.info("commandstats")  # not carried out so far
         held.let_go()
         assert eventually(warnings)
-        for source in (proxy.url, proxy.url.replace("/0", "/1"), client):
+        for source in (url, url.replace("/0", "/1"), client):
             assert run(source) == "done"
             # The thread that looks renews, too, and warns by another one.
-            with Running("later", lease=60, redis=proxy.url) as later:
+            with Running("later", lease=60, redis=url) as later:
                 assert is_renewed(later.lock)
             for thread in threading.enumerate():
                 if thread.name == "only_one-log":
