@@ -209,6 +209,7 @@ def test_keys_that_are_taken_away_during_a_run(
     assert run.result == "done"
     assert (direct.hgetall if isinstance(value, dict) else direct.get)(key) == value
     assert direct.pttl(key) == (-2 if value is None else -1)
+    assert eventually(lambda: losses_in(happened))  # by a thread, for which the run does not wait
     assert losses_in(happened) == [(key, reason)]
 
 
