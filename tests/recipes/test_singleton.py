@@ -11,7 +11,7 @@ import pytest
 from examples import singleton as example
 from only_one import AlreadyRunning
 from rigs.waiting import LIMIT, eventually
-from tests.live.workers import sender
+from tests.live.workers import URL, sender
 from tests.recipes.place import Place
 
 
@@ -38,7 +38,7 @@ def test_the_examples_on_a_real_worker(place: Place) -> None:
         with pytest.raises(AlreadyRunning, match=export.id) as caught:
             example.export.delay("bob")
         assert caught.value.task_id == export.id
-        with place.worker("examples.singleton", 3, SINGLETON_URL=place.url):
+        with place.worker("tests.recipes.singleton_app", 3, SINGLETON_URL=place.url, **{URL: place.url}):
             assert first.get(timeout=LIMIT) == again.get(timeout=LIMIT) == "3 pages, {'paper': 'A4'}"
             assert digest.get(timeout=LIMIT) == "digest for bob, because of 99"
             with pytest.raises(ValueError, match="which index"):
@@ -52,5 +52,6 @@ def test_the_examples_on_a_real_worker(place: Place) -> None:
             assert eventually(lambda: not [*place.client.scan_iter("only_one:*poll*")])
             assert not poll.ready()
             later = example.poll.apply_async(queue="later")
+            place.client.rpush("poll", "may end")
             assert poll.get(timeout=LIMIT) == "polled"
             assert example.poll.delay() == later != poll
