@@ -5,6 +5,7 @@ A caller on this machine would take the key over anyhow; on others it would wait
 """
 
 import os
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -196,8 +197,14 @@ def _has_ended(holder: Holder) -> bool:
 
 
 def _on_end(sender: Any, task: Any, **_: Any) -> None:
-    """The result is stored; or a signal handler, ``before_start`` or a base class has kept the task from running."""
-    for server, key, marker in vars(task.request).get("only_one_markers", ()):
+    """The result is stored; or a signal handler, ``before_start`` or a base class has kept the task from running.
+
+    Or its process is told to exit, as by SIGTERM: then the result may not be stored, and a redelivery does the work.
+    """
+    error = sys.exc_info()[1]
+    is_exiting = error is not None and not isinstance(error, Exception)
+    markers = () if is_exiting else vars(task.request).get("only_one_markers", ())
+    for server, key, marker in markers:
         with redelivery.unless_down(task.request.id):
             drive(server.client, evaluate(redelivery.STORED, key, beside=(marker,)))
     if not vars(task.request).get("only_one_has_begun"):

@@ -381,6 +381,24 @@ def test_a_redelivery_after_the_end_of_its_run(
     assert [text in caplog.messages for text in texts.values()] == [outcome == each for each in texts]
 
 
+class Exits:
+    """A result at which its process is told to exit, as by SIGTERM, before it is stored."""
+
+    def __json__(self) -> None:
+        raise SystemExit
+
+
+def test_the_end_of_a_run_is_not_stored_if_its_process_exits_before_its_result_is(queue: Queue, keys: Keys) -> None:
+    answer = a_task(queue.app, lambda_of(Exits)).delay()
+    message = queue.take()
+    keys.redis.hset(keys.marker(answer.id), "asked", 1)
+    with pytest.raises(SystemExit):
+        queue.deliver(message)
+    assert keys.marked(answer.id)[b"stored"] == b"0"
+    queue.deliver(message, redelivered=True)
+    assert (answer.state, len(queue)) == ("PENDING", 1), "it does the work as soon as the process is gone"
+
+
 def test_a_task_runs_though_its_marker_cannot_be_read_or_set(
     queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

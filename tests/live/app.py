@@ -206,6 +206,26 @@ redelivered = below("tests.live.redelivery_app.late", {"acks_late": True}, first
 requeued = below("requeued", LATE, when_busy=retry())
 
 
+class Late:
+    """A result that cannot be stored before its gate is open."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def __json__(self) -> str:
+        note("stores", self.key)
+        wait_at(f"gate:{self.key}")
+        return "late"
+
+
+@app.task(bind=True, shared=False, acks_late=True)  # type: ignore[untyped-decorator]
+@only_one("{key}", timeout=TIMEOUT)
+def stored_late(self: Any, key: str) -> Any:
+    """The result of the first run is late."""
+    work(self, key, "pause")
+    return Late(key) if next_number(key) == 1 else "at once"
+
+
 class Around(Task):  # type: ignore[misc]  # Celery has no types
     """Does something around each run."""
 
