@@ -111,4 +111,5 @@ def test_a_run_is_done_again_if_a_cold_shutdown_comes_before_its_result_is_store
         worker.wait(LIMIT)
     with place.worker("-c", "1", "-Q", scene.queue):
         assert answer.get(timeout=LIMIT) == "at once"
+        assert eventually(lambda: not place.broker.messages())  # it acknowledges its message after that
     assert scene.runs() == ["0", "0"]
