@@ -84,7 +84,7 @@ def lua_mutants(source: str) -> dict[str, str]:
     strings = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.Constant, ast.JoinedStr))]
     texts = [ast.get_source_segment(source, node) or "" for node in strings]
     mutants = {}
-    for text in [each for each in texts if "redis.call(" in each]:
+    for text in [each for each in texts if "redis.call(" in each or "ARGV[" in each]:
         begin = source.index(text)
         for pattern, new in LUA_CHANGES:
             for found in re.finditer(pattern, text):

@@ -24,8 +24,8 @@ Its message may be lost, or its worker killed, and no key says so. A worker that
 """
 
 # The set forgets what is older than the time for which a message may still be delivered.
-_NUMBER = Script("""
-local what, number, lasts = ARGV[1], tonumber(ARGV[2]), ARGV[3]
+_COMMON = """
+local number, lasts = tonumber(ARGV[1]), ARGV[2]
 local function of(member) return tonumber(redis.call('zscore', KEYS[2], member) or 0) end
 local function set(member, to) redis.call('zadd', KEYS[2], string.format('%.0f', to), member) end
 local function raise(member) set(member, math.max(of(member), number)) end
@@ -40,53 +40,60 @@ local function with(prefix, score)
     return found
 end
 redis.call('zremrangebyscore', KEYS[2], '-inf', string.format('%.0f', now - lasts * 1000))
-if what == 'pending' then
-    -- By this clock alone, as its sender's may be another.
-    local unseen = math.min(now - number, ARGV[5] * 1000)
-    local trusted_for = math.max(ARGV[4] * 1000, unseen)
-    raise('pending')
-    for _, digest in ipairs(with('same:', number)) do set('until:' .. digest, now + trusted_for) end
-else
-    local id, same, held_by = ARGV[4], ARGV[5], 'held by:' .. (ARGV[6] or '')
-    local call = 'sent:' .. same
-    local function has_another_begun()
-        for _, other in ipairs(with('by:', number)) do
-            if other ~= id then return true end
-        end
-    end
-    local like = what == 'anew' and of('same:' .. same)
-    if like and like == of('pending') and like > of('begun') then
-        local equals = with('id:', like)
-        if equals[1] and now < of('until:' .. same) then return equals[1] end
-        for _, other in ipairs(equals) do redis.call('zrem', KEYS[2], 'id:' .. other) end
-        if equals[1] then number = like end
-    end
-    if number == 0 and what ~= 'anew' then number = of('id:' .. id) end
-    local is_newest = number < 0
-    local was_met = what == 'begin' and is_newest and of(held_by) > 0
-    if is_newest then number = of(call) end
-    if number <= 0 and was_met then number = of(held_by) end
-    if number <= 0 then
-        number = math.max(now, of('last') + 2)
-        -- The run behind which it waits may have no number yet, and is older.
-        if what == 'arrive' and of(held_by) == 0 then set(held_by, number - 1) end
-    end
-    -- A run goes before those that wait behind it.
-    local newest = math.max(of('begun'), was_met and 0 or of('pending'))
-    raise('last')
-    raise('id:' .. id)
-    if is_newest then raise(call) end
-    if what == 'anew' and same ~= '' then
-        raise('same:' .. same)
-    elseif what ~= 'anew' and (number < newest or has_another_begun()) then
-        number = 0
-    elseif what == 'begin' then
-        raise('begun')
-        raise('by:' .. id)
+"""
+_END = """
+redis.call('pexpire', KEYS[2], lasts)
+value = number"""
+_QUEUE_ANEW = Script(f"""{_COMMON}
+local id, same = ARGV[3], ARGV[4]
+local like = of('same:' .. same)
+if like == of('pending') and like > of('begun') then
+    local equals = with('id:', like)
+    if equals[1] and now < of('until:' .. same) then return equals[1] end
+    for _, other in ipairs(equals) do redis.call('zrem', KEYS[2], 'id:' .. other) end
+    if equals[1] then number = like end
+end
+if number == 0 then number = math.max(now, of('last') + 2) end
+raise('last')
+raise('id:' .. id)
+if same ~= '' then raise('same:' .. same) end
+{_END}""")
+_ARRIVE = Script(f"""{_COMMON}
+local id, call, held_by, begins = ARGV[3], 'sent:' .. ARGV[4], 'held by:' .. ARGV[5], ARGV[6] == 'begins'
+local function has_another_begun()
+    for _, other in ipairs(with('by:', number)) do
+        if other ~= id then return true end
     end
 end
-redis.call('pexpire', KEYS[2], lasts)
-value = number""")
+if number == 0 then number = of('id:' .. id) end
+local is_newest = number < 0
+local was_met = begins and is_newest and of(held_by) > 0
+if is_newest then number = of(call) end
+if number <= 0 and was_met then number = of(held_by) end
+if number <= 0 then
+    number = math.max(now, of('last') + 2)
+    -- The run behind which it waits may have no number yet, and is older.
+    if not begins and of(held_by) == 0 then set(held_by, number - 1) end
+end
+-- A run goes before those that wait behind it.
+local newest = math.max(of('begun'), was_met and 0 or of('pending'))
+raise('last')
+raise('id:' .. id)
+if is_newest then raise(call) end
+if number < newest or has_another_begun() then
+    number = 0
+elseif begins then
+    raise('begun')
+    raise('by:' .. id)
+end
+{_END}""")
+_NOTE_PUBLISHED = Script(f"""{_COMMON}
+-- By this clock alone, as its sender's may be another.
+local unseen = math.min(now - number, ARGV[4] * 1000)
+local trusted_for = math.max(ARGV[3] * 1000, unseen)
+raise('pending')
+for _, digest in ipairs(with('same:', number)) do set('until:' .. digest, now + trusted_for) end
+{_END}""")
 
 NEWEST = -1
 """In place of a trigger: a task that has just been sent, and is newer than all, also if its id was used before."""
@@ -107,12 +114,12 @@ def arrive(server: Server, key: str, app: Celery, task_id: str, trigger: int | N
     Returns:
         Its number; 0 if a newer task waits or has run.
     """
-    return int(_send(server, key, app, "arrive", trigger, task_id, call, _digest(token)))
+    return int(_send(server, key, app, _ARRIVE, trigger, task_id, call, _digest(token), "waits"))
 
 
 def begin(server: Server, key: str, app: Celery, task_id: str, trigger: int | None, call: str, token: str) -> int:
     """Number a task that has the key: it supersedes every earlier task. See ``arrive`` for the arguments and result."""
-    return int(_send(server, key, app, "begin", trigger, task_id, call, _digest(token)))
+    return int(_send(server, key, app, _ARRIVE, trigger, task_id, call, _digest(token), "begins"))
 
 
 def queue_anew(server: Server, key: str, app: Celery, task_id: str, digest: str) -> int | bytes:
@@ -128,7 +135,7 @@ def queue_anew(server: Server, key: str, app: Celery, task_id: str, digest: str)
     Returns:
         Its number; the id of the pending task if that is the newest, has the same digest, and is trusted to wait.
     """
-    reply: int | bytes = _send(server, key, app, "anew", None, task_id, digest)
+    reply: int | bytes = _send(server, key, app, _QUEUE_ANEW, None, task_id, digest)
     return reply
 
 
@@ -145,7 +152,7 @@ def note_published(server: Server, key: str, app: Celery, trigger: int, seconds:
             limit a task may wait for long, and each that is published beside it waits behind it: so each is trusted
             for as long as all before.
     """
-    _send(server, key, app, "pending", trigger, round(seconds * 1000), round(most * 1000))
+    _send(server, key, app, _NOTE_PUBLISHED, trigger, round(seconds * 1000), round(most * 1000))
 
 
 def trusted_for(app: Celery, most: float, until: Any) -> float:
@@ -159,9 +166,9 @@ def trusted_for(app: Celery, most: float, until: Any) -> float:
     return min(most, waits_for(app, _TRUSTED_FOR, None, until))
 
 
-def _send(server: Server, key: str, app: Celery, what: str, trigger: int | None, *more: Any) -> Any:
+def _send(server: Server, key: str, app: Celery, script: Script, trigger: int | None, *more: Any) -> Any:
     lasts, beside = round(remembered_for(app) * 1000), (triggers_of(key),)
-    return drive(server.client, evaluate(_NUMBER, key, what, trigger or 0, lasts, *more, beside=beside))
+    return drive(server.client, evaluate(script, key, trigger or 0, lasts, *more, beside=beside))
 
 
 def _digest(token: str) -> str:

@@ -44,7 +44,7 @@ scripts = [  # those that do not reply the time
     script(redelivery.STORED),
     script(redelivery.REQUEUED, numbers, lives),
     script(owed_key._WITHDRAW, values, lives, numbers),
-    script(coalescing._NUMBER, b"pending", numbers, lives, lives, lives),
+    script(coalescing._NOTE_PUBLISHED, numbers, lives, lives, lives),
 ]
 plain = [
     command(b"SET", keys, values, b"NX", b"GET", b"PX", lives),
