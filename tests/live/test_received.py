@@ -13,7 +13,7 @@ import pytest
 
 from rigs.waiting import LIMIT, eventually
 from tests.live import app as live
-from tests.live.workers import Scene, kill_tree
+from tests.live.workers import PREFIX, Scene, kill_tree
 
 A_LEASE = 30
 
@@ -57,9 +57,9 @@ def test_a_redelivery_for_which_no_process_is_free_until_its_run_has_ended_is_dr
     with scene.place.worker("-c", "1"):
         answer = live.redelivered.delay(scene.key, "return")
         scene.begun()
-        before = scene.place.received(answer.id)
         scene.place.broker.deliver_again(scene.place.broker.copy_of(answer.id))
-        assert eventually(lambda: scene.place.received(answer.id) > before)
+        # The worker tells the run of it, which it does a moment after Celery has logged that it is received.
+        scene.place.wait_for_event(f"/{{{PREFIX}{scene.key}}}:copy:{answer.id}:0", "hset")
         scene.open()
         assert eventually(lambda: f"[{answer.id}] dropped: its run has ended" in scene.place.log())
         assert answer.get(timeout=LIMIT)
