@@ -31,6 +31,9 @@ MANY = 20 * SIZE
 STUCK = 1
 """The chunk to which things happen."""
 
+STUCK_MESSAGE = CHUNKS * SIZE + 1
+"""The recipient to whose message things happen, of a mailing to many."""
+
 
 class House:
     """The servers and the worker of all tests here, and the mailing of one of them."""
@@ -46,6 +49,7 @@ class House:
         (self.folder / "recipients.sqlite").unlink(missing_ok=True)
         recipients.have_people(people)
         os.truncate(self.folder / "accepted", 0)
+        self.place.client.delete("message")
 
     @property
     def chosen(self) -> Counter[str]:
@@ -100,8 +104,9 @@ class House:
     @contextmanager
     def caught_sending(self) -> Iterator[int]:
         """The process that sends, while it waits for the server, which may accept the message afterwards."""
-        assert eventually(lambda: self.accepted.total() > IN_A_CHUNK)
+        assert eventually(lambda: self.accepted.total() == PEOPLE)
         with self.frozen_smtp():
+            self.place.client.rpush("message", *["go"] * 3)  # the next sender begins with it
             holder = holder_of(send, self.name)
             assert holder is not None
             yield holder.pid
@@ -120,7 +125,7 @@ def shared_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         patch.setattr(recipients, "SIZE", SIZE)
         told = {"NEWSLETTER_CHUNK": str(SIZE), "NEWSLETTER_SMTP": smtp, "NEWSLETTER_RETRIES": "2"}
         told |= {"NEWSLETTER_DIRECTORY": str(folder), "NEWSLETTER_BROKER_URL": place.server.url}
-        told |= {"STUCK_CHUNK": str(STUCK)}
+        told |= {"STUCK_CHUNK": str(STUCK), "STUCK_MESSAGE": str(STUCK_MESSAGE)}
         with place.worker("-c", "2", module="tests.live.newsletter_app", **told):
             yield House(folder, process, place)
 
