@@ -102,6 +102,8 @@ class Delivery:
         is_done: whether it is acknowledged.
         request: Celery's request for it.
         child: the child that has begun it.
+        thread: its run there.
+        if_terminated: how it ends if its child is told to exit.
         message: kombu's message, once a worker has received it.
     """
 
@@ -109,6 +111,9 @@ class Delivery:
     worker: Any = None
     received_at = 0.0
     child: Any = None
+    thread: Any = None
+    if_terminated = "TaskRevoked"
+    is_terminated = False
     message: Any = None
     limits: Any = (None, None)
 
@@ -125,7 +130,7 @@ class Delivery:
         self.child, self.began = child, self.worker.world.now
         world = self.worker.world
         self.worker.do(lambda: self.callbacks["accept_callback"](child.pid, 0.0))
-        running = world.spawn(child, f"{child.name}/task", self._run)
+        self.thread = running = world.spawn(child, f"{child.name}/task", self._run)
         soft, hard = self.limits
         if soft:
             world.after(soft, lambda: setattr(running, "interrupt", SoftTimeLimitExceeded()))
@@ -140,6 +145,32 @@ class Delivery:
         has_failed, value, _runtime = result
         self.worker.world.told(self, _name_of_error(value) if has_failed else value.strip("[]"))
         self.worker.do(lambda: self._ready(result))
+
+    def terminate(self, end: str, patience: float | None = None) -> None:
+        """Tell its child to exit, by SIGTERM; and kill it if it does not, as in a C call, or has no more time."""
+        if self.is_terminated:
+            return
+        self.is_terminated = True
+        world, child, thread = self.worker.world, self.child, self.thread
+        stays = world.choose(f"C call in {child.name}", [True, False])
+        if thread.dead or stays:
+            self._kill(end)
+            return
+        world.note(child.name, "is told to exit")
+        thread.interrupt = SystemExit()
+        world.after(0, world.resume, thread, thread.waiting, None)
+        world.spawn(child, f"{child.name}/end", self._exit, end, patience)
+
+    def _exit(self, end: str, patience: float | None) -> None:
+        if not self.thread.dead:
+            self.worker.world.wait(self.thread.joined.append, patience)
+        if self.thread.dead:
+            signals.worker_process_shutdown.send(sender=None, pid=self.child.pid, exitcode=0)
+        self._kill(end)
+
+    def _kill(self, end: str) -> None:
+        self.worker.world.kill(self.child)
+        self.worker.do(lambda: self.ends(end))
 
     def _ready(self, result: Any) -> None:
         if self.callbacks:  # else it has ended meanwhile
@@ -170,8 +201,7 @@ class Delivery:
         if self in self.worker.jobs and not self.child.is_dead:
             self._fails(TimeLimitExceeded(self.limits[1]))
             self.callbacks["timeout_callback"](soft=False, timeout=self.limits[1])
-            self.worker.world.kill(self.child)
-            self.ends("TimeLimitExceeded")
+            self.terminate("TimeLimitExceeded", 0.1)
 
     def lost(self) -> None:
         if self in self.worker.jobs:
@@ -373,7 +403,18 @@ class Worker:
                 self.jobs.remove(job)
                 celery.worker.state.requests.pop(job.id, None)  # as the worker's consumer does
                 job.forget()
+            if self.world.plan.cancels:
+                self.do(self._cancel)
             self.broker.restore(self)
+
+    def _cancel(self) -> None:
+        """End what runs and was not acknowledged; at a shutdown, also what was acknowledged at its begin."""
+        for job in [job for job in self.jobs if job.child]:
+            is_late = job.request.task.acks_late
+            comes_again = is_late and not job.request.acknowledged
+            if comes_again or not (is_late or self.consumes):
+                job.if_terminated = "Retry"
+                job.request.cancel(self, emit_retry=self.consumes or not is_late)
 
     def shut_down(self, how: str) -> None:
         if self.consumes and not self.main.is_dead:
@@ -389,6 +430,10 @@ class Worker:
             self.world.sleep(0.1)
             while self._inbox.items:
                 self._inbox.get()()
+        if how != "Warm":
+            self._cancel()
+            while any(job.is_terminated and not job.child.is_dead for job in self.jobs):
+                self.world.sleep(0.1)
         for child in self.children:
             if how == "Warm" and not child.is_dead:
                 self._let_end(child)
@@ -448,8 +493,7 @@ class Worker:
 
     def terminate_job(self, pid: int, _signal: int) -> None:
         for job in [job for job in self.jobs if job.child and job.child.pid == pid]:
-            self.world.kill(job.child)
-            job.ends("TaskRevoked")
+            job.terminate(job.if_terminated)
 
     def kill_child(self, child: Process) -> None:
         """``kill -9`` of a child that has a task: the main process notices."""

@@ -238,7 +238,7 @@ def _no_task_is_lost(history: Any, checker: MessageChecker) -> Problems:
         # What came of a second call may be stored already when its child is killed, which tells nobody.
         begun = [run.delivery for run in trigger.runs if run.work == work]
         outcomes |= {each.end for each in history.not_run if each.delivery in begun}
-        ends = {run.end for run in trigger.runs if run.work == work} - {"killed", "calls again"}
+        ends = {run.end for run in trigger.runs if run.work == work} - {"killed", "calls again", "SystemExit"}
         has_ended = bool(ends) and (ends != {"Reject"} or trigger.ends == ("reject",) or not checker.plan.acks_late)
         ends_there = ("ignore", "retry soon") if checker.plan.acks_late else ("ignore", "retry soon", "requeue")
         has_ended |= trigger.hooked == work and trigger.in_hook[1] in ends_there
@@ -265,7 +265,7 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
     may_be_ignored = checker.was_redelivered(trigger) or bool(plan.at_least or checker.late_commands)
     may_be_ignored |= checker.has_lost_retry(trigger.id)
     may_be_ignored |= any(run.end == "killed" and run.trigger.id == trigger.id for run in history.runs)
-    if trigger.how == "id" and outcomes <= {"Ignore", "requeue"} and may_be_ignored:
+    if trigger.how == "id" and outcomes <= {"Ignore", "requeue", "Retry"} and may_be_ignored:
         return True
     has_run = any(run.end != "calls again" for run in trigger.runs)
     is_skipped = not plan.policies.isdisjoint(("skip", "buffer_one")) or ("default" in plan.policies and not has_run)
@@ -297,6 +297,20 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
         was_lost = any(each.trigger == trigger.name for each in (*history.broker.lost, *history.broker.dropped))
         if not (trigger.id in history.revoked or was_lost or has_failed):
             yield "what follows was not called", f"{trigger.name} was sent with {trigger.how}"
+
+
+def _results_are_stored(history: Any, checker: MessageChecker) -> Problems:
+    """What a run that has returned has not stored, as it was killed, its redelivery does."""
+    if not history.plan.acks_late or checker.may_drop_unstored:
+        return
+    app = next(iter(history.apps.values()))
+    for trigger in history.triggers.values():
+        has_run = any(run.end == "done" for run in trigger.runs) and trigger.id is not None
+        was_lost = any(each.trigger == trigger.name for each in (*history.broker.lost, *history.broker.dropped))
+        is_asked = has_run and not was_lost and trigger.how not in ("id", *LISTS, *CALLS)
+        state = app.AsyncResult(trigger.id).state if is_asked else "SUCCESS"
+        if state in ("PENDING", "RETRY"):
+            yield "a result was not stored", f"{trigger.name}: {state}"
 
 
 def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
@@ -425,6 +439,7 @@ INVARIANTS: list[Callable[[Any, MessageChecker], Problems]] = [
     _exceptions_are_documented,
     _no_task_that_can_wait_is_refused,
     _what_follows_is_called,
+    _results_are_stored,
     _no_work_runs_twice,
     _no_call_is_skipped_for_its_own_delivery,
     _the_newest_runs,

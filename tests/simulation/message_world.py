@@ -183,6 +183,7 @@ class MessageWorld(History):
         "lease": [None, 3.0],
         "at_least": [None, None, 3.0],
         "workers": [1, 2],
+        "cancels": [False, False, True],  # what a worker has begun and not acknowledged, if it loses its connection
         "triggers": [2, 3, 4, 6],
         "broker": ["redis", "amqp"],
         "has_beat": [False, False, True],
