@@ -109,7 +109,9 @@ class MessageChecker:
     @property
     def _keeps_waiting_keys(self) -> bool:
         is_calm = self.only("publishing fails", "visibility timeout", "lost connection", "shutdown")
-        return all(self.plan.deduplicate) and is_calm and not self._may_forget
+        # Who is killed with a waiting task's key cannot store that task's value again.
+        was_killed = any(run.end == "killed" for run in self.history.runs)
+        return all(self.plan.deduplicate) and is_calm and not (was_killed or self._may_forget)
 
     @property
     def _may_forget(self) -> bool:
