@@ -130,8 +130,8 @@ def test_a_key_whose_run_asked_for_more_time_is_released_when_a_server_that_was_
                 current_lock().extend(HOUR)
             away.enter_context(proxy.refused())
 
-        decorate(work, timeout=1, redis=client)()
-        with later(10):
+        decorate(work, timeout=LIMIT, redis=client)()
+        with later(2 * LIMIT):
             wait_for_another_attempt(key)
             away.close()
             assert eventually(lambda: not redis.exists(key))
