@@ -19,7 +19,7 @@ from redis.exceptions import ResponseError
 from only_one.call.effective_options import Call, Decoration, EffectiveOptions
 from only_one.clock import now
 from only_one.connections.server import Server
-from only_one.driver import RAW, TROUBLE, drive
+from only_one.driver import RAW, TROUBLE, drive, is_of_signal_handler
 from only_one.holder import Holder, is_queued
 from only_one.lock.commands import Retained, evaluate
 from only_one.lock.liveness import is_dead
@@ -197,18 +197,28 @@ def _has_ended(holder: Holder) -> bool:
 
 
 def _on_end(sender: Any, task: Any, **_: Any) -> None:
-    """The result is stored; or a signal handler, ``before_start`` or a base class has kept the task from running.
+    """The task has ended. If its soft time limit comes only now, Celery would log it: all is done again."""
+    handled = sys.exc_info()[1]
+    try:
+        _end(unwrapped(sender), task.request, handled)
+    except Exception as error:
+        if not is_of_signal_handler(error):
+            raise
+        _end(unwrapped(sender), task.request, handled)
 
-    Or its process is told to exit, as by SIGTERM: then the result may not be stored, and a redelivery does the work.
+
+def _end(task: Any, request: Any, error: BaseException | None) -> None:
+    """Note that the result is stored, or withdraw a task that never began.
+
+    Its process may be told to exit before the result is stored, as by SIGTERM: then a redelivery does the work. And a
+    signal handler, ``before_start`` or a base class may have kept it from running.
     """
-    error = sys.exc_info()[1]
-    is_exiting = error is not None and not isinstance(error, Exception)
-    markers = () if is_exiting else vars(task.request).get("only_one_markers", ())
-    for server, key, marker in markers:
-        with redelivery.unless_down(task.request.id):
+    is_stored = error is None or isinstance(error, Exception)
+    for server, key, marker in vars(request).get("only_one_markers", ()) if is_stored else ():
+        with redelivery.unless_down(request.id):
             drive(server.client, evaluate(redelivery.STORED, key, beside=(marker,)))
-    if not vars(task.request).get("only_one_has_begun"):
-        withdraw(unwrapped(sender), task.request)
+    if not vars(request).get("only_one_has_begun"):
+        withdraw(task, request)
 
 
 signals.task_failure.connect(_on_failure)

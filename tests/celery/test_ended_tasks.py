@@ -22,7 +22,7 @@ from uuid import uuid4
 import pytest
 from celery import Celery, Task
 from celery.app.task import Context
-from celery.exceptions import Retry, WorkerLostError
+from celery.exceptions import Retry, SoftTimeLimitExceeded, WorkerLostError
 from celery.signals import task_failure, task_postrun, task_retry, task_revoked, task_unknown
 from redis import Redis
 
@@ -39,6 +39,7 @@ from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.celery.deliveries import HOUR, Calls, Keys, Queue, a_task, token_of, unique
 from tests.clients import clients
+from tests.interruptions import AtLine, handled, raises, traced
 from tests.lock.test_leases import RELEASES
 from tests.wrapped_task import Wrapped
 
@@ -483,6 +484,25 @@ def test_a_task_that_has_ended_without_having_begun_has_no_key(
         end_without_a_run(each, **its)
         assert "k" not in keys
     assert not [record for record in caplog.records if record.levelname == "ERROR" or "not be" in record.message]
+
+
+def test_a_task_that_ends_without_having_begun_is_withdrawn_though_its_soft_time_limit_comes_then(
+    unique_task: Any, keys: Keys
+) -> None:
+    """At whichever line of ours; Celery drops what a handler of its signals raises."""
+    header = Header("mine", 0, key=f"{keys.prefix}k").as_headers()
+    over = raises(SoftTimeLimitExceeded())
+    with handled(over):
+        for number in itertools.count(3):  # after what cannot be done again
+            keys["k"] = queued("mine", 0)
+            line = AtLine(number, over)
+            with traced(line):
+                end_without_a_run(unique_task, **header)
+            renewal.finish_pending_releases()
+            assert "k" not in keys, line.where
+            if not line.where:
+                break
+    assert number > 50
 
 
 @pytest.mark.parametrize("finish", [end_without_a_run, revoke])
