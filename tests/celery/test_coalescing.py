@@ -66,6 +66,7 @@ def test_tasks_are_numbered_as_they_arrive(note: Any, server: Server, keys: Keys
     assert note("arrive", "first", first) == 0
     assert note("begin", "first", first) == 0
     assert note("begin", "third") > second
+    assert redis.zscore(triggers, "sent:") is None  # only new work is known by its command
     assert note("begin", "second", second) == 0
 
     # Numbers rise where the server's clock steps back, and what is of long ago is forgotten.
@@ -116,6 +117,9 @@ def test_an_equal_of_the_newest_task_that_waits_is_its_duplicate(note: Any, serv
     publish()
     assert is_new("fifth", "")  # sent once more under its id, which has the other number by now
     assert is_new("sixth")
+    assert is_new("none", "")
+    publish()
+    assert is_new("none", "")  # which is like no other, also if that waits
 
 
 def test_of_equal_tasks_of_which_one_may_be_lost_one_runs(note: Any, keys: Keys) -> None:
