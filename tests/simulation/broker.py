@@ -6,6 +6,7 @@ The transport below them, the pool and the timer are ours.
 from __future__ import annotations
 
 import re
+import sys
 from base64 import b64decode
 from contextlib import suppress
 from copy import deepcopy
@@ -27,6 +28,7 @@ from kombu.exceptions import OperationalError
 from kombu.transport import virtual
 
 from .process import FakeQueue, Machine, Process, playing, this
+from .tracing import Tracer
 
 _virtual: Any = virtual
 _common: Any = common
@@ -90,6 +92,16 @@ class Work(NamedTuple):
     attempt: int
 
 
+class _SoftLimit(Tracer):
+    """A soft time limit that comes at a line of ours."""
+
+    rooms = ("/only_one/celery/", "/only_one/call/")
+
+    def __init__(self, world: Any, left: int) -> None:
+        super().__init__(world.branches, left, world)
+        self.kind = SoftTimeLimitExceeded
+
+
 class Delivery:
     """A delivery of a message: first it waits in the broker, then it is a job of a worker.
 
@@ -132,16 +144,23 @@ class Delivery:
         self.worker.do(lambda: self.callbacks["accept_callback"](child.pid, 0.0))
         self.thread = running = world.spawn(child, f"{child.name}/task", self._run)
         soft, hard = self.limits
-        if soft:
+        if soft and world.plan.limited_at == "a time":
             world.after(soft, lambda: setattr(running, "interrupt", SoftTimeLimitExceeded()))
         if hard:
             world.after(hard, lambda: self.worker.do(self._exceeds))
 
     def _run(self) -> None:
+        world, before = self.worker.world, self.thread.tracer
+        app = world.app_of(self.child)
+        if self.limits[0] and world.plan.limited_at == "a line":
+            self.thread.tracer = _SoftLimit(world, int(world.uniform(f"line of {self.child.name}", 1, 280))).trace
+        sys.settrace(self.thread.tracer)
         try:
-            result = trace_task_ret(*self.target, app=self.worker.world.app_of(self.child))
+            result = trace_task_ret(*self.target, app=app)
         except Reject:  # in a hook
             result = 1, ExceptionInfo(), 0.0
+        self.thread.tracer = before
+        sys.settrace(before)
         has_failed, value, _runtime = result
         self.worker.world.told(self, _name_of_error(value) if has_failed else value.strip("[]"))
         self.worker.do(lambda: self._ready(result))

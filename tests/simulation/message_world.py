@@ -184,6 +184,7 @@ class MessageWorld(History):
         "at_least": [None, None, 3.0],
         "workers": [1, 2],
         "cancels": [False, False, True],  # what a worker has begun and not acknowledged, if it loses its connection
+        "limited_at": ["a time", "a time", "a line"],  # when, or where, a soft time limit comes
         "triggers": [2, 3, 4, 6],
         "broker": ["redis", "amqp"],
         "has_beat": [False, False, True],

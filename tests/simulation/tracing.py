@@ -36,18 +36,22 @@ class Tracer:
     Attributes:
         met: how often each branch was taken, by file, line and next line; None if nobody counts.
         left: lines until it raises; none if it is not positive.
+        kind: what it raises.
+        rooms: where it does.
         world: what it troubles when it raises.
         raised: what it has raised, unless Python or redis-py drops that.
     """
 
+    rooms: tuple[str, ...] = ("/only_one/", "/redis/")
+
     def __init__(self, met: Counter[tuple[str, int, int]] | None, left: int = 0, world: Any = None) -> None:
         self.met, self.left, self.world = met, left, world
-        self.kind = TimeIsOver if left % 2 else Interrupted
-        self.raised: Interrupted | None = None
+        self.kind: type[Exception] = TimeIsOver if left % 2 else Interrupted
+        self.raised: Exception | None = None
 
     def trace(self, frame: Any, _what: str, _arg: Any) -> Any:
         file, first, met = frame.f_code.co_filename, frame.f_code.co_firstlineno, self.met
-        is_counted, may_raise = _kind_of(file)
+        is_counted, may_raise = _kind_of(file, self.rooms)
         raises = may_raise and self.left > 0 and frame.f_code.co_name not in ("__del__", "_drop")
         if met is None or not is_counted:
             return self._count_down if raises else None
@@ -91,9 +95,9 @@ _DROPS = ("__del__", "_drop", "can_read", "on_disconnect")
 
 
 @cache
-def _kind_of(file: str) -> tuple[bool, bool]:
+def _kind_of(file: str, rooms: tuple[str, ...]) -> tuple[bool, bool]:
     """Whether its branches are counted, and whether its lines may raise."""
-    return any(room in file for room in ROOMS), "/only_one/" in file or "/redis/" in file
+    return any(room in file for room in ROOMS), any(room in file for room in rooms)
 
 
 EXCEPTIONS = {
