@@ -3,7 +3,7 @@
 import asyncio
 import copy
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import redis
 from redis import backoff, exceptions
@@ -186,7 +186,7 @@ def make_async_client(client: Any) -> AsyncClient:
         ConfigurationError: if redis-py has no asyncio class for the way in which the client connects.
     """
     if isinstance(client, redis.RedisCluster):
-        most = client.nodes_manager.connection_kwargs.get("max_connections") or redis.ConnectionPool().max_connections
+        most = client.nodes_manager.connection_kwargs.get("max_connections") or NO_LIMIT
         return AsyncClient(lambda: _cluster(client), most)
     pool = client.connection_pool
     return AsyncClient(lambda: _KeptConnections(_async_pool(pool)), pool.max_connections)
@@ -206,8 +206,8 @@ def _async_pool(pool: Any) -> Any:
     options.update(retry=retry.Retry(backoff.NoBackoff(), 0), connection_class=kind, max_connections=NO_LIMIT)
     if not isinstance(pool, redis.SentinelConnectionPool):
         return ConnectionPool(**options)
-    manager = cast("Any", _Sentinels)([])  # redis-py gives it no types
     sentinels = [Redis.from_pool(_async_pool(each.connection_pool)) for each in pool.sentinel_manager.sentinels]
+    manager = object.__new__(_Sentinels)
     # All attributes, whatever options this version of redis-py has.
     vars(manager).update(vars(pool.sentinel_manager), sentinels=sentinels)
     return _sentinel.SentinelConnectionPool(pool.service_name, manager, **options)

@@ -107,7 +107,7 @@ class PinnedClient(redis.Redis):
         if "execute_command" in vars(client) or client.connection is not None:
             return False
         pool: Any = client.connection_pool
-        is_plain = type(pool) is redis.ConnectionPool and getattr(pool, "cache", None) is None
+        is_plain = type(pool) is redis.ConnectionPool and pool.cache is None
         as_here = _is_known(pool.connection_class)
         # Tokens that are renewed get to a connection when it goes back to the pool.
         renews = hasattr(pool.connection_kwargs.get("credential_provider"), "on_next")
@@ -234,8 +234,8 @@ def guarded(client: Any) -> Any:
         def of_node(node: Any) -> Any:
             return guarded(cluster.get_redis_connection(node))
 
-        def pipeline(*args: Any, **options: Any) -> Any:
-            made = cluster.pipeline(*args, **options)
+        def pipeline(**_options: Any) -> Any:  # none is a transaction in a cluster
+            made = cluster.pipeline()
             vars(made).update(of_masters, get_redis_connection=of_node)
             return made
 

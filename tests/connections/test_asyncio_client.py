@@ -24,7 +24,7 @@ from only_one import LockUnavailable, current_lock, only_one
 from only_one.connections.asyncio_client import AsyncClient, make_async_client
 from only_one.connections.server import Server
 from only_one.connections.short_timeouts import with_short_timeouts
-from only_one.driver import RAW
+from only_one.driver import RAW, ServerTimeout
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.clients import Clients
@@ -79,9 +79,10 @@ def test_a_command_that_is_refused_keeps_its_connection(redis: Any, named: Any, 
     asyncio.run(main())
 
 
-def test_after_a_time_out_no_other_kept_connection_is_used(proxy: Proxy) -> None:
+def test_after_a_time_out_no_other_kept_connection_is_used(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """A firewall that forgets connections forgets all that were idle, and lets new ones through.
 
+    No command waits until one is closed: TLS would wait for the server's answer.
     A client that was closed, as a loop does with its generators that may be run again, waits as long as before.
     """
     server = Server(redis_py.Redis.from_url(proxy.url, socket_timeout=2))
@@ -92,6 +93,8 @@ def test_after_a_time_out_no_other_kept_connection_is_used(proxy: Proxy) -> None
         def ask() -> Any:
             return client.execute_command("CLIENT", "ID", **RAW)
 
+        monkeypatch.setattr(asyncio.StreamWriter, "wait_closed", AsyncMock(side_effect=AssertionError))
+
         async def time_out() -> None:
             proxy.lose_request("ECHO", then="hang")
             with pytest.raises(redis_py.TimeoutError):
@@ -100,8 +103,24 @@ def test_after_a_time_out_no_other_kept_connection_is_used(proxy: Proxy) -> None
         kept = await asyncio.gather(ask(), ask())
         await time_out()
         assert not {await ask(), await ask()} & {*kept}
+        assert len(client.client._all) == 1, "the others are closed"
         await client.aclose()
         await time_out()
+
+    asyncio.run(main())
+
+
+def test_a_connection_that_cannot_be_closed_in_time_fails_no_command(redis_url: str) -> None:
+    """As one with TLS to a server that is frozen."""
+
+    async def main() -> None:
+        client = make_async_client(redis_py.Redis.from_url(redis_url))
+        await client.execute_command("PING")
+        (connection,) = client.client._idle
+        await connection.disconnect()
+        connection.disconnect = AsyncMock(side_effect=TimeoutError)
+        await client.aclose()
+        connection.disconnect.assert_awaited_once()
 
     asyncio.run(main())
 
@@ -305,13 +324,13 @@ class Commands:
             self.tasks[command] = asyncio.create_task(self._client.execute_command(command))
         await asyncio.sleep(0)
 
-    async def end(self, *commands: str) -> None:
-        """Have each end, one after the other."""
+    async def end(self, *commands: str, error: type[Exception] = redis_py.TimeoutError) -> None:
+        """Have each end, one after the other; by this error, if it times out."""
         for command in commands:
             self._may_end[command].set()
-            told = pytest.raises(redis_py.TimeoutError, match=r"^$") if "times out" in command else nullcontext()
-            with told:
+            with pytest.raises(error, match=r"^$") if "times out" in command else nullcontext() as caught:
                 assert await asyncio.wait_for(self.tasks[command], LIMIT) == command
+            assert caught is None or caught.type is error
             await asyncio.sleep(0)  # the next one is sent
 
 
@@ -325,8 +344,9 @@ def test_commands_that_wait_for_a_connection_give_up_when_the_server_is_down() -
         commands = Commands()
         await commands.send("times out", "times out too", "times out later", "answered", "cancelled", "waits")
         commands.tasks["cancelled"].cancel()
-        await commands.end("times out", "times out too", "times out later")
-        with pytest.raises(redis_py.TimeoutError, match="did not answer on any"):
+        await commands.end("times out", "times out too")
+        await commands.end("times out later", error=ServerTimeout)
+        with pytest.raises(ServerTimeout, match=r"^Timeout .* did not answer on any$"):
             await asyncio.wait_for(commands.tasks["waits"], LIMIT)
         await commands.end("answered")
 

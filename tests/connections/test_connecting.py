@@ -40,6 +40,12 @@ def test_a_pool_that_names_its_parser(redis_url: str) -> None:
         assert call_both(redis=client) == ["ran", "ran"]
 
 
+def test_a_client_that_decodes_replies(redis_url: str, key: str) -> None:
+    with redis_py.Redis.from_url(redis_url, decode_responses=True) as client:
+        client.set(key, b"\xff is no text", ex=600)
+        assert call_both(redis=client) == [None, None]
+
+
 class OfOurOwn(redis.connection.Connection):
     """A way to connect that asyncio does not know."""
 

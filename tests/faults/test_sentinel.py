@@ -13,7 +13,7 @@ import redis as redis_py
 from redis.exceptions import RedisError
 from redis.sentinel import Sentinel
 
-from only_one import LockUnavailable, configure, only_one
+from only_one import LockUnavailable, configure, current_lock, only_one
 from rigs.proxy import Proxy
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
@@ -158,16 +158,26 @@ def test_the_url_of_a_sentinel_is_told_with_what_to_write(decorate: Decorate) ->
                 decorate(lambda: "done", redis=url)()
 
 
+@both
+@pytest.mark.usefixtures("prefix")
+def test_a_sentinel_that_is_cut_off_from_the_others_is_not_believed(decorate: Decorate) -> None:
+    with clients("Sentinel") as those:
+        sentinels: Any = Sentinel([("127.0.0.1", those.sentinel_port)], min_other_sentinels=1)  # type: ignore[no-untyped-call]
+        with pytest.raises(LockUnavailable, match="No master found"):
+            decorate(lambda: "done", redis=sentinels.master_for("watched"))()
+
+
 @pytest.mark.usefixtures("prefix")
 def test_async_calls_that_ask_the_sentinels_at_once_ask_each_of_them_again_later() -> None:
     """redis-py puts the Sentinel that answers first in its list, and of two calls at once, one would lose another."""
-    with clients("Sentinel") as those:
+    with clients("Sentinel") as those, redis_py.Redis(port=those.server.port, db=1) as database:
         sentinel_url = f"redis://127.0.0.1:{those.sentinel_port}"
         with Proxy(sentinel_url) as first, Proxy(sentinel_url) as second:
             manager: Any = Sentinel([("127.0.0.1", each.port) for each in (first, second)])  # type: ignore[no-untyped-call]
 
-            @only_one("{number}", redis=manager.master_for("watched"))
+            @only_one("{number}", redis=manager.master_for("watched", db=1))
             async def work(number: int) -> int:
+                assert database.exists(current_lock().key)
                 return number
 
             async def at_once() -> list[int | None]:
