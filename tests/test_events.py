@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -215,7 +216,7 @@ def test_a_hook_that_raises_is_logged_and_never_fatal(redis: Redis, prefix: str,
     assert len(records) == len(after)
     assert all(record.levelno >= logging.WARNING for record in records)
     assert all(record.name.startswith("only_one") for record in records)
-    assert all(f" on {vars(record)['exc_info'][1]}: {bad}" in record.getMessage() for record in records)
+    assert all(f"a hook failed on {vars(record)['exc_info'][1]}: {bad}" == record.getMessage() for record in records)
 
 
 @pytest.mark.parametrize("told_by", ["subscribe", "the log"])
@@ -242,17 +243,19 @@ def test_what_gets_events_and_makes_a_call_does_not_get_the_events_of_that(
     assert kinds(seen) == ["Acquired", "Released", "Acquired", "Acquired", "Released", "Released"]
 
 
-def test_an_exception_of_a_signal_handler_in_a_hook_reaches_the_caller_and_the_key_is_freed(
-    redis: Redis, prefix: str
+@pytest.mark.parametrize("ends", [lambda: signal.raise_signal(signal.SIGUSR1), sys.exit], ids=["signal", "exit"])
+def test_what_ends_a_run_or_the_process_in_a_hook_reaches_the_caller_and_the_key_is_freed(
+    redis: Redis, prefix: str, ends: Callable[[], None]
 ) -> None:
     """A hook has not failed."""
 
     def hook(event: Any) -> None:
         if isinstance(event, Acquired):
-            signal.raise_signal(signal.SIGUSR1)
+            ends()
 
     unsubscribe = subscribe(hook)
-    with handled(raises(SoftTimeLimitExceeded), signal.SIGUSR1), pytest.raises(SoftTimeLimitExceeded):
+    told = pytest.raises((SoftTimeLimitExceeded, SystemExit))
+    with handled(raises(SoftTimeLimitExceeded), signal.SIGUSR1), told:
         decorated(lambda: "ran")()
     unsubscribe()
     assert eventually(lambda: not redis.exists(f"{prefix}k"))
@@ -322,6 +325,7 @@ def test_the_first_skip_of_a_process_that_would_not_show_it_is_a_warning(
     assert len(told) == is_told
     for record in told:
         assert record.getMessage().startswith(f"{NAME} did not run: {prefix}k is taken by")
+        assert record.getMessage().endswith(": set the level of the log to INFO to see all of them)")
         assert vars(record)["only_one_event"] == "Busy"
 
 
