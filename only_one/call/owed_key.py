@@ -5,7 +5,7 @@ its value is deleted, and a note beside the key tells the call that nothing is o
 the value of a task that is queued again in that note.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from only_one.clock import now
 from only_one.driver import Command, Commands
@@ -37,6 +37,10 @@ class Withdrawal(PendingRelease):
     note: str
     triggers: str
     number: int | None
+
+    def of_a_retry(self) -> "Withdrawal":
+        """The same for a task whose retry waits: it leaves the note only, because value and number are the retry's."""
+        return replace(self, token=self.note.encode(), number=None)
 
     def command(self) -> Command:
         """The command that deletes the value of the task, whose words in it are ``token``, and leaves the note.

@@ -65,18 +65,20 @@ local function has_another_begun()
         if other ~= id then return true end
     end
 end
+local is_newest = number == -1
+-- The number that who waits behind this run has given it.
+local given = begins and is_newest and of(held_by) or 0
 if number == 0 then number = of('id:' .. id) end
-local is_newest = number < 0
-local was_met = begins and is_newest and of(held_by) > 0
 if is_newest then number = of(call) end
-if number <= 0 and was_met then number = of(held_by) end
-if number <= 0 then
+if number == 0 then number = given end
+if number == 0 then
     number = math.max(now, of('last') + 2)
     -- The run behind which it waits may have no number yet, and is older.
     if not begins and of(held_by) == 0 then set(held_by, number - 1) end
 end
+local newest = of('begun')
 -- A run goes before those that wait behind it.
-local newest = math.max(of('begun'), was_met and 0 or of('pending'))
+if given == 0 then newest = math.max(newest, of('pending')) end
 raise('last')
 raise('id:' .. id)
 if is_newest then raise(call) end

@@ -129,9 +129,10 @@ class _Ending:
         if self.request is None:
             return key_of_message(*given)
         delivery = Delivery(self.task, self.request, bound=False, decoration=self.decoration)
+        withdrawal = withdrawal_of(self.task, self.request)
         is_sent_again = "only_one_requeued" in vars(self.request)
-        if not is_sent_again and (withdrawal := withdrawal_of(self.task, self.request)):
-            release_later(withdrawal)
+        if withdrawal:
+            release_later(withdrawal.of_a_retry() if is_sent_again else withdrawal)
         if key := delivery.key or key_of_message(*given):
             self.retained = delivery.retained_value(Call(options, server, key))
         return key

@@ -444,6 +444,16 @@ def test_a_task_that_is_retried_because_its_process_is_lost_has_its_key_while_it
         assert unique_task.delay("k").id == "mine"
 
 
+def test_who_has_taken_over_the_key_of_a_task_that_is_retried_because_its_process_is_lost_owes_it_nothing(
+    unique_task: Any, keys: Keys
+) -> None:
+    """The retry may end without a run meanwhile, and would withdraw itself only."""
+    keys["k"] = held_by(os.getppid(), "another")
+    request = Context(id="mine", retries=0, args=("k",), **Header("mine", 0, key=f"{keys.prefix}k").as_headers())
+    task_retry.send(sender=unique_task, request=request, reason=Retry(exc=WorkerLostError(), when=60))
+    assert eventually(lambda: keys.redis.get(note_of(f"{keys.prefix}k", "mine", 0, 0)) == b"%d" % WAITS_NO_MORE)
+
+
 def test_nothing_is_done_where_the_locking_is_switched_off(task: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with configure(active=False):
