@@ -163,8 +163,9 @@ class MessageChecker:
         # A message whose child was killed has no key until it is delivered again; one whose run has ended needs none.
         keep -= self.history.begun_and_killed
         keep -= {run.trigger.name for run in self.history.runs if run.end not in (None, "Retry", "Ignore", "Reject")}
-        # A soft time limit may have ended one before its run, of which the worker is not told yet.
-        keep -= {job.work.trigger for job in self.history.broker.jobs if job.child and job.limits[0]}
+        # A soft time limit, or an exit, may have ended one before its run, of which the worker is not told yet.
+        begun = [job for job in self.history.broker.jobs if job.child]
+        keep -= {job.work.trigger for job in begun if job.limits[0] or job.is_terminated}
         if trigger.is_sent and (others := before & after & keep) and not self._may_forget:
             self.problem("a second message", f"{trigger.name} beside {others}")
         is_accounted_for = before or after or just_ended or self.plan.at_least or not self.only("publishing fails")
