@@ -39,7 +39,10 @@ class Withdrawal(PendingRelease):
     number: int | None
 
     def of_a_retry(self) -> "Withdrawal":
-        """The same for a task whose retry waits: it leaves the note only, because value and number are the retry's."""
+        """The same for a task whose retry waits: it leaves the note only, because value and number are the retry's.
+
+        No value has the name of the note in it.
+        """
         return replace(self, token=self.note.encode(), number=None)
 
     def command(self) -> Command:

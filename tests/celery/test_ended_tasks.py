@@ -452,6 +452,12 @@ def test_who_has_taken_over_the_key_of_a_task_that_is_retried_because_its_proces
     request = Context(id="mine", retries=0, args=("k",), **Header("mine", 0, key=f"{keys.prefix}k").as_headers())
     task_retry.send(sender=unique_task, request=request, reason=Retry(exc=WorkerLostError(), when=60))
     assert eventually(lambda: keys.redis.get(note_of(f"{keys.prefix}k", "mine", 0, 0)) == b"%d" % WAITS_NO_MORE)
+    # Where nobody has taken it over, it is not free before the retry's value is stored.
+    keys["k"] = queued("mine", 0)
+    withdrawal = received_tasks.withdrawal_of(unique_task, request)
+    assert withdrawal is not None
+    keys.redis.execute_command(*withdrawal.of_a_retry().command())
+    assert "k" in keys
 
 
 def test_nothing_is_done_where_the_locking_is_switched_off(task: Any, caplog: pytest.LogCaptureFixture) -> None:
