@@ -66,7 +66,7 @@ local function has_another_begun()
     end
 end
 local is_newest = number == -1
--- The number that who waits behind this run has given it.
+-- The number that a task which waits behind this run has given to it.
 local given = begins and is_newest and of(held_by) or 0
 if number == 0 then number = of('id:' .. id) end
 if is_newest then number = of(call) end
