@@ -43,7 +43,7 @@ FILES = (
     "call/locked_call.py",
     "call/owed_key.py",
 )
-TOLD = {"_explain", "_log", "__str__", "look_at_a_new_server", "emit"}
+TOLD = {"_explain", "log_beside", "__str__", "look_at_a_new_server", "emit"}
 TOLD |= {"log", "debug", "warning", "exception", "info"}  # of a logger
 """Functions, and functions that are called, which log or send events, and decide nothing."""
 

@@ -130,31 +130,6 @@ def test_what_when_lost_does_keeps_nobody_from_being_renewed(server: RedisServer
     assert said(GEVENT, SLOW_TO_HEAR, server.url, prefix) == ["True", "True"]
 
 
-KILLED = """
-from only_one.celery import ended_tasks
-from only_one.connections.server import find_server
-
-server = find_server(url)
-
-@only_one.only_one("run", lease=60)
-def run():
-    lock = only_one.current_lock()
-    before = lock.expires_at
-    renew_now(lock)
-    eventually(lambda: lock.expires_at > before)  # by a connection of the thread that renews
-    print(ended_tasks._ask(server, lock.key, "BLPOP", "nothing", 0.05))  # the reply has to be waited for
-
-run()
-"""
-
-
-@pytest.mark.parametrize("under", [GEVENT, EVENTLET], ids=["gevent", "eventlet"])
-def test_a_worker_asks_for_the_key_of_a_killed_run_by_a_connection_of_its_greenlets(
-    server: RedisServer, prefix: str, under: str
-) -> None:
-    assert said(under, KILLED, server.url, prefix) == ["None"]
-
-
 ENDS_WHILE_IT_CONNECTS = """
 import atexit
 from eventlet.patcher import original

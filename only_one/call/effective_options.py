@@ -195,14 +195,9 @@ class Decoration:
         see_fork()
         options = self._options_by_app.get(caller.app)
         if options is None or options.made_from is not settings.current:
-            current = settings.current
-            of_app, app_server = self.app_options(caller.app)
-            merged = settings.merge(self.own, current, of_app)
-            ttl = min(filter(None, (merged.timeout, merged.lease)))  # one of which there always is
-            server = find_configured_server(merged, app_server)
-            options = EffectiveOptions(**vars(merged), made_from=current, server=server, ttl=ttl)
+            options = effective_options(self.own, *self.app_options(caller.app))
             caller.check(options)
-            if server is None or server.is_known:
+            if options.server is None or options.server.is_known:
                 self._options_by_app[caller.app] = options
         return options
 
@@ -213,9 +208,15 @@ class Decoration:
         return self._key(caller.name, args, kwargs)
 
 
-def find_configured_server(options: settings.Settings, app_server: Callable[[], Source | None]) -> Server | None:
-    """The server that stores the keys, for merged options; None if the locking is switched off."""
-    return find_server(settings.source_of(options, app_server)) if settings.is_active(options) else None
+def effective_options(
+    own: settings.Options, of_app: settings.Options, app_server: Callable[[], Source | None]
+) -> EffectiveOptions:
+    """The effective options of a decorator's options, an app's, and a function that gives the app's own server."""
+    current = settings.current
+    merged = settings.merge(own, current, of_app)
+    ttl = min(filter(None, (merged.timeout, merged.lease)))  # one of which there always is
+    server = find_server(settings.source_of(merged, app_server)) if settings.is_active(merged) else None
+    return EffectiveOptions(**vars(merged), made_from=current, server=server, ttl=ttl)
 
 
 def refuse(error: OnlyOneError, *_args: Any, **_kwargs: Any) -> NoReturn:

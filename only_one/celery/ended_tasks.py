@@ -1,36 +1,41 @@
 """Ended tasks: the keys of tasks that were killed, revoked or never begun, and the results that are stored.
 
 A run that was killed cannot release its key: the worker's main process does, as soon as Celery tells it.
+Its renewing thread asks for the key: a child that is forked meanwhile would inherit the locks of any other thread.
 A caller on this machine would take the key over anyhow; on others it would wait for the lease, or for ``timeout``.
 """
 
 import os
 import sys
-import threading
-import time
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from celery import signals
+from celery.app.task import Context
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
 from redis.exceptions import ResponseError
 
 from only_one.call.effective_options import Call, Decoration, EffectiveOptions
 from only_one.clock import now
-from only_one.connections.server import Server
-from only_one.driver import RAW, TROUBLE, drive, is_of_signal_handler
+from only_one.driver import Command, drive, is_of_signal_handler
 from only_one.holder import Holder, is_queued
 from only_one.lock.commands import Retained, evaluate
 from only_one.lock.liveness import is_dead
 from only_one.lock.pending_releases import PendingRelease
-from only_one.lock.renewal import finish_pending_releases, release_later
+from only_one.lock.renewal import finish_pending_releases, log_beside, release_later
 from only_one.lock.token import machine
 
 from . import redelivery
-from .delivery import Delivery, caller_from_outside, decorations_of, key_of_message, task_of_items, unwrapped
-from .received_tasks import begun_request, warn_once, withdraw, withdrawal_of
-from .work import work_held_by, work_of
+from .delivery import Delivery, decorations_of, key_of_message, task_of_items, unwrapped
+from .received_tasks import begun_request, warn_once, withdraw, withdraw_later, withdrawal_of
+from .work import work_held_by
+
+_NOT_RELEASED = "a key of {}, whose run was killed or revoked, could not be released"
+
+_LOOKS_AGAIN_AFTER = 0.02
+
+_PATIENCE = 10.0
+"""Seconds for which a process may live on: Celery tells that it kills a process before it does so."""
 
 _WAITS_FOR_A_SERVER = 300.0
 """Seconds for which a server that is away is asked again."""
@@ -38,29 +43,22 @@ _WAITS_FOR_A_SERVER = 300.0
 _AT_ONCE = 1000
 """Keys that the server goes through for one reply."""
 
-_at_work = threading.Lock()
-"""Held while a thread of ours does something: the pool does not fork then, because its new child would inherit every
-lock of Python, Celery or redis-py that the thread has acquired, and have nobody to release it.
-"""
-
-with suppress(AttributeError):  # where nothing forks
-    os.register_at_fork(before=_at_work.acquire, after_in_parent=_at_work.release, after_in_child=_at_work.release)
-
 
 def _on_failure(sender: Any, task_id: str, exception: Any, args: Any, kwargs: Any, **_: Any) -> None:
     if isinstance(exception, (TimeLimitExceeded, WorkerLostError)):
         # Older releases of Celery do not have the request at hand here; that of a unique task is known all the same.
         request = sender.request if sender.request.id == task_id else begun_request(task_id)
-        _watch(sender, task_id, args, kwargs, request)
+        request = request or Context(id=task_id, retries=sys.maxsize)  # the last attempt, if it is not known which
+        withdraw_later(sender.app, sender, request)
+        _watch(sender, args, kwargs, request)
 
 
 def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None:  # noqa: FBT001
-    """The task was revoked, or has expired. One that has not begun takes no thread: there may be thousands of them."""
+    """The task was revoked, or has expired."""
+    withdraw_later(sender.app, sender, request)
     may_have_begun = (request.delivery_info or {}).get("redelivered")  # in a process that was killed
     if terminated or may_have_begun:
-        _watch(sender, request.id, request.args, request.kwargs, request)
-    if not terminated and (withdrawal := withdrawal_of(sender, request)):
-        release_later(withdrawal)
+        _watch(sender, request.args, request.kwargs, request)
 
 
 def _on_retry(sender: Any, request: Any, reason: Any = None, **_: Any) -> None:
@@ -68,125 +66,110 @@ def _on_retry(sender: Any, request: Any, reason: Any = None, **_: Any) -> None:
     if isinstance(getattr(reason, "exc", None), WorkerLostError):
         again = sender.signature_from_request(request, countdown=reason.when, retries=request.retries + 1)
         request.only_one_requeued = again
-        _watch(sender, request.id, request.args, request.kwargs, request)
+        if withdrawal := withdrawal_of(sender.app, sender, request):
+            release_later(withdrawal.of_a_retry())
+        _watch(sender, request.args, request.kwargs, request)
 
 
-def _watch(task: Any, task_id: str, args: Any, kwargs: Any, request: Any) -> None:
-    """Release a task's keys as soon as its process is dead, in a thread: the worker has other tasks to serve."""
+def _watch(task: Any, args: Any, kwargs: Any, request: Any) -> None:
+    """Have the keys of a run released as soon as its process is dead, by its message's arguments and request."""
     arguments: tuple[Any, Any] | None = (args or (), kwargs or {})
     if name := task_of_items(task, kwargs):
-        task, arguments = task.app.tasks.get(name), None
+        task, arguments = task.app.tasks.get(name), None  # which of its items was under way is not known
     for decoration in decorations_of(task) if task else ():
-        ending = _Ending(task, decoration, str(task_id), arguments, request)
-        threading.Thread(target=ending.release_keys, name="only_one-endings", daemon=True).start()
+        try:
+            _watch_run(task, decoration, arguments, request)
+        except Exception as error:  # noqa: BLE001 - the key expires by itself
+            warn_once(_NOT_RELEASED.format(task.name), error)
 
 
-@dataclass
-class _Ending:
-    """The end of a task's run that was killed or revoked, for one of the task's decorations.
+def _watch_run(task: Any, decoration: Decoration, arguments: tuple[Any, Any] | None, request: Any) -> None:
+    """The same for one decoration of the task."""
+    delivery = Delivery(task, request, bound=False, decoration=decoration)
+    options = decoration.options_for(delivery)
+    if options.server is None:
+        return
+    key = None
+    if arguments is not None:
+        key = delivery.key or key_of_message(task, decoration, options.prefix, *arguments)
+    if key is None:
+        for node in options.server.nodes():
+            release_later(_Search(node, options.prefix, delivery, options))
+    else:
+        ending = _Ending(options.server, key, delivery, options)
+        ending.for_retry = delivery.retained_value(Call(options, options.server, key))
+        release_later(ending)
+
+
+class _Ending(PendingRelease):
+    """The release of a key as soon as the process of its run is dead, which the renewing thread asks for.
 
     Attributes:
-        arguments: the message's, positional and keyword; None for an item of a list: which was under way is not known.
-        request: the task's request; None if it is not known.
-        retained: the value that keeps the message's key, if the message is sent again.
+        delivery: the delivery whose run it was.
+        options: the effective options of the run.
+        for_retry: the value that keeps the key, if the message is sent again.
     """
 
-    task: Any
-    decoration: Decoration
-    task_id: str
-    arguments: tuple[Any, Any] | None
-    request: Any
-    retained: Retained | None = None
+    for_retry: Retained | None = None
 
-    def release_keys(self) -> None:
-        until = (begun := now()) + 10  # Celery tells that it kills a process before it does it
-        keys: list[Any] | None = None
-        while keys != [] and now() < until:
-            try:
-                with _at_work:
-                    options = self.decoration.options_for(caller_from_outside(self.task, self.decoration))
-                    if (server := options.server) is None:
-                        return
-                    if keys is None and (key := self._end_message(options, server)):
-                        keys = [key]
-                if keys is None:
-                    keys = _all_keys(server, options.prefix)
-                keys = [key for key in keys if not self._is_free(options, server, key)]
-            except Exception as error:  # noqa: BLE001 - nobody to raise it to; the key expires by itself
-                text = f"a key of {self.task.name}, whose run was killed or revoked, could not be released"
-                warn_once(text, type(error).__name__)
-                if not isinstance(error, TROUBLE):
-                    return
-                if not isinstance(error, ResponseError):  # the server is away, and may be back soon
-                    until = min(now() + 10, begun + _WAITS_FOR_A_SERVER)
-            time.sleep(0.02)
+    def __init__(self, server: Any, key: Any, delivery: Delivery, options: EffectiveOptions) -> None:
+        name = f"{type(self).__name__} {delivery.work.id} {key!r} {id(server)}"
+        super().__init__(server, key, name.encode(), now() + _PATIENCE, no_write_in_flight=True)
+        self.delivery, self.options = delivery, options
+        self._gives_up = now() + _WAITS_FOR_A_SERVER
 
-    def _end_message(self, options: EffectiveOptions, server: Server) -> str | None:
-        """Withdraw a unique task that never began, unless its message is sent again; the message's key, if known."""
-        if self.arguments is None:
-            return None
-        given = (self.task, self.decoration, options.prefix, *self.arguments)
-        if self.request is None:
-            return key_of_message(*given)
-        delivery = Delivery(self.task, self.request, bound=False, decoration=self.decoration)
-        withdrawal = withdrawal_of(self.task, self.request)
-        is_sent_again = "only_one_requeued" in vars(self.request)
-        if withdrawal:
-            release_later(withdrawal.of_a_retry() if is_sent_again else withdrawal)
-        if key := delivery.key or key_of_message(*given):
-            self.retained = delivery.retained_value(Call(options, server, key))
-        return key
+    def command(self) -> Command:
+        """The command that asks for the holder."""
+        return ("GET", self.key)
 
-    def _is_free(self, options: EffectiveOptions, server: Server, key: Any) -> bool:
-        """Release the key if its process is dead, or store the retained value; whether nothing is left to do there."""
-        value = _ask(server, key, "GET", key) or b""
+    def note_reply(self, command: Command, reply: Any) -> bool:  # noqa: ARG002
+        """Do what is due by the reply; returns whether nothing is left to do, or the time for it is over."""
+        self.try_at = now() + _LOOKS_AGAIN_AFTER
+        if not isinstance(reply, Exception):
+            return self.is_over(reply) or now() >= self.until
+        warn_once(_NOT_RELEASED.format(self.delivery.name), reply, log_beside)
+        if not isinstance(reply, ResponseError):  # the server is away, and may be back soon
+            self.until = min(now() + _PATIENCE, self._gives_up)
+        return now() >= self.until
+
+    def is_over(self, reply: Any) -> bool:
+        """Release the key if its process is dead, or store the value for the retry; whether nothing is left to do."""
+        value: bytes = reply or b""
         holder = Holder.parse(value)
-        if holder is None or holder.task_id != self.task_id:
+        if holder is None or holder.task_id != self.delivery.work.id:
             return True
         held = work_held_by(holder)
-        is_of_a_retry = held is not None and self.request is not None and held > work_of(self.request)
+        is_of_a_retry = held is not None and held > self.delivery.work
         if is_of_a_retry:  # which the run had published before it was killed
             return True
-        if not options.takeover and not is_queued(value):
+        if not self.options.takeover and not is_queued(value):
             return True
         # A task that is queued may just have begun: then its process is waited for.
-        is_over = is_queued(value) or is_dead(value) or _has_ended(holder)
-        if is_over:
-            until = now() + max(options.ttl, options.queue_timeout)
-            release_later(PendingRelease(server, key, value, until, no_write_in_flight=True, retained=self.retained))
-        return is_over and self.retained is not None
+        has_ended = is_queued(value) or is_dead(value) or _has_ended(holder)
+        if has_ended:
+            until = now() + max(self.options.ttl, self.options.queue_timeout)
+            given = (self.server, self.key, value, until)
+            release_later(PendingRelease(*given, no_write_in_flight=True, retained=self.for_retry))
+        return has_ended and self.for_retry is not None
 
 
-def _all_keys(server: Server, prefix: str) -> list[Any]:
-    """All keys that begin with the prefix, and have a string."""
-    pattern = "".join(f"\\{each}" for each in prefix) + "*"  # the prefix has no wildcards
-    if server.node_of(prefix).host:  # one node of a cluster
-        with _at_work:
-            return [*server.client.scan_iter(match=pattern, count=_AT_ONCE, _type="string", NEVER_DECODE=True)]
-    keys: list[Any] = []
-    cursor = 0
-    while True:
-        cursor, more = _ask(server, prefix, "SCAN", cursor, "MATCH", pattern, "COUNT", _AT_ONCE, "TYPE", "string")
-        keys += more
-        if not cursor:
-            return keys
+class _Search(_Ending):
+    """The same for all keys of a node that begin with a prefix: the message does not give its run's."""
 
+    _cursor = 0
 
-def _ask(server: Server, key: Any, *command: Any) -> Any:
-    """The reply to a command, by a client with short time-outs, and not while its server backs off: forks wait."""
-    if type(_at_work).__module__.partition(".")[0] in {"gevent", "eventlet"}:
-        # Greenlets must share no connection with the renewing thread, which is native; and a pool of them never forks.
-        return server.client.execute_command(*command, **RAW)
-    while True:
-        with _at_work:
-            node = server.node_of(key)
-            if node.backs_off_until <= now():
-                (reply,) = node.send([command])
-                break
-        time.sleep(0.1)
-    if isinstance(reply, Exception):
-        raise reply
-    return reply
+    def command(self) -> Command:
+        """The command that gives more of the keys, those with a string."""
+        pattern = "".join(f"\\{each}" for each in self.key) + "*"  # the prefix has no wildcards
+        return ("SCAN", self._cursor, "MATCH", pattern, "COUNT", _AT_ONCE, "TYPE", "string")
+
+    def is_over(self, reply: Any) -> bool:
+        """See to these keys, before more are asked for; whether they were the last."""
+        cursor, keys = reply
+        for key in keys:
+            release_later(_Ending(self.options.server, key, self.delivery, self.options))
+        self._cursor = int(cursor)
+        return not self._cursor
 
 
 def _has_ended(holder: Holder) -> bool:
@@ -219,7 +202,7 @@ def _end(task: Any, request: Any, error: BaseException | None) -> None:
         with redelivery.unless_down(request.id):
             drive(server.client, evaluate(redelivery.STORED, key, beside=(marker,)))
     if not vars(request).get("only_one_has_begun"):
-        withdraw(task, request)
+        withdraw(task.app, task, request)
 
 
 signals.task_failure.connect(_on_failure)

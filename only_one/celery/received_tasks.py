@@ -6,7 +6,7 @@ Their keys name the worker's process, which is seen to die.
 import atexit
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from logging import WARNING
 from math import inf
 from typing import Any
@@ -16,8 +16,7 @@ from celery import signals
 from celery.app.task import Context
 from redis.exceptions import ResponseError
 
-from only_one import settings
-from only_one.call.effective_options import Decoration, find_configured_server
+from only_one.call.effective_options import Decoration, effective_options
 from only_one.call.owed_key import Withdrawal, note_of
 from only_one.clock import now
 from only_one.connections.server import Server
@@ -35,16 +34,19 @@ from only_one.settings import DEFAULT_LEASE
 from . import coalescing
 from .app_settings import app_options
 from .broker import redelivers_at_any_time, remembered_for, waits_for
-from .delivery import Delivery, caller_from_outside, decorations_of, key_of_arguments, key_of_message, queue_options_of
+from .delivery import Delivery, decorations_of, key_of_arguments, key_of_message, queue_options_of
 from .redelivery import read_marker
 from .requeue import header_of, keep_content_type
 from .work import Work, work_held_by, work_of
 
+_warned: set[tuple[str, type]] = set()
 
-@cache
-def warn_once(text: str, kind: str) -> None:  # noqa: ARG001 - they tell one warning from another
-    """Log the exception that is handled, because there is nobody to raise it to: the first of its kind."""
-    log(WARNING, text, exc_info=True)
+
+def warn_once(text: str, error: Exception, log: Callable[..., None] = log) -> None:
+    """Log an exception, because there is nobody to raise it to: the first of its kind."""
+    if (text, type(error)) not in _warned:
+        _warned.add((text, type(error)))
+        log(WARNING, text, exc_info=error)
 
 
 class _WaitingLease(Lease):
@@ -131,7 +133,7 @@ def _on_received(sender: Any, request: Any, **_: Any) -> None:
         try:
             do(sender, request)
         except Exception as error:  # noqa: BLE001 - the task runs all the same; its key expires
-            warn_once(f"a key of {request.name}, which was received, could not be renewed", type(error).__name__)
+            warn_once(f"a key of {request.name}, which was received, could not be renewed", error)
             if isinstance(error, TROUBLE) and not isinstance(error, ResponseError):
                 _backs_off_until = now() + 10  # the worker has other messages to receive
                 return
@@ -193,7 +195,7 @@ def _announce_redelivery(decoration: Decoration, _sender: Any, request: Any) -> 
     if not is_redelivery or redelivers_at_any_time(app):
         return
     delivery = Delivery(task, Context(request.request_dict), bound=False, decoration=decoration)
-    options = decoration.options_for(caller_from_outside(task, decoration))
+    options = decoration.options_for(delivery)
     given = (task, decoration, options.prefix, request.args, request.kwargs)
     key = delivery.key or key_of_message(*given)
     if key is None:
@@ -221,14 +223,14 @@ def _on_shutdown(**_: Any) -> None:
                 continue
             if request is not None and request.acknowledged:
                 if value == lease.token:
-                    withdraw(request.task, Context(request.request_dict))
+                    withdraw(request.app, request.task, Context(request.request_dict))
             elif value == lease.token and left > 0:
                 drive(client, replace(lease.key, lease.token, queued.value, left))
             elif left > 0 and lease.is_lent_to(value):
                 # The other run would store the value of this process, which is dead by then.
                 client.execute_command("SET", lease.note, queued.value, "NX", "PX", round(left * 1000))
         except Exception as error:  # noqa: BLE001 - the next worker that receives it says so
-            warn_once("keys of tasks that are queued again could not be lengthened", type(error).__name__)
+            warn_once("keys of tasks that are queued again could not be lengthened", error)
             return
 
 
@@ -242,40 +244,31 @@ def begun_request(task_id: str) -> Context | None:
     return next((Context(each.request_dict) for each in begun if each.id == task_id), None)
 
 
-def withdrawal_of(task: Any, request: Any) -> Withdrawal | None:
+def withdrawal_of(app: Any, task: Any, request: Any) -> Withdrawal | None:
     """The withdrawal of a unique task that has ended without having begun, also if a call has taken its key over.
+
+    Args:
+        app: the app.
+        task: the task; None if it is known only to another version of the code, which has sent it.
+        request: its request.
 
     Returns:
         The withdrawal; None if the task has no key.
     """
-    options = queue_options_of(task)
-    if options is None:
-        return _withdrawal_by_message(task.app, request)
-    return _withdrawal(options.server, options.queue_timeout, request)
-
-
-def _withdrawal_by_message(app: Any, request: Any) -> Withdrawal | None:
-    """The withdrawal of a task that another version of the code has sent, and is not unique, or not known, in this one.
-
-    Its key is in the message; its server is the app's, because what that decorator says is not known here.
-    """
-    if header_of(request).key is None:
-        return None
-    of_app, app_server = app_options(app)
-    options = settings.merge(settings.current, of_app)
-    return _withdrawal(find_configured_server(options, app_server), options.queue_timeout, request)
-
-
-def _withdrawal(server: Server | None, queue_timeout: float, request: Any) -> Withdrawal | None:
     header, work = header_of(request), work_of(request)
+    options = queue_options_of(task) if task else None
+    if options is None and header.key is not None:  # in that other version it is unique
+        options = effective_options({}, *app_options(app))  # what its decorator says of the server is not known here
     key: str | None = vars(request).get("only_one_key", header.key)
-    if server is None or key is None:
+    if options is None or key is None:
+        return None
+    if options.server is None:
         return None
     return Withdrawal(
-        server,
+        options.server,
         key,
         words_of(*work),
-        until=now() + queue_timeout,
+        until=now() + options.queue_timeout,
         no_write_in_flight=True,
         note=note_of(key, *work),
         triggers=coalescing.triggers_of(key),
@@ -283,23 +276,27 @@ def _withdrawal(server: Server | None, queue_timeout: float, request: Any) -> Wi
     )
 
 
-def withdraw(task: Any, request: Any) -> None:
+def withdraw(app: Any, task: Any, request: Any) -> None:
     """Release the key of a unique task that has ended without having begun; in the background, if that fails."""
-    withdrawal = withdrawal_of(task, request)
+    withdrawal = withdrawal_of(app, task, request)
     if withdrawal is None:
         return
     try:
         withdrawal.server.client.execute_command(*withdrawal.command(), **RAW)
     except Exception as error:  # noqa: BLE001 - nobody to raise it to
-        warn_once(f"a key of {task.name}, which ended without it, could not be released yet", type(error).__name__)
+        warn_once(f"a key of {task.name}, which ended without it, could not be released yet", error)
+        release_later(withdrawal)
+
+
+def withdraw_later(app: Any, task: Any, request: Any) -> None:
+    """The same in the background at once: the worker has other messages, and the server may not answer."""
+    if withdrawal := withdrawal_of(app, task, request):
         release_later(withdrawal)
 
 
 def _on_unknown(sender: Any, message: Any, **found: Any) -> None:
     """The worker has no such task, and drops the message: another version of the code has sent it."""
-    request = Context({**(message.headers or {}), "id": found["id"]})
-    if withdrawal := _withdrawal_by_message(sender.app, request):
-        release_later(withdrawal)  # the worker has other messages, and the server may not answer
+    withdraw_later(sender.app, None, Context({**(message.headers or {}), "id": found["id"]}))
 
 
 atexit.register(_on_shutdown)  # at a cold shutdown Celery sends no signal when it has restored the messages

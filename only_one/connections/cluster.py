@@ -31,10 +31,14 @@ class ClusterNodes:
         for address in set(self._owners.values()):
             self._at(address)
 
-    def of(self, key: str) -> Node:
+    def node_of(self, key: str) -> Node:
         """The node that stores ``key``, as far as is known."""
         address = self._owners.get(self._client.keyslot(key))
         return self._at(address) if address else min(self._nodes.values(), key=by_reach)
+
+    def nodes(self) -> list[Node]:
+        """All nodes that store keys, as far as is known."""
+        return [self._at(address) for address in set(self._owners.values())]
 
     def _at(self, address: tuple[str, int]) -> Node:
         if address not in self._nodes:

@@ -46,6 +46,14 @@ class Node:
         self._follow = follow
         self._find_master = find_master
 
+    def node_of(self, _key: object) -> "Node":
+        """The node itself, which stores every key that it is asked for."""
+        return self
+
+    def nodes(self) -> list["Node"]:
+        """The node itself, which is all that there is."""
+        return [self]
+
     def send(self, commands: Sequence[Command], pause: float | None = None) -> list[Any]:
         """Send commands in one trip; in a cluster, a command whose slot has moved is sent on.
 

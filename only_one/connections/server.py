@@ -84,10 +84,17 @@ class Server:
 
         A pool without free connections, or a server that does not answer, must not keep the thread from other servers.
         """
+        return self._all_nodes().node_of(key)
+
+    def nodes(self) -> list[Node]:
+        """All nodes that store keys: the server itself, or those of a cluster."""
+        return self._all_nodes().nodes()
+
+    def _all_nodes(self) -> ClusterNodes | Node:
         if self._nodes is None:
             is_cluster = isinstance(self._given, redis.RedisCluster)
             self._nodes = ClusterNodes(self._given) if is_cluster else _node_of(self._given)
-        return self._nodes.of(key) if isinstance(self._nodes, ClusterNodes) else self._nodes
+        return self._nodes
 
     def describe(self, problem: Exception) -> str:
         """The type and the text of an error, with the server's address, and what to write instead if that is known."""

@@ -10,6 +10,7 @@ import traceback
 from _queue import Empty, SimpleQueue  # the one in C: a signal handler may put into it
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -96,7 +97,7 @@ class _Renewer:
                 step()
             except BaseException:  # noqa: BLE001 - all later leases need this thread
                 with suppress(Exception):  # no memory for that either
-                    _log(logging.ERROR, "the thread that renews goes on after:\n%s", traceback.format_exc())
+                    log_beside(logging.ERROR, "the thread that renews goes on after:\n%s", traceback.format_exc())
                 time.sleep(LONG)
 
     def sleep(self) -> None:
@@ -136,7 +137,7 @@ class _Renewer:
         node = server.node_of(key)
         try:
             if warning := eviction_warning(node.client):
-                _log(logging.WARNING, "%s", warning)
+                log_beside(logging.WARNING, "%s", warning)
         except Exception:  # noqa: BLE001 - the thread has other keys to see to
             node.fail()
             server.looked_at_from = now() + _LOOKED_AT_AGAIN_AFTER
@@ -214,9 +215,9 @@ def _explain(leases: list[Lease]) -> None:
     if is_forbidden(leases[0].trouble):
         advice = "give it what docs/access-rights.md lists, or write timeout= and no lease="
         text = "%s cannot be renewed, and will be lost, as the server refuses a command to its user: %s: %s"
-        _log(logging.WARNING, text, keys, leases[0].trouble, advice)
+        log_beside(logging.WARNING, text, keys, leases[0].trouble, advice)
     else:
-        _log(logging.DEBUG, "%s could not be renewed, and will be tried again: %r", keys, leases[0].trouble)
+        log_beside(logging.DEBUG, "%s could not be renewed, and will be tried again: %r", keys, leases[0].trouble)
 
 
 def _pause(leases: list[Lease]) -> float:
@@ -242,10 +243,10 @@ def _start_native_thread(name: str, run: Callable[..., None], *args: object) -> 
     return None
 
 
-def _log(level: int, message: str, *args: object) -> None:
+def log_beside(level: int, message: str, *args: object, **options: Any) -> None:
     """Log in another thread, because a handler is the user's code, and may take long."""
     if logger.isEnabledFor(level):
-        _start_native_thread("only_one-log", log, level, message, *args)
+        _start_native_thread("only_one-log", partial(log, **options), level, message, *args)
 
 
 _renewer = _Renewer()

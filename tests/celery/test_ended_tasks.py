@@ -1,6 +1,6 @@
 """What a worker does for runs that were killed, and for tasks that have not begun: by its signals, without a worker.
 
-The former is done in threads, and the pool forks new children.
+The former is done by the renewing thread, and the pool forks new children meanwhile.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +28,7 @@ from only_one import buffer_one, configure, settings
 from only_one.call.owed_key import note_of
 from only_one.celery import ended_tasks, received_tasks
 from only_one.celery.requeue import Header
-from only_one.clock import now
+from only_one.celery.work import Work
 from only_one.connections.server import Server, find_server
 from only_one.lock import renewal
 from only_one.lock.commands import WAITS_NO_MORE
@@ -45,27 +43,6 @@ from tests.wrapped_task import Wrapped
 
 PATIENCE = 10.0
 """Seconds for which the death of a process is waited for."""
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_no_child_is_forked_while_a_thread_is_at_work() -> None:
-    about_to_fork, forked = threading.Event(), threading.Event()
-    os.register_at_fork(before=about_to_fork.set, after_in_parent=forked.set)  # before it, the last comes first
-
-    def fork() -> int:
-        child = os.fork()
-        if not child:
-            is_free = ended_tasks._at_work.acquire(timeout=LIMIT)
-            os._exit(0 if is_free else 1)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-    with ThreadPoolExecutor(1) as pool:
-        with ended_tasks._at_work:
-            exit_code = pool.submit(fork)
-            assert about_to_fork.wait(LIMIT)
-            assert not forked.wait(0.2)  # at once, if the lock were not waited for
-        assert exit_code.result(LIMIT) == 0
-    assert not ended_tasks._at_work.locked()
 
 
 DECORATES_A_FUNCTION = """
@@ -87,7 +64,7 @@ def test_the_signals_of_a_worker_with_nothing_but_decorated_functions_are_heard(
 @pytest.fixture
 def app(new_app: Callable[[], Celery]) -> Celery:
     """An app whose tasks are not lazy; and no warning was logged before."""
-    received_tasks.warn_once.cache_clear()
+    received_tasks._warned.clear()
     app = new_app()
     app.finalize()
     return app
@@ -146,17 +123,15 @@ DONE, WAITS, LEFT, RELEASED = (True, True), (False, False), (True, False), (Fals
 def test_a_key_is_released_when_its_process_is_dead(
     keys: Keys, server: Server, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unknown: Any = None
 
-    def look(value: bytes | None, *, takeover: bool = True, attempt: int | None = None) -> tuple[bool, bool]:
+    def look(value: bytes | None, *, takeover: bool = True, attempt: int = sys.maxsize) -> tuple[bool, bool]:
         if value is not None:
             keys["k"] = value
         options: Any = SimpleNamespace(takeover=takeover, ttl=HOUR, queue_timeout=HOUR)
-        request = None if attempt is None else Context(id="mine", retries=attempt)
-        ending = ended_tasks._Ending(unknown, unknown, "mine", None, request)
-        is_free = ending._is_free(options, server, f"{keys.prefix}k")
+        delivery: Any = SimpleNamespace(work=Work("mine", 0, attempt))
+        is_over = ended_tasks._Ending(server, f"{keys.prefix}k", delivery, options).is_over(keys["k"])
         renewal.finish_pending_releases()
-        return is_free, "k" not in keys
+        return is_over, "k" not in keys
 
     value, zombie, late = [held_by(child.pid) for _ in range(3)]
     another = held_by(child.pid, "another")
@@ -175,27 +150,27 @@ def test_a_key_is_released_when_its_process_is_dead(
     assert child.wait() < 0
     assert look(another) == LEFT
     assert look(late) == RELEASED
-    for attempt, waits, outcome in ((None, 0, RELEASED), (1, 1, RELEASED), (0, 1, LEFT)):
+    for attempt, waits, outcome in ((sys.maxsize, 0, RELEASED), (1, 1, RELEASED), (0, 1, LEFT)):
         assert look(queued("mine", waits), takeover=False, attempt=attempt) == outcome
 
 
 def test_the_death_of_a_process_is_waited_for(
-    task: Any, keys: Keys, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+    server: Server, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For ten seconds, and not all the time."""
-    keys["k"] = held_by(child.pid)
-    moments = [0.0, 0.0, 0.0, PATIENCE - 1, PATIENCE - 1, PATIENCE, HOUR]
-    pauses: list[float] = []
-    monkeypatch.setattr(ended_tasks, "now", lambda: moments.pop(0))
-    monkeypatch.setattr(ended_tasks, "time", SimpleNamespace(sleep=pauses.append))
-    ended_tasks._Ending(task, task.run.__only_one__, "mine", (("k",), {}), None).release_keys()
-    assert moments == [HOUR]
-    assert pauses == [0.02, 0.02]
-    assert "k" in keys
+    moment = 0.0
+    monkeypatch.setattr(ended_tasks, "now", lambda: moment)
+    options: Any = SimpleNamespace(takeover=True)
+    delivery: Any = SimpleNamespace(work=Work("mine", 0, 0))
+    ending = ended_tasks._Ending(server, "k", delivery, options)
+    for moment, is_over in ((0.0, False), (PATIENCE - 1, False), (PATIENCE, True)):
+        assert ending.note_reply(ending.command(), held_by(child.pid)) == is_over
+        assert ending.try_at == moment + 0.02
 
 
-def threads() -> list[threading.Thread]:
-    return [each for each in threading.enumerate() if each.name == "only_one-endings"]
+def endings() -> list[Any]:
+    """What the renewing thread still has to see to for runs that were killed."""
+    return [each for each in renewal._renewer.pending_releases.values() if isinstance(each, ended_tasks._Ending)]
 
 
 def fail(task: Any, key: str, error: Exception | None = None, task_id: Any = "mine") -> None:
@@ -207,7 +182,7 @@ def fail(task: Any, key: str, error: Exception | None = None, task_id: Any = "mi
 def revoke(task: Any, key: str, *, terminated: bool = False, **request: Any) -> None:
     about = Context({"id": "mine", "retries": 0, "args": (key,), **request})
     task_revoked.send(sender=task, request=about, terminated=terminated)
-    assert eventually(lambda: not threads())
+    assert eventually(lambda: not endings())
 
 
 def end_without_a_run(task: Any, **request: Any) -> None:
@@ -225,11 +200,10 @@ def test_the_key_of_a_lost_process_is_released(
     fail(task, "k")
     fail(task, "uuid", task_id=task_id)
     fail(unique_task, "unique")  # of which the worker knows no request any more
-    assert all(thread.daemon for thread in threads())
     end(child)
     assert eventually(lambda: not any(key in keys for key in ("k", "uuid", "unique")))
     fail(task, "error", ValueError())
-    assert eventually(lambda: not threads())
+    assert eventually(lambda: not endings())
     assert "error" in keys
 
 
@@ -290,18 +264,36 @@ def test_all_keys_are_looked_at_only_where_the_user_may_have_changed_the_argumen
     assert ("SCAN" in way.commands) == (key != "k")
 
 
-def test_all_keys_of_a_server_are_looked_at(server: Server, keys: Keys) -> None:
+def found(server: Server, prefix: str, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The keys that are looked at for a run whose message does not give its key."""
+    looked_at: list[Any] = []
+    delivery: Any = SimpleNamespace(work=Work("mine", 0, 0))
+    options: Any = SimpleNamespace(server=server)
+    with monkeypatch.context() as patch:
+        patch.setattr(ended_tasks, "release_later", looked_at.append)
+        for node in server.nodes():
+            search = ended_tasks._Search(node, prefix, delivery, options)
+            is_over = False
+            while not is_over:
+                command = search.command()
+                is_over = search.note_reply(command, *node.send([command]))
+    assert all(each.server is server for each in looked_at)
+    return sorted(each.key for each in looked_at)
+
+
+def test_all_keys_of_a_server_are_looked_at(server: Server, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = {f"{keys.prefix}{number}": "x" for number in range(3000)}
     keys.redis.mset(stored)
-    assert {each.decode() for each in ended_tasks._all_keys(server, keys.prefix)} == stored.keys()
+    assert {each.decode() for each in found(server, keys.prefix, monkeypatch)} == stored.keys()
 
 
-def test_all_keys_of_a_cluster_are_looked_at(task: Any, dead: bytes) -> None:
+def test_all_keys_of_a_cluster_are_looked_at(task: Any, dead: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     with clients("cluster") as those, those.connected(decode_responses=True) as client:
         client.mset_nonatomic({"only_one:a": "", "only_one:b": "", "another:a": ""})
         client.rpush("only_one:list", "of others")
-        assert sorted(ended_tasks._all_keys(find_server(client), "only_one:")) == [b"only_one:a", b"only_one:b"]
+        assert found(find_server(client), "only_one:", monkeypatch) == [b"only_one:a", b"only_one:b"]
         client.set("only_one:k", dead)
+        task.run.__only_one__.template = lambda key: key  # of which it is not known what the run reads
         with configure(redis=client, prefix="only_one:"):
             fail(task, "k")
             assert eventually(lambda: not client.exists("only_one:k"))
@@ -311,13 +303,13 @@ def test_the_key_of_a_lost_process_is_released_when_a_server_that_was_away_is_ba
     task: Any, keys: Keys, way: Proxy, dead: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long it was away."""
+    monkeypatch.setattr(ended_tasks, "_PATIENCE", 0.1)
     keys["k"] = dead
     node = find_server(way.url).node_of("k")
     with way.refused():
         fail(task, "k")
         assert eventually(lambda: caplog.records)
-        for later in (6, 12, 18):  # in which it is asked again
-            monkeypatch.setattr(ended_tasks, "now", lambda later=later: now() + later)
+        for _ in range(3):  # it is asked again
             before = node.backs_off_until
             assert eventually(lambda before=before: node.backs_off_until > before)  # type: ignore[misc]
     way.lose_request(*RELEASES)
@@ -326,6 +318,7 @@ def test_the_key_of_a_lost_process_is_released_when_a_server_that_was_away_is_ba
     assert eventually(lambda: not renewal._renewer.pending_releases)
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_the_pool_can_fork_while_a_server_is_frozen(task: Any, keys: Keys, way: Proxy, dead: bytes) -> None:
     """Also if the user's client would wait for ever."""
     keys["k"] = dead
@@ -333,30 +326,12 @@ def test_the_pool_can_fork_while_a_server_is_frozen(task: Any, keys: Keys, way: 
         fault = way.hold_up("GET")
         fail(task, "k")
         assert fault.met.wait(LIMIT)
-        assert ended_tasks._at_work.acquire(timeout=LIMIT)
-        ended_tasks._at_work.release()
+        child = os.fork()
+        if not child:
+            os._exit(0 if task.run("another") == "another" else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         fault.let_go()
         assert eventually(lambda: "k" not in keys)
-
-
-def test_a_server_that_backs_off_is_not_asked(server: Server, keys: Keys) -> None:
-    """A command to a server that does not answer keeps the pool from forking for half a second."""
-    keys["k"] = "value"
-    node = server.node_of(f"{keys.prefix}k")
-    node.fail(0.1)
-    assert ended_tasks._ask(server, f"{keys.prefix}k", "GET", f"{keys.prefix}k") == b"value"
-    assert now() >= node.backs_off_until > now() - HOUR
-
-
-@pytest.mark.parametrize("module", ["gevent.thread", "eventlet.green.threading"])
-def test_among_greenlets_the_client_of_the_runs_is_asked(
-    keys: Keys, redis_url: str, monkeypatch: pytest.MonkeyPatch, module: str
-) -> None:
-    """And no lock is acquired."""
-    keys["k"] = "value"
-    monkeypatch.setattr(ended_tasks, "_at_work", type("Lock", (), {"__module__": module})())
-    with Redis.from_url(redis_url, decode_responses=True) as client:
-        assert ended_tasks._ask(find_server(client), "k", "GET", f"{keys.prefix}k") == b"value"
 
 
 def test_the_key_of_a_revoked_task_is_released(task: Any, unique_task: Any, keys: Keys, dead: bytes) -> None:
@@ -391,11 +366,10 @@ def test_a_task_that_was_revoked_before_it_began_takes_no_thread_while_the_serve
 ) -> None:
     """There may be thousands, as where a queue is full of tasks that have expired."""
     keys["k"] = queued("mine", 0)
-    of_others = {*threads()}
     with way.refused():
         request = Context(id="mine", **Header("mine", 0, key=f"{keys.prefix}k").as_headers())
         task_revoked.send(sender=unique_task, request=request, terminated=False)
-        assert {*threads()} <= of_others
+        assert not endings()
     assert eventually(lambda: "k" not in keys)
 
 
@@ -434,10 +408,10 @@ def test_a_task_that_is_retried_because_its_process_is_lost_has_its_key_while_it
         keys.redis.set(note_of(f"{keys.prefix}k", "mine", 0, 2), WAITS_NO_MORE)
     request = Context(id="mine", retries=1, **given)
     task_retry.send(sender=lost, request=request, reason=Retry(exc=ValueError(), when=60))
-    assert not threads()
+    assert not endings()
     task_retry.send(sender=lost, request=request, reason=Retry(exc=WorkerLostError(), when=60))
     assert eventually(lambda: keys.state() == state)
-    assert eventually(lambda: not threads())
+    assert eventually(lambda: not endings())
     assert keys.state() == state
     if state:
         assert keys.lives_for(HOUR + 60)
@@ -454,7 +428,7 @@ def test_who_has_taken_over_the_key_of_a_task_that_is_retried_because_its_proces
     assert eventually(lambda: keys.redis.get(note_of(f"{keys.prefix}k", "mine", 0, 0)) == b"%d" % WAITS_NO_MORE)
     # Where nobody has taken it over, it is not free before the retry's value is stored.
     keys["k"] = queued("mine", 0)
-    withdrawal = received_tasks.withdrawal_of(unique_task, request)
+    withdrawal = received_tasks.withdrawal_of(unique_task.app, unique_task, request)
     assert withdrawal is not None
     keys.redis.execute_command(*withdrawal.of_a_retry().command())
     assert "k" in keys
@@ -463,7 +437,8 @@ def test_who_has_taken_over_the_key_of_a_task_that_is_retried_because_its_proces
 def test_nothing_is_done_where_the_locking_is_switched_off(task: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with configure(active=False):
-        ended_tasks._Ending(task, task.run.__only_one__, "mine", (("k",), {}), None).release_keys()
+        fail(task, "k")
+        assert not endings()
     assert not [record for record in caplog.records if record.name == "only_one"]
 
 
@@ -537,7 +512,7 @@ def test_the_newest_task_is_waited_for_while_it_is_retried_because_its_process_i
     header = {"only_one": queue.take()["headers"]["only_one"]}
     request = Context(id=first.id, retries=0, args=("k",), **header)
     task_retry.send(sender=newest, request=request, reason=Retry(exc=WorkerLostError(), when=60))
-    assert eventually(lambda: not threads())
+    assert eventually(lambda: not endings())
     renewal.finish_pending_releases()
     assert newest.delay("k") == first
 
@@ -548,9 +523,8 @@ def test_an_error_in_a_signal_is_a_warning_with_its_traceback_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """It is no error of the worker, which goes on."""
-    moments = itertools.count(now(), 6.0)  # so a server that is down is asked a few times
-    monkeypatch.setattr(ended_tasks, "now", lambda: next(moments))
-    monkeypatch.setattr(ended_tasks, "_WAITS_FOR_A_SERVER", 60.0)
+    monkeypatch.setattr(ended_tasks, "_PATIENCE", 0.2)
+    monkeypatch.setattr(ended_tasks, "_WAITS_FOR_A_SERVER", 0.5)  # in which it is asked a few times
     without_key = a_task(queue.app, work, key=lambda key: key.missing)
     with way.refused():
         for _ in range(2):
@@ -558,7 +532,7 @@ def test_an_error_in_a_signal_is_a_warning_with_its_traceback_once(
                 end_without_a_run(unique_task, retries=1, **Header("mine", 1, key=f"{keys.prefix}k").as_headers())
             else:
                 fail(task if how == "the server is down" else without_key, "k")
-                assert eventually(lambda: not threads())
+                assert eventually(lambda: not endings())
     (warning,) = caplog.records
     assert (warning.name, warning.levelname, warning.message[:14]) == ("only_one", "WARNING", "a key of task-")
     assert "could not be released" in warning.message
@@ -567,4 +541,4 @@ def test_an_error_in_a_signal_is_a_warning_with_its_traceback_once(
         keys.redis.rpush(f"{keys.prefix}k", "no string")
         fail(task, "k")
         assert eventually(lambda: len(caplog.records) == 2), "one of another kind is told, too"
-        assert eventually(lambda: not threads())
+        assert eventually(lambda: not endings())

@@ -42,7 +42,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     monkeypatch.setattr(received_tasks, "_waiting", {})
     monkeypatch.setattr(received_tasks, "_swept_at", 0.0)
     monkeypatch.setattr(received_tasks, "_backs_off_until", 0.0)
-    received_tasks.warn_once.cache_clear()
+    monkeypatch.setattr(received_tasks, "_warned", set())
     return moment
 
 

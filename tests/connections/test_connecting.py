@@ -99,8 +99,8 @@ def test_a_cluster_is_sent_no_command_whose_slot_it_does_not_know() -> None:
     cluster, plain = servers.Server(CLUSTER), servers.Server(redis_py.Redis())
     assert (cluster.features.release, type(plain.client)) == ("EVAL", PinnedClient)
     cluster._nodes = nodes = Mock(spec=ClusterNodes)
-    assert cluster.node_of("k") is nodes.of.return_value
-    nodes.of.assert_called_once_with("k")
+    assert cluster.node_of("k") is nodes.node_of.return_value
+    nodes.node_of.assert_called_once_with("k")
 
 
 class SecretsAreElsewhere(Exception):

@@ -353,7 +353,7 @@ def test_a_slot_that_nobody_is_known_to_have(said: Said) -> None:
     for number, node in enumerate(said.names):
         node.backs_off_until = MOMENT - number
     said.theirs._owners.clear()
-    assert said.theirs.of("k") is said.names[2]
+    assert said.theirs.node_of("k") is said.names[2]
 
 
 def test_a_cluster_of_one(said: Said) -> None:

@@ -167,7 +167,7 @@ def test_why_a_renewal_failed(watch: Watch, caplog: pytest.LogCaptureFixture, st
             lock.renew_at = node(server).backs_off_until = MOMENT
         watch.renewer.renew_what_is_due()
         assert all(isinstance(lock.trouble, redis_py.ConnectionError) for lock in locks)
-        assert [thread[:2] for thread in started] == [("only_one-log", log)] * logged
+        assert [(name, run.func) for name, run, *_ in started] == [("only_one-log", log)] * logged
         down_error = lock.trouble
     for lock in locks:
         lock.renew_at = node(server).backs_off_until = MOMENT
@@ -353,7 +353,7 @@ def test_a_step_that_fails_is_logged_and_the_next_waits_a_moment(
         taken.attach_mock(step, f"step_{number}")
         monkeypatch.setattr(f"only_one.lock.renewal._renewer.{name}", step)
     monkeypatch.setattr(renewal, "time", taken.time)
-    monkeypatch.setattr(renewal, "_log", taken.log)
+    monkeypatch.setattr(renewal, "log_beside", taken.log)
     taken.log.side_effect = MemoryError
     watch.renewer.take_turn()
     in_turn = [f"step_{number}" for number in range(4)]
