@@ -126,9 +126,9 @@ def use_tasks(client: Any, url: str) -> None:
         redelivery.read_marker(key, marker, 0),
     ):
         drive(server.client, commands_)
-    trigger = coalescing.arrive(server, key, app, "1", None, "", "")
+    trigger = coalescing.arrive(server, key, app, "1", None, "", "", begins=False)
     coalescing.note_published(server, key, app, trigger, 30)
-    coalescing.begin(server, key, app, "1", trigger, "", "")
+    coalescing.arrive(server, key, app, "1", trigger, "", "", begins=True)
     withdraw(server, key, trigger)
 
 

@@ -101,8 +101,10 @@ NEWEST = -1
 """In place of a trigger: a task that has just been sent, and is newer than all, also if its id was used before."""
 
 
-def arrive(server: Server, key: str, app: Celery, task_id: str, trigger: int | None, call: str, token: str) -> int:
-    """Number a task that has to wait.
+def arrive(
+    server: Server, key: str, app: Celery, task_id: str, trigger: int | None, call: str, token: str, *, begins: bool
+) -> int:
+    """Number a task that has to wait, or that has the key and so supersedes every earlier task.
 
     Args:
         server: the server that stores the key.
@@ -112,16 +114,13 @@ def arrive(server: Server, key: str, app: Celery, task_id: str, trigger: int | N
         trigger: its number, if its message carries one; ``NEWEST`` for a new number; None for that which its id has.
         call: what tells this command from all others: it numbers a task once, also if it is sent, and arrives, twice.
         token: the value that is stored at the key: that of the run behind which the task waits, or of its own.
+        begins: whether it has the key.
 
     Returns:
         Its number; 0 if a newer task waits or has run.
     """
-    return int(_send(server, key, app, _ARRIVE, trigger, task_id, call, _digest(token), "waits"))
-
-
-def begin(server: Server, key: str, app: Celery, task_id: str, trigger: int | None, call: str, token: str) -> int:
-    """Number a task that has the key: it supersedes every earlier task. See ``arrive`` for the arguments and result."""
-    return int(_send(server, key, app, _ARRIVE, trigger, task_id, call, _digest(token), "begins"))
+    held_by, what = blake2b(token.encode(), digest_size=16).hexdigest(), "begins" if begins else "waits"
+    return int(_send(server, key, app, _ARRIVE, trigger, task_id, call, held_by, what))
 
 
 def queue_anew(server: Server, key: str, app: Celery, task_id: str, digest: str) -> int | bytes:
@@ -171,10 +170,6 @@ def trusted_for(app: Celery, most: float, until: Any) -> float:
 def _send(server: Server, key: str, app: Celery, script: Script, trigger: int | None, *more: Any) -> Any:
     lasts, beside = round(remembered_for(app) * 1000), (triggers_of(key),)
     return drive(server.client, evaluate(script, key, trigger or 0, lasts, *more, beside=beside))
-
-
-def _digest(token: str) -> str:
-    return blake2b(token.encode(), digest_size=16).hexdigest()
 
 
 def triggers_of(key: str) -> str:

@@ -243,7 +243,8 @@ class Delivery(TaskCaller):
         # It comes back by a dead-letter queue; one that has only expired in a queue is delayed, and has not begun.
         was_rejected = any(each.get("reason") in {"rejected", "delivery_limit"} for each in died)
         self.is_redelivered = was_rejected or bool((request.delivery_info or {}).get("redelivered"))
-        if self.is_redelivered:  # as a message that is requeued, it is none for the broker
+        has_waited = self.header.times and not self.header.lineage  # an earlier version says so of a redelivery
+        if self.is_redelivered or has_waited:  # as a message that is requeued, it is none for the broker
             self.header = self.header._replace(has_begun=True)
         self._request = request
         self._began = now()
@@ -257,12 +258,6 @@ class Delivery(TaskCaller):
     def is_first_delivery(self) -> bool:
         """Whether this is new work for certain, also under an id that was used before: no redelivery, no requeue."""
         return not (self.header.times or self.may_be_redelivered)
-
-    @property
-    def may_have_begun(self) -> bool:
-        """Whether this is a redelivery for certain: its run may be under way, or may have ended."""
-        has_waited = self.header.times and not self.header.lineage  # an earlier version says it so
-        return bool(self.header.has_begun or has_waited)
 
     def on_busy(self, call: Call, value: bytes) -> Policy:
         """The policy for a key that holds ``value``; if the holder is this very task, the message waits in the queue.
@@ -285,19 +280,19 @@ class Delivery(TaskCaller):
         is_of_replaced = held is not None and held.id == request.parent_id and held.replacement < self.work.replacement
         if call.options.when_busy is not None and not is_of_replaced:
             # Where its run has ended, no policy puts another result in the place of the run's.
-            if self.may_have_begun and call.key not in self.under_way:
+            if self.header.has_begun and call.key not in self.under_way:
                 with redelivery.unless_down(self.work.id):
                     self._wait_for_result(call)
             return call.options.when_busy
         is_continued = bool(self.work.attempt or self.work.replacement)
-        if is_continued or self.may_have_begun:
+        if is_continued or self.header.has_begun:
             return retry()
         return fail if request.chord or request.chain else skip
 
     def on_down(self, call: Call) -> Policy:
         """The policy for a server that could not be asked; a redelivery waits, because its run may be under way."""
         self._request.only_one_key = call.key
-        return retry() if self.may_have_begun and call.options.when_down is not carry_on else call.options.when_down
+        return retry() if self.header.has_begun and call.options.when_down is not carry_on else call.options.when_down
 
     def _wait_for_own(self, call: Call, held: Work, *, is_kept: bool) -> None:
         """End this delivery, because work with its task id holds the key; or return if ``when_busy`` must decide.
@@ -359,7 +354,7 @@ class Delivery(TaskCaller):
                 self._check_marker(call)
             if isinstance(policy, BufferOne):
                 held_by: str = getattr(how.error, "value", "")
-                header = header._replace(trigger=coalescing.arrive(*self._coalesced(call, held_by)))
+                header = header._replace(trigger=self._arrive(call, held_by, begins=False))
                 if not header.trigger:
                     return None
         self._publish_again(call, header, policy.countdown)
@@ -382,8 +377,8 @@ class Delivery(TaskCaller):
                 coalescing.note_published(call.server, call.key, self.app, header.trigger, seconds)
         raise Ignore
 
-    def _coalesced(self, call: Call, token: str) -> tuple[Any, ...]:
-        """The arguments with which this task arrives or begins; see ``coalescing.arrive``."""
+    def _arrive(self, call: Call, token: str, *, begins: bool) -> int:
+        """Number this task; see ``coalescing.arrive`` for the arguments and the result."""
         trigger = self.header.trigger
         # A retry, a replacement and another call in one delivery go on with what their task's id has; new work is newer
         # than all before it. So is the last task of a chain that replaces another, and has that one's id.
@@ -392,7 +387,8 @@ class Delivery(TaskCaller):
         is_new = is_the_first and self.is_first_delivery
         if trigger is None and is_new:
             trigger = coalescing.NEWEST
-        return call.server, call.key, self.app, self.work.id, trigger, uuid(), token
+        given = (call.server, call.key, self.app, self.work.id, trigger, uuid(), token)
+        return coalescing.arrive(*given, begins=begins)
 
     def claim_work(self, call: Call) -> bool:
         """Whether the work is still to be done, now that the key is ours.
@@ -415,7 +411,7 @@ class Delivery(TaskCaller):
             if may_be_redelivery and self._wait_for_result(call).ended:
                 log(INFO, "%s[%s] is run again: its run has ended, but stored no result", self.name, self.work.id)
             if isinstance(call.options.when_busy, BufferOne):
-                trigger = coalescing.begin(*self._coalesced(call, call.token.decode()))
+                trigger = self._arrive(call, call.token.decode(), begins=True)
                 self.is_superseded = not trigger
                 if header.trigger is None and trigger:  # another decorator of the task would give it a later number
                     self._carry(carried._replace(trigger=trigger))

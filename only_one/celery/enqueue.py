@@ -199,10 +199,9 @@ class Publication(TaskCaller):
         # It compares with the token of a task that is queued: a worker may have begun it, and have its own lease.
         try:
             drive(call.server.client, replace(call.key, call.token, token, limit))
-        except ResponseError as error:
-            log(logging.WARNING, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
-        except TROUBLE as error:  # the server is away, and may be back soon
-            log(logging.DEBUG, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
+        except TROUBLE as error:
+            level = logging.WARNING if isinstance(error, ResponseError) else logging.DEBUG  # else it may be back soon
+            log(level, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
             retained = Retained(token, now() + limit, note_of(call.key, *Work(task_id, 0, 0)))
             given = (call.server, call.key, call.token, retained.until)
             release_later(PendingRelease(*given, no_write_in_flight=True, retained=retained))

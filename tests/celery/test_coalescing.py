@@ -32,8 +32,8 @@ def note(app: Celery, server: Server, prefix: str) -> Callable[..., Any]:
         if what == "anew":
             reply: Any = coalescing.queue_anew(*where, task_id, *digest)
             return reply if isinstance(reply, int) else reply.decode()
-        order = coalescing.arrive if what == "arrive" else coalescing.begin
-        return order(*where, task_id, number, digest[0] if digest else "", "a token")
+        given = (*where, task_id, number, digest[0] if digest else "", "a token")
+        return coalescing.arrive(*given, begins=what == "begin")
 
     return call
 
