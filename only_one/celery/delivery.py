@@ -270,12 +270,12 @@ class Delivery(TaskCaller):
         """
         if self.under_way.get(call.key) is not None:  # two decorators of the task have the same key
             return super().on_busy(call, value)
+        self._carry_key(call)
         request, holder = self._request, Holder.parse(value)
         held = work_held_by(holder)
         if held is not None and held.id == self.work.id:
             is_kept = holder is not None and holder.state == "kept"
             self._wait_for_own(call, held, is_kept=is_kept)
-        request.only_one_key = call.key  # a task that was sent with an id of its own has none in its message
         # A task of a chain or group that replaces another has an id of its own.
         is_of_replaced = held is not None and held.id == request.parent_id and held.replacement < self.work.replacement
         if call.options.when_busy is not None and not is_of_replaced:
@@ -291,7 +291,6 @@ class Delivery(TaskCaller):
 
     def on_down(self, call: Call) -> Policy:
         """The policy for a server that could not be asked; a redelivery waits, because its run may be under way."""
-        self._request.only_one_key = call.key
         return retry() if self.header.has_begun and call.options.when_down is not carry_on else call.options.when_down
 
     def _wait_for_own(self, call: Call, held: Work, *, is_kept: bool) -> None:
@@ -396,25 +395,22 @@ class Delivery(TaskCaller):
         Raises:
             Ignore: for a redelivery that is dropped, or requeued until the result of its run is stored.
         """
-        header = carried = self.header
+        self._carry_key(call)
         # Where the task is not unique any more, the key in its message may be another: that is withdrawn at the end.
-        if header.key in (None, call.key):
+        if self.header.key in (None, call.key):
             self._request.only_one_has_begun = True
-        # A task that was sent with an id of its own has no key in its message; its retry waits with one.
-        if self._decoration.is_unique and header.key is None:
-            carried = self._carry(header._replace(key=call.key))
         is_unmarked = self._task.acks_late and self.may_be_redelivered
         # What has been noted of the work since an earlier call in this delivery began was noted by that call.
         is_first_call = call.key not in self.under_way
-        may_be_redelivery = is_first_call and (header.times or self.is_redelivered or is_unmarked)
+        may_be_redelivery = is_first_call and (self.header.times or self.is_redelivered or is_unmarked)
         with redelivery.unless_down(self.work.id):
             if may_be_redelivery and self._wait_for_result(call).ended:
                 log(INFO, "%s[%s] is run again: its run has ended, but stored no result", self.name, self.work.id)
             if isinstance(call.options.when_busy, BufferOne):
                 trigger = self._arrive(call, call.token.decode(), begins=True)
                 self.is_superseded = not trigger
-                if header.trigger is None and trigger:  # another decorator of the task would give it a later number
-                    self._carry(carried._replace(trigger=trigger))
+                if self.header.trigger is None and trigger:  # another decorator of it would give it a later number
+                    self._carry(self.header._replace(trigger=trigger))
         if not self.is_superseded:
             self.under_way[call.key] = self._decoration
         return not self.is_superseded
@@ -430,11 +426,16 @@ class Delivery(TaskCaller):
             self._publish_again(call, self.header, None)
         return marker
 
-    def _carry(self, header: Header) -> Header:
+    def _carry_key(self, call: Call) -> None:
+        """A task that was sent with an id of its own has no key in its message: its later messages have it."""
+        if self._decoration.is_unique and self.header.key is None:
+            self._carry(self.header._replace(key=call.key))
+
+    def _carry(self, header: Header) -> None:
         """Have the task's later calls and messages find this header."""
-        self._request.headers = {**(self._request.headers or {}), **header.as_headers()}
+        self.header = header
+        self._request.headers = {**self._request.headers, **header.as_headers()}
         vars(self._request).update(header.as_headers())  # in the place of the message's, if it had one
-        return header
 
     def can_take_queued(self, call: Call, value: bytes) -> bool:  # noqa: ARG002
         """A retry of this very task goes first; no other task that waits in a queue has begun."""
@@ -506,7 +507,7 @@ class Delivery(TaskCaller):
         Raises:
             Ignore: always.
         """
-        self._request.only_one_has_begun, self._request.only_one_key = not waits_no_more, call.key
+        self._request.only_one_has_begun = not waits_no_more
         end_delivery(self._request)
         if not waits_no_more:  # an earlier call in this delivery has ended, and what comes of the work is not stored
             self._request.only_one_markers = []

@@ -256,22 +256,21 @@ def withdrawal_of(app: Any, task: Any, request: Any) -> Withdrawal | None:
         The withdrawal; None if the task has no key.
     """
     header, work = header_of(request), work_of(request)
-    options = queue_options_of(task) if task else None
-    if options is None and header.key is not None:  # in that other version it is unique
-        options = effective_options({}, *app_options(app))  # what its decorator says of the server is not known here
-    key: str | None = vars(request).get("only_one_key", header.key)
-    if options is None or key is None:
+    if header.key is None:
         return None
+    options = queue_options_of(task) if task else None
+    if options is None:  # in that other version it is unique; what its decorator said of the server is not known here
+        options = effective_options({}, *app_options(app))
     if options.server is None:
         return None
     return Withdrawal(
         options.server,
-        key,
+        header.key,
         words_of(*work),
         until=now() + options.queue_timeout,
         no_write_in_flight=True,
-        note=note_of(key, *work),
-        triggers=coalescing.triggers_of(key),
+        note=note_of(header.key, *work),
+        triggers=coalescing.triggers_of(header.key),
         number=header.trigger,
     )
 

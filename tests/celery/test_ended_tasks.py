@@ -459,8 +459,6 @@ def test_a_task_that_has_ended_without_having_begun_has_no_key(
         end_without_a_run(unique_task, **request)
         assert keys["k"] == value
     keys["k"] = value = queued("mine", 1)
-    by_request = {"retries": 1, "only_one_key": f"{keys.prefix}k"}  # a trigger, whose message has no key
-    end_without_a_run(task, **by_request)
     end_without_a_run(unique_task, only_one_has_begun=True, **request)
     end_without_a_run(unique_task, retries=1)
     with configure(active=False):
@@ -469,10 +467,9 @@ def test_a_task_that_has_ended_without_having_begun_has_no_key(
     plain = queue.app.task(work, name="plain", shared=False)
     revoke(plain, "k", **request)
     assert eventually(lambda: "k" not in keys)
-    requests = [(unique_task, request), (task, request), (plain, request), (unique_task, by_request)]
-    for each, its in [*requests, (Wrapped(unique_task), by_request)]:
+    for each in (unique_task, task, plain, Wrapped(unique_task)):
         keys["k"] = value
-        end_without_a_run(each, **its)
+        end_without_a_run(each, **request)
         assert "k" not in keys
     assert not [record for record in caplog.records if record.levelname == "ERROR" or "not be" in record.message]
 
