@@ -33,7 +33,7 @@ from redis.sentinel import Sentinel
 from only_one import only_one
 from only_one.clock import now
 from only_one.connections import connection_pool
-from only_one.connections.connection_pool import _MOST_KEPT, PinnedClient, _Pinned, guarded_pool, packed
+from only_one.connections.connection_pool import _MOST_KEPT, PinnedClient, _packed, _Pinned, guarded_pool, packed
 from only_one.connections.server import Server
 from only_one.driver import RAW, unanswered
 from only_one.events import Down
@@ -268,7 +268,7 @@ def test_a_command_is_packed_as_by_redis_py() -> None:
         for _ in range(500):
             values = [b"\x00\r\n", "\xfcber", 0, -7, 2.5, "", b"", draw.randbytes(draw.randrange(9000)), "x" * 7000]
             command: Any = ("SET", *draw.choices(values, k=draw.randrange(1, 8)))
-            assert {b"".join(pack(*command)) for pack in packers} == {packed(command)}
+            assert {b"".join(pack(*command)) for pack in packers} == {packed(command)} == {_packed(command)}
 
 
 def test_a_pool_that_waits_has_its_like(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
