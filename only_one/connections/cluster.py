@@ -24,7 +24,7 @@ class ClusterNodes:
         self._client = client
         self._manager: Any = client.nodes_manager
         self._options = short_timeouts(self._manager.connection_kwargs)
-        self._nodes: dict[tuple[str, int], Node] = {}
+        self._nodes: dict[tuple[str, int], _ClusterNode] = {}
         self._owners: dict[Any, Any] = {
             slot: (owner.host, owner.port) for slot, (owner, *_) in self._manager.slots_cache.items()
         }
@@ -40,13 +40,13 @@ class ClusterNodes:
         """All nodes that store keys, as far as is known."""
         return [self._at(address) for address in set(self._owners.values())]
 
-    def _at(self, address: tuple[str, int]) -> Node:
+    def _at(self, address: tuple[str, int]) -> "_ClusterNode":
         if address not in self._nodes:
             client = closing(self._manager.create_redis_node(*address, **self._options))
-            self._nodes[address] = Node(client, address[0], self.follow)
+            self._nodes[address] = _ClusterNode(client, address[0], self)
         return self._nodes[address]
 
-    def follow(self, node: Node, commands: Sequence[Command], replies: list[Any]) -> None:
+    def follow(self, node: "_ClusterNode", commands: Sequence[Command], replies: list[Any]) -> None:
         """Follow redirections: MOVED names the node that has a slot from now on, ASK the node that is getting it.
 
         A command that was answered by ASK is sent on.
@@ -83,3 +83,20 @@ class ClusterNodes:
             address: Any = self._manager.remap_host_port(*owners["primary"])
             self._owners.update(dict.fromkeys(range(first_slot, last_slot + 1), address))
             self._at(address)
+
+
+class _ClusterNode(Node):
+    """One node of a cluster."""
+
+    send_here = Node.send
+
+    def __init__(self, client: Any, host: str, nodes: ClusterNodes) -> None:
+        super().__init__(client)
+        self.host = host
+        self._nodes = nodes
+
+    def send(self, commands: Sequence[Command], pause: float | None = None) -> list[Any]:
+        """See ``Node``; a command whose slot has moved is sent on."""
+        replies = self.send_here(commands, pause)
+        self._nodes.follow(self, commands, replies)
+        return replies

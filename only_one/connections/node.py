@@ -1,7 +1,7 @@
-"""One server, or one node of a cluster, and the trips in which the renewing thread sends commands to it."""
+"""One server, or one node of a cluster, and the trips of the renewing thread's commands to it."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -31,20 +31,12 @@ class Node:
         backs_off_until: when it is asked again after it could not be reached, by ``clock.now()``.
     """
 
-    def __init__(
-        self,
-        client: Any,
-        host: str = "",
-        follow: Callable[..., None] | None = None,
-        find_master: Callable[[], None] | None = None,
-    ) -> None:
-        """See ``ClusterNodes.follow`` and ``sentinel.MasterFinder`` for what belongs to a trip with these."""
+    host = ""
+
+    def __init__(self, client: Any) -> None:
         self.client = client
-        self.host = host
         self.backs_off_until = 0.0
         self._pause = _FIRST_PAUSE
-        self._follow = follow
-        self._find_master = find_master
 
     def node_of(self, _key: object) -> "Node":
         """The node itself, which stores every key that it is asked for."""
@@ -55,7 +47,7 @@ class Node:
         return [self]
 
     def send(self, commands: Sequence[Command], pause: float | None = None) -> list[Any]:
-        """Send commands in one trip; in a cluster, a command whose slot has moved is sent on.
+        """Send commands in one trip.
 
         Args:
             commands: the commands.
@@ -64,16 +56,7 @@ class Node:
         Returns:
             The reply to each command, as bytes, or its error.
         """
-        replies = self.send_here(commands, pause)
-        if self._follow is not None:
-            self._follow(self, commands, replies)
-        return replies
-
-    def send_here(self, commands: Sequence[Command], pause: float | None = None) -> list[Any]:
-        """Send commands in one trip to this node, and to no other."""
         try:
-            if self._find_master is not None:
-                self._find_master()
             pipeline = self.client.pipeline(transaction=False)
             for command in commands:
                 pipeline.execute_command(*command, **RAW)

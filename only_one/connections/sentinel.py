@@ -1,14 +1,17 @@
-"""Sentinel: which server is the master, asked by the renewing thread before each of its trips."""
+"""A master behind Sentinels."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from only_one.clock import now
-from only_one.driver import TROUBLE
+from only_one.driver import TROUBLE, Command
+
+from .node import Node
 
 
-class MasterFinder:
-    """Has the clients of a master leave it when the Sentinels have replaced it, which it may not know for ten seconds.
+class MasterNode(Node):
+    """A master behind Sentinels: its clients leave it when it was replaced, which they may not know for ten seconds.
 
     Only one Sentinel is asked, in a tenth of the time at the most: it may not answer, and other nodes have keys to
     renew.
@@ -16,14 +19,18 @@ class MasterFinder:
 
     def __init__(self, client: Any, given: Any) -> None:
         """Ask for ``client``, which the renewing thread has made, and for the user's, of which it was made."""
+        super().__init__(client)
         self._pools = client.connection_pool, given.connection_pool
         self._asks_from = 0.0  # by `now()`
 
-    def __call__(self) -> None:
-        """Ask, if it is time to."""
+    def send(self, commands: Sequence[Command], pause: float | None = None) -> list[Any]:
+        """See ``Node``; before it, ask where the master is, if it is time to."""
+        if now() >= self._asks_from:
+            self._find_master()
+        return super().send(commands, pause)
+
+    def _find_master(self) -> None:
         began, (pool, _) = now(), self._pools
-        if began < self._asks_from:
-            return
         sentinels, manager = pool.sentinel_manager.sentinels, copy.copy(pool.sentinel_manager)
         manager.sentinels = sentinels[:1]
         try:

@@ -23,7 +23,7 @@ from .asyncio_client import NO_LIMIT, AsyncClient, make_async_client
 from .cluster import ClusterNodes
 from .connection_pool import PinnedClient, guarded
 from .node import Node
-from .sentinel import MasterFinder
+from .sentinel import MasterNode
 from .server_features import Features
 from .short_timeouts import with_short_timeouts
 
@@ -92,8 +92,7 @@ class Server:
 
     def _all_nodes(self) -> ClusterNodes | Node:
         if self._nodes is None:
-            is_cluster = isinstance(self._given, redis.RedisCluster)
-            self._nodes = ClusterNodes(self._given) if is_cluster else _node_of(self._given)
+            self._nodes = _nodes_of(self._given)
         return self._nodes
 
     def describe(self, problem: Exception) -> str:
@@ -122,10 +121,12 @@ class Server:
         return client
 
 
-def _node_of(given: Any) -> Node:
+def _nodes_of(given: Any) -> ClusterNodes | Node:
+    if isinstance(given, redis.RedisCluster):
+        return ClusterNodes(given)
     client = with_short_timeouts(given)
-    is_behind_sentinels = type(getattr(client, "connection_pool", None)) is redis.SentinelConnectionPool
-    return Node(client, find_master=MasterFinder(client, given) if is_behind_sentinels else None)
+    pool = getattr(client, "connection_pool", None)
+    return MasterNode(client, given) if type(pool) is redis.SentinelConnectionPool else Node(client)
 
 
 async def _open_async_client(given: Any) -> AsyncGenerator[AsyncClient, None]:

@@ -294,7 +294,7 @@ class Said:
                 node.fail(pause)
             return replies
 
-        monkeypatch.setattr(nodes.Node, "send_here", send_here)
+        monkeypatch.setattr(clusters._ClusterNode, "send_here", send_here)
 
     def send(self, number: int, *commands: str) -> list[Any]:
         """What comes of commands that are sent to a node, and `asked` anew."""
