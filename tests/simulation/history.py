@@ -127,6 +127,8 @@ class _Errors(logging.Handler):
 
 
 logging.getLogger("only_one").addHandler(_Errors())
+logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # which nobody reads
+vars(logging)["_srcfile"] = None  # nor where something is logged
 logging.getLogger("only_one").setLevel(logging.DEBUG)
 
 

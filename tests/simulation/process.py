@@ -22,10 +22,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from functools import lru_cache
+from copy import copy
+from functools import cache, lru_cache
 from math import inf
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
@@ -232,6 +233,16 @@ def _import_own(name: str, globals: Any = None, locals: Any = None, fromlist: An
     return _import(name, globals, locals, fromlist, level)
 
 
+def _remembered(function: Any) -> Any:
+    """A function of constants that is called once for each argument; but where lines are traced, they are the same."""
+    remember = cache(function)
+
+    def remembered(*given: Any) -> Any:
+        return function(*given) if sys.gettrace() else remember(*given)
+
+    return remembered
+
+
 _parsed = lru_cache(redis.connection.parse_url)
 _dispatcher: Any = vars(redis.event.EventDispatcher())
 _driver = redis.driver_info.resolve_driver_info
@@ -247,6 +258,7 @@ _CHANGES: list[tuple[Any, str, Any]] = [
     *[(each, "resolve_driver_info", _driver_info) for each in (redis.connection, redis.client)],
     *[(each, "resolve_driver_info", _driver_info) for each in (redis.asyncio.connection, redis.asyncio.client)],
     (redis.retry, "sleep", _sleep),
+    (redis.retry.AbstractRetry, "__deepcopy__", lambda retry, _: copy(retry)),  # it has no other state of its own
     # What is computed anew for each call, client, connection or command, but from constants.
     (inspect, "signature", lru_cache(inspect.signature)),
     (redis.utils, "get_lib_version", lambda: "0"),
@@ -279,6 +291,7 @@ class Machine:
         return pid not in self.processes or self.processes[pid].is_dead
 
 
+_CONSTANTS = (FunctionType, ModuleType, type)
 _CONTAINERS: Any = (dict, set, list, WeakSet, WeakKeyDictionary, WeakValueDictionary)
 _connect = Signal.connect
 
@@ -310,13 +323,17 @@ class Process:
         self.pid, self.name, self.life = 1, "none", 0
         self.modules = self._import(path)
         self.package = self.modules["only_one"]
-        own = self.modules.values()
-        for module in own:
-            vars(module)["__process__"] = self
-        self._at_first = [(vars(module), vars(module).copy()) for module in own]
-        items = [item for module in own for item in vars(module).items() if item[0][:2] != "__"]
+        server = vars(self.modules["only_one.connections.server"])
+        server["_url_problem"] = _remembered(server["_url_problem"])
+        own = [vars(module) for module in self.modules.values()]
+        for names in own:
+            names["__process__"] = self
+        items = [item for names in own for item in names.items() if item[0][:2] != "__"]
+        may_change = [[each for each in names.items() if not isinstance(each[1], _CONSTANTS)] for names in own]
+        self._at_first = list(zip(own, map(dict, may_change), strict=True))
         values = {id(value): value for _, value in items}.values()
-        self._remembering: list[Any] = [value for value in values if hasattr(value, "cache_clear")]
+        remembering = [value for value in values if hasattr(value, "cache_clear")]
+        self._remembering: list[Any] = [each for each in remembering if each.__module__ in self.modules]
         containers = [value for value in values if isinstance(value, _CONTAINERS)]
         self._contents = [(each, getattr(each, "extend", None) or each.update, each.copy()) for each in containers]
 

@@ -97,6 +97,7 @@ class World:
         self.problems: list[tuple[str, str]] = []
         self._events: list[tuple[float, bytes, Callable[..., object], tuple[Any, ...]]] = []
         self._numbers: defaultdict[str, int] = defaultdict(int)
+        self._seeded = blake2b(f"{seed}/".encode(), digest_size=7)
 
     # choices
 
@@ -107,7 +108,9 @@ class World:
     def digest(self, label: str) -> bytes:
         """As ``draw``, as bytes."""
         self._numbers[label] += 1
-        return blake2b(f"{self.seed}/{label}#{self._numbers[label]}".encode(), digest_size=7).digest()
+        drawn = self._seeded.copy()
+        drawn.update(f"{label}#{self._numbers[label]}".encode())
+        return drawn.digest()
 
     def choose(self, label: str, choices: list[T]) -> T:
         return choices[int(self.draw(label) * len(choices))]
@@ -184,19 +187,23 @@ class World:
         thread.waiting += 1
         if seconds is not None:
             self.after(seconds, self.resume, thread, thread.waiting, None)
-        # Python keeps these for each thread of the system: they are put aside while a thread of the world waits.
-        loop, hooks = asyncio._get_running_loop(), sys.get_asyncgen_hooks()
         sys.settrace(None)
-        asyncio._set_running_loop(None)
-        sys.set_asyncgen_hooks(None, None)
-        value = self.hub.switch()
-        asyncio._set_running_loop(loop)
-        sys.set_asyncgen_hooks(*hooks)
+        value = self.hub.switch() if (loop := asyncio._get_running_loop()) is None else self._switch_from(loop)
         thread.waiting += 1
         if thread.interrupt is not None:
             error, thread.interrupt = thread.interrupt, None
             handle_signal(error)
         sys.settrace(thread.tracer)
+        return value
+
+    def _switch_from(self, loop: Any) -> Any:
+        """Let others go on: what Python keeps of a loop for each thread of the system is put aside meanwhile."""
+        hooks = sys.get_asyncgen_hooks()
+        asyncio._set_running_loop(None)
+        sys.set_asyncgen_hooks(None, None)
+        value = self.hub.switch()
+        asyncio._set_running_loop(loop)
+        sys.set_asyncgen_hooks(*hooks)
         return value
 
     def note(self, who: str, what: str, *details: Any) -> None:
