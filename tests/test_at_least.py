@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import redis as redis_py
 
-from only_one import ConfigurationError, Lost, Released, current_lock, only_one
+from only_one import ConfigurationError, Lost, Released, current_lock
 from only_one.holder import Holder as Value
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
@@ -66,21 +65,6 @@ def test_it_is_free_at_once_after_an_exception(
     assert [event.outcome for event in releases] == [outcome]
 
 
-def test_a_run_that_took_longer_than_that_frees_its_key_at_once(redis: Any, key: str, kind: type[Running]) -> None:
-    with events(Released) as releases, kind(at_least=100, lease=6000) as run, later(1000):
-        run.__exit__()
-    assert [event.outcome for event in releases] == ["held"]
-    assert not redis.exists(key)
-
-
-@pytest.mark.parametrize("value", [None, b"another's"])
-def test_a_key_that_was_lost_is_not_kept(redis: Any, key: str, kind: type[Running], value: bytes | None) -> None:
-    with kind(at_least=6000) as run:
-        redis.set(key, value) if value else redis.delete(key)
-    assert run.result == "done"
-    assert (redis.get(key), redis.ttl(key)) == (value, -1 if value else -2)
-
-
 def test_a_key_that_was_freed_by_hand_does_not_come_back_after_a_long_run(
     redis: Any, key: str, kind: type[Running]
 ) -> None:
@@ -126,12 +110,6 @@ def test_a_run_that_is_killed_is_not_kept(redis: Any, redis_url: str, prefix: st
         holder.kill()
     assert decorated(lambda: "again", at_least=6000)() == "again"
     assert parsed(redis.get(key)).state == "kept"
-
-
-@pytest.mark.parametrize("at_least", [0, timedelta(0), 10, timedelta(seconds=10)], ids=repr)
-def test_a_time_up_to_the_timeout_is_accepted(at_least: Any) -> None:
-    assert callable(only_one("k", timeout=10, at_least=at_least))
-    assert callable(only_one("k", at_least=at_least, lease=0.001))
 
 
 @pytest.mark.parametrize(("at_least", "command"), [(60_000, "EVAL"), (0, "DELIFEQ")])

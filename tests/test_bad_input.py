@@ -428,11 +428,8 @@ def test_a_key_that_cannot_work(key: Any, target: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("key", "arguments", "words"),
     [
-        ("{a}", ([1],), "{a:md5}"),
         ("{md5}", (1, object()), "'b'"),
         ("{md5}", (1, 2, object()), "'rest'"),
-        ("{a.id}", (None,), "key=callable"),
-        ("{a:%Y}", ("x",), "format, or key=callable"),
         ("{a:c}", (-1,), "format, or key=callable"),
         ("{a:.2f}", (10**400,), "format, or key=callable"),
         ("{a!r}", (10**5000,), "format, or key=callable"),

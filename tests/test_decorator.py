@@ -282,15 +282,13 @@ def test_what_python_makes_of_a_function_can_be_decorated(prefix: str, made: Any
 def test_the_result_of_a_run_is_its_own_whatever_happens_to_its_server(
     server: RedisServer, decorate: Decorate, happens: Callable[[RedisServer], None], *, raises: bool
 ) -> None:
-    client = Redis.from_url(f"{server.url}?socket_timeout=0.5")
-
     def work() -> str:
         happens(server)
         if raises:
             raise LookupError
         return "result"
 
-    function = decorate(work, redis=client)
+    function = decorate(work)
     if raises:
         with pytest.raises(LookupError) as raised:
             function()
@@ -301,7 +299,6 @@ def test_the_result_of_a_run_is_its_own_whatever_happens_to_its_server(
         server.resume()
         again = decorate(lambda: "ran", when_down=lambda _: "down")
         assert eventually(lambda: again() == "ran"), "the key was never released"
-    client.close()
 
 
 # --- current_lock ------------------------------------------------------------------------------------------------
@@ -311,7 +308,6 @@ def test_current_lock_says_what_the_run_holds(redis: Redis) -> None:
     def work(a: str) -> tuple[Any, Any]:
         lock = current_lock()
         lock.ensure_held()
-        assert lock.is_held
         assert 0 < lock.expires_in <= 600
         return lock, redis.get(lock.key)
 

@@ -27,7 +27,6 @@ from only_one import buffer_one, carry_on, current_lock, fail, retry, skip
 from only_one.connections.server import find_server
 from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable
 from only_one.policies import BufferOne, RequeueRequest
-from rigs.servers import RedisServer
 from tests.decorated import CLOSED, Busy, Decorate, a_task, both, decorated, own_key
 
 # --- busy --------------------------------------------------------------------------------------------------------
@@ -161,16 +160,6 @@ def test_carry_on_runs_without_the_key(prefix: str, decorate: Decorate) -> None:
     with pytest.raises(LookupError) as raised:
         decorate(work, redis=CLOSED, when_down=carry_on)()
     assert raised.value.__context__ is None
-
-
-@both
-def test_a_server_that_is_back_is_used_at_once(server: RedisServer, decorate: Decorate) -> None:
-    function = decorate(lambda: "ran", when_down=lambda _: "down")
-    assert function() == "ran"
-    server.kill()
-    assert function() == "down"
-    server.start()
-    assert function() == "ran"
 
 
 # --- tasks, where there is no worker -----------------------------------------------------------------------------

@@ -131,9 +131,10 @@ def filled_in(server: RedisServer, value: Any) -> Any:
         ({"app": ALL}, 1),
         ({"app": ALL, "environment": {"redis_url": 4}}, 1),
         ({"app": ALL, "configured": {"redis": 4}}, 4),
-        ({"app": ALL, "configured": {"redis": 4}, "decorator": {"redis": 5}}, 5),
         ({"app": {"result_backend": 2, "broker_url": 3}}, 2),
         ({"app": {"result_backend": 2}, "environment": {"redis_url": 4}}, 4),
+        # As a settings module has those that it takes from an environment in which they are not.
+        ({"app": {"result_backend": 2, **dict.fromkeys(f"only_one_{name}" for name in settings.CONFIGURABLE)}}, 2),
         ({"app": {"result_backend": None, "broker_url": 3}}, 3),
         ({"app": {"result_backend": "rpc://", "broker_url": 3}}, 3),
         ({"app": {"broker_url": [1, 2]}}, 1),
@@ -145,7 +146,6 @@ def filled_in(server: RedisServer, value: Any) -> Any:
         # As Celery writes the URL of a socket.
         ({"app": {"result_backend": SOCKET}}, 3),
         ({"app": {"broker_url": SOCKET}}, 3),
-        ({"app": {**SENTINEL, "only_one_redis": 1}}, 1),
         ({"app": {**SENTINEL, "result_backend": 1}}, 1),
         ({"app": SENTINEL, "environment": {"redis_url": 1}}, 1),
     ],
@@ -353,6 +353,7 @@ def times() -> tuple[float, float | None]:
         ({"timeout": 600, "lease": 90}, {"timeout": 480}, {"lease": 120}, (120, None)),
         # What is inherited never makes a decorator invalid.
         ({"lease": 480}, {"lease": 420}, {"timeout": 360}, (360, 360)),
+        ({"timeout": 300}, {}, {"at_least": 600}, (300, 300)),
         ({}, {}, {"timeout": 0.5}, (30, 0.5)),
         ({"timeout": 60}, {"timeout": 90}, {"lease": timedelta(minutes=2)}, (120, None)),
         ({}, {"timeout": 600, "lease": 90}, {"timeout": 240, "lease": 120}, (120, 240)),
@@ -369,13 +370,6 @@ def test_timeout_and_lease_are_taken_together_from_one_level(
     if not of_app:
         own = {"redis": url, **decorator}
         assert call_with({"configured": configured, "decorator": own}, times) == expected
-
-
-def test_a_timeout_of_the_app_never_makes_at_least_invalid(url: str) -> None:
-    app = {"only_one_redis": url, "only_one_timeout": 300}
-    assert call_with({"app": app, "decorator": {"at_least": 600}}, own_key) == KEY
-    with Redis.from_url(url) as client:
-        assert 300 < client.ttl(KEY) <= 600
 
 
 # --- switched off ------------------------------------------------------------------------------------------------
@@ -500,19 +494,6 @@ def test_settings_that_are_made_after_decorating(url: str, namespace: str | None
         given |= dict.fromkeys(("ONLY_ONE_PREFIX", "only_one_prefix"), "outside of the namespace:")
     app.config_from_object(SimpleNamespace(**given), namespace=namespace)
     assert run(task) == "own:k"
-
-
-def test_decorating_loads_no_configuration() -> None:
-    app = Celery(set_as_current=False)
-    app.config_from_object("there_is.no_such_module")
-    a_task(app)
-    assert not app.configured
-
-
-def test_a_setting_that_is_none_is_not_given(url: str) -> None:
-    """As a settings module has those that it takes from an environment in which they are not."""
-    nothing = dict.fromkeys(f"only_one_{name}" for name in settings.CONFIGURABLE)
-    assert call_with({"app": {"result_backend": url, **nothing}}, own_key) == KEY
 
 
 @pytest.mark.parametrize(

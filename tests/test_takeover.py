@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import redis as redis_py
 
-from only_one import Reclaimed, configure, current_lock
+from only_one import Reclaimed, configure
 from only_one.holder import Holder as HolderOf
 from rigs.namespaces import HOST_NAMED
 from rigs.servers import RedisServer
@@ -169,22 +169,4 @@ def test_a_holder_in_another_container_keeps_its_key(
     assert HALF < redis.pttl(key) <= TIMEOUT * 1000
     redis.pexpire(key, 1)
     assert eventually(decorated(lambda: "ran", timeout=TIMEOUT))
-    assert taken_over == []
-
-
-# Takeovers that are sent twice, and tokens of our own
-
-
-@both
-def test_a_forgotten_token_of_our_own_does_not_block(
-    redis: Any, key: str, taken_over: list[Reclaimed], decorate: Decorate
-) -> None:
-    """As an acquire leaves one that timed out, or was cancelled: no process was killed, and none is told of one.
-
-    To others it is busy, because its process lives.
-    """
-    forgotten = decorated(lambda: current_lock().token, timeout=TIMEOUT)()
-    redis.set(key, forgotten, px=TIMEOUT * 1000)
-    assert decorate(lambda: "ran")() == "ran"
-    assert not redis.exists(key)
     assert taken_over == []

@@ -24,14 +24,6 @@ def test_every_kind_of_parameter(template: str) -> None:
     assert key(1, 2) == key(b=2, a=1) != key(2, 1)
 
 
-@pytest.mark.parametrize("template", ["{md5}", "{a:md5}:{b:md5}:{c:md5}:{d:md5}"])
-def test_how_the_arguments_are_given_does_not_count(template: str) -> None:
-    key = maker(template, importer)
-    assert key(1) == key(1, 2, (3, "x")) == key(d=None, b=2, a=1) == key(1, c=[3, "x"])
-    assert key(1, 5, d=6) == key(d=6, b=5, a=1) != key(5, 1, d=6)
-    assert key(1, 5, d=6) != key(1, d=6)
-
-
 def test_a_positional_only_name_may_come_again_as_keyword() -> None:
     def mixed(a: int = 0, /, **others: int) -> None: ...
 
