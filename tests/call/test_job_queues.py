@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import multiprocessing
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,9 +20,10 @@ from redis import Redis
 
 from only_one import AlreadyRunning, current_lock, fail, only_one, skip
 from only_one.call import job_queues
+from only_one.lock import token
 from only_one.lock.token import TokenFactory
 from rigs.waiting import LIMIT, eventually
-from tests.decorated import Decorate, Function, both, decorated
+from tests.decorated import Decorate, Function, as_async, both, decorated
 from tests.faults.programs import Program
 from tests.lock.test_holder import changed
 
@@ -76,22 +78,23 @@ def hold(redis: Redis, key: str) -> Callable[..., None]:
     """A callable that has an attempt of the job hold the key, on another machine if nothing else is said."""
 
     def hold(milliseconds: int, attempt: int | None = 1, **changes: Any) -> None:
-        token = TokenFactory("m.f", ID, attempt).token(None)
-        redis.set(key, changed(token, **(changes or ELSEWHERE)), px=milliseconds)
+        value = TokenFactory("m.f", ID, attempt).token(None)
+        redis.set(key, changed(value, **(changes or ELSEWHERE)), px=milliseconds)
 
     return hold
 
 
-def ran(*_: Any) -> tuple[str | None, int | None]:
-    """The work that the run names in its token."""
+def ran(*_: Any) -> tuple[str | None, int | None, str | None]:
+    """The work that the run names in its token, and its queue."""
     holder: Any = current_lock().holder
-    return holder.task_id, holder.attempt
+    return holder.task_id, holder.attempt, holder.queue
 
 
 def named(*_: Any) -> str:
     return ID
 
 
+NONE = (None, None, None)
 OTHERS = {"process": "another"}
 """Another process of this machine, which lives: it has the number of this one."""
 
@@ -100,23 +103,23 @@ OTHERS = {"process": "another"}
 @pytest.mark.parametrize(
     ("modules", "args", "options", "work"),
     [
-        ({}, (), {}, (None, None)),
-        ({}, (), {"work_id": named}, (ID, None)),
-        ({}, (7,), {"work_id": lambda job: job}, ("7", None)),
-        (in_rq(2), (7,), {"work_id": lambda job: None}, (None, None)),  # noqa: ARG005
-        (in_rq(2), (), {}, (ID, 2)),
-        (in_rq(None), (), {}, (ID, 0)),
-        ({"rq": SimpleNamespace(get_current_job=lambda: None)}, (), {}, (None, None)),
-        ({"rq": SimpleNamespace()}, (), {}, (None, None)),  # another's, or half imported
-        (in_dramatiq(MESSAGE), (), {}, (ID, 1)),
-        (in_dramatiq(SimpleNamespace(message_id=ID, options={})), (), {}, (ID, 0)),
-        (in_dramatiq(None), (), {}, (None, None)),
-        ({"dramatiq": SimpleNamespace()}, (), {}, (None, None)),
-        (ARQ, (CONTEXT,), {}, (ID, 1)),
-        (ARQ, ({"job_id": ID},), {}, (None, None)),
-        (ARQ, (7,), {}, (None, None)),
-        (ARQ, (), {}, (None, None)),
-        ({}, (CONTEXT,), {}, (None, None)),
+        ({}, (), {}, NONE),
+        ({}, (), {"work_id": named}, (ID, None, None)),
+        ({}, (7,), {"work_id": lambda job: job}, ("7", None, None)),
+        (in_rq(2), (7,), {"work_id": lambda job: None}, NONE),  # noqa: ARG005
+        (in_rq(2), (), {}, (ID, 2, "rq")),
+        (in_rq(None), (), {}, (ID, 0, "rq")),
+        ({"rq": SimpleNamespace(get_current_job=lambda: None)}, (), {}, NONE),
+        ({"rq": SimpleNamespace()}, (), {}, NONE),  # another's, or half imported
+        (in_dramatiq(MESSAGE), (), {}, (ID, 1, "dramatiq")),
+        (in_dramatiq(SimpleNamespace(message_id=ID, options={})), (), {}, (ID, 0, "dramatiq")),
+        (in_dramatiq(None), (), {}, NONE),
+        ({"dramatiq": SimpleNamespace()}, (), {}, NONE),
+        (ARQ, (CONTEXT,), {}, (ID, 1, "arq")),
+        (ARQ, ({"job_id": ID},), {}, NONE),
+        (ARQ, (7,), {}, NONE),
+        (ARQ, (), {}, NONE),
+        ({}, (CONTEXT,), {}, NONE),
     ],
 )
 def test_a_run_names_its_job(
@@ -130,17 +133,7 @@ def test_a_run_names_its_job(
 @both
 def test_a_run_names_a_job_that_is_given_by_keyword(redis: Redis, decorate: Decorate) -> None:
     run = decorate(lambda job: ran(), work_id=lambda job: job)  # noqa: ARG005
-    assert run(job=7) == ("7", None)
-
-
-@both
-def test_a_run_names_the_queue_of_its_job(redis: Redis, install: Any, decorate: Decorate) -> None:
-    def queue() -> Any:
-        holder: Any = current_lock().holder
-        return holder.queue
-
-    install(in_rq(2))
-    assert decorate(queue)() == "rq"
+    assert run(job=7) == ("7", None, None)
 
 
 def test_inside_of_a_celery_task_no_other_queue_is_asked(redis: Redis, install: Any) -> None:
@@ -149,7 +142,7 @@ def test_inside_of_a_celery_task_no_other_queue_is_asked(redis: Redis, install: 
     def work() -> Any:
         return decorated(ran)(), decorated(ran, work_id=named)()
 
-    assert Celery(set_as_current=False).task(work, name="t").apply().get() == ((None, None), (ID, None))
+    assert Celery(set_as_current=False).task(work, name="t").apply().get() == (NONE, (ID, None, None))
 
 
 @both
@@ -177,7 +170,7 @@ def test_it_waits_for_a_previous_attempt_and_is_busy_by_all_else(
     """Whatever the policy says."""
     install(modules)
     hold(300 if result else LONG, **held)
-    job, _ = decorate(ran, **options)() or (None, None)
+    job, *_ = decorate(ran, **options)() or NONE
     assert job == result
 
 
@@ -269,49 +262,41 @@ def test_its_queue_requeues_it_until_the_key_expires(
     assert f"{name} requeues job {ID}: a previous attempt holds {key}" in caplog.messages
 
 
-FORKS = """
-import os, sys
-from types import SimpleNamespace
+@pytest.mark.usefixtures("redis")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("is_known", [True, False], ids=["the machine is known", "the machine is unknown"])
+def test_children_that_a_job_forks_are_no_attempts_of_each_other_nor_of_it(
+    install: Any, monkeypatch: pytest.MonkeyPatch, *, is_known: bool
+) -> None:
+    fork = multiprocessing.get_context("fork")
+    begun, may_end, results = fork.Event(), fork.Event(), fork.SimpleQueue()
 
-job = SimpleNamespace(id="job-1", number_of_retries=0)
-sys.modules["rq"] = SimpleNamespace(get_current_job=lambda: job)
-from only_one import only_one
-from only_one.lock import token
+    @only_one("k", lease=LIMIT)
+    def work(then: Callable[[], object]) -> str:
+        then()
+        return "done"
 
-url, machine = sys.argv[1:]
-if machine == "the machine is unknown":
-    token.machine = lambda: None
+    def forked(call: Callable[[], object]) -> Any:
+        process = fork.Process(target=call)
+        process.start()
+        return process
 
-@only_one(machine, redis=url, lease=600)
-def work(then=bool):
-    then()
-    return "done"
+    def child(then: Callable[[], object]) -> Any:
+        return forked(lambda: results.put(work(then)))
 
-def forked(then=bool):
-    pid = os.fork()
-    if not pid:
-        print(work(then), flush=True)
-        os._exit(0)
-    return pid
+    def job() -> None:
+        install(in_rq(0))
+        if not is_known:
+            monkeypatch.setattr(token, "machine", lambda: None)
+        first = child(lambda: (begun.set(), may_end.wait(LIMIT)))
+        assert begun.wait(LIMIT)
+        child(bool).join()
+        may_end.set()
+        first.join()
+        work(lambda: child(bool).join())
 
-def hold():
-    os.write(tell_begun, b".")
-    os.read(may_end, 1)
-
-(begun, tell_begun), (may_end, tell_end) = os.pipe(), os.pipe()
-first = forked(hold)
-os.read(begun, 1)
-os.waitpid(forked(), 0)
-os.write(tell_end, b".")
-os.waitpid(first, 0)
-work(lambda: os.waitpid(forked(), 0))
-"""
-
-
-@pytest.mark.parametrize("machine", ["the machine is known", "the machine is unknown"])
-def test_children_that_a_job_forks_are_no_attempts_of_each_other_nor_of_it(redis_url: str, machine: str) -> None:
-    with Program(FORKS, redis_url, machine) as program:
-        assert [program.line() for _ in range(3)] == ["None", "done", "None"]
+    forked(job).join()
+    assert [results.get() for _ in range(3) if not results.empty()] == [None, "done", None]
 
 
 @pytest.mark.parametrize(("held", "raised"), [(ELSEWHERE, pytest.raises(Requeued)), (OTHERS, nullcontext())])
@@ -326,17 +311,14 @@ def test_to_a_child_that_a_job_has_forked_only_a_run_elsewhere_is_an_attempt(
         assert decorated(ran)() is None
 
 
-def in_a_loop(function: Callable[[], Any]) -> Function:
-    async def call() -> Any:
-        return function()
-
-    return lambda: asyncio.run(call())
+def in_a_loop(body: Function, **options: Any) -> Function:
+    return lambda: asyncio.run(as_async(decorated(body, **options))())
 
 
 GIVES_UP: dict[str, tuple[Callable[..., Function], dict[str, Any], int]] = {
     "more than a lease is left": (decorated, {"timeout": 600}, LONG),
     "more than its lease is left": (decorated, {"lease": 100}, LONG),
-    "it would block the event loop": (lambda body, **options: in_a_loop(decorated(body, **options)), {}, 20_000),
+    "it would block the event loop": (in_a_loop, {}, 20_000),
 }
 
 
