@@ -276,6 +276,10 @@ def test_children_that_a_job_forks_are_no_attempts_of_each_other_nor_of_it(
         then()
         return "done"
 
+    def hold() -> None:
+        begun.set()
+        may_end.wait(LIMIT)
+
     def forked(call: Callable[[], object]) -> Any:
         process = fork.Process(target=call)
         process.start()
@@ -288,7 +292,7 @@ def test_children_that_a_job_forks_are_no_attempts_of_each_other_nor_of_it(
         install(in_rq(0))
         if not is_known:
             monkeypatch.setattr(token, "machine", lambda: None)
-        first = child(lambda: (begun.set(), may_end.wait(LIMIT)))
+        first = child(hold)
         assert begun.wait(LIMIT)
         child(bool).join()
         may_end.set()

@@ -176,37 +176,19 @@ def test_the_second_call_in_a_delivery_after_another_task(
     assert runs == expected
 
 
-def test_a_redelivery_that_is_dropped_may_not_run_when_it_calls_its_function_again(queue: Queue, keys: Keys) -> None:
+@pytest.mark.parametrize(("again", "expected"), [({}, (2, 0)), ({"again": Task.retry}, (1, 1))], ids=["run", "retry"])
+def test_a_redelivery_that_is_dropped_neither_runs_nor_is_retried_when_its_function_is_called_again(
+    queue: Queue, keys: Keys, again: Any, expected: tuple[int, int]
+) -> None:
+    """By what tries again after each exception, so after those by which a delivery ends, too."""
     runs: list[str] = []
-    options: Any = {"celery": {"base": CallsAgain, "errors": [Exception]}}
-    answer = a_task(queue.app, lambda_of(lambda: runs.append("run")), **options).delay()
+    base: Any = {"base": CallsAgain, "errors": [Exception], **again}
+    answer = a_task(queue.app, lambda_of(lambda: runs.append("run")), celery=base).delay()
     message = queue.take()
     keys.redis.hset(keys.marker(answer.id), "asked", 1)
-    queue.deliver(message)
-    queue.deliver(message, redelivered=True)
-    assert runs == ["run", "run"]
-
-
-class RetriesAfterAnything(Task):  # type: ignore[misc]  # Celery has no types
-    """Retries after each exception, and so after those by which a delivery ends."""
-
-    abstract = True
-
-    def __call__(self) -> Any:
-        try:
-            return self.run()
-        except Exception as error:
-            raise self.retry(exc=error) from error
-
-
-def test_a_redelivery_that_is_dropped_is_not_retried(queue: Queue, keys: Keys) -> None:
-    runs: list[str] = []
-    answer = a_task(queue.app, lambda_of(lambda: runs.append("run")), celery={"base": RetriesAfterAnything}).delay()
-    message = queue.take()
-    keys.redis.hset(keys.marker(answer.id), "asked", 1)
-    queue.deliver(message)
-    queue.deliver(message, redelivered=True)
-    assert (runs, len(queue), answer.state) == (["run"], 0, "SUCCESS")
+    for redelivered in (False, True):
+        queue.deliver(message, redelivered=redelivered)
+        assert (len(runs), len(queue)) == expected
 
 
 @pytest.mark.parametrize("policy", [fail, skip, carry_on])

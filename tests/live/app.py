@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import redis
-from celery import Celery, Task
+from celery import Celery
 from celery.exceptions import Ignore, Reject
 from celery.signals import task_postrun, task_received
 from kombu.common import Broadcast
@@ -204,39 +204,6 @@ unique = ABOVE["plain"]
 # In workers of the first version it does the same, under this name.
 redelivered = below("tests.live.redelivery_app.late", {"acks_late": True}, first=REDELIVERED)
 requeued = below("requeued", LATE, when_busy=retry())
-
-
-class Late:
-    """A result that cannot be stored before its gate is open."""
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-
-    def __json__(self) -> str:
-        note("stores", self.key)
-        wait_at(f"gate:{self.key}")
-        return "late"
-
-
-@app.task(bind=True, shared=False, acks_late=True)  # type: ignore[untyped-decorator]
-@only_one("{key}", timeout=TIMEOUT)
-def stored_late(self: Any, key: str) -> Any:
-    """The result of the first run is late."""
-    work(self, key, "pause")
-    return Late(key) if next_number(key) == 1 else "at once"
-
-
-class Around(Task):  # type: ignore[misc]  # Celery has no types
-    """Does something around each run."""
-
-    abstract = True
-
-    def __call__(self, key: str, *orders: Any) -> Any:
-        note("around", key)
-        return super().__call__(key, *orders)
-
-
-based = below("based", {"base": Around, **LATE})
 
 
 PAUSE_OF_CANVAS = 2

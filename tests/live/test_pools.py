@@ -29,23 +29,22 @@ def result(answer: Any) -> Any:
 
 
 def test_duplicates_are_skipped(pool: str, scene: Scene) -> None:
-    """Also of a class whose `__call__` does something around the run."""
-    running = live.based.delay(scene.key, "gate")
+    task = live.BELOW["late"]
+    running = task.delay(scene.key, "gate")
     scene.begun()
-    duplicates = [live.based.delay(scene.key, "gate") for _ in range(3)]
-    duplicates.append(live.based.apply_async(kwargs={"key": scene.key}))
+    duplicates = [task.delay(scene.key, "gate") for _ in range(3)]
+    duplicates.append(task.apply_async(kwargs={"key": scene.key}))
     if pool == "solo":  # which does nothing else meanwhile: they come after it
         scene.open(4)
-        assert [result(each) for each in duplicates] == [[live.based.name, each.id, 0, True] for each in duplicates]
+        assert [result(each) for each in duplicates] == [[task.name, each.id, 0, True] for each in duplicates]
         return
     assert [result(duplicate) for duplicate in duplicates] == [None] * 4
     assert eventually(lambda: scene.place.log().count(f"{scene.key} is taken by") == 4)
     assert not running.ready()
     scene.open()
-    assert result(running) == [live.based.name, running.id, 0, True]
+    assert result(running) == [task.name, running.id, 0, True]
     assert scene.runs() == ["0"]
     assert scene.is_free()
-    assert len(scene.place.notes("around", scene.key)) == 5
 
 
 @pytest.mark.usefixtures("pool")

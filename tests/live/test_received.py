@@ -13,7 +13,7 @@ import pytest
 
 from rigs.waiting import LIMIT, eventually
 from tests.live import app as live
-from tests.live.workers import PREFIX, Scene, kill_tree
+from tests.live.workers import Scene, kill_tree
 
 A_LEASE = 30
 
@@ -50,17 +50,3 @@ def test_it_is_queued_again_when_its_worker_ends_and_free_if_that_is_killed(scen
     assert end is signal.SIGKILL or (scene.state() == ("queued", answer.id) and scene.expires_in() > A_LEASE)
     assert (unique.delay(scene.key) == answer) == (end is not signal.SIGKILL)
     scene.place.client.flushdb()
-
-
-def test_a_redelivery_for_which_no_process_is_free_until_its_run_has_ended_is_dropped(scene: Scene) -> None:
-    """As after a connection to Redis that was lost for a moment: the worker has received it while the run lasted."""
-    with scene.place.worker("-c", "1"):
-        answer = live.redelivered.delay(scene.key, "return")
-        scene.begun()
-        scene.place.broker.deliver_again(scene.place.broker.copy_of(answer.id))
-        # The worker tells the run of it, which it does a moment after Celery has logged that it is received.
-        scene.place.wait_for_event(f"/{{{PREFIX}{scene.key}}}:copy:{answer.id}:0", "hset")
-        scene.open()
-        assert eventually(lambda: f"[{answer.id}] dropped: its run has ended" in scene.place.log())
-        assert answer.get(timeout=LIMIT)
-    assert scene.runs() == ["0"]

@@ -7,13 +7,12 @@ gates, or when they have ended.
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Iterator
 
 import pytest
 
 from only_one.celery.broker import visibility_timeout
-from rigs.waiting import LIMIT, eventually
+from rigs.waiting import eventually
 from tests.documented import BROKERS, documented
 from tests.live import app as live
 from tests.live.brokers import KIND
@@ -100,16 +99,3 @@ def test_a_redelivery_is_never_beside_the_run(redelivered: dict[str, tuple[Scene
         place.catch_up()
         assert place.events(f"/celery-task-meta-{task_id}").count("set") == 1
     assert scene.runs() == attempts
-
-
-def test_a_run_is_done_again_if_a_cold_shutdown_comes_before_its_result_is_stored(place: World, scene: Scene) -> None:
-    """Its process ends in order then, as by any SIGTERM, and Celery says that the task is over."""
-    answer = live.stored_late.apply_async((scene.key,), queue=scene.queue)
-    with place.worker("-c", "1", "-Q", scene.queue) as worker:
-        place.wait_for("stores", scene.key)
-        worker.send_signal(signal.SIGQUIT)
-        worker.wait(LIMIT)
-    with place.worker("-c", "1", "-Q", scene.queue):
-        assert answer.get(timeout=LIMIT) == "at once"
-        assert eventually(lambda: not place.broker.messages())  # it acknowledges its message after that
-    assert scene.runs() == ["0", "0"]

@@ -126,25 +126,16 @@ def celery_worker(
 
 
 def leave(app: Any) -> None:
-    """Let go of an application's server."""
-    with closed_results(app):
-        app.pool.force_close_all(close_pool=False)  # Celery keeps the pool, and with it sockets that nobody closes
+    """Let go of an application's server, and close what Celery leaves open: its pool, and what results have opened."""
+    app.pool.force_close_all(close_pool=False)
+    app.backend.result_consumer.stop()
+    app.backend.result_consumer._pubsub = None  # or a result that is collected connects once more, to say so
+    app.backend.client.connection_pool.disconnect()
     app.close()
     # These have the pool and the server's address, too: who sends after this would wait for a connection for ever.
     vars(app).pop("amqp", None)
     vars(app).pop("only_one_broker", None)
     vars(app._local).pop("backend", None)
-
-
-@contextmanager
-def closed_results(app: Any) -> Iterator[None]:
-    """Close what a thread has opened for an application's results: Celery opens it for each, and closes it for none."""
-    try:
-        yield
-    finally:
-        app.backend.result_consumer.stop()
-        app.backend.result_consumer._pubsub = None  # or a result that is collected connects once more, to say so
-        app.backend.client.connection_pool.disconnect()
 
 
 @contextmanager
