@@ -316,8 +316,15 @@ class Broker:
         self.world.note(this().name, "rejects", f"#{delivery.number}", "requeue" if requeue else "")
         if requeue:
             self.again(delivery)
-        else:
-            self.ack(delivery)
+            return
+        self.ack(delivery)
+        has_come_back = "x-death" in delivery.payload["headers"]
+        if self.kind == "amqp" and not has_come_back and self.world.fault("dead letter", self.world.plan.dead_letters):
+            payload = deepcopy(delivery.payload)
+            payload["headers"]["x-death"] = [{"reason": "rejected", "count": 1, "queue": "celery", "exchange": ""}]
+            dead = Delivery(payload, len(self.published))
+            self.published.append(dead)
+            self.world.after(1.0, lambda: self._arrive(dead))
 
     def restore(self, worker: Any) -> None:
         """Redeliver all that a worker has not acknowledged, because its connection is lost."""

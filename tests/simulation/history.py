@@ -63,8 +63,8 @@ class History(World):
         self.whose: Process | None = None
         self.of_host: list[Callable[[], None]] = []
 
-    def plan_faults(self, seconds: float) -> None:
-        for label, probabilities in self.FAULTS.items():
+    def plan_faults(self, faults: dict[str, list[float]], seconds: float) -> None:
+        for label, probabilities in faults.items():
             do = getattr(self, f"_{label.replace(' ', '_')}")
             for probability in probabilities:
                 if self.fault(label, probability):

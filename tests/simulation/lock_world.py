@@ -126,7 +126,7 @@ class LockWorld(History):
         logging.getLogger("only_one").setLevel(logging.ERROR if self.is_silent else logging.DEBUG)
         for number, process in enumerate(self.processes):
             self._start(process, f"p{number}", self.choose("plan machine", self.machines))
-        self.plan_faults(8)
+        self.plan_faults(self.FAULTS, 8)
         self.run(self.now + 600, lambda: not self.left)
         if self.left:
             self.problem("a call never ended", f"{len(self.left)} processes wait")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,6 +42,9 @@ class MessageChecker:
         self.history, self.plan, self.problem = history, history.plan, history.problem
         self.broker = history.broker
         self.being_sent: set[str] = set()
+        self._at_key: dict[str, Any] = {}
+        self._took_over: list[dict[str, Any]] = []
+        self._killed_with_another_s_key = False
 
     def at_the_end(self) -> None:
         for invariant in INVARIANTS:
@@ -62,6 +66,20 @@ class MessageChecker:
         return any(word in each for each in self.history.faults for word in words)
 
     @property
+    def was_unreachable(self) -> bool:
+        """Whether some commands to the server were not answered, or late."""
+        return self.had("cut", "late", "server away")
+
+    def has_forgotten(self, since: float, until: float) -> bool:
+        """Whether the server has lost all that it had stored, keys and completion markers, in this time."""
+        return any(since - _JUST_NOW < at < until for at in self.history.forgot_at)
+
+    def overran(self, run: Any, now: float) -> bool:
+        """Whether a run has lasted until its ``timeout``, so that its key has expired."""
+        lasts: float = (run.ended or now) - run.began
+        return lasts > (self.plan.timeout or inf) - _JUST_NOW
+
+    @property
     def late_commands(self) -> int:
         """How many messages to the server came late; a late reply changes nothing there."""
         return sum("late of" in fault and " up#" in fault for fault in self.history.faults)
@@ -71,7 +89,8 @@ class MessageChecker:
 
         Both commands of a ``delay()`` were sent twice. Or its message was lost. Or its worker was killed, which had
         acknowledged it, and another run, as of the attempt before, had the key when it came. Or a version in which the
-        task is not unique has ended it, and its message names no key; or at its hard limit; or was killed.
+        task is not unique has ended it, and its message names no key; or at its hard limit; or was killed. Or it has
+        ended without a run while the server was away, and its process was killed before it could withdraw it.
         """
         triggers = self.history.triggers.values()
         tasks = [each for each in triggers if each.id is not None and each.id.encode() in value]
@@ -83,7 +102,9 @@ class MessageChecker:
         others = [(run, at) for run in self.history.runs for work, at in came.items() if run.work != work]
         is_killed = any(run.began - _ONE_COMMAND <= at <= (run.ended or inf) + _ONE_COMMAND for run, at in others)
         is_killed &= any(self.outcomes_of(each.name) <= _WAITS for each in tasks)
-        return self.late_commands > 1 or is_moved or is_killed or was_lost
+        has_run = any(each.runs for each in tasks)
+        is_not_withdrawn = not has_run and self.had("server away") and self.had("killed", "shutdown")
+        return self.late_commands > 1 or is_moved or is_killed or was_lost or is_not_withdrawn
 
     @property
     def may_drop_unstored(self) -> bool:
@@ -95,23 +116,34 @@ class MessageChecker:
     def run_begins(self, run: Any) -> None:
         for other in self.history.running:
             both_believe = other.lock.key == run.lock.key and other.lock.is_held and run.lock.is_held
-            if both_believe and other.end != "key lost":
+            has_lost_it = other.end == "key lost" or self.has_forgotten(other.began, run.began)
+            if both_believe and not has_lost_it:
                 self.problem("two at once", f"{run.trigger.name} began while {other.trigger.name} runs")
 
     def changed(self, key: bytes, expiry: float | None, after: Any) -> None:
         """A task that waits to be begun keeps its key, whoever else has had it."""
+        if key != b"only_one:k":
+            return
+        self._note_takeover(after)
         has_expired = expiry is not None and expiry <= self.history.now
-        if after is not None or has_expired or key != b"only_one:k" or not self._keeps_waiting_keys:
+        if after is not None or has_expired or not self._keeps_waiting_keys:
             return
         for name in self._waiting():
             self.problem("a queued task has lost its key", name)
 
+    def _note_takeover(self, after: Any) -> None:
+        """Who is killed with a waiting task's key cannot store that task's value again."""
+        before, self._at_key = self._at_key, json.loads(after or b"{}")
+        if before in self._took_over and before["pid"] in self.history.killed:
+            self._killed_with_another_s_key = True
+        was_waiting = before.get("state") in ("queued", "received")
+        if was_waiting and self._at_key.get("task_id", before["task_id"]) != before["task_id"]:
+            self._took_over.append(self._at_key)
+
     @property
     def _keeps_waiting_keys(self) -> bool:
         is_calm = self.only("publishing fails", "visibility timeout", "lost connection", "shutdown")
-        # Who is killed with a waiting task's key cannot store that task's value again.
-        was_killed = any(run.end == "killed" for run in self.history.runs)
-        return all(self.plan.deduplicate) and is_calm and not (was_killed or self._may_forget)
+        return all(self.plan.deduplicate) and is_calm and not (self._killed_with_another_s_key or self._may_forget)
 
     @property
     def _may_forget(self) -> bool:
@@ -130,7 +162,7 @@ class MessageChecker:
         triggers = [history.triggers[work.trigger] for work in there - begun - history.outcomes.keys()]
         # In `before_start` one may have given up its key.
         triggers = [each for each in triggers if each.how in _UNIQUE and not (each.runs or each.hooked)]
-        return {each.name for each in triggers if each.is_sent}
+        return {each.name for each in triggers if each.is_sent and each.name not in history.begun_and_killed}
 
     def _alive(self) -> set[str]:
         """The triggers whose tasks wait or run, or are being sent by another producer."""
@@ -162,6 +194,7 @@ class MessageChecker:
         keep &= {each.work.trigger for each in self.history.broker.published} - just_ended
         # A message whose child was killed has no key until it is delivered again; one whose run has ended needs none.
         keep -= self.history.begun_and_killed
+        keep -= {run.trigger.name for run in self.history.runs if self.overran(run, self.history.now)}
         keep -= {run.trigger.name for run in self.history.runs if run.end not in (None, "Retry", "Ignore", "Reject")}
         # A soft time limit, or an exit, may have ended one before its run, of which the worker is not told yet.
         begun = [job for job in self.history.broker.jobs if job.child]
@@ -223,7 +256,7 @@ def _no_key_without_a_run(history: Any, checker: MessageChecker) -> Problems:
 def _exceptions_are_documented(history: Any, checker: MessageChecker) -> Problems:
     is_documented = {
         "AlreadyRunning": not history.plan.policies.isdisjoint(("fail", "retry", "buffer_one")),
-        "LockUnavailable": checker.had("cut", "late"),
+        "LockUnavailable": checker.was_unreachable,
         "OperationalError": checker.had("publishing fails"),
     }
     for trigger in history.triggers.values():
@@ -272,14 +305,18 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
         return True
     has_run = any(run.end != "calls again" for run in trigger.runs)
     is_skipped = not plan.policies.isdisjoint(("skip", "buffer_one")) or ("default" in plan.policies and not has_run)
+    is_skipped |= plan.when_down == "skip" and checker.was_unreachable
     # A hook after a skip may put an end of its own in the place of None.
     return is_skipped and bool(outcomes & {"None", trigger.in_hook[1]})
 
 
 def _no_task_that_can_wait_is_refused(history: Any, _checker: MessageChecker) -> Problems:
+    published = Counter(each.work for each in history.broker.published)
     for work, outcomes in history.outcomes.items():
         trigger = history.triggers[work.trigger]
-        if history.plan.policies == {"retry"} and "AlreadyRunning" in outcomes and trigger.how not in LISTS:
+        is_at_limit = published[work] > history.plan.retry.get("max_retries", inf)
+        may_be_refused = trigger.how in LISTS or is_at_limit
+        if history.plan.policies == {"retry"} and "AlreadyRunning" in outcomes and not may_be_refused:
             yield "a task was refused", f"{work} of {trigger.how}"
 
 
@@ -324,7 +361,7 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         if count > 1 + (trigger.how in LISTS) and not may_run_again and checker.only("publishing fails"):
             yield "a run too many", f"{work} ran {count} times"
     # Not where the marker could not be asked.
-    if not history.plan.acks_late or checker.had("cut", "late"):
+    if not history.plan.acks_late or checker.was_unreachable:
         return
     # Nor does a message that begins after the run's end put a result of its own in the place of the run's.
     others = [(run, each) for run in history.runs for each in history.not_run if each.began > (run.ended or inf)]
@@ -348,6 +385,9 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         has_ended |= first.end == "ValueError" and history.acks_failures and not is_rejected
         # What a run that is killed has sent is sent again by its redelivery.
         until_then = [each for each in history.runs if each.trigger is first.trigger and each.began <= first.began]
+        # Nor does a run that loses its key, or its completion marker, keep its redelivery from doing the work.
+        is_again &= not any(checker.overran(each, later.began) for each in until_then)
+        is_again &= not checker.has_forgotten(until_then[0].began, later.began)
         # With Redis, a message that comes back while its result is being stored is as good as new, with all it sends.
         redelivered_at = history.broker.last_redelivered_at
         have_come_late = [redelivered_at.get(each.work, -inf) > each.ended - _ONE_COMMAND for each in until_then]
@@ -362,7 +402,7 @@ def _was_killed(run: Any, until: float) -> bool:
 
 def _no_call_is_skipped_for_its_own_delivery(history: Any, checker: MessageChecker) -> Problems:
     """A task is skipped for other work only: also an item of a list, and the second call of a task in one delivery."""
-    if checker.had("cut", "late"):  # a key may stay for a while
+    if checker.was_unreachable:  # a key may stay for a while
         return
     for work, outcomes in history.outcomes.items():
         trigger = history.triggers[work.trigger]
@@ -402,6 +442,7 @@ def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
     # A number that got no answer may be drawn after it; and what `_may_end` says of an id that is used again.
     may_be_overtaken = checker.had("cut") and checker.had("late")
     may_be_overtaken |= sent[-1].how == "id" and checker.was_redelivered(sent[-1])
+    may_be_overtaken |= history.plan.when_down == "skip" and checker.was_unreachable
     was_told = history.revoked or outcomes - _WAITS or others
     # One that its time limit has killed before its run began is trusted to wait, as one whose message was lost.
     limited = [name for name, each in history.triggers.items() if each.how == "hard limit" and not each.runs]
@@ -415,7 +456,7 @@ def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
 def _none_runs_after_a_newer_one(history: Any, checker: MessageChecker) -> Problems:
     """One that had begun, or of which a delivery had ended, when another was sent is older than that."""
     # Where a command gets no answer, a task goes on, though nobody knows its number.
-    if history.plan.policies != {"buffer_one"} or checker.had("cut", "late"):
+    if history.plan.policies != {"buffer_one"} or checker.was_unreachable:
         return
     for newer, older in combinations(history.runs, 2):
         has_none = {newer.trigger.how, older.trigger.how} & {*CALLS} or _IS_NUMBERED_ANEW & {*older.trigger.ends}
@@ -425,7 +466,7 @@ def _none_runs_after_a_newer_one(history: Any, checker: MessageChecker) -> Probl
 
 def _at_least(history: Any, checker: MessageChecker) -> Problems:
     """After a success no run begins until the time is over."""
-    if not history.plan.at_least or checker.had("cut", "late", "key lost"):
+    if not history.plan.at_least or checker.was_unreachable or checker.had("key lost", "server forgets"):
         return
     for run, later in pairwise(history.runs):
         # A limit or a kill may have come before its release.

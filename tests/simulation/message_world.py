@@ -71,6 +71,9 @@ _ENDS = [
 ]
 
 
+_WIDE_FROM = 320_000_000
+"""Of the seeds from here on, every fourth has more options and faults; so earlier ones play what they have played."""
+
 _LOST = {"reject_on_worker_lost": False}
 _AUTORETRY = {"autoretry_for": (ValueError,), "retry_kwargs": {"countdown": 0.1}}
 _TASKS = ("work", "other work")
@@ -199,6 +202,13 @@ class MessageWorld(History):
         "kind": [*["function"] * 5, "class", "class that calls again", "class with a decorated call"],
         "other": [*[{}] * 30, *_OTHERS],  # in a rolling deploy, what is not the same in the other version of the app
     }
+    WIDE_PLAN: ClassVar[dict[str, list[Any]]] = {
+        "timeout": [None, None, 10.0, 3.5],
+        "takeover": [True, False],
+        "retry": [{}, {"countdown": 0.2}, {"max_retries": 2}],
+        "when_down": ["default", "retry", "carry_on", "skip"],
+        "dead_letters": [0.0, 0.7],  # how probable it is that a rejected message comes back, with RabbitMQ
+    }
     FAULTS: ClassVar[dict[str, list[float]]] = {
         "killed child": [0.15, 0.15],
         "killed worker": [0.1],
@@ -206,9 +216,13 @@ class MessageWorld(History):
         "lost connection": [0.1],
         "revoke": [0.08],
     }
+    WIDE_FAULTS: ClassVar[dict[str, list[float]]] = {"server away": [0.2, 0.1], "server forgets": [0.15]}
 
     def __init__(self, processes: list[Process], seed: int, left_out: frozenset[str] = frozenset()) -> None:
         super().__init__(processes, seed, left_out)
+        self.is_wide = seed >= _WIDE_FROM and seed % 4 == 0
+        for name, values in self.WIDE_PLAN.items():
+            vars(self.plan)[name] = self.choose(f"plan {name}", values) if self.is_wide else values[0]
         if self.plan.kind == "class that calls again":  # after a failure
             self.plan.options = {}
         self.acks_failures = "acks_on_failure_or_timeout" not in self.plan.options
@@ -229,6 +243,8 @@ class MessageWorld(History):
         self.not_run: list[Run] = []
         self.revoked: set[str | None] = set()
         self.begun_and_killed: set[str] = set()
+        self.forgot_at: list[float] = []
+        self.killed: set[int] = set()
         self.broker = Broker(self, self.plan.broker)
         self.checker = MessageChecker(self)
         self.store.changed = self.checker.changed
@@ -249,7 +265,7 @@ class MessageWorld(History):
             machine = self.choose("plan machine", self.machines)
             own = [process for _, process in zip(range(3), given, strict=False)]
             self.broker.workers.append(Worker(self, f"w{number}", machine, own))
-        self.plan_faults(12)
+        self.plan_faults(self.FAULTS | self.WIDE_FAULTS if self.is_wide else self.FAULTS, 12)
         self.run(self.now + 300, lambda: not left)
         self.run(self.now + 15)
         self.quiet = True
@@ -289,6 +305,18 @@ class MessageWorld(History):
     def _lost_connection(self) -> None:
         self._worker().lose_connection()
 
+    def _server_away(self) -> None:
+        self.host.stop(seconds := self.choose("seconds away", [0.5, 3.0, 20.0]))
+        self.note("server", "is away for", seconds)
+
+    def _server_forgets(self) -> None:
+        self.note("server", "forgets all")
+        self.forgot_at.append(self.now)
+        for run in self.running:
+            run.end = "key lost"  # until it has ended
+        for key in list(self.store.keys):
+            self.store.set(key, None)
+
     def _revoke(self) -> None:
         ids = [trigger.id for trigger in self.triggers.values() if trigger.id]
         if not ids:
@@ -309,6 +337,7 @@ class MessageWorld(History):
         for run in self.running:
             if run.process is process:
                 run.end, run.ended = "killed", self.now
+        self.killed.add(process.pid)
         self.begun_and_killed |= {job.work.trigger for job in self.broker.jobs if job.child is process}
 
     def app_of(self, process: Process) -> Any:
@@ -323,9 +352,10 @@ class MessageWorld(History):
         app = self.apps[key] = _app(process, plan.broker, acks_late=plan.acks_late)
         # A direct call has the settings of the process's only app; that of another process would be the second.
         vars(process.modules["only_one.celery.app_settings"])["current_app"] = lambda: app
-        policies = {"retry": package.retry(), "buffer_one": package.buffer_one()}
-        policies |= {"skip": package.skip, "fail": package.fail, "default": None}
-        given = {"when_busy": policies[plan.when_busy], "lease": plan.lease, "at_least": plan.at_least}
+        policies = {"retry": package.retry(**plan.retry), "buffer_one": package.buffer_one(), "default": None}
+        policies |= {each: getattr(package, each) for each in ("skip", "fail", "carry_on")}
+        given = {name: getattr(plan, name) for name in ("lease", "at_least", "timeout", "takeover")}
+        given |= {name: policies[getattr(plan, name)] for name in ("when_busy", "when_down")}
         given = {name: value for name, value in given.items() if value is not None}
 
         def body(task: Any, given: Given) -> str:
