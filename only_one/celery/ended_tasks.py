@@ -12,12 +12,13 @@ from typing import Any
 
 from celery import signals
 from celery.app.task import Context
-from celery.exceptions import TimeLimitExceeded, WorkerLostError
+from celery.exceptions import Reject, TimeLimitExceeded, WorkerLostError
+from celery.states import FAILURE, SUCCESS
 from redis.exceptions import ResponseError
 
 from only_one.call.effective_options import Call, Decoration, EffectiveOptions
 from only_one.clock import now
-from only_one.driver import Command, drive, is_of_signal_handler
+from only_one.driver import Command, drive
 from only_one.holder import Holder, is_queued
 from only_one.lock.commands import Retained, evaluate
 from only_one.lock.liveness import is_dead
@@ -180,34 +181,37 @@ def _has_ended(holder: Holder) -> bool:
     return False
 
 
-def _on_end(sender: Any, task: Any, **_: Any) -> None:
-    """The task has ended. If its soft time limit comes only now, Celery would log it: all is done again."""
-    handled = sys.exc_info()[1]
-    try:
-        _end(unwrapped(sender), task.request, handled)
-    except Exception as error:
-        if not is_of_signal_handler(error):
-            raise
-        _end(unwrapped(sender), task.request, handled)
-
-
-def _end(task: Any, request: Any, error: BaseException | None) -> None:
+def _on_end(sender: Any, task: Any, state: Any = None, **_: Any) -> None:
     """Note that the result is stored, or withdraw a task that never began.
 
-    Its process may be told to exit before the result is stored, as by SIGTERM: then a redelivery does the work. And a
-    signal handler, ``before_start`` or a base class may have kept it from running.
+    Celery drops what is raised here, as a soft time limit may be, and asks the next receiver: it does all again.
     """
-    is_stored = error is None or isinstance(error, Exception)
-    for server, key, marker in vars(request).get("only_one_markers", ()) if is_stored else ():
+    request, error = task.request, sys.exc_info()[1]
+    if vars(request).get("only_one_end_is_noted"):
+        return
+    for server, key, marker in vars(request).get("only_one_markers", ()) if _is_stored(task, state, error) else ():
         with redelivery.unless_down(request.id):
             drive(server.client, evaluate(redelivery.STORED, key, beside=(marker,)))
-    if not vars(request).get("only_one_has_begun"):
-        withdraw(task.app, task, request)
+    if not vars(request).get("only_one_has_begun"):  # a signal handler, `before_start` or a base class has prevented it
+        withdraw(task.app, unwrapped(sender), request)
+    request.only_one_end_is_noted = True
+
+
+def _is_stored(task: Any, state: Any, error: BaseException | None) -> bool:
+    """Whether what came of a run is stored, or its message acknowledged without; else a redelivery does the work.
+
+    Its process may be told to exit before, as by SIGTERM. And a result may fail to be stored: then the task has failed.
+    """
+    if error is not None and not isinstance(error, Exception):
+        return False
+    has_failed = state == FAILURE or (state == SUCCESS and error is not None and not isinstance(error, Reject))
+    return not has_failed or redelivery.acks_failures(task)
 
 
 signals.task_failure.connect(_on_failure)
 signals.task_retry.connect(_on_retry)
 signals.task_revoked.connect(_on_revoked)
 signals.task_postrun.connect(_on_end)
+signals.task_postrun.connect(_on_end, dispatch_uid="only_one: once more")
 # A child of the pool ends without calling what is registered with `atexit`.
 signals.worker_process_shutdown.connect(lambda **_: finish_pending_releases(), weak=False)

@@ -76,7 +76,7 @@ def marker_update(task: Any, marker: str, ended_by: BaseException | None, second
     """The completion marker that the release of a task with acks_late sets, if the run has ended.
 
     A run that was rejected, ignored or interrupted by a signal has not ended: a redelivery does its work.
-    Nor has a run that failed, if its message is not acknowledged then: it may come back by a dead-letter queue.
+    Nor has a run that failed, if its message is not acknowledged then.
     A run that was replaced has ended, because its replacement is published.
 
     Args:
@@ -87,13 +87,18 @@ def marker_update(task: Any, marker: str, ended_by: BaseException | None, second
     """
     has_ended: Any = ended_by is None or isinstance(ended_by, Retry) or _is_replaced(ended_by)
     if isinstance(ended_by, Exception) and not isinstance(ended_by, (Ignore, Reject, Retry)):
-        # Since Celery 5.7 a task has the first, which is filled from the other.
-        has_ended = getattr(task, "acks_on_failure", task.acks_on_failure_or_timeout)
+        has_ended = acks_failures(task)
     if not has_ended:
         return None
     # There may be a redelivery that could not ask, because it waits for a free place in a worker.
     may_be_unseen = redelivers_at_any_time(task.app) or seconds > visibility_timeout(task.app) / 2
     return MarkerUpdate(marker, round(1000 * remembered_for(task.app)) if may_be_unseen else 0)
+
+
+def acks_failures(task: Any) -> bool:
+    """Whether the message of a run that has failed is acknowledged; else it may come back by a dead-letter queue."""
+    # Since Celery 5.7 a task has the first, which is filled from the other.
+    return bool(getattr(task, "acks_on_failure", task.acks_on_failure_or_timeout))
 
 
 def _is_replaced(ended_by: BaseException) -> bool:

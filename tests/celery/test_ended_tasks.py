@@ -37,7 +37,7 @@ from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.celery.deliveries import HOUR, Calls, Keys, Queue, a_task, token_of, unique
 from tests.clients import clients
-from tests.interruptions import AtLine, handled, raises, traced
+from tests.interruptions import PLACES, AtLine, handled, raises, traced
 from tests.lock.test_leases import RELEASES
 from tests.wrapped_task import Wrapped
 
@@ -474,23 +474,25 @@ def test_a_task_that_has_ended_without_having_begun_has_no_key(
     assert not [record for record in caplog.records if record.levelname == "ERROR" or "not be" in record.message]
 
 
+@pytest.mark.parametrize("at", PLACES.values(), ids=PLACES)
 def test_a_task_that_ends_without_having_begun_is_withdrawn_though_its_soft_time_limit_comes_then(
-    unique_task: Any, keys: Keys
+    unique_task: Any, keys: Keys, at: type[AtLine], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At whichever line of ours; Celery drops what a handler of its signals raises."""
+    """Wherever in our code; Celery drops what a handler of its signals raises, and logs it."""
     header = Header("mine", 0, key=f"{keys.prefix}k").as_headers()
     over = raises(SoftTimeLimitExceeded())
     with handled(over):
-        for number in itertools.count(3):  # after what cannot be done again
+        for number in itertools.count(1):
             keys["k"] = queued("mine", 0)
-            line = AtLine(number, over)
-            with traced(line):
+            place = at(number, over)
+            with traced(place):
                 end_without_a_run(unique_task, **header)
             renewal.finish_pending_releases()
-            assert "k" not in keys, line.where
-            if not line.where:
+            assert "k" not in keys, place.where
+            if not place.where:
                 break
     assert number > 50
+    caplog.clear()
 
 
 @pytest.mark.parametrize("finish", [end_without_a_run, revoke])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -379,6 +381,35 @@ def test_the_end_of_a_run_is_not_stored_if_its_process_exits_before_its_result_i
     assert keys.marked(answer.id)[b"stored"] == b"0"
     queue.deliver(message, redelivered=True)
     assert (answer.state, len(queue)) == ("PENDING", 1), "it does the work as soon as the process is gone"
+
+
+@pytest.mark.filterwarnings("ignore:Exception raised outside body")
+@pytest.mark.parametrize("acks", [True, False])
+@pytest.mark.parametrize("result", [object(), "done"], ids=["it cannot be serialized", "the result backend is away"])
+def test_a_message_that_comes_back_after_a_run_whose_result_could_not_be_stored(
+    new_app: Any, keys: Keys, tmp_path: Path, result: Any, *, acks: bool
+) -> None:
+    """Celery takes such a run for a failed one, whose message may come back by a dead-letter queue."""
+    runs: list[str] = []
+    (results := tmp_path / "results").mkdir()
+
+    def work() -> Any:
+        runs.append("run")
+        if result == "done" and len(runs) == 1:
+            results.rmdir()
+        return result
+
+    queue = Queue(new_app(result_backend=f"file://{results}"), keys.redis)
+    answer = a_task(queue.app, work, celery={"acks_on_failure_or_timeout": acks}).delay()
+    message = queue.take()
+    keys.redis.hset(keys.marker(answer.id), "asked", 1)
+    for redelivered in (False, True):
+        with suppress(FileNotFoundError):  # by Celery, if the failure cannot be stored either
+            queue.deliver(message, redelivered=redelivered)
+        assert keys.marked(answer.id)[b"stored"] == b"%d" % acks
+        # So that it is not waited for, for half a minute.
+        keys.redis.hset(keys.marker(answer.id), "ended", token_of(answer.id, is_dead=True))
+    assert len(runs) == (1 if acks else 2)
 
 
 def test_a_task_runs_though_its_marker_cannot_be_read_or_set(

@@ -56,11 +56,15 @@ TRANSPORTS: dict[str, Any] = {
 
 
 class Results(CacheBackend):  # type: ignore[misc]
-    """A result backend that may take its time to store the result of a run that has returned."""
+    """A result backend that may take its time to store the result of a run that has returned, and may be away."""
 
     def store_result(self, task_id: str, result: Any, state: str, *args: Any, **kwargs: Any) -> Any:
         if state == "SUCCESS":
             playing().sleep(playing().choose(f"storing of {this().name}", [0.0, 0.0, 0.0, 0.4]))
+        is_child = "." in this().name  # what fails in the main process is the worker's own affair, and logged
+        if is_child and playing().fault(f"storing fails of {this().name}", playing().plan.store_fails):
+            playing().not_stored(state)
+            raise ConnectionRefusedError
         playing().stores(result)
         return super().store_result(task_id, result, state, *args, **kwargs)
 
@@ -242,6 +246,7 @@ class Broker:
         lost: the work of messages that were lost on their way, and when each might have begun.
         dropped: the work of messages that were acknowledged, and that their worker has not ended: when that has
             received them, and when it ended itself.
+        dead: the work of rejected messages that come back by a dead-letter queue, and when they were rejected.
     """
 
     def __init__(self, world: Any, kind: str) -> None:
@@ -253,6 +258,7 @@ class Broker:
         self.redelivered_before_a_run: set[str] = set()
         self.lost: dict[Work, float] = {}
         self.dropped: dict[Work, tuple[float, float]] = {}
+        self.dead: dict[Work, float] = {}
         self.workers: list[Any] = []
 
     def put(self, payload: dict[str, Any]) -> None:
@@ -324,6 +330,7 @@ class Broker:
             payload["headers"]["x-death"] = [{"reason": "rejected", "count": 1, "queue": "celery", "exchange": ""}]
             dead = Delivery(payload, len(self.published))
             self.published.append(dead)
+            self.dead[dead.work] = self.world.now
             self.world.after(1.0, lambda: self._arrive(dead))
 
     def restore(self, worker: Any) -> None:

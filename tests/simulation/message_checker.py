@@ -180,7 +180,7 @@ class MessageChecker:
         if self.plan.policies == {"buffer_one"} and not trigger.is_sent and has_equal:
             for other in self.history.triggers.values():
                 is_equal = other.task == trigger.task and other.given == trigger.given
-                if other.id == trigger.id and not (other is trigger or is_equal):
+                if trigger.id is not None and other.id == trigger.id and not (other is trigger or is_equal):
                     self.problem("a duplicate of another call", f"{trigger.name} of {other.name}")
         is_unique = all(self.plan.deduplicate) and trigger.how in _UNIQUE
         if not is_unique or not self.only("publishing fails", "shutdown", "lost connection"):
@@ -329,7 +329,7 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
         # Another delivery or attempt of the task fails: it could not be requeued; or it was redelivered, which the
         # first one cannot know, and the server was away or the key was busy.
         # Or its child was killed when its success was stored already: for Celery all is done then.
-        failures = {"OperationalError", "stored"}
+        failures = {"OperationalError", "stored", "ConnectionRefusedError"}
         if checker.was_redelivered(trigger):
             failures |= {"LockUnavailable", "AlreadyRunning", "Reject", "requeue"}
         has_failed = bool(checker.outcomes_of(trigger.name) & failures)
@@ -341,7 +341,7 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
 
 def _results_are_stored(history: Any, checker: MessageChecker) -> Problems:
     """What a run that has returned has not stored, as it was killed, its redelivery does."""
-    if not history.plan.acks_late or checker.may_drop_unstored:
+    if not history.plan.acks_late or checker.may_drop_unstored or checker.had("storing fails"):
         return
     app = next(iter(history.apps.values()))
     for trigger in history.triggers.values():
@@ -381,7 +381,9 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         is_again &= all(run.end != "calls again" for run in first.trigger.runs)
         is_replaced = first.end == "Ignore" and str(first.trigger.action_for(first)).startswith("replace")
         has_ended = is_replaced or first.end in ("done", "Retry")
-        is_rejected = "Reject" in history.outcomes[first.work]  # as where Celery could not publish a retry
+        # As where Celery could not publish a retry, or store a result.
+        is_rejected = "Reject" in history.outcomes[first.work]
+        is_again &= history.acks_failures or not checker.had("storing fails")
         has_ended |= first.end == "ValueError" and history.acks_failures and not is_rejected
         # What a run that is killed has sent is sent again by its redelivery.
         until_then = [each for each in history.runs if each.trigger is first.trigger and each.began <= first.began]
@@ -394,6 +396,20 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         comes_late = history.plan.broker == "redis" and any(have_come_late)
         if is_again and has_ended and not comes_late and not any(_was_killed(each, later.began) for each in until_then):
             yield "a run too many", f"{first.work} ran again after {first.end}: {later.end}"
+
+
+def _what_comes_back_runs(history: Any, checker: MessageChecker) -> Problems:
+    """A message whose run has returned, and whose result could not be stored, does its work when it comes back."""
+    for work, rejected_at in history.broker.dead.items():
+        trigger, stored_at = history.triggers[work.trigger], history.unstored.get(work, inf)
+        runs = [run for run in trigger.runs if run.work == work]
+        is_asked = runs and max(run.ended or inf for run in runs) < stored_at < rejected_at
+        is_later = any(each.work.trigger == work.trigger and each.work > work for each in history.broker.published)
+        is_skipped = not {"None", "AlreadyRunning"}.isdisjoint(history.outcomes[work])
+        may_be_dropped = is_later or is_skipped or trigger.how == "id"  # for the work of another task with its id
+        may_be_dropped |= trigger.id in history.revoked or work in history.broker.lost or checker.was_unreachable
+        if is_asked and not may_be_dropped:
+            yield "what came back did not run", str(work)
 
 
 def _was_killed(run: Any, until: float) -> bool:
@@ -459,8 +475,10 @@ def _none_runs_after_a_newer_one(history: Any, checker: MessageChecker) -> Probl
     if history.plan.policies != {"buffer_one"} or checker.was_unreachable:
         return
     for newer, older in combinations(history.runs, 2):
+        arrived_at = history.arrived_at[older.trigger.name]
         has_none = {newer.trigger.how, older.trigger.how} & {*CALLS} or _IS_NUMBERED_ANEW & {*older.trigger.ends}
-        if history.arrived_at[older.trigger.name] < newer.trigger.asked and not has_none:
+        may_be = has_none or checker.has_forgotten(arrived_at, older.began)
+        if arrived_at < newer.trigger.asked and not may_be:
             yield "an older one ran after a newer", f"{older.work} after {newer.work}"
 
 
@@ -485,6 +503,7 @@ INVARIANTS: list[Callable[[Any, MessageChecker], Problems]] = [
     _what_follows_is_called,
     _results_are_stored,
     _no_work_runs_twice,
+    _what_comes_back_runs,
     _no_call_is_skipped_for_its_own_delivery,
     _the_newest_runs,
     _none_runs_after_a_newer_one,

@@ -207,6 +207,7 @@ class MessageWorld(History):
         "takeover": [True, False],
         "retry": [{}, {"countdown": 0.2}, {"max_retries": 2}],
         "when_down": ["default", "retry", "carry_on", "skip"],
+        "store_fails": [0.0, 0.0, 0.1],  # how probable it is that no result can be stored
         "dead_letters": [0.0, 0.7],  # how probable it is that a rejected message comes back, with RabbitMQ
     }
     FAULTS: ClassVar[dict[str, list[float]]] = {
@@ -245,6 +246,7 @@ class MessageWorld(History):
         self.begun_and_killed: set[str] = set()
         self.forgot_at: list[float] = []
         self.killed: set[int] = set()
+        self.unstored: dict[Work, float] = {}
         self.broker = Broker(self, self.plan.broker)
         self.checker = MessageChecker(self)
         self.store.changed = self.checker.changed
@@ -484,6 +486,11 @@ class MessageWorld(History):
             for job in [job for job in self.broker.jobs if job.is_work and job.child is this()]:
                 given = self.triggers[job.work.trigger], job.work, None, this(), job.began, this().life, thread()
                 self.not_run.append(Run(*given, repr(result)))
+
+    def not_stored(self, state: str) -> None:
+        """Note that the result of a run that has returned could not be stored."""
+        for job in [job for job in self.broker.jobs if job.is_work and job.child is this() and state == "SUCCESS"]:
+            self.unstored[job.work] = self.now
 
     def told(self, delivery: Delivery, end: str) -> None:
         """Note how a delivery has ended for Celery."""
