@@ -15,15 +15,7 @@ import redis as redis_py
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from only_one import (
-    AlreadyRunning,
-    ConfigurationError,
-    LockUnavailable,
-    configure,
-    current_lock,
-    fail,
-    only_one,
-)
+from only_one import AlreadyRunning, ConfigurationError, LockUnavailable, configure, current_lock, fail, only_one
 from only_one.lock import renewal
 from only_one.lock.token import active_tokens
 from rigs.proxy import Proxy

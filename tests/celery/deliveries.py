@@ -126,6 +126,11 @@ class Queue:
         trace = build_tracer(task.name, self.as_run(task), app=self.app)
         return trace(headers["id"], args, kwargs, {**headers, **embedded, **request})[0]
 
+    def deliver_all(self) -> None:
+        """The same with all messages, also with those that are published meanwhile."""
+        while self:
+            self.deliver()
+
     def deliver_elsewhere(self, message: Any, *, redelivered: bool = False) -> Any:
         """The same in another thread, where no run is under way."""
         with ThreadPoolExecutor(1) as pool:

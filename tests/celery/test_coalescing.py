@@ -162,8 +162,7 @@ def test_a_task_that_meets_a_run_before_that_has_its_number_is_newer(queue: Queu
     unsubscribe()
     begun = keys.redis.zscore(f"{{{keys.prefix}k}}:triggers", "begun")
     assert begun < min(message["headers"]["only_one"]["trigger"] for message in queue.messages())
-    while queue:
-        queue.deliver()
+    queue.deliver_all()
     task.delay(3)
     queue.deliver()
     assert ran == [0, 2, 3]
@@ -249,8 +248,7 @@ def test_how_old_is_what_a_run_queues(queue: Queue, place: Any, act: Any, expect
     ran: list[int] = []
     queue.app.task(done, name="tail", shared=False)
     place(queue.app, work, when_busy=buffer_one(), celery={"bind": True}).delay(0)
-    while queue:
-        queue.deliver()
+    queue.deliver_all()
     assert ran == expected
 
 

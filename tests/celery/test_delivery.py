@@ -201,28 +201,6 @@ class Locked(Task):  # type: ignore[misc]  # Celery has no types
         return [super().__call__()]
 
 
-OF_ANOTHER: list[Any] = [f"{Calls.__module__}.Base.run", None, None]
-OF_BASES: dict[str, tuple[Callable[[Celery], Any], list[str], list[Any]]] = {
-    "k-changed": (lambda app: app.register_task(Calls()), ["k"], [OF_ANOTHER]),
-    "locked": (lambda app: app.task(lambda_of(whose), base=Locked, name="locked", shared=False), [], []),
-}
-"""By its key, how a task is made, its arguments, and whose the other locks are that are held meanwhile."""
-
-
-@pytest.mark.parametrize("key", OF_BASES)
-def test_a_run_of_a_base_is_its_tasks(queue: Queue, keys: Keys, key: str) -> None:
-    """It is not skipped behind its previous attempt; and the run of another task that it calls is none of its own."""
-    make, args, others = OF_BASES[key]
-    task = make(queue.app)
-    answer = task.apply_async(args, retries=1)
-    keys[key] = token_of(answer.id)
-    queue.deliver()
-    assert len(queue) == 1
-    del keys[key]
-    queue.deliver()
-    assert answer.get() == [[task.name, answer.id, 1], *others]
-
-
 class AwaitsInAThread(Task):  # type: ignore[misc]  # Celery has no types
     """Runs what is to be awaited as asgiref's ``async_to_sync`` does."""
 
@@ -233,18 +211,42 @@ class AwaitsInAThread(Task):  # type: ignore[misc]  # Celery has no types
             return pool.submit(contextvars.copy_context().run, asyncio.run, self.run()).result()
 
 
-@pytest.mark.parametrize("way", ["in a thread to which the context is copied", "of a task that an agent wraps"])
+def of_this() -> list[Any]:
+    return [whose()]
+
+
+def locked(app: Celery) -> Any:
+    return app.task(lambda_of(whose), base=Locked, name="locked", shared=False)
+
+
+def in_a_thread(app: Celery) -> Any:
+    return a_task(app, as_async(of_this), celery={"base": AwaitsInAThread})
+
+
+OF_ANOTHER: list[Any] = [f"{Calls.__module__}.Base.run", None, None]
+HARD_TO_SEE: dict[str, tuple[Callable[[Celery], Any], str, list[Any]]] = {
+    "of its base, by super()": (lambda app: app.register_task(Calls()), "k-changed", [OF_ANOTHER]),
+    "of its base's call": (locked, "locked", []),
+    "in a thread to which the context is copied": (in_a_thread, "k", []),
+    "of a task that an agent wraps": (lambda app: a_task(app, of_this), "k", []),
+}
+"""How a task is made, its key, and whose the other locks are that are held meanwhile."""
+
+
+@pytest.mark.parametrize("way", HARD_TO_SEE)
 def test_a_run_that_is_hard_to_see_is_its_tasks(queue: Queue, keys: Keys, way: str) -> None:
-    if way == "of a task that an agent wraps":
-        queue.as_run, function, base = Wrapped, whose, Task
-    else:
-        function, base = as_async(whose), AwaitsInAThread
-    task = a_task(queue.app, function, when_busy=retry(), celery={"base": base})
-    answer = task.delay()
-    with keys.busy():
-        queue.deliver()
+    """It is not skipped behind its previous attempt; and the run of another task that it calls is none of its own."""
+    make, key, others = HARD_TO_SEE[way]
+    if "agent" in way:
+        queue.as_run = Wrapped
+    task = make(queue.app)
+    answer = task.apply_async(["k"] if others else [], retries=1)
+    keys[key] = token_of(answer.id)
     queue.deliver()
-    assert answer.get() == [task.name, answer.id, 0]
+    assert len(queue) == 1
+    del keys[key]
+    queue.deliver()
+    assert answer.get() == [[task.name, answer.id, 1], *others]
     assert delivery.current_task() is None
 
 
@@ -487,8 +489,7 @@ def test_a_retry_has_the_key_of_its_task_unless_its_arguments_give_another(
     headers = queue.messages()[0]["headers"]
     assert (headers["x-mine"], "key" in headers["only_one"]) == (1, is_kept)
     assert task.delay(value).is_duplicate == is_kept
-    while len(queue):
-        queue.deliver()
+    queue.deliver_all()
     assert answer.state == "SUCCESS"
     assert (ran_with[0] == ran_with[1]) == is_kept
     assert not keys.redis.keys(f"{keys.prefix}*")

@@ -495,25 +495,25 @@ def test_a_task_that_ends_without_having_begun_is_withdrawn_though_its_soft_time
     caplog.clear()
 
 
-@pytest.mark.parametrize("finish", [end_without_a_run, revoke])
-def test_the_newest_task_is_not_waited_for_when_it_has_ended_without_having_begun(queue: Queue, finish: Any) -> None:
-    newest = unique(queue.app, "k", function=work, when_busy=buffer_one())
-    first = newest.delay("k")
-    assert newest.delay("k") == first
-    header = {"only_one": queue.take()["headers"]["only_one"]}
-    finish(newest, **({"key": "k"} if finish is revoke else {}), id=first.id, **header)
-    assert eventually(lambda: newest.delay("k") != first)  # a revoked task withdraws in the background
-
-
-def test_the_newest_task_is_waited_for_while_it_is_retried_because_its_process_is_lost(queue: Queue) -> None:
-    newest = unique(queue.app, "k", function=work, when_busy=buffer_one())
-    first = newest.delay("k")
-    header = {"only_one": queue.take()["headers"]["only_one"]}
-    request = Context(id=first.id, retries=0, args=("k",), **header)
-    task_retry.send(sender=newest, request=request, reason=Retry(exc=WorkerLostError(), when=60))
+def lose_and_retry(task: Any, **request: Any) -> None:
+    """Say that the process of a task is lost, and that it is sent again, as Celery does."""
+    lost = Retry(exc=WorkerLostError(), when=60)
+    task_retry.send(sender=task, request=Context({"retries": 0, **request}), reason=lost)
     assert eventually(lambda: not endings())
-    renewal.finish_pending_releases()
+
+
+@pytest.mark.parametrize(("finish", "waits"), [(end_without_a_run, False), (revoke, False), (lose_and_retry, True)])
+def test_the_newest_task_is_not_waited_for_when_it_has_ended_without_having_begun(
+    queue: Queue, finish: Any, *, waits: bool
+) -> None:
+    """But while it is retried because its process is lost."""
+    newest = unique(queue.app, "k", function=work, when_busy=buffer_one())
+    first = newest.delay("k")
     assert newest.delay("k") == first
+    header = {"only_one": queue.take()["headers"]["only_one"]}
+    finish(newest, **({"key": "k"} if finish is revoke else {"args": ("k",)}), id=first.id, **header)
+    renewal.finish_pending_releases()
+    assert (newest.delay("k") == first) == waits
 
 
 @pytest.mark.parametrize("how", ["the server is down", "a key cannot be made", "it has not begun"])

@@ -26,12 +26,9 @@ pytestmark = pytest.mark.usefixtures("redis")
 
 @contextmanager
 def is_current(app: Celery) -> Iterator[None]:
-    before = _state._tls.current_app
-    app.set_current()
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_state._tls, "current_app", app)
         yield
-    finally:
-        _state._set_current_app(before)
 
 
 @pytest.mark.parametrize("kind", ["not shared", "shared", "shared_task"])

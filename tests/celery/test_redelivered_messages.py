@@ -123,18 +123,6 @@ def test_a_redelivery_is_dropped_after_an_end_of_the_work(queue: Queue, end: str
     assert (queue.deliver(waits[0]) == "run again") is not work_is_done
 
 
-def test_a_message_that_was_requeued_may_call_its_function_twice(queue: Queue, keys: Keys) -> None:
-    """What the first call has noted for redeliveries is not for the second, in the same delivery."""
-    runs: list[str] = []
-    work = lambda_of(lambda: runs.append("run"))
-    answer = a_task(queue.app, work, when_busy=retry(), celery={"base": CallsAgain}).delay()
-    with keys.busy():
-        for _ in range(2):
-            queue.deliver()
-    queue.deliver()
-    assert (answer.state, runs, len(queue)) == ("SUCCESS", ["run", "run"], 0)
-
-
 @pytest.mark.parametrize("again", [{}, {"again": Task.__call__}, {"again": Task.retry}], ids=["run", "call", "retry"])
 @pytest.mark.parametrize("is_free", [False, True])
 def test_a_message_that_was_requeued_is_published_once_though_its_function_is_called_again(
@@ -173,8 +161,7 @@ def test_the_second_call_in_a_delivery_after_another_task(
     keys.redis.hset(keys.marker(answer.id), "asked", 1)
     queue.deliver(message, redelivered=True)
     del keys["k"]
-    while queue:
-        queue.deliver()
+    queue.deliver_all()
     assert runs == expected
 
 
@@ -271,8 +258,7 @@ def test_new_work_with_the_id_of_earlier_work_runs(queue: Queue, keys: Keys, pol
     for message in (first, third):
         with keys.busy():
             queue.deliver(message)
-        while queue:
-            queue.deliver()
+        queue.deliver_all()
         queue.deliver(message, redelivered=True)
     assert runs == [1, 2, 3]
 
