@@ -41,6 +41,8 @@ def work(deeper: int = 0) -> None:
 
 
 NAME = f"{__name__}.work"
+OTHER = int(f"1{os.getpid()}")
+"""Of a process that there is not."""
 
 
 def kinds(seen: list[Any]) -> list[str]:
@@ -79,16 +81,16 @@ def test_a_run(redis: Redis, prefix: str, decorate: Decorate) -> None:
 
 @both
 @pytest.mark.parametrize(
-    ("change", "reason", "outcome"),
+    ("change", "reason", "outcome", "pid"),
     [
-        (lambda redis, key, _: redis.delete(key), "deleted", "gone"),
-        (lambda redis, key, _: redis.delete(key) and redis.rpush(key, "a list"), "taken", "taken"),
-        (lambda redis, key, token: redis.set(key, token.replace(b'"pid":', b'"pid":1')), "taken", "taken"),
+        (lambda redis, key, _: redis.delete(key), "deleted", "gone", None),
+        (lambda redis, key, _: redis.delete(key) and redis.rpush(key, "a list"), "taken", "taken", None),
+        (lambda redis, key, token: redis.set(key, token.replace(b'"pid":', b'"pid":1')), "taken", "taken", OTHER),
     ],
     ids=["it is deleted", "another type", "another run"],
 )
 def test_a_loss(
-    redis: Redis, prefix: str, caplog: Log, decorate: Decorate, change: Any, reason: str, outcome: str
+    redis: Redis, prefix: str, caplog: Log, decorate: Decorate, change: Any, reason: str, outcome: str, pid: Any
 ) -> None:
     """Of which the run learns at its end; what a renewal finds is in `lock/test_leases.py`."""
 
@@ -100,7 +102,7 @@ def test_a_loss(
         lost = the(Lost, seen)
     assert sorted(kinds(seen)) == ["Acquired", "Lost", "Released"]
     assert (lost.key, lost.name, lost.reason) == (f"{prefix}k", f"{__name__}.{work.__qualname__}", reason)
-    assert lost.value == "" if lost.holder is None else lost.holder.pid == int(f"1{os.getpid()}")
+    assert (lost.holder and lost.holder.pid) == pid
     assert the(Released, seen).outcome == outcome
     record = logged(caplog, "Lost")
     assert record.levelno == logging.WARNING
@@ -313,35 +315,29 @@ def test_the_first_skip_of_a_process_that_would_not_show_it_is_a_warning(
         assert vars(record)["only_one_event"] == "Busy"
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a filter of the log is asked for, which fails each time, as one outside of its web request."""
-    texts: list[str] = []
-
-    def fails(record: logging.LogRecord) -> bool:
-        texts.append(record.getMessage())
-        raise ValueError
-
-    monkeypatch.setattr(only_one_events.logger, "filters", [fails])
-    return texts
-
-
 @both
 def test_a_filter_that_fails_does_not_fail_a_call_nor_replace_its_result(
-    redis: Redis, prefix: str, redis_url: str, asked: list[str], caplog: Log, monkeypatch: Any, decorate: Decorate
+    first_skip: None, redis: Redis, prefix: str, redis_url: str, caplog: Log, monkeypatch: Any, decorate: Decorate
 ) -> None:
-    """Of a server that is new to the process, with a first skip, and another's list at the key when it is released."""
+    """A first skip, and a call of a server that is new to the process, with another's list at the key at its end."""
 
     def work() -> str:
-        assert decorated(lambda: "ran")() is None
         redis.delete(f"{prefix}k")
         redis.rpush(f"{prefix}k", "another's")
         return "done"
 
-    monkeypatch.setattr(only_one_events, "_first_skip", [])
+    def fails(record: logging.LogRecord) -> bool:
+        """As one outside of its web request."""
+        asked.append(record.getMessage())
+        raise ValueError
+
+    asked: list[str] = []
+    monkeypatch.setattr(only_one_events.logger, "filters", [fails])
+    assert decorate(work)() is None
+    redis.delete(f"{prefix}k")
     caplog.set_level(logging.DEBUG, "only_one")
     assert decorate(work, redis=f"{redis_url}?client_name={uuid4().hex}")() == "done"
-    for words in ("locks are kept in", f"{prefix}k could not be released: WRONGTYPE"):
+    for words in ("only this first skip", "locks are kept in", f"{prefix}k could not be released: WRONGTYPE"):
         assert any(words in text for text in asked)
 
 

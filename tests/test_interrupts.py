@@ -24,7 +24,6 @@ from celery.exceptions import SoftTimeLimitExceeded
 from only_one import AlreadyRunning, ConfigurationError, current_lock, driver, events, fail, only_one
 from only_one.lock import renewal
 from rigs.proxy import Proxy
-from rigs.servers import redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import token_of_the_dead
 from tests.interruptions import (
@@ -187,19 +186,6 @@ def test_an_async_call_that_is_interrupted(redis: Any, prefix: str, kind: type[A
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         loop.close()
-
-
-def test_a_call_that_is_interrupted_while_its_server_is_down(redis: Any, prefix: str) -> None:
-    """What must be released later is released, though its call was interrupted when it was noted."""
-    with redis_server() as server, redis_py.Redis.from_url(server.url) as client:
-        options: dict[str, Any] = {"timeout": 600, "redis": server.url, "when_down": lambda _error: "down"}
-        decorated = only_one(work, key="{which}", **options)
-        assert decorated("first") == "done"
-        server.kill()
-        check_every_place(redis, prefix, AtLine, decorated, gives="down")
-        server.start()
-        assert eventually(lambda: decorated("first") == "done")
-        assert eventually(lambda: not client.keys())
 
 
 def test_a_call_that_is_interrupted_when_its_server_goes_away(redis: Any, redis_url: str, prefix: str) -> None:

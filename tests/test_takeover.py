@@ -34,13 +34,6 @@ DEAD = token_of_the_dead()
 
 
 @pytest.fixture
-def dead(redis: Any, key: str) -> bytes:
-    """The key is a dead holder's; this is the value that is stored there."""
-    redis.set(key, DEAD, px=TIMEOUT * 1000)
-    return DEAD
-
-
-@pytest.fixture
 def taken_over() -> Iterator[list[Reclaimed]]:
     """The events of keys that were taken over."""
     with events(Reclaimed) as seen:
@@ -60,12 +53,13 @@ def is_busy() -> bool:
     "times", [{"lease": TIMEOUT}, {"timeout": TIMEOUT}, {"lease": TIMEOUT, "at_least": TIMEOUT}], ids=", ".join
 )
 def test_a_holder_that_is_killed(
-    redis: Any, redis_url: str, prefix: str, key: str, dead: bytes, decorate: Decorate, times: dict[str, Any]
+    redis: Any, redis_url: str, prefix: str, key: str, decorate: Decorate, times: dict[str, Any]
 ) -> None:
     """It had taken over itself, from one that was killed; and it was seen alive just before, or never."""
+    redis.set(key, DEAD, px=TIMEOUT * 1000)
     function = decorate(lambda: "ran", timeout=TIMEOUT)
     with Holder(redis_url, prefix, **times) as holder:
-        assert holder.token != dead
+        assert holder.token != DEAD
         if "lease" in times:
             assert function() is None
         holder.kill()
