@@ -19,7 +19,8 @@ import pytest
 from only_one import LockLost, Lost, current_lock, fail, only_one, subscribe
 from only_one.clock import now
 from rigs.waiting import LIMIT, eventually
-from tests.faults.programs import Running, RunningAsync
+from tests.faults.programs import Running
+from tests.interruptions import raises
 from tests.renewal import is_renewed, renew_now
 
 LONG = 3600.0
@@ -55,21 +56,28 @@ class Told:
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
 def test_a_callable_that_takes_its_time_and_raises_harms_nobody(
-    redis: Any, key: str, kind: type[Running], caplog: pytest.LogCaptureFixture, error: type[BaseException]
+    redis: Any,
+    key: str,
+    kind: type[Running],
+    caplog: pytest.LogCaptureFixture,
+    request: pytest.FixtureRequest,
+    error: type[BaseException],
 ) -> None:
+    """And it is told, though a hook that was told before it has raised."""
     goes_on = threading.Event()
 
     def explode() -> None:
         goes_on.wait()
-        msg = "when_lost's own trouble"
-        raise error(msg)
+        raise error
 
+    request.addfinalizer(subscribe(lambda event: isinstance(event, Lost) and raises(error)()))
     told = Told(explode)
     with kind(lease=LONG, when_lost=told) as run, Running("other", lease=LONG) as other:
         redis.delete(key)
         renew_now(run.lock)
         assert eventually(lambda: told.losses)
         assert is_renewed(other.lock)
+        assert [each.exc_info and each.exc_info[0] for each in caplog.records] == [None, error]
         caplog.clear()
         goes_on.set()
         assert eventually(lambda: caplog.records)
@@ -79,41 +87,6 @@ def test_a_callable_that_takes_its_time_and_raises_harms_nobody(
     assert record.getMessage() == f"when_lost of {kind.__module__}.{kind.__name__}._decorated.<locals>.work failed"
     assert record.exc_info is not None
     assert record.exc_info[0] is error
-
-
-@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
-def test_a_hook_that_raises_keeps_no_run_from_being_told(
-    redis: Any,
-    key: str,
-    kind: type[Running],
-    caplog: pytest.LogCaptureFixture,
-    request: pytest.FixtureRequest,
-    error: type[BaseException],
-) -> None:
-    def explode(event: object) -> None:
-        if isinstance(event, Lost):
-            raise error
-
-    request.addfinalizer(subscribe(explode))
-    told = Told()
-    with kind(lease=LONG, when_lost=told) as run:
-        redis.delete(key)
-        renew_now(run.lock)
-        assert eventually(lambda: told.losses)
-    assert [each.exc_info and each.exc_info[0] for each in caplog.records] == [None, error]
-
-
-@pytest.mark.parametrize("ask", [lambda lock: lock.fence, lambda lock: lock.extend(1)], ids=["fence", "extend"])
-def test_a_loss_that_the_run_finds_by_a_question_is_told_at_once(
-    redis: Any, key: str, kind: type[Running], ask: Callable[[Any], object]
-) -> None:
-    told = Told()
-    with kind(lease=LONG, timeout=2 * LONG, when_lost=told) as run:
-        redis.delete(key)
-        with pytest.raises(LockLost, match="deleted"):
-            ask(run.lock)
-        assert eventually(lambda: told.losses)
-    assert told.threads == [("only_one-lost", True)]
 
 
 def test_a_callable_is_told_of_what_only_the_release_finds(
@@ -169,28 +142,7 @@ def test_a_loss_that_is_told_when_the_event_loop_is_closed_is_no_error(redis: An
     unsubscribe()
 
 
-def test_a_sync_run_fails_when_it_returns_and_an_async_run_at_once(redis: Any, prefix: str) -> None:
-    with (
-        Running("sync", lease=LONG, when_lost=fail) as run,
-        RunningAsync("async", lease=LONG, when_lost=fail) as run_async,
-    ):
-        redis.delete(f"{prefix}sync", f"{prefix}async")
-        renew_now(run.lock, run_async.lock)
-        run_async.join()  # nobody has told it to finish
-        assert eventually(lambda: not run.lock.is_held)
-        assert run.result is None
-        run.__exit__()
-    for each in (run, run_async):
-        assert isinstance(each.result, LockLost)
-        assert (each.result.key, each.result.reason) == (each.lock.key, "deleted")
-
-
-def explode() -> None:
-    msg = "the run's own"
-    raise KeyError(msg)
-
-
-@pytest.mark.parametrize(("ends", "raised"), [(lambda: "done", LockLost), (explode, KeyError)])
+@pytest.mark.parametrize(("ends", "raised"), [(lambda: "done", LockLost), (raises(KeyError), KeyError)])
 def test_a_loss_that_only_the_release_finds_fails_the_run_and_replaces_no_exception(
     redis: Any, key: str, kind: type[Running], ends: Callable[[], object], raised: type[Exception]
 ) -> None:
@@ -242,7 +194,7 @@ async def is_cancelled(redis: Any, key: str) -> None:
     await asyncio.sleep(LIMIT)
 
 
-async def raises(redis: Any, key: str) -> None:
+async def raises_another(redis: Any, key: str) -> None:
     try:
         await is_cancelled(redis, key)
     except asyncio.CancelledError:
@@ -260,7 +212,7 @@ async def returns(redis: Any, key: str) -> None:
         (learns_at_its_end, LockLost, 0),
         (learns_just_before_its_end, LockLost, 0),
         (is_cancelled, LockLost, 0),
-        pytest.param(raises, Own, 0, marks=counted),
+        pytest.param(raises_another, Own, 0, marks=counted),
         pytest.param(returns, LockLost, 0, marks=counted),
         (is_cancelled_from_outside, asyncio.CancelledError, 1),
         pytest.param(is_cancelled_from_outside_too, asyncio.CancelledError, 1, marks=counted),
