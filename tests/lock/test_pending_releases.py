@@ -99,17 +99,6 @@ def test_pending_releases_that_are_due(watch: Watch, redis_url: str) -> None:
     assert keys(node(down).trips) == [["4"]]
 
 
-def test_a_release_that_takes_long_gives_others_the_next_turn(watch: Watch, redis_url: str) -> None:
-    for takes, trips in [(0.0, [1, 1]), (0.1, [1, 1]), (0.125, [1, 0])]:
-        servers = [watch.server(redis_url) for _ in range(2)]
-        watch.renewer.pending_releases.clear()
-        for number, server in enumerate(servers):
-            watch.pending(server, str(number))
-            node(server).takes = takes if number == 0 else 0.0
-        watch.renewer.pending_releases.release_due()
-        assert [len(node(server).trips) for server in servers] == trips
-
-
 def test_of_too_many_pending_releases_the_oldest_is_forgotten(
     watch: Watch, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

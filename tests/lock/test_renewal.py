@@ -109,16 +109,21 @@ def test_the_last_renewal_lasts_until_the_end(watch: Watch, redis_url: str) -> N
 
 
 def test_a_trip_that_takes_long_gives_others_the_next_turn(watch: Watch, redis_url: str) -> None:
-    for takes, trips in [(0.0, [1, 1, 1]), (0.1, [1, 1, 0]), (0.125, [1, 0, 0])]:
-        servers = [watch.server(redis_url) for _ in range(3)]
-        locks = [watch.lease(each, str(number)) for number, each in enumerate(servers)]
-        for lock, server in zip(locks, servers, strict=True):
-            lock.renew_at = watch.clock.moment
+    """Renewals, and releases in the background, of which each server has one."""
+    for takes, trips in [(0.0, [1, 1]), (0.1, [1, 1]), (0.125, [1, 0])]:
+        servers = [watch.server(redis_url) for _ in range(4)]
+        for server in servers[:2]:
+            watch.lease(server, str(server)).renew_at = watch.clock.moment
+        for server in servers[2:]:
+            watch.pending(server, str(server)).try_at = watch.clock.moment
+        for server in servers[::2]:
             node(server).takes = takes
         assert watch.renewer.renew_what_is_due() is (0 in trips)
-        assert [len(node(server).trips) for server in servers] == trips
+        watch.renewer.pending_releases.release_due()
+        assert [len(node(server).trips) for server in servers] == trips * 2
         watch.renewer.renew_all_that_is_due()
-        assert [len(node(server).trips) for server in servers] == [1, 1, 1]
+        watch.renewer.pending_releases.release_due()
+        assert [len(node(server).trips) for server in servers] == [1] * 4
 
 
 def test_many_go_in_trips_of_five_hundred(watch: Watch, redis_url: str) -> None:
@@ -429,15 +434,16 @@ def test_where_no_thread_can_be_started(caplog: pytest.LogCaptureFixture) -> Non
 
 FIRST_CALL = """
 import sys
-from only_one import only_one
+from only_one import current_lock, only_one
+from tests.renewal import is_idle, is_renewed
 before = {*sys.modules}
-only_one(lambda: None, key="k", lease=60)()
+assert only_one(lambda: is_renewed(current_lock()), key="k", lease=60)() and is_idle()
 print(*({*sys.modules} - before))
 """
 
 
 def test_what_a_first_call_needs_is_imported_before(redis_url: str) -> None:
-    """Forked while another thread imports it in its first call, a child would wait for it for ever."""
+    """Forked while this thread, or that which renews, imports it, a child would wait for it for ever."""
     environment = {**os.environ, "ONLY_ONE_REDIS_URL": redis_url.replace("127.0.0.1", "localhost")}
     command = [sys.executable, "-c", FIRST_CALL]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=True)
