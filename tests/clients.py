@@ -83,7 +83,8 @@ class Clients:
     def connect(self, **options: Any) -> Any:
         """Another client of the kind."""
         if self.kind == "cluster":
-            return redis_py.RedisCluster.from_url(self.server.url, **options)
+            # redis-py closes the connections of such a client when a copy of it is collected; not if it is from a URL.
+            return redis_py.RedisCluster("127.0.0.1", self.server.port, **options)
         if self.kind == "Sentinel":
             manager: Any = Sentinel([("127.0.0.1", self.sentinel_port)])  # type: ignore[no-untyped-call]
             return manager.master_for("watched", **options)

@@ -26,7 +26,7 @@ from only_one.connections.server import Server
 from only_one.connections.short_timeouts import with_short_timeouts
 from only_one.driver import RAW, ServerTimeout
 from rigs.proxy import Proxy
-from rigs.waiting import LIMIT, eventually
+from rigs.waiting import LIMIT
 from tests.clients import Clients
 from tests.decorated import decorated
 from tests.interruptions import Interruption
@@ -110,32 +110,21 @@ def test_after_a_time_out_no_other_kept_connection_is_used(proxy: Proxy, monkeyp
     asyncio.run(main())
 
 
-def test_a_connection_that_cannot_be_closed_in_time_fails_no_command(redis_url: str) -> None:
-    """As one with TLS to a server that is frozen."""
-
-    async def main() -> None:
-        client = make_async_client(redis_py.Redis.from_url(redis_url))
-        await client.execute_command("PING")
-        (connection,) = client.client._idle
-        await connection.disconnect()
-        connection.disconnect = AsyncMock(side_effect=TimeoutError)
-        await client.aclose()
-        connection.disconnect.assert_awaited_once()
-
-    asyncio.run(main())
-
-
-def test_no_command_waits_for_redis_py_s_check_of_a_kept_connection(
+def test_a_server_that_is_frozen_holds_up_no_command_by_redis_py_s_check_and_fails_no_end(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which has no time limit: a frozen server was waited for without an end."""
+    """The check of a kept connection has no time limit; to close one with TLS waits for the server's answer."""
     check = AsyncMock()
 
     async def main() -> None:
         await client.execute_command("PING")
         monkeypatch.setattr(redis_asyncio.Connection, "check_health", check)
         await client.execute_command("PING")
+        (connection,) = client.client._idle
+        await connection.disconnect()
+        connection.disconnect = AsyncMock(side_effect=TimeoutError)
         await client.aclose()
+        connection.disconnect.assert_awaited_once()
 
     with redis_py.Redis.from_url(redis_url, health_check_interval=3600) as source:
         client = make_async_client(source)
@@ -197,33 +186,6 @@ def test_our_own_connections_hear_no_news_of_maintenance(redis_url: str, said: d
         await client.aclose()
 
     asyncio.run(main())
-
-
-@pytest.mark.parametrize("ends", ["returns", "is cancelled", "fails"])
-def test_an_event_loop_that_ends_leaves_no_connection_open(named: Any, ends: str) -> None:
-    url, connections = named
-
-    started = asyncio.Event()
-
-    async def work(number: int) -> int:
-        started.set()
-        await asyncio.sleep(LIMIT if ends == "is cancelled" else 0)
-        if ends == "fails":
-            raise RuntimeError
-        return number
-
-    async def main() -> None:
-        call = only_one(work, key="{number}", timeout=600, redis=url)
-        calls = [asyncio.create_task(call(number)) for number in range(9)]
-        if ends == "is cancelled":
-            await started.wait()
-            for each in calls:
-                each.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
-        assert connections()
-
-    asyncio.run(main())
-    assert eventually(lambda: len(connections()) <= 1), "only the thread that renews has one"
 
 
 # Event loops, and many calls at a time in one

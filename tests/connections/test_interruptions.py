@@ -259,19 +259,6 @@ def test_the_users_client_keeps_its_connections(those: Clients) -> None:
     those.witness.delete("k")
 
 
-@pytest.mark.parametrize("those", ["cluster"], indirect=True)
-def test_the_client_of_a_cluster_that_was_made_from_a_host_keeps_its_connections(those: Clients) -> None:
-    """When ours is collected: redis-py closes those of such a client then, unlike those of one from a URL."""
-    with redis_py.RedisCluster("127.0.0.1", those.server.port) as client:
-        ours = guarded(client)
-        ours.execute_command("GET", "k")
-        opened = those.witness.info("stats")["total_connections_received"]
-        del ours
-        gc.collect()
-        client.get("k")
-        assert those.witness.info("stats")["total_connections_received"] == opened
-
-
 def test_what_renews_closes_its_connections_when_it_is_collected(
     those: Clients, warned: list[warnings.WarningMessage]
 ) -> None:

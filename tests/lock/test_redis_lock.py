@@ -25,7 +25,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import LockNotOwnedError
 from redis.retry import Retry
 
-from only_one import AlreadyRunning, current_lock, driver, fail
+from only_one import current_lock, driver, fail
 from only_one.clock import now
 from only_one.connections import server_features
 from only_one.connections.server_features import Features
@@ -477,28 +477,3 @@ def test_a_release_that_was_sent_twice_while_another_acquired_the_key_is_no_loss
     assert direct.get(key) == BINARY
     assert [event.outcome for event in happened if isinstance(event, Released)] == ["gone"]
     assert not [event for event in happened if isinstance(event, Lost)]
-
-
-# Other values that may be stored at a key
-
-
-FOREIGN = [BINARY, b"", b"1", b"null", b"[]", b"{}", b"[" * 100_000, b"x" * 1_000_000, b"\x1b]0;owned\x07\x1b[2J"]
-FOREIGN += [b'{"only_one":99,"state":"running"}', b'{"only_one":1,"state":"running","name":1}']
-
-
-@both
-@pytest.mark.parametrize("value", FOREIGN, ids=map(str, range(len(FOREIGN))))
-def test_a_value_that_is_not_ours_makes_the_key_busy(
-    decorate: Decorate, direct: Any, key: str, happened: list[Any], value: bytes
-) -> None:
-    direct.set(key, value)
-    assert decorate(lambda: "result")() is None
-    with pytest.raises(AlreadyRunning) as caught:
-        decorate(lambda: "result", when_busy=fail)()
-    assert direct.get(key) == value
-    assert (caught.value.key, caught.value.holder, caught.value.task_id) == (key, None, None)
-    assert [(type(event), event.value, event.holder) for event in happened] == [(Busy, value, None)] * 2
-    for shown in map(str, (caught.value, *happened)):
-        assert key in shown
-        assert shown.isprintable()
-        assert len(shown) < 1000
