@@ -16,20 +16,23 @@ from celery.exceptions import Reject, TimeLimitExceeded, WorkerLostError
 from celery.states import FAILURE, SUCCESS
 from redis.exceptions import ResponseError
 
-from only_one.call.effective_options import Call, Decoration, EffectiveOptions
+from only_one.call.effective_options import Call, Decoration, EffectiveOptions, effective_options
+from only_one.call.owed_key import Withdrawal, note_of
 from only_one.clock import now
-from only_one.driver import Command, drive
+from only_one.driver import RAW, Command, drive
 from only_one.holder import Holder, is_queued
 from only_one.lock.commands import Retained, evaluate
 from only_one.lock.liveness import is_dead
 from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import finish_pending_releases, log_beside, release_later
-from only_one.lock.token import machine
+from only_one.lock.token import machine, words_of
 
-from . import redelivery
-from .delivery import Delivery, decorations_of, key_of_message, task_of_items, unwrapped
-from .received_tasks import begun_request, warn_once, withdraw, withdraw_later, withdrawal_of
-from .work import work_held_by
+from . import coalescing, redelivery
+from .app_settings import app_options
+from .delivery import Delivery, decorations_of, key_of_message, queue_options_of, task_of_items, unwrapped
+from .received_tasks import begun_request, warn_once
+from .requeue import header_of
+from .work import work_held_by, work_of
 
 _NOT_RELEASED = "a key of {}, whose run was killed or revoked, could not be released"
 
@@ -43,6 +46,55 @@ _WAITS_FOR_A_SERVER = 300.0
 
 _AT_ONCE = 1000
 """Keys that the server goes through for one reply."""
+
+
+def withdrawal_of(app: Any, task: Any, request: Any) -> Withdrawal | None:
+    """The withdrawal of a unique task that has ended without having begun, also if a call has taken its key over.
+
+    Args:
+        app: the app.
+        task: the task; None if it is known only to another version of the code, which has sent it.
+        request: its request.
+
+    Returns:
+        The withdrawal; None if the task has no key.
+    """
+    header, work = header_of(request), work_of(request)
+    if header.key is None:
+        return None
+    options = queue_options_of(task) if task else None
+    if options is None:  # in that other version it is unique; what its decorator said of the server is not known here
+        options = effective_options({}, *app_options(app))
+    if options.server is None:
+        return None
+    return Withdrawal(
+        options.server,
+        header.key,
+        words_of(*work),
+        until=now() + options.queue_timeout,
+        no_write_in_flight=True,
+        note=note_of(header.key, *work),
+        triggers=coalescing.triggers_of(header.key),
+        number=header.trigger,
+    )
+
+
+def withdraw(app: Any, task: Any, request: Any) -> None:
+    """Release the key of a unique task that has ended without having begun; in the background, if that fails."""
+    withdrawal = withdrawal_of(app, task, request)
+    if withdrawal is None:
+        return
+    try:
+        withdrawal.server.client.execute_command(*withdrawal.command(), **RAW)
+    except Exception as error:  # noqa: BLE001 - nobody to raise it to
+        warn_once(f"a key of {task.name}, which ended without it, could not be released yet", error)
+        release_later(withdrawal)
+
+
+def withdraw_later(app: Any, task: Any, request: Any) -> None:
+    """The same in the background at once: the worker has other messages, and the server may not answer."""
+    if withdrawal := withdrawal_of(app, task, request):
+        release_later(withdrawal)
 
 
 def _on_failure(sender: Any, task_id: str, exception: Any, args: Any, kwargs: Any, **_: Any) -> None:
@@ -70,6 +122,11 @@ def _on_retry(sender: Any, request: Any, reason: Any = None, **_: Any) -> None:
         if withdrawal := withdrawal_of(sender.app, sender, request):
             release_later(withdrawal.of_a_retry())
         _watch(sender, request.args, request.kwargs, request)
+
+
+def _on_unknown(sender: Any, message: Any, **found: Any) -> None:
+    """The worker has no such task, and drops the message: another version of the code has sent it."""
+    withdraw_later(sender.app, None, Context({**(message.headers or {}), "id": found["id"]}))
 
 
 def _watch(task: Any, args: Any, kwargs: Any, request: Any) -> None:
@@ -209,6 +266,7 @@ def _is_stored(task: Any, state: Any, error: BaseException | None) -> bool:
 
 
 signals.task_failure.connect(_on_failure)
+signals.task_unknown.connect(_on_unknown)
 signals.task_retry.connect(_on_retry)
 signals.task_revoked.connect(_on_revoked)
 signals.task_postrun.connect(_on_end)

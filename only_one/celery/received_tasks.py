@@ -1,4 +1,4 @@
-"""Received tasks: a worker has them and has not begun them, so it renews their keys; and those that never begin.
+"""Received tasks: a worker has them and has not begun them, so it renews their keys.
 
 Their keys name the worker's process, which is seen to die.
 """
@@ -16,23 +16,20 @@ from celery import signals
 from celery.app.task import Context
 from redis.exceptions import ResponseError
 
-from only_one.call.effective_options import Decoration, effective_options
-from only_one.call.owed_key import Withdrawal, note_of
+from only_one.call.effective_options import Decoration
+from only_one.call.owed_key import note_of
 from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.driver import RAW, TROUBLE, drive
 from only_one.events import log
 from only_one.forks import in_each_child
 from only_one.holder import Holder, is_queued, task_id_of
-from only_one.lock.commands import Retained, replace
+from only_one.lock.commands import Retained, release_now, replace
 from only_one.lock.lease import Lease
 from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import hold, release_later
-from only_one.lock.token import words_of
 from only_one.settings import DEFAULT_LEASE
 
-from . import coalescing
-from .app_settings import app_options
 from .broker import redelivers_at_any_time, remembered_for, waits_for
 from .delivery import Delivery, decorations_of, key_of_arguments, key_of_message, queue_options_of
 from .redelivery import read_marker
@@ -128,15 +125,14 @@ def _on_received(sender: Any, request: Any, **_: Any) -> None:
         for lease in list(_waiting.values()):
             if lease.is_over and lease.request() is None:
                 _waiting.pop(lease.token, None)  # the renewing thread may have done it meanwhile
-    announce: list[Callable[..., None]] = [partial(_announce_redelivery, decoration) for decoration in decorations]
-    for do in (_receive, *announce):
-        try:
-            do(sender, request)
-        except Exception as error:  # noqa: BLE001 - the task runs all the same; its key expires
-            warn_once(f"a key of {request.name}, which was received, could not be renewed", error)
-            if isinstance(error, TROUBLE) and not isinstance(error, ResponseError):
-                _backs_off_until = now() + 10  # the worker has other messages to receive
-                return
+    try:
+        _receive(sender, request)
+        for decoration in decorations:
+            _announce_redelivery(decoration, request)
+    except Exception as error:  # noqa: BLE001 - the task runs all the same; its key expires
+        warn_once(f"a key of {request.name}, which was received, could not be renewed", error)
+        if isinstance(error, TROUBLE) and not isinstance(error, ResponseError):
+            _backs_off_until = now() + 10  # the worker has other messages to receive
 
 
 def _receive(consumer: Any, request: Any) -> None:
@@ -185,7 +181,7 @@ def _queue_again(lease: _WaitingLease) -> None:
     )
 
 
-def _announce_redelivery(decoration: Decoration, _sender: Any, request: Any) -> None:
+def _announce_redelivery(decoration: Decoration, request: Any) -> None:
     """Tell the run of a message that a redelivery waits for its end: perhaps no child is free to ask before that.
 
     Redis delivers again what runs in a worker that has lost its connection. With RabbitMQ a run tells in any case.
@@ -223,7 +219,7 @@ def _on_shutdown(**_: Any) -> None:
                 continue
             if request is not None and request.acknowledged:
                 if value == lease.token:
-                    withdraw(request.app, request.task, Context(request.request_dict))
+                    release_now(client, lease.server.features, lease.key, lease.token)
             elif value == lease.token and left > 0:
                 drive(client, replace(lease.key, lease.token, queued.value, left))
             elif left > 0 and lease.is_lent_to(value):
@@ -244,61 +240,6 @@ def begun_request(task_id: str) -> Context | None:
     return next((Context(each.request_dict) for each in begun if each.id == task_id), None)
 
 
-def withdrawal_of(app: Any, task: Any, request: Any) -> Withdrawal | None:
-    """The withdrawal of a unique task that has ended without having begun, also if a call has taken its key over.
-
-    Args:
-        app: the app.
-        task: the task; None if it is known only to another version of the code, which has sent it.
-        request: its request.
-
-    Returns:
-        The withdrawal; None if the task has no key.
-    """
-    header, work = header_of(request), work_of(request)
-    if header.key is None:
-        return None
-    options = queue_options_of(task) if task else None
-    if options is None:  # in that other version it is unique; what its decorator said of the server is not known here
-        options = effective_options({}, *app_options(app))
-    if options.server is None:
-        return None
-    return Withdrawal(
-        options.server,
-        header.key,
-        words_of(*work),
-        until=now() + options.queue_timeout,
-        no_write_in_flight=True,
-        note=note_of(header.key, *work),
-        triggers=coalescing.triggers_of(header.key),
-        number=header.trigger,
-    )
-
-
-def withdraw(app: Any, task: Any, request: Any) -> None:
-    """Release the key of a unique task that has ended without having begun; in the background, if that fails."""
-    withdrawal = withdrawal_of(app, task, request)
-    if withdrawal is None:
-        return
-    try:
-        withdrawal.server.client.execute_command(*withdrawal.command(), **RAW)
-    except Exception as error:  # noqa: BLE001 - nobody to raise it to
-        warn_once(f"a key of {task.name}, which ended without it, could not be released yet", error)
-        release_later(withdrawal)
-
-
-def withdraw_later(app: Any, task: Any, request: Any) -> None:
-    """The same in the background at once: the worker has other messages, and the server may not answer."""
-    if withdrawal := withdrawal_of(app, task, request):
-        release_later(withdrawal)
-
-
-def _on_unknown(sender: Any, message: Any, **found: Any) -> None:
-    """The worker has no such task, and drops the message: another version of the code has sent it."""
-    withdraw_later(sender.app, None, Context({**(message.headers or {}), "id": found["id"]}))
-
-
 atexit.register(_on_shutdown)  # at a cold shutdown Celery sends no signal when it has restored the messages
 signals.task_received.connect(_on_received)
-signals.task_unknown.connect(_on_unknown)
 signals.worker_shutdown.connect(_on_shutdown)

@@ -428,7 +428,7 @@ def test_who_has_taken_over_the_key_of_a_task_that_is_retried_because_its_proces
     assert eventually(lambda: keys.redis.get(note_of(f"{keys.prefix}k", "mine", 0, 0)) == b"%d" % WAITS_NO_MORE)
     # Where nobody has taken it over, it is not free before the retry's value is stored.
     keys["k"] = queued("mine", 0)
-    withdrawal = received_tasks.withdrawal_of(unique_task.app, unique_task, request)
+    withdrawal = ended_tasks.withdrawal_of(unique_task.app, unique_task, request)
     assert withdrawal is not None
     keys.redis.execute_command(*withdrawal.of_a_retry().command())
     assert "k" in keys
@@ -493,6 +493,20 @@ def test_a_task_that_ends_without_having_begun_is_withdrawn_though_its_soft_time
                 break
     assert number > 50
     caplog.clear()
+
+
+def test_a_message_that_was_requeued_carries_its_key_by_which_it_is_withdrawn(queue: Queue, keys: Keys) -> None:
+    """One that was sent by name had none."""
+    newest = unique(queue.app, "k", function=work, when_busy=buffer_one())
+    queue.app.send_task(newest.name, ("k",))
+    assert "only_one" not in queue.messages()[-1]["headers"]
+    with keys.busy():
+        queue.deliver()
+    message = queue.take()
+    assert message["headers"]["only_one"]["key"] == f"{keys.prefix}k"
+    revoke(newest, "k", id=message["headers"]["id"], only_one=message["headers"]["only_one"])
+    note = note_of(f"{keys.prefix}k", message["headers"]["id"], 0, 0)
+    assert eventually(lambda: keys.redis.get(note) == b"%d" % WAITS_NO_MORE)
 
 
 def lose_and_retry(task: Any, **request: Any) -> None:
