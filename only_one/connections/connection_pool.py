@@ -255,7 +255,7 @@ def guarded_pool(pool: Any) -> Any:
         pool = kept.get("only_one_own") or kept.setdefault("only_one_own", _another_like(pool, waits=waits))
     _pools.add(pool)
     alias: Any = object.__new__(_guarded_kind(pool.__class__))
-    alias.__dict__ = vars(pool)  # it is the same pool in all but its class
+    alias.__dict__ = vars(pool)  # the same pool in all but its class, by whose methods redis-py releases, too
     return alias
 
 
