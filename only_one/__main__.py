@@ -204,15 +204,12 @@ def _free_by(found: Held) -> float | None:
     """When a key is free at the latest, in seconds since the epoch; None if nobody knows."""
     if found.expires_in is None:
         return None
-    expires_at, holder = time.time() + found.expires_in, found.holder
-    if holder is None or found.process == "dead":
-        return expires_at
-    if holder.state not in {"running", "received"}:  # no process renews it
+    expires_at = time.time() + found.expires_in
+    if found.process in (None, "dead"):  # nobody renews it
         return expires_at
     # A living process may renew it, until the deadline if there is one. After that its run has called `extend`.
-    if holder.deadline is None or holder.deadline < time.time():
-        return None
-    return max(expires_at, holder.deadline)
+    deadline = found.holder and found.holder.deadline
+    return max(expires_at, deadline) if deadline and deadline >= time.time() else None
 
 
 def _value(found: Held) -> str:
