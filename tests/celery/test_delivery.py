@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -26,6 +27,7 @@ from only_one.celery.delivery import Delivery
 from only_one.celery.requeue import Header
 from only_one.holder import Holder
 from rigs.proxy import Proxy
+from rigs.waiting import eventually
 from tests.celery.deliveries import (
     OUTCOMES,
     Awaits,
@@ -532,12 +534,28 @@ def test_a_task_id_that_is_no_str(queue: Queue, keys: Keys, make: Any) -> None:
     assert answer.get() == str(task_id)
 
 
-def test_a_task_that_is_not_unique_any_more_has_not_the_key_in_its_message(queue: Queue, keys: Keys) -> None:
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_task_that_is_not_unique_any_more_has_not_the_key_in_its_message(
+    queue: Queue, keys: Keys, *, is_busy: bool
+) -> None:
     """When it ends, the key of the version that has queued it is free, too."""
     sent = Header(str(uuid4()), 0, key=f"{keys.prefix}other", token="queued")  # noqa: S106 - of a lock
     keys["other"] = token_of(sent.id, state="queued")
     task = a_task(queue.app, lambda_of(lambda: (current_lock().key, "other" in keys)))
     answer = task.apply_async(task_id=sent.id, headers=sent.as_headers())
-    queue.deliver()
-    assert answer.get() == [f"{keys.prefix}k", True]
+    with keys.busy() if is_busy else nullcontext():
+        queue.deliver()
+    assert answer.get() == (None if is_busy else [f"{keys.prefix}k", True])
     assert "other" not in keys
+
+
+def test_a_unique_task_that_runs_without_its_key_is_withdrawn_though_another_decorator_has_a_key(
+    queue: Queue, keys: Keys, way: Proxy
+) -> None:
+    inner = a_task(queue.app, done, when_down=carry_on)
+    answer = decorated(key="outer", timeout=600, when_down=carry_on)(inner).delay()
+    message = queue.take()
+    with way.cut():
+        queue.deliver(message)
+    assert answer.get() == "done"
+    assert eventually(lambda: "outer" not in keys)
