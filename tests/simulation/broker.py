@@ -18,11 +18,13 @@ from typing import Any, NamedTuple
 import billiard.einfo
 import celery.worker.request
 import celery.worker.state
+import kombu.utils.limits
 from billiard.einfo import ExceptionInfo
 from celery import Celery, signals
 from celery.app.trace import trace_task_ret
 from celery.backends.cache import CacheBackend
 from celery.exceptions import Reject, SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded, WorkerLostError
+from celery.worker.consumer.consumer import Consumer
 from kombu import common
 from kombu.exceptions import OperationalError
 from kombu.transport import virtual
@@ -85,6 +87,7 @@ class App(Celery):  # type: ignore[misc]
 
 
 celery.worker.request.datetime = Clock
+vars(kombu.utils.limits)["monotonic"] = lambda: playing().now
 billiard.einfo.Traceback = lambda _: None
 
 
@@ -209,6 +212,7 @@ class Delivery:
         with suppress(ValueError):  # it was killed, or has exceeded its time meanwhile
             self.worker.jobs.remove(self)
             self.forget()
+            self.worker.recycle(self.child)
             self.worker.assign()
             self.worker.broker.deliver()
             self.worker.do(lambda: None)
@@ -287,7 +291,8 @@ class Broker:
     def deliver(self) -> None:
         """Give messages to workers that have room."""
         while self.queue and (ready := [each for each in self.workers if each.has_room()]):
-            delivery = self.queue.pop(0)
+            in_order = self.world.plan.in_order or len(self.queue) == 1
+            delivery = self.queue.pop(0 if in_order else self.world.choose("which first", [*range(len(self.queue))]))
             delivery.worker = self.world.choose("worker of a message", ready)
             self.unacked.append(delivery)
             self.world.met["deliveries"] += 1
@@ -355,9 +360,13 @@ class Worker:
     For Celery's strategy it is the consumer, with its pool, its timer and its QoS.
     """
 
-    connection_errors = task_buckets = ()
-    disable_rate_limits = True
-    event_dispatcher = _limit_task = _limit_post_eta = None
+    connection_errors = ()
+    disable_rate_limits = False
+    event_dispatcher = None
+    _limit_order = 0
+    _limit_task, _limit_post_eta = Consumer._limit_task, Consumer._limit_post_eta
+    _limit_move_to_pool = Consumer._limit_move_to_pool
+    _schedule_bucket_request = Consumer._schedule_bucket_request
     controller = SimpleNamespace(state=celery.worker.state)
 
     def __init__(self, world: Any, name: str, machine: Machine, processes: list[Process]) -> None:
@@ -375,6 +384,8 @@ class Worker:
             self.world.start(child, f"{self.hostname}.{number}", self.machine)
         self.app = self.world.app_of(self.main)
         self.consumes = True
+        self.task_buckets = {name: Consumer.bucket_for_task(None, task) for name, task in self.app.tasks.items()}
+        self.ending: set[Process] = set()
         self.jobs: list[Delivery] = []
         self._inbox = FakeQueue()
         self.do = self._inbox.put
@@ -436,6 +447,8 @@ class Worker:
                 self.jobs.remove(job)
                 celery.worker.state.requests.pop(job.id, None)  # as the worker's consumer does
                 job.forget()
+            for bucket in filter(None, self.task_buckets.values()):
+                bucket.clear_pending()
             if self.world.plan.cancels:
                 self.do(self._cancel)
             self.broker.restore(self)
@@ -490,16 +503,20 @@ class Worker:
         self.call_after(when - self.world.wall(), do, args)
 
     def call_after(self, seconds: float, do: Any, args: Any = (), **_: Any) -> None:
-        life = self.main.life
+        life, is_limited = self.main.life, do == self._schedule_bucket_request
+        # As much later as time goes on at least: the bucket asks for what is left by rounding, again and again.
+        seconds += 1e-6 * is_limited
 
         def call() -> None:
-            begins = self.consumes or do != self._execute
+            begins = self.consumes or do not in (self._execute, self._limit_post_eta, self._schedule_bucket_request)
             if self.main.life == life and not self.main.is_dead and begins:
                 self.do(lambda: do(*args))
 
         self.world.after(seconds, call)
 
     def increment_eventually(self) -> None: ...
+
+    decrement_eventually = increment_eventually
 
     def _execute(self, request: Any) -> None:
         job = next((job for job in self.jobs if job.request is request), None)
@@ -517,12 +534,28 @@ class Worker:
 
     def assign(self) -> None:
         """Give jobs to children that are free."""
-        free = [child for child in self.children if all(job.child is not child for job in self.jobs)]
+        busy = {job.child for job in self.jobs} | self.ending
+        free = [child for child in self.children if child not in busy]
         waiting = [job for job in self.jobs if job.target and not job.child]
         for job, child in zip(waiting, free, strict=False):
             if child.is_dead:
                 self.world.start(child, child.name, self.machine)
             job.begin(child)
+
+    def recycle(self, child: Process | None) -> None:
+        """Let a child end that has ended a task, as with ``max_tasks_per_child=1``."""
+        if not (self.world.plan.recycles and self.consumes and child) or child.is_dead:
+            return
+
+        def end() -> None:
+            signals.worker_process_shutdown.send(sender=None, pid=child.pid, exitcode=0)
+            self.world.note(child.name, "is recycled")
+            child.is_dead = True
+            self.ending.discard(child)
+            self.do(self.assign)
+
+        self.ending.add(child)
+        self.world.spawn(child, f"{child.name}/end", end)
 
     def terminate_job(self, pid: int, _signal: int) -> None:
         for job in [job for job in self.jobs if job.child and job.child.pid == pid]:

@@ -74,6 +74,10 @@ class MessageChecker:
         """Whether the server has lost all that it had stored, keys and completion markers, in this time."""
         return any(since - _JUST_NOW < at < until for at in self.history.forgot_at)
 
+    def killed_since(self, since: float) -> bool:
+        """Whether a run was killed since then: its key may stay for a lease, or its ``timeout``."""
+        return any(run.end == "killed" and run.ended > since for run in self.history.runs)
+
     def overran(self, run: Any, now: float) -> bool:
         """Whether a run has lasted until its ``timeout``, so that its key has expired."""
         lasts: float = (run.ended or now) - run.began
@@ -201,8 +205,9 @@ class MessageChecker:
         keep -= {job.work.trigger for job in begun if job.limits[0] or job.is_terminated}
         if trigger.is_sent and (others := before & after & keep) and not self._may_forget:
             self.problem("a second message", f"{trigger.name} beside {others}")
-        is_accounted_for = before or after or just_ended or self.plan.at_least or not self.only("publishing fails")
-        if not (trigger.is_sent or trigger.error or is_accounted_for):
+        may_hold = not self.plan.takeover and self.killed_since(self.history.now - _TRUSTED_FOR)
+        may_hold |= bool(self.plan.at_least) or not self.only("publishing fails")
+        if not (trigger.is_sent or trigger.error or before or after or just_ended or may_hold):
             self.problem("a duplicate of nothing", trigger.name)
 
     # of what has happened
@@ -216,7 +221,7 @@ class MessageChecker:
 
         That of a run that has succeeded stays for ``at_least``.
         """
-        stays = _TRUSTED_FOR if self.had("kill", "revoke", "shutdown") else _JUST_NOW
+        stays = _TRUSTED_FOR if self.had("kill", "revoke", "shutdown") or not self.plan.takeover else _JUST_NOW
         stays += self.plan.at_least or 0.0
         ends = {each: self.history.told_at.get(name, inf) + stays for name, each in self.history.triggers.items()}
         for run in self.history.runs:  # a replacement runs after the end of the first one was told
@@ -333,7 +338,7 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
         if checker.was_redelivered(trigger):
             failures |= {"LockUnavailable", "AlreadyRunning", "Reject", "requeue"}
         has_failed = bool(checker.outcomes_of(trigger.name) & failures)
-        has_failed |= checker.may_drop_unstored and any(_was_killed(run, history.now) for run in trigger.runs)
+        has_failed |= checker.may_drop_unstored and any(_was_killed(history, run, history.now) for run in trigger.runs)
         was_lost = any(each.trigger == trigger.name for each in (*history.broker.lost, *history.broker.dropped))
         if not (trigger.id in history.revoked or was_lost or has_failed):
             yield "what follows was not called", f"{trigger.name} was sent with {trigger.how}"
@@ -394,7 +399,12 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         redelivered_at = history.broker.last_redelivered_at
         have_come_late = [redelivered_at.get(each.work, -inf) > each.ended - _ONE_COMMAND for each in until_then]
         comes_late = history.plan.broker == "redis" and any(have_come_late)
-        if is_again and has_ended and not comes_late and not any(_was_killed(each, later.began) for each in until_then):
+        if (
+            is_again
+            and has_ended
+            and not comes_late
+            and not any(_was_killed(history, each, later.began) for each in until_then)
+        ):
             yield "a run too many", f"{first.work} ran again after {first.end}: {later.end}"
 
 
@@ -412,8 +422,9 @@ def _what_comes_back_runs(history: Any, checker: MessageChecker) -> Problems:
             yield "what came back did not run", str(work)
 
 
-def _was_killed(run: Any, until: float) -> bool:
-    return run.life != run.process.life or getattr(run.process, "died_at", inf) <= until
+def _was_killed(history: Any, run: Any, until: float) -> bool:
+    killed_at: float = history.killed_at.get((run.process, run.life), inf)
+    return killed_at <= until
 
 
 def _no_call_is_skipped_for_its_own_delivery(history: Any, checker: MessageChecker) -> Problems:
@@ -430,7 +441,7 @@ def _no_call_is_skipped_for_its_own_delivery(history: Any, checker: MessageCheck
             yield "a task is skipped for its own lock", f"{work}: {outcomes}"
         for run in trigger.runs:
             again = [each for each in trigger.runs if each.delivery is run.delivery and each is not run]
-            is_over = again or "limit" in trigger.how or _was_killed(run, history.now)
+            is_over = again or "limit" in trigger.how or _was_killed(history, run, history.now)
             if run.end == "calls again" and not is_over:
                 yield "a second call did not run", f"{work}: {outcomes}"
 
@@ -488,7 +499,7 @@ def _at_least(history: Any, checker: MessageChecker) -> Problems:
         return
     for run, later in pairwise(history.runs):
         # A limit or a kill may have come before its release.
-        was_interrupted = "limit" in run.trigger.how or _was_killed(run, later.began)
+        was_interrupted = "limit" in run.trigger.how or _was_killed(history, run, later.began)
         is_due = run.end == "done" and later.lock.key == run.lock.key and not was_interrupted
         if is_due and later.began - run.began < history.plan.at_least - _JUST_NOW:
             yield "at_least", f"{later.work} began {later.began - run.began:.2f} s after {run.work}"

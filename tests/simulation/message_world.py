@@ -207,6 +207,9 @@ class MessageWorld(History):
         "takeover": [True, False],
         "retry": [{}, {"countdown": 0.2}, {"max_retries": 2}],
         "when_down": ["default", "retry", "carry_on", "skip"],
+        "recycles": [False, False, True],  # whether a child ends when it has ended a task
+        "rate_limit": [None, None, "60/m"],
+        "in_order": [True, False],  # else as where messages have priorities
         "store_fails": [0.0, 0.0, 0.1],  # how probable it is that no result can be stored
         "dead_letters": [0.0, 0.7],  # how probable it is that a rejected message comes back, with RabbitMQ
     }
@@ -246,6 +249,7 @@ class MessageWorld(History):
         self.begun_and_killed: set[str] = set()
         self.forgot_at: list[float] = []
         self.killed: set[int] = set()
+        self.killed_at: dict[tuple[Process, int], float] = {}
         self.unstored: dict[Work, float] = {}
         self.broker = Broker(self, self.plan.broker)
         self.checker = MessageChecker(self)
@@ -336,6 +340,7 @@ class MessageWorld(History):
 
     def kill(self, process: Process) -> None:
         super().kill(process)
+        self.killed_at[process, process.life] = self.now
         for run in self.running:
             if run.process is process:
                 run.end, run.ended = "killed", self.now
@@ -371,7 +376,8 @@ class MessageWorld(History):
             if plan.placement == "two below":
                 function = package.only_one("{given[key]}", **given)(function)
             has_call = plan.kind == "class with a decorated call" and not plan.is_unique
-            task = _task_of(app, name, function, "__call__" if has_call else plan.kind, **plan.options)
+            options = {**plan.options, "rate_limit": self.plan.rate_limit}
+            task = _task_of(app, name, function, "__call__" if has_call else plan.kind, **options)
             if plan.is_unique:
                 package.only_one("{given[key]}", **given)(task)
             if self.plan.has_agent and plan.kind in ("function", "class"):
