@@ -94,7 +94,7 @@ class MessageChecker:
         Both commands of a ``delay()`` were sent twice. Or its message was lost. Or its worker was killed, which had
         acknowledged it, and another run, as of the attempt before, had the key when it came. Or a version in which the
         task is not unique has ended it, and its message names no key; or at its hard limit; or was killed. Or it has
-        ended without a run while the server was away, and its process was killed before it could withdraw it.
+        ended without its key while the server was away, and its process has ended before it could withdraw it.
         """
         triggers = self.history.triggers.values()
         tasks = [each for each in triggers if each.id is not None and each.id.encode() in value]
@@ -106,8 +106,9 @@ class MessageChecker:
         others = [(run, at) for run in self.history.runs for work, at in came.items() if run.work != work]
         is_killed = any(run.began - _ONE_COMMAND <= at <= (run.ended or inf) + _ONE_COMMAND for run, at in others)
         is_killed &= any(self.outcomes_of(each.name) <= _WAITS for each in tasks)
-        has_run = any(each.runs for each in tasks)
-        is_not_withdrawn = not has_run and self.had("server away") and self.had("killed", "shutdown")
+        has_had_its_key = any(each.runs for each in tasks) and self.plan.when_down != "carry_on"
+        has_ended = self.plan.recycles or self.had("killed", "shutdown")
+        is_not_withdrawn = self.had("server away") and has_ended and not has_had_its_key
         return self.late_commands > 1 or is_moved or is_killed or was_lost or is_not_withdrawn
 
     @property

@@ -276,7 +276,7 @@ class MessageWorld(History):
         self.run(self.now + 15)
         self.quiet = True
         self.run(self.now + 1000, self._is_drained)
-        self.run(self.now + 35 + (plan.at_least or 0.0))
+        self.run(max(self.now, self.host.down_until) + 35 + (plan.at_least or 0.0))
         if left:
             self.problem("a call never ended", f"{left} wait")
         self.checker.at_the_end()
