@@ -146,6 +146,8 @@ def filled_in(server: RedisServer, value: Any) -> Any:
         # As Celery writes the URL of a socket.
         ({"app": {"result_backend": SOCKET}}, 3),
         ({"app": {"broker_url": SOCKET}}, 3),
+        ({"app": {"result_backend": SOCKET.replace("=", "=/")}}, 3),
+        ({"app": {"broker_url": SOCKET.replace("=", "=/")}}, 3),
         ({"app": {**SENTINEL, "result_backend": 1}}, 1),
         ({"app": SENTINEL, "environment": {"redis_url": 1}}, 1),
     ],

@@ -112,4 +112,5 @@ def _redis_url(url: Any) -> str | None:
     is_one = isinstance(url, str) and re.fullmatch(r"(rediss?|redis\+socket)://[^;]*", url)
     ours = re.sub(r"(?<=ssl_cert_reqs=)CERT_\w+", lambda name: name[0][5:].lower(), url) if is_one else ""
     ours = re.sub("(?<![:/])//", "/", ours)  # kombu reads `redis://host//` as database 0
-    return ours.replace("redis+socket://", "unix://").replace("virtual_host=", "db=") or None
+    ours = re.sub("virtual_host=/?", "db=", ours)  # with or without the slash of a path
+    return ours.replace("redis+socket://", "unix://") or None
