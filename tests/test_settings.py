@@ -242,6 +242,16 @@ def test_a_backend_with_a_credential_provider_gives_its_own_client() -> None:
     assert client.connection_pool.connection_kwargs["credential_provider"] is provider
 
 
+PROVIDER = "redis://h:5/3?credential_provider=redis.UsernamePasswordCredentialProvider"
+
+
+@pytest.mark.skipif(celery.VERSION < (5, 6), reason="Celery's backend knows no provider before")
+def test_a_backend_whose_url_names_a_credential_provider_gives_its_own_client() -> None:
+    client: Any = server_of(an_app(result_backend=PROVIDER))
+    options = client.connection_pool.connection_kwargs
+    assert isinstance(options["credential_provider"], UsernamePasswordCredentialProvider)
+
+
 @pytest.mark.parametrize("verify", ["required", "optional", "none"])
 def test_a_url_with_tls_as_celery_documents_it(verify: str) -> None:
     for where in ("result_backend", "broker_url"):
@@ -250,7 +260,7 @@ def test_a_url_with_tls_as_celery_documents_it(verify: str) -> None:
         assert servers_of_product.find_server(url) is not None  # redis-py reads it
 
 
-@pytest.mark.parametrize("config", [SENTINEL, WITH_TLS, ALSO_WITH_TLS, WITHOUT_HOST])
+@pytest.mark.parametrize("config", [SENTINEL, WITH_TLS, ALSO_WITH_TLS, WITHOUT_HOST, {"broker_url": PROVIDER}])
 def test_a_broker_whose_url_does_not_say_all_is_told_with_what_to_write(config: dict[str, Any]) -> None:
     """And is not taken for localhost."""
     with pytest.raises(

@@ -85,7 +85,7 @@ def server_of(app: Celery) -> Source | None:
     """
     url = _redis_url(app.conf.result_backend)
     names = ("backend_use_ssl", "backend_credential_provider", "host", "port", "username", "password")
-    if url and not any(app.conf.get(f"redis_{name}") for name in names):
+    if url and _says_all(url, app, "redis", names):
         return url
     client = getattr(app.backend, "client", None)
     if hasattr(client, "register_script"):
@@ -94,17 +94,22 @@ def server_of(app: Celery) -> Source | None:
     broker: Any = next(iter(brokers.split(";") if isinstance(brokers, str) else brokers or ()), None)
     url = _redis_url(broker)
     names = ("use_ssl", "host", "port", "user", "password", "vhost")
-    if url and not any(app.conf.get(f"broker_{name}") for name in names):
+    if url and _says_all(url, app, "broker", names):
         return url
     if url or str(broker).startswith("sentinel://"):
         # Not localhost: on each machine that would be another server.
         msg = (
             f"the broker of the app {app.main!r} is a Redis whose URL does not say all, because of sentinels, "
-            "broker_use_ssl, or broker_host and the like: "
+            "broker_use_ssl, a credential provider, or broker_host and the like: "
             "write only_one_redis=... in its configuration, a URL, a client or a callable"
         )
         raise ConfigurationError(msg)
     return None
+
+
+def _says_all(url: str, app: Celery, kind: str, names: tuple[str, ...]) -> bool:
+    """Whether nothing of a server's address is in settings of these names, or in a class of which Celery makes one."""
+    return "credential_provider=" not in url and not any(app.conf.get(f"{kind}_{name}") for name in names)
 
 
 def _redis_url(url: Any) -> str | None:
