@@ -141,6 +141,7 @@ def filled_in(server: RedisServer, value: Any) -> Any:
         ({"app": {"broker_url": "redis://127.0.0.1:{port}/1;redis://127.0.0.1:{port}/2"}}, 1),
         ({"app": {**BY_CLASS, "redis_port": "{port}", "broker_url": 1}}, 3),
         ({"app": {"broker_url": "redis://127.0.0.1:{port}//"}}, 0),
+        ({"app": {"result_backend": "redis://127.0.0.1:{port}/3/"}}, 3),
         # The rest of the address is in settings of Celery's.
         ({"app": {"result_backend": "redis:///3", **REST}}, 3),
         # As Celery writes the URL of a socket.
