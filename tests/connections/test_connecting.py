@@ -34,14 +34,10 @@ from tests.lock.test_leases import RELEASES
 pytestmark = pytest.mark.usefixtures("prefix")
 
 
-def test_a_pool_that_names_its_parser(redis_url: str) -> None:
-    options: dict[str, Any] = {"parser_class": redis.connection.DefaultParser}
-    with redis_py.Redis(connection_pool=redis_py.ConnectionPool.from_url(redis_url, **options)) as client:
+@pytest.mark.parametrize("option", [{"parser_class": redis.connection.DefaultParser}, {"decode_responses": True}])
+def test_a_client_that_says_how_replies_are_read(redis_url: str, key: str, option: dict[str, Any]) -> None:
+    with redis_py.Redis(connection_pool=redis_py.ConnectionPool.from_url(redis_url, **option)) as client:
         assert call_both(redis=client) == ["ran", "ran"]
-
-
-def test_a_client_that_decodes_replies(redis_url: str, key: str) -> None:
-    with redis_py.Redis.from_url(redis_url, decode_responses=True) as client:
         client.set(key, b"\xff is no text", ex=600)
         assert call_both(redis=client) == [None, None]
 

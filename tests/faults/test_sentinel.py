@@ -150,18 +150,13 @@ def test_a_master_that_was_replaced_and_does_not_know_it_yet(watched: Watched, p
 
 @both
 @pytest.mark.usefixtures("prefix")
-def test_the_url_of_a_sentinel_is_told_with_what_to_write(decorate: Decorate) -> None:
+def test_the_url_of_a_sentinel_and_one_that_is_cut_off_from_the_others(decorate: Decorate) -> None:
+    """The first is told with what to write; the second is not believed."""
     with clients("Sentinel") as those:
         for database in (0, 1):
             url = f"redis://127.0.0.1:{those.sentinel_port}/{database}?socket_timeout={LIMIT}"
             with pytest.raises(LockUnavailable, match=r"write redis=Sentinel\(\[...\]\)\.master_for"):
                 decorate(lambda: "done", redis=url)()
-
-
-@both
-@pytest.mark.usefixtures("prefix")
-def test_a_sentinel_that_is_cut_off_from_the_others_is_not_believed(decorate: Decorate) -> None:
-    with clients("Sentinel") as those:
         sentinels: Any = Sentinel([("127.0.0.1", those.sentinel_port)], min_other_sentinels=1)  # type: ignore[no-untyped-call]
         with pytest.raises(LockUnavailable, match="No master found"):
             decorate(lambda: "done", redis=sentinels.master_for("watched"))()
