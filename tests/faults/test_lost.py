@@ -51,7 +51,8 @@ class Told:
         self._then()
 
 
-# A callable; that it is told once of a key that is taken away, or at the end of its timeout, is in `test_paused.py`
+# A callable; that it is told once of a key that is taken away is in `test_paused.py`, at the end of its timeout in
+# `test_wall_clock.py`
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])

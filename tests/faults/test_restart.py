@@ -7,7 +7,7 @@ import redis as redis_py
 from only_one import only_one
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import eventually
-from tests.faults.programs import Holder, Running, RunningAsync
+from tests.faults.programs import Running, RunningAsync
 from tests.renewal import is_renewed, renew_now
 
 
@@ -25,33 +25,24 @@ def test_without_persistence_the_holder_learns_that_it_has_lost(server: RedisSer
     assert told == ["deleted"]
     assert {each.result for each in (run, later, too)} == {"done"}
 
-    with Running(lease=60) as at_its_end:
-        server.kill()
-    assert at_its_end.result == "done"
-    server.start()
-    assert eventually(lambda: only_one(lambda: "next", key="k")() == "next")
 
-
-def test_with_an_append_only_file_keys_are_there_again(prefix: str) -> None:
-    """They go on falling, are renewed and released by their runs, and do not block where their runs are dead."""
+def test_with_an_append_only_file_keys_are_there_again() -> None:
+    """They go on falling, are renewed and released by their runs."""
     told: list[object] = []
     with (
         redis_server("--appendonly", "yes") as server,
         redis_py.Redis.from_url(server.url) as client,
-        Holder(server.url, prefix, key="dead", timeout=600) as holder,
+        Running(lease=60, when_lost=told.append, redis=server.url) as run,
     ):
-        with Running("leased", lease=60, when_lost=told.append, redis=server.url) as run:
-            holder.kill()
-            client.pexpire(run.lock.key, 50_000)
-            server.kill()
-            server.start()
-            assert client.get(run.lock.key) == run.lock.token
-            assert 0 < client.pttl(run.lock.key) < 50_000
-            assert only_one(lambda: "done", key="leased", redis=server.url)() is None
-            assert is_renewed(run.lock)
-            assert client.pttl(run.lock.key) > 50_000
+        client.pexpire(run.lock.key, 50_000)
+        server.kill()
+        server.start()
+        assert client.get(run.lock.key) == run.lock.token
+        assert 0 < client.pttl(run.lock.key) < 50_000
+        assert only_one(lambda: "done", key="k", redis=server.url)() is None
+        assert is_renewed(run.lock)
+        assert client.pttl(run.lock.key) > 50_000
+        run.__exit__()
         assert run.result == "done"
         assert not client.exists(run.lock.key)
         assert told == []
-        assert client.get(f"{prefix}dead") == holder.token
-        assert only_one(lambda: "done", key="dead", timeout=600, redis=server.url)() == "done"
