@@ -392,16 +392,13 @@ def test_a_command_that_times_out_is_sent_as_often_as_the_client_says(
 # Interruptions
 
 
-@pytest.fixture
-def nobody_keeps_what_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Python collects garbage: pytest would keep it, and the connection that it is of."""
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-
-
 @pytest.mark.interrupts
 @pytest.mark.timeout(method="thread")  # as SIGALRM is ours
-@pytest.mark.usefixtures("nobody_keeps_what_is_raised")
-def test_a_reply_is_never_another_command_s(redis_url: str, name: str, redis: Any) -> None:
+def test_a_reply_is_never_another_command_s(
+    redis_url: str, name: str, redis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is raised where Python collects garbage pytest would keep, and the connection that it is of.
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     seed = random.randrange(2**32)
     print("seed", seed)
     moments = random.Random(seed)
