@@ -16,7 +16,7 @@ from functools import cache
 from importlib import import_module
 from queue import Full, SimpleQueue
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import redis
 
@@ -42,6 +42,43 @@ _pools: WeakSet[Any] = WeakSet()
 _inherited: list[Any] = []
 
 
+class _Pinned:
+    """One connection. It is also dropped when it is forgotten, as by an exception between two lines.
+
+    Attributes:
+        connection: redis-py's connection.
+        drop: closes it, because a reply may be yet to come on it. The next one that is borrowed returns it to the pool.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        """Borrow a connection from the pool, once those that were dropped are back in theirs."""
+        while _dropped:
+            _return(*_dropped.pop())
+        self.connection = pool.get_connection(*_FOR_NO_COMMAND)
+        # Whatever was handled then is over when it is dropped, and a later exception may have the same id.
+        del self.connection.lent_during
+        # No `__del__`: a signal handler's exception in it would be lost, even where nothing was connected.
+        self.drop = finalize(self, _drop, pool, self.connection)
+        self.drop.atexit = False
+
+
+_dropped: list[tuple[Any, Any]] = []
+"""The connections that were dropped, each after its pool."""
+
+
+def _drop(pool: Any, connection: Any) -> None:
+    # It may be called where garbage is collected, and in a thread that has acquired the pool's lock.
+    _dropped.append((pool, connection))
+    connection.disconnect()
+
+
+def _return(pool: Any, connection: Any) -> None:
+    try:
+        connection.disconnect()
+    finally:  # where that is interrupted, too, the guarded pool closes it
+        pool.release(connection)
+
+
 class PinnedClient(redis.Redis):
     """Sends each command on a connection that it keeps, past the pool.
 
@@ -51,8 +88,6 @@ class PinnedClient(redis.Redis):
 
     Attributes:
         kept: the connections that no command uses.
-        borrowed: how many the pool has lent: those, those of commands, and those that an exception between two lines
-            has lost.
         sends_again: whether the drivers send a command again that got no answer, because redis-py does not.
     """
 
@@ -61,8 +96,7 @@ class PinnedClient(redis.Redis):
     def __init__(self, client: Any) -> None:
         """See ``fits`` for the clients that it can replace."""
         super().__init__(connection_pool=guarded_pool(client.connection_pool))
-        self.kept: list[Any] = []
-        self.borrowed = 0
+        self.kept: list[_Pinned] = []
         _clients.add(self)
 
     @staticmethod
@@ -88,53 +122,41 @@ class PinnedClient(redis.Redis):
         if options != RAW:
             return untyped.execute_command(*args, **options)
         try:
-            connection = self.kept.pop()
+            pinned: _Pinned | None = self.kept.pop()
         except IndexError:  # which is over when we connect, and so not in the traceback of an error there
-            connection = None
-        connection = connection or self._borrow()
-        if connection is None:
-            return untyped.execute_command(*args, **options)
-        handled = sys.exc_info()[1]
+            pinned = None
+        pinned = pinned or _Pinned(self.connection_pool)
+        connection, handled = pinned.connection, sys.exc_info()[1]
+
         try:
             try:
                 reply = _exchange(connection, args)
             except redis.RedisError as error:
                 reply = _exchange_again(connection, args, error, handled)
         except BaseException as error:
-            self._end(connection, error)
+            self._end(pinned, error)
             is_closed = isinstance(error, redis.ConnectionError) and not raised_by_signal_handler(error, handled)
             if self.sends_again or not is_closed:
                 raise
             note_unanswered()
         else:
-            self.kept.append(connection)
+            self._keep(pinned)
             return reply
         return untyped.execute_command(*args, **options)
 
-    def _borrow(self) -> Any:
-        """One more connection of the pool's, to keep it; None if there are as many as are kept."""
-        if self.borrowed >= _MOST_KEPT:
-            return None
-        connection = self.connection_pool.get_connection(*_FOR_NO_COMMAND)
-        self.borrowed += 1
-        return connection
-
-    def _end(self, connection: Any, error: BaseException) -> None:
-        """See to the connection of a command that has failed, and perhaps to those that no command uses."""
+    def _end(self, pinned: _Pinned, error: BaseException) -> None:
         if leaves_usable(error):
-            self.kept.append(connection)
+            self._keep(pinned)
         else:  # a reply may be on its way still, which the next command there would take for its own
-            self._return(connection)
+            pinned.drop()
         if isinstance(error, OF_ALL_CONNECTIONS):
-            with suppress(IndexError):
-                while True:
-                    self._return(self.kept.pop())
+            self.kept = []
 
-    def _return(self, connection: Any) -> None:
-        """Close a connection, and return it to the pool."""
-        connection.disconnect()
-        self.borrowed -= 1
-        self.connection_pool.release(connection)
+    def _keep(self, pinned: _Pinned) -> None:
+        if len(self.kept) < _MOST_KEPT:
+            self.kept.append(pinned)
+        elif pinned.drop.detach():
+            redis.ConnectionPool.release(self.connection_pool, pinned.connection)  # past the guard
 
 
 def _exchange(connection: Any, command: Command) -> Any:
@@ -198,7 +220,7 @@ def _begin_anew_in_child() -> None:
     """Use the connections no more: they are the parent's, and must not even be closed here."""
     for client in list(_clients):
         _inherited.append(client.kept)
-        client.kept, client.borrowed = [], 0
+        client.kept = []
     for pool in list(_pools):
         # A thread may have acquired it that the child does not have, and redis-py would wait for that for ever.
         pool._lock = threading.RLock()  # noqa: SLF001 - it has no public name

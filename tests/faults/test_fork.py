@@ -65,7 +65,7 @@ os.fork = ctypes.PyDLL(None).fork
 
 def ports():
     release_key("k", "the value of nobody", redis=sys.argv[1])
-    return {each._sock.getsockname() for each in find_server(sys.argv[1]).client.kept}
+    return {each.connection._sock.getsockname() for each in find_server(sys.argv[1]).client.kept}
 
 parents = ports()
 
