@@ -127,9 +127,14 @@ def decorations_of(task: Any) -> list[Decoration]:
     return list(dict.fromkeys(each.__only_one__ for each in functions if hasattr(each, "__only_one__")))
 
 
+def unique_decoration_of(task: Any) -> Decoration | None:
+    """The decoration of a task that is unique from queued to finished; None for any other."""
+    return next((decoration for decoration in decorations_of(task) if decoration.is_unique), None)
+
+
 def queue_options_of(task: Any) -> EffectiveOptions | None:
     """The options of a task that is unique from queued to finished; None for any other."""
-    decoration = next((decoration for decoration in decorations_of(task) if decoration.is_unique), None)
+    decoration = unique_decoration_of(task)
     return decoration.options_for(decoration.plain) if decoration else None
 
 

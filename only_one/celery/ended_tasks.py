@@ -29,7 +29,15 @@ from only_one.lock.token import machine, words_of
 
 from . import coalescing, redelivery
 from .app_settings import app_options
-from .delivery import Delivery, decorations_of, key_of_message, queue_options_of, task_of_items, unwrapped
+from .delivery import (
+    Delivery,
+    decorations_of,
+    key_of_message,
+    queue_options_of,
+    task_of_items,
+    unique_decoration_of,
+    unwrapped,
+)
 from .received_tasks import begun_request, warn_once
 from .requeue import header_of
 from .work import work_held_by, work_of
@@ -60,7 +68,8 @@ def withdrawal_of(app: Any, task: Any, request: Any) -> Withdrawal | None:
         The withdrawal; None if the task has no key.
     """
     header, work = header_of(request), work_of(request)
-    if header.key is None:
+    key = header.key or _key_of_retry(task, request)
+    if key is None:
         return None
     options = queue_options_of(task) if task else None
     if options is None:  # in that other version it is unique; what its decorator said of the server is not known here
@@ -69,14 +78,24 @@ def withdrawal_of(app: Any, task: Any, request: Any) -> Withdrawal | None:
         return None
     return Withdrawal(
         options.server,
-        header.key,
+        key,
         words_of(*work),
         until=now() + options.queue_timeout,
         no_write_in_flight=True,
-        note=note_of(header.key, *work),
-        triggers=coalescing.triggers_of(header.key),
+        note=note_of(key, *work),
+        triggers=coalescing.triggers_of(key),
         number=header.trigger,
     )
+
+
+def _key_of_retry(task: Any, request: Any) -> str | None:
+    """The key of a retry that Celery has sent because its process was lost, and whose message had none; else None."""
+    decoration = unique_decoration_of(task) if task and request.retries else None
+    if decoration is not None:
+        with suppress(Exception):  # of arguments that have no key
+            prefix = decoration.options_for(decoration.plain).prefix
+            return key_of_message(task, decoration, prefix, request.args, request.kwargs)
+    return None
 
 
 def withdraw(app: Any, task: Any, request: Any) -> None:

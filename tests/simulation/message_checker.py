@@ -181,11 +181,12 @@ class MessageChecker:
         self.being_sent.add(trigger.name)
         yield
         self.being_sent.remove(trigger.name)
-        has_equal = trigger.error is None and trigger.how not in CALLS
+        may_be_skipped = self.plan.when_down == "skip" and self.was_unreachable
+        has_equal = trigger.error is None and trigger.how not in CALLS and not may_be_skipped
         if self.plan.policies == {"buffer_one"} and not trigger.is_sent and has_equal:
             for other in self.history.triggers.values():
                 is_equal = other.task == trigger.task and other.given == trigger.given
-                if trigger.id is not None and other.id == trigger.id and not (other is trigger or is_equal):
+                if other.id == trigger.id and not (other is trigger or is_equal):
                     self.problem("a duplicate of another call", f"{trigger.name} of {other.name}")
         is_unique = all(self.plan.deduplicate) and trigger.how in _UNIQUE
         if not is_unique or not self.only("publishing fails", "shutdown", "lost connection"):
