@@ -106,6 +106,8 @@ SENTINEL = {"broker_url": "sentinel://127.0.0.1:26379", "broker_transport_option
 WITH_TLS = {"broker_url": "rediss://127.0.0.1:6379", "broker_use_ssl": {"ssl_cert_reqs": "none"}}
 ALSO_WITH_TLS = {"broker_url": "redis://127.0.0.1:6379", "broker_use_ssl": True}
 WITHOUT_HOST = {"broker_url": "redis://", "broker_host": "127.0.0.1"}
+WITHOUT_URL = {"broker_url": None, "broker_transport": "redis", "broker_host": "h"}
+IN_CAPITALS = {"broker_url": "REDIS://h:6379/1"}
 SOCKET = "redis+socket://{socket}?virtual_host=3"
 TLS = "rediss://:CERT_SECRET@127.0.0.1:6379/0?ssl_cert_reqs="
 
@@ -261,7 +263,10 @@ def test_a_url_with_tls_as_celery_documents_it(verify: str) -> None:
         assert servers_of_product.find_server(url) is not None  # redis-py reads it
 
 
-@pytest.mark.parametrize("config", [SENTINEL, WITH_TLS, ALSO_WITH_TLS, WITHOUT_HOST, {"broker_url": PROVIDER}])
+@pytest.mark.parametrize(
+    "config",
+    [SENTINEL, WITH_TLS, ALSO_WITH_TLS, WITHOUT_HOST, WITHOUT_URL, IN_CAPITALS, {"broker_url": PROVIDER}],
+)
 def test_a_broker_whose_url_does_not_say_all_is_told_with_what_to_write(config: dict[str, Any]) -> None:
     """And is not taken for localhost."""
     with pytest.raises(

@@ -96,7 +96,9 @@ def server_of(app: Celery) -> Source | None:
     names = ("use_ssl", "host", "port", "user", "password", "vhost")
     if url and _says_all(url, app, "broker", names):
         return url
-    if url or str(broker).startswith("sentinel://"):
+    # Celery reads a URL in capitals, too; where there is none, this may be `broker_host`.
+    kind = broker if "://" in str(broker) else app.conf.broker_transport
+    if str(kind).lower().startswith(("redis", "sentinel")):
         # Not localhost: on each machine that would be another server.
         msg = (
             f"the broker of the app {app.main!r} is a Redis whose URL does not say all, because of sentinels, "
