@@ -354,6 +354,10 @@ def test_always_eager(new_app: Any, busy: Any, queue: Queue, keys: Keys) -> None
         for call in (task.delay, task.apply):
             with pytest.raises(AlreadyRunning):
                 call().get()
+    keys["k"] = token_of("of another task")
+    skipped = unique(task.app, "k").delay()
+    assert isinstance(skipped, EagerResult)  # and not that of the other task
+    assert skipped.get() is None
     assert len(queue) == 0
 
 
