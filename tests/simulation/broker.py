@@ -99,16 +99,6 @@ class Work(NamedTuple):
     attempt: int
 
 
-class _SoftLimit(Tracer):
-    """A soft time limit that comes at a line of ours."""
-
-    rooms = ("/only_one/celery/", "/only_one/call/")
-
-    def __init__(self, world: Any, left: int) -> None:
-        super().__init__(world.branches, left, world)
-        self.kind = SoftTimeLimitExceeded
-
-
 class Delivery:
     """A delivery of a message: first it waits in the broker, then it is a job of a worker.
 
@@ -160,7 +150,9 @@ class Delivery:
         world, before = self.worker.world, self.thread.tracer
         app = world.app_of(self.child)
         if self.limits[0] and world.plan.limited_at == "a line":
-            self.thread.tracer = _SoftLimit(world, int(world.uniform(f"line of {self.child.name}", 1, 280))).trace
+            tracer = Tracer(world.branches, int(world.uniform(f"line of {self.child.name}", 1, 280)), world)
+            tracer.kind, tracer.rooms = SoftTimeLimitExceeded, ("/only_one/celery/", "/only_one/call/")  # lines of ours
+            self.thread.tracer = tracer.trace
         sys.settrace(self.thread.tracer)
         try:
             result = trace_task_ret(*self.target, app=app)

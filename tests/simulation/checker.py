@@ -230,14 +230,14 @@ class Checker:
         is_users = isinstance(outcome, (Interrupted, BodyFails, Requeued, SystemExit))
         if not (outcome is None or outcome == "done" or is_users or isinstance(outcome, documented)):
             self.problem("an exception that is not documented", f"{call.name}: {outcome!r}")
-        if isinstance(outcome, package.LockLost) and call.told_at == inf:  # then it was checked
-            self._check_loss(call, outcome)
+        if isinstance(outcome, package.LockLost):
+            self.check_cause(call, outcome)
+            if call.told_at == inf:  # then it was checked
+                self._check_loss(call, outcome)
         if isinstance(outcome, asyncio.CancelledError) and not self._may_be_cancelled(call):
             self.problem("cancelled by nobody", call.name)
         if outcome == "done" and not call.has_succeeded:
             self.problem("an outcome without a run", call.name)
-        if isinstance(outcome, package.LockLost):
-            self.check_cause(call, outcome)
         if not call.is_async:
             self._check_over(call)
         self._check_time(call)

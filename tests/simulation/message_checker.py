@@ -237,6 +237,10 @@ class MessageChecker:
         lost = [each for each in works if each in self.broker.lost and (each.attempt or works.count(each) > 1)]
         return any(self.plan.unique) and bool(lost)
 
+    def was_lost(self, trigger: Any) -> bool:
+        """Whether a message of it was lost, or acknowledged by a worker that has not ended it."""
+        return any(work.trigger == trigger.name for work in (*self.broker.lost, *self.broker.dropped))
+
     def was_redelivered(self, trigger: Any) -> bool:
         return any(work.trigger == trigger.name for work in self.history.broker.last_redelivered_at)
 
@@ -341,8 +345,7 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
             failures |= {"LockUnavailable", "AlreadyRunning", "Reject", "requeue"}
         has_failed = bool(checker.outcomes_of(trigger.name) & failures)
         has_failed |= checker.may_drop_unstored and any(_was_killed(history, run, history.now) for run in trigger.runs)
-        was_lost = any(each.trigger == trigger.name for each in (*history.broker.lost, *history.broker.dropped))
-        if not (trigger.id in history.revoked or was_lost or has_failed):
+        if not (trigger.id in history.revoked or checker.was_lost(trigger) or has_failed):
             yield "what follows was not called", f"{trigger.name} was sent with {trigger.how}"
 
 
@@ -353,8 +356,7 @@ def _results_are_stored(history: Any, checker: MessageChecker) -> Problems:
     app = next(iter(history.apps.values()))
     for trigger in history.triggers.values():
         has_run = any(run.end == "done" for run in trigger.runs) and trigger.id is not None
-        was_lost = any(each.trigger == trigger.name for each in (*history.broker.lost, *history.broker.dropped))
-        is_asked = has_run and not was_lost and trigger.how not in ("id", *LISTS, *CALLS)
+        is_asked = has_run and not checker.was_lost(trigger) and trigger.how not in ("id", *LISTS, *CALLS)
         state = app.AsyncResult(trigger.id).state if is_asked else "SUCCESS"
         if state in ("PENDING", "RETRY"):
             yield "a result was not stored", f"{trigger.name}: {state}"
