@@ -312,6 +312,8 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
     may_be_ignored = checker.was_redelivered(trigger) or bool(plan.at_least or checker.late_commands)
     may_be_ignored |= checker.has_lost_retry(trigger.id)
     may_be_ignored |= any(run.end == "killed" and run.trigger.id == trigger.id for run in history.runs)
+    killed = [history.triggers[name] for name in history.begun_and_killed]  # perhaps before its run began
+    may_be_ignored |= any(each.id == trigger.id and each is not trigger for each in killed)
     if trigger.how == "id" and outcomes <= {"Ignore", "requeue", "Retry"} and may_be_ignored:
         return True
     has_run = any(run.end != "calls again" for run in trigger.runs)
