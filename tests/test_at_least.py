@@ -65,6 +65,13 @@ def test_it_is_free_at_once_after_an_exception(
     assert [event.outcome for event in releases] == [outcome]
 
 
+def test_a_run_that_took_longer_than_that_frees_its_key_at_once(redis: Any, key: str, kind: type[Running]) -> None:
+    with events(Released) as releases, kind(at_least=100, lease=6000) as run, later(1000):
+        run.__exit__()
+    assert [event.outcome for event in releases] == ["held"]
+    assert not redis.exists(key)
+
+
 def test_a_key_that_was_freed_by_hand_does_not_come_back_after_a_long_run(
     redis: Any, key: str, kind: type[Running]
 ) -> None:
