@@ -341,8 +341,8 @@ class Checker:
         for begin, end in ((call.asked, min(call.began, call.answered)), (call.ended, call.answered)):
             # Two attempts: each waits 0.5 s for a connection and 0.9 s for a reply. A server that hangs in one of these
             # ways is known in 2 s. One that answers, but slowly, is waited for: for each of its answers by itself.
-            replies = [each for host in self.history.hosts.values() if end - begin > limit for each in host.replies]
-            moments = [begin, *sorted(at for at, who in replies if who is call.process and begin < at < end), end]
+            answers = [each for host in self.history.hosts.values() if end - begin > limit for each in host.answers]
+            moments = [begin, *sorted(at for at, who in answers if who is call.process and begin < at < end), end]
             longest = max(after - before for before, after in pairwise(moments))
             if longest > limit:
                 self.problem("too late", f"{call.name} waited {longest:.2f} s")

@@ -25,7 +25,7 @@ class Host:
         latest: the most seconds that the network held up a message to or from it.
         loses: how probable it is for each message that the connection is cut instead.
         delays: how probable it is for each message that it is late.
-        replies: when a process was answered, and which.
+        answers: when a reply, or the end of a connection, reached a process, and which.
         messages: how many were sent, to it and by it.
         at_message: what happens, to a process, when the message with this number is sent.
     """
@@ -34,7 +34,7 @@ class Host:
         self.world, self.store = world, store
         self.frozen_until = self.down_until = self.troubled_at = self.latest = self.loses = self.delays = 0.0
         self.refused: tuple[str, tuple[bytes, ...], float] = ("", (), 0.0)
-        self.replies: list[tuple[float, Any]] = []
+        self.answers: list[tuple[float, Any]] = []
         self.links: list[Link] = []
         self.messages, self.at_message = 0, dict[int, Callable[[Any], None]]()
 
@@ -108,7 +108,7 @@ class Link:
 
     def _deliver(self, reply: Any) -> None:
         if not self.is_closed and not self.is_reset:
-            self.host.replies.append((self.world.now, self.process))
+            self.host.answers.append((self.world.now, self.process))
             self.inbox += encode(reply)
             self.on_input()
 
@@ -129,6 +129,8 @@ class Link:
         return data
 
     def reset(self, _what: object = None) -> None:
+        if not self.is_closed:
+            self.host.answers.append((self.world.now, self.process))
         self.is_reset = True
         self.on_input()
 
