@@ -190,7 +190,7 @@ class _Ending(PendingRelease):
     for_retry: Retained | None = None
 
     def __init__(self, server: Any, key: Any, delivery: Delivery, options: EffectiveOptions) -> None:
-        name = f"{type(self).__name__} {delivery.work.id} {key!r} {id(server)}"
+        name = f"{type(self).__name__} {delivery.work} {key!r} {id(server)}"
         super().__init__(server, key, name.encode(), now() + _PATIENCE, no_write_in_flight=True)
         self.delivery, self.options = delivery, options
         self._gives_up = now() + _WAITS_FOR_A_SERVER

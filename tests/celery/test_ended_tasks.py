@@ -207,6 +207,18 @@ def test_the_key_of_a_lost_process_is_released(
     assert "error" in keys
 
 
+def test_the_key_of_a_retry_is_released_though_the_end_of_the_attempt_before_it_is_told_meanwhile(
+    task: Any, keys: Keys, child: subprocess.Popen[bytes]
+) -> None:
+    """At a hard time limit Celery tells it twice, once without the request: a worker may know that of another only."""
+    keys["k"] = held_by(child.pid, attempt=1)
+    for attempt in (1, 0):
+        about = Context(id="mine", retries=attempt, args=("k",))
+        task_revoked.send(sender=task, request=about, terminated=True)
+    end(child)
+    assert eventually(lambda: "k" not in keys)
+
+
 def test_a_lost_process_is_the_end_of_a_task_that_another_version_of_the_code_has_sent_as_a_unique_one(
     task: Any, keys: Keys
 ) -> None:

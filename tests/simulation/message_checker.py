@@ -71,12 +71,16 @@ class MessageChecker:
         return self.had("cut", "late", "server away")
 
     def has_forgotten(self, since: float, until: float) -> bool:
-        """Whether the server has lost all that it had stored, keys and completion markers, in this time."""
-        return any(since - _JUST_NOW < at < until for at in self.history.forgot_at)
+        """Whether the server has lost all that it had stored, keys and completion markers, in this time.
+
+        A run begins when it is answered, and its key was stored before that.
+        """
+        latest = max(_JUST_NOW, self.history.latest)
+        return any(since - latest < at < until for at in self.history.forgot_at)
 
     def killed_since(self, since: float) -> bool:
-        """Whether a run was killed since then: its key may stay for a lease, or its ``timeout``."""
-        return any(run.end == "killed" and run.ended > since for run in self.history.runs)
+        """Whether a run was killed since then, or its process before it began: its key may stay for its lease."""
+        return any(at > since for at in self.history.killed_at.values())
 
     def overran(self, run: Any, now: float) -> bool:
         """Whether a run has lasted until its ``timeout``, so that its key has expired."""
