@@ -26,7 +26,7 @@ from redis import Redis
 
 from only_one import buffer_one, configure, settings
 from only_one.call.owed_key import note_of
-from only_one.celery import ended_tasks, received_tasks
+from only_one.celery import ended_tasks, killed_runs, received_tasks
 from only_one.celery.requeue import Header
 from only_one.celery.work import Work
 from only_one.connections.server import Server, find_server
@@ -129,7 +129,7 @@ def test_a_key_is_released_when_its_process_is_dead(
             keys["k"] = value
         options: Any = SimpleNamespace(takeover=takeover, ttl=HOUR, queue_timeout=HOUR)
         delivery: Any = SimpleNamespace(work=Work("mine", 0, attempt))
-        is_over = ended_tasks._Ending(server, f"{keys.prefix}k", delivery, options).is_over(keys["k"])
+        is_over = killed_runs._Ending(server, f"{keys.prefix}k", delivery, options).is_over(keys["k"])
         renewal.finish_pending_releases()
         return is_over, "k" not in keys
 
@@ -159,10 +159,10 @@ def test_the_death_of_a_process_is_waited_for(
 ) -> None:
     """For ten seconds, and not all the time."""
     moment = 0.0
-    monkeypatch.setattr(ended_tasks, "now", lambda: moment)
+    monkeypatch.setattr(killed_runs, "now", lambda: moment)
     options: Any = SimpleNamespace(takeover=True)
     delivery: Any = SimpleNamespace(work=Work("mine", 0, 0))
-    ending = ended_tasks._Ending(server, "k", delivery, options)
+    ending = killed_runs._Ending(server, "k", delivery, options)
     for moment, is_over in ((0.0, False), (PATIENCE - 1, False), (PATIENCE, True)):
         assert ending.note_reply(ending.command(), held_by(child.pid)) == is_over
         assert ending.try_at == moment + 0.02
@@ -170,7 +170,7 @@ def test_the_death_of_a_process_is_waited_for(
 
 def endings() -> list[Any]:
     """What the renewing thread still has to see to for runs that were killed."""
-    return [each for each in renewal._renewer.pending_releases.values() if isinstance(each, ended_tasks._Ending)]
+    return [each for each in renewal._renewer.pending_releases.values() if isinstance(each, killed_runs._Ending)]
 
 
 def fail(task: Any, key: str, error: Exception | None = None, task_id: Any = "mine") -> None:
@@ -282,9 +282,9 @@ def found(server: Server, prefix: str, monkeypatch: pytest.MonkeyPatch) -> list[
     delivery: Any = SimpleNamespace(work=Work("mine", 0, 0))
     options: Any = SimpleNamespace(server=server)
     with monkeypatch.context() as patch:
-        patch.setattr(ended_tasks, "release_later", looked_at.append)
+        patch.setattr(killed_runs, "release_later", looked_at.append)
         for node in server.nodes():
-            search = ended_tasks._Search(node, prefix, delivery, options)
+            search = killed_runs._Search(node, prefix, delivery, options)
             is_over = False
             while not is_over:
                 command = search.command()
@@ -315,7 +315,7 @@ def test_the_key_of_a_lost_process_is_released_when_a_server_that_was_away_is_ba
     task: Any, keys: Keys, way: Proxy, dead: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long it was away."""
-    monkeypatch.setattr(ended_tasks, "_PATIENCE", 0.1)
+    monkeypatch.setattr(killed_runs, "_PATIENCE", 0.1)
     keys["k"] = dead
     node = find_server(way.url).node_of("k")
     with way.refused():
@@ -551,8 +551,8 @@ def test_an_error_in_a_signal_is_a_warning_with_its_traceback_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """It is no error of the worker, which goes on."""
-    monkeypatch.setattr(ended_tasks, "_PATIENCE", 0.2)
-    monkeypatch.setattr(ended_tasks, "_WAITS_FOR_A_SERVER", 0.5)  # in which it is asked a few times
+    monkeypatch.setattr(killed_runs, "_PATIENCE", 0.2)
+    monkeypatch.setattr(killed_runs, "_WAITS_FOR_A_SERVER", 0.5)  # in which it is asked a few times
     without_key = a_task(queue.app, work, key=lambda key: key.missing)
     with way.refused():
         for _ in range(2):
