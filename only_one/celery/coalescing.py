@@ -1,6 +1,6 @@
 """Coalescing, the latest wins: ``buffer_one`` numbers tasks in Redis, so only the newest of those that wait runs.
 
-Each task with the key is numbered when it first arrives; its message carries the number.
+Each task with the key is numbered when a worker first receives it; its message carries the number.
 The number is the server's time in microseconds.
 A sorted set beside the key has the latest number, the pending (published) one, the begun one, and that of each id.
 A pending task's message may be lost: after a while an equal call is published with its number, and one of them runs.
@@ -59,7 +59,8 @@ raise('id:' .. id)
 if same ~= '' then raise('same:' .. same) end
 {_END}""")
 _ARRIVE = Script(f"""{_COMMON}
-local id, call, held_by, begins = ARGV[3], 'sent:' .. ARGV[4], 'held by:' .. ARGV[5], ARGV[6] == 'begins'
+local id, call, held_by = ARGV[3], 'sent:' .. ARGV[4], 'held by:' .. ARGV[5]
+local begins, waits = ARGV[6] == 'begins', ARGV[6] == 'waits'
 local function has_another_begun()
     for _, other in ipairs(with('by:', number)) do
         if other ~= id then return true end
@@ -74,7 +75,7 @@ if number == 0 then number = given end
 if number == 0 then
     number = math.max(now, of('last') + 2)
     -- The run behind which it waits may have no number yet, and is older.
-    if not begins and of(held_by) == 0 then set(held_by, number - 1) end
+    if waits and of(held_by) == 0 then set(held_by, number - 1) end
 end
 local newest = of('begun')
 -- A run goes before those that wait behind it.
@@ -104,7 +105,7 @@ NEWEST = -1
 def arrive(
     server: Server, key: str, app: Celery, task_id: str, trigger: int | None, call: str, token: str, *, begins: bool
 ) -> int:
-    """Number a task that has to wait, or that has the key and so supersedes every earlier task.
+    """Number a task that is received, that has to wait, or that has the key and so supersedes every earlier task.
 
     Args:
         server: the server that stores the key.
@@ -113,13 +114,15 @@ def arrive(
         task_id: the task's id.
         trigger: its number, if its message carries one; ``NEWEST`` for a new number; None for that which its id has.
         call: what tells this command from all others: it numbers a task once, also if it is sent, and arrives, twice.
-        token: the value that is stored at the key: that of the run behind which the task waits, or of its own.
+        token: the value that is stored at the key: that of the run behind which the task waits, or of its own; empty
+            for a task that has only been received, or if that value is not known.
         begins: whether it has the key.
 
     Returns:
         Its number; 0 if a newer task waits or has run.
     """
-    held_by, what = blake2b(token.encode(), digest_size=16).hexdigest(), "begins" if begins else "waits"
+    held_by = blake2b(token.encode(), digest_size=16).hexdigest()
+    what = "begins" if begins else "waits" if token else "is received"
     return int(_send(server, key, app, _ARRIVE, trigger, task_id, call, held_by, what))
 
 

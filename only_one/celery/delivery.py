@@ -358,7 +358,7 @@ class Delivery(TaskCaller):
                 self._check_marker(call)
             if isinstance(policy, BufferOne):
                 held_by: str = getattr(how.error, "value", "")
-                header = header._replace(trigger=self._arrive(call, held_by, begins=False))
+                header = header._replace(trigger=self.arrive(call, held_by, begins=False))
                 if not header.trigger:
                     return None
         self._publish_again(call, header, policy.countdown)
@@ -381,7 +381,7 @@ class Delivery(TaskCaller):
                 coalescing.note_published(call.server, call.key, self.app, header.trigger, seconds)
         raise Ignore
 
-    def _arrive(self, call: Call, token: str, *, begins: bool) -> int:
+    def arrive(self, call: Call, token: str, *, begins: bool) -> int:
         """Number this task; see ``coalescing.arrive`` for the arguments and the result."""
         trigger = self.header.trigger
         # A retry, a replacement and another call in one delivery go on with what their task's id has; new work is newer
@@ -412,7 +412,7 @@ class Delivery(TaskCaller):
             if may_be_redelivery and self._wait_for_result(call).ended:
                 log(INFO, "%s[%s] is run again: its run has ended, but stored no result", self.name, self.work.id)
             if isinstance(call.options.when_busy, BufferOne):
-                trigger = self._arrive(call, call.token.decode(), begins=True)
+                trigger = self.arrive(call, call.token.decode(), begins=True)
                 self.is_superseded = not trigger
                 if self.header.trigger is None and trigger:  # another decorator of it would give it a later number
                     self._carry(self.header._replace(trigger=trigger))

@@ -1,4 +1,4 @@
-"""Received tasks: a worker has them and has not begun them, so it renews their keys.
+"""Received tasks: a worker has them and has not begun them, so it renews their keys, and numbers for ``buffer_one``.
 
 Their keys name the worker's process, which is seen to die.
 """
@@ -16,7 +16,7 @@ from celery import signals
 from celery.app.task import Context
 from redis.exceptions import ResponseError
 
-from only_one.call.effective_options import Decoration
+from only_one.call.effective_options import Call, Decoration
 from only_one.call.owed_key import note_of
 from only_one.clock import now
 from only_one.connections.server import Server
@@ -28,10 +28,11 @@ from only_one.lock.commands import Retained, release_now, replace
 from only_one.lock.lease import Lease
 from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import hold, release_later
+from only_one.policies import BufferOne
 from only_one.settings import DEFAULT_LEASE
 
 from .broker import redelivers_at_any_time, remembered_for, waits_for
-from .delivery import Delivery, decorations_of, key_of_arguments, key_of_message, queue_options_of
+from .delivery import Delivery, TaskCaller, decorations_of, key_of_arguments, key_of_message, queue_options_of
 from .redelivery import read_marker
 from .requeue import header_of, keep_content_type
 from .work import Work, work_held_by, work_of
@@ -129,8 +130,9 @@ def _on_received(sender: Any, request: Any, **_: Any) -> None:
         _receive(sender, request)
         for decoration in decorations:
             _announce_redelivery(decoration, request)
+            _number(decoration, request)
     except Exception as error:  # noqa: BLE001 - the task runs all the same; its key expires
-        warn_once(f"a key of {request.name}, which was received, could not be renewed", error)
+        warn_once(f"the key or number of {request.name}, which was received, could not be stored", error)
         if isinstance(error, TROUBLE) and not isinstance(error, ResponseError):
             _backs_off_until = now() + 10  # the worker has other messages to receive
 
@@ -199,6 +201,25 @@ def _announce_redelivery(decoration: Decoration, request: Any) -> None:
             key = key_of_arguments(*given)  # if they are not, it is the run's; else nobody reads this marker
     if key is not None and options.server is not None:
         drive(options.server.client, read_marker(key, delivery.marker(key), waits=remembered_for(app)))
+
+
+def _number(decoration: Decoration, request: Any) -> None:
+    """Number a task that ``buffer_one`` coalesces, before it waits here for a free process, or is redelivered.
+
+    One with an ``eta`` is sent for a later time, and is numbered when it begins.
+    """
+    options = decoration.options_for(TaskCaller(request.task))
+    if request.eta or not isinstance(options.when_busy, BufferOne):
+        return
+    delivery = Delivery(request.task, Context(request.request_dict), bound=False, decoration=decoration)
+    if delivery.header.trigger is not None or options.server is None:
+        return
+    key = delivery.key
+    with suppress(Exception):  # of arguments that have no key: the run says so
+        key = key or key_of_message(request.task, decoration, options.prefix, request.args, request.kwargs)
+    if key is not None:
+        trigger = delivery.arrive(Call(options, options.server, key), "", begins=False)
+        request.request_dict.update(delivery.header._replace(trigger=trigger or None).as_headers())
 
 
 def _on_shutdown(**_: Any) -> None:

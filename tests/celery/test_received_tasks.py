@@ -50,6 +50,13 @@ def work(key: str) -> str:
     return key
 
 
+def notes_in(ran: list[int]) -> Any:
+    def run(key: str, number: int) -> None:  # noqa: ARG001
+        ran.append(number)
+
+    return run
+
+
 class Worker:
     """What a worker's consumer has of its own.
 
@@ -337,12 +344,56 @@ def test_a_server_that_does_not_answer_is_logged_once_and_not_asked_for_a_while(
     assert len(received_tasks._waiting) == 2, "of three it is asked about one when the worker ends"
     assert [(each.levelname, bool(each.exc_info)) for each in caplog.records] == [("WARNING", True)] * 2
     assert [each.getMessage() for each in caplog.records] == [
-        f"a key of {worker.task.name}, which was received, could not be renewed",
+        f"the key or number of {worker.task.name}, which was received, could not be stored",
         "keys of tasks that are queued again could not be lengthened",
     ]
 
 
 REDELIVERED: dict[str, Any] = {"delivery_info": {"redelivered": True}, "kwargs": {}}
+LATER = "2100-01-01T00:00:00+00:00"
+
+
+@pytest.mark.parametrize(
+    ("is_lost", "eta", "key", "expected"),
+    [
+        (False, None, "{key}", [1]),
+        (True, None, "{key}", [1]),
+        (False, LATER, "{key}", [1, 0]),
+        (False, None, lambda key, number: key, [1, 0]),  # noqa: ARG005 - which may read what only the run has
+    ],
+    ids=["it waits for a process", "its worker loses it", "it is sent for later", "its key is not known"],
+)
+def test_a_task_that_was_received_before_another_has_run_is_older(
+    queue: Queue, worker: Worker, *, is_lost: bool, eta: str | None, key: Any, expected: list[int]
+) -> None:
+    ran: list[int] = []
+    task = a_task(queue.app, notes_in(ran), key=key, when_busy=buffer_one())
+    messages = []
+    for number in range(2):
+        task.delay("k", number)
+        worker.receive(task=task, args=["k", number], kwargs={}, eta=None if number else eta)
+        messages.append(queue.take())
+        if number or not is_lost:  # else the broker delivers what was published
+            messages[-1]["headers"].update(worker.requests[-1].request_dict)
+    older, newer = messages
+    queue.deliver(newer)
+    queue.deliver(older, redelivered=is_lost)
+    assert ran == expected
+
+
+def test_a_task_that_has_a_number_is_not_numbered_when_it_is_received(
+    queue: Queue, worker: Worker, keys: Keys, way: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = a_task(queue.app, work, key="{key}", when_busy=buffer_one())
+    task.delay("k")
+    with keys.busy():
+        queue.deliver()
+    way.forget_commands()
+    worker.receive(task=task, args=["k"], kwargs={})
+    a_task(queue.app, work, key="{key}").delay("k")
+    worker.receive(task=task, args=[], kwargs={})  # the run says that an argument is missing
+    assert not way.commands
+    assert not caplog.records
 
 
 def handed_on(task: Any, key: str) -> Any:

@@ -1,5 +1,7 @@
 """A unique task that a worker has received and has not begun: its key names the worker, and is free when that dies.
 
+One of `buffer_one` has its number from then on.
+
 The worker has one process, which a run keeps busy until its gate is opened; what comes after it waits.
 What it does at each of Celery's signals is in `tests/celery/test_received_tasks.py`.
 """
@@ -13,7 +15,7 @@ import pytest
 
 from rigs.waiting import LIMIT, eventually
 from tests.live import app as live
-from tests.live.workers import Scene, kill_tree
+from tests.live.workers import PREFIX, Scene, kill_tree
 
 A_LEASE = 30
 
@@ -50,3 +52,17 @@ def test_it_is_queued_again_when_its_worker_ends_and_free_if_that_is_killed(scen
     assert end is signal.SIGKILL or (scene.state() == ("queued", answer.id) and scene.expires_in() > A_LEASE)
     assert (unique.delay(scene.key) == answer) == (end is not signal.SIGKILL)
     scene.place.client.flushdb()
+
+
+def test_of_buffer_one_a_task_that_waits_in_a_worker_gives_way_to_a_newer_that_has_run(scene: Scene) -> None:
+    newest, other = live.OF_POLICY["buffer_one()"], Scene(scene.place)
+    with scene.place.worker("-c", "1", "--prefetch-multiplier", "1"):
+        unique.delay(other.key, "gate")
+        other.begun()
+        waits = newest.delay(scene.key)
+        assert eventually(lambda: scene.place.client.exists(f"{{{PREFIX}{scene.key}}}:triggers"))
+        with scene.place.worker("-c", "1"):  # the first has no place for another message
+            assert newest.delay(scene.key).get(timeout=LIMIT)
+            other.open()
+            assert waits.get(timeout=LIMIT) is None
+    assert len(scene.runs()) == 1

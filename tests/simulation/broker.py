@@ -378,6 +378,7 @@ class Worker:
         self.consumes = True
         self.task_buckets = {name: Consumer.bucket_for_task(None, task) for name, task in self.app.tasks.items()}
         self.ending: set[Process] = set()
+        self.occupied_until = 0.0
         self.jobs: list[Delivery] = []
         self._inbox = FakeQueue()
         self.do = self._inbox.put
@@ -410,6 +411,8 @@ class Worker:
         self.receiving = None  # a request that nobody needs any more is forgotten
         if job.request is None:  # a revoked task is not even received
             job.ends("TaskRevoked")
+        else:
+            self.world.received(job)
 
     # how it ends
 
@@ -526,6 +529,8 @@ class Worker:
 
     def assign(self) -> None:
         """Give jobs to children that are free."""
+        if self.world.now < self.occupied_until:
+            return
         busy = {job.child for job in self.jobs} | self.ending
         free = [child for child in self.children if child not in busy]
         waiting = [job for job in self.jobs if job.target and not job.child]
@@ -533,6 +538,12 @@ class Worker:
             if child.is_dead:
                 self.world.start(child, child.name, self.machine)
             job.begin(child)
+
+    def occupy(self, seconds: float) -> None:
+        """Have other work take all children that are free, or become so: what the worker has received waits."""
+        self.world.note(self.hostname, "has no free child for", seconds)
+        self.occupied_until = self.world.now + seconds
+        self.world.after(seconds, lambda: self.do(self.assign))
 
     def recycle(self, child: Process | None) -> None:
         """Let a child end that has ended a task, as with ``max_tasks_per_child=1``."""

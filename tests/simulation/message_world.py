@@ -220,7 +220,11 @@ class MessageWorld(History):
         "lost connection": [0.1],
         "revoke": [0.08],
     }
-    WIDE_FAULTS: ClassVar[dict[str, list[float]]] = {"server away": [0.2, 0.1], "server forgets": [0.15]}
+    WIDE_FAULTS: ClassVar[dict[str, list[float]]] = {
+        "server away": [0.2, 0.1],
+        "server forgets": [0.15],
+        "other work": [0.15, 0.15],
+    }
 
     def __init__(self, processes: list[Process], seed: int, left_out: frozenset[str] = frozenset()) -> None:
         super().__init__(processes, seed, left_out)
@@ -310,6 +314,9 @@ class MessageWorld(History):
 
     def _lost_connection(self) -> None:
         self._worker().lose_connection()
+
+    def _other_work(self) -> None:
+        self._worker().occupy(self.choose("seconds occupied", [0.5, 3.0, 8.0]))
 
     def _server_away(self) -> None:
         self.host.stop(seconds := self.choose("seconds away", [0.5, 3.0, 20.0]))
@@ -497,6 +504,12 @@ class MessageWorld(History):
         """Note that the result of a run that has returned could not be stored."""
         for job in [job for job in self.broker.jobs if job.is_work and job.child is this() and state == "SUCCESS"]:
             self.unstored[job.work] = self.now
+
+    def received(self, delivery: Delivery) -> None:
+        """Note that a worker has received a task, unless that has to wait for its time, or only its run has the key."""
+        is_due = delivery.is_work and not delivery.payload["headers"]["eta"]
+        if is_due and self.plan.kind in ("function", "class"):
+            self.arrived_at.setdefault(delivery.work.trigger, self.now)
 
     def told(self, delivery: Delivery, end: str) -> None:
         """Note how a delivery has ended for Celery."""
