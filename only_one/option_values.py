@@ -11,6 +11,9 @@ from .signatures import signature
 
 Seconds = Union[float, timedelta]
 
+LONGEST = 10 * 365 * 24 * 3600.0
+"""Seconds, the longest time for which a key may be kept."""
+
 
 def seconds(name: str, value: object, instead: str, *, or_zero: bool = False) -> float:
     """The value of a time option, in seconds.
@@ -32,7 +35,7 @@ def seconds(name: str, value: object, instead: str, *, or_zero: bool = False) ->
     is_zero = or_zero and value == 0
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         msg = f"{name}={value!r}: write seconds, such as {name}=300, or a timedelta, such as timedelta(minutes=5)"
-    elif value > 10 * 365 * 24 * 3600:
+    elif value > LONGEST:
         msg = f"{name} is longer than ten years: write at most ten years, in seconds; {instead}"
     elif value >= 0.001 or is_zero:  # noqa: PLR2004 - Redis counts in milliseconds
         return float(value)

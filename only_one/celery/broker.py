@@ -10,6 +10,7 @@ from celery.utils.quorum_queues import detect_quorum_queues
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from only_one.errors import ConfigurationError
+from only_one.option_values import LONGEST
 
 _kombu: Any = kombu  # it has no types
 
@@ -39,11 +40,11 @@ def waits_for(app: Celery, queue_timeout: float, expires: Any, until: Any) -> fl
         until: when it may begin, in seconds or as a time; None for at once.
 
     Returns:
-        The seconds; 0 or fewer for a task that has expired.
+        The seconds, at most ten years, also if it expires in the year 9999; 0 or fewer for a task that has expired.
     """
     if expires is not None:
-        return _seconds_until(app, expires)
-    return queue_timeout + max(0.0, _seconds_until(app, until or 0))
+        return min(_seconds_until(app, expires), LONGEST)
+    return min(queue_timeout + max(0.0, _seconds_until(app, until or 0)), LONGEST)
 
 
 def _seconds_until(app: Celery, when: Any) -> float:

@@ -236,6 +236,8 @@ def in_(seconds: float) -> datetime:
 
 
 EAST = timezone(timedelta(hours=5))
+TEN_YEARS = 10 * 365 * 86_400
+NEVER = datetime.max.replace(tzinfo=timezone.utc)
 TIMES: dict[str, tuple[float, Any, Callable[[], Any]]] = {
     "by default": (QUEUE_TIMEOUT, {}, dict),
     "a longer timeout": (QUEUE_TIMEOUT, {"timeout": 72_000}, dict),
@@ -250,6 +252,8 @@ TIMES: dict[str, tuple[float, Any, Callable[[], Any]]] = {
     "eta in another zone": (9000 + QUEUE_TIMEOUT, {}, lambda: {"eta": in_(9000).astimezone(EAST)}),
     "countdown and expires": (10_000, {}, lambda: {"countdown": 9000, "expires": 10_000}),
     "eta of another class": (9000 + QUEUE_TIMEOUT, {}, lambda: {"eta": SimpleNamespace(isoformat=in_(9000).isoformat)}),
+    "never expires": (TEN_YEARS, {}, lambda: {"expires": NEVER}),
+    "never begins": (TEN_YEARS, {}, lambda: {"eta": NEVER}),
 }
 
 
