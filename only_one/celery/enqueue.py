@@ -138,12 +138,16 @@ class Publication(TaskCaller):
         return call.options.takeover and b'"received"' in value and is_dead(value)
 
     def requeue(self, call: Call, how: RequeueRequest) -> Any:
-        """Nothing can be requeued yet: a ``retry()`` that is configured for all tasks is for those that run.
+        """Nothing can be requeued yet: ``retry()``, also one that is configured for all tasks, is for those that run.
+
+        For ``buffer_one`` within a policy of the user's own the task is published, and the worker has it wait.
 
         Raises:
             OnlyOneError: if it is not about a busy key.
         """
-        return self._existing(how.error) if isinstance(how.error, AlreadyRunning) else super().requeue(call, how)
+        if not isinstance(how.error, AlreadyRunning):
+            return super().requeue(call, how)
+        return self._publish() if isinstance(how.policy, BufferOne) else self._existing(how.error)
 
     def _existing(self, error: Any) -> Any:
         """The result of the existing task; for a holder that is no task, publish, and the worker decides."""

@@ -159,6 +159,15 @@ def test_what_a_duplicate_gets_by_its_policy(queue: Queue, keys: Keys) -> None:
         assert not unique(queue.app, "k").delay().is_duplicate
 
 
+def test_within_a_policy_of_your_own_buffer_one_publishes_and_retry_does_not(queue: Queue) -> None:
+    """The newest call is not lost; the worker puts it behind the run, and drops older ones that wait there."""
+    first = unique(queue.app, "k").delay()
+    again = unique(queue.app, "k", when_busy=lambda error: retry()(error) if error.holder else None).delay()
+    newest = unique(queue.app, "k", when_busy=lambda error: buffer_one()(error) if error.holder else None).delay()
+    assert again == first
+    assert (newest == first, newest.is_duplicate, newest.holder, len(queue)) == (False, False, None, 2)
+
+
 # Trouble
 
 
