@@ -232,7 +232,7 @@ class Delivery(TaskCaller):
 
     is_superseded = False
 
-    def __init__(self, task: Any, request: Any, *, bound: bool, decoration: Decoration) -> None:
+    def __init__(self, task: Any, request: Any, *, bound: bool = False, decoration: Decoration) -> None:
         self.work = work_of(request)
         super().__init__(task, self.work.token_factory(task), bound=bound)
         self.header = header_of(request, self.work)

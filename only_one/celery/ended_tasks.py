@@ -26,13 +26,13 @@ from .requeue import header_of
 from .work import work_of
 
 
-def withdrawal_of(app: Any, task: Any, request: Any) -> Withdrawal | None:
+def withdrawal_of(task: Any, request: Any, app: Any = None) -> Withdrawal | None:
     """The withdrawal of a unique task that has ended without having begun, also if a call has taken its key over.
 
     Args:
-        app: the app.
         task: the task; None if it is known only to another version of the code, which has sent it.
         request: its request.
+        app: the app, if there is no task.
 
     Returns:
         The withdrawal; None if the task has no key.
@@ -43,7 +43,7 @@ def withdrawal_of(app: Any, task: Any, request: Any) -> Withdrawal | None:
         return None
     options = queue_options_of(task) if task else None
     if options is None:  # in that other version it is unique; what its decorator said of the server is not known here
-        options = effective_options({}, *app_options(app))
+        options = effective_options({}, *app_options(app or task.app))
     if options.server is None:
         return None
     return Withdrawal(
@@ -51,7 +51,6 @@ def withdrawal_of(app: Any, task: Any, request: Any) -> Withdrawal | None:
         key,
         words_of(*work),
         until=now() + options.queue_timeout,
-        no_write_in_flight=True,
         note=note_of(key, *work),
         triggers=coalescing.triggers_of(key),
         number=header.trigger,
@@ -68,9 +67,9 @@ def _key_of_retry(task: Any, request: Any) -> str | None:
     return None
 
 
-def withdraw(app: Any, task: Any, request: Any) -> None:
+def withdraw(task: Any, request: Any) -> None:
     """Release the key of a unique task that has ended without having begun; in the background, if that fails."""
-    withdrawal = withdrawal_of(app, task, request)
+    withdrawal = withdrawal_of(task, request)
     if withdrawal is None:
         return
     try:
@@ -80,9 +79,9 @@ def withdraw(app: Any, task: Any, request: Any) -> None:
         release_later(withdrawal)
 
 
-def withdraw_later(app: Any, task: Any, request: Any) -> None:
+def withdraw_later(task: Any, request: Any, app: Any = None) -> None:
     """The same in the background at once: the worker has other messages, and the server may not answer."""
-    if withdrawal := withdrawal_of(app, task, request):
+    if withdrawal := withdrawal_of(task, request, app):
         release_later(withdrawal)
 
 
@@ -91,13 +90,13 @@ def _on_failure(sender: Any, task_id: str, exception: Any, args: Any, kwargs: An
         # Older releases of Celery do not have the request at hand here; that of a unique task is known all the same.
         request = sender.request if sender.request.id == task_id else begun_request(task_id)
         request = request or Context(id=task_id, retries=sys.maxsize)  # the last attempt, if it is not known which
-        withdraw_later(sender.app, sender, request)
+        withdraw_later(sender, request)
         release_when_dead(sender, args, kwargs, request)
 
 
 def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None:  # noqa: FBT001
     """The task was revoked, or has expired."""
-    withdraw_later(sender.app, sender, request)
+    withdraw_later(sender, request)
     may_have_begun = (request.delivery_info or {}).get("redelivered")  # in a process that was killed
     if terminated or may_have_begun:
         release_when_dead(sender, request.args, request.kwargs, request)
@@ -108,14 +107,14 @@ def _on_retry(sender: Any, request: Any, reason: Any = None, **_: Any) -> None:
     if isinstance(getattr(reason, "exc", None), WorkerLostError):
         again = sender.signature_from_request(request, countdown=reason.when, retries=request.retries + 1)
         request.only_one_requeued = again
-        if withdrawal := withdrawal_of(sender.app, sender, request):
+        if withdrawal := withdrawal_of(sender, request):
             release_later(withdrawal.of_a_retry())
         release_when_dead(sender, request.args, request.kwargs, request)
 
 
 def _on_unknown(sender: Any, message: Any, **found: Any) -> None:
     """The worker has no such task, and drops the message: another version of the code has sent it."""
-    withdraw_later(sender.app, None, Context({**(message.headers or {}), "id": found["id"]}))
+    withdraw_later(None, Context({**(message.headers or {}), "id": found["id"]}), sender.app)
 
 
 def _on_end(sender: Any, task: Any, state: Any = None, **_: Any) -> None:
@@ -130,7 +129,7 @@ def _on_end(sender: Any, task: Any, state: Any = None, **_: Any) -> None:
         with redelivery.unless_down(request.id):
             drive(server.client, evaluate(redelivery.STORED, key, beside=(marker,)))
     if not vars(request).get("only_one_has_begun"):  # a signal handler, `before_start` or a base class has prevented it
-        withdraw(task.app, unwrapped(sender), request)
+        withdraw(unwrapped(sender), request)
     request.only_one_end_is_noted = True
 
 

@@ -207,8 +207,7 @@ class Publication(TaskCaller):
             level = logging.WARNING if isinstance(error, ResponseError) else logging.DEBUG  # else it may be back soon
             log(level, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
             retained = Retained(token, now() + limit, note_of(call.key, *Work(task_id, 0, 0)))
-            given = (call.server, call.key, call.token, retained.until)
-            release_later(PendingRelease(*given, no_write_in_flight=True, retained=retained))
+            release_later(PendingRelease(call.server, call.key, call.token, retained.until, retained=retained))
             if is_of_signal_handler(error):
                 raise
 

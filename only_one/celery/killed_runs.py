@@ -52,7 +52,7 @@ def release_when_dead(task: Any, args: Any, kwargs: Any, request: Any) -> None:
 
 def _watch_run(task: Any, decoration: Decoration, arguments: tuple[Any, Any] | None, request: Any) -> None:
     """The same for one decoration of the task."""
-    delivery = Delivery(task, request, bound=False, decoration=decoration)
+    delivery = Delivery(task, request, decoration=decoration)
     options = decoration.options_for(delivery)
     if options.server is None:
         return
@@ -79,8 +79,8 @@ class _Ending(PendingRelease):
     def __init__(
         self, server: Any, key: Any, delivery: Delivery, options: EffectiveOptions, for_retry: Retained | None = None
     ) -> None:
-        name = f"{type(self).__name__} {delivery.work} {key!r} {id(server)}"
-        super().__init__(server, key, name.encode(), now() + _PATIENCE, no_write_in_flight=True)
+        name = f"{delivery.work} {key!r} {id(server)}"
+        super().__init__(server, key, name.encode(), now() + _PATIENCE)
         self.delivery, self.options, self.for_retry = delivery, options, for_retry
         self._gives_up = now() + _WAITS_FOR_A_SERVER
 
@@ -91,11 +91,12 @@ class _Ending(PendingRelease):
     def note_reply(self, command: Command, reply: Any) -> bool:  # noqa: ARG002
         """Do what is due by the reply; returns whether nothing is left to do, or the time for it is over."""
         self.try_at = now() + _LOOKS_AGAIN_AFTER
-        if not isinstance(reply, Exception):
-            return self.is_over(reply) or now() >= self.until
-        warn_once(_NOT_RELEASED.format(self.delivery.name), reply, log_beside)
-        if not isinstance(reply, ResponseError):  # the server is away, and may be back soon
-            self.until = min(now() + _PATIENCE, self._gives_up)
+        if isinstance(reply, Exception):
+            warn_once(_NOT_RELEASED.format(self.delivery.name), reply, log_beside)
+            if not isinstance(reply, ResponseError):  # the server is away, and may be back soon
+                self.until = min(now() + _PATIENCE, self._gives_up)
+        elif self.is_over(reply):
+            return True
         return now() >= self.until
 
     def is_over(self, reply: Any) -> bool:
@@ -114,8 +115,7 @@ class _Ending(PendingRelease):
         has_ended = is_queued(value) or is_dead(value) or _has_ended(holder)
         if has_ended:
             until = now() + max(self.options.ttl, self.options.queue_timeout)
-            given = (self.server, self.key, value, until)
-            release_later(PendingRelease(*given, no_write_in_flight=True, retained=self.for_retry))
+            release_later(PendingRelease(self.server, self.key, value, until, retained=self.for_retry))
         return has_ended and self.for_retry is not None
 
 

@@ -178,9 +178,7 @@ def _queue_again(lease: _WaitingLease) -> None:
     if _waiting.pop(lease.token, None) is None:  # the worker ends, and has seen to it
         return
     queued = lease.queued_again()
-    release_later(
-        PendingRelease(lease.server, lease.key, lease.token, queued.until, no_write_in_flight=True, retained=queued)
-    )
+    release_later(PendingRelease(lease.server, lease.key, lease.token, queued.until, retained=queued))
 
 
 def _announce_redelivery(decoration: Decoration, request: Any) -> None:
@@ -192,7 +190,7 @@ def _announce_redelivery(decoration: Decoration, request: Any) -> None:
     is_redelivery = task.acks_late and request.delivery_info["redelivered"]
     if not is_redelivery or redelivers_at_any_time(app):
         return
-    delivery = Delivery(task, Context(request.request_dict), bound=False, decoration=decoration)
+    delivery = Delivery(task, Context(request.request_dict), decoration=decoration)
     options = decoration.options_for(delivery)
     given = (task, decoration, options.prefix, request.args, request.kwargs)
     key = delivery.key or key_of_message(*given)
@@ -211,7 +209,7 @@ def _number(decoration: Decoration, request: Any) -> None:
     options = decoration.options_for(TaskCaller(request.task))
     if request.eta or not isinstance(options.when_busy, BufferOne):
         return
-    delivery = Delivery(request.task, Context(request.request_dict), bound=False, decoration=decoration)
+    delivery = Delivery(request.task, Context(request.request_dict), decoration=decoration)
     if delivery.header.trigger is not None or options.server is None:
         return
     key = delivery.key

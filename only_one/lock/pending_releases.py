@@ -36,7 +36,7 @@ class PendingRelease:
     key: str
     token: bytes
     until: float
-    no_write_in_flight: bool
+    no_write_in_flight: bool = True
     retained: Retained | None = None
 
     def __post_init__(self) -> None:

@@ -394,7 +394,7 @@ def test_the_value_that_is_retained_for_a_retry(queue: Queue, monkeypatch: pytes
         request = Context({"id": "the-id", "retries": 4, "args": ["a"], "kwargs": {"b": 1}, **changes})
         options: Any = SimpleNamespace(queue_timeout=seconds, prefix="p:")
         decoration: Any = SimpleNamespace(make_key=make_key, options_for=lambda _: options, is_unique=is_unique)
-        run = Delivery(task, request, bound=False, decoration=decoration)
+        run = Delivery(task, request, decoration=decoration)
         ended_by = ended_by or Retry(when=when, sig=sig or task.s("a", b=1))
         call: Any = SimpleNamespace(options=options, key="p:k:a", ended_by=ended_by)
         stored = run.retained_value(call)

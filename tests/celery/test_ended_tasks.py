@@ -195,7 +195,7 @@ def test_the_key_of_a_lost_process_is_released(
     task: Any, unique_task: Any, keys: Keys, child: subprocess.Popen[bytes]
 ) -> None:
     for key in ("k", "error", "unique"):
-        keys[key] = held_by(child.pid)
+        keys[key] = held_by(child.pid, attempt=1)
     keys["uuid"] = held_by(child.pid, str(task_id := uuid4()))
     fail(task, "k")
     fail(task, "uuid", task_id=task_id)
@@ -440,7 +440,7 @@ def test_who_has_taken_over_the_key_of_a_task_that_is_retried_because_its_proces
     assert eventually(lambda: keys.redis.get(note_of(f"{keys.prefix}k", "mine", 0, 0)) == b"%d" % WAITS_NO_MORE)
     # Where nobody has taken it over, it is not free before the retry's value is stored.
     keys["k"] = queued("mine", 0)
-    withdrawal = ended_tasks.withdrawal_of(unique_task.app, unique_task, request)
+    withdrawal = ended_tasks.withdrawal_of(unique_task, request)
     assert withdrawal is not None
     keys.redis.execute_command(*withdrawal.of_a_retry().command())
     assert "k" in keys
@@ -458,7 +458,7 @@ def test_nothing_is_done_where_the_locking_is_switched_off(task: Any, caplog: py
 
 
 def test_a_task_that_has_ended_without_having_begun_has_no_key(
-    queue: Queue, task: Any, unique_task: Any, keys: Keys, caplog: pytest.LogCaptureFixture
+    queue: Queue, task: Any, unique_task: Any, keys: Keys, way: Proxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The value at the key says whose it is: the message of a retry has no token.
 
@@ -480,12 +480,14 @@ def test_a_task_that_has_ended_without_having_begun_has_no_key(
     revoke(plain, "k", **request)
     assert eventually(lambda: "k" not in keys)
     # Celery has sent it again, because its process was lost; its message, sent with an id of its own, had no key.
-    without = {"retries": 1, "args": ("k",)}
+    without = [{"retries": 1, "args": ("k",)}, {"retries": 1, "args": (), "kwargs": {"key": "k"}}]
     ended = [(each, request) for each in (unique_task, task, plain, Wrapped(unique_task))]
-    for each, its in [*ended, (unique_task, without), (Wrapped(unique_task), without)]:
+    for each, its in [*ended, *zip((unique_task, Wrapped(unique_task)), without, strict=True)]:
         keys["k"] = value
+        way.forget_commands()
         end_without_a_run(each, **its)
         assert "k" not in keys
+        assert way.commands.count("EVAL") == 1
     assert not [record for record in caplog.records if record.levelname == "ERROR" or "not be" in record.message]
 
 
@@ -552,7 +554,7 @@ def test_an_error_in_a_signal_is_a_warning_with_its_traceback_once(
     """It is no error of the worker, which goes on."""
     monkeypatch.setattr(killed_runs, "_PATIENCE", 0.2)
     monkeypatch.setattr(killed_runs, "_WAITS_FOR_A_SERVER", 0.5)  # in which it is asked a few times
-    without_key = a_task(queue.app, work, key=lambda key: key.missing)
+    without_key = a_task(queue.app, work, key="{key.missing}")
     with way.refused():
         for _ in range(2):
             if how == "it has not begun":
@@ -564,6 +566,7 @@ def test_an_error_in_a_signal_is_a_warning_with_its_traceback_once(
     assert (warning.name, warning.levelname, warning.message[:14]) == ("only_one", "WARNING", "a key of task-")
     assert "could not be released" in warning.message
     assert warning.exc_info
+    assert (warning.threadName == "only_one-log") == (how == "the server is down"), "the renewing thread logs nothing"
     if how == "the server is down":
         keys.redis.rpush(f"{keys.prefix}k", "no string")
         fail(task, "k")

@@ -476,7 +476,7 @@ def test_a_task_that_the_worker_does_not_know_has_no_key(
         task_unknown.send(sender=worker, **found)
 
     worker.task.delay("k")
-    for headers in (None, {"id": "another"}):
+    for headers in (None, {"id": "another"}, {"id": "another", "retries": 1}):
         drop(headers)
     assert keys.state() == QUEUED
     with way.refused():

@@ -119,8 +119,9 @@ def test_a_redelivery_is_dropped_after_an_end_of_the_work(queue: Queue, end: str
     a_task(queue.app, work, celery={"bind": True, **({comes_back: False} if comes_back else {})}).delay()
     message = queue.take()
     queue.deliver(message)
-    work_is_done = is_end and (comes_back is None or end != "fails")
+    work_is_done, before = is_end and (comes_back is None or end != "fails"), len(queue)
     assert (queue.deliver(waits[0]) == "run again") is not work_is_done
+    assert len(queue) == before, "it waits no more"
 
 
 @pytest.mark.parametrize("again", [{}, {"again": Task.__call__}, {"again": Task.retry}], ids=["run", "call", "retry"])
