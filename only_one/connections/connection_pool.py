@@ -52,8 +52,9 @@ class _Pinned:
 
     def __init__(self, pool: Any) -> None:
         """Borrow a connection from the pool, once those that were dropped are back in theirs."""
-        while _dropped:
-            _return(*_dropped.pop())
+        with suppress(IndexError):  # none is left: another thread may have returned the last
+            while True:
+                _return(*_dropped.pop())
         self.connection = pool.get_connection(*_FOR_NO_COMMAND)
         # Whatever was handled then is over when it is dropped, and a later exception may have the same id.
         del self.connection.lent_during
