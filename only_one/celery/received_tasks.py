@@ -216,8 +216,9 @@ def _number(decoration: Decoration, request: Any) -> None:
     with suppress(Exception):  # of arguments that have no key: the run says so
         key = key or key_of_message(request.task, decoration, options.prefix, request.args, request.kwargs)
     if key is not None:
-        trigger = delivery.arrive(Call(options, options.server, key), "", begins=False)
-        request.request_dict.update(delivery.header._replace(trigger=trigger or None).as_headers())
+        with suppress(ResponseError):  # a server that refuses this refuses the run's, which says so
+            trigger = delivery.arrive(Call(options, options.server, key), "", begins=False)
+            request.request_dict.update(delivery.header._replace(trigger=trigger or None).as_headers())
 
 
 def _on_shutdown(**_: Any) -> None:
