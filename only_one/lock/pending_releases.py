@@ -77,13 +77,17 @@ class PendingReleases(dict[bytes, PendingRelease]):
     def add(self, pending: PendingRelease) -> None:
         """Add a release. At the limit the oldest is forgotten, because its key has the least time left to do harm."""
         if len(self) >= _MOST:
-            self.end(next(iter([*self]), b""))  # of a copy: other threads change it
+            self.end(next(iter([*self.values()]), pending))  # of a copy: other threads change it
         self[pending.token] = pending
 
-    def end(self, token: bytes) -> None:
-        """Remove a release. Its token may have been active still, so that no call in this process took over its key."""
-        self.pop(token, None)
-        active_tokens.pop(token, None)
+    def end(self, pending: PendingRelease) -> None:
+        """Remove a release, unless another of its token has been added meanwhile.
+
+        Its token may have been active still, so that no call in this process took over its key.
+        """
+        if self.get(pending.token) is pending:
+            self.pop(pending.token, None)
+            active_tokens.pop(pending.token, None)
 
     def release_due(self) -> None:
         """Try all releases that are due, in one trip to each node."""
@@ -106,7 +110,7 @@ class PendingReleases(dict[bytes, PendingRelease]):
         undone = []
         for pending, command, reply in zip(due, commands, node.send(commands), strict=True):
             if pending.note_reply(command, reply):
-                self.end(pending.token)
+                self.end(pending)
             if isinstance(reply, Exception):
                 undone.append(pending)
         return undone

@@ -497,7 +497,7 @@ def test_a_task_that_ends_without_having_begun_is_withdrawn_though_its_soft_time
 ) -> None:
     """Wherever in our code; Celery drops what a handler of its signals raises, and logs it."""
     header = Header("mine", 0, key=f"{keys.prefix}k").as_headers()
-    over = raises(SoftTimeLimitExceeded())
+    over = raises(SoftTimeLimitExceeded)
     with handled(over):
         for number in itertools.count(1):
             keys["k"] = queued("mine", 0)

@@ -99,6 +99,25 @@ def test_pending_releases_that_are_due(watch: Watch, redis_url: str) -> None:
     assert keys(node(down).trips) == [["4"]]
 
 
+def test_a_pending_release_that_is_added_while_another_of_its_token_is_sent_stays(watch: Watch, redis_url: str) -> None:
+    """The same task may be withdrawn again, and its words are the token of both."""
+    server, left = watch.server(redis_url), watch.renewer.pending_releases
+    first = watch.pending(server)
+
+    def answer(_commands: Any) -> list[int]:
+        watch.pending(server)
+        return [1]
+
+    active_tokens[first.token] = None
+    left.release(SimpleNamespace(send=answer), [first])  # type: ignore[arg-type]
+    second = left[first.token]
+    assert second is not first
+    assert first.token in active_tokens
+    left.release(node(server), [second])
+    assert not left
+    assert first.token not in active_tokens
+
+
 def test_of_too_many_pending_releases_the_oldest_is_forgotten(
     watch: Watch, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
