@@ -207,15 +207,17 @@ def test_a_client_of_one_connection_waits_for_no_command_of_the_user_s(redis: An
             redis.lpush(key, "the blocked command ends")
 
 
-def test_of_a_client_that_remembers_replies_no_such_connection_is_used() -> None:
+def test_of_a_client_that_remembers_replies_no_such_connection_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = pytest.importorskip("redis.cache")
     for kind in (redis_py.ConnectionPool, redis_py.BlockingConnectionPool):
+        monkeypatch.setattr(connection_pool, "_another_like", made := Mock(wraps=connection_pool._another_like))
         with redis_py.Redis(connection_pool=kind(protocol=3, cache_config=cache.CacheConfig())) as client:
             used = Server(client).client
             assert not isinstance(used, PinnedClient)
             assert type(used.connection_pool.make_connection()) is redis_py.Connection
             assert client.connection_pool.cache is not None
             assert vars(Server(client).client.connection_pool) is vars(used.connection_pool)
+            made.assert_called_once()  # a cluster's client asks for it for each command
 
 
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
