@@ -52,8 +52,8 @@ class _Pinned:
 
     def __init__(self, pool: Any) -> None:
         """Borrow a connection from the pool, once those that were dropped are back in theirs."""
-        with suppress(IndexError):  # none is left: another thread may have returned the last
-            while True:
+        while _dropped:
+            with suppress(IndexError):  # another thread may return the last
                 _return(*_dropped.pop())
         self.connection = pool.get_connection(*_FOR_NO_COMMAND)
         # Whatever was handled then is over when it is dropped, and a later exception may have the same id.
