@@ -110,7 +110,8 @@ class MessageChecker:
         others = [(run, at) for run in self.history.runs for work, at in came.items() if run.work != work]
         is_killed = any(run.began - _ONE_COMMAND <= at <= (run.ended or inf) + _ONE_COMMAND for run, at in others)
         is_killed &= any(self.outcomes_of(each.name) <= _WAITS for each in tasks)
-        has_had_its_key = any(each.runs for each in tasks) and self.plan.when_down != "carry_on"
+        runs = [run for each in tasks for run in each.runs if b'"attempt":%d,' % run.work.attempt in value]
+        has_had_its_key = runs and self.plan.when_down != "carry_on"
         has_ended = self.plan.recycles or self.had("killed", "shutdown")
         is_not_withdrawn = self.had("server away") and has_ended and not has_had_its_key
         return self.late_commands > 1 or is_moved or is_killed or was_lost or is_not_withdrawn

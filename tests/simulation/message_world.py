@@ -459,7 +459,9 @@ class MessageWorld(History):
             self.sleep(self.choose(f"length of {name}", lengths))
             self.in_hook(task, "run", name)
             if self.fault(f"key lost of {name}", 0.3 * self.checker.was_redelivered(trigger)):
-                run.end = "key lost"  # until it has ended
+                for each in self.running:
+                    if each.lock.key == run.lock.key:  # it may be another's by now
+                        each.end = "key lost"  # until it has ended
                 self.store.set(run.lock.key.encode(), None)
             if action := trigger.action_for(run):
                 _end(action, task, trigger)
