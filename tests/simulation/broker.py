@@ -409,7 +409,9 @@ class Worker:
         acknowledge, reject = partial(self.broker.ack, job), partial(self.broker.reject, job)
         receive(message, None, acknowledge, reject, [], to_timestamp=lambda eta, *_: eta.timestamp())
         self.receiving = None  # a request that nobody needs any more is forgotten
-        if job.request is None:  # a revoked task is not even received
+        if job not in self.jobs:  # its connection was lost meanwhile, which a worker sees when it is done with it
+            self._forget(job)
+        elif job.request is None:  # a revoked task is not even received
             job.ends("TaskRevoked")
         else:
             self.world.received(job)
@@ -440,13 +442,16 @@ class Worker:
             self.world.note(self.hostname, "loses its connection to the broker")
             for job in [job for job in self.jobs if not job.child]:
                 self.jobs.remove(job)
-                celery.worker.state.requests.pop(job.id, None)  # as the worker's consumer does
-                job.forget()
+                self._forget(job)
             for bucket in filter(None, self.task_buckets.values()):
                 bucket.clear_pending()
             if self.world.plan.cancels:
                 self.do(self._cancel)
             self.broker.restore(self)
+
+    def _forget(self, job: Delivery) -> None:
+        celery.worker.state.requests.pop(job.id, None)  # as the worker's consumer does
+        job.forget()
 
     def _cancel(self) -> None:
         """End what runs and was not acknowledged; at a shutdown, also what was acknowledged at its begin."""

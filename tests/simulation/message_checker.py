@@ -112,9 +112,13 @@ class MessageChecker:
         is_killed &= any(self.outcomes_of(each.name) <= _WAITS for each in tasks)
         runs = [run for each in tasks for run in each.runs if b'"attempt":%d,' % run.work.attempt in value]
         has_had_its_key = runs and self.plan.when_down != "carry_on"
-        has_ended = self.plan.recycles or self.had("killed", "shutdown")
-        is_not_withdrawn = self.had("server away") and has_ended and not has_had_its_key
+        is_not_withdrawn = self.may_release_nothing and not has_had_its_key
         return self.late_commands > 1 or is_moved or is_killed or was_lost or is_not_withdrawn
+
+    @property
+    def may_release_nothing(self) -> bool:
+        """Whether a process may have ended while the server was away, to which it had yet to tell of a release."""
+        return self.had("server away") and bool(self.plan.recycles or self.had("killed", "shutdown"))
 
     @property
     def may_drop_unstored(self) -> bool:
@@ -312,10 +316,10 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
     if checker.may_drop_unstored and has_two and trigger.name in history.begun_and_killed:
         return True
     # A redelivery of the message is taken for one of an earlier message with this id. Or the key is held by a task with
-    # the same id, because it is kept, its run was killed, its retry lost, or a command came late: to tell the two apart
-    # could cost a result.
+    # the same id, because it is kept, its run was killed, its retry or release lost, or a command came late.
+    # To tell the two apart could cost a result.
     may_be_ignored = checker.was_redelivered(trigger) or bool(plan.at_least or checker.late_commands)
-    may_be_ignored |= checker.has_lost_retry(trigger.id)
+    may_be_ignored |= checker.has_lost_retry(trigger.id) or checker.may_release_nothing
     may_be_ignored |= any(run.end == "killed" and run.trigger.id == trigger.id for run in history.runs)
     killed = [history.triggers[name] for name in history.begun_and_killed]  # perhaps before its run began
     may_be_ignored |= any(each.id == trigger.id and each is not trigger for each in killed)
