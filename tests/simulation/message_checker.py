@@ -390,6 +390,8 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         is_again = first.work == later.work and first.trigger.how not in LISTS
         is_again &= first.trigger.name not in history.broker.redelivered_before_a_run
         is_again &= first.trigger.in_hook[1] != "retry soon"  # which the run may have sent, too
+        # A hook is called, and rejects the message, if the release is interrupted.
+        is_again &= not (first.trigger.in_hook[1] == "requeue" and first.trigger.how == "soft limit")
         # A version in which it is not unique sends the key of its queued message with that.
         is_again &= "retry elsewhere" not in first.trigger.ends or len({*history.plan.unique}) == 1
         # Celery sends a retry for a redelivery whose child was killed, also while its run goes on, which sends one too.

@@ -109,7 +109,7 @@ EXCEPTIONS = {
     "return await _run_as_async(_switched_off": "locking is switched off: nothing to interleave",
     'getattr(result, "close"': "a mistake of the user, who is told at once",
     'msg = "current_lock() was called outside': "a mistake of the user, who is told at once",
-    "self.end(next(iter([*self])": "10,000 pending releases at a time",
+    "self.end(next(iter([*self.values()])": "10,000 pending releases at a time",
     'if has_expired or became.status == "taken":': "redis-py's own Lock.release, which no call uses",
     "while self.renew_what_is_due():  # pass": "more than 500 leases in a process",
     "gevent.get_original(": "gevent",
