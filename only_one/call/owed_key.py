@@ -5,6 +5,7 @@ its value is deleted, and a note beside the key tells the call that nothing is o
 the value of a task that is queued again in that note.
 """
 
+import time
 from dataclasses import dataclass, replace
 
 from only_one.clock import now
@@ -13,6 +14,9 @@ from only_one.holder import Holder, is_queued, task_id_of
 from only_one.lock.commands import WAITS_NO_MORE, Retained, Script
 from only_one.lock.pending_releases import PendingRelease
 from only_one.settings import DEFAULT_LEASE
+
+UNTIL_PUBLISHED = 30.0
+"""Seconds for which the key is acquired at first, so a producer that dies before it has published blocks nobody."""
 
 # Only the value of a task that waits is deleted: its run releases the key by itself.
 _WITHDRAW = Script(f"""
@@ -66,7 +70,12 @@ def owed_to(key: str, value: bytes, token: bytes) -> Commands[Retained | None]:
     if holder is None or holder.task_id == task_id_of(token):
         return None
     note = note_of(key, holder.task_id, holder.replacement, holder.attempt)
-    return Retained(value, now() + (yield ("PTTL", key)) / 1000, note)
+    left = (yield ("PTTL", key)) / 1000
+    # It is perhaps being published: then its key is lengthened meanwhile, or would be if the run had not taken it over.
+    may_be_lengthened = holder.state == "queued" and left <= UNTIL_PUBLISHED
+    if may_be_lengthened and holder.deadline is not None:
+        left = max(left, holder.deadline - time.time())
+    return Retained(value, now() + left, note)
 
 
 def to_store(owed: Retained) -> Retained:
