@@ -15,9 +15,6 @@ from only_one.lock.commands import WAITS_NO_MORE, Retained, Script
 from only_one.lock.pending_releases import PendingRelease
 from only_one.settings import DEFAULT_LEASE
 
-UNTIL_PUBLISHED = 30.0
-"""Seconds for which the key is acquired at first, so a producer that dies before it has published blocks nobody."""
-
 # Only the value of a task that waits is deleted: its run releases the key by itself.
 _WITHDRAW = Script(f"""
 local function has(text) return value and string.find(value, text, 1, true) end
@@ -70,16 +67,15 @@ def owed_to(key: str, value: bytes, token: bytes) -> Commands[Retained | None]:
     if holder is None or holder.task_id == task_id_of(token):
         return None
     note = note_of(key, holder.task_id, holder.replacement, holder.attempt)
-    left = (yield ("PTTL", key)) / 1000
-    # It is perhaps being published: then its key is lengthened meanwhile, or would be if the run had not taken it over.
-    may_be_lengthened = holder.state == "queued" and left <= UNTIL_PUBLISHED
-    if may_be_lengthened and holder.deadline is not None:
-        left = max(left, holder.deadline - time.time())
-    return Retained(value, now() + left, note)
+    return Retained(value, now() + (yield ("PTTL", key)) / 1000, note)
 
 
 def to_store(owed: Retained) -> Retained:
-    """The value to store again, now that the call ends."""
-    if b'"received"' in owed.value:  # its worker could not renew it meanwhile, and does so from now on
-        return owed._replace(until=max(owed.until, now() + DEFAULT_LEASE))
-    return owed
+    """The value to store again, now that the call ends, for long enough that a worker can receive or renew it.
+
+    That could not be done meanwhile; nor could its producer lengthen it, if it was being published.
+    """
+    holder, seconds = Holder.parse(owed.value), DEFAULT_LEASE
+    if holder is not None and holder.deadline is not None:
+        seconds = min(seconds, holder.deadline - time.time())
+    return owed._replace(until=max(owed.until, now() + seconds))

@@ -14,7 +14,7 @@ from redis.exceptions import ResponseError
 
 from only_one.call.effective_options import Call, Decoration, Policy
 from only_one.call.locked_call import LockedCall
-from only_one.call.owed_key import UNTIL_PUBLISHED, note_of
+from only_one.call.owed_key import note_of
 from only_one.clock import now
 from only_one.driver import TROUBLE, drive, is_of_signal_handler
 from only_one.errors import AlreadyRunning, OnlyOneError
@@ -32,6 +32,9 @@ from .broker import waits_for
 from .delivery import TaskCaller, current_task
 from .requeue import HEADER, Header
 from .work import Work, work_held_by
+
+_UNTIL_PUBLISHED = 30.0
+"""Seconds for which the key is acquired at first, so a producer that dies before it has published blocks nobody."""
 
 _warned: WeakSet[Any] = WeakSet()
 
@@ -114,7 +117,7 @@ class Publication(TaskCaller):
             return self._publish()
         args, kwargs = self._as_sent()
         key = options.prefix + decoration.make_key(self, args, kwargs)
-        until_published = options.not_renewed(min(seconds, UNTIL_PUBLISHED), seconds)
+        until_published = options.not_renewed(min(seconds, _UNTIL_PUBLISHED), seconds)
         call = LockedCall(until_published, options.server, key, self)
         if not only_newest:
             return self._queue_first(call)
@@ -202,7 +205,7 @@ class Publication(TaskCaller):
             drive(call.server.client, replace(call.key, call.token, token, limit))
         except TROUBLE as error:
             level = logging.WARNING if isinstance(error, ResponseError) else logging.DEBUG  # else it may be back soon
-            log(level, "%s is queued, and may be queued again in %g s: %s", call.key, UNTIL_PUBLISHED, error)
+            log(level, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
             retained = Retained(token, now() + limit, note_of(call.key, *Work(task_id, 0, 0)))
             release_later(PendingRelease(call.server, call.key, call.token, retained.until, retained=retained))
             if is_of_signal_handler(error):

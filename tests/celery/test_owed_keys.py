@@ -85,13 +85,16 @@ def test_a_task_that_waits_has_its_key_again_after_another_run(tasks: Any, keys:
     assert keys.lives_for(LEFT)
 
 
-def test_a_task_whose_key_is_taken_over_while_it_is_published_has_its_whole_time(tasks: Any, keys: Keys) -> None:
-    """Its key is lengthened only then; and a run may take longer than its key lives until it is published."""
-    two = tasks()
-    keys.redis.expire(f"{keys.prefix}k", 20)
+@pytest.mark.parametrize(("options", "lives_for"), [({}, DEFAULT_LEASE), ({"celery": {"expires": 10}}, 10)])
+def test_a_task_whose_key_is_taken_over_while_it_is_published_has_its_key_until_a_worker_receives_it(
+    tasks: Any, keys: Keys, options: dict[str, Any], lives_for: float
+) -> None:
+    """It is lengthened only then; and a run may take longer than it lives until then."""
+    two = tasks(**options)
+    keys.redis.expire(f"{keys.prefix}k", 2)
     two.run_other()
     assert keys["k"] == two.value
-    assert keys.lives_for(QUEUE_TIMEOUT)
+    assert keys.lives_for(lives_for)
 
 
 def test_a_task_that_a_worker_receives_at_that_moment_keeps_no_other_run_out(
