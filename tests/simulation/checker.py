@@ -384,20 +384,24 @@ class Checker:
         began = self.history.now - event.seconds
         own = [each for each in ending if each.had_key and each.key_there == event.key.encode()]
         call = min(own, key=lambda each: abs(each.asked - began), default=None)
-        if call is None:
-            return
+        # Of calls that began at the same moment nothing tells which it is.
+        at_once = [each for each in own if call and abs(each.asked - call.asked) < 0.01]
+        if call and not any(self._has_become(event.outcome, each) for each in at_once):
+            self.problem("told of another release", f"{call.name}: {event.outcome}")
+
+    def _has_become(self, outcome: str, call: Call) -> bool:
+        """Whether that may have become of the key at the release of a call."""
         values = [each for each in self.stored[call.key_there] if each.until > call.asked]
         ended = [each for each in values if each.value == call.lock.token and each.until < inf]
         others = [each for each in values if each.value != call.lock.token]
-        is_true = {
+        is_true: dict[str, bool] = {
             "held": any(not each.has_expired for each in ended),
             "kept": any(_is_kept_of(each.value, call) for each in values),
             "gone": bool(ended) or not values,
             "taken": bool(others),
             "unknown": not self._is_calm(call, call.asked),
         }
-        if not is_true[event.outcome]:
-            self.problem("told of another release", f"{call.name}: {event.outcome}")
+        return is_true[outcome]
 
     def _check_loss(self, call: Call, told: Any) -> None:
         reason = told.reason
