@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -29,6 +30,9 @@ MADE_UP = 999 * 10**15
 EPSILON = 0.0015
 """Seconds: the server counts in milliseconds."""
 
+_calling: ContextVar[Call | None] = ContextVar("calling", default=None)
+"""The call that is under way in this context, in which it tells of its release."""
+
 
 @dataclass(eq=False)
 class Call:
@@ -36,6 +40,7 @@ class Call:
 
     Attributes:
         asked: when it was made.
+        outer: the call in whose run it was made; None if in none.
         job: the attempt of a job in which it was made, as its queue tells; None if there is no queue.
         answered: when it had its outcome.
         told_at: when it was told that its key is lost.
@@ -55,6 +60,7 @@ class Call:
     key: str
     asked: float
     job: Any
+    outer: Call | None = None
     lock: Any = None
     began: float = inf
     ended: float = inf
@@ -162,7 +168,8 @@ class Checker:
 
     def begins(self, process: Any, name: str) -> Call:
         key = self.history.choose(f"key of {name}", self.history.plan.keys)
-        call = Call(name, process, key, self.history.now, process.job)
+        call = Call(name, process, key, self.history.now, process.job, _calling.get())
+        _calling.set(call)
         self.calls.append(call)
         self.history.note(name, "calls")
         return call
@@ -219,6 +226,7 @@ class Checker:
         self.history.note(call.name, "has run", "and holds its key" if call.lock.is_held else "and has lost its key")
 
     def ends(self, call: Call, outcome: Any) -> None:
+        _calling.set(call.outer)
         call.answered, call.outcome = self.history.now, outcome
         holder = getattr(outcome, "holder", None)
         if holder and max(holder.since, holder.deadline or 0.0) * 1000 >= MADE_UP:
@@ -357,7 +365,7 @@ class Checker:
         if kind in ("Lost", "Reclaimed", "Down"):
             self.history.note(process.name, "event", kind, getattr(event, "reason", ""))
         if kind == "Released":
-            self._check_released(process, event)
+            self._check_released(event)
         if kind == "Reclaimed":
             dead = filter(process.machine.is_dead, process.machine.processes)
             if not any(b'"pid":%d,' % pid in event.value for pid in dead):
@@ -378,30 +386,23 @@ class Checker:
             call.told_at = self.history.now
             self._check_loss(call, event)
 
-    def _check_released(self, process: Any, event: Any) -> None:
+    def _check_released(self, event: Any) -> None:
         """What is told of a release is what has become of the key."""
-        ending = [each for each in self.calls if each.process is process and each.ended < inf == each.answered]
-        began = self.history.now - event.seconds
-        own = [each for each in ending if each.had_key and each.key_there == event.key.encode()]
-        call = min(own, key=lambda each: abs(each.asked - began), default=None)
-        # Of calls that began at the same moment nothing tells which it is.
-        at_once = [each for each in own if call and abs(each.asked - call.asked) < 0.01]
-        if call and not any(self._has_become(event.outcome, each) for each in at_once):
-            self.problem("told of another release", f"{call.name}: {event.outcome}")
-
-    def _has_become(self, outcome: str, call: Call) -> bool:
-        """Whether that may have become of the key at the release of a call."""
+        call = _calling.get()
+        if call is None or not call.had_key or call.ended == inf:
+            return
         values = [each for each in self.stored[call.key_there] if each.until > call.asked]
         ended = [each for each in values if each.value == call.lock.token and each.until < inf]
         others = [each for each in values if each.value != call.lock.token]
-        is_true: dict[str, bool] = {
+        is_true = {
             "held": any(not each.has_expired for each in ended),
             "kept": any(_is_kept_of(each.value, call) for each in values),
             "gone": bool(ended) or not values,
             "taken": bool(others),
             "unknown": not self._is_calm(call, call.asked),
         }
-        return is_true[outcome]
+        if not is_true[event.outcome]:
+            self.problem("told of another release", f"{call.name}: {event.outcome}")
 
     def _check_loss(self, call: Call, told: Any) -> None:
         reason = told.reason
