@@ -319,7 +319,9 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
     # the same id, because it is kept, its run was killed, its retry or release lost, or a command came late.
     # To tell the two apart could cost a result.
     may_be_ignored = checker.was_redelivered(trigger) or bool(plan.at_least or checker.late_commands)
-    may_be_ignored |= checker.has_lost_retry(trigger.id) or checker.may_release_nothing
+    may_be_ignored |= checker.has_lost_retry(trigger.id)
+    have_run = [run for run in history.runs if run.trigger.id == trigger.id and run.trigger is not trigger]
+    may_be_ignored |= bool(have_run) and checker.may_release_nothing
     may_be_ignored |= any(run.end == "killed" and run.trigger.id == trigger.id for run in history.runs)
     killed = [history.triggers[name] for name in history.begun_and_killed]  # perhaps before its run began
     may_be_ignored |= any(each.id == trigger.id and each is not trigger for each in killed)
@@ -390,8 +392,8 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         is_again = first.work == later.work and first.trigger.how not in LISTS
         is_again &= first.trigger.name not in history.broker.redelivered_before_a_run
         is_again &= first.trigger.in_hook[1] != "retry soon"  # which the run may have sent, too
-        # A hook is called, and rejects the message, if the release is interrupted.
-        is_again &= not (first.trigger.in_hook[1] == "requeue" and first.trigger.how == "soft limit")
+        # Its run is done, and fails all the same, if the release is interrupted: then this hook rejects the message.
+        is_again &= not (first.trigger.in_hook == ("on_failure", "requeue") and first.trigger.how == "soft limit")
         # A version in which it is not unique sends the key of its queued message with that.
         is_again &= "retry elsewhere" not in first.trigger.ends or len({*history.plan.unique}) == 1
         # Celery sends a retry for a redelivery whose child was killed, also while its run goes on, which sends one too.
