@@ -59,8 +59,7 @@ raise('id:' .. id)
 if same ~= '' then raise('same:' .. same) end
 {_END}""")
 _ARRIVE = Script(f"""{_COMMON}
-local id, call, held_by = ARGV[3], 'sent:' .. ARGV[4], 'held by:' .. ARGV[5]
-local begins, waits = ARGV[6] == 'begins', ARGV[6] == 'waits'
+local id, call, held_by, begins = ARGV[3], 'sent:' .. ARGV[4], 'held by:' .. ARGV[5], ARGV[6] == 'begins'
 local function has_another_begun()
     for _, other in ipairs(with('by:', number)) do
         if other ~= id then return true end
@@ -75,7 +74,7 @@ if number == 0 then number = given end
 if number == 0 then
     number = math.max(now, of('last') + 2)
     -- The run behind which it waits may have no number yet, and is older.
-    if waits and of(held_by) == 0 then set(held_by, number - 1) end
+    if not begins and of(held_by) == 0 then set(held_by, number - 1) end
 end
 local newest = of('begun')
 -- A run goes before those that wait behind it.
@@ -115,14 +114,13 @@ def arrive(
         trigger: its number, if its message carries one; ``NEWEST`` for a new number; None for that which its id has.
         call: what tells this command from all others: it numbers a task once, also if it is sent, and arrives, twice.
         token: the value that is stored at the key: that of the run behind which the task waits, or of its own; empty
-            for a task that has only been received, or if that value is not known.
+            where that is not known, as when a worker receives the task.
         begins: whether it has the key.
 
     Returns:
         Its number; 0 if a newer task waits or has run.
     """
-    held_by = blake2b(token.encode(), digest_size=16).hexdigest()
-    what = "begins" if begins else "waits" if token else "is received"
+    held_by, what = blake2b(token.encode(), digest_size=16).hexdigest(), "begins" if begins else "waits"
     return int(_send(server, key, app, _ARRIVE, trigger, task_id, call, held_by, what))
 
 

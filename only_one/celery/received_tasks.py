@@ -218,7 +218,7 @@ def _number(decoration: Decoration, request: Any) -> None:
     if key is not None:
         with suppress(ResponseError):  # a server that refuses this refuses the run's, which says so
             trigger = delivery.arrive(Call(options, options.server, key), "", begins=False)
-            request.request_dict.update(delivery.header._replace(trigger=trigger or None).as_headers())
+            request.request_dict.update(delivery.header._replace(trigger=trigger).as_headers())
 
 
 def _on_shutdown(**_: Any) -> None:

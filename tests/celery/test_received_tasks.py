@@ -50,13 +50,6 @@ def work(key: str) -> str:
     return key
 
 
-def notes_in(ran: list[int]) -> Any:
-    def run(key: str, number: int) -> None:  # noqa: ARG001
-        ran.append(number)
-
-    return run
-
-
 class Worker:
     """What a worker's consumer has of its own.
 
@@ -366,8 +359,11 @@ LATER = "2100-01-01T00:00:00+00:00"
 def test_a_task_that_was_received_before_another_has_run_is_older(
     queue: Queue, worker: Worker, *, is_lost: bool, eta: str | None, key: Any, expected: list[int]
 ) -> None:
+    def run(key: str, number: int) -> None:  # noqa: ARG001 - it is in the key
+        ran.append(number)
+
     ran: list[int] = []
-    task = a_task(queue.app, notes_in(ran), key=key, when_busy=buffer_one())
+    task = a_task(queue.app, run, key=key, when_busy=buffer_one())
     messages = []
     for number in range(2):
         task.delay("k", number)
