@@ -60,12 +60,7 @@ def _after(
     A command of our own client that got no answer is sent again, once for each generator: so the client knows in the
     time of two attempts that a server is down. Other clients send again by themselves.
     """
-    if raised := raised_by_signal_handler(error, handled):
-        context = raised.__context__
-        try:
-            raise raised
-        finally:
-            raised.__context__ = context  # and not the error that stood for it
+    raise_what_signal_handler_raised(error, handled)
     if isinstance(error, (redis.ConnectionError, redis.TimeoutError)):
         note_unanswered()
         if sends_again and not isinstance(error, ServerTimeout):
@@ -133,6 +128,16 @@ def raised_by_signal_handler(error: BaseException, handled: BaseException | None
         is_translated = any(name.partition(".")[0] in _TRANSLATORS for name in by)
         each = (each.__cause__ or each.__context__) if is_translated else None
     return None
+
+
+def raise_what_signal_handler_raised(error: BaseException, handled: BaseException | None) -> None:
+    """Raise the exception of a signal handler for which an error stands, if there is one."""
+    if raised := raised_by_signal_handler(error, handled):
+        context = raised.__context__
+        try:
+            raise raised
+        finally:
+            raised.__context__ = context  # and not the error that stood for it
 
 
 def _handlers() -> set[CodeType | None]:

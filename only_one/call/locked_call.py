@@ -234,8 +234,8 @@ class LockedCall(Call):
         until = now() + self.options.ttl
         if self._stage == "held":  # perhaps for longer, by `extend`
             until = max(until, self.lease.may_live_until)
-        pending = PendingRelease(self.server, self.key, self.token, until, is_final, retained)
-        release_later(pending)
+        if self.server.is_known:  # else nothing was sent
+            release_later(PendingRelease(self.server, self.key, self.token, until, is_final, retained))
         self._stage = "kept later" if retained else None  # not before: if a signal handler raises, it is done again
 
     def _kept(self) -> Retained | None:

@@ -247,6 +247,14 @@ class _Cluster(RedisCluster):
 
     ERRORS_ALLOW_RETRY: Any = (exceptions.ClusterDownError, exceptions.SlotNotCoveredError)
 
+    def get_node(self, host: Any = None, port: Any = None, node_name: Any = None) -> Any:
+        """The node that redis-py knows; or what an ASK has named, which has no slot yet, so that it knows none."""
+        nodes: Any = self.nodes_manager
+        if node_name and node_name not in nodes.nodes_cache:
+            name, _, number = node_name.rpartition(":")
+            nodes.nodes_cache[node_name] = cluster.ClusterNode(name, int(number), **nodes.connection_kwargs)
+        return super().get_node(host, port, node_name)
+
     async def close_connections(self) -> None:
         """Close all, also those that commands have opened since redis-py closed the client, which closes it once."""
         await self.aclose()

@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakSet, finalize
 
 import redis
+from redis.cluster import ClusterNode
 
 from only_one.driver import RAW, Command, is_of_signal_handler, note_unanswered, raised_by_signal_handler
 from only_one.forks import in_each_child
@@ -237,37 +238,15 @@ def guarded(client: Any) -> Any:
         client: a sync client of redis-py; a client without a pool is returned as it is.
     """
     if isinstance(client, redis.RedisCluster):  # where each node has a pool
-        cluster: Any = client
-        of_masters = {"read_from_replicas": False, "load_balancing_strategy": None}
-
-        def of_node(node: Any) -> Any:
-            return guarded(cluster.get_redis_connection(node))
-
-        def pipeline(**_options: Any) -> Any:  # none is a transaction in a cluster
-            made = cluster.pipeline()
-            vars(made).update(of_masters, get_redis_connection=of_node)
-            return made
-
-        def execute_command(*args: Any, **options: Any) -> Any:
-            if args[0] not in ("GET", "PTTL"):
-                return type(cluster).execute_command(found, *args, **options)
-            # A replica may lag. Where the client itself reads from them, its copies do so, too.
-            alone = pipeline()
-            alone.execute_command(*args, **options)
-            return alone.execute()[0]
-
-        changed: dict[str, Any] = {"get_redis_connection": of_node, "pipeline": pipeline, "close": lambda: None}
-        changed["execute_command"] = execute_command
-    elif hasattr(client, "connection_pool"):
+        return _alias(client, _GuardedCluster)
+    if hasattr(client, "connection_pool"):
         # The client's own connection never returns to the pool, and so is never checked. The user closes it.
         changed = {"connection": None, "auto_close_connection_pool": False}
         changed["connection_pool"] = guarded_pool(client.connection_pool)
-    else:
-        return client
-    found: Any = copy.copy(client)
-    vars(found).update(changed)
-    found._single_connection_client = False  # noqa: SLF001 - or it waits for the user's commands there, which may block
-    return found
+        client = copy.copy(client)
+        vars(client).update(changed)
+        client._single_connection_client = False  # noqa: SLF001 - or it waits for the user's commands, which may block
+    return client
 
 
 def guarded_pool(pool: Any) -> Any:
@@ -277,9 +256,7 @@ def guarded_pool(pool: Any) -> Any:
         kept = vars(pool)  # or a cluster's client would connect for each command
         pool = kept.get("only_one_own") or kept.setdefault("only_one_own", _another_like(pool, waits=waits))
     _pools.add(pool)
-    alias: Any = object.__new__(_guarded_kind(pool.__class__))
-    alias.__dict__ = vars(pool)  # the same pool in all but its class, by whose methods redis-py releases, too
-    return alias
+    return _alias(pool, _GuardedPool)
 
 
 def _another_like(pool: Any, *, waits: bool) -> Any:
@@ -294,9 +271,63 @@ def _another_like(pool: Any, *, waits: bool) -> Any:
     return another
 
 
+def _alias(original: Any, guard: Any) -> Any:
+    """The same object in all but its class, by whose methods redis-py's own code goes, too."""
+    alias: Any = object.__new__(_guarded_kind(guard, original.__class__))
+    alias.__dict__ = vars(original)
+    return alias
+
+
 @cache
-def _guarded_kind(kind: Any) -> Any:
-    return type(kind.__name__, (_GuardedPool, kind), {"__module__": kind.__module__})
+def _guarded_kind(guard: Any, kind: Any) -> Any:
+    return type(kind.__name__, (guard, kind), {"__module__": kind.__module__})
+
+
+class _GuardedCluster:
+    """The methods in which a guarded cluster's client differs from its class."""
+
+    nodes_manager = property(lambda self: _alias(vars(self)["nodes_manager"], _GuardedNodes))
+
+    def get_node(self, *address: Any, node_name: str = "") -> Any:
+        """The node that redis-py knows; or what an ASK has named, which has no slot yet, so that it knows none."""
+        node = self.nodes_manager.get_node(*address, node_name=node_name)
+        host, _, port = node_name.rpartition(":")
+        kind: Any = ClusterNode
+        return kind(host, int(port)) if node is None and port else node
+
+    def get_redis_connection(self, node: Any) -> Any:
+        return guarded(super().get_redis_connection(node))  # type: ignore[misc]
+
+    def pipeline(self, **_options: Any) -> Any:  # none is a transaction in a cluster
+        made: Any = super().pipeline()  # type: ignore[misc]
+        own = {"get_node": self.get_node, "get_redis_connection": self.get_redis_connection}
+        vars(made).update(own, read_from_replicas=False, load_balancing_strategy=None)
+        return made
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        if args[0] not in ("GET", "PTTL"):
+            return super().execute_command(*args, **options)  # type: ignore[misc]
+        # A replica may lag. Where the client itself reads from them, its copies do so, too.
+        alone = self.pipeline()
+        alone.execute_command(*args, **options)
+        return alone.execute()[0]
+
+    def close(self) -> None:
+        """Leave the nodes open, which are the original's."""
+
+
+class _GuardedNodes:
+    """The method in which a guarded cluster's table of nodes differs from its class."""
+
+    def initialize(self, *args: Any, **options: Any) -> None:
+        try:
+            super().initialize(*args, **options)  # type: ignore[misc]
+        finally:
+            # It drops what a signal handler raises, and keeps the connection on which a reply may be yet to come.
+            nodes: Any = self
+            for node in list(nodes.startup_nodes.values()):
+                if node.redis_connection is not None:
+                    node.redis_connection.connection_pool.disconnect(inuse_connections=False)
 
 
 class _GuardedPool:

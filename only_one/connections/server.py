@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import os
 import re
+import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from logging import INFO
@@ -14,7 +15,7 @@ import redis
 from redis import backoff, retry
 from redis.client import Pipeline
 
-from only_one.driver import TROUBLE
+from only_one.driver import TROUBLE, raise_what_signal_handler_raised
 from only_one.errors import ConfigurationError
 from only_one.events import log
 from only_one.option_values import check_callable
@@ -207,9 +208,11 @@ def find_server(source: Source) -> Server:
         return _from_clients.setdefault(id(source), Server(source))
     with suppress(TypeError, KeyError):
         return _from_callables[source]
+    handled = sys.exc_info()[1]
     try:
         made = source()
     except TROUBLE as error:  # asked again by the next call
+        raise_what_signal_handler_raised(error, handled)
         return Server(_NoClient(error))
     if not isinstance(made, str) and not _is_client(made):
         msg = f"the callable given as redis= returned a {type(made).__name__}: return a client of redis-py"

@@ -24,7 +24,7 @@ from only_one.connections import node as nodes
 from only_one.connections.connection_pool import guarded
 from only_one.connections.server import Server
 from only_one.driver import RAW
-from only_one.inspection import held, holder_of, release_key
+from only_one.inspection import held, holder_of, key_of, release_key
 from rigs.proxy import Proxy
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
@@ -120,6 +120,19 @@ class Cluster:
         assert eventually(follows)
         assert eventually(lambda: all(is_known(node) for node in self.nodes))
         return replica
+
+    @contextmanager
+    def node_without_slots(self) -> Iterator[Node]:
+        """A new node that all have met."""
+        with redis_server(*OPTIONS) as server:
+            node = Node(server)
+            node.client.execute_command("CLUSTER MEET", "127.0.0.1", self.nodes[0].server.port)
+            known = [partial(each.client.execute_command, "CLUSTER NODES") for each in [node, *self.nodes]]
+            addresses = {f"127.0.0.1:{each.server.port}" for each in [node, *self.nodes]}
+            assert eventually(lambda: all(addresses <= nodes().keys() for nodes in known))
+            yield node
+        for each in self.nodes:
+            each.client.execute_command("CLUSTER FORGET", node.id)
 
 
 @pytest.fixture(scope="module")
@@ -417,6 +430,19 @@ def test_a_slot_that_moves_during_a_run(cluster: Cluster, names: list[str], pref
     assert 60_000 < target.client.pttl(key) <= 600_000
     target.client.delete(key)
     assert only_one(lambda: "next", key=name)() == "next"
+
+
+@both
+def test_a_slot_that_moves_to_a_node_that_has_none(cluster: Cluster, names: list[str], decorate: Decorate) -> None:
+    """As where a node is added. Such a node is in no table of slots, and ASK is the first that a client hears of it."""
+    source, (name, *_) = cluster.nodes[0], names
+    with cluster.node_without_slots() as target:
+        call = decorate(lambda: target.call("DBSIZE"), key=name)
+        slot = cluster.client.keyslot(key_of(call))
+        target.client.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", source.id)
+        source.client.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", target.id)
+        assert [call(), call()] == [1, 1]
+        source.client.execute_command("CLUSTER SETSLOT", slot, "STABLE")
 
 
 def test_all_nodes_are_looked_at(cluster: Cluster, names: list[str], prefix: str) -> None:

@@ -43,19 +43,21 @@ class History(World):
             Each is a method with that name.
         of_host: the faults that only the first host suffers.
         whose: the process in whose message a fault happens; None if it happens at some time.
+        deployment: the several servers that its hosts are, if they are.
         greets: whether each connection begins with redis-py's name: two messages, which are half of all.
     """
 
     PLAN: ClassVar[dict[str, list[Any]]]
     FAULTS: ClassVar[dict[str, list[float]]]
+    deployment: Any = None
 
     def __init__(self, processes: list[Process], seed: int, left_out: frozenset[str] = frozenset()) -> None:
         super().__init__(seed, left_out)
         self.processes = processes
         self.plan = SimpleNamespace(**{name: self.choose(f"plan {name}", values) for name, values in self.PLAN.items()})
         self.store = Store(lambda: self.now, self.wall, self.plan.server)
-        self.host = Host(self, self.store)
-        self.hosts = {"server": self.host, "other": Host(self, self.store)}
+        self.hosts = {name: Host(self, self.store, name) for name in ("server", "other")}
+        self.host = self.hosts["server"]
         for each in self.hosts.values():
             each.loses, each.delays = self.plan.trouble
         self.greets = self.draw("plan greets") < 1 / 8
@@ -81,7 +83,8 @@ class History(World):
     def trouble_ends(self, host: Host) -> float:
         """When nothing stands still, and nothing is cut off or refused, of this host and of all processes."""
         processes = [max(each.paused_until, each.cut_off_until) for each in self.processes]
-        return max(host.frozen_until, host.down_until, host.refused[2], *processes)
+        is_settled_at = self.deployment.is_settled_at if self.deployment else 0.0
+        return max(host.frozen_until, host.down_until, host.refused[2], is_settled_at, *processes)
 
     @property
     def latest(self) -> float:

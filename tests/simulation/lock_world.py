@@ -12,21 +12,24 @@ from math import inf
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import redis
-
 from .checker import MADE_UP, Call, Checker
+from .deployments import SLOTS, WRITES, Cluster, Sentinels
 from .history import BodyFails, History, Requeued
-from .network import Loop
+from .network import Host, Loop
 from .process import Machine, Process, playing, this, thread
 from .tracing import Interrupted, Tracer
 
-_WRITES = (b"SET", b"DELIFEQ", b"DELEX", b"EVAL")
+_DEPLOYED_FROM = 335_000_000
+"""Of eight seeds from here on two have several servers; so earlier ones play what they have played."""
+
+_DEPLOYMENTS: dict[int, Any] = {3: Cluster, 6: Sentinels}
+
 _REFUSALS = [
     ("OOM command not allowed when used memory > 'maxmemory'.", (b"SET",)),
-    ("READONLY You can't write against a read only replica.", _WRITES),
+    ("READONLY You can't write against a read only replica.", WRITES),
     ("NOPERM User default has no permissions to run the 'eval' command", (b"EVAL",)),
-    ("BUSY Redis is busy running a script.", _WRITES),
-    ("LOADING Redis is loading the dataset in memory", _WRITES),
+    ("BUSY Redis is busy running a script.", WRITES),
+    ("LOADING Redis is loading the dataset in memory", WRITES),
 ]
 
 
@@ -70,6 +73,9 @@ def _body(call: Call) -> Any:
 
 async def _async_body(call: Call) -> Any:
     return await playing().async_body(call)
+
+
+_OF_CLUSTERS = {"slot moves": [0.5, 0.3, 0.1]}
 
 
 class LockWorld(History):
@@ -120,13 +126,23 @@ class LockWorld(History):
         self.of_host = [self._freeze, self._restart_with_data, self._refusal]
         self.host_of = {"k": "server", "n": "other" if self.draw("plan other server") < 0.5 else "server"}
         self.when_busy: dict[Process, str] = {}
+        self.source: dict[Process, Any] = {}  # what makes its client
+        if seed >= _DEPLOYED_FROM and seed % 8 in _DEPLOYMENTS:
+            self._deploy(_DEPLOYMENTS[seed % 8])
+
+    def _deploy(self, kind: Any) -> None:
+        self.deployment = kind(self)
+        if kind is Sentinels:
+            self.hosts.update({name: Host(self, self.store, name) for name in ("sentinel", "witness")})
+        for each in self.hosts.values():
+            each.deployment = self.deployment
 
     def play(self) -> None:
         sys.modules.update(QUEUES)
         logging.getLogger("only_one").setLevel(logging.ERROR if self.is_silent else logging.DEBUG)
         for number, process in enumerate(self.processes):
             self._start(process, f"p{number}", self.choose("plan machine", self.machines))
-        self.plan_faults(self.FAULTS, 8)
+        self.plan_faults({**self.FAULTS, **(_OF_CLUSTERS if type(self.deployment) is Cluster else {})}, 8)
         self.run(self.now + 600, lambda: not self.left)
         if self.left:
             self.problem("a call never ended", f"{len(self.left)} processes wait")
@@ -142,6 +158,7 @@ class LockWorld(History):
         self.start(process, name, machine)
         self.when_busy[process] = self.choose(f"plan when_busy of {name}", ["fail", "skip", "fails"])
         process.no_thread = self.choose(f"plan no_thread of {name}", [0.0] * 9 + [0.3])
+        self.source[process] = getattr(self.deployment, "client", None)
         for key in self.plan.keys:
             self.functions[process, key] = self._decorated(process, key)
         if not self.is_silent:
@@ -173,7 +190,7 @@ class LockWorld(History):
             when_busy=policies[self.when_busy[process]],
             when_down=policies[plan.when_down],
             when_lost=policies.get(plan.when_lost, _goes_on),
-            redis=f"redis://{self.host_of[key]}:6379/0?{self.query}",
+            redis=self.source[process] if self.deployment else f"redis://{self.host_of[key]}:6379/0?{self.query}",
             **{option: value for option, value in options.items() if value},
         )
         decorated: Callable[..., Any] = decorate(_async_body if self.is_async else _body)
@@ -325,7 +342,7 @@ class LockWorld(History):
             call.found_at = min(call.found_at, self.now)
         except Interrupted:
             raise
-        except (package.OnlyOneError, OSError, redis.RedisError):
+        except (package.OnlyOneError, *call.process.modules["only_one.driver"].TROUBLE):
             pass
 
     def _look_around(self, call: Call) -> None:
@@ -385,8 +402,12 @@ class LockWorld(History):
     def _failover(self) -> None:
         lag = self.choose("lag of failover", [0.0, 0.01, 0.5, 2.0])
         self.note("server", "fails over, and loses what is younger than", lag)
-        self.host.stop(self.choose("seconds of failover", [0.01, 1.0]))
+        host = self.hosts[self.deployment.fail_over()] if self.deployment else self.host
+        host.stop(self.choose("seconds of failover", [0.01, 1.0]))
         self.checker.fail_over(lag)
+
+    def _slot_moves(self) -> None:
+        self.deployment.move(self.choose("slot that moves", list(range(SLOTS))))
 
     def _refusal(self) -> None:
         text, commands = self.choose("refusal", _REFUSALS)

@@ -18,6 +18,7 @@ class Host:
 
     Attributes:
         store: what its server stores.
+        deployment: of which it is a part; None if its server is alone.
         frozen_until: until when it does nothing, as with SIGSTOP.
         down_until: until when it refuses connections.
         refused: the text with which it refuses some commands, and which, until when.
@@ -30,8 +31,9 @@ class Host:
         at_message: what happens, to a process, when the message with this number is sent.
     """
 
-    def __init__(self, world: World, store: Store) -> None:
-        self.world, self.store = world, store
+    def __init__(self, world: World, store: Store, name: str) -> None:
+        self.world, self.store, self.name = world, store, name
+        self.deployment: Any = None
         self.frozen_until = self.down_until = self.troubled_at = self.latest = self.loses = self.delays = 0.0
         self.refused: tuple[str, tuple[bytes, ...], float] = ("", (), 0.0)
         self.answers: list[tuple[float, Any]] = []
@@ -45,11 +47,15 @@ class Host:
             link.reset()
         self.links.clear()
 
-    def execute(self, process: Any, command: list[bytes]) -> Any:
+    def execute(self, link: Link, command: list[bytes]) -> Any:
         text, commands, until = self.refused
-        is_refused = until > self.world.now and command[0] in commands
-        reply = Refusal(text) if is_refused else self.store.execute(command)
-        self.world.note("server", "executes for", process.name, tuple(command), reply)
+        is_refused, reply = until > self.world.now and command[0] in commands, None
+        if self.deployment is not None:
+            reply = self.deployment.answer(self.name, command, is_asking=link.is_asking)
+            link.is_asking = command[0] == b"ASKING"
+        if reply is None:
+            reply = Refusal(text) if is_refused else self.store.execute(command)
+        self.world.note(self.name, "executes for", link.process.name, tuple(command), reply)
         return reply
 
 
@@ -60,7 +66,7 @@ class Link:
         super().__init__()
         self.world, self.process, self.host = world, process, world.host
         self.inbox = bytearray()
-        self.is_reset = self.is_closed = False
+        self.is_reset = self.is_closed = self.is_asking = False
         self._buffer = bytearray()
         self._last = {"up": 0.0, "down": 0.0, "frozen": 0.0}
 
@@ -104,7 +110,7 @@ class Link:
             self._last["frozen"] = max(self._last["frozen"] + 1e-7, self.host.frozen_until)  # in their order
             self.world.at(self._last["frozen"], self._arrive, command)
         elif not self.is_reset:
-            self._travel("down", self._deliver, self.host.execute(self.process, command))
+            self._travel("down", self._deliver, self.host.execute(self, command))
 
     def _deliver(self, reply: Any) -> None:
         if not self.is_closed and not self.is_reset:

@@ -36,6 +36,7 @@ import greenlet
 import redis.driver_info
 from celery.utils.dispatch import Signal
 
+from .deployments import SLOTS, slot_of
 from .network import BlockingSocket
 from .tracing import handle_signal
 from .world import Thread, World
@@ -150,6 +151,26 @@ class FakeLock(_Waited):
     __enter__, __exit__ = acquire, release
 
 
+class FakeRLock(FakeLock):
+    """``threading.RLock`` in the world."""
+
+    _times = 0
+
+    def acquire(self) -> bool:
+        if self._holder is not thread():
+            super().acquire()
+            self._times = 0
+        self._times += 1
+        return True
+
+    def release(self, *_: object) -> None:
+        self._times -= 1
+        if self._times == 0:
+            super().release()
+
+    __enter__, __exit__ = acquire, release
+
+
 class FakeQueue(_Waited):
     """``SimpleQueue`` in the world."""
 
@@ -208,6 +229,8 @@ _socket = _fake(
 )
 _queue = _fake(queue, SimpleQueue=FakeQueue)
 _random = SimpleNamespace(uniform=lambda low, high: playing().uniform("random", low, high))
+_random.choice = lambda choices: playing().choose("random choice", choices)
+_random.shuffle = lambda items: items.sort(key=lambda _: playing().draw("random order"))
 FAKES: dict[str, Any] = {
     "time": _time,
     "os": _os,
@@ -258,6 +281,11 @@ _CHANGES: list[tuple[Any, str, Any]] = [
     *[(each, "resolve_driver_info", _driver_info) for each in (redis.connection, redis.client)],
     *[(each, "resolve_driver_info", _driver_info) for each in (redis.asyncio.connection, redis.asyncio.client)],
     (redis.retry, "sleep", _sleep),
+    *[(each, "random", _random) for each in (redis.backoff, redis.cluster, redis.asyncio.cluster)],
+    *[(each, "time", _time) for each in (redis.cluster, redis.asyncio.cluster)],
+    *[(each, "key_slot", slot_of) for each in (redis.cluster, redis.asyncio.cluster)],
+    *[(each, "REDIS_CLUSTER_HASH_SLOTS", SLOTS) for each in (redis.cluster, redis.asyncio.cluster)],
+    (redis.cluster, "threading", _fake(threading, Lock=FakeLock, RLock=FakeRLock)),
     (redis.retry.AbstractRetry, "__deepcopy__", lambda retry, _: copy(retry)),  # it has no other state of its own
     # What is computed anew for each call, client, connection or command, but from constants.
     (inspect, "signature", lru_cache(inspect.signature)),

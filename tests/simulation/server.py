@@ -207,6 +207,8 @@ class Store:
     def do_client(self, *_: bytes) -> Status:
         return OK
 
+    do_asking = do_client
+
 
 _UNKNOWN = {"valkey": ["do_delex"], "redis": ["do_delifeq"]}
 _UNKNOWN["redis7"] = _UNKNOWN["redis6"] = ["do_delex", "do_delifeq"]

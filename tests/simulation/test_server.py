@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +18,10 @@ from only_one.call import owed_key
 from only_one.celery import coalescing, redelivery
 from only_one.lock import commands as lock_commands
 from rigs.servers import redis_server
+from tests.faults import test_cluster as clusters
 from tests.lock.test_redis_lock import OLD
 
+from .deployments import Cluster
 from .server import Status, Store
 
 KEYS = [b"{k}", b"{k}:beside", b"{k}:other"]
@@ -106,3 +111,65 @@ def test_the_model_replies_and_stores_what_a_real_server_does(sequence: list[Any
         expected, modelled = reply_of(real, command), model.execute(command)
         both = [comparable(reply, command[0]) for reply in (modelled, expected)]
         assert both[0] == both[1], (command[:2], modelled, expected)
+
+
+def words(ask: Any) -> list[str]:
+    """How nodes send commands of one key and of two on, of which the first key is there: a word, or "" if not."""
+    keys = [b"{k}", b"{k}:other"]
+    asked = itertools.product(("source", "target"), (False, True), (keys[:1], keys[1:], keys))
+    return [ask(name, [b"EVAL", b"return 1", b"%d" % len(each), *each], is_asking) for name, is_asking, each in asked]
+
+
+def word_of(client: Any, command: list[bytes], *, is_asking: bool) -> str:
+    """How a real node sends a command on."""
+    trip = client.pipeline(transaction=False)
+    for each in [[b"ASKING"], command] if is_asking else [command]:
+        trip.execute_command(*each)
+    reply = trip.execute(raise_on_error=False)[-1]
+    return type(reply).__name__.removesuffix("Error").upper() if isinstance(reply, Exception) else ""
+
+
+def test_the_model_of_a_cluster_sends_commands_on_as_a_real_one_does() -> None:
+    store = Store(time.monotonic, time.time)
+    history = SimpleNamespace(store=store, hosts=["source", "target"], now=0.0, note=print, after=print)
+    history.choose = lambda _label, choices: choices[0]
+    model, seen = Cluster(history), set()
+    with ExitStack() as stack:
+        real = clusters.Cluster(stack)
+        stack.enter_context(real.connected())
+        port, slot = real.client.get_node_from_key("{k}").port, real.client.keyslot("{k}")
+        source, target, *_ = sorted(real.nodes, key=lambda each: each.server.port != port)
+        nodes = {"source": source, "target": target}
+
+        def ask_real(name: str, command: list[bytes], is_asking: bool) -> str:  # noqa: FBT001
+            return word_of(nodes[name].client, command, is_asking=is_asking)
+
+        def ask_model(name: str, command: list[bytes], is_asking: bool) -> str:  # noqa: FBT001
+            return str(model.answer(name, command, is_asking=is_asking) or "").partition(" ")[0]
+
+        def set_slot(node: Any, *to: object) -> None:
+            node.client.execute_command("CLUSTER SETSLOT", slot, *to)
+
+        def begin() -> None:
+            store.execute([b"SET", b"{k}", b"v", b"PX", b"60000"])
+            source.client.set("{k}", "v")
+
+        def move() -> None:
+            model.move(1)
+            set_slot(target, "IMPORTING", source.id)
+            set_slot(source, "MIGRATING", target.id)
+
+        def move_keys() -> None:
+            model._move_keys(1)
+            source.client.execute_command("MIGRATE", "127.0.0.1", target.server.port, "{k}", 0, 2000)
+
+        def give() -> None:
+            model.give(1)
+            for each in (target, source, *real.nodes):
+                set_slot(each, "NODE", target.id)
+
+        for step in (begin, move, move_keys, give):
+            step()
+            assert words(ask_model) == words(ask_real), step
+            seen.update(words(ask_model))
+    assert seen == {"", "ASK", "MOVED", "TRYAGAIN"}

@@ -75,23 +75,27 @@ class Tracer:
             if self.left == 0:
                 error = self.kind()
                 self.world.troubled_at = self.world.now
-                self.raised = None if _is_dropped(frame) else error
+                self.raised = None if _is_dropped(frame, self.kind) else error
                 handle_signal(error)
         return self._count_down
 
 
-def _is_dropped(frame: Any) -> bool:
-    """Whether what is raised here is dropped: by Python while it collects, by redis-py while it checks or closes."""
+def _is_dropped(frame: Any, kind: type[Exception]) -> bool:
+    """Whether what is raised here is dropped: by Python while it collects, by redis-py while it checks or closes.
+
+    And by the retries of a client that the user has made.
+    """
+    drops = _DROPS + "|/redis/cluster.py _execute_command " * (kind is TimeIsOver)
     code = frame.f_code
     line = f"{code.co_filename} {code.co_name} {getline(code.co_filename, frame.f_lineno)}"
     is_dropped = re.search(r"/redis/.*( get_connection |sock\.(shutdown|close)\()", line) is not None
     while frame and not is_dropped:
         code, frame = frame.f_code, frame.f_back
-        is_dropped = "/redis/observability/" in code.co_filename or code.co_name in _DROPS
+        is_dropped = re.search(drops, f"{code.co_filename} {code.co_name} ") is not None
     return is_dropped
 
 
-_DROPS = ("__del__", "_drop", "can_read", "on_disconnect")
+_DROPS = "/redis/observability/|/redis/cluster.py initialize | (__del__|_drop|can_read|on_disconnect) "
 
 
 @cache
