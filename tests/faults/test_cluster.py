@@ -31,6 +31,7 @@ from rigs.waiting import LIMIT, eventually
 from tests import renewal
 from tests.decorated import CLOSED, Decorate, both, decorated, decorated_async
 from tests.faults.programs import Holder, Running, RunningAsync
+from tests.interruptions import Interruption
 from tests.renewal import MOMENT, Clock, fails_to_renew, renew_now
 
 # The nodes do not find each other lost by themselves: on a slow machine, one that is well may be late by any time.
@@ -443,6 +444,32 @@ def test_a_slot_that_moves_to_a_node_that_has_none(cluster: Cluster, names: list
         source.client.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", target.id)
         assert [call(), call()] == [1, 1]
         source.client.execute_command("CLUSTER SETSLOT", slot, "STABLE")
+
+
+def test_a_look_at_the_slots_that_a_signal_handler_interrupts(
+    cluster: Cluster, names: list[str], prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """redis-py keeps the connection. A reply that comes late is not that of the next command there."""
+    node, key, client = cluster.nodes[0], f"{prefix}{names[0]}", guarded(cluster.client)
+    client.execute_command("SET", key, "value")
+    send, table = redis_py.Connection.send_packed_command, cluster.client.nodes_manager
+    asked = table.get_node("127.0.0.1", node.server.port)
+
+    def interrupt(*_args: Any, **_options: Any) -> None:
+        raise Interruption
+
+    def send_and_resume(*args: Any, **options: Any) -> None:
+        send(*args, **options)
+        node.server.resume()
+
+    node.server.pause()
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(table, "startup_nodes", {asked.name: asked})
+        interrupted.setattr(redis_py.Connection, "read_response", interrupt)
+        with pytest.raises(Interruption):
+            client.nodes_manager.initialize()
+    monkeypatch.setattr(redis_py.Connection, "send_packed_command", send_and_resume)
+    assert client.execute_command("GET", key) == b"value"
 
 
 def test_all_nodes_are_looked_at(cluster: Cluster, names: list[str], prefix: str) -> None:

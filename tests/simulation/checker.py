@@ -334,7 +334,7 @@ class Checker:
     def _check_release(self, call: Call) -> None:
         """When a call returns, its key is released, or kept."""
         value, _ = self.store.keys.get(call.key_there, (None, None))
-        keeps_until = call.asked + self.at_least if call.has_succeeded else 0.0
+        keeps_until = call.lock.asked_at + self.at_least if call.has_succeeded else 0.0
         if value == call.lock.token:
             self.problem("a key that is not released", call.name)
         is_kept = _is_kept_of(value, call)
