@@ -14,6 +14,7 @@ import pytest
 
 import only_one
 from only_one import inspection, testing
+from only_one.settings import CONFIGURABLE
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -33,7 +34,7 @@ DECLARED = {
         r"^\.\. auto\w+:: ([\w.]+)(?:\((.*)\))?((?:\n {3}:.*)*)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE
     )
 }
-CURRENT_LOCK = {"key", "holder", "expires_in", "is_held", "ensure_held", "extend", "fence"}
+CURRENT_LOCK = set(re.findall(r"``\.(\w+)", str(only_one.current_lock.__doc__)))
 
 
 def thing_of(name: str) -> Any:
@@ -113,6 +114,11 @@ def test_each_file_and_each_test_that_is_named_exists(page: str, at_least: int) 
 def is_there(name: str, test: str) -> bool:
     paths = [path for path in (ROOT / name, Path(only_one.__file__).parents[1] / name) if path.exists()]
     return bool(paths) and (not test or f"def {test}(" in paths[0].read_text())
+
+
+def test_each_setting_is_in_the_table_of_settings() -> None:
+    table = (ROOT / "docs" / "where.md").read_text().partition("| `configure` |")[2].partition("\n\n")[0]
+    assert tuple(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == CONFIGURABLE
 
 
 def test_each_command_of_make_is_listed_and_each_that_is_named_exists() -> None:

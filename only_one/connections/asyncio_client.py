@@ -15,7 +15,7 @@ from only_one.errors import ConfigurationError
 from only_one.signatures import signature
 
 from .connection_pool import OF_ALL_CONNECTIONS, leaves_usable, packed, raise_as_connection_error
-from .short_timeouts import NO_NOTICES
+from .timeouts import NO_NOTICES
 
 _sentinel: Any = sentinel  # which has no types
 

@@ -10,7 +10,7 @@ from only_one.clock import now
 from only_one.driver import Command
 
 from .node import Node, by_reach
-from .short_timeouts import closing, short_timeouts
+from .timeouts import closing, short_timeouts
 
 
 class ClusterNodes:

@@ -26,13 +26,10 @@ from .connection_pool import PinnedClient, guarded
 from .node import Node
 from .sentinel import MasterNode
 from .server_features import Features
-from .short_timeouts import with_short_timeouts
+from .timeouts import PATIENCE, with_short_timeouts
 
 Source = Union[str, Any, Callable[[], Any]]
 """A URL, a client, or a callable that returns a client."""
-
-PATIENCE: dict[str, Any] = {"socket_timeout": 0.9, "socket_connect_timeout": 0.5}
-"""Seconds that our own client waits for a reply and a connection; with one retry, a dead server is known in 2 s."""
 
 _ADVICE = {
     "WRONG_VERSION|record layer|Timeout connecting.*SSL": "if the port has no TLS, write redis:// in place of rediss://",

@@ -23,7 +23,7 @@ from redis import asyncio as redis_asyncio
 from only_one import LockUnavailable, current_lock, only_one
 from only_one.connections.asyncio_client import AsyncClient, make_async_client
 from only_one.connections.server import Server
-from only_one.connections.short_timeouts import with_short_timeouts
+from only_one.connections.timeouts import with_short_timeouts
 from only_one.driver import RAW, ServerTimeout
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT

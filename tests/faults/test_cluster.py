@@ -452,7 +452,8 @@ def test_a_look_at_the_slots_that_a_signal_handler_interrupts(
     """redis-py keeps the connection. A reply that comes late is not that of the next command there."""
     node, key, client = cluster.nodes[0], f"{prefix}{names[0]}", guarded(cluster.client)
     client.execute_command("SET", key, "value")
-    send, table = redis_py.Connection.send_packed_command, cluster.client.nodes_manager
+    send: Any = redis_py.Connection.send_packed_command
+    table = cluster.client.nodes_manager
     asked = table.get_node("127.0.0.1", node.server.port)
 
     def interrupt(*_args: Any, **_options: Any) -> None:

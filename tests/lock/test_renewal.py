@@ -25,7 +25,7 @@ from redis.sentinel import Sentinel
 
 from only_one.clock import now
 from only_one.connections import node as nodes
-from only_one.connections import short_timeouts
+from only_one.connections import timeouts
 from only_one.connections.server import Server
 from only_one.events import log
 from only_one.lock import renewal
@@ -534,7 +534,7 @@ def test_a_client_for_the_thread_is_one_of_the_same_server_that_gives_up_soon(
     url: str, kind: Any, given: dict[str, Any], made_of: dict[str, Any]
 ) -> None:
     pool = kind.from_url(url, protocol=3, max_connections=1, timeout=None, **given)
-    made: Any = short_timeouts.with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
+    made: Any = timeouts.with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
     assert (type(made), made.connection_class) == (redis_py.ConnectionPool, pool.connection_class)
     for name in ("host", "port", "db", "path"):
         assert made.connection_kwargs.get(name) == pool.connection_kwargs.get(name)
@@ -548,7 +548,7 @@ def test_a_client_for_the_thread_that_asks_the_same_sentinels(options: dict[str,
     kind: Any = redis_py.sentinel.Sentinel
     manager = kind([("h", 7), ("h", 8)])
     pool = redis_py.sentinel.SentinelConnectionPool("mine", manager, **options)  # type: ignore[no-untyped-call]
-    made = short_timeouts.with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
+    made = timeouts.with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
     assert made is not pool
     for name in ("service_name", "is_master", "check_connection", "connection_class"):
         assert getattr(made, name) == getattr(pool, name)
@@ -561,4 +561,4 @@ def test_a_client_for_the_thread_that_asks_the_same_sentinels(options: dict[str,
 
 def test_a_client_of_which_none_can_be_made() -> None:
     for client in (object(), SimpleNamespace(connection_pool=object())):
-        assert short_timeouts.with_short_timeouts(client) is client
+        assert timeouts.with_short_timeouts(client) is client

@@ -10,7 +10,7 @@ from weakref import ref
 import redis as redis_py
 
 from only_one.connections import node as nodes
-from only_one.connections import short_timeouts
+from only_one.connections import timeouts
 from only_one.connections.server import Server
 from only_one.lock import pending_releases, renewal
 from only_one.lock.lease import Lease
@@ -60,7 +60,7 @@ class Watch:
         """A server with a node that is watched."""
         client = redis_py.Redis.from_url(url)
         server: Any = Server(client)
-        server._nodes = Watched(short_timeouts.with_short_timeouts(client), self.clock)
+        server._nodes = Watched(timeouts.with_short_timeouts(client), self.clock)
         self._clients += [client, server._nodes.client]
         return server
 

@@ -1,4 +1,4 @@
-"""Clients with short time-outs for the renewing thread: of one server, or of a master behind Sentinels."""
+"""Time-outs: of our own client, and clients with shorter ones for the renewing thread, also behind Sentinels."""
 
 import copy
 from contextlib import suppress
@@ -7,6 +7,9 @@ from weakref import finalize
 
 import redis
 from redis import backoff, retry
+
+PATIENCE: dict[str, Any] = {"socket_timeout": 0.9, "socket_connect_timeout": 0.5}
+"""Seconds that our own client waits for a reply and a connection; with one retry, a dead server is known in 2 s."""
 
 NO_NOTICES: dict[str, Any] = {}
 """The option not to listen to news of maintenance, from redis-py 7 on.
