@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 from celery import Task
 from celery.backends.rpc import RPCBackend
-from celery.result import ResultBase
+from celery.result import AsyncResult, EagerResult, ResultBase
 from kombu.utils.uuid import uuid
 from redis.exceptions import ResponseError
 
@@ -67,7 +67,6 @@ class Publication(TaskCaller):
         Raises:
             OnlyOneError: as the policies say.
         """
-        result: Any
         try:
             result = self._queue(decoration)
         except OnlyOneError:
@@ -182,16 +181,19 @@ class Publication(TaskCaller):
             problem = drive(call.server.client, call.acquire())
             if problem is not None:
                 return self._publish() if call.resolve_acquire(problem) else call.result
+            is_over = True
             try:
                 result = self._publish(Header(self.id, 0, key=call.key, token=call.token.decode()))
-            except BaseException:
-                # At once, so that it can be published again; if that fails, in the background, when ``call`` is left.
-                with suppress(*TROUBLE):
-                    release_now(call.server.client, call.server.features, call.key, call.token)
-                raise
-        # A task's own `apply_async` may have published nothing, or under an id of its own.
-        if result is None:
-            return None
+                is_over = isinstance(result, EagerResult)
+            finally:
+                if is_over:
+                    # At once, so that it can be published again; if publishing has failed, and this fails, in the
+                    # background, when ``call`` is left.
+                    with suppress(*TROUBLE):
+                        release_now(call.server.client, call.server.features, call.key, call.token)
+        # A task's own `apply_async` may have run it, or published nothing, other tasks, or it under an id of its own.
+        if is_over or not isinstance(result, AsyncResult):
+            return result
         self._lengthen(call, str(result.id))
         return result
 
@@ -225,8 +227,9 @@ class Publication(TaskCaller):
         seconds = coalescing.trusted_for(self.app, most, until)
         replacement = self._options.get("replaced_task_nesting", 0)
         result = self._publish(Header(self.id, 0, key=call.key, trigger=trigger, replacement=replacement))
-        with redelivery.unless_down(self.id):
-            coalescing.note_published(call.server, call.key, self.app, trigger, seconds, most)
+        if not isinstance(result, EagerResult):
+            with redelivery.unless_down(self.id):
+                coalescing.note_published(call.server, call.key, self.app, trigger, seconds, most)
         return result
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from celery import Task
+from celery import Task, group
 from celery.beat import ScheduleEntry, Scheduler
 from celery.result import AsyncResult, EagerResult
 from celery.schedules import schedule
@@ -493,6 +493,37 @@ def test_a_task_that_was_not_published_is_not_waited_for_an_hour(queue: Queue, k
     def never(*_args: Any, **_options: Any) -> None: ...
 
     assert unique(queue.app, "k", celery={"apply_async": never}).delay() is None
+    assert 0 < keys.left() <= 30
+
+
+class Inline(Task):  # type: ignore[misc]
+    """Is run at once, as where a developer has no worker."""
+
+    abstract = True
+
+    def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        return self.apply(args, kwargs, task_id=None if options.get("queue") else options["task_id"])
+
+
+@pytest.mark.parametrize("options", [{}, {"queue": "another id"}])
+@pytest.mark.parametrize("policy", [{}, {"when_busy": buffer_one()}])
+def test_a_task_whose_apply_async_runs_it_is_over_then(
+    queue: Queue, keys: Keys, policy: dict[str, Any], options: dict[str, Any]
+) -> None:
+    task = unique(queue.app, "k", **policy, celery={"base": Inline})
+    answers = [task.apply_async((each,), **options) for each in (1, 1, 2)]
+    assert not [each for each in answers if each.is_duplicate]
+    assert [each.get()[0] for each in answers] == [1, 1, 2]
+    assert "k" not in keys
+
+
+def test_a_task_whose_apply_async_sends_others_is_not_waited_for_an_hour(queue: Queue, keys: Keys) -> None:
+    part = queue.app.task(done, name="part", shared=False)
+
+    def split(*_args: Any, **_options: Any) -> Any:
+        return group(part.si(), part.si()).apply_async()
+
+    assert len(unique(queue.app, "k", celery={"apply_async": split}).delay()) == 2
     assert 0 < keys.left() <= 30
 
 
