@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 from celery import Task
 from celery.backends.rpc import RPCBackend
-from celery.result import AsyncResult, EagerResult, ResultBase
+from celery.result import EagerResult, ResultBase, ResultSet
 from kombu.utils.uuid import uuid
 from redis.exceptions import ResponseError
 
@@ -191,10 +191,10 @@ class Publication(TaskCaller):
                     # background, when ``call`` is left.
                     with suppress(*TROUBLE):
                         release_now(call.server.client, call.server.features, call.key, call.token)
-        # A task's own `apply_async` may have run it, or published nothing, other tasks, or it under an id of its own.
-        if is_over or not isinstance(result, AsyncResult):
-            return result
-        self._lengthen(call, str(result.id))
+        # A task's own `apply_async` may have run it, or published nothing, a group, or the task under an id of its own.
+        task_id = None if isinstance(result, (EagerResult, ResultSet)) else getattr(result, "id", None)
+        if task_id is not None:
+            self._lengthen(call, str(task_id))
         return result
 
     def _lengthen(self, call: LockedCall, task_id: str) -> None:

@@ -489,10 +489,16 @@ def test_a_task_keeps_the_methods_of_its_base_and_the_key_has_the_id_that_was_pu
     assert task(2) == task.apply((2,)).get() == ("own", (2, "more", f"{keys.prefix}k"))
 
 
-def test_a_task_that_was_not_published_is_not_waited_for_an_hour(queue: Queue, keys: Keys) -> None:
-    def never(*_args: Any, **_options: Any) -> None: ...
+@pytest.mark.parametrize("sends", ["nothing", "a group", "several"])
+def test_a_task_that_was_not_published_is_not_waited_for_an_hour(queue: Queue, keys: Keys, sends: str) -> None:
+    part = queue.app.task(done, name="part", shared=False)
+    ways = {"nothing": lambda: None, "a group": group(part.si(), part.si()), "several": lambda: [part.delay()]}
 
-    assert unique(queue.app, "k", celery={"apply_async": never}).delay() is None
+    def instead(*_args: Any, **_options: Any) -> Any:
+        return ways[sends]()
+
+    result: Any = unique(queue.app, "k", celery={"apply_async": instead}).delay()
+    assert (result and len(result)) == {"nothing": None, "a group": 2, "several": 1}[sends]
     assert 0 < keys.left() <= 30
 
 
@@ -515,16 +521,6 @@ def test_a_task_whose_apply_async_runs_it_is_over_then(
     assert not [each for each in answers if each.is_duplicate]
     assert [each.get()[0] for each in answers] == [1, 1, 2]
     assert "k" not in keys
-
-
-def test_a_task_whose_apply_async_sends_others_is_not_waited_for_an_hour(queue: Queue, keys: Keys) -> None:
-    part = queue.app.task(done, name="part", shared=False)
-
-    def split(*_args: Any, **_options: Any) -> Any:
-        return group(part.si(), part.si()).apply_async()
-
-    assert len(unique(queue.app, "k", celery={"apply_async": split}).delay()) == 2
-    assert 0 < keys.left() <= 30
 
 
 # buffer_one
