@@ -311,8 +311,8 @@ class Delivery(TaskCaller):
         if decides and held >= self.work:
             return
         # A message that was requeued as new work, and is no redelivery, has not run: the other work has only its id.
-        has_not_run = self.header.lineage and not self.may_be_redelivered
-        is_late = held > self.work and not has_not_run
+        may_have_run = self.may_be_redelivered or not self.header.lineage
+        is_late = held > self.work and may_have_run
         if is_late:
             self._drop(call, "it is out of date")
         if held == self.work:
