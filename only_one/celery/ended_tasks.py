@@ -38,7 +38,7 @@ def withdrawal_of(task: Any, request: Any, app: Any = None) -> Withdrawal | None
         The withdrawal; None if the task has no key.
     """
     header, work = header_of(request), work_of(request)
-    key = header.key or _key_of_retry(task, request)
+    key = header.key or _key_by_arguments(task, request)
     if key is None:
         return None
     options = queue_options_of(task) if task else None
@@ -57,9 +57,12 @@ def withdrawal_of(task: Any, request: Any, app: Any = None) -> Withdrawal | None
     )
 
 
-def _key_of_retry(task: Any, request: Any) -> str | None:
-    """The key of a retry that Celery has sent because its process was lost, and whose message had none; else None."""
-    decoration = unique_decoration_of(task) if task and request.retries else None
+def _key_by_arguments(task: Any, request: Any) -> str | None:
+    """The key that a unique task may have though its message has none; None if that is not known.
+
+    Celery has sent it again because its process was lost, or its own ``apply_async`` has given it another id.
+    """
+    decoration = unique_decoration_of(task) if task else None
     if decoration is not None:
         with suppress(Exception):  # of arguments that have no key
             prefix = decoration.options_for(decoration.plain).prefix

@@ -53,7 +53,7 @@ class Header(NamedTuple):
 
 
 def header_of(request: Any, work: Work | None = None) -> Header:
-    """The header in a message, whose work may be known; of the header of other work only the task's fields."""
+    """The header in a message, whose work may be known; of the header of other work only what may be this one's."""
     work = work or work_of(request)
     header = none = Header(work.id, work.attempt, _times_in(request), work.replacement)
     # Others, such as Sentry's SDK, may put headers of their own in the place of those that Celery hands on.
@@ -63,7 +63,8 @@ def header_of(request: Any, work: Work | None = None) -> Header:
     with suppress(TypeError):  # by somebody else
         header = Header(**{name: carried[name] for name in Header._fields if name in carried})
     if header.id != work.id:
-        return none
+        # Copied; or the task's own `apply_async` has given it another id, and the key has the message's token still.
+        return none._replace(token=header.token)
     if (header.replacement, header.attempt) == (work.replacement, work.attempt):
         return header._replace(times=max(header.times, none.times))
     key = header.key if header.replacement == work.replacement else None  # a replacement may have other arguments

@@ -488,6 +488,10 @@ def test_a_task_that_has_ended_without_having_begun_has_no_key(
         end_without_a_run(each, **its)
         assert "k" not in keys
         assert way.commands.count("EVAL") == 1
+    # The task's own `apply_async` has given it another id than its header has.
+    keys["k"] = queued("mine", 0)
+    end_without_a_run(unique_task, args=("k",), **Header("first", 0, key=f"{keys.prefix}k").as_headers())
+    assert "k" not in keys
     assert not [record for record in caplog.records if record.levelname == "ERROR" or "not be" in record.message]
 
 

@@ -18,7 +18,7 @@ from celery import Task, group
 from celery.beat import ScheduleEntry, Scheduler
 from celery.result import AsyncResult, EagerResult
 from celery.schedules import schedule
-from celery.signals import before_task_publish
+from celery.signals import after_task_publish, before_task_publish
 from kombu.exceptions import EncodeError, OperationalError
 from pydantic import BaseModel
 
@@ -52,17 +52,17 @@ pytestmark = pytest.mark.usefixtures("redis")
 
 
 @contextmanager
-def about_to_publish(task: Any, do: Callable[[], None]) -> Iterator[None]:
-    """Do something between the moment when the key is acquired and the one when the message is sent."""
+def about_to_publish(task: Any, do: Callable[[], None], signal: Any = before_task_publish) -> Iterator[None]:
+    """Do something between the moment when the key is acquired and the one when the message is sent, or just after."""
 
     def heed(**_: Any) -> None:
         do()
 
-    before_task_publish.connect(heed, sender=task.name, weak=False)
+    signal.connect(heed, sender=task.name, weak=False)
     try:
         yield
     finally:
-        before_task_publish.disconnect(heed, sender=task.name)
+        signal.disconnect(heed, sender=task.name)
 
 
 # Duplicates
@@ -487,6 +487,15 @@ def test_a_task_keeps_the_methods_of_its_base_and_the_key_has_the_id_that_was_pu
     assert task.delay() == first
     assert len(queue) == 1
     assert task(2) == task.apply((2,)).get() == ("own", (2, "more", f"{keys.prefix}k"))
+
+
+def test_a_task_with_an_id_of_its_base_s_that_ends_before_its_call_goes_on_is_over(queue: Queue, keys: Keys) -> None:
+    """As where the broker confirms late, or a signal handler takes its time."""
+    task = unique(queue.app, "k", celery={"base": Own})
+    with about_to_publish(task, queue.deliver, signal=after_task_publish):
+        first = task.delay()
+    assert first.get()
+    assert "k" not in keys
 
 
 @pytest.mark.parametrize("sends", ["nothing", "a group", "several"])

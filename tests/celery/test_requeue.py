@@ -154,7 +154,8 @@ OF_ANOTHER_VERSION = {"only_one": {"id": "the-id", "attempt": 0, "times": 3, "nu
 HEADERS: dict[str, tuple[Any, Header]] = {
     "its own": (request_of(FULL), OWN),
     "beside": (request_of({"sentry-trace": "x"}, **FULL), OWN),
-    "copied from another task": (request_of(OWN._replace(id="another").as_headers()), Header("the-id", 0)),
+    # Or another id was given to it, after its key was acquired.
+    "copied from another task": (request_of(OWN._replace(id="another").as_headers()), Header("the-id", 0, token="t")),  # noqa: S106
     "of another version": (request_of(OF_ANOTHER_VERSION), Header("the-id", 0, times=3)),
     "of the previous attempt": (request_of(FULL, 1), Header("the-id", 1, key="k", trigger=7)),
     # A replacement may have other arguments, and so another key.
