@@ -227,7 +227,8 @@ class Publication(TaskCaller):
         seconds = coalescing.trusted_for(self.app, most, until)
         replacement = self._options.get("replaced_task_nesting", 0)
         result = self._publish(Header(self.id, 0, key=call.key, trigger=trigger, replacement=replacement))
-        if not isinstance(result, EagerResult):
+        # Else a task's own `apply_async` has run it, or given it another id, or not published it yet.
+        if getattr(result, "id", None) == self.id and not isinstance(result, EagerResult):
             with redelivery.unless_down(self.id):
                 coalescing.note_published(call.server, call.key, self.app, trigger, seconds, most)
         return result

@@ -535,6 +535,29 @@ def test_a_task_whose_apply_async_runs_it_is_over_then(
 # buffer_one
 
 
+class RolledBack(Task):  # type: ignore[misc]
+    """Is published on commit, and its first transaction is rolled back."""
+
+    abstract = True
+    calls = 0
+
+    def apply_async(self, *args: Any, **options: Any) -> Any:
+        self.calls += 1
+        parent: Any = super()
+        return parent.apply_async(*args, **options) if self.calls > 1 else None
+
+
+@pytest.mark.parametrize("base", [Own, RolledBack])
+def test_an_equal_call_is_no_duplicate_of_a_task_that_is_not_published_with_the_id_of_its_number(
+    queue: Queue, base: Any
+) -> None:
+    """It would get the result of an id that no task has."""
+    task = unique(queue.app, "k", when_busy=buffer_one(), celery={"base": base})
+    answers = [task.delay(1) for _ in range(2)]
+    queue.deliver_all()
+    assert [each.ready() for each in answers if each] == [True] * (2 if base is Own else 1)
+
+
 @pytest.mark.parametrize("replacement", [0, 1])
 def test_each_task_of_buffer_one_is_numbered(queue: Queue, keys: Keys, replacement: int) -> None:
     """Also one that brings an id, and is published though an equal one waits."""
