@@ -255,6 +255,11 @@ class _Cluster(RedisCluster):
             nodes.nodes_cache[node_name] = cluster.ClusterNode(name, int(number), **nodes.connection_kwargs)
         return super().get_node(host, port, node_name)
 
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Send a command once the slots are known: redis-py 7 sends the first ones to any node."""
+        await self.initialize()
+        return await super().execute_command(*args, **options)
+
     async def close_connections(self) -> None:
         """Close all, also those that commands have opened since redis-py closed the client, which closes it once."""
         await self.aclose()
@@ -268,6 +273,7 @@ def _cluster(client: Any) -> Any:
     is_tls = issubclass(given.get("connection_class", redis.Connection), redis.SSLConnection)
     manager: Any = client.nodes_manager
     options.update(ssl=is_tls, address_remap=manager.address_remap, max_connections=NO_LIMIT)
+    options["reinitialize_steps"] = 0  # else each fifth MOVED closes the connections of all commands under way
     options["require_full_coverage"] = manager._require_full_coverage  # noqa: SLF001 - it has no public name
     # Those that were given, too: their names may lead to others by now.
     known_nodes = (*client.get_nodes(), *getattr(client, "startup_nodes", ()))

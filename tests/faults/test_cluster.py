@@ -384,6 +384,10 @@ def test_a_cluster_of_one(said: Said) -> None:
 # Slots that move
 
 
+async def echo(word: str) -> str:
+    return word
+
+
 def moved(node: Node) -> int:
     """How often a node has said MOVED."""
     count: int = node.client.info("errorstats").get("errorstat_MOVED", {"count": 0})["count"]
@@ -471,6 +475,33 @@ def test_a_look_at_the_slots_that_a_signal_handler_interrupts(
             client.nodes_manager.initialize()
     monkeypatch.setattr(redis_py.Connection, "send_packed_command", send_and_resume)
     assert client.execute_command("GET", key) == b"value"
+
+
+def test_calls_of_an_event_loop_at_once_cost_no_connection(cluster: Cluster, prefix: str) -> None:
+    """redis-py may send the first of them to any node, and close all connections when five have answered MOVED."""
+    source, target, bystander = cluster.nodes
+    call = only_one(echo, key="{word}")
+    on_source = (
+        name
+        for name in map("k{}".format, itertools.count())
+        if cluster.client.get_node_from_key(f"{prefix}{name}").port == source.server.port
+    )
+
+    async def main() -> None:
+        before = sum(map(moved, cluster.nodes))
+        first = [f"first {number}" for number in range(50)]
+        assert await asyncio.gather(*map(call, first)) == first
+        assert sum(map(moved, cluster.nodes)) == before
+        opened = {each["id"] for each in bystander.client.client_list()}
+        for number, name in enumerate(itertools.islice(on_source, 6), start=1):
+            for node in (target, *cluster.nodes):
+                slot = key_slot(f"{prefix}{name}".encode())
+                node.client.execute_command("CLUSTER SETSLOT", slot, "NODE", target.id)
+            assert await call(name) == name
+            assert sum(map(moved, cluster.nodes)) == before + number
+        assert opened <= {each["id"] for each in bystander.client.client_list()}
+
+    asyncio.run(main())
 
 
 def test_all_nodes_are_looked_at(cluster: Cluster, names: list[str], prefix: str) -> None:
