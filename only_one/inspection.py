@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
+from redis import RedisCluster
+
 from . import settings
 from .connections.server import Server, Source, find_server
 from .connections.server_features import is_of_another_type
@@ -199,11 +201,21 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 
 def _scan(client: Any, pattern: str) -> Iterator[Held]:
+    if isinstance(client, RedisCluster):
+        _learn_new_nodes(client)
     scanned = client.scan_iter(match=pattern, count=_AT_ONCE, NEVER_DECODE=True)
     seen: set[bytes] = set()  # SCAN may show a key more than once
     while found := set(islice(scanned, _AT_ONCE)):
         yield from _read(client, list(found - seen))
         seen |= found
+
+
+def _learn_new_nodes(client: Any) -> None:
+    """Have a cluster's client look around if a node was added, of which else it learns by MOVED."""
+    manager, ranges = client.nodes_manager, client.cluster_slots().values()
+    addresses = [manager.remap_host_port(*each["primary"]) for each in ranges if each["primary"][0]]
+    if not all(client.get_node(*each) for each in addresses):
+        manager.initialize()
 
 
 def _read(client: Any, keys: list[bytes]) -> Iterator[Held]:

@@ -60,8 +60,7 @@ def _watch_run(task: Any, decoration: Decoration, arguments: tuple[Any, Any] | N
     if arguments is not None:
         key = delivery.key or key_of_message(task, decoration, options.prefix, *arguments)
     if key is None:
-        for node in options.server.nodes():
-            release_later(_Search(node, options.prefix, delivery, options))
+        release_later(_SearchEverywhere(options.server, options.prefix, delivery, options))
     else:
         for_retry = delivery.retained_value(Call(options, options.server, key))
         release_later(_Ending(options.server, key, delivery, options, for_retry))
@@ -117,6 +116,16 @@ class _Ending(PendingRelease):
             until = now() + max(self.options.ttl, self.options.queue_timeout)
             release_later(PendingRelease(self.server, self.key, value, until, retained=self.for_retry))
         return has_ended and self.for_retry is not None
+
+
+class _SearchEverywhere(_Ending):
+    """The search on each node, begun by the renewing thread: it asks a cluster's nodes where keys are by now."""
+
+    def is_over(self, reply: Any) -> bool:  # noqa: ARG002
+        """Begin it."""
+        for node in self.server.nodes():
+            release_later(_Search(node, self.options.prefix, self.delivery, self.options))
+        return True
 
 
 class _Search(_Ending):

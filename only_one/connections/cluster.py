@@ -37,7 +37,8 @@ class ClusterNodes:
         return self._at(address) if address else min(self._nodes.values(), key=by_reach)
 
     def nodes(self) -> list[Node]:
-        """All nodes that store keys, as far as is known."""
+        """All nodes that store keys; one of them is asked first, by the renewing thread, because some may be new."""
+        self._refresh()
         return [self._at(address) for address in set(self._owners.values())]
 
     def _at(self, address: tuple[str, int]) -> "_ClusterNode":
@@ -65,8 +66,8 @@ class ClusterNodes:
                 elif target.backs_off_until <= now():
                     replies[number] = target.send_here([("ASKING",), commands[number]])[1]
 
-    def _refresh(self, but: Node) -> None:
-        """Ask another node than one for the slots of all: that which has been reachable for the longest time.
+    def _refresh(self, but: Node | None = None) -> None:
+        """Ask a node, but not this one, for the slots of all: that which has been reachable for the longest time.
 
         If it cannot be reached either, the next time is soon enough.
         """

@@ -22,7 +22,7 @@ from only_one import ConfigurationError, LockUnavailable, configure, only_one
 from only_one.connections import cluster as clusters
 from only_one.connections import node as nodes
 from only_one.connections.connection_pool import guarded
-from only_one.connections.server import Server
+from only_one.connections.server import Server, find_server
 from only_one.driver import RAW
 from only_one.inspection import held, holder_of, key_of, release_key
 from rigs.proxy import Proxy
@@ -105,8 +105,7 @@ class Cluster:
 
     def replica_of(self, master: Node) -> Node:
         """A new node that follows a master, and is known to all."""
-        replica = Node(self._stack.enter_context(redis_server(*OPTIONS)))
-        replica.client.execute_command("CLUSTER MEET", "127.0.0.1", master.server.port)
+        replica = self.joins()
 
         def follows() -> bool:
             with suppress(redis_py.ResponseError):  # it has not met its master yet
@@ -134,6 +133,14 @@ class Cluster:
             yield node
         for each in self.nodes:
             each.client.execute_command("CLUSTER FORGET", node.id)
+
+    def joins(self) -> Node:
+        """A new node, which meets all others."""
+        node = Node(self._stack.enter_context(redis_server(*OPTIONS)))
+        node.client.execute_command("CLUSTER MEET", "127.0.0.1", self.nodes[0].server.port)
+        address = f"127.0.0.1:{node.server.port}"
+        assert eventually(lambda: all(address in each.call("CLUSTER NODES") for each in self.nodes))
+        return node
 
 
 @pytest.fixture(scope="module")
@@ -512,6 +519,22 @@ def test_all_nodes_are_looked_at(cluster: Cluster, names: list[str], prefix: str
     assert {each.key for each in held()} == keys
     assert all(release_key(key, "x") for key in keys)
     assert not list(held())
+
+
+def test_a_node_that_was_added_is_looked_at(prefix: str) -> None:
+    """Also by a process that has looked before, and has sent nothing since for which a node would say MOVED."""
+    with ExitStack() as stack:
+        cluster = Cluster(stack)  # of the test's own
+        with cluster.connected():
+            server, key = find_server(cluster.client), f"{prefix}k"
+            assert (list(held()), len(server.nodes())) == ([], 3)
+            added = cluster.joins()
+            for node in (added, *cluster.nodes):
+                node.client.execute_command("CLUSTER SETSLOT", key_slot(key.encode()), "NODE", added.id)
+            assert eventually(lambda: added.call("CLUSTER INFO")["cluster_state"] == "ok")
+            added.client.set(key, "x", px=60_000)
+            assert [each.key for each in held()] == [key]
+            assert len(server.nodes()) == 4
 
 
 # Replicas
