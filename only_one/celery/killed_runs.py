@@ -8,7 +8,7 @@ import os
 from contextlib import suppress
 from typing import Any
 
-from redis.exceptions import ResponseError
+from redis.exceptions import MovedError, ResponseError
 
 from only_one.call.effective_options import Call, Decoration, EffectiveOptions
 from only_one.clock import now
@@ -90,6 +90,8 @@ class _Ending(PendingRelease):
     def note_reply(self, command: Command, reply: Any) -> bool:  # noqa: ARG002
         """Do what is due by the reply; returns whether nothing is left to do, or the time for it is over."""
         self.try_at = now() + _LOOKS_AGAIN_AFTER
+        if isinstance(reply, MovedError):  # the node that has the slot by now is asked next
+            return now() >= self.until
         if isinstance(reply, Exception):
             warn_once(_NOT_RELEASED.format(self.delivery.name), reply, log_beside)
             if not isinstance(reply, ResponseError):  # the server is away, and may be back soon

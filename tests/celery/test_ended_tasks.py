@@ -23,6 +23,7 @@ from celery.app.task import Context
 from celery.exceptions import Retry, SoftTimeLimitExceeded, WorkerLostError
 from celery.signals import task_failure, task_postrun, task_retry, task_revoked, task_unknown
 from redis import Redis
+from redis.exceptions import MovedError
 
 from only_one import buffer_one, configure, settings
 from only_one.call.owed_key import note_of
@@ -309,6 +310,14 @@ def test_all_keys_of_a_cluster_are_looked_at(task: Any, dead: bytes, monkeypatch
         with configure(redis=client, prefix="only_one:"):
             fail(task, "k")
             assert eventually(lambda: not client.exists("only_one:k"))
+
+
+@pytest.mark.usefixtures("app")
+def test_a_key_whose_slot_has_moved_is_asked_for_again_without_a_warning(server: Server) -> None:
+    delivery: Any = SimpleNamespace(work=Work("mine", 0, 0), name="work")
+    ending = killed_runs._Ending(server, "k", delivery, options=delivery)
+    assert not ending.note_reply(ending.command(), MovedError("5 127.0.0.1:7"))
+    assert not received_tasks._warned
 
 
 def test_the_key_of_a_lost_process_is_released_when_a_server_that_was_away_is_back(
