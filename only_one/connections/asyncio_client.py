@@ -257,6 +257,8 @@ class _Cluster(RedisCluster):
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """Send a command once the slots are known: redis-py 7 sends the first ones to any node."""
+        # Until redis-py 7.1 each failure to reach a node takes it off the list of those that are asked for the slots.
+        self.nodes_manager.startup_nodes = {**self.nodes_manager.nodes_cache, **self.nodes_manager.startup_nodes}
         await self.initialize()
         return await super().execute_command(*args, **options)
 

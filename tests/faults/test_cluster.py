@@ -228,6 +228,10 @@ def test_a_client_of_an_event_loop_closes_what_commands_open_after_redis_py_has_
     assert eventually(lambda: opened not in [each["id"] for each in node.client.client_list()])
 
 
+async def echo(word: str) -> str:
+    return word
+
+
 # Nodes that do not answer
 
 
@@ -285,6 +289,22 @@ def test_a_lost_master_costs_no_lease_on_the_others(
     assert [run.result for run in runs] == ["done"] * 3
     assert [each.reason for each in told] == ["deleted"] * (fault is RedisServer.kill)
     assert not any(node.client.exists(f"{prefix}{name}") for node, name in zip(cluster.nodes, names, strict=True))
+
+
+@pytest.mark.usefixtures("prefix")
+def test_connections_of_an_event_loop_that_all_nodes_have_closed_cost_nothing(cluster: Cluster) -> None:
+    """Until redis-py 7.1, a client whose commands have failed at all nodes at once knows none that it could ask."""
+    words = [f"word {number}" for number in range(30)]
+    call = only_one(echo, key="{word}")
+
+    async def main() -> None:
+        assert await asyncio.gather(*map(call, words)) == words
+        for node in cluster.nodes:
+            node.client.client_kill_filter(_type="normal", skipme=True)
+        for _ in range(2):
+            assert await asyncio.gather(*map(call, words)) == words
+
+    asyncio.run(main())
 
 
 # What the thread that renews knows of the slots
@@ -389,10 +409,6 @@ def test_a_cluster_of_one(said: Said) -> None:
 
 
 # Slots that move
-
-
-async def echo(word: str) -> str:
-    return word
 
 
 def moved(node: Node) -> int:
