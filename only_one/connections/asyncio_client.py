@@ -78,6 +78,8 @@ class AsyncClient:
                 self._answered_at = now()
                 return reply
         except (redis.RedisError, exceptions.RedisClusterException, asyncio.CancelledError, GeneratorExit) as error:
+            if isinstance(error, exceptions.RedisClusterException):  # of a cluster no node can be reached
+                self._timed_out_at = now()
             if isinstance(error, redis.TimeoutError) and self._note_timeout(asked, sent):
                 raise ServerTimeout(*error.args) from None
             raise  # the connection is closed if need be, or will be by the next command
@@ -255,12 +257,32 @@ class _Cluster(RedisCluster):
             nodes.nodes_cache[node_name] = cluster.ClusterNode(name, int(number), **nodes.connection_kwargs)
         return super().get_node(host, port, node_name)
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._looks, self._unreachable_at = asyncio.Lock(), 0.0  # by `now()`: never
+
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Send a command once the slots are known: redis-py 7 sends the first ones to any node."""
+        """Send a command once the slots are known: redis-py 7 sends the first ones to any node.
+
+        If no node can be reached, those that wait for this look give up, or each would look for as long.
+        """
+        asked = now()
+        async with self._looks:
+            if self._unreachable_at > asked:
+                msg = "Timeout waiting for the slots: no node could be reached"
+                raise ServerTimeout(msg)
+            try:
+                await self._look()
+            except exceptions.RedisClusterException:
+                self._unreachable_at = now()
+                raise
+        return await super().execute_command(*args, **options)
+
+    async def _look(self) -> None:
+        """Ask where the slots are, unless it is known."""
         # Until redis-py 7.1 each failure to reach a node takes it off the list of those that are asked for the slots.
         self.nodes_manager.startup_nodes = {**self.nodes_manager.nodes_cache, **self.nodes_manager.startup_nodes}
         await self.initialize()
-        return await super().execute_command(*args, **options)
 
     async def close_connections(self) -> None:
         """Close all, also those that commands have opened since redis-py closed the client, which closes it once."""

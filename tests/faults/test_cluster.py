@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import ssl
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -123,16 +124,13 @@ class Cluster:
 
     @contextmanager
     def node_without_slots(self) -> Iterator[Node]:
-        """A new node that all have met."""
-        with redis_server(*OPTIONS) as server:
-            node = Node(server)
-            node.client.execute_command("CLUSTER MEET", "127.0.0.1", self.nodes[0].server.port)
-            known = [partial(each.client.execute_command, "CLUSTER NODES") for each in [node, *self.nodes]]
-            addresses = {f"127.0.0.1:{each.server.port}" for each in [node, *self.nodes]}
-            assert eventually(lambda: all(addresses <= nodes().keys() for nodes in known))
+        """A new node, until it is forgotten."""
+        node = self.joins()
+        try:
             yield node
-        for each in self.nodes:
-            each.client.execute_command("CLUSTER FORGET", node.id)
+        finally:
+            for each in self.nodes:
+                each.client.execute_command("CLUSTER FORGET", node.id)
 
     def joins(self) -> Node:
         """A new node, which meets all others."""
@@ -551,6 +549,31 @@ def test_a_node_that_was_added_is_looked_at(prefix: str) -> None:
             added.client.set(key, "x", px=60_000)
             assert [each.key for each in held()] == [key]
             assert len(server.nodes()) == 4
+
+
+def test_calls_of_an_event_loop_know_together_that_no_node_can_be_reached(cluster: Cluster) -> None:
+    """Each would look for it as long as redis-py's time-outs of all nodes together are, one after the other."""
+    port = cluster.nodes[0].server.port
+    with redis_py.RedisCluster("127.0.0.1", port, socket_timeout=0.3, socket_connect_timeout=0.3) as client:
+        call = only_one(echo, key="{word}", redis=client, when_down=lambda _: "down")
+
+        async def seconds(calls: int) -> float:
+            begun = time.monotonic()
+            assert await asyncio.gather(*(call(str(number)) for number in range(calls))) == ["down"] * calls
+            return time.monotonic() - begun
+
+        async def main() -> None:
+            assert await call("up") == "up"
+            for node in cluster.nodes:
+                node.server.pause()
+            try:
+                await call("once")  # whose connections time out
+                assert await seconds(40) < 4 * await seconds(1)
+            finally:
+                for node in cluster.nodes:
+                    node.server.resume()
+
+        asyncio.run(main())
 
 
 # Replicas
