@@ -1,7 +1,9 @@
-"""Deployments of several servers: a cluster whose slots move, and a master that Sentinels replace."""
+"""Clients that a user gives in place of a URL: of a cluster whose slots move, of Sentinels, or with retries."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -149,3 +151,31 @@ class Sentinels:
         self.is_settled_at = max(self._known_from.values())
         self._history.note("sentinel", "the master is", self.master)
         return before
+
+
+class _Subclass(redis.Redis):
+    """A class of the user's own, whose commands are sent by redis-py."""
+
+
+class OwnClient:
+    """One server, and a client of the user's own, which may send commands again by itself."""
+
+    is_settled_at = -inf
+
+    def __init__(self, history: Any) -> None:
+        kinds: list[Callable[..., Any]] = [redis.Redis, _Subclass, partial(redis.Redis, decode_responses=True)]
+        kinds.append(partial(redis.Redis, single_connection_client=True))
+        waiting: Any = redis.BlockingConnectionPool
+        kinds.append(lambda **options: redis.Redis(connection_pool=waiting(**options)))
+        self._make = history.choose("kind of client", kinds)
+
+    def client(self) -> Any:
+        """A client as a user makes it."""
+        return self._make(host="server", **_PATIENCE)
+
+    def answer(self, _name: str, _command: Command, *, is_asking: bool) -> None:
+        """Nothing: the server executes each command."""
+
+    def fail_over(self) -> str:
+        """Return which host stops."""
+        return "server"

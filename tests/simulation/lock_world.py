@@ -13,16 +13,16 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from .checker import MADE_UP, Call, Checker
-from .deployments import SLOTS, WRITES, Cluster, Sentinels
+from .deployments import SLOTS, WRITES, Cluster, OwnClient, Sentinels
 from .history import BodyFails, History, Requeued
 from .network import Host, Loop
 from .process import Machine, Process, playing, this, thread
 from .tracing import Interrupted, Tracer
 
 _DEPLOYED_FROM = 335_000_000
-"""Of eight seeds from here on two have several servers; so earlier ones play what they have played."""
+"""Of eight seeds from here on two have a client of the user's; so earlier ones play what they have played."""
 
-_DEPLOYMENTS: dict[int, Any] = {3: Cluster, 6: Sentinels}
+_DEPLOYMENTS: dict[int, Any] = {3: Cluster, 11: Cluster, 6: OwnClient, 14: Sentinels}
 
 _REFUSALS = [
     ("OOM command not allowed when used memory > 'maxmemory'.", (b"SET",)),
@@ -127,8 +127,8 @@ class LockWorld(History):
         self.host_of = {"k": "server", "n": "other" if self.draw("plan other server") < 0.5 else "server"}
         self.when_busy: dict[Process, str] = {}
         self.source: dict[Process, Any] = {}  # what makes its client
-        if seed >= _DEPLOYED_FROM and seed % 8 in _DEPLOYMENTS:
-            self._deploy(_DEPLOYMENTS[seed % 8])
+        if seed >= _DEPLOYED_FROM and seed % 16 in _DEPLOYMENTS:
+            self._deploy(_DEPLOYMENTS[seed % 16])
 
     def _deploy(self, kind: Any) -> None:
         self.deployment = kind(self)

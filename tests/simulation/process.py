@@ -229,6 +229,7 @@ _socket = _fake(
 )
 _queue = _fake(queue, SimpleQueue=FakeQueue)
 _random = SimpleNamespace(uniform=lambda low, high: playing().uniform("random", low, high))
+_random.random = lambda: playing().draw("random")
 _random.choice = lambda choices: playing().choose("random choice", choices)
 _random.shuffle = lambda items: items.sort(key=lambda _: playing().draw("random order"))
 FAKES: dict[str, Any] = {

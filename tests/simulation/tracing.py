@@ -75,17 +75,18 @@ class Tracer:
             if self.left == 0:
                 error = self.kind()
                 self.world.troubled_at = self.world.now
-                self.raised = None if _is_dropped(frame, self.kind) else error
+                retries = self.kind is TimeIsOver and self.world.deployment is not None
+                self.raised = None if _is_dropped(frame, retries=retries) else error
                 handle_signal(error)
         return self._count_down
 
 
-def _is_dropped(frame: Any, kind: type[Exception]) -> bool:
+def _is_dropped(frame: Any, *, retries: bool) -> bool:
     """Whether what is raised here is dropped: by Python while it collects, by redis-py while it checks or closes.
 
-    And by the retries of a client that the user has made.
+    And by ``retries`` of a client of the user's, which take it for the server's.
     """
-    drops = _DROPS + "|/redis/cluster.py _execute_command " * (kind is TimeIsOver)
+    drops = _DROPS + "|/redis/(cluster.py _execute_command|retry.py call_with_retry) " * retries
     code = frame.f_code
     line = f"{code.co_filename} {code.co_name} {getline(code.co_filename, frame.f_lineno)}"
     is_dropped = re.search(r"/redis/.*( get_connection |sock\.(shutdown|close)\()", line) is not None
