@@ -105,7 +105,7 @@ class AsyncClient:
         if was_in_doubt and asked < self._doubted_at <= sent:
             self._timed_out_at = now()
             return True
-        if self._doubted_at < sent:
+        if self._doubted_at <= sent:
             self._doubted_at = now()
         return False
 
