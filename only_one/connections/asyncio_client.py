@@ -280,9 +280,18 @@ class _Cluster(RedisCluster):
 
     async def _look(self) -> None:
         """Ask where the slots are, unless it is known."""
-        # Until redis-py 7.1 each failure to reach a node takes it off the list of those that are asked for the slots.
-        self.nodes_manager.startup_nodes = {**self.nodes_manager.nodes_cache, **self.nodes_manager.startup_nodes}
-        await self.initialize()
+        nodes: Any = self.nodes_manager
+        for is_last in (False, True):
+            # Until redis-py 7.1 each failure to reach a node takes it off the list of those that are asked for the
+            # slots, also while they are asked.
+            nodes.startup_nodes = {**nodes.nodes_cache, **nodes.startup_nodes}
+            try:
+                await self.initialize()
+            except exceptions.RedisClusterException:
+                if is_last or nodes.startup_nodes:
+                    raise
+            else:
+                return
 
     async def close_connections(self) -> None:
         """Close all, also those that commands have opened since redis-py closed the client, which closes it once."""

@@ -463,6 +463,7 @@ def test_a_slot_that_moves_to_a_node_that_has_none(cluster: Cluster, names: list
     """As where a node is added. Such a node is in no table of slots, and ASK is the first that a client hears of it."""
     source, (name, *_) = cluster.nodes[0], names
     with cluster.node_without_slots() as target:
+        assert eventually(lambda: target.call("CLUSTER INFO")["cluster_state"] == "ok")
         call = decorate(lambda: target.call("DBSIZE"), key=name)
         slot = cluster.client.keyslot(key_of(call))
         target.client.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", source.id)

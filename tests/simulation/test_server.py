@@ -126,6 +126,8 @@ def word_of(client: Any, command: list[bytes], *, is_asking: bool) -> str:
     for each in [[b"ASKING"], command] if is_asking else [command]:
         trip.execute_command(*each)
     reply = trip.execute(raise_on_error=False)[-1]
+    if type(reply) is redis.ResponseError:  # until redis-py 5
+        return str(reply).partition(" ")[0]
     return type(reply).__name__.removesuffix("Error").upper() if isinstance(reply, Exception) else ""
 
 
