@@ -322,7 +322,7 @@ def test_an_option_that_cannot_work_is_refused_when_it_is_given(options: dict[st
         (lambda: asyncio.run(AsyncExitStack().enter_async_context(only_one("k"))), ConfigurationError, "above its def"),
         (lambda: configure_(url="redis://localhost"), TypeError, "url"),
         (lambda: configure_(redis=None), ConfigurationError, SOURCE),
-        (current_lock, ConfigurationError, "@only_one above it"),
+        (current_lock, ConfigurationError, "call it in one, and give its threads the lock"),
         (lambda: retry(0), ConfigurationError, "countdown=0: write at least 0.001 seconds; for a delay that grows"),
         (lambda: buffer_one("5"), ConfigurationError, "countdown=300"),  # type: ignore[arg-type]
         (lambda: retry(max_retries=-1), ConfigurationError, "such as 10"),
@@ -396,7 +396,7 @@ TEMPLATES = [
     ("{a.__class__}", "key=callable"),
     ("{a[_x]}", "key=callable"),
     ("{_a}", "key=callable"),
-    ("{name:md5}", "write {name}"),
+    ("{name:md5}", "write {name}, or rename a parameter that is called so"),
     ("{md5!r}", "write {md5}"),
     ("{name.x}", "key=callable"),
 ]

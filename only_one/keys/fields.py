@@ -112,7 +112,8 @@ def field_problem(field: Field, arguments: Arguments) -> str | None:
     """What is wrong with a field, and what to write instead; None for a field that can work."""
     path, parameter = field.path, field.parameter
     if path in _OWN:
-        return None if field == (path, "", "") else f"{field} takes no conversion and no format, write {{{path}}}"
+        advice = f"write {{{path}}}, or rename a parameter that is called so"
+        return None if field == (path, "", "") else f"{field} takes no conversion and no format, {advice}"
     if not re.fullmatch(rf"[^.\[\]]+({_STEP})*", path):
         return f"{field} names no parameter, write one of {_choices(arguments)}"
     if any(word.startswith("_") for step in [(parameter, ""), *re.findall(_STEP, path)] for word in step):

@@ -214,6 +214,6 @@ def current_lock() -> Lease:
     """
     lease = current.get()
     if lease is None:
-        msg = "current_lock() was called outside of a decorated function: call it in one with @only_one above it"
+        msg = "current_lock() was called outside of a decorated function: call it in one, and give its threads the lock"
         raise ConfigurationError(msg)
     return lease

@@ -157,10 +157,11 @@ def test_a_result_or_an_exception_is_freed_at_once_when_the_caller_drops_it(kind
 def test_current_lock_is_that_of_the_context() -> None:
     @only_one("outer")
     async def outer() -> None:
-        mine = current_lock()
+        mine, elsewhere = current_lock(), contextvars.Context()
         assert await asyncio.to_thread(current_lock) is contextvars.copy_context().run(current_lock) is mine
-        with pytest.raises(ConfigurationError, match=r"^current_lock.* outside of a decorated function: "):
-            contextvars.Context().run(current_lock)
+        with pytest.raises(ConfigurationError, match=r"^current_lock.* outside of .*, and give its threads the lock$"):
+            elsewhere.run(current_lock)
+        assert elsewhere.run(lambda: mine.fence) == mine.fence
         await asyncio.gather(inner("a"), inner("b"))
         await inner("c")
         assert current_lock() is mine
