@@ -123,7 +123,7 @@ def only_one(  # pyright: ignore[reportInconsistentOverload] - a key by position
             The key is renewed while the run lives. Without ``timeout`` and ``lease`` the lease is
             30 s.
         at_least: seconds or a timedelta: after a successful run, the key is kept until this long
-            after it was acquired.
+            after the run began.
         when_busy: the policy for a busy key, called with ``AlreadyRunning``; its result, or the
             error that it raises, is the call's. ``skip`` (returns None), ``fail``, ``retry()``,
             ``buffer_one()``, or any callable.
