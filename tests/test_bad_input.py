@@ -411,6 +411,7 @@ TEMPLATES = [
         (None, function, "write a template such as"),
         (lambda: "k", two, "key=<lambda> takes () ("),
         (lambda x, y, z: "k", two, "all parameters"),
+        (lambda y: "k", two, "; a bound task's first must be called self"),
         (lambda x: "k", with_self, "all parameters"),  # neither for a function nor for a bound task
         (lambda y: "k", app().task(lazy=False, name="few")(two), "all parameters"),
         *((key, two, "write a plain one") for key in ASYNC),

@@ -109,7 +109,7 @@ def _check_parameters(label: str, key: Callable[..., Any], arguments: Arguments)
     try:
         accepted.bind(*args, **kwargs)
     except TypeError as error:
-        instead = f"write it with all parameters of the function, {arguments.call}, as it is called with all of them"
+        instead = f"write all parameters of the function, {arguments.call}; a bound task's first must be called self"
         msg = f"{label} takes {accepted} ({error}): {instead}"
         raise KeyTemplateError(msg) from None
     return by_name
