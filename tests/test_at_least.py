@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -16,7 +17,7 @@ from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, both, call_both, decorated, events
 from tests.faults.programs import Holder, Running
-from tests.interruptions import raises
+from tests.interruptions import handled, raises
 from tests.renewal import later, renew_now, wait_for_another_attempt
 
 parsed: Any = Value.parse
@@ -63,6 +64,14 @@ def test_it_is_free_at_once_after_an_exception(
     assert isinstance(run.result, type(error))
     assert redis.exists(key) == (outcome == "kept")
     assert [event.outcome for event in releases] == [outcome]
+
+
+@both
+def test_it_is_free_at_once_after_a_signal_handler_that_exits(redis: Any, key: str, decorate: Decorate) -> None:
+    call = decorate(lambda: signal.raise_signal(signal.SIGUSR1), at_least=6000)
+    with handled(raises(SystemExit(0)), signal.SIGUSR1), pytest.raises(SystemExit):
+        call()
+    assert not redis.exists(key)
 
 
 def test_a_run_that_took_longer_than_that_frees_its_key_at_once(redis: Any, key: str, kind: type[Running]) -> None:

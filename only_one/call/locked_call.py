@@ -202,8 +202,10 @@ class LockedCall(Call):
             self._tell(self.lost)
         self.lease.lose("released")  # from here on nothing is lost
         for_retry, marker = self.caller.at_end(self)
-        exits = isinstance(self.ended_by, SystemExit) and self.ended_by.code in (None, 0) and self.caller.app is None
-        has_succeeded = self.has_succeeded or exits  # a program may end by `sys.exit()`, and has done its work
+        raised = self.ended_by
+        exits = isinstance(raised, SystemExit) and raised.code in (None, 0) and not is_of_signal_handler(raised)
+        # A program may end by `sys.exit()`, and has done its work.
+        has_succeeded = self.has_succeeded or (exits and self.caller.app is None)
         kept = self._kept() if has_succeeded else None
         # A key names one task that waits: a retry gives way to the task from which the key was taken over.
         owed = to_store(self._owed) if self._owed else None
