@@ -121,7 +121,7 @@ def caller_of(decoration: Decoration, args: Args, kwargs: Kwargs, *, detects: bo
     job = _current_job(args) if detects else None
     if decoration.work_id is not None:
         work_id = decoration.work_id(args, kwargs)
-        job = None if work_id is None else Job(str(work_id), None, job and job.requeue)
+        job = None if work_id is None else Job(str(work_id), None, job and job.requeue, job and job.start)
     if job is None:
         return decoration.plain
     return JobCaller(decoration.name, job, is_async=inspect.iscoroutinefunction(decoration.function))

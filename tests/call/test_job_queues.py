@@ -221,12 +221,13 @@ def test_an_attempt_in_the_same_process_waits_for_the_other_and_a_call_from_insi
         (lambda: in_dramatiq(MESSAGE, REDELIVERED), "Requeued"),
     ],
 )
-def test_of_two_calls_of_a_job_at_once(install: Any, modules: Callable[[], Any], second: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"work_id": named}], ids=["known", "work_id"])
+def test_of_two_calls_of_a_job_at_once(install: Any, modules: Callable[[], Any], second: str, options: Any) -> None:
     """Neither is the previous attempt of the other; a redelivery that comes to the same process is one of it."""
     install(modules())
     has_ended = asyncio.Event()
 
-    @only_one("k")
+    @only_one("k", **options)
     async def work(_context: Any) -> str:
         await has_ended.wait()
         return "done"
