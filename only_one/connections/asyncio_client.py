@@ -249,6 +249,10 @@ class _Cluster(RedisCluster):
 
     ERRORS_ALLOW_RETRY: Any = (exceptions.ClusterDownError, exceptions.SlotNotCoveredError)
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._looks, self._unreachable_at = asyncio.Lock(), 0.0  # by `now()`: never
+
     def get_node(self, host: Any = None, port: Any = None, node_name: Any = None) -> Any:
         """The node that redis-py knows; or what an ASK has named, which has no slot yet, so that it knows none."""
         nodes: Any = self.nodes_manager
@@ -256,10 +260,6 @@ class _Cluster(RedisCluster):
             name, _, number = node_name.rpartition(":")
             nodes.nodes_cache[node_name] = cluster.ClusterNode(name, int(number), **nodes.connection_kwargs)
         return super().get_node(host, port, node_name)
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._looks, self._unreachable_at = asyncio.Lock(), 0.0  # by `now()`: never
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """Send a command once the slots are known: redis-py 7 sends the first ones to any node.

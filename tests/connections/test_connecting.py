@@ -68,6 +68,7 @@ WHO = "write the server's user and password: redis://user:password@host:6379/0"
 BY_DEFAULT = redis_py.Redis.from_url("redis://")
 SENTINEL: Any = redis.sentinel.Sentinel
 NO_TLS = "Timeout connecting to server"
+OTHER = "another program stores something else at this key: write another key, or another prefix="
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,7 @@ NO_TLS = "Timeout connecting to server"
             f"TimeoutError of h:6379: {NO_TLS} (if the port has no TLS, write redis:// in place of rediss://)",
         ),
         (BY_DEFAULT, redis_py.AuthenticationError(), f"AuthenticationError of localhost:6379:  ({WHO})"),
+        (BY_DEFAULT, redis_py.ResponseError("WRONGTYPE"), f"ResponseError of localhost:6379: WRONGTYPE ({OTHER})"),
         (redis_py.Redis(unix_socket_path="/s"), OSError("away"), "OSError of /s: away"),
         (SENTINEL([("a", 1), ("b", 2)]).master_for("m"), OSError("away"), "OSError of m of Sentinel a:1, b:2: away"),
         (CLUSTER, OSError("away"), "OSError of the cluster: away"),
