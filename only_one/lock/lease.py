@@ -9,7 +9,7 @@ from typing import Any
 from only_one import option_values
 from only_one.clock import now
 from only_one.connections.server import Server
-from only_one.driver import drive
+from only_one.driver import drive, unanswered
 from only_one.errors import ConfigurationError, LockLost
 from only_one.holder import Holder
 
@@ -31,6 +31,7 @@ class Lease:
             is not known.
         trouble: the error of the last renewal, or None if that succeeded.
         may_live_until: when the key expires by the last ``extend``, which may have got no reply, by ``clock.now()``.
+        late_ttl: the fewest seconds that an ``extend`` gives which was sent twice, and may yet come.
         on_its_way: when the key expires by a renewal that has got no reply, by ``clock.now()``.
         renewer: what renews the lease, and tells its run of a loss; None before it does.
     """
@@ -39,6 +40,7 @@ class Lease:
     value = b""
     trouble: Exception | None = None
     may_live_until = -inf
+    late_ttl = inf
     on_its_way = inf
     renewer: Any = None
     _fence: int | None = None
@@ -152,11 +154,16 @@ class Lease:
             return
         asked, known, on_its_way = now(), self.expires_at, self.on_its_way
         ttl = min(self.ttl, ends_at - asked) if self.renews else ends_at - asked
+        least, unanswered_before = min(ttl, self.late_ttl), unanswered.get()
         self.may_live_until = asked + ttl
-        self._ask(RENEW, round(ttl * 1000))
-        # A renewal that was on its way may have come after it, and gives less.
+        try:
+            self._ask(RENEW, round(ttl * 1000))
+        finally:
+            if unanswered.get() != unanswered_before:
+                self.late_ttl = least
+        # A renewal that was on its way may have come after it, or an earlier `extend` may yet come, and gives less.
         renewed_until = inf if self.expires_at == known else self.expires_at
-        expires_at = min(asked + ttl, on_its_way, self.on_its_way, renewed_until)
+        expires_at = min(asked + least, on_its_way, self.on_its_way, renewed_until)
         self.ends_at = ends_at
         self.lives_on(expires_at - ttl, ttl)
         self.renewer.see_to_it_by(self.renew_at)

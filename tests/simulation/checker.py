@@ -13,6 +13,7 @@ from math import inf
 from typing import Any
 
 from .history import BodyFails, Requeued
+from .process import thread
 from .tracing import Interrupted
 
 _RELEASES = b"return redis.call('del', KEYS[1]) + "
@@ -379,10 +380,20 @@ class Checker:
         # A run that never had its key does not lose it.
         lost = [call for call in lost if call.lock.token.decode() != event.value and call.lock.reason != "unavailable"]
 
-        def likelihood(call: Call) -> tuple[bool, bool, bool, bool, float]:
+        running: Any = thread()  # perhaps one that the call has begun for this
+        told_of = _calling.get() or running.began_in.get(_calling)
+
+        def likelihood(call: Call) -> tuple[bool, bool, bool, bool, bool, float]:
             # A loss that is seen at the end of a run is told before it stands in the lock, or where another stands.
             reason, is_false = call.lock.reason, self._is_false_loss(call, event.reason)
-            return not is_false, reason == event.reason, reason is None, not call.held_to_the_end, call.answered
+            return (
+                call is told_of,
+                not is_false,
+                reason == event.reason,
+                reason is None,
+                not call.held_to_the_end,
+                call.answered,
+            )
 
         for call in sorted(lost, key=likelihood)[-1:]:
             call.told_at = self.history.now

@@ -22,6 +22,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextvars import copy_context
 from copy import copy
 from functools import cache, lru_cache
 from math import inf
@@ -113,7 +114,7 @@ class FakeThread:
             msg = "can't start new thread"
             raise RuntimeError(msg)
         self._thread = playing().spawn(process, f"{process.name}/{self._name}", self._target, *self._args)
-        self._thread.is_daemon = self._is_daemon
+        self._thread.is_daemon, self._thread.began_in = self._is_daemon, copy_context()
 
     def join(self) -> None:
         playing().wait(self._thread.joined.append, None)

@@ -12,6 +12,7 @@ import heapq
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextvars import Context
 from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -33,6 +34,7 @@ class Thread(greenlet.greenlet):  # type: ignore[misc]
         interrupt: what is raised when the thread goes on.
         waiting: counts its waits, so that a late wake is known.
         is_daemon: whether its process ends without waiting for it.
+        began_in: the context in which another thread has begun it.
         joined: each wakes a thread that waits for the end of this one.
     """
 
@@ -46,6 +48,7 @@ class Thread(greenlet.greenlet):  # type: ignore[misc]
         self.life = process.life
         self.tracer: Any = Tracer(world.branches).trace if world.branches is not None else None
         self.joined: list[Callable[[Any], object]] = []
+        self.began_in = Context()
 
     @property
     def lives(self) -> bool:
