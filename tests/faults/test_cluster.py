@@ -136,8 +136,14 @@ class Cluster:
         """A new node, which meets all others."""
         node = Node(self._stack.enter_context(redis_server(*OPTIONS)))
         node.client.execute_command("CLUSTER MEET", "127.0.0.1", self.nodes[0].server.port)
-        address = f"127.0.0.1:{node.server.port}"
-        assert eventually(lambda: all(address in each.call("CLUSTER NODES") for each in self.nodes))
+        addresses = {f"127.0.0.1:{each.server.port}" for each in [node, *self.nodes]}
+
+        def knows_all(each: Node) -> bool:
+            """Whether it sees all as masters, and none still shakes hands."""
+            known = each.call("CLUSTER NODES").items()
+            return addresses <= {address for address, seen in known if "master" in seen["flags"]}
+
+        assert eventually(lambda: all(map(knows_all, [node, *self.nodes])))
         return node
 
 
