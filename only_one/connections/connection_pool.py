@@ -290,10 +290,12 @@ class _GuardedCluster:
 
     def get_node(self, *address: Any, node_name: str = "") -> Any:
         """The node that redis-py knows; or what an ASK has named, which has no slot yet, so that it knows none."""
-        node = self.nodes_manager.get_node(*address, node_name=node_name)
-        host, _, port = node_name.rpartition(":")
+        nodes: Any = self.nodes_manager
         kind: Any = ClusterNode
-        return kind(host, int(port)) if node is None and port else node
+        if not node_name:
+            return nodes.get_node(*address)
+        host, _, port = node_name.rpartition(":")
+        return nodes.nodes_cache.setdefault(node_name, kind(host, int(port)))  # or each command would connect anew
 
     def get_redis_connection(self, node: Any) -> Any:
         return guarded(super().get_redis_connection(node))  # type: ignore[misc]

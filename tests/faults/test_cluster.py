@@ -475,6 +475,10 @@ def test_a_slot_that_moves_to_a_node_that_has_none(cluster: Cluster, names: list
         target.client.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", source.id)
         source.client.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", target.id)
         assert [call(), call()] == [1, 1]
+        only_one(lambda: None, key=name)()
+        opened = target.call("INFO", "stats")["total_connections_received"]
+        only_one(lambda: None, key=name)()
+        assert target.call("INFO", "stats")["total_connections_received"] == opened
         source.client.execute_command("CLUSTER SETSLOT", slot, "STABLE")
 
 
