@@ -251,7 +251,7 @@ class _Cluster(RedisCluster):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._looks, self._unreachable_at = asyncio.Lock(), 0.0  # by `now()`: never
+        self._looking, self._unreachable_at = asyncio.Lock(), 0.0  # by `now()`: never
 
     def get_node(self, host: Any = None, port: Any = None, node_name: Any = None) -> Any:
         """The node that redis-py knows; or what an ASK has named, which has no slot yet, so that it knows none."""
@@ -267,7 +267,7 @@ class _Cluster(RedisCluster):
         If no node can be reached, those that wait for this look give up, or each would look for as long.
         """
         asked = now()
-        async with self._looks:
+        async with self._looking:
             if self._unreachable_at > asked:
                 msg = "Timeout waiting for the slots: no node could be reached"
                 raise ServerTimeout(msg)
