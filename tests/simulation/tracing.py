@@ -131,7 +131,6 @@ EXCEPTIONS = {
     "if is_of_signal_handler(error):  # raise": "Python traces no line after an exception that its tracer has raised",
     "raised_by_signal_handler(error, handled):  # context": "the same",
     "if _has_frame_of(handlers, each):  # return each": "the same",
-    "server.is_known:  # return options": "a cluster that is down when its client is made",
     "if result is CARRIED_ON:": "a mistake of the user, who is told at once",
     "if end is not None:": "the same",
     "for _ in range(3):": "a key that is set and free again three times within one call",
