@@ -19,6 +19,7 @@ from only_one.driver import TROUBLE, raise_what_signal_handler_raised
 from only_one.errors import ConfigurationError
 from only_one.events import log
 from only_one.option_values import check_callable
+from only_one.threads import start_native_thread
 
 from .asyncio_client import NO_LIMIT, AsyncClient, make_async_client
 from .cluster import ClusterNodes
@@ -49,13 +50,33 @@ _INSTEAD = "give a URL such as redis://host:6379/0, a client, or a callable that
 class _NoClient:
     """Stands in for a client that a callable could not make: a cluster's client connects when it is made."""
 
-    def __init__(self, error: Exception) -> None:
-        self._error = error
+    def __init__(self, error: Exception, source: Source = "") -> None:
+        self._error, self._source = error, source
+        self._is_asking = False
+        self._server: Server | None = None
 
     def execute_command(self, *_args: Any, **_options: Any) -> Any:
         raise self._error
 
     pipeline = scan_iter = execute_command
+
+    def nodes(self) -> Union["ClusterNodes", Node]:
+        """The nodes of the server, for what is done in the background, once the callable could make a client.
+
+        It is asked again in a thread of its own: it is the user's code, and may take long.
+        """
+        if self._server is not None and self._server.is_known:
+            return self._server.all_nodes()
+        if not self._is_asking:
+            self._is_asking = True
+            if start_native_thread("only_one-client", self._ask_again):
+                self._is_asking = False
+        return Node(self)
+
+    def _ask_again(self) -> None:
+        with suppress(Exception):  # a call raises it
+            self._server = find_server(self._source)
+        self._is_asking = False
 
 
 class Server:
@@ -75,7 +96,7 @@ class Server:
             self.features.release = "EVAL"  # the slot of an unknown command is not known
         self.is_known = not isinstance(client, _NoClient)
         self.looked_at_from = 0.0
-        self._given = client
+        self._given: Any = client
         self._nodes: ClusterNodes | Node | None = None
 
     def node_of(self, key: str) -> Node:
@@ -83,13 +104,16 @@ class Server:
 
         A pool without free connections, or a server that does not answer, must not keep the thread from other servers.
         """
-        return self._all_nodes().node_of(key)
+        return self.all_nodes().node_of(key)
 
     def nodes(self) -> list[Node]:
         """All nodes that store keys: the server itself, or those of a cluster."""
-        return self._all_nodes().nodes()
+        return self.all_nodes().nodes()
 
-    def _all_nodes(self) -> ClusterNodes | Node:
+    def all_nodes(self) -> ClusterNodes | Node:
+        """The same, as what knows which of them stores a key."""
+        if isinstance(self._given, _NoClient):
+            return self._given.nodes()
         if self._nodes is None:
             self._nodes = _nodes_of(self._given)
         return self._nodes
@@ -211,7 +235,7 @@ def find_server(source: Source) -> Server:
         made = source()
     except TROUBLE as error:  # asked again by the next call
         raise_what_signal_handler_raised(error, handled)
-        return Server(_NoClient(error))
+        return Server(_NoClient(error, source))
     if not isinstance(made, str) and not _is_client(made):
         msg = f"the callable given as redis= returned a {type(made).__name__}: return a client of redis-py"
         raise ConfigurationError(msg)

@@ -8,7 +8,6 @@ import threading
 import time
 import traceback
 from _queue import Empty, SimpleQueue  # the one in C: a signal handler may put into it
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ from only_one.connections.server import Server, eviction_warning
 from only_one.connections.server_features import is_forbidden, is_of_another_type
 from only_one.events import log, logger
 from only_one.forks import in_each_child
+from only_one.threads import start_native_thread
 
 from .commands import RENEW
 from .lease import Lease
@@ -63,7 +63,7 @@ class _Renewer:
             return None
         if sys.modules.keys() & {"gevent.monkey", "eventlet.patcher"}:
             atexit.register(self.end)
-        return _start_native_thread("only_one-leases", self.run)
+        return start_native_thread("only_one-leases", self.run)
 
     def run(self) -> None:
         if not self.vacancy.pop("for", None):
@@ -206,7 +206,7 @@ class _Renewer:
         """
         # No thread if the run has ended meanwhile, or for each task that has begun since a worker received it.
         if lease.lose(reason, value) == reason and lease.on_loss:
-            _start_native_thread("only_one-lost", lease.tell_loss, lease.loss())
+            start_native_thread("only_one-lost", lease.tell_loss, lease.loss())
 
 
 def _explain(leases: list[Lease]) -> None:
@@ -225,28 +225,10 @@ def _pause(leases: list[Lease]) -> float:
     return min(1.0, 0.1 * min(lease.ttl for lease in leases))
 
 
-def _start_native_thread(name: str, run: Callable[..., None], *args: object) -> RuntimeError | None:
-    """Start a daemon thread of the system, under gevent and eventlet too: work that does not wait starves a greenlet.
-
-    Returns:
-        The error if it cannot be started: at a limit of threads, or while the interpreter shuts down.
-    """
-    try:
-        if (gevent := sys.modules.get("gevent.monkey")) and gevent.is_module_patched("threading"):
-            gevent.get_original("_thread", "start_new_thread")(run, args)
-        elif (eventlet := sys.modules.get("eventlet.patcher")) and eventlet.is_monkey_patched("thread"):
-            eventlet.original("_thread").start_new_thread(run, args)
-        else:
-            threading.Thread(target=run, args=args, name=name, daemon=True).start()
-    except RuntimeError as error:
-        return error
-    return None
-
-
 def log_beside(level: int, message: str, *args: object, **options: Any) -> None:
     """Log in another thread, because a handler is the user's code, and may take long."""
     if logger.isEnabledFor(level):
-        _start_native_thread("only_one-log", partial(log, **options), level, message, *args)
+        start_native_thread("only_one-log", partial(log, **options), level, message, *args)
 
 
 _renewer = _Renewer()

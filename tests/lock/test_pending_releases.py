@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -191,3 +192,22 @@ def test_many_tokens_of_unknown_fate_are_released_in_a_few_trips(
         if not no_write_in_flight:  # "missing" is not final
             client.set(names[0], names[0])
             assert freed(client, names[0])
+
+
+def test_a_release_waits_for_a_client_that_a_callable_could_not_make_yet(server: RedisServer, prefix: str) -> None:
+    """And the thread that renews does not wait for the callable, which may take long."""
+    asked: list[str] = []
+
+    def source() -> str:
+        asked.append(threading.current_thread().name)
+        if len(asked) < 3:
+            msg = "away"
+            raise OSError(msg)
+        return server.url
+
+    key = f"{prefix}k"
+    with redis.Redis.from_url(server.url) as client:
+        client.set(key, "token")
+        renewal.release_later(PendingRelease(servers.find_server(source), key, b"token", now() + LONG))
+        assert freed(client, key)
+    assert asked == [threading.current_thread().name, "only_one-client", "only_one-client"]

@@ -79,7 +79,7 @@ def test_a_lease_that_is_lost_by_the_clock(
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The names of the threads that would have been started, with what they would have run."""
     threads: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(renewal, "_start_native_thread", lambda *thread: threads.append(thread))
+    monkeypatch.setattr(renewal, "start_native_thread", lambda *thread: threads.append(thread))
     return threads
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+from .deployments import SLOTS, Cluster, Sentinels
 from .network import Host
 from .process import Machine, Process, begin_history, playing
 from .server import Store
@@ -65,8 +66,24 @@ class History(World):
         self.whose: Process | None = None
         self.of_host: list[Callable[[], None]] = []
 
+    def deploy(self, kind: Any) -> None:
+        self.deployment = kind(self)
+        if kind is Sentinels:
+            self.hosts.update({name: Host(self, self.store, name) for name in ("sentinel", "witness")})
+        for each in self.hosts.values():
+            each.deployment = self.deployment
+
+    def stop_a_host(self, seconds: float) -> None:
+        """Stop the server; another takes its place at once, if there are several."""
+        host = self.hosts[self.deployment.fail_over()] if self.deployment else self.host
+        host.stop(seconds)
+
+    def _slot_moves(self) -> None:
+        self.deployment.move(self.choose("slot that moves", list(range(SLOTS))))
+
     def plan_faults(self, faults: dict[str, list[float]], seconds: float) -> None:
-        for label, probabilities in faults.items():
+        of_clusters = {"slot moves": [0.5, 0.3, 0.1]} if type(self.deployment) is Cluster else {}
+        for label, probabilities in [*faults.items(), *of_clusters.items()]:
             do = getattr(self, f"_{label.replace(' ', '_')}")
             for probability in probabilities:
                 if self.fault(label, probability):

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from .checker import MADE_UP, Call, Checker
-from .deployments import SLOTS, WRITES, Cluster, OwnClient, Sentinels
+from .deployments import WRITES, Cluster, OwnClient, Sentinels
 from .history import BodyFails, History, Requeued
-from .network import Host, Loop
+from .network import Loop
 from .process import Machine, Process, playing, this, thread
 from .tracing import Interrupted, Tracer
 
@@ -75,9 +75,6 @@ async def _async_body(call: Call) -> Any:
     return await playing().async_body(call)
 
 
-_OF_CLUSTERS = {"slot moves": [0.5, 0.3, 0.1]}
-
-
 class LockWorld(History):
     """One history of the lock."""
 
@@ -128,21 +125,14 @@ class LockWorld(History):
         self.when_busy: dict[Process, str] = {}
         self.source: dict[Process, Any] = {}  # what makes its client
         if seed >= _DEPLOYED_FROM and seed % 16 in _DEPLOYMENTS:
-            self._deploy(_DEPLOYMENTS[seed % 16])
-
-    def _deploy(self, kind: Any) -> None:
-        self.deployment = kind(self)
-        if kind is Sentinels:
-            self.hosts.update({name: Host(self, self.store, name) for name in ("sentinel", "witness")})
-        for each in self.hosts.values():
-            each.deployment = self.deployment
+            self.deploy(_DEPLOYMENTS[seed % 16])
 
     def play(self) -> None:
         sys.modules.update(QUEUES)
         logging.getLogger("only_one").setLevel(logging.ERROR if self.is_silent else logging.DEBUG)
         for number, process in enumerate(self.processes):
             self._start(process, f"p{number}", self.choose("plan machine", self.machines))
-        self.plan_faults({**self.FAULTS, **(_OF_CLUSTERS if type(self.deployment) is Cluster else {})}, 8)
+        self.plan_faults(self.FAULTS, 8)
         self.run(self.now + 600, lambda: not self.left)
         if self.left:
             self.problem("a call never ended", f"{len(self.left)} processes wait")
@@ -402,12 +392,8 @@ class LockWorld(History):
     def _failover(self) -> None:
         lag = self.choose("lag of failover", [0.0, 0.01, 0.5, 2.0])
         self.note("server", "fails over, and loses what is younger than", lag)
-        host = self.hosts[self.deployment.fail_over()] if self.deployment else self.host
-        host.stop(self.choose("seconds of failover", [0.01, 1.0]))
+        self.stop_a_host(self.choose("seconds of failover", [0.01, 1.0]))
         self.checker.fail_over(lag)
-
-    def _slot_moves(self) -> None:
-        self.deployment.move(self.choose("slot that moves", list(range(SLOTS))))
 
     def _refusal(self) -> None:
         text, commands = self.choose("refusal", _REFUSALS)

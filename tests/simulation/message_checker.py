@@ -347,7 +347,7 @@ def _no_task_that_can_wait_is_refused(history: Any, _checker: MessageChecker) ->
 def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
     for trigger in history.triggers.values():
         failed = "ValueError" if "autoretry_for" not in history.plan.options else None
-        expected = {"chain": "done", "link": "done", "link_error": failed}.get(trigger.how)
+        expected = {"chain": "done", "chord": "done", "link": "done", "link_error": failed}.get(trigger.how)
         if trigger.received or expected not in {run.end for run in trigger.runs}:
             continue
         # Another delivery or attempt of the task fails: it could not be requeued; or it was redelivered, which the

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import celery.worker.state
-from celery import Task, _state, chain
+from celery import Task, _state, chain, chord
 from celery.app.trace import build_tracer
 from celery.backends import cache
 from celery.exceptions import Ignore, Reject, Retry
@@ -23,6 +23,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from tests.wrapped_task import Wrapped
 
 from .broker import TRANSPORTS, App, Broker, Delivery, Work, Worker
+from .deployments import Cluster, OwnClient, Sentinels
 from .history import History
 from .message_checker import CALLS, LISTS, MessageChecker
 from .process import Machine, Process, playing, this, thread
@@ -47,6 +48,9 @@ HOW: dict[str, Callable[[Any, Any, Given], Any]] = {
     "soft limit": lambda work, _tail, given: work.apply_async((given,), soft_time_limit=_limit()),
     "hard limit": lambda work, _tail, given: work.apply_async((given,), time_limit=_limit()),
     "chain": lambda work, tail, given: chain(work.s(given), tail.s(given)).apply_async().parent,
+    "chord": lambda work, tail, given: (
+        chord([work.s(given), tail.si("other", given)], tail.s(given)).apply_async().parent.results[0]
+    ),
     "link": lambda work, tail, given: work.apply_async((given,), link=tail.s(given)),
     "link_error": lambda work, tail, given: work.apply_async((given,), link_error=tail.si("failed", given)),
     "by name": lambda work, _tail, given: work.app.send_task(work.name, (given,)),
@@ -57,7 +61,7 @@ HOW: dict[str, Callable[[Any, Any, Given], Any]] = {
     "apply": lambda work, _tail, given: work.apply((given,)),
 }
 """How a task is sent, or called."""
-_HOW = [*[each for each in HOW if each not in LISTS], *["delay"] * 7, *["id"] * 3]
+_HOW = [*[each for each in HOW if each not in [*LISTS, "chord"]], *["delay"] * 7, *["id"] * 3]
 _HOW += ["chain", "soft limit", "hard limit"]
 
 # How the runs of a task end: the first, the second, and so on; those after the last return.
@@ -74,6 +78,9 @@ _ENDS = [
 _WIDE_FROM = 320_000_000
 """Of the seeds from here on, every fourth has more options and faults; so earlier ones play what they have played."""
 
+_WIDER_FROM = 356_000_000
+"""Of those from here on, every fourth has chords, and clients of the user's in place of a URL."""
+
 _LOST = {"reject_on_worker_lost": False}
 _AUTORETRY = {"autoretry_for": (ValueError,), "retry_kwargs": {"countdown": 0.1}}
 _TASKS = ("work", "other work")
@@ -85,6 +92,9 @@ _HOOKS = ["before_start", "on_success", "on_retry", "on_failure", "after_return"
 _IN_HOOKS = [*((when, do) for when in ("run", *_HOOKS) for do in ("delay", *CALLS))]
 _IN_HOOKS += [(when, do) for when in _HOOKS for do in ("fail", "ignore", "reject", "requeue")]
 _IN_HOOKS += [(when, "retry soon") for when in _HOOKS if when != "on_retry"]
+
+
+_URL = "redis://server:6379/0?protocol=2"
 
 
 class Hooked(Task):  # type: ignore[misc]
@@ -213,6 +223,10 @@ class MessageWorld(History):
         "store_fails": [0.0, 0.0, 0.1],  # how probable it is that no result can be stored
         "dead_letters": [0.0, 0.7],  # how probable it is that a rejected message comes back, with RabbitMQ
     }
+    WIDER_PLAN: ClassVar[dict[str, list[Any]]] = {
+        "deployment": [None, None, None, Cluster, Cluster, Sentinels, OwnClient],
+        "chords": [0.0, 0.2],  # how probable it is that a task is one of a chord's header
+    }
     FAULTS: ClassVar[dict[str, list[float]]] = {
         "killed child": [0.15, 0.15],
         "killed worker": [0.1],
@@ -229,8 +243,10 @@ class MessageWorld(History):
     def __init__(self, processes: list[Process], seed: int, left_out: frozenset[str] = frozenset()) -> None:
         super().__init__(processes, seed, left_out)
         self.is_wide = seed >= _WIDE_FROM and seed % 4 == 0
-        for name, values in self.WIDE_PLAN.items():
-            vars(self.plan)[name] = self.choose(f"plan {name}", values) if self.is_wide else values[0]
+        self._plan(self.WIDE_PLAN, is_chosen=self.is_wide)
+        self._plan(self.WIDER_PLAN, is_chosen=self.is_wide and seed >= _WIDER_FROM)
+        if self.plan.deployment:
+            self.deploy(self.plan.deployment)
         if self.plan.kind == "class that calls again":  # after a failure
             self.plan.options = {}
         self.acks_failures = "acks_on_failure_or_timeout" not in self.plan.options
@@ -259,6 +275,10 @@ class MessageWorld(History):
         self.checker = MessageChecker(self)
         self.store.changed = self.checker.changed
 
+    def _plan(self, plan: dict[str, list[Any]], *, is_chosen: bool) -> None:
+        for name, values in plan.items():
+            vars(self.plan)[name] = self.choose(f"plan {name}", values) if is_chosen else values[0]
+
     def play(self) -> None:
         cache._DUMMY_CLIENT_CACHE.clear()  # the results
         celery.worker.state.reset_state()
@@ -280,7 +300,7 @@ class MessageWorld(History):
         self.run(self.now + 15)
         self.quiet = True
         self.run(self.now + 1000, self._is_drained)
-        self.run(max(self.now, self.host.down_until) + 35 + (plan.at_least or 0.0))
+        self.run(max(self.now, *(each.down_until for each in self.hosts.values())) + 35 + (plan.at_least or 0.0))
         if left:
             self.problem("a call never ended", f"{left} wait")
         self.checker.at_the_end()
@@ -319,7 +339,7 @@ class MessageWorld(History):
         self._worker().occupy(self.choose("seconds occupied", [0.5, 3.0, 8.0]))
 
     def _server_away(self) -> None:
-        self.host.stop(seconds := self.choose("seconds away", [0.5, 3.0, 20.0]))
+        self.stop_a_host(seconds := self.choose("seconds away", [0.5, 3.0, 20.0]))
         self.note("server", "is away for", seconds)
 
     def _server_forgets(self) -> None:
@@ -364,6 +384,7 @@ class MessageWorld(History):
             self.deployed[name] = self.choose(f"version of {name}", self.versions)
         plan, package = self.deployed[name], process.package
         app = self.apps[key] = _app(process, plan.broker, acks_late=plan.acks_late)
+        app.conf.maps[0]["only_one_redis"] = self.deployment.client if self.deployment else _URL
         # A direct call has the settings of the process's only app; that of another process would be the second.
         vars(process.modules["only_one.celery.app_settings"])["current_app"] = lambda: app
         policies = {"retry": package.retry(**plan.retry), "buffer_one": package.buffer_one(), "default": None}
@@ -400,6 +421,8 @@ class MessageWorld(History):
             self.sleep(self.choose(f"pause before {name}", pauses))
             if not self.is_left_out(f"call {name}"):
                 ends, how = self.choose(f"ends of {name}", _ENDS), self.choose(f"how of {name}", _HOW)
+                if self.draw(f"chord of {name}") < self.plan.chords:
+                    how = "chord"
                 if self.draw(f"list of {name}") < self.plan.lists:
                     how, ends = self.choose(f"kind of {name}", LISTS), tuple(each for each in ends if each == "fail")
                 if self.plan.kind == "class that calls again" and self.draw(f"fails of {name}") < 0.5:
@@ -543,7 +566,6 @@ def _app(_process: Process, broker: str, *, acks_late: bool) -> Any:
         task_acks_late=acks_late,
         task_reject_on_worker_lost=acks_late,
         task_publish_retry=False,
-        only_one_redis="redis://server:6379/0?protocol=2",
     )
     app.finalize()
     app.conf.__dict__["maps"] = [dict(app.conf)]  # Celery looks in several for each setting, under several names
