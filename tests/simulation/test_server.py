@@ -13,16 +13,19 @@ import pytest
 import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from redis._parsers import helpers
 
 from only_one.call import owed_key
 from only_one.celery import coalescing, redelivery
 from only_one.lock import commands as lock_commands
 from rigs.servers import redis_server
-from tests.faults import test_cluster as clusters
+from rigs.waiting import eventually
+from tests.clients import clients
+from tests.faults import test_cluster as real_clusters
 from tests.lock.test_redis_lock import OLD
 
-from .deployments import Cluster
-from .server import Status, Store
+from .deployments import Cluster, Sentinels
+from .server import Refusal, Status, Store
 
 KEYS = [b"{k}", b"{k}:beside", b"{k}:other"]
 VALUES = [b'{"state":"running"}', b'{"state":"queued"}', b"queued"]
@@ -137,7 +140,7 @@ def test_the_model_of_a_cluster_sends_commands_on_as_a_real_one_does() -> None:
     history.choose = lambda _label, choices: choices[0]
     model, seen = Cluster(history), set()
     with ExitStack() as stack:
-        real = clusters.Cluster(stack)
+        real = real_clusters.Cluster(stack)
         stack.enter_context(real.connected())
         port, slot = real.client.get_node_from_key("{k}").port, real.client.keyslot("{k}")
         source, target, *_ = sorted(real.nodes, key=lambda each: each.server.port != port)
@@ -175,3 +178,29 @@ def test_the_model_of_a_cluster_sends_commands_on_as_a_real_one_does() -> None:
             assert words(ask_model) == words(ask_real), step
             seen.update(words(ask_model))
     assert seen == {"", "ASK", "MOVED", "TRYAGAIN"}
+
+
+def test_the_model_of_sentinels_answers_as_real_ones_and_a_replica_do() -> None:
+    history = SimpleNamespace(now=0.0, note=print, choose=lambda _label, choices: choices[0])
+    model, token = Sentinels(history), b"token"
+    writes: list[Any] = [(b"SET", b"k", token, b"NX", *more, b"PX", b"60000") for more in ((), (b"GET",))]
+    writes += [lock_commands.RENEW.command((b"k",), token, 60_000), lock_commands._RELEASE.command((b"k",), token, -1)]
+    reads: list[Any] = [(b"GET", b"k"), (b"PTTL", b"k"), (b"SCAN", b"0")]
+    with ExitStack() as stack:
+        those = stack.enter_context(clients("Sentinel"))
+        sentinel = stack.enter_context(those.connect()).connection_pool.sentinel_manager.sentinels[0]
+        replica = stack.enter_context(redis_server("--replicaof", f"127.0.0.1 {those.server.port}"))
+        client: Any = stack.enter_context(redis.Redis.from_url(replica.url))
+        those.witness.set("k", token)
+        assert eventually(lambda: client.get("k") == token)
+        for each in (*writes, *reads):
+            command = [part if isinstance(part, bytes) else str(part).encode() for part in each]
+            modelled, real = model.answer("other", command, is_asking=False), reply_of(client, command)
+            assert isinstance(modelled, Refusal) is isinstance(real, redis.ReadOnlyError) is (each in writes), command
+        (told,) = helpers.parse_sentinel_masters(  # type: ignore[no-untyped-call]
+            model.answer("sentinel", [b"SENTINEL"], is_asking=False)
+        ).values()
+        (really_told,) = sentinel.sentinel_masters().values()
+        where = {"name", "ip", "port", "num-other-sentinels"}
+        assert told.keys() >= where
+        assert {name: value for name, value in told.items() if name not in where}.items() <= really_told.items()
