@@ -179,11 +179,11 @@ def _configured(redis: Source | None, app: Any) -> tuple[Server, str]:
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Server, str]:
     """The server and the key of a call."""
     if is_task(function):
-        from only_one.celery import delivery, lazy_tasks  # noqa: PLC0415 - not before Celery is there
+        from only_one.celery import lazy_tasks, task_functions  # noqa: PLC0415 - not before Celery is there
 
         function = lazy_tasks.task_behind(function)
-        decoration = next(iter(delivery.decorations_of(function)), None)
-        caller = delivery.caller_from_outside(function, decoration) if decoration else None
+        decoration = next(iter(task_functions.decorations_of(function)), None)
+        caller = task_functions.caller_from_outside(function, decoration) if decoration else None
     else:
         if inspect.ismethod(function):
             args = (function.__self__, *args)

@@ -15,7 +15,8 @@ from only_one.call.effective_options import refuse
 from only_one.errors import ConfigurationError
 from only_one.events import log
 
-from .delivery import called, decorations_of, functions_of, module_of
+from .delivery import called
+from .task_functions import decorations_of, functions_of, module_of
 
 
 def refuse_async_tasks() -> None:

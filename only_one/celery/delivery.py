@@ -3,9 +3,8 @@
 A task is never skipped because of its own lock.
 """
 
-import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from logging import INFO
 from math import inf
@@ -15,7 +14,7 @@ from celery import Task, _state
 from celery.exceptions import Ignore, Retry
 from kombu.utils.uuid import uuid
 
-from only_one.call.effective_options import AtEnd, Call, Caller, Decoration, EffectiveOptions, Policy
+from only_one.call.effective_options import AtEnd, Call, Caller, Decoration, Policy
 from only_one.call.job_queues import Job, JobCaller
 from only_one.call.owed_key import note_of
 from only_one.clock import now
@@ -25,13 +24,13 @@ from only_one.events import log
 from only_one.holder import Holder
 from only_one.lock.commands import Retained, evaluate
 from only_one.lock.liveness import is_gone
-from only_one.lock.token import TokenFactory
 from only_one.policies import BufferOne, RequeueRequest, carry_on, fail, retry, skip
 from only_one.policies import Retry as RetryPolicy
 
 from . import coalescing, redelivery
-from .broker import marks_redeliveries, refuse_long_countdown, remembered_for, waits_for
+from .broker import marks_redeliveries, remembered_for, waits_for
 from .requeue import Header, end_delivery, header_of, publish
+from .task_functions import TaskCaller, functions_of, functions_with_bases, task_of_items
 from .work import Work, work_held_by, work_of
 
 _called: ContextVar[Any] = ContextVar("only_one_called", default=(None, None))
@@ -67,7 +66,7 @@ def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], ar
     Raises:
         Ignore: if an earlier call has ended this delivery by it, and somebody above has caught that to call once more.
     """
-    bound = bool(args) and isinstance(args[0], Task) and wrapper in _functions_with_bases(args[0])
+    bound = bool(args) and isinstance(args[0], Task) and wrapper in functions_with_bases(args[0])
     is_its_run = task is not None and (wrapper in functions_of(task) or (bound and args[0] is task))
     plain = decoration.plain_bound if bound else decoration.plain
     if task is None or not is_its_run:
@@ -85,115 +84,6 @@ def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], ar
     if is_inside or request.is_eager:  # which has no message
         return TaskCaller(task, work_of(request).token_factory(task), bound=bound)
     return Delivery(task, request, bound=bound, decoration=decoration)
-
-
-def task_of_items(task: Any, kwargs: Any) -> str | None:
-    """The name of the task that a message of ``map``, ``starmap`` or ``chunks`` calls; None for any other message."""
-    if task.name not in ("celery.map", "celery.starmap"):
-        return None
-    name: str | None = ((kwargs or {}).get("task") or {}).get("task")
-    return name
-
-
-def caller_from_outside(task: Any, decoration: Decoration) -> Caller:
-    """The caller for a task's function outside of its run, with arguments without ``self``."""
-    bound = not decoration.is_unique and not isinstance(inspect.getattr_static(type(task), "run"), staticmethod)
-    return TaskCaller(task, bound=bound)
-
-
-def functions_of(task: Any) -> Iterator[Any]:
-    """The task's ``run``, and the functions that it wraps: Celery wraps it for autoretry and pydantic."""
-    return _with_wrapped(task.run)
-
-
-def _functions_with_bases(task: Any) -> Iterator[Any]:
-    """The same, and those of its bases' ``run``, which may be called by ``super()``, and of their ``__call__``."""
-    yield from _with_wrapped(task.run)
-    for kind in type(task).__mro__:
-        for name in ("run", "__call__"):
-            yield from _with_wrapped(vars(kind).get(name))
-
-
-def _with_wrapped(function: Any) -> Iterator[Any]:
-    while function is not None:
-        function = getattr(function, "__func__", function)
-        yield function
-        function = getattr(function, "__wrapped__", None)
-
-
-def decorations_of(task: Any) -> list[Decoration]:
-    """The decorations of a task's functions, each once: a wrapper copies the attributes of its function."""
-    functions = _functions_with_bases(task)
-    return list(dict.fromkeys(each.__only_one__ for each in functions if hasattr(each, "__only_one__")))
-
-
-def unique_decoration_of(task: Any) -> Decoration | None:
-    """The decoration of a task that is unique from queued to finished; None for any other."""
-    return next((decoration for decoration in decorations_of(task) if decoration.is_unique), None)
-
-
-def queue_options_of(task: Any) -> EffectiveOptions | None:
-    """The options of a task that is unique from queued to finished; None for any other."""
-    decoration = unique_decoration_of(task)
-    return decoration.options_for(decoration.plain) if decoration else None
-
-
-def module_of(function: Any) -> Any:
-    """The name of the module in which a function was written; None if that is not known."""
-    return getattr(function, "__globals__", {}).get("__name__")
-
-
-def key_of_message(task: Any, decoration: Decoration, prefix: str, args: Any, kwargs: Any) -> str | None:
-    """The key of the message's run; None if that may have had another than the message's arguments give.
-
-    What may change them (pydantic, a base's ``__call__``, a function in between) is the user's, and is not called here.
-    And a callable may read what only the run has, such as a context variable.
-    """
-    # The wrapper of `autoretry_for` hands on what it is given.
-    functions = [each for each in functions_of(task) if module_of(each) != "celery.app.autoretry"]
-    is_innermost = decoration.is_unique or functions[1:2] == [decoration.function]
-    # The first class that has a `__call__`; that of Celery's class is another in a worker.
-    is_called_by = next(kind for kind in type(task).__mro__ if "__call__" in vars(kind))
-    may_change = not is_innermost or is_called_by is not Task
-    if may_change or callable(decoration.template):
-        return None
-    return key_of_arguments(task, decoration, prefix, args, kwargs)
-
-
-def key_of_arguments(task: Any, decoration: Decoration, prefix: str, args: Any, kwargs: Any) -> str:
-    """The key that the message's arguments give: its run's, unless something changes them on their way to it."""
-    caller = caller_from_outside(task, decoration)
-    return prefix + decoration.make_key(caller, (task, *args) if caller.bound else tuple(args), kwargs)
-
-
-class TaskCaller(Caller):
-    """A call of a task's function: it has its app's settings, and is otherwise like the call of a plain function."""
-
-    def __init__(self, task: Task, token_factory: TokenFactory | None = None, *, bound: bool = False) -> None:
-        self._task: Any = task  # whose name is None for type checkers
-        super().__init__(self._task.name, token_factory or TokenFactory(self._task.name), bound=bound)
-        self.app = task.app
-
-    def check(self, options: EffectiveOptions) -> None:
-        """Refuse countdowns after which the broker would redeliver the message.
-
-        Raises:
-            ConfigurationError: for such a countdown; the message says what to write instead.
-        """
-        for policy in (options.when_busy, options.when_down):
-            refuse_long_countdown(self.app, getattr(policy, "countdown", None))
-
-    def keeps_key(self, decoration: Decoration, key: str, request: Any, args: Any, kwargs: Any) -> bool:
-        """Whether a retry with these arguments has the key of its task, which ``request`` is about.
-
-        The same arguments have the same key, whatever a worker or a base's ``__call__`` has made of them for the run.
-        """
-        with suppress(Exception):  # of arguments that have no digest, or cannot be compared
-            if list(args or ()) == list(request.args or ()) and (kwargs or {}) == (request.kwargs or {}):
-                return True
-            prefix = decoration.options_for(self).prefix
-            return prefix + decoration.make_key(self, tuple(args or ()), kwargs or {}) == key
-        return False
 
 
 class ItemCaller(JobCaller):

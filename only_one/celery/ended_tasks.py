@@ -19,10 +19,11 @@ from only_one.lock.token import words_of
 
 from . import coalescing, redelivery
 from .app_settings import app_options
-from .delivery import key_of_message, queue_options_of, unique_decoration_of, unwrapped
+from .delivery import unwrapped
 from .killed_runs import release_when_dead
 from .received_tasks import begun_request, warn_once
 from .requeue import header_of
+from .task_functions import key_of_message, queue_options_of, unique_decoration_of
 from .work import work_of
 
 

@@ -29,8 +29,9 @@ from only_one.policies import BufferOne, RequeueRequest
 
 from . import coalescing, redelivery
 from .broker import waits_for
-from .delivery import TaskCaller, current_task
+from .delivery import current_task
 from .requeue import HEADER, Header
+from .task_functions import TaskCaller
 from .work import Work, work_held_by
 
 _UNTIL_PUBLISHED = 30.0

@@ -20,8 +20,9 @@ from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import log_beside, release_later
 from only_one.lock.token import machine
 
-from .delivery import Delivery, decorations_of, key_of_message, task_of_items
+from .delivery import Delivery
 from .received_tasks import warn_once
+from .task_functions import decorations_of, key_of_message, task_of_items
 from .work import work_held_by
 
 _NOT_RELEASED = "a key of {}, whose run was killed or revoked, could not be released"

@@ -8,7 +8,7 @@ from celery import Celery, Task, _state
 
 from only_one.keys.template import compile_key
 
-from .delivery import functions_of
+from .task_functions import functions_of
 
 
 def task_behind(task_or_proxy: Any) -> Any:

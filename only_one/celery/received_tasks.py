@@ -32,9 +32,10 @@ from only_one.policies import BufferOne
 from only_one.settings import DEFAULT_LEASE
 
 from .broker import redelivers_at_any_time, remembered_for, waits_for
-from .delivery import Delivery, TaskCaller, decorations_of, key_of_arguments, key_of_message, queue_options_of
+from .delivery import Delivery
 from .redelivery import read_marker
 from .requeue import header_of, keep_content_type
+from .task_functions import TaskCaller, decorations_of, key_of_arguments, key_of_message, queue_options_of
 from .work import Work, work_held_by, work_of
 
 _warned: set[tuple[str, type]] = set()

@@ -14,9 +14,9 @@ from only_one.policies import Retry
 from only_one.settings import Options
 
 from .async_tasks import prepare_async_run
-from .delivery import TaskCaller, functions_of
 from .enqueue import Publication
 from .lazy_tasks import check_lazy, install_in_apps, task_behind
+from .task_functions import TaskCaller, functions_of
 
 
 def decorate_task(task_or_proxy: Any, key: Any, options: Options, signature_of: Any, wrap: Any) -> Any:
