@@ -104,7 +104,8 @@ def publish(task: Task, request: Any, header: Header, countdown: float | None) -
     again: Any = task.signature_from_request(
         request, countdown=seconds, headers=headers, ignore_result=ignores, **kept, **way
     )
-    again.apply_async()
+    # Past the task's own `apply_async`, which may take it for new work: celery-once's drops it as a duplicate.
+    Task.apply_async(task, again.args, again.kwargs, **again.options)
     request.only_one_requeued, request.only_one_has_begun = again, True  # it goes on, and waits for its key
     end_delivery(request)
 

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 from uuid import uuid4
 
 import pytest
-from celery import current_task
+from celery import Task, current_task
 from celery.signals import before_task_publish
 from kombu.exceptions import OperationalError
 
@@ -120,8 +120,22 @@ def seconds_until(message: Any) -> float:
     return (eta - datetime.now(timezone.utc)).total_seconds()
 
 
-def test_a_message_is_requeued_up_to_a_limit_of_times(queue: Queue, keys: Keys) -> None:
-    answer = a_task(queue.app, done, when_busy=retry(1000, max_retries=2)).delay()
+class DropsDuplicates(Task):  # type: ignore[misc]
+    """Publishes what is new, as celery-once's and celery-singleton's: a task that runs holds a lock of theirs."""
+
+    abstract = True
+    is_new = True
+
+    def apply_async(self, *args: Any, **options: Any) -> Any:
+        is_new, self.is_new = self.is_new, False
+        parent: Any = super()
+        return parent.apply_async(*args, **options) if is_new else None
+
+
+@pytest.mark.parametrize("base", [Task, DropsDuplicates])
+def test_a_message_is_requeued_up_to_a_limit_of_times(queue: Queue, keys: Keys, base: Any) -> None:
+    """Whatever the task's own ``apply_async`` would do with it."""
+    answer = a_task(queue.app, done, when_busy=retry(1000, max_retries=2), celery={"base": base}).delay()
     message = first = queue.take()
     with keys.busy():
         for _ in range(2):
