@@ -28,6 +28,22 @@ class Subclass(redis_py.Redis):
     """A client of the user's own."""
 
 
+class Behind:
+    """What stands before a client, as Flask-Redis's: it has what the client has, and a copy of it has no client."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+
 def _with_pool_that_waits(url: str, **options: Any) -> Any:
     return redis_py.Redis(connection_pool=redis_py.BlockingConnectionPool.from_url(url, **options))
 
@@ -35,6 +51,7 @@ def _with_pool_that_waits(url: str, **options: Any) -> Any:
 OF_ONE_SERVER: dict[str, Callable[..., Any]] = {
     "plain": redis_py.Redis.from_url,
     "subclass": Subclass.from_url,
+    "behind an object": lambda url, **options: Behind(redis_py.Redis.from_url(url, **options)),
     "pool that waits": _with_pool_that_waits,
     "one connection": lambda url, **options: redis_py.Redis.from_url(url, single_connection_client=True, **options),
 }

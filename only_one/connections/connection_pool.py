@@ -235,7 +235,8 @@ def guarded(client: Any) -> Any:
     """A client on the connections of ``client`` that closes the connection on which a command is interrupted.
 
     Args:
-        client: a sync client of redis-py; a client without a pool is returned as it is.
+        client: a sync client of redis-py; a client without a pool is returned as it is. Of an object that stands before
+            a client, as Flask-Redis's, the pool counts, by which its keys are renewed, too.
     """
     if isinstance(client, redis.RedisCluster):  # where each node has a pool
         return _alias(client, _GuardedCluster)
@@ -243,7 +244,8 @@ def guarded(client: Any) -> Any:
         # The client's own connection never returns to the pool, and so is never checked. The user closes it.
         changed = {"connection": None, "auto_close_connection_pool": False}
         changed["connection_pool"] = guarded_pool(client.connection_pool)
-        client = copy.copy(client)
+        is_client = issubclass(type(client), redis.Redis)  # an object before one says so, too, and may have no copy
+        client = copy.copy(client) if is_client else redis.Redis(connection_pool=client.connection_pool)
         vars(client).update(changed)
         client._single_connection_client = False  # noqa: SLF001 - or it waits for the user's commands, which may block
     return client
