@@ -6,6 +6,7 @@ That key is no reason to skip the job; but the first attempt may yet be alive, s
 
 import asyncio
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -89,14 +90,20 @@ def _current_job(args: Args) -> Job | None:
     return None
 
 
-_inherited: object = None
-"""The start of the job that has forked this process."""
+_inherited: tuple[object, int | None] = None, None
+"""The start of the job that has forked this process, and the job's process id."""
+
+
+def _job_pid(start: object) -> int | None:
+    """The process id of a job, if it has forked this process, or the one that has; else None."""
+    return _inherited[1] if _inherited[0] is start else None
 
 
 def _note_inherited() -> None:
     global _inherited  # noqa: PLW0603 - that of the process
     job = _current_job(())
-    _inherited = job and job.start
+    start = job and job.start
+    _inherited = start, None if start is None else _job_pid(start) or os.getppid()
 
 
 in_each_child(_note_inherited)
@@ -131,7 +138,9 @@ class JobCaller(Caller):
     """The call of a function by a job: never skipped because of a previous attempt of the same job."""
 
     def __init__(self, name: str, job: Job, *, is_async: bool = False, bound: bool = False) -> None:
-        super().__init__(name, TokenFactory(name, job.id, job.attempt, queue=job.queue), bound=bound)
+        self._job_pid = _job_pid(job.start)
+        factory = TokenFactory(name, job.id, job.attempt, queue=job.queue, job_pid=self._job_pid)
+        super().__init__(name, factory, bound=bound)
         self._job = job
         self.start = job.start
         self._is_async = is_async
@@ -151,13 +160,17 @@ class JobCaller(Caller):
         is_later = (holder.attempt or 0) > (self._job.attempt or 0)
         if holder.task_id != self._job.id or is_later:
             return False
+        lease = current.get()
+        if lease is not None and lease.token == value:  # also in a child that was forked inside of the run
+            return False
         if value.startswith(process.mark):
-            is_beside = self.start is not None and getattr(active_tokens.get(value), "start", None) is self.start
-            lease = current.get()
-            is_inside = lease is not None and lease.token == value
-            return not is_beside and not is_inside
-        is_in_child = self.start is not None and self.start is _inherited
-        return not (is_in_child and holder.machine == process.machine)
+            return self.start is None or getattr(active_tokens.get(value), "start", None) is not self.start
+        return holder.machine != process.machine or not self._is_beside(holder)
+
+    def _is_beside(self, holder: Holder) -> bool:
+        """Whether the job itself runs in this machine's process ``holder.pid``, or has forked it, in this attempt."""
+        pids = (holder.job_pid,) if self._job_pid is None else (holder.job_pid, holder.pid)
+        return holder.attempt == self._job.attempt and (self._job_pid or os.getpid()) in pids
 
     def waits(self, call: Call, left: float) -> float:
         """Seconds until the key is asked for again; 0 if the job is requeued, or has waited for as long as it may."""

@@ -58,12 +58,12 @@ in_each_child(_made.clear)
 in_each_child(active_tokens.clear)
 
 
-def _task_fields(task_id: str | None, attempt: int | None, replacement: int, queue: str | None = None) -> str:
+def _task_fields(task_id: str | None, attempt: int | None, replacement: int, **of_job: str | int | None) -> str:
     task = encode_basestring_ascii(task_id) if type(task_id) is str else json.dumps(task_id)  # the same, sooner
     fields = f'"task_id":{task},"attempt":{"null" if attempt is None else attempt},'
     # Only if needed: a worker of the first version, which refuses unknown fields, reads the other values, too.
     # Scripts look for these fields in this order, up to `limit`: see `words_of`.
-    added = {"replacement": replacement or None, "queue": queue}
+    added = {"replacement": replacement or None, **of_job}
     return fields + "".join(f'"{name}":{json.dumps(value)},' for name, value in added.items() if value is not None)
 
 
@@ -84,10 +84,11 @@ class TokenFactory:
         attempt: int | None = None,
         state: str = "running",
         replacement: int = 0,
-        queue: str | None = None,
+        **of_job: str | int | None,
     ) -> None:
-        """See ``Holder`` for the arguments."""
-        self._serialized = f"{_serialize(state=state, name=name)},{_task_fields(task_id, attempt, replacement, queue)}"
+        """See ``Holder`` for the arguments; those of a job are ``queue`` and ``job_pid``."""
+        task = _task_fields(task_id, attempt, replacement, **of_job)
+        self._serialized = f"{_serialize(state=state, name=name)},{task}"
         # The common beginning of tokens, and the process and limit for which it was made: at first none.
         self._head: tuple[_Process | None, float | None, bytes] = (None, None, b"")
 

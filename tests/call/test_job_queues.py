@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import logging
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -266,7 +267,7 @@ def test_its_queue_requeues_it_until_the_key_expires(
 @pytest.mark.usefixtures("redis")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("is_known", [True, False], ids=["the machine is known", "the machine is unknown"])
-def test_children_that_a_job_forks_are_no_attempts_of_each_other_nor_of_it(
+def test_a_job_and_the_children_that_it_forks_are_no_attempts_of_each_other(
     install: Any, monkeypatch: pytest.MonkeyPatch, *, is_known: bool
 ) -> None:
     fork = multiprocessing.get_context("fork")
@@ -296,24 +297,62 @@ def test_children_that_a_job_forks_are_no_attempts_of_each_other_nor_of_it(
         first = child(hold)
         assert begun.wait(LIMIT)
         child(bool).join()
+        results.put(work(bool))
         may_end.set()
         first.join()
         work(lambda: child(bool).join())
 
     forked(job).join()
-    assert [results.get() for _ in range(3) if not results.empty()] == [None, "done", None]
+    assert [results.get() for _ in range(4) if not results.empty()] == [None, None, "done", None]
 
 
-@pytest.mark.parametrize(("held", "raised"), [(ELSEWHERE, pytest.raises(Requeued)), (OTHERS, nullcontext())])
-def test_to_a_child_that_a_job_has_forked_only_a_run_elsewhere_is_an_attempt(
-    monkeypatch: pytest.MonkeyPatch, install: Any, hold: Any, held: Any, raised: Any
+JOB = os.getppid()
+"""The process id of a job that has forked this process."""
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+@pytest.mark.parametrize(
+    ("held", "is_attempt"),
+    [
+        ({**OTHERS, "pid": JOB}, False),  # the job's
+        ({**OTHERS, "job_pid": JOB}, False),  # of another of its children
+        ({**OTHERS, "job_pid": JOB, "attempt": 0}, True),
+        (OTHERS, True),
+        ({**ELSEWHERE, "pid": JOB}, True),
+    ],
+)
+def test_to_a_child_that_a_job_has_forked_all_else_is_an_attempt(
+    monkeypatch: pytest.MonkeyPatch, install: Any, hold: Any, held: Any, generation: int, *, is_attempt: bool
 ) -> None:
     install(in_dramatiq(MESSAGE))
-    monkeypatch.setattr(job_queues, "_inherited", None)  # as it is again afterwards
+    monkeypatch.setattr(job_queues, "_inherited", (None, None))  # as it is again afterwards
     job_queues._note_inherited()
+    if generation == 2:
+        monkeypatch.setattr(os, "getppid", os.getpid)
+        job_queues._note_inherited()
     hold(LONG, **held)
-    with raised:
-        assert decorated(ran)() is None
+    with pytest.raises(Requeued) if is_attempt else nullcontext():
+        assert decorated(ran, takeover=False)() is None
+
+
+@pytest.mark.usefixtures("redis")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_child_that_is_forked_inside_of_a_run_is_no_attempt_of_a_job_that_only_work_id_names() -> None:
+    fork = multiprocessing.get_context("fork")
+    results = fork.SimpleQueue()
+
+    @only_one("k", work_id=named)
+    def work(then: Callable[[], object]) -> str:
+        then()
+        return "done"
+
+    def call_in_child() -> None:
+        process = fork.Process(target=lambda: results.put(work(bool)))
+        process.start()
+        process.join()
+
+    assert work(call_in_child) == "done"
+    assert results.get() is None
 
 
 def in_a_loop(body: Function, **options: Any) -> Function:
