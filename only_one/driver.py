@@ -30,6 +30,9 @@ TROUBLE = (RedisError, RedisClusterException, OSError)
 _TRANSLATORS = ("redis", "only_one", "socket")
 """Packages in whose code an exception is raised in the place of another."""
 
+_KNOWN = frozenset({"redis", "hiredis", "only_one", "builtins", *sys.stdlib_module_names})
+"""The packages whose code sends a command, and whose errors it raises; a user's own code may be in between."""
+
 _SIGNALS = signal.valid_signals()
 
 RAW = {"NEVER_DECODE": True, "get": True}
@@ -103,12 +106,12 @@ async def drive_async(client: Any, commands: Commands[T]) -> T:
 
 
 def is_of_signal_handler(error: BaseException) -> bool:
-    """Whether a signal handler has raised the exception, such as Celery's soft time limit."""
-    return _has_frame_of(_handlers(), error)
+    """Whether a signal handler has raised the exception, or another thread, such as a time limit of Celery or RQ."""
+    return _is_of_another_thread(error) or _has_frame_of(_handlers(), error)
 
 
 def raised_by_signal_handler(error: BaseException, handled: BaseException | None) -> BaseException | None:
-    """The exception of a signal handler for which an error stands; None if there is none.
+    """The exception of a signal handler, or of another thread, for which an error stands; None if there is none.
 
     redis-py raises errors of its own in place of the system's, of which a handler may raise one, such as a
     ``TimeoutError``. A codec of Python's, until 3.11, raises another exception of the same class.
@@ -120,12 +123,11 @@ def raised_by_signal_handler(error: BaseException, handled: BaseException | None
     handlers, seen = _handlers(), {id(handled)}
     each: BaseException | None = error
     while each is not None and id(each) not in seen:
-        if _has_frame_of(handlers, each):
+        if _is_of_another_thread(each) or _has_frame_of(handlers, each):
             return each
         seen.add(id(each))
         # What the user's code has raised in the place of another exception stands for itself.
-        by = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(each.__traceback__)][-1:]
-        is_translated = any(name.partition(".")[0] in _TRANSLATORS for name in by)
+        is_translated = any(name in _TRANSLATORS for name in _packages(each)[-1:])
         each = (each.__cause__ or each.__context__) if is_translated else None
     return None
 
@@ -142,6 +144,21 @@ def raise_what_signal_handler_raised(error: BaseException, handled: BaseExceptio
 
 def _handlers() -> set[CodeType | None]:
     return {_code_of(signal.getsignal(each)) for each in _SIGNALS}
+
+
+def _is_of_another_thread(error: BaseException) -> bool:
+    """Whether another thread has raised the exception in this one, by ``PyThreadState_SetAsyncExc``.
+
+    It has no frame of that thread. But it is none of an error that the code raises which has run.
+    """
+    is_known = type(error).__module__.partition(".")[0] in _KNOWN
+    return not is_known and _KNOWN.issuperset(_packages(error))
+
+
+def _packages(error: BaseException) -> list[str]:
+    """The package of each frame in the traceback of an error; the last has raised it."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames]
 
 
 def _has_frame_of(handlers: set[CodeType | None], error: BaseException) -> bool:

@@ -5,6 +5,7 @@ A client of django-redis, which names its parser, is in `tests/recipes/test_reci
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -25,7 +26,7 @@ from only_one.connections import server as servers
 from only_one.connections.cluster import ClusterNodes
 from only_one.connections.connection_pool import PinnedClient
 from rigs.proxy import Proxy
-from rigs.waiting import eventually
+from rigs.waiting import LIMIT, eventually
 from tests.clients import Subclass
 from tests.decorated import Decorate, both, call_both, decorated, decorated_async
 from tests.interruptions import Interruption, handled, raised_after, raises
@@ -233,4 +234,28 @@ def test_what_a_signal_raises_while_a_reply_is_awaited_reaches_the_caller_and_th
     with raised_after(held.met, error, handler), pytest.raises(error):
         run()
     held.let_go()
+    assert eventually(lambda: not redis.exists(key))
+
+
+class TimeIsOver(TimeoutError):
+    """A time limit's own error, which is the system's, too."""
+
+
+@pytest.mark.parametrize("error", [SoftTimeLimitExceeded, TimeIsOver, Interruption])
+@pytest.mark.parametrize("names", [("HELLO", "CLIENT"), ("SET",), RELEASES], ids=["connecting", "acquire", "release"])
+@kinds
+def test_what_another_thread_raises_while_a_reply_is_awaited_reaches_the_caller_and_the_key_is_freed(
+    proxy: Proxy, redis: redis_py.Redis, key: str, error: type[BaseException], names: tuple[str, ...], kind: Any
+) -> None:
+    """As time limits do in threads: Python raises it in the code that runs there, with no frame of the other thread."""
+    held, here = proxy.hold_up(*names), threading.get_ident()
+
+    def raise_there() -> None:
+        held.met.wait(LIMIT)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(here), ctypes.py_object(error))
+        held.let_go()
+
+    threading.Thread(target=raise_there).start()
+    with kind.from_url(proxy.url) as client, pytest.raises(error):
+        decorated(lambda: None, redis=client)()
     assert eventually(lambda: not redis.exists(key))
