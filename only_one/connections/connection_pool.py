@@ -9,7 +9,6 @@ So ``PinnedClient`` drops such a connection, and the pools of all other clients 
 
 import copy
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -39,7 +38,6 @@ replica now, and its name may lead to another server.
 """
 
 _clients: WeakSet["PinnedClient"] = WeakSet()
-_pools: WeakSet[Any] = WeakSet()
 _inherited: list[Any] = []
 
 
@@ -223,9 +221,6 @@ def _begin_anew_in_child() -> None:
     for client in list(_clients):
         _inherited.append(client.kept)
         client.kept = []
-    for pool in list(_pools):
-        # A thread may have acquired it that the child does not have, and redis-py would wait for that for ever.
-        pool._lock = threading.RLock()  # noqa: SLF001 - it has no public name
 
 
 in_each_child(_begin_anew_in_child)
@@ -257,7 +252,6 @@ def guarded_pool(pool: Any) -> Any:
     if waits or getattr(pool, "cache", None) is not None:
         kept = vars(pool)  # or a cluster's client would connect for each command
         pool = kept.get("only_one_own") or kept.setdefault("only_one_own", _another_like(pool, waits=waits))
-    _pools.add(pool)
     return _alias(pool, _GuardedPool)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import ssl
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -31,6 +33,7 @@ from rigs.waiting import LIMIT, eventually
 from tests import renewal
 from tests.decorated import CLOSED, Decorate, both, decorated, decorated_async
 from tests.faults.programs import Holder, Running, RunningAsync
+from tests.faults.test_fork import FORK
 from tests.interruptions import Interruption
 from tests.renewal import MOMENT, Clock, fails_to_renew, renew_now
 
@@ -229,6 +232,30 @@ def test_a_client_of_an_event_loop_closes_what_commands_open_after_redis_py_has_
 
     opened = str(asyncio.run(main()))
     assert eventually(lambda: opened not in [each["id"] for each in node.client.client_list()])
+
+
+LOOKS_FOR_SLOTS = """
+import os, signal, sys
+from concurrent.futures import ThreadPoolExecutor
+import redis
+from only_one import only_one
+
+client = redis.RedisCluster("127.0.0.1", int(sys.argv[1]))
+work = only_one(lambda: "done", key="forks", redis=client)
+assert work() == "done"
+for lock in (getattr(client.nodes_manager, name, None) for name in ("_initialization_lock", "_lock")):
+    if lock is not None:  # until redis-py 7 there is but one
+        ThreadPoolExecutor(1).submit(lock.acquire).result()
+
+def is_well():
+    client.nodes_manager.initialize()
+    return work() == "done"
+"""
+
+
+def test_a_child_that_is_forked_while_another_thread_looks_for_the_slots(cluster: Cluster) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", LOOKS_FOR_SLOTS + FORK, str(cluster.nodes[0].server.port)]
+    assert subprocess.run(command, check=False).returncode == 7
 
 
 async def echo(word: str) -> str:

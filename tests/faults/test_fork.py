@@ -20,20 +20,29 @@ from tests.faults.programs import Program
 pytestmark = pytest.mark.interrupts
 
 IN_A_CHILD: dict[str, str] = {
-    "while another thread looks a server up, configures, or acquires a connection": """
+    "while another thread looks a server up, configures, acquires a connection or releases it, or asks a Sentinel": """
 from concurrent.futures import ThreadPoolExecutor
-import redis
+from contextlib import suppress
+import redis.sentinel
 from only_one import configure, settings
 from only_one.connections.server import find_server
 
 small = redis.Redis.from_url(sys.argv[1], max_connections=3)
-clients = [find_server(source).client for source in (sys.argv[1], small)]
-for lock in (settings._lock, *(client.connection_pool._lock for client in clients)):
+sentinel = redis.sentinel.Sentinel([])
+sentinel.sentinels = [redis.Redis.from_url(sys.argv[1])]
+servers = [find_server(source) for source in (sys.argv[1], small, sentinel.master_for("m"))]
+clients = [server.client for server in servers]
+pools = [client.connection_pool for client in (*clients, *sentinel.sentinels)]
+locks = [settings._lock, *(pool._lock for pool in pools), *(pool._fork_lock for pool in pools)]
+locks += [pool._event_dispatcher._lock for pool in pools if hasattr(pool, "_event_dispatcher")]
+for lock in locks:
     ThreadPoolExecutor(1).submit(lock.acquire).result()
 
 def is_well():
     find_server(sys.argv[1] + "?db=1")
     configure(timeout=1)
+    with suppress(redis.RedisError):  # it is no Sentinel
+        clients.pop().execute_command("PING")
     return all(client.execute_command("PING") for client in clients)
 """,
     # Else each would read the other's replies.
