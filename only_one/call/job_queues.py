@@ -52,8 +52,12 @@ class Job(NamedTuple):
 
 def _job_of_rq(rq: Any, _args: Args) -> Job | None:
     job = rq.get_current_job()
+    if job is None:
+        return None
+    # RQ does not count the retries of a job that has a `Retry`, but those that are left.
+    attempt = (job.number_of_retries or 0) if job.retries_left is None else None
     # To requeue a job with a delay needs a scheduler, which may not run.
-    return Job(job.id, job.number_of_retries or 0, start=job) if job else None
+    return Job(job.id, attempt, start=job)
 
 
 def _job_of_dramatiq(dramatiq: Any, _args: Args) -> Job | None:

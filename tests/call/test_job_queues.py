@@ -40,8 +40,8 @@ class Requeued(Exception):
         self.options = options
 
 
-def in_rq(attempt: int | None) -> dict[str, Any]:
-    job = SimpleNamespace(id=ID, number_of_retries=attempt)
+def in_rq(attempt: int | None, left: int | None = None) -> dict[str, Any]:
+    job = SimpleNamespace(id=ID, number_of_retries=attempt, retries_left=left)
     return {"rq": SimpleNamespace(get_current_job=lambda: job)}
 
 
@@ -110,6 +110,7 @@ OTHERS = {"process": "another"}
         (in_rq(2), (7,), {"work_id": lambda job: None}, NONE),  # noqa: ARG005
         (in_rq(2), (), {}, (ID, 2, "rq")),
         (in_rq(None), (), {}, (ID, 0, "rq")),
+        (in_rq(None, 1), (), {}, (ID, None, "rq")),
         ({"rq": SimpleNamespace(get_current_job=lambda: None)}, (), {}, NONE),
         ({"rq": SimpleNamespace()}, (), {}, NONE),  # another's, or half imported
         (in_dramatiq(MESSAGE), (), {}, (ID, 1, "dramatiq")),
@@ -151,6 +152,7 @@ def test_inside_of_a_celery_task_no_other_queue_is_asked(redis: Redis, install: 
     ("modules", "options", "held", "result"),
     [
         (in_rq(2), {}, {}, ID),
+        (in_rq(None, 1), {}, {"attempt": None}, ID),
         ({}, {"work_id": named, "when_busy": skip}, {"attempt": None}, ID),
         ({}, {"work_id": named, "timeout": 600}, {"attempt": None}, ID),
         ({}, {"work_id": named}, {"attempt": None, **OTHERS}, ID),
