@@ -30,7 +30,7 @@ TROUBLE = (RedisError, RedisClusterException, OSError)
 _TRANSLATORS = ("redis", "only_one", "socket")
 """Packages in whose code an exception is raised in the place of another."""
 
-_KNOWN = frozenset({"redis", "hiredis", "only_one", "builtins", *sys.stdlib_module_names})
+_KNOWN = frozenset({"redis", "hiredis", "gevent", "eventlet", "only_one", "builtins", *sys.stdlib_module_names})
 """The packages whose code sends a command, and whose errors it raises; a user's own code may be in between."""
 
 _SIGNALS = signal.valid_signals()
@@ -106,12 +106,12 @@ async def drive_async(client: Any, commands: Commands[T]) -> T:
 
 
 def is_of_signal_handler(error: BaseException) -> bool:
-    """Whether a signal handler has raised the exception, or another thread, such as a time limit of Celery or RQ."""
-    return _is_of_another_thread(error) or _has_frame_of(_handlers(), error)
+    """Whether a signal handler has raised the exception, or another thread or greenlet; as time limits do."""
+    return _comes_from_elsewhere(error) or _has_frame_of(_handlers(), error)
 
 
 def raised_by_signal_handler(error: BaseException, handled: BaseException | None) -> BaseException | None:
-    """The exception of a signal handler, or of another thread, for which an error stands; None if there is none.
+    """The exception of a signal handler, or another thread or greenlet, for which an error stands; None without one.
 
     redis-py raises errors of its own in place of the system's, of which a handler may raise one, such as a
     ``TimeoutError``. A codec of Python's, until 3.11, raises another exception of the same class.
@@ -123,7 +123,7 @@ def raised_by_signal_handler(error: BaseException, handled: BaseException | None
     handlers, seen = _handlers(), {id(handled)}
     each: BaseException | None = error
     while each is not None and id(each) not in seen:
-        if _is_of_another_thread(each) or _has_frame_of(handlers, each):
+        if _comes_from_elsewhere(each) or _has_frame_of(handlers, each):
             return each
         seen.add(id(each))
         # What the user's code has raised in the place of another exception stands for itself.
@@ -146,10 +146,10 @@ def _handlers() -> set[CodeType | None]:
     return {_code_of(signal.getsignal(each)) for each in _SIGNALS}
 
 
-def _is_of_another_thread(error: BaseException) -> bool:
-    """Whether another thread has raised the exception in this one, by ``PyThreadState_SetAsyncExc``.
+def _comes_from_elsewhere(error: BaseException) -> bool:
+    """Whether another thread or greenlet has raised the exception here, as by ``PyThreadState_SetAsyncExc``.
 
-    It has no frame of that thread. But it is none of an error that the code raises which has run.
+    It has no frame of theirs. But it is none of the errors of the code that has run.
     """
     is_known = type(error).__module__.partition(".")[0] in _KNOWN
     return not is_known and _KNOWN.issuperset(_packages(error))

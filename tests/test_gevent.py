@@ -171,3 +171,32 @@ with redis_server() as server, redis.Redis(port=server.port) as own:
 @pytest.mark.parametrize("under", [GEVENT, EVENTLET], ids=["gevent", "eventlet"])
 def test_a_server_of_a_users_tests(server: RedisServer, prefix: str, under: str) -> None:
     assert said(under, STARTS_A_SERVER, server.url, prefix) == ["True"]
+
+
+TIME_IS_OVER = """
+class TimeIsOver(Exception):
+    pass
+
+patient = redis.Redis.from_url(url, socket_timeout=LIMIT)
+gevent = sys.modules.get("gevent")
+begin_limit = gevent.Timeout.start_new if gevent else eventlet.Timeout
+
+@only_one.only_one("k", redis=patient)
+def run():
+    client.client_pause(int(LIMIT * 1000), all=False)  # so that the release waits
+    begin_limit(0.1, TimeIsOver())
+
+try:
+    print(run())
+except TimeIsOver:
+    client.client_unpause()
+    print(eventually(lambda: not client.exists(prefix + "k")))
+"""
+
+
+@pytest.mark.parametrize("under", [GEVENT, EVENTLET], ids=["gevent", "eventlet"])
+def test_a_time_limit_of_a_greenlet_that_is_over_during_a_release_reaches_the_caller(
+    server: RedisServer, prefix: str, under: str
+) -> None:
+    """And the key is freed."""
+    assert said(under, TIME_IS_OVER, server.url, prefix) == ["True"]
