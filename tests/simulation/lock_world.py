@@ -42,7 +42,7 @@ def _job(job_id: str, before: Any) -> Any:
     """A job as the queues tell it: the next attempt, if the job before was the same."""
     attempt = before.number_of_retries + 1 if before and before.id == job_id else 0
     retries = {"number_of_retries": attempt, "options": {"retries": attempt}}
-    return SimpleNamespace(id=job_id, message_id=job_id, **retries)
+    return SimpleNamespace(id=job_id, message_id=job_id, retries_left=None, **retries)
 
 
 _middleware = SimpleNamespace(CurrentMessage=SimpleNamespace(get_current_message=lambda: _of_queue("dramatiq")))

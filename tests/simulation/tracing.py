@@ -130,7 +130,7 @@ EXCEPTIONS = {
     "if not callable(handler):  # return None": "the same",
     "if is_of_signal_handler(error):  # raise": "Python traces no line after an exception that its tracer has raised",
     "raised_by_signal_handler(error, handled):  # context": "the same",
-    "if _has_frame_of(handlers, each):  # return each": "the same",
+    "if _comes_from_elsewhere(each) or _has_frame_of(handlers, each):  # return each": "the same",
     "if result is CARRIED_ON:": "a mistake of the user, who is told at once",
     "if end is not None:": "the same",
     "for _ in range(3):": "a key that is set and free again three times within one call",
