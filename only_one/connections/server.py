@@ -164,13 +164,14 @@ def _renew_locks() -> None:
         if id(each := left.pop()) in seen:
             continue
         seen.add(id(each))
-        if isinstance(each, (dict, list)):
-            left += each.values() if isinstance(each, dict) else each
-        elif _has_locks(each.__class__):
-            parts = getattr(each, "__dict__", {})
-            locks = {name: lock for name, lock in parts.items() if type(lock) in makers}
-            parts.update({name: new.setdefault(lock, makers[type(lock)]()) for name, lock in locks.items()})
-            left += [part for name, part in parts.items() if name not in _SLOTS]
+        if isinstance(each, list):
+            left += each
+        elif isinstance(each, dict):
+            locks = {name: lock for name, lock in each.items() if type(lock) in makers}
+            each.update({name: new.setdefault(lock, makers[type(lock)]()) for name, lock in locks.items()})
+            left += [part for name, part in each.items() if name not in _SLOTS]
+        elif _has_locks(each.__class__) and hasattr(each, "__dict__"):
+            left.append(vars(each))  # which a guarded client has in common with the original
 
 
 _SLOTS = {"slots_cache", "_owners"}
