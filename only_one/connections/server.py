@@ -5,13 +5,11 @@ import inspect
 import os
 import re
 import sys
-import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from functools import cache
 from logging import INFO
 from typing import Any, Union
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import redis
 from redis import backoff, retry
@@ -20,13 +18,13 @@ from redis.client import Pipeline
 from only_one.driver import TROUBLE, raise_what_signal_handler_raised
 from only_one.errors import ConfigurationError
 from only_one.events import log
-from only_one.forks import in_each_child
 from only_one.option_values import check_callable
 from only_one.threads import start_native_thread
 
 from .asyncio_client import NO_LIMIT, AsyncClient, make_async_client
 from .cluster import ClusterNodes
 from .connection_pool import PinnedClient, guarded
+from .inherited_locks import renew_locks_in_children
 from .node import Node
 from .sentinel import MasterNode
 from .server_features import Features
@@ -101,7 +99,7 @@ class Server:
         self.looked_at_from = 0.0
         self._given: Any = client
         self._nodes: ClusterNodes | Node | None = None
-        _servers.add(self)
+        renew_locks_in_children(self)
 
     def node_of(self, key: str) -> Node:
         """The node that stores ``key``, with the renewing thread's own connections and short time-outs.
@@ -146,45 +144,6 @@ class Server:
             clients[self] = await anext(generator), generator
         client, _ = clients[self]
         return client
-
-
-_servers: WeakSet[Server] = WeakSet()
-
-
-def _renew_locks() -> None:
-    """Give all that is behind the servers new locks: a thread may have acquired one that a forked child does not have.
-
-    Else redis-py would wait for it for ever. A cluster's is acquired for as long as a look for the slots takes.
-    """
-    makers: dict[type, Callable[[], Any]] = {type(make()): make for make in (threading.Lock, threading.RLock)}
-    new: dict[Any, Any] = {}  # one lock may be that of several
-    seen: set[int] = set()
-    left: list[Any] = [*_servers]
-    while left:
-        if id(each := left.pop()) in seen:
-            continue
-        seen.add(id(each))
-        if isinstance(each, list):
-            left += each
-        elif isinstance(each, dict):
-            locks = {name: lock for name, lock in each.items() if type(lock) in makers}
-            each.update({name: new.setdefault(lock, makers[type(lock)]()) for name, lock in locks.items()})
-            left += [part for name, part in each.items() if name not in _SLOTS]
-        elif _has_locks(each.__class__) and hasattr(each, "__dict__"):
-            left.append(vars(each))  # which a guarded client has in common with the original
-
-
-_SLOTS = {"slots_cache", "_owners"}
-"""Tables of a cluster with 16384 rows each; the nodes in these are known elsewhere, too."""
-
-
-@cache
-def _has_locks(kind: type) -> bool:
-    """Whether a class is redis-py's or ours, or is made of one."""
-    return any(base.__module__.startswith(("redis.", "only_one.")) for base in kind.__mro__)
-
-
-in_each_child(_renew_locks)
 
 
 def _nodes_of(given: Any) -> ClusterNodes | Node:
