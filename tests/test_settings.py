@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import math
@@ -604,6 +605,20 @@ def test_a_plain_function_has_the_settings_of_the_processs_app(
     for default in (None, other):
         make_current(first, second, default=default)  # it would be another in each thread
         assert seen() == [f"4 {KEY}", KEY]
+
+    def work() -> list[str]:
+        return places(own_server)
+
+    one = decorated(work)
+
+    def run_in(app: Any) -> Any:
+        return run(app.task(one, name="of both", shared=False))
+
+    assert [run_in(first), run_in(second)] == [["4 first:k"], ["4 second:k"]]
+    make_current(first, second)
+    del first
+    gc.collect()
+    assert seen() == ["4 second:k", "second:k"]  # the other was not kept by the function that was its task, too
 
 
 NOT_READ = [

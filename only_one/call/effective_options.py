@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from functools import cache, partial
 from inspect import Parameter, Signature
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 from only_one import settings
 from only_one.connections.server import Server, Source, find_server
@@ -166,7 +167,8 @@ class Decoration:
     def __post_init__(self) -> None:
         self.plain = Caller(self.name, TokenFactory(self.name))
         self.plain_bound = Caller(self.name, TokenFactory(self.name), bound=True)
-        self._options_by_app: dict[Any, EffectiveOptions] = {}
+        # By the app, and by this object for the current app; weakly, or an app that is dropped would count as one.
+        self._options_by_app: WeakKeyDictionary[Any, EffectiveOptions] = WeakKeyDictionary()
         parameters = list(self.signature.parameters.values())
         if parameters and parameters[0].kind is not Parameter.VAR_POSITIONAL:
             del parameters[0]  # the task itself
@@ -193,12 +195,13 @@ class Decoration:
     def options_for(self, caller: Caller) -> EffectiveOptions:
         """The effective options of a call; another call of ``configure`` makes them stale."""
         see_fork()
-        options = self._options_by_app.get(caller.app)
+        of_app = caller.app or self
+        options = self._options_by_app.get(of_app)
         if options is None or options.made_from is not settings.current:
             options = effective_options(self.own, *self.app_options(caller.app))
             caller.check(options)
             if options.server is None or options.server.is_known:
-                self._options_by_app[caller.app] = options
+                self._options_by_app[of_app] = options
         return options
 
     def make_key(self, caller: Caller, args: Args, kwargs: Kwargs) -> str:
