@@ -626,6 +626,8 @@ NOT_READ = [
     ("JOBS", "CELERY_ONLY_ONE_REDIS_URL"),
     ("JOBS", "JOBS_ONLY_ONE_WHEN_DOWN"),
     ("JOBS_", "JOBS_ONLY_ONE_WHEN_DOWN"),
+    (None, "only_one_prefx"),
+    ("JOBS", "JOBS_ONLY_ONE_URL"),
 ]
 
 

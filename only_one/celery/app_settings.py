@@ -67,10 +67,12 @@ def app_options(app: Celery | None) -> tuple[Options, Callable[[], Source | None
 def _warn_of_others(app: Celery) -> None:
     """Warn once of each setting that is not read: in another namespace or in none, misspelt, or a decorator's alone."""
     namespace = f"{app.namespace.rstrip('_')}_" if app.namespace else ""
+    spell = str.upper if namespace.isupper() else str.lower
     ours = [f"only_one_{name}" for name in CONFIGURABLE]
-    read = [(namespace + each).upper() if namespace.isupper() else (namespace + each).lower() for each in ours]
+    read = [spell(namespace + each) for each in ours]
     for name in map(str, app.conf):
-        is_unread = _NEARLY_OURS.fullmatch(name) and name not in {*ours, *read}
+        is_meant = name.startswith(spell(f"{namespace}only_one_")) or _NEARLY_OURS.fullmatch(name)
+        is_unread = is_meant and name not in {*ours, *read}
         if is_unread and (app.main, name) not in _warned:
             _warned.add((app.main, name))
             text = "the configuration of the app %r has %s, which is not read: write %s"
