@@ -225,30 +225,40 @@ def _number(decoration: Decoration, request: Any) -> None:
 def _on_shutdown(**_: Any) -> None:
     """Note that the tasks that have not begun are in their queue again, and no worker's.
 
-    A task whose message is acknowledged was given to a child, which has not asked for its key yet: it will never run.
+    A server that does not answer is asked about one task only: a second time when the process exits.
     """
-    while _waiting:
-        lease = _waiting.popitem()[1]
-        if lease.is_over:
+    away: set[Server] = set()
+    for token, lease in list(_waiting.items()):
+        if lease.server in away:
             continue
-        client, request, queued = lease.server.client, lease.request(), lease.queued_again()
-        left = queued.until - now()
+        if _waiting.pop(token, None) is None or lease.is_over:
+            continue
         try:
-            # Asked, because the task may have begun, or ended, or been requeued, and Celery still have its request.
-            value = client.execute_command("GET", lease.key, **RAW)
-            if value is None:
-                continue
-            if request is not None and request.acknowledged:
-                if value == lease.token:
-                    release_now(client, lease.server.features, lease.key, lease.token)
-            elif value == lease.token and left > 0:
-                drive(client, replace(lease.key, lease.token, queued.value, left))
-            elif left > 0 and lease.is_lent_to(value):
-                # The other run would store the value of this process, which is dead by then.
-                client.execute_command("SET", lease.note, queued.value, "NX", "PX", round(left * 1000))
+            _note_queued_again(lease)
         except Exception as error:  # noqa: BLE001 - the next worker that receives it says so
             warn_once("keys of tasks that are queued again could not be lengthened", error)
-            return
+            away.add(lease.server)
+
+
+def _note_queued_again(lease: _WaitingLease) -> None:
+    """Store the value of a task in its queue; or a note, for the run that has taken its key over.
+
+    A task whose message is acknowledged was given to a child, which has not asked for its key yet: it will never run.
+    """
+    client, request, queued = lease.server.client, lease.request(), lease.queued_again()
+    left = queued.until - now()
+    # Asked, because the task may have begun, or ended, or been requeued, and Celery still have its request.
+    value = client.execute_command("GET", lease.key, **RAW)
+    if value is None:
+        return
+    if request is not None and request.acknowledged:
+        if value == lease.token:
+            release_now(client, lease.server.features, lease.key, lease.token)
+    elif value == lease.token and left > 0:
+        drive(client, replace(lease.key, lease.token, queued.value, left))
+    elif left > 0 and lease.is_lent_to(value):
+        # The other run would store the value of this process, which is dead by then.
+        client.execute_command("SET", lease.note, queued.value, "NX", "PX", round(left * 1000))
 
 
 def begun_request(task_id: str) -> Context | None:

@@ -320,8 +320,9 @@ def test_a_message_without_a_key_of_its_own_gets_none(queue: Queue, worker: Work
 
 
 def test_a_server_that_does_not_answer_is_logged_once_and_not_asked_for_a_while(
-    worker: Worker, keys: Keys, way: Proxy, clock: list[float], caplog: pytest.LogCaptureFixture
+    worker: Worker, keys: Keys, way: Proxy, clock: list[float], redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    worker.lease("of another server", task=unique(worker.app, "{key}", function=work, redis=redis_url))
     worker.task.delay("k")
     with way.refused():
         worker.receive()
@@ -334,6 +335,7 @@ def test_a_server_that_does_not_answer_is_logged_once_and_not_asked_for_a_while(
     with way.refused():
         worker_shutdown.send(sender=None)
     assert keys.state() == RECEIVED
+    assert keys.state("of another server") == QUEUED
     assert len(received_tasks._waiting) == 2, "of three it is asked about one when the worker ends"
     assert [(each.levelname, bool(each.exc_info)) for each in caplog.records] == [("WARNING", True)] * 2
     assert [each.getMessage() for each in caplog.records] == [
