@@ -1,5 +1,6 @@
 """Policies: the values of ``when_busy``, ``when_lost`` and ``when_down``, callables that get the error as argument."""
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -163,8 +164,13 @@ def check_result(result: Any) -> Any:
     """Return what a policy has returned, if it can be a result.
 
     Raises:
-        ConfigurationError: for another policy, which would have to be called.
+        ConfigurationError: for another policy, which would have to be called, and for a coroutine.
     """
+    if inspect.iscoroutine(result):
+        result.close()
+        name = result.__qualname__
+        msg = f"a policy returned the coroutine {name}, which nobody would await: write a policy that returns a result"
+        raise ConfigurationError(msg)
     if isinstance(result, Retry) or any(result is each for each in (skip, fail, carry_on, retry, buffer_one)):
         name = getattr(result, "__name__", repr(result))
         msg = f"{name} was returned by a policy: call it, as in return retry()(error) or return fail(error)"

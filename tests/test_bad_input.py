@@ -347,6 +347,7 @@ POLICIES: tuple[Any, ...] = (skip, fail, carry_on, retry, buffer_one)
         (lambda error: carry_on(error), "when_busy ends in carry_on, which would run two at a time: write"),
         (lambda error: retry(max_retries=3), "max_retries=3) was returned by a policy: call it"),
         *((lambda error, each=each: each, f"{each.__name__} was returned") for each in POLICIES),
+        (lambda error: asyncio.sleep(0), "coroutine sleep, which nobody would await: write"),
     ],
 )
 def test_a_policy_that_is_called_by_another(redis: Redis, prefix: str, policy: Any, words: str) -> None:

@@ -291,7 +291,7 @@ class LockedCall(Call):
             return
         try:
             with suppress(CarryOn):
-                self.options.when_lost(lost)
+                check_result(self.options.when_lost(lost))
         except (Exception, SystemExit):  # noqa: BLE001 - there is no call left that could raise it
             log(ERROR, "when_lost of %s failed", self.caller.name, exc_info=True)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from only_one import LockLost, Lost, current_lock, fail, only_one, subscribe
+from only_one import ConfigurationError, LockLost, Lost, current_lock, fail, only_one, subscribe
 from only_one.clock import now
 from rigs.waiting import LIMIT, eventually
 from tests.faults.programs import Running
@@ -44,18 +44,18 @@ class Told:
         self.threads: list[tuple[str, bool]] = []
         self._then = then
 
-    def __call__(self, lost: LockLost) -> None:
+    def __call__(self, lost: LockLost) -> object:
         thread = threading.current_thread()
         self.threads.append((thread.name, thread.daemon))
         self.losses.append(lost)
-        self._then()
+        return self._then()
 
 
 # A callable; that it is told once of a key that is taken away is in `test_paused.py`, at the end of its timeout in
 # `test_wall_clock.py`
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit, ConfigurationError])
 def test_a_callable_that_takes_its_time_and_raises_harms_nobody(
     redis: Any,
     key: str,
@@ -64,11 +64,13 @@ def test_a_callable_that_takes_its_time_and_raises_harms_nobody(
     request: pytest.FixtureRequest,
     error: type[BaseException],
 ) -> None:
-    """And it is told, though a hook that was told before it has raised."""
+    """And it is told, though a hook that was told before it has raised. It may not return a coroutine."""
     goes_on = threading.Event()
 
-    def explode() -> None:
+    def explode() -> object:
         goes_on.wait()
+        if error is ConfigurationError:
+            return asyncio.sleep(0)
         raise error
 
     request.addfinalizer(subscribe(lambda event: isinstance(event, Lost) and raises(error)()))
