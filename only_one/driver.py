@@ -6,13 +6,11 @@ An interruption leaves a generator where it is. So none has a ``finally``: it wo
 and what a signal handler raises in it then is lost.
 """
 
-import signal
 import sys
 import traceback
 from collections.abc import Generator
 from contextvars import ContextVar
-from functools import partial
-from types import CodeType
+from types import FrameType
 from typing import Any, TypeVar, Union
 
 import redis
@@ -32,8 +30,6 @@ _TRANSLATORS = ("redis", "only_one", "socket")
 
 _KNOWN = frozenset({"redis", "hiredis", "gevent", "eventlet", "only_one", "builtins", *sys.stdlib_module_names})
 """The packages whose code sends a command, and whose errors it raises; a user's own code may be in between."""
-
-_SIGNALS = signal.valid_signals()
 
 RAW = {"NEVER_DECODE": True, "get": True}
 """Options of redis-py: replies come as bytes, also from clients that decode, and SET with GET gives the old value."""
@@ -107,7 +103,12 @@ async def drive_async(client: Any, commands: Commands[T]) -> T:
 
 def is_of_signal_handler(error: BaseException) -> bool:
     """Whether a signal handler has raised the exception, or another thread or greenlet; as time limits do."""
-    return _comes_from_elsewhere(error) or _has_frame_of(_handlers(), error)
+    frames = _frames_of(error)
+    if any(map(_was_called_by_signal, frames[1:], frames)):
+        return True
+    # What another thread raises here has no frame of that. But it is none of the errors of the code that has run.
+    is_known = type(error).__module__.partition(".")[0] in _KNOWN
+    return not is_known and _KNOWN.issuperset(map(_package_of, frames))
 
 
 def raised_by_signal_handler(error: BaseException, handled: BaseException | None) -> BaseException | None:
@@ -120,14 +121,14 @@ def raised_by_signal_handler(error: BaseException, handled: BaseException | None
         error: what was raised.
         handled: the exception that was being handled before; what led to that is another's.
     """
-    handlers, seen = _handlers(), {id(handled)}
+    seen = {id(handled)}
     each: BaseException | None = error
     while each is not None and id(each) not in seen:
-        if _comes_from_elsewhere(each) or _has_frame_of(handlers, each):
+        if is_of_signal_handler(each):
             return each
         seen.add(id(each))
         # What the user's code has raised in the place of another exception stands for itself.
-        is_translated = any(name in _TRANSLATORS for name in _packages(each)[-1:])
+        is_translated = any(_package_of(frame) in _TRANSLATORS for frame in _frames_of(each)[-1:])
         each = (each.__cause__ or each.__context__) if is_translated else None
     return None
 
@@ -142,34 +143,21 @@ def raise_what_signal_handler_raised(error: BaseException, handled: BaseExceptio
             raised.__context__ = context  # and not the error that stood for it
 
 
-def _handlers() -> set[CodeType | None]:
-    return {_code_of(signal.getsignal(each)) for each in _SIGNALS}
+def _frames_of(error: BaseException) -> list[FrameType]:
+    """The frame of each call in the traceback of an error; the last has raised it."""
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
-def _comes_from_elsewhere(error: BaseException) -> bool:
-    """Whether another thread or greenlet has raised the exception here, as by ``PyThreadState_SetAsyncExc``.
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
-    It has no frame of theirs. But it is none of the errors of the code that has run.
+
+def _was_called_by_signal(frame: FrameType, interrupted: FrameType) -> bool:
+    """Whether a function was called as a signal handler is: with the frame that is interrupted as its last argument.
+
+    It is not asked which handlers there are: one may have put another in its place before it has raised.
     """
-    is_known = type(error).__module__.partition(".")[0] in _KNOWN
-    return not is_known and _KNOWN.issuperset(_packages(error))
-
-
-def _packages(error: BaseException) -> list[str]:
-    """The package of each frame in the traceback of an error; the last has raised it."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return [str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames]
-
-
-def _has_frame_of(handlers: set[CodeType | None], error: BaseException) -> bool:
-    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
-def _code_of(handler: Any) -> CodeType | None:
-    """The code that a signal handler runs first, also of an object's ``__call__``; None if it is not Python's."""
-    while isinstance(handler, partial):
-        handler = handler.func
-    if not callable(handler):  # SIG_DFL and the like, whose class is an enum, which can be called
-        return None
-    code: CodeType | None = getattr(handler, "__code__", getattr(type(handler).__call__, "__code__", None))
-    return code
+    if _package_of(frame) in _TRANSLATORS:  # it handles no signals, and to look at its variables keeps them for longer
+        return False
+    values = map(frame.f_locals.get, frame.f_code.co_varnames)
+    return any(each is interrupted for value in values for each in (value[-1:] if type(value) is tuple else (value,)))

@@ -35,6 +35,16 @@ def raises(error: BaseException | type[BaseException]) -> Callable[..., None]:
     return call
 
 
+def raises_at_first(error: BaseException | type[BaseException]) -> Callable[..., None]:
+    """What a handler does that has a second signal end the process, before it raises at the first."""
+
+    def call(number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise error
+
+    return call
+
+
 interrupt = raises(Interruption)
 
 

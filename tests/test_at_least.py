@@ -17,7 +17,7 @@ from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, both, call_both, decorated, events
 from tests.faults.programs import Holder, Running
-from tests.interruptions import handled, raises
+from tests.interruptions import handled, raises, raises_at_first
 from tests.renewal import later, renew_now, wait_for_another_attempt
 
 parsed: Any = Value.parse
@@ -67,9 +67,12 @@ def test_it_is_free_at_once_after_an_exception(
 
 
 @both
-def test_it_is_free_at_once_after_a_signal_handler_that_exits(redis: Any, key: str, decorate: Decorate) -> None:
+@pytest.mark.parametrize("handler", [raises, raises_at_first])
+def test_it_is_free_at_once_after_a_signal_handler_that_exits(
+    redis: Any, key: str, decorate: Decorate, handler: Any
+) -> None:
     call = decorate(lambda: signal.raise_signal(signal.SIGUSR1), at_least=6000)
-    with handled(raises(SystemExit(0)), signal.SIGUSR1), pytest.raises(SystemExit):
+    with handled(handler(SystemExit(0)), signal.SIGUSR1), pytest.raises(SystemExit):
         call()
     assert not redis.exists(key)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import signal
 import sys
 import time
 from collections.abc import Callable, Collection
@@ -21,7 +20,7 @@ import pytest
 import redis as redis_py
 from celery.exceptions import SoftTimeLimitExceeded
 
-from only_one import AlreadyRunning, ConfigurationError, current_lock, driver, events, fail, only_one
+from only_one import AlreadyRunning, ConfigurationError, current_lock, events, fail, only_one
 from only_one.lock import renewal
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
@@ -49,15 +48,6 @@ RETAINED = b"retained"
 """Stands for a value that `at_least` retains, for no longer than a run that has succeeded would."""
 
 places = pytest.mark.parametrize("kind", PLACES.values(), ids=PLACES)
-
-
-@pytest.fixture(autouse=True)
-def few_signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a command fails, the handler of each signal is looked at.
-
-    It is the same lines for each, so all 64 of them would be a thousand places more and find nothing more.
-    """
-    monkeypatch.setattr(driver, "_SIGNALS", [signal.SIGINT, signal.SIGALRM])
 
 
 def work(which: str) -> str:

@@ -29,7 +29,7 @@ from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.clients import Subclass
 from tests.decorated import Decorate, both, call_both, decorated, decorated_async
-from tests.interruptions import Interruption, handled, raised_after, raises
+from tests.interruptions import Interruption, handled, raised_after, raises, raises_at_first
 from tests.lock.test_leases import RELEASES
 
 pytestmark = pytest.mark.usefixtures("prefix")
@@ -216,6 +216,7 @@ class Handler:
 
 HANDLERS: list[Callable[[type[BaseException]], Callable[..., None]]] = [
     raises,
+    raises_at_first,
     Handler,
     lambda error: Handler(error).__call__,
     lambda error: partial(raises(error)),
@@ -224,7 +225,7 @@ HANDLERS: list[Callable[[type[BaseException]], Callable[..., None]]] = [
 
 @pytest.mark.parametrize("error", [SoftTimeLimitExceeded, TimeoutError, Interruption])
 @pytest.mark.parametrize("names", [("SET",), RELEASES], ids=["acquire", "release"])
-@pytest.mark.parametrize("handler", HANDLERS, ids=["function", "object", "method", "partial"])
+@pytest.mark.parametrize("handler", HANDLERS, ids=["function", "at first", "object", "method", "partial"])
 def test_what_a_signal_raises_while_a_reply_is_awaited_reaches_the_caller_and_the_key_is_freed(
     proxy: Proxy, redis: redis_py.Redis, key: str, error: type[BaseException], names: tuple[str, ...], handler: Any
 ) -> None:

@@ -15,7 +15,6 @@ import pkgutil
 import queue
 import random
 import secrets  # noqa: F401 - a pool of redis-py imports it while the fakes are in place
-import signal
 import socket
 import sys
 import threading
@@ -39,7 +38,6 @@ from celery.utils.dispatch import Signal
 
 from .deployments import SLOTS, slot_of
 from .network import BlockingSocket
-from .tracing import handle_signal
 from .world import Thread, World
 
 _importing: list[Process] = []
@@ -300,8 +298,6 @@ _CHANGES: list[tuple[Any, str, Any]] = [
     (redis.connection, "get_default_socket_keepalive_options", dict),
     (billiard.einfo, "traceback", SimpleNamespace(format_exception=lambda *_: ())),  # a text that nobody reads
     (builtins, "__import__", _import_own),
-    (signal, "valid_signals", lambda: [handle_signal]),  # none of the program that runs the world
-    (signal, "getsignal", lambda handler: handler),
 ]
 for _module, _name, _value in _CHANGES:
     setattr(_module, _name, _value)

@@ -25,8 +25,8 @@ class TimeIsOver(Interrupted, TimeoutError):
     """The same, of a class that the system's own errors have, too: redis-py takes it for one of these."""
 
 
-def handle_signal(error: BaseException) -> None:
-    """Raise an exception, as the only signal handler of a simulated process."""
+def handle_signal(error: BaseException, _interrupted: Any) -> None:
+    """Raise an exception, as a signal handler does, which is called with the frame that it interrupts."""
     raise error
 
 
@@ -77,7 +77,7 @@ class Tracer:
                 self.world.troubled_at = self.world.now
                 retries = self.kind is TimeIsOver and self.world.deployment is not None
                 self.raised = None if _is_dropped(frame, retries=retries) else error
-                handle_signal(error)
+                handle_signal(error, frame)
         return self._count_down
 
 
@@ -127,10 +127,10 @@ EXCEPTIONS = {
     "call.claim_work():  # if not isinstance": "a task is never an async run",
     "isinstance(call.ended_by, GeneratorExit)": "a coroutine that is closed by hand",
     "isinstance(handler, partial)": "how a user writes a signal handler",
-    "if not callable(handler):  # return None": "the same",
     "if is_of_signal_handler(error):  # raise": "Python traces no line after an exception that its tracer has raised",
     "raised_by_signal_handler(error, handled):  # context": "the same",
-    "if _comes_from_elsewhere(each) or _has_frame_of(handlers, each):  # return each": "the same",
+    "if is_of_signal_handler(each):  # return each": "the same",
+    "if any(map(_was_called_by_signal, frames[1:], frames)):  # return True": "the same",
     "if result is CARRIED_ON:": "a mistake of the user, who is told at once",
     "if end is not None:": "the same",
     "for _ in range(3):": "a key that is set and free again three times within one call",

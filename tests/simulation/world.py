@@ -195,7 +195,7 @@ class World:
         thread.waiting += 1
         if thread.interrupt is not None:
             error, thread.interrupt = thread.interrupt, None
-            handle_signal(error)
+            handle_signal(error, sys._getframe())
         sys.settrace(thread.tracer)
         return value
 
