@@ -245,5 +245,9 @@ with suppress(ImportError):  # it comes with Celery
         sys.exit(main(arguments, program="celery only-one", app=context.obj.app))
 
 
+if "celery" in sys.modules:  # which loads its commands: a worker's main process hears of its tasks from now on
+    from .celery import async_tasks  # noqa: F401
+
+
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
@@ -482,3 +484,20 @@ def test_a_task_that_the_worker_does_not_know_has_no_key(
     assert eventually(lambda: "k" not in keys)
     assert eventually(lambda: keys.prefix not in str([*renewal._renewer.pending_releases.values()])), "it is done once"
     assert not caplog.records, "what is asked in the worker's own thread warns"
+
+
+DECORATED_FIRST = """
+import sys
+from only_one import only_one
+
+only_one("k")(lambda: None)
+assert "celery" not in sys.modules
+from celery import Celery, signals
+with_worker = Celery("app", broker="memory://")
+with_worker.worker_main(["worker", "--help"])
+assert signals.task_received.receivers
+"""
+
+
+def test_a_worker_that_a_program_starts_hears_of_functions_that_were_decorated_before_celery_was_imported() -> None:
+    subprocess.run([sys.executable, "-c", DECORATED_FIRST], check=True)
