@@ -255,6 +255,7 @@ class Checker:
         self._check_policies(call)
         keeps = call.is_done and call.held_to_the_end and call.answered < call.asked + self.at_least
         is_there = keeps and self.store.get(call.key_there) == call.lock.token
+        is_there &= not self.has_failed_over  # which may bring a token back
         if is_there and call.lock.token not in call.process.modules["only_one.lock.token"].active_tokens:
             self.problem("a key that is kept later looks dead", call.name)
         if call.held_to_the_end and self._is_calm(call, call.ended) and not (call.is_excused or call.is_interrupted):
