@@ -69,12 +69,11 @@ class _NoClient:
         if self._server is not None and self._server.is_known:
             return self._server.all_nodes()
         if not self._is_asking:
-            self._is_asking = True
-            if start_native_thread("only_one-client", self._ask_again):
-                self._is_asking = False
+            start_native_thread("only_one-client", self._ask_again)
         return Node(self)
 
     def _ask_again(self) -> None:
+        self._is_asking = True
         with suppress(Exception):  # a call raises it
             self._server = find_server(self._source)
         self._is_asking = False
