@@ -265,6 +265,7 @@ class MessageWorld(History):
         self.arrived_at: dict[str, float] = {}
         self.runs: list[Run] = []
         self.not_run: list[Run] = []
+        self.beside: defaultdict[str, list[str]] = defaultdict(list)  # how the other tasks of a trigger have ended
         self.revoked: set[str | None] = set()
         self.begun_and_killed: set[str] = set()
         self.forgot_at: list[float] = []
@@ -539,6 +540,8 @@ class MessageWorld(History):
     def told(self, delivery: Delivery, end: str) -> None:
         """Note how a delivery has ended for Celery."""
         self.note(this().name, "ends", *delivery.work, end)
+        if not delivery.is_work:
+            self.beside[delivery.work.trigger].append(end)
         if delivery.is_work:
             self.outcomes[delivery.work].append(end)
             if end != "Retry":  # after which the task goes on
