@@ -115,7 +115,7 @@ def test_the_commands_of_the_readme_as_they_stand(clones: list[Path], tmp_path: 
     *_, clone = clones
     readme = (clone / "README.md").read_text()
     install, worker, calls, looks = re.findall(r"^```console\n(.*?)\n```", readme, re.DOTALL | re.MULTILINE)
-    (program,) = re.findall(r"^```python\n(.*?)```", readme, re.DOTALL | re.MULTILINE)
+    program, _forms = re.findall(r"^```python\n(.*?)```", readme, re.DOTALL | re.MULTILINE)
     venv.create(tmp_path / "venv")
     bin_ = tmp_path / "venv" / "bin"
     pip = bin_ / "pip"  # ours, as to bring another takes longer than what it is to do
