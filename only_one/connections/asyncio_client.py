@@ -20,28 +20,29 @@ from .timeouts import NO_NOTICES
 _sentinel: Any = sentinel  # which has no types
 
 NO_LIMIT = 2**31
-"""As many connections as commands ask for."""
+"""The number of connections of a pool that makes as many as its commands ask for."""
 
 _MOST_CONNECTIONS = 32
-"""Connections of one event loop: to open many more at once takes longer than one of them may take."""
+"""The most connections of one event loop. To open many more at once takes longer than a connection may take."""
 
 
 class AsyncClient:
-    """An asyncio client whose commands wait for one another if they are more than its connections.
+    """An asyncio client whose commands wait for one another if there are more of them than connections.
 
-    No command waits longer than it takes to know that a server is down: if one times out, and then one that has waited
-    for it, those that wait give up. One time-out says little: the event loop may have been busy with thousands of
-    calls, and read no reply meanwhile.
-    (redis-py's pools refuse such commands, or can lose a connection for good when a task is cancelled.)
+    redis-py's pools refuse such commands, or can lose a connection for good when a task is cancelled.
 
-    A signal handler's exception may leave a connection with a reply yet to come. What an ``async with`` has just
-    acquired then, a turn or a lock of redis-py's, may stay acquired for ever. So a new client is made after it.
+    Once the server is known to be down, all commands that wait give up. It is down if a command has timed out, and then
+    another that had waited for it. One time-out says little: the event loop may have been busy with thousands of calls,
+    and have read no reply meanwhile.
+
+    After an exception of a signal handler a new client is made. The exception may have left a connection with a reply
+    yet to come; and a turn, or a lock of redis-py's, that an ``async with`` had just acquired may stay acquired.
 
     Attributes:
         sends_again: the drivers send a command again that got no answer, because redis-py does not.
         client: our own kept connections, or redis-py's asyncio client of a cluster.
-        to_be_closed: the earlier clients, until the next command closes their connections. A command that was
-            forgotten may be collected while no event loop is running, and cannot close them itself.
+        to_be_closed: the earlier clients. The next command closes their connections: the command that left such a
+            client may be collected where no event loop runs, and cannot close them.
     """
 
     sends_again = True
@@ -55,7 +56,8 @@ class AsyncClient:
         """
         self._make = make
         self._most = min(most, _MOST_CONNECTIONS)
-        self._answered_at = self._doubted_at = self._timed_out_at = 0.0  # by `now()`: never
+        # By `now()`; 0 for never. One time-out puts the server in doubt, and a second, as above, shows that it is down.
+        self._answered_at = self._doubted_at = self._known_down_at = 0.0
         self.to_be_closed: set[Any] = set()
         self._begin()
 
@@ -66,11 +68,13 @@ class AsyncClient:
         """Send a command, and return its reply."""
         if self.to_be_closed:
             await self.close_what_is_left()
-        asked, sent, client, turns = now(), 0.0, self.client, self._turns
+        asked = now()
+        sent = 0.0
+        client, turns = self.client, self._turns
         try:
             async with turns:
-                client = self.client
-                if self._timed_out_at > asked:
+                client = self.client  # a new one may have been made meanwhile
+                if self._known_down_at > asked:
                     msg = "Timeout waiting for a connection: the server did not answer on any"
                     raise ServerTimeout(msg)  # noqa: TRY301 - a time-out like any other
                 sent = now()
@@ -78,15 +82,15 @@ class AsyncClient:
                 self._answered_at = now()
                 return reply
         except (redis.RedisError, exceptions.RedisClusterException, asyncio.CancelledError, GeneratorExit) as error:
-            if isinstance(error, exceptions.RedisClusterException):  # of a cluster no node can be reached
-                self._timed_out_at = now()
+            if isinstance(error, exceptions.RedisClusterException):  # no node of the cluster can be reached
+                self._known_down_at = now()
             if isinstance(error, redis.TimeoutError) and self._note_timeout(asked, sent):
                 raise ServerTimeout(*error.args) from None
-            raise  # the connection is closed if need be, or will be by the next command
+            raise
         except BaseException as error:
-            if client is self.client:  # else another has been begun already
+            if client is self.client:  # else another command has made a new client already
                 self._begin()
-            turns.release()  # for who waits for one that may be lost
+            turns.release()  # the interruption may have lost a turn, for which a command waits
             if isinstance(error, Exception):
                 raise_as_connection_error(error)
             raise
@@ -95,15 +99,21 @@ class AsyncClient:
                 self.to_be_closed.add(client)
 
     def _note_timeout(self, asked: float, sent: float) -> bool:
-        """Note that a command that was sent then has timed out; returns whether the server is known to be down.
+        """Note that a command has timed out.
 
-        It is, if that command had waited for one that timed out, and no other was answered since.
+        Args:
+            asked: when the command began to wait for its turn, by ``now()``.
+            sent: when it was sent.
+
+        Returns:
+            Whether the server is known to be down: the command had waited for one that timed out, and no command was
+            answered since.
         """
         if self._answered_at > sent:
             return False
         was_in_doubt = self._doubted_at > self._answered_at
         if was_in_doubt and asked < self._doubted_at <= sent:
-            self._timed_out_at = now()
+            self._known_down_at = now()
             return True
         if self._doubted_at <= sent:
             self._doubted_at = now()
@@ -112,7 +122,7 @@ class AsyncClient:
     async def close_what_is_left(self) -> None:
         """Close the connections of the earlier clients."""
         while self.to_be_closed:
-            client = self.to_be_closed.pop()  # before it is closed: a command that ends meanwhile adds it again
+            client = self.to_be_closed.pop()  # now, because a command that ends while it is closed adds it again
             try:
                 await client.close_connections()
             except BaseException:
@@ -126,38 +136,38 @@ class AsyncClient:
 
 
 class _KeptConnections:
-    """Sends each command on a connection that it keeps, past redis-py's asyncio client and pool.
+    """Sends each command on a connection that it keeps, and not through redis-py's asyncio client and pool.
 
-    These cost as much as the command itself. A connection that the server has closed is found when a command fails on
-    it: the driver sends that command again.
-    Only the reading has a time limit: redis-py starts a task to limit the sending, which waits for nobody here, because
-    a connection has one short command at a time.
+    These cost as much as the command itself. If the server has closed a kept connection, the command fails, and the
+    driver sends it again.
 
     Attributes:
-        connection_pool: it makes the connections, and has none of them.
+        connection_pool: makes the connections, and does not hold them.
     """
 
     def __init__(self, connection_pool: Any) -> None:
         self.connection_pool = connection_pool
-        self._patience: float | None = connection_pool.make_connection().socket_timeout  # which does not connect
+        self._read_timeout: float | None = connection_pool.make_connection().socket_timeout  # which does not connect
         self._idle: list[Any] = []
         self._broken: list[Any] = []
-        self._all: set[Any] = set()  # also those that an exception between two lines has lost
+        self._all: set[Any] = set()  # a connection that an exception between two lines has lost is in this set only
 
     async def execute_command(self, *args: Any, **_options: Any) -> Any:
         """Send a command, and return its reply as bytes."""
         while self._broken:
-            self._all.discard(broken := self._broken.pop())
+            broken = self._broken.pop()
+            self._all.discard(broken)
             await broken.disconnect(nowait=True)
         connection = self._idle.pop() if self._idle else self.connection_pool.make_connection()
         self._all.add(connection)
         try:
             if not connection.is_connected:
-                await connection.connect()  # a Sentinel's does not begin with what is sent
+                await connection.connect()  # sending does not connect a Sentinel's connection
+            # No time limit for the sending, for which redis-py would start a task: one short command does not wait.
+            # And no check of the connection, which would then wait without a limit: a broken one fails anyhow.
             connection.socket_timeout = None
-            # A connection whose server has gone fails anyhow, and redis-py's check of it would wait without a limit.
             await connection.send_packed_command((packed(args),), check_health=False)
-            connection.socket_timeout = self._patience
+            connection.socket_timeout = self._read_timeout
             reply = await connection.read_response(disable_decoding=True)
         except BaseException as error:
             if leaves_usable(error):
@@ -172,7 +182,7 @@ class _KeptConnections:
         return reply
 
     async def close_connections(self) -> None:
-        """Close all connections, also those of commands that were forgotten, and those to the Sentinels."""
+        """Close all connections, also those that an exception has lost, and those to the Sentinels."""
         sentinels = getattr(getattr(self.connection_pool, "sentinel_manager", None), "sentinels", ())
         closing = [each.disconnect() for each in self._all] + [each.aclose() for each in sentinels]
         await asyncio.gather(*closing, return_exceptions=True)
@@ -195,32 +205,37 @@ def make_async_client(client: Any) -> AsyncClient:
 
 
 def _async_pool(pool: Any) -> Any:
+    """The asyncio pool with the options of a sync one.
+
+    Raises:
+        ConfigurationError: if redis-py has no asyncio class for the way in which the pool connects.
+    """
     name = pool.connection_class.__name__
     kind = getattr(connection, name, None) or getattr(_sentinel, name, None)
-    # What it does when it has connected decides which keys it sees, by a SELECT for example.
+    # A function of the user's that connects cannot be left out: it may choose the database.
     connects_by = pool.connection_kwargs.get("redis_connect_func") or pool.connection_class
     if kind is None or connects_by is not pool.connection_class:
         msg = f"no asyncio client can be made from one that connects by {connects_by!r}: give redis= as a URL"
         raise ConfigurationError(msg)
     known = {name for base in kind.__mro__ for name in signature(base).parameters}
-    known.discard("parser_class")  # which means something else to asyncio
+    known.discard("parser_class")  # another class for asyncio
     options = _options(pool.connection_kwargs, known)
     options.update(retry=retry.Retry(backoff.NoBackoff(), 0), connection_class=kind, max_connections=NO_LIMIT)
     if not isinstance(pool, redis.SentinelConnectionPool):
         return ConnectionPool(**options)
     sentinels = [Redis.from_pool(_async_pool(each.connection_pool)) for each in pool.sentinel_manager.sentinels]
-    manager = object.__new__(_Sentinels)
-    # All attributes, whatever options this version of redis-py has.
-    vars(manager).update(vars(pool.sentinel_manager), sentinels=sentinels)
+    manager: Any = object.__new__(_Sentinels)
+    # By attributes and not by parameters, which depend on the version of redis-py.
+    manager.__dict__ = {**vars(pool.sentinel_manager), "sentinels": sentinels}
     return _sentinel.SentinelConnectionPool(pool.service_name, manager, **options)
 
 
 def _options(given: dict[str, Any], known: set[str]) -> dict[str, Any]:
-    """The options that the asyncio class knows, too.
+    """The options of ``given`` that an asyncio class knows.
 
     Raises:
-        ConfigurationError: for one about TLS that it does not know. OpenSSL would ask the terminal for the password of
-            a key, or a server be trusted that the sync client does not trust.
+        ConfigurationError: for an option about TLS that it does not know. Without it, the asyncio client could trust a
+            server that the sync client does not trust, or OpenSSL would ask for a password in the terminal.
     """
     if missing := [name for name, value in given.items() if name.startswith("ssl_") and value and name not in known]:
         msg = f"redis-py has no asyncio client with {' and '.join(missing)}: give redis= without"
@@ -229,32 +244,37 @@ def _options(given: dict[str, Any], known: set[str]) -> dict[str, Any]:
 
 
 class _Sentinels(sentinel.Sentinel):
-    """Sentinels of which none is lost when several commands ask them at once.
+    """Sentinels that several commands can ask at once.
 
-    redis-py swaps two in the list that it goes through, and of two swaps at once one would lose a Sentinel for good.
+    Each command asks a copy, because redis-py swaps two Sentinels in the list while it goes through it: of two swaps at
+    once, one would lose a Sentinel for good.
     """
 
     sentinels: Any
 
     async def discover_master(self, service_name: str) -> Any:
-        own = copy.copy(self)
-        own.sentinels = [*self.sentinels]
-        address = await super(_Sentinels, own).discover_master(service_name)
-        self.sentinels = own.sentinels
+        asked = copy.copy(self)
+        asked.sentinels = [*self.sentinels]
+        address = await super(_Sentinels, asked).discover_master(service_name)
+        self.sentinels = asked.sentinels
         return address
 
 
 class _Cluster(RedisCluster):
-    """A cluster's client that sends a command again only where the cluster has refused it."""
+    """A cluster's client that sends a command again only if the cluster has refused it, and looks for slots once.
+
+    All other errors are left to the driver.
+    """
 
     ERRORS_ALLOW_RETRY: Any = (exceptions.ClusterDownError, exceptions.SlotNotCoveredError)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._looking, self._unreachable_at = asyncio.Lock(), 0.0  # by `now()`: never
+        self._looking = asyncio.Lock()
+        self._unreachable_at = 0.0  # by `now()`: never
 
     def get_node(self, host: Any = None, port: Any = None, node_name: Any = None) -> Any:
-        """The node that redis-py knows; or what an ASK has named, which has no slot yet, so that it knows none."""
+        """A node. One that an ASK names may have no slot yet, and redis-py then learns it."""
         nodes: Any = self.nodes_manager
         if node_name and node_name not in nodes.nodes_cache:
             name, _, number = node_name.rpartition(":")
@@ -262,9 +282,9 @@ class _Cluster(RedisCluster):
         return super().get_node(host, port, node_name)
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Send a command once the slots are known: redis-py 7 sends the first ones to any node.
+        """Send a command once the slots are known. Else redis-py 7 would send the first ones to any node.
 
-        If no node can be reached, those that wait for this look give up, or each would look for as long.
+        If no node can be reached, all commands that wait for this look give up: each would look for as long.
         """
         asked = now()
         async with self._looking:
@@ -279,11 +299,10 @@ class _Cluster(RedisCluster):
         return await super().execute_command(*args, **options)
 
     async def _look(self) -> None:
-        """Ask where the slots are, unless it is known."""
+        """Ask where the slots are, unless they are known; twice, if redis-py has no node left that it could ask."""
         nodes: Any = self.nodes_manager
         for is_last in (False, True):
-            # Until redis-py 7.1 each failure to reach a node takes it off the list of those that are asked for the
-            # slots, also while they are asked.
+            # Until redis-py 7.1, a node that was not reached is no longer asked for the slots, even during one look.
             nodes.startup_nodes = {**nodes.nodes_cache, **nodes.startup_nodes}
             try:
                 await self.initialize()
@@ -294,21 +313,21 @@ class _Cluster(RedisCluster):
                 return
 
     async def close_connections(self) -> None:
-        """Close all, also those that commands have opened since redis-py closed the client, which closes it once."""
+        """Close all connections. redis-py closes a client only once, and commands may have opened others since."""
         await self.aclose()
         await self.nodes_manager.aclose()
 
 
 def _cluster(client: Any) -> Any:
     known = set(signature(RedisCluster.__init__).parameters) - {"retry"}
-    given: dict[str, Any] = client.nodes_manager.connection_kwargs
+    manager: Any = client.nodes_manager
+    given: dict[str, Any] = manager.connection_kwargs
     options = {name: value for name, value in _options(given, known).items() if value is not None}
     is_tls = issubclass(given.get("connection_class", redis.Connection), redis.SSLConnection)
-    manager: Any = client.nodes_manager
     options.update(ssl=is_tls, address_remap=manager.address_remap, max_connections=NO_LIMIT)
     options["reinitialize_steps"] = 0  # else each fifth MOVED closes the connections of all commands under way
     options["require_full_coverage"] = manager._require_full_coverage  # noqa: SLF001 - it has no public name
-    # Those that were given, too: their names may lead to others by now.
+    # The nodes that the user named are asked, too: by now their host names may lead to other nodes.
     known_nodes = (*client.get_nodes(), *getattr(client, "startup_nodes", ()))
     nodes = [cluster.ClusterNode(str(node.host), int(node.port)) for node in known_nodes]
     return _Cluster(startup_nodes=nodes, **options)

@@ -1,4 +1,4 @@
-"""Cluster: its nodes, the slots of each, and the redirections that they answer, for the renewing thread."""
+"""Cluster: its nodes, the slots of each, and the redirections that nodes reply, for the renewing thread."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +10,13 @@ from only_one.clock import now
 from only_one.driver import Command
 
 from .node import Node, by_reach
-from .timeouts import closing, short_timeouts
+from .timeouts import closed_when_collected, short_timeouts
 
 
 class ClusterNodes:
-    """The nodes of a cluster, and the slots of each.
+    """The nodes of a cluster, and the slots of each, as the renewing thread knows them.
 
-    The user's client is not asked: it would wait for a frozen node as long as the user's time-outs say.
+    The user's client sends nothing for it: it would wait for a frozen node for as long as the user's time-outs say.
     """
 
     def __init__(self, client: Any) -> None:
@@ -37,28 +37,29 @@ class ClusterNodes:
         return self._at(address) if address else min(self._nodes.values(), key=by_reach)
 
     def nodes(self) -> list[Node]:
-        """All nodes that store keys; one of them is asked first, by the renewing thread, because some may be new."""
+        """All nodes that store keys. One is asked for them first, because some may be new."""
         self._refresh()
         return [self._at(address) for address in set(self._owners.values())]
 
     def _at(self, address: tuple[str, int]) -> "_ClusterNode":
+        """The node at an address."""
         if address not in self._nodes:
-            client = closing(self._manager.create_redis_node(*address, **self._options))
+            client = closed_when_collected(self._manager.create_redis_node(*address, **self._options))
             self._nodes[address] = _ClusterNode(client, address[0], self)
         return self._nodes[address]
 
     def follow(self, node: "_ClusterNode", commands: Sequence[Command], replies: list[Any]) -> None:
-        """Follow redirections: MOVED names the node that has a slot from now on, ASK the node that is getting it.
+        """Follow the redirections in the replies: MOVED names a slot's new node, ASK the node that is getting the slot.
 
-        A command that was answered by ASK is sent on.
-        A command that was answered by MOVED keeps its error, and goes to the right node when it is due again.
+        A command with the reply ASK is sent on, and gets the reply of that node.
+        A command with the reply MOVED keeps its error, and goes to the right node when it is due again.
         """
         errors = [reply for reply in replies if isinstance(reply, Exception)]
         # A node that cannot be reached, or has become a replica, may have been replaced by another.
         if any(isinstance(each, redis.ReadOnlyError) or not isinstance(each, redis.ResponseError) for each in errors):
             self._refresh(node)
         for number, reply in enumerate(replies):
-            if isinstance(reply, exceptions.AskError):  # of which MovedError is one
+            if isinstance(reply, exceptions.AskError):  # the base class of MovedError
                 address = self._manager.remap_host_port(reply.host or node.host, reply.port)
                 target = self._at(address)
                 if isinstance(reply, exceptions.MovedError):
@@ -67,11 +68,11 @@ class ClusterNodes:
                     replies[number] = target.send_here([("ASKING",), commands[number]])[1]
 
     def _refresh(self, but: Node | None = None) -> None:
-        """Ask a node, but not this one, for the slots of all: that which has been reachable for the longest time.
+        """Ask the node that has been reachable for the longest time, and is not ``but``, for the slots of all nodes.
 
-        If it cannot be reached either, the next time is soon enough.
+        If that node cannot be reached either, the next time is soon enough.
         """
-        for known in list(self._manager.nodes_cache.values()):  # the user's client has learnt of others, perhaps
+        for known in list(self._manager.nodes_cache.values()):  # the user's client may have learnt of new nodes
             self._at((known.host, known.port))
         node = min((each for each in self._nodes.values() if each is not but), key=by_reach, default=None)
         if node is None or node.backs_off_until > now():

@@ -1,10 +1,12 @@
-"""Pinned connections: kept between commands, which makes each cheaper, and dropped when a command is interrupted.
+"""Pinned connections, which a client keeps between commands, and guarded pools: both close interrupted connections.
 
-redis-py closes a connection when an exception is raised while it sends or while it reads.
-It keeps the connection when a signal handler's exception, such as Celery's soft time limit, is raised in between,
+A connection on which a command was interrupted must not be used again: the next command would take the reply of the
+interrupted one for its own, or go to another database.
+redis-py closes a connection if an exception is raised while it sends or reads.
+It keeps the connection if a signal handler, such as that of Celery's soft time limit, raises an exception in between,
 or between two of the commands with which a connection begins.
-The next command on it would take the reply for its own, or go to another database.
-So ``PinnedClient`` drops such a connection, and the pools of all other clients are ``guarded``.
+So ``PinnedClient``, which replaces plain clients, closes such a connection itself. All other clients are ``guarded``:
+their pools close it when it is returned.
 """
 
 import copy
@@ -25,66 +27,74 @@ from only_one.forks import in_each_child
 from only_one.signatures import signature
 
 _MOST_KEPT = 16
-"""The most connections that are kept. The pool has the others, and lends them to the user's own commands, too."""
+"""The most connections that one client keeps. It returns the others to the pool, which lends them to the user, too."""
 
-_named = signature(redis.ConnectionPool.get_connection).parameters.get("command_name")
-_FOR_NO_COMMAND = ("_",) if _named and _named.default is _named.empty else ()  # until redis-py 5.2; later ones warn
+_command_name = signature(redis.ConnectionPool.get_connection).parameters.get("command_name")
+# The arguments of `get_connection`: redis-py 5.2 needs the name of a command, and later releases warn of one.
+_NO_COMMAND = ("_",) if _command_name and _command_name.default is _command_name.empty else ()
 
 OF_ALL_CONNECTIONS = (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError)
-"""The errors after which no other kept connection is used again either.
+"""The errors after which a client uses none of its kept connections again.
 
-The server may have closed the others, too, or the network between may have forgotten them. Or their server is a
-replica now, and its name may lead to another server.
+The server may have closed all of them, or the network may have forgotten them. Or the server is a replica now, and its
+host name may lead to the new master.
 """
 
 _clients: WeakSet["PinnedClient"] = WeakSet()
 _inherited: list[Any] = []
+"""The parent's connections, in a forked child: they stay referenced, because their collection would close them."""
 
 
 class _Pinned:
-    """One connection. It is also dropped when it is forgotten, as by an exception between two lines.
+    """One connection that a client has borrowed from its pool.
 
     Attributes:
         connection: redis-py's connection.
-        drop: closes it, because a reply may be yet to come on it. The next one that is borrowed returns it to the pool.
+        drop: closes the connection, on which a reply may be yet to come. It is also called when this object is
+            collected, as after an exception between two lines. The next connection that is borrowed returns the
+            dropped one to its pool.
     """
 
     def __init__(self, pool: Any) -> None:
-        """Borrow a connection from the pool, once those that were dropped are back in theirs."""
+        """Borrow a connection from the pool; before that, return all dropped connections to their pools."""
         while _dropped:
-            with suppress(IndexError):  # another thread may return the last
+            with suppress(IndexError):  # another thread has returned the last one
                 _return(*_dropped.pop())
-        self.connection = pool.get_connection(*_FOR_NO_COMMAND)
-        # Whatever was handled then is over when it is dropped, and a later exception may have the same id.
+        self.connection = pool.get_connection(*_NO_COMMAND)
+        # The guarded pool must not compare this id when the connection is returned. The exception that is handled now
+        # may have been collected by then, and a later one may have its id.
         del self.connection.lent_during
-        # No `__del__`: a signal handler's exception in it would be lost, even where nothing was connected.
+        # No `__del__`: it would also run where there is no connection to drop, and an exception that a signal handler
+        # raises in it is lost.
         self.drop = finalize(self, _drop, pool, self.connection)
         self.drop.atexit = False
 
 
 _dropped: list[tuple[Any, Any]] = []
-"""The connections that were dropped, each after its pool."""
+"""The dropped connections that must be returned, each with its pool: ``(pool, connection)``."""
 
 
 def _drop(pool: Any, connection: Any) -> None:
-    # It may be called where garbage is collected, and in a thread that has acquired the pool's lock.
+    # The pool is not asked here: garbage collection may call this in a thread that has acquired the pool's lock.
     _dropped.append((pool, connection))
     connection.disconnect()
 
 
 def _return(pool: Any, connection: Any) -> None:
+    """Return a dropped connection to its pool. It is closed again, because its first closing may be interrupted."""
     try:
         connection.disconnect()
-    finally:  # where that is interrupted, too, the guarded pool closes it
+    finally:  # if this closing is interrupted, too, the guarded pool closes the connection
         pool.release(connection)
 
 
 class PinnedClient(redis.Redis):
-    """Sends each command on a connection that it keeps, past the pool.
+    """A client that sends each command on a connection that it keeps, and not through the pool.
 
-    redis-py's pool checks every connection before it lends it, in case the server has closed it. That check costs
-    three system calls. Here it is done after a command has failed: the second attempt is the pool's. So a command
-    may be sent twice, as with redis-py's own retries. All commands of a lock must bear that anyhow.
+    redis-py's pool checks each connection before it lends it, because the server may have closed it. The check costs
+    three system calls. This client does not check: if the server has closed the kept connection, the command fails,
+    and is sent again through the pool. So the server may get a command twice, as it may by redis-py's own retries. All
+    commands of a lock are safe to repeat.
 
     Attributes:
         kept: the connections that no command uses.
@@ -94,16 +104,17 @@ class PinnedClient(redis.Redis):
     sends_again = False
 
     def __init__(self, client: Any) -> None:
-        """See ``fits`` for the clients that it can replace."""
+        """Replace a client for which ``fits`` is true."""
         super().__init__(connection_pool=guarded_pool(client.connection_pool))
         self.kept: list[_Pinned] = []
         _clients.add(self)
 
     @staticmethod
     def fits(client: Any) -> bool:
-        """Whether ``client`` is a plain one: not of another class, altered, short of connections, or cached.
+        """Whether ``client`` can be replaced: a plain client of redis-py, with a plain pool of enough connections.
 
-        And whether its commands are packed, sent and read as here: a later redis-py may do that in another way.
+        Its connections must send and read as this class expects, which a later redis-py may change.
+        Its credentials must be final: redis-py hands renewed tokens to a connection when the pool gets it back.
         """
         if type(client) is not redis.Redis:
             return False
@@ -111,20 +122,23 @@ class PinnedClient(redis.Redis):
             return False
         pool: Any = client.connection_pool
         is_plain = type(pool) is redis.ConnectionPool and pool.cache is None
-        as_here = _is_known(pool.connection_class)
-        # Tokens that are renewed get to a connection when it goes back to the pool.
+        is_known = _sends_and_reads_as_known(pool.connection_class)
         renews = hasattr(pool.connection_kwargs.get("credential_provider"), "on_next")
-        return is_plain and as_here and not renews and pool.max_connections >= redis.ConnectionPool().max_connections
+        return is_plain and is_known and not renews and pool.max_connections >= redis.ConnectionPool().max_connections
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
-        """See redis-py. Only commands with ``RAW``, whose replies need no parsing, are sent on a kept connection."""
+        """Send a command, and return its reply; see redis-py.
+
+        Only commands with ``RAW``, whose replies need no parsing, are sent on a kept connection.
+        """
         untyped: Any = super()
         if options != RAW:
             return untyped.execute_command(*args, **options)
         try:
             pinned: _Pinned | None = self.kept.pop()
-        except IndexError:  # which is over when we connect, and so not in the traceback of an error there
+        except IndexError:
             pinned = None
+        # Not in the `except`: the IndexError would be the context of an error while connecting.
         pinned = pinned or _Pinned(self.connection_pool)
         connection, handled = pinned.connection, sys.exc_info()[1]
 
@@ -138,25 +152,27 @@ class PinnedClient(redis.Redis):
             is_closed = isinstance(error, redis.ConnectionError) and not raised_by_signal_handler(error, handled)
             if self.sends_again or not is_closed:
                 raise
-            note_unanswered()
+            note_unanswered()  # and send the command again below
         else:
             self._keep(pinned)
             return reply
         return untyped.execute_command(*args, **options)
 
     def _end(self, pinned: _Pinned, error: BaseException) -> None:
+        """Keep or drop a connection whose command has raised an error."""
         if leaves_usable(error):
             self._keep(pinned)
-        else:  # a reply may be on its way still, which the next command there would take for its own
+        else:
             pinned.drop()
         if isinstance(error, OF_ALL_CONNECTIONS):
             self.kept = []
 
     def _keep(self, pinned: _Pinned) -> None:
+        """Keep a connection whose reply has been read; if there are enough, return it to the pool."""
         if len(self.kept) < _MOST_KEPT:
             self.kept.append(pinned)
         elif pinned.drop.detach():
-            redis.ConnectionPool.release(self.connection_pool, pinned.connection)  # past the guard
+            redis.ConnectionPool.release(self.connection_pool, pinned.connection)  # past the guard, as it is usable
 
 
 def _exchange(connection: Any, command: Command) -> Any:
@@ -167,7 +183,8 @@ def _exchange(connection: Any, command: Command) -> Any:
 def _exchange_again(connection: Any, command: Command, failed: Exception, handled: BaseException | None) -> Any:
     """After a time-out, send the command again, as often as the user's client says; else raise the error.
 
-    redis-py's retry begins with the attempt that has failed: around each command it would cost a microsecond.
+    redis-py's ``retry`` is called only now, because around each command it would cost a microsecond.
+    So its first attempt raises the error of the attempt that has failed already.
     """
     errors = [failed]
 
@@ -185,12 +202,15 @@ def _exchange_again(connection: Any, command: Command, failed: Exception, handle
 
 
 def leaves_usable(error: BaseException) -> bool:
-    """Whether the connection of a command that has failed can be kept: the server has refused it, and is a master."""
+    """Whether a connection can be used again after the error of its command: the server, a master, has refused it.
+
+    After any other error the reply may be yet to come.
+    """
     return isinstance(error, redis.ResponseError) and not isinstance(error, redis.ReadOnlyError)
 
 
-def _is_known(kind: Any) -> bool:
-    """Whether connections of a class send and read by redis-py's own methods, and these are as we know them."""
+def _sends_and_reads_as_known(kind: Any) -> bool:
+    """Whether a class of connections sends and reads by redis-py's own methods, with the parameters used here."""
     names = ("send_command", "send_packed_command", "read_response")
     are_own = all(getattr(kind, name, None) is getattr(redis.Connection, name, kind) for name in names)
     return are_own and "disable_decoding" in signature(kind.read_response).parameters
@@ -198,11 +218,12 @@ def _is_known(kind: Any) -> bool:
 
 @cache
 def _form(parts: int) -> bytes:
+    """The format of a packed command of so many parts; each part needs its length and its bytes."""
     return b"*%d\r\n" % parts + b"$%d\r\n%b\r\n" * parts
 
 
 def _packed(command: Command) -> bytes:
-    """A command as the server reads it, in UTF-8; redis-py's own way takes three times as long."""
+    """A command as the server reads it, in UTF-8. redis-py's own packing takes three times as long."""
     values: list[int | bytes] = []
     for each in command:
         encoded = each if type(each) is bytes else str(each).encode()
@@ -212,12 +233,12 @@ def _packed(command: Command) -> bytes:
 
 
 packed: Callable[[Command], bytes] = _packed
-with suppress(ImportError, AttributeError):  # it takes half of that
+with suppress(ImportError, AttributeError):  # hiredis takes half the time
     packed = import_module("hiredis").pack_command
 
 
 def _begin_anew_in_child() -> None:
-    """Use the connections no more: they are the parent's, and must not even be closed here."""
+    """Keep no connection of the parent's: the child must neither use nor close it."""
     for client in list(_clients):
         _inherited.append(client.kept)
         client.kept = []
@@ -227,48 +248,57 @@ in_each_child(_begin_anew_in_child)
 
 
 def guarded(client: Any) -> Any:
-    """A client on the connections of ``client`` that closes the connection on which a command is interrupted.
+    """A client with the pool of ``client``, guarded: an interrupted connection is closed.
 
     Args:
-        client: a sync client of redis-py; a client without a pool is returned as it is. Of an object that stands before
-            a client, as Flask-Redis's, the pool counts, by which its keys are renewed, too.
+        client: a sync client of redis-py, or an object that forwards to one, as Flask-Redis's, of which only the pool
+            is used. A client without a pool is returned as it is.
     """
-    if isinstance(client, redis.RedisCluster):  # where each node has a pool
+    if isinstance(client, redis.RedisCluster):  # which has no pool, but one for each node
         return _alias(client, _GuardedCluster)
-    if hasattr(client, "connection_pool"):
-        # The client's own connection never returns to the pool, and so is never checked. The user closes it.
-        changed = {"connection": None, "auto_close_connection_pool": False}
-        changed["connection_pool"] = guarded_pool(client.connection_pool)
-        is_client = issubclass(type(client), redis.Redis)  # an object before one says so, too, and may have no copy
-        client = copy.copy(client) if is_client else redis.Redis(connection_pool=client.connection_pool)
-        vars(client).update(changed)
-        client._single_connection_client = False  # noqa: SLF001 - or it waits for the user's commands, which may block
-    return client
+    if not hasattr(client, "connection_pool"):
+        return client
+    pool = client.connection_pool
+    # By the type, because an object that forwards has the client's `__class__`; to copy it may fail.
+    is_client = issubclass(type(client), redis.Redis)
+    made: Any = copy.copy(client) if is_client else redis.Redis(connection_pool=pool)
+    made.connection_pool = guarded_pool(pool)
+    made.auto_close_connection_pool = False  # the user closes the pool
+    # A client of one connection would send past the pool, unguarded, and wait for the user's commands, which may block.
+    made.connection = None
+    made._single_connection_client = False  # noqa: SLF001 - see above
+    return made
 
 
 def guarded_pool(pool: Any) -> Any:
-    """The same pool, but it closes a connection that returns interrupted; for some pools, another like it."""
+    """The same pool, which closes a connection that returns interrupted.
+
+    A pool that waits, or that has redis-py's cache, is replaced by another with the same options.
+    """
     waits = isinstance(pool, redis.BlockingConnectionPool)
     if waits or getattr(pool, "cache", None) is not None:
-        kept = vars(pool)  # or a cluster's client would connect for each command
-        pool = kept.get("only_one_own") or kept.setdefault("only_one_own", _another_like(pool, waits=waits))
+        # One replacement for each pool: a cluster's client asks for a node's guarded pool at each command.
+        attributes = vars(pool)
+        if "only_one_own" not in attributes:
+            attributes.setdefault("only_one_own", _another_like(pool, waits=waits))  # another thread may be first
+        pool = attributes["only_one_own"]
     return _alias(pool, _GuardedPool)
 
 
 def _another_like(pool: Any, *, waits: bool) -> Any:
-    """A pool with the same options, without redis-py's cache: who asks for a key must not be told what it was."""
+    """A pool with the same options and no cache: a reply from the cache may be out of date."""
     another = copy.copy(pool)
     another.cache = None
     if waits:
-        # Its queue is Python's, whose lock stays acquired if a signal handler raises just after acquiring it.
-        del another._connections  # noqa: SLF001 - they are the other's
+        # redis-py's queue has a lock, which stays acquired if a signal handler raises just after it was acquired.
         another.queue_class = _Idle
+        del another._connections  # noqa: SLF001 - the original's, which `reset` would count as closed
     another.reset()
     return another
 
 
 def _alias(original: Any, guard: Any) -> Any:
-    """The same object in all but its class, by whose methods redis-py's own code goes, too."""
+    """An object with the attributes of ``original``, shared with it, and the methods of ``guard`` before its own."""
     alias: Any = object.__new__(_guarded_kind(guard, original.__class__))
     alias.__dict__ = vars(original)
     return alias
@@ -285,33 +315,37 @@ class _GuardedCluster:
     nodes_manager = property(lambda self: _alias(vars(self)["nodes_manager"], _GuardedNodes))
 
     def get_node(self, *address: Any, node_name: str = "") -> Any:
-        """The node that redis-py knows; or what an ASK has named, which has no slot yet, so that it knows none."""
+        """A node. One that an ASK names may have no slot yet; it is remembered, or each command would connect anew."""
         nodes: Any = self.nodes_manager
         kind: Any = ClusterNode
         if not node_name:
             return nodes.get_node(*address)
         host, _, port = node_name.rpartition(":")
-        return nodes.nodes_cache.setdefault(node_name, kind(host, int(port)))  # or each command would connect anew
+        return nodes.nodes_cache.setdefault(node_name, kind(host, int(port)))
 
     def get_redis_connection(self, node: Any) -> Any:
         return guarded(super().get_redis_connection(node))  # type: ignore[misc]
 
-    def pipeline(self, **_options: Any) -> Any:  # none is a transaction in a cluster
+    def pipeline(self, **_options: Any) -> Any:
+        """A guarded pipeline that reads from masters only. No option is passed on, so that it is no transaction."""
         made: Any = super().pipeline()  # type: ignore[misc]
-        own = {"get_node": self.get_node, "get_redis_connection": self.get_redis_connection}
-        vars(made).update(own, read_from_replicas=False, load_balancing_strategy=None)
+        made.get_node, made.get_redis_connection = self.get_node, self.get_redis_connection
+        made.read_from_replicas, made.load_balancing_strategy = False, None
         return made
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Send a command. One that reads goes through a pipeline, which asks masters only: a replica may lag.
+
+        redis-py chooses the node of a single command by functions of the original, whose options may allow replicas.
+        """
         if args[0] not in ("GET", "PTTL"):
             return super().execute_command(*args, **options)  # type: ignore[misc]
-        # A replica may lag. Where the client itself reads from them, its copies do so, too.
         alone = self.pipeline()
         alone.execute_command(*args, **options)
         return alone.execute()[0]
 
     def close(self) -> None:
-        """Leave the nodes open, which are the original's."""
+        """Close nothing: the connections are the original's."""
 
 
 class _GuardedNodes:
@@ -321,7 +355,8 @@ class _GuardedNodes:
         try:
             super().initialize(*args, **options)  # type: ignore[misc]
         finally:
-            # It drops what a signal handler raises, and keeps the connection on which a reply may be yet to come.
+            # redis-py suppresses an exception that a signal handler raises in it, and keeps the connection, on which a
+            # reply may be yet to come.
             nodes: Any = self
             for node in list(nodes.startup_nodes.values()):
                 if node.redis_connection is not None:
@@ -332,7 +367,7 @@ class _GuardedPool:
     """The methods in which a guarded pool differs from its class."""
 
     def __del__(self) -> None:
-        """Count nothing as gone: the original does."""
+        """Do not count the connections as closed, as redis-py does here: the original pool has them still."""
 
     def get_connection(self, *args: Any, **options: Any) -> Any:
         try:
@@ -340,9 +375,10 @@ class _GuardedPool:
         except Exception as error:
             raise_as_connection_error(error)
             raise
-        # The exception that is handled already; by its id, or it would live for as long as the connection.
+        # An exception that is handled already is none of the command's. The connection keeps its id, because a
+        # reference would keep the exception alive for as long as the connection.
         connection.lent_during = id(sys.exc_info()[1])
-        # redis-py connects a lent connection anew to send a command again.
+        # redis-py connects a lent connection anew only to send its command again.
         connection.register_connect_callback(self.note_sent_again)
         return connection
 
@@ -350,21 +386,23 @@ class _GuardedPool:
         note_unanswered()
 
     def release(self, connection: Any) -> None:
+        """Return a connection; it is closed if an exception, of a signal handler too, has interrupted its command."""
         connection.deregister_connect_callback(self.note_sent_again)
         error = sys.exc_info()[1]
         lent_during = vars(connection).pop("lent_during", None)
-        is_new = error is not None and id(error) != lent_during
-        if is_new and not isinstance(error, redis.ResponseError):
+        is_of_command = error is not None and id(error) != lent_during
+        if is_of_command and not isinstance(error, redis.ResponseError):
             note_unanswered()  # a cluster's client sends the command again on another connection
             connection.disconnect()
-            # It may have been asking where the master is, by clients that are the user's own.
+            # The interrupted command may have been a question for the master. The Sentinels' clients are the user's,
+            # and their pools are not guarded.
             for sentinel in getattr(getattr(self, "sentinel_manager", None), "sentinels", ()):
                 sentinel.connection_pool.disconnect(inuse_connections=False)
         super().release(connection)  # type: ignore[misc]
 
 
 class _Idle:
-    """The queue of a pool that waits: last in, first out, and it leaves no lock acquired.
+    """The queue of a pool that waits: last in, first out, and without a lock that an interruption leaves acquired.
 
     Attributes:
         queue: the connections that nobody uses.
@@ -387,9 +425,9 @@ class _Idle:
 
 
 def raise_as_connection_error(error: Exception) -> None:
-    """Raise redis-py's ``ConnectionError`` in place of an exception of a client's own code while it connected.
+    """Raise redis-py's ``ConnectionError`` in place of an exception of the user's code that connects.
 
-    The exception of a signal handler stays as it is, because it has another cause.
+    The exception of a signal handler is not replaced, because it is no trouble of the server.
 
     Raises:
         ConnectionError: unless ``error`` is redis-py's, the system's or a signal handler's.

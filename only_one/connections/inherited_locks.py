@@ -1,6 +1,7 @@
-"""Inherited locks: a thread may have acquired one that a forked child does not have, so the child makes new ones.
+"""Inherited locks: a forked child replaces the locks in redis-py's objects and ours by new ones.
 
-Else redis-py would wait for it for ever. A cluster's is acquired for as long as a look for the slots takes.
+At the fork, a thread of the parent may have acquired such a lock. The child does not have that thread, and would wait
+for the lock for ever. A cluster's lock is acquired for as long as a look for the slots takes.
 """
 
 import threading
@@ -14,21 +15,22 @@ from only_one.forks import in_each_child
 _owners: WeakSet[Any] = WeakSet()
 
 _SLOTS = {"slots_cache", "_owners"}
-"""Tables of a cluster with 16384 rows each; the nodes in these are known elsewhere, too."""
+"""Tables with a cluster's 16384 slots. They are not searched: their nodes are reached through other attributes."""
 
 
 def renew_locks_in_children(owner: Any) -> None:
-    """Have all that is redis-py's or ours behind ``owner`` get new locks in each forked child."""
+    """In each forked child, replace the locks of ``owner``, and of all objects of redis-py and ours behind it."""
     _owners.add(owner)
 
 
 def _renew_locks() -> None:
     makers: dict[type, Callable[[], Any]] = {type(make()): make for make in (threading.Lock, threading.RLock)}
-    new: dict[Any, Any] = {}  # one lock may be that of several
+    new: dict[Any, Any] = {}  # by the inherited lock, which several objects may share
     seen: set[int] = set()
     left: list[Any] = [*_owners]
     while left:
-        if id(each := left.pop()) in seen:
+        each = left.pop()
+        if id(each) in seen:
             continue
         seen.add(id(each))
         if isinstance(each, list):
@@ -38,12 +40,12 @@ def _renew_locks() -> None:
             each.update({name: new.setdefault(lock, makers[type(lock)]()) for name, lock in locks.items()})
             left += [part for name, part in each.items() if name not in _SLOTS]
         elif _has_locks(each.__class__) and hasattr(each, "__dict__"):
-            left.append(vars(each))  # which a guarded client has in common with the original
+            left.append(vars(each))  # one dict for a guarded client and its original, so it is seen once
 
 
 @cache
 def _has_locks(kind: type) -> bool:
-    """Whether a class is redis-py's or ours, or is made of one."""
+    """Whether a class is redis-py's or ours, or a subclass of one."""
     return any(base.__module__.startswith(("redis.", "only_one.")) for base in kind.__mro__)
 
 

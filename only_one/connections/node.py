@@ -13,13 +13,13 @@ from only_one.driver import RAW, Command
 _FIRST_PAUSE = 0.05
 
 MOST_IN_A_TRIP = 500
-"""Commands in one trip, so that no trip takes long."""
+"""The most commands in one trip, so that no trip takes long."""
 
-LONG = 0.1
-"""Seconds after which other keys may be due: they go before anything else that may take long."""
+LONG_TURN = 0.1
+"""Seconds after which the renewing thread breaks off what it does, to renew the keys that have become due."""
 
 by_reach = attrgetter("backs_off_until")
-"""The order in which nodes are asked: waiting for an unreachable node must not cost others their leases."""
+"""The order in which nodes are asked: last the unreachable ones, so that the wait for them costs no other its lease."""
 
 
 class Node:
@@ -28,7 +28,7 @@ class Node:
     Attributes:
         client: a client of it with short time-outs.
         host: its host, if it is a cluster's.
-        backs_off_until: when it is asked again after it could not be reached, by ``clock.now()``.
+        backs_off_until: until when it is left alone because it could not be reached, by ``clock.now()``.
     """
 
     host = ""
@@ -43,7 +43,7 @@ class Node:
         return self
 
     def nodes(self) -> list["Node"]:
-        """The node itself, which is all that there is."""
+        """The node itself, the only one."""
         return [self]
 
     def send(self, commands: Sequence[Command], pause: float | None = None) -> list[Any]:
@@ -51,7 +51,7 @@ class Node:
 
         Args:
             commands: the commands.
-            pause: seconds for which the node is left alone if it cannot be reached; None for longer each time.
+            pause: seconds for which the node is left alone if it cannot be reached; None for twice the last pause.
 
         Returns:
             The reply to each command, as bytes, or its error.
@@ -65,12 +65,12 @@ class Node:
             self.fail(pause)
             return [error] * len(commands)
         self._pause = _FIRST_PAUSE
-        if any(isinstance(each, redis.ReadOnlyError) for each in replies):  # a replica, as in `PinnedClient`
+        if any(isinstance(each, redis.ReadOnlyError) for each in replies):  # see `OF_ALL_CONNECTIONS`
             self.client.connection_pool.disconnect(inuse_connections=False)
         return replies
 
     def fail(self, pause: float | None = None) -> None:
-        """Note that the node could not be reached."""
+        """Note that the node could not be reached; see ``send`` for ``pause``."""
         self.backs_off_until = now() + (self._pause if pause is None else pause)
         self._pause = min(self._pause * 2, 1.0)
 

@@ -11,32 +11,35 @@ from .node import Node
 
 
 class MasterNode(Node):
-    """A master behind Sentinels: its clients leave it when it was replaced, which they may not know for ten seconds.
+    """A master behind Sentinels. Its clients leave it when it was replaced, which it may not know itself for 10 s.
 
-    Only one Sentinel is asked, in a tenth of the time at the most: it may not answer, and other nodes have keys to
-    renew.
+    One Sentinel is asked at a time, and in a tenth of the time at most: it may not answer, and other nodes have keys
+    to renew.
     """
 
     def __init__(self, client: Any, given: Any) -> None:
-        """Ask for ``client``, which the renewing thread has made, and for the user's, of which it was made."""
+        """See ``Node``; ``given`` is the user's client of the same master, which must leave it, too."""
         super().__init__(client)
         self._pools = client.connection_pool, given.connection_pool
         self._asks_from = 0.0  # by `now()`
 
     def send(self, commands: Sequence[Command], pause: float | None = None) -> list[Any]:
-        """See ``Node``; before it, ask where the master is, if it is time to."""
+        """See ``Node``; before that, find the master if it is time to."""
         if now() >= self._asks_from:
             self._find_master()
         return super().send(commands, pause)
 
     def _find_master(self) -> None:
-        began, (pool, _) = now(), self._pools
-        sentinels, manager = pool.sentinel_manager.sentinels, copy.copy(pool.sentinel_manager)
+        """Ask the first Sentinel; if the master was replaced, close the idle connections of both clients."""
+        began = now()
+        pool = self._pools[0]
+        sentinels = pool.sentinel_manager.sentinels
+        manager = copy.copy(pool.sentinel_manager)
         manager.sentinels = sentinels[:1]
         try:
             if pool.master_address not in (None, manager.discover_master(pool.service_name)):
                 for each in self._pools:
                     each.disconnect(inuse_connections=False)
         except TROUBLE:
-            sentinels.append(sentinels.pop(0))  # the next time another
+            sentinels.append(sentinels.pop(0))  # so that the next time another Sentinel is asked
         self._asks_from = now() + 9 * (now() - began)

@@ -28,7 +28,7 @@ from .inherited_locks import renew_locks_in_children
 from .node import Node
 from .sentinel import MasterNode
 from .server_features import Features
-from .timeouts import PATIENCE, with_short_timeouts
+from .timeouts import OUR_TIMEOUTS, with_short_timeouts
 
 Source = Union[str, Any, Callable[[], Any]]
 """A URL, a client, or a callable that returns a client."""
@@ -43,13 +43,13 @@ _ADVICE = {
     "DB index": "write the number of a database that the server has, such as redis://host:6379/0",
     "^RuntimeError": "nothing could renew the key: write timeout= without lease=, or call before the main thread ends",
 }
-"""What to write, by a pattern of an error's text and of the class of the connection."""
+"""What to write instead: by a pattern that is found in an error's type and text, and the connection's class."""
 
 _INSTEAD = "give a URL such as redis://host:6379/0, a client, or a callable that returns one"
 
 
 class _NoClient:
-    """Stands in for a client that a callable could not make: a cluster's client connects when it is made."""
+    """Stands in for the client that a callable could not make, as of a cluster that is down: it connects when made."""
 
     def __init__(self, error: Exception, source: Source = "") -> None:
         self._error, self._source = error, source
@@ -62,9 +62,9 @@ class _NoClient:
     pipeline = scan_iter = execute_command
 
     def nodes(self) -> Union["ClusterNodes", Node]:
-        """The nodes of the server, for what is done in the background, once the callable could make a client.
+        """The nodes of the server once the callable has made a client; until then one whose every command fails.
 
-        It is asked again in a thread of its own: it is the user's code, and may take long.
+        The callable is called again in a thread of its own, because it is the user's code and may take long.
         """
         if self._server is not None and self._server.is_known:
             return self._server.all_nodes()
@@ -74,7 +74,7 @@ class _NoClient:
 
     def _ask_again(self) -> None:
         self._is_asking = True
-        with suppress(Exception):  # a call raises it
+        with suppress(Exception):  # the next call of the decorated function raises it
             self._server = find_server(self._source)
         self._is_asking = False
 
@@ -85,15 +85,15 @@ class Server:
     Attributes:
         client: a sync client of redis-py that closes the connection on which a command is interrupted.
         features: which commands the server knows.
-        is_known: whether there is a client; else each command raises the error for which none could be made.
-        looked_at_from: from when on the renewing thread asks for the eviction policy after an acquire, by ``now()``.
+        is_known: whether there is a client. If the callable could make none, each command raises its error.
+        looked_at_from: from this time on, by ``now()``, an acquire has the renewing thread ask for the eviction policy.
     """
 
     def __init__(self, client: Any) -> None:
         self.client: Any = PinnedClient(client) if PinnedClient.fits(client) else guarded(client)
         self.features = Features()
         if isinstance(client, redis.RedisCluster):
-            self.features.release = "EVAL"  # the slot of an unknown command is not known
+            self.features.release = "EVAL"  # redis-py cannot tell the slot of a command that it does not know
         self.is_known = not isinstance(client, _NoClient)
         self.looked_at_from = 0.0
         self._given: Any = client
@@ -101,9 +101,9 @@ class Server:
         renew_locks_in_children(self)
 
     def node_of(self, key: str) -> Node:
-        """The node that stores ``key``, with the renewing thread's own connections and short time-outs.
+        """The node that stores ``key``, for the renewing thread: with connections of its own, and short time-outs.
 
-        A pool without free connections, or a server that does not answer, must not keep the thread from other servers.
+        Neither a pool without free connections nor a server that does not answer may keep the thread from others.
         """
         return self.all_nodes().node_of(key)
 
@@ -112,7 +112,7 @@ class Server:
         return self.all_nodes().nodes()
 
     def all_nodes(self) -> ClusterNodes | Node:
-        """The same, as what knows which of them stores a key."""
+        """The cluster's nodes, or the one node that there is: the object with ``nodes`` and ``node_of``."""
         if isinstance(self._given, _NoClient):
             return self._given.nodes()
         if self._nodes is None:
@@ -121,31 +121,33 @@ class Server:
 
     def describe(self, problem: Exception) -> str:
         """The type and the text of an error, with the server's address, and what to write instead if that is known."""
-        pool = getattr(self._given, "connection_pool", None)
+        kind, pool = type(problem).__name__, getattr(self._given, "connection_pool", None)
         address = _address(pool) if pool else "the cluster" if self.is_known else "the server"
-        text = f"{type(problem).__name__} {problem} {getattr(getattr(pool, 'connection_class', None), '__name__', '')}"
-        advice = next((f" ({advice})" for pattern, advice in _ADVICE.items() if re.search(pattern, text)), "")
-        return f"{type(problem).__name__} of {address}: {problem}{advice}"
+        text = f"{kind} {problem} {getattr(getattr(pool, 'connection_class', None), '__name__', '')}"
+        advice = next((f" ({instead})" for pattern, instead in _ADVICE.items() if re.search(pattern, text)), "")
+        return f"{kind} of {address}: {problem}{advice}"
 
     async def async_client(self) -> AsyncClient:
         """The asyncio client of the same server for the running event loop."""
         client: AsyncClient = self.client
         if not self.is_known:
             return client
-        # By the loop, because it may be dropped without being closed; and weakly, because so may be the server.
-        # And by the process: a forked child that goes on with its parent's loop must not use, nor close, what that has
-        # opened.
-        of_loop, name = vars(asyncio.get_running_loop()), f"only_one_clients_{os.getpid()}"
-        clients: Any = of_loop.get(name) or of_loop.setdefault(name, WeakKeyDictionary())
+        # An attribute of the loop has its clients, which so live no longer than the loop, even if nobody closes it.
+        # The process is in the name: a forked child that goes on with its parent's loop must neither use nor close the
+        # parent's clients.
+        attributes, name = vars(asyncio.get_running_loop()), f"only_one_clients_{os.getpid()}"
+        if name not in attributes:
+            attributes[name] = WeakKeyDictionary()
+        clients: WeakKeyDictionary[Server, tuple[AsyncClient, object]] = attributes[name]
         if self not in clients:
             # An async generator, because the loop closes its generators at shutdown: the only hook to close the client.
             generator = _open_async_client(self._given)
             clients[self] = await anext(generator), generator
-        client, _ = clients[self]
-        return client
+        return clients[self][0]
 
 
 def _nodes_of(given: Any) -> ClusterNodes | Node:
+    """The nodes of the server of a client, as the renewing thread asks them."""
     if isinstance(given, redis.RedisCluster):
         return ClusterNodes(given)
     client = with_short_timeouts(given)
@@ -188,20 +190,21 @@ def _url_problem(url: str) -> str | None:
     if not re.fullmatch(r"rediss?://[^/]*(/\d*/?)?(\?.*)?|unix://[^?]*/[^?]+(\?.*)?", url):
         return f"{masked(url)!r} is not a URL of Redis: write redis://host:6379/0, rediss://… or unix:///path{quoting}"
     try:
-        (client := redis.Redis.from_url(url)).connection_pool.make_connection()  # does not connect
-    except (AttributeError, TypeError, ValueError, redis.RedisError):  # whose text may hold the password
+        client = redis.Redis.from_url(url)
+        client.connection_pool.make_connection()  # which checks the options, and does not connect
+    except (AttributeError, TypeError, ValueError, redis.RedisError):  # its text may hold the password
         with_options = "redis://[user:password@]host:6379/0[?option=value], with options of redis-py"
         return f"{masked(url)!r} cannot be read: write {with_options}{quoting}"
     return _client_problem(client)
 
 
 def _client_problem(client: Any) -> str | None:
-    """The same for what is no URL."""
+    """What is wrong with a client or callable, and what to write instead; None for one that can work."""
     if type(client).__module__.startswith("redis.multidb"):
         return " a client of several databases, of which each has keys of its own: give the client or URL of one"
     if any(each.__module__.startswith("valkey.") for each in inspect.getmro(type(client))):
         return " a client of valkey-py, and only redis-py's can be used: write the server's URL, redis://host:6379/0"
-    if key_prefix := getattr(client, "global_keyprefix", None):  # kombu's, which knows few commands
+    if key_prefix := getattr(client, "global_keyprefix", None):  # kombu's, which prefixes keys in few commands only
         return f" a client that prefixes some of the keys: write a URL, and prefix='{key_prefix}only_one:'"
     if inspect.iscoroutinefunction(getattr(client, "execute_command", None)):
         return " an asyncio client: give a sync one or a URL, the asyncio client is made from it"
@@ -221,7 +224,7 @@ def find_server(source: Source) -> Server:
         if source not in _from_urls:
             check_source("redis", source)
             never = retry.Retry(backoff.NoBackoff(), 0)
-            made = Server(redis.Redis.from_url(source, retry=never, max_connections=NO_LIMIT, **PATIENCE))
+            made = Server(redis.Redis.from_url(source, retry=never, max_connections=NO_LIMIT, **OUR_TIMEOUTS))
             made.client.sends_again = True
             if _from_urls.setdefault(source, made) is made:
                 log(INFO, "locks are kept in %s", masked(source), extra={"only_one_server": masked(source)})
@@ -234,14 +237,14 @@ def find_server(source: Source) -> Server:
     handled = sys.exc_info()[1]
     try:
         made = source()
-    except TROUBLE as error:  # asked again by the next call
+    except TROUBLE as error:  # the server is not remembered, so the next call calls the callable again
         raise_what_signal_handler_raised(error, handled)
         return Server(_NoClient(error, source))
     if not isinstance(made, str) and not _is_client(made):
         msg = f"the callable given as redis= returned a {type(made).__name__}: return a client of redis-py"
         raise ConfigurationError(msg)
     server = find_server(made)
-    with suppress(TypeError):  # no hash, or no weak references
+    with suppress(TypeError):  # the callable has no hash, or no weak references
         return _from_callables.setdefault(source, server)
     return server
 
@@ -267,7 +270,7 @@ def _address(pool: Any) -> str:
 
 # Servers that may evict the keys of runs that are under way
 
-_asked: set[str] = set()
+_asked: set[str] = set()  # the addresses of the servers that have replied
 
 
 def eviction_warning(client: Any) -> str | None:
@@ -284,13 +287,13 @@ def eviction_warning(client: Any) -> str | None:
     Raises:
         RedisError: if the server cannot be asked.
     """
-    if not hasattr(client, "connection_pool"):  # it does not say which server it asks
+    if not hasattr(client, "connection_pool"):  # its server's address is not known
         return None
     server = _address(client.connection_pool)
     if server in _asked:
         return None
     memory: dict[str, Any] = {}
-    with suppress(redis.ResponseError):  # this user may not
+    with suppress(redis.ResponseError):  # the user lacks the right
         memory = client.info("memory")
     _asked.add(server)
     policy = str(memory.get("maxmemory_policy"))

@@ -1,4 +1,4 @@
-"""The server features: which commands a server knows, and lets its user call, learnt from its refusals."""
+"""The server features: which commands a server knows and allows its user, learnt from its refusals."""
 
 from logging import DEBUG, WARNING
 from typing import Literal
@@ -7,7 +7,7 @@ from redis.exceptions import ResponseError
 
 
 class Features:
-    """The server features: which commands one server knows, learnt from its refusals.
+    """The commands that one server knows and allows; at first all.
 
     Attributes:
         sets_and_gets: whether it knows ``SET NX GET`` (from Redis 7.0, and Valkey).
@@ -18,7 +18,11 @@ class Features:
     release: Literal["DELIFEQ", "DELEX", "EVAL"] = "DELIFEQ"
 
     def fall_back(self, refused: object, error: ResponseError) -> bool:
-        """Release with another command from now on, if this one was refused; returns whether there is another."""
+        """Release with another command from now on, if the error is the refusal of a command that releases.
+
+        Returns:
+            Whether there is another command, and the release is to be sent again.
+        """
         has_other = refused in ("DELIFEQ", "DELEX") and is_forbidden(error)
         if has_other and refused == self.release:
             self.release = "DELEX" if refused == "DELIFEQ" else "EVAL"
@@ -31,7 +35,7 @@ def is_of_another_type(error: object) -> bool:
 
 
 _FORBIDDEN = ("permission", "can't run this command", "unknown command")
-"""In the texts of errors: this user lacks a right, for a command or in a script; or the server has no such command."""
+"""Parts of an error's text which say that the user lacks a right, or that the server has no such command."""
 
 
 def is_forbidden(error: object) -> bool:
@@ -40,5 +44,5 @@ def is_forbidden(error: object) -> bool:
 
 
 def level_of(error: object) -> int:
-    """The level at which an error is logged that is not raised: a right that is missing must be given by somebody."""
+    """The level at which an error that is not raised is logged: WARNING if somebody must give the user a right."""
     return WARNING if is_forbidden(error) else DEBUG

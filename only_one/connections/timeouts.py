@@ -1,4 +1,4 @@
-"""Time-outs: of our own client, and clients with shorter ones for the renewing thread, also behind Sentinels."""
+"""Time-outs: those of our own client, and clients with shorter ones for the renewing thread, also for Sentinels."""
 
 import copy
 from contextlib import suppress
@@ -8,14 +8,14 @@ from weakref import finalize
 import redis
 from redis import backoff, retry
 
-PATIENCE: dict[str, Any] = {"socket_timeout": 0.9, "socket_connect_timeout": 0.5}
-"""Seconds that our own client waits for a reply and a connection; with one retry, a dead server is known in 2 s."""
+OUR_TIMEOUTS: dict[str, Any] = {"socket_timeout": 0.9, "socket_connect_timeout": 0.5}
+"""Seconds that our own client waits for a reply and a connection; with one retry, it knows in 2 s of a dead server."""
 
 NO_NOTICES: dict[str, Any] = {}
-"""The option not to listen to news of maintenance, from redis-py 7 on.
+"""The option that switches maintenance notifications off, from redis-py 7 on.
 
-These lengthen the time-outs, and make the user's own client look around in our thread.
-redis-py would listen also where the user's client does not.
+Such a notification lengthens the time-outs, and makes the user's own client look for nodes in our thread.
+A client made here would listen to them by default, even if the user's client does not.
 """
 
 with suppress(ImportError):
@@ -31,16 +31,16 @@ def with_short_timeouts(client: Any) -> Any:
         return client
     options = short_timeouts({"retry": None, **pool.connection_kwargs, "connection_class": pool.connection_class})
     if type(pool) is not redis.SentinelConnectionPool:
-        return closing(redis.Redis(connection_pool=redis.ConnectionPool(**options)))
+        return closed_when_collected(redis.Redis(connection_pool=redis.ConnectionPool(**options)))
     manager = copy.copy(pool.sentinel_manager)
     manager.sentinels = [with_short_timeouts(each) for each in manager.sentinels]
     options.update(is_master=pool.is_master, check_connection=pool.check_connection)
     kind: Any = redis.SentinelConnectionPool
-    return closing(redis.Redis(connection_pool=kind(pool.service_name, manager, **options)))
+    return closed_when_collected(redis.Redis(connection_pool=kind(pool.service_name, manager, **options)))
 
 
-def closing(client: Any) -> Any:
-    """Have the client close its connections when it is collected, because a socket that is collected open warns."""
+def closed_when_collected(client: Any) -> Any:
+    """The same client, whose connections are closed when it is collected: an open socket would warn then."""
     finalize(client, client.connection_pool.disconnect).atexit = False
     return client
 
@@ -48,8 +48,8 @@ def closing(client: Any) -> Any:
 def short_timeouts(given: dict[str, Any]) -> dict[str, Any]:
     """The options of a connection, with short time-outs and without retries."""
     options = {**given, **NO_NOTICES}
-    options.pop("connection_pool", None)  # a Sentinel's: the user's own
-    # The seconds that the renewing thread waits for a reply and a connection: other nodes have keys to renew, too.
+    options.pop("connection_pool", None)  # the user's own, in the options of a Sentinel's connection
+    # The most seconds for which the renewing thread waits for one node, because other nodes have keys to renew, too.
     for name, longest in {"socket_timeout": 0.5, "socket_connect_timeout": 0.25}.items():
         options[name] = min(options.get(name) or longest, longest)
     if "retry" in options:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from redis.exceptions import ResponseError
 
 from only_one.clock import now
-from only_one.connections.node import LONG, Node, trips
+from only_one.connections.node import LONG_TURN, Node, trips
 from only_one.connections.server import Server
 from only_one.driver import Command
 
@@ -101,7 +101,7 @@ class PendingReleases(dict[bytes, PendingRelease]):
                     pending.try_at = node.backs_off_until
             else:
                 self.release(node, due)
-            if now() > moment + LONG:
+            if now() > moment + LONG_TURN:
                 return
 
     def release(self, node: Node, due: list[PendingRelease]) -> list[PendingRelease]:

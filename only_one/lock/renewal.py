@@ -16,7 +16,7 @@ from weakref import ref
 import redis
 
 from only_one.clock import now
-from only_one.connections.node import LONG, Node, trips
+from only_one.connections.node import LONG_TURN, Node, trips
 from only_one.connections.server import Server, eviction_warning
 from only_one.connections.server_features import is_forbidden, is_of_another_type
 from only_one.events import log, logger
@@ -98,7 +98,7 @@ class _Renewer:
             except BaseException:  # noqa: BLE001 - all later leases need this thread
                 with suppress(Exception):  # no memory for that either
                     log_beside(logging.ERROR, "the thread that renews goes on after:\n%s", traceback.format_exc())
-                time.sleep(LONG)
+                time.sleep(LONG_TURN)
 
     def sleep(self) -> None:
         """Sleep until something is due, including leases and pending releases that are added meanwhile.
@@ -160,7 +160,7 @@ class _Renewer:
             # It may come early by a fiftieth of the lease, to go with others in one trip.
             elif lease.renews and lease.renew_at <= moment + lease.ttl / 50:
                 due.append(lease)
-        left, until = trips(due), now() + LONG
+        left, until = trips(due), now() + LONG_TURN
         while left and now() <= until:
             self.renew(*left.pop(0))
         return bool(left)
