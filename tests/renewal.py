@@ -70,7 +70,7 @@ def is_awaited(lock: Any) -> bool:
 def is_idle() -> bool:
     """Whether the thread that renews comes to have seen to all that was due, a new server that it looks at included."""
     thread: Any = renewal._renewer
-    return eventually(lambda: not thread.unknown and now() < thread.wakes_at)
+    return eventually(lambda: not thread.not_looked_at and now() < thread.wakes_at)
 
 
 @contextmanager

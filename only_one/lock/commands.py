@@ -18,9 +18,9 @@ class Retained(NamedTuple):
     Attributes:
         value: the value.
         until: when it expires, by ``now()``.
-        note: the name of a key beside it, which may have news of the task that the value names: ``WAITS_NO_MORE``, and
-            the key is released instead; or the value that is stored instead, for as long as the note lives.
-            None if the value names no task that waits.
+        note: the name of a key beside it, which may have news of the task that the value names; None if the value
+            names no task that waits. If the note is ``WAITS_NO_MORE``, the key is released instead. If it is another
+            value, that value is stored instead, for as long as the note lives.
     """
 
     value: bytes
@@ -63,9 +63,10 @@ _RESULTS: dict[int | None, ReleaseResult] = {1: ReleaseResult("held"), 2: Releas
 
 
 class Script:
-    """A Lua script that begins by reading the key, and returns the stored value if that is not ours."""
+    """A Lua script that reads the key, and then runs Lua code that may return; else it returns the stored value."""
 
     def __init__(self, then: str) -> None:
+        """Make a script of ``then``, the Lua code, in which ``value`` is the stored value."""
         self.text = f"local value = redis.call('get', KEYS[1])\n{then}\nreturn value"
 
     def command(self, keys: tuple[Key, ...], *args: bytes | str | int) -> Command:
@@ -77,8 +78,8 @@ class Script:
 
 
 RENEW = Script("if value == ARGV[1] then return redis.call('pexpire', KEYS[1], ARGV[2]) end")
-# The server's time in microseconds, and never below the last number plus one. So it goes on rising where the server
-# has forgotten the last one, as long as its clock does not step back. It is remembered for a day.
+# The fencing token is the server's time in microseconds, or the last token plus one if that is more. The server
+# remembers the last token for a day. If it has forgotten that one, tokens rise as long as its clock does not step back.
 # The idea of fencing tokens is Martin Kleppmann's, in "How to do distributed locking".
 FENCE = Script("""
 if value == ARGV[1] then
@@ -87,8 +88,8 @@ if value == ARGV[1] then
     redis.call('set', KEYS[2], string.format('%.0f', fence), 'PX', 24 * 3600 * 1000)
     return fence
 end""")
-# The redeliveries of a task's message say in a hash beside the key that they wait; see `celery.redelivery`.
-# Without a completion marker there is no such key, and `lasts` is -1.
+# The completion marker, KEYS[2], is a hash in which redeliveries of a task's message note that they wait; see
+# `celery.redelivery`. Without a marker, `lasts` is -1.
 _SET_MARKER = """
 local redeliveries, lasts = 0, tonumber(ARGV[#ARGV])
 if lasts > 0 or (lasts == 0 and redis.call('exists', KEYS[2]) == 1) then
@@ -97,8 +98,8 @@ if lasts > 0 or (lasts == 0 and redis.call('exists', KEYS[2]) == 1) then
 end
 if lasts > 0 then redis.call('pexpire', KEYS[2], lasts) end"""
 _RELEASE = Script(f"{_SET_MARKER}\nif value == ARGV[1] then return redis.call('del', KEYS[1]) + redeliveries end")
-# The new value may be there already, if the reply was lost and the command was sent again. Its expiry is left alone
-# then: the run that it names may have asked for more time meanwhile.
+# If the new value is there already, because the command was sent twice, its expiry is left alone: the run that it names
+# may have asked for more time meanwhile.
 _REPLACE = Script(f"""{_SET_MARKER}
 local may_be_missing, has_note = ARGV[4] == 'may be missing', ARGV[4] == 'has note'
 local is_there = value == ARGV[2] and value ~= ARGV[1]
@@ -151,9 +152,9 @@ def acquire(features: Features, key: Key, token: bytes, seconds: float | None) -
                 raise
             features.sets_and_gets = False
         else:
-            # Our own token: the reply was lost, and redis-py sent the command again.
+            # Our own token is there if the command was sent twice, because the first reply was lost.
             return None if value == token else value
-    for _ in range(3):  # busy when set, missing when read: busy after the third time
+    for _ in range(3):  # a key that is busy when set may be missing when read; after the third time it is busy
         if (yield ("SET", key, token, b"NX", *expiry)):
             return None
         if (value := (yield ("GET", key))) is not None:
@@ -188,7 +189,7 @@ def release(features: Features, key: Key, token: bytes, marker: MarkerUpdate | N
                 return parse_result(reply)
             # The native commands do not say who owns a key that is not ours.
             value = yield ("GET", key)
-            # It may be ours again: of a SET that was sent twice, the first has come only now.
+            # Our own token is there again if the first of two SETs has arrived only now.
             return ReleaseResult("gone") if value == token else parse_result(value)
     keys, lasts = ((key, marker.name), marker.lasts) if marker else ((key,), -1)
     return parse_result((yield _RELEASE.command(keys, token, lasts)))
@@ -216,7 +217,7 @@ def replacement(
     """
     beside = [each for each in (marker and marker.name, new.note) if each]
     condition = "has note" if new.note else "may be missing" if may_be_missing else ""
-    milliseconds = max(1, round((new.until - now()) * 1000))  # a server refuses to store a value for none
+    milliseconds = max(1, round((new.until - now()) * 1000))  # a server refuses an expiry of 0
     return _REPLACE.command((key, *beside), token, new.value, milliseconds, condition, marker.lasts if marker else -1)
 
 
@@ -231,12 +232,12 @@ def end(
     """If a key is ours, delete it, or store a retained value that has time left in place of the token."""
     before = unanswered.get()
     if retained and retained.until > now():
-        became = parse_result((yield replacement(key, token, retained, marker)))
+        result = parse_result((yield replacement(key, token, retained, marker)))
     else:
-        became = yield from release(features, key, token, marker)
-    if became.status == "taken" and unanswered.get() != before:
-        return ReleaseResult("gone")  # the first of two releases has released it, and another has acquired it
-    return became
+        result = yield from release(features, key, token, marker)
+    if result.status == "taken" and unanswered.get() != before:
+        return ReleaseResult("gone")  # the first of two releases has released the key, and another call has acquired it
+    return result
 
 
 def evaluate(script: Script, key: Key, *args: bytes | str | int, beside: tuple[str, ...] = ()) -> Commands[Any]:

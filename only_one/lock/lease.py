@@ -30,10 +30,10 @@ class Lease:
         value: the value that is stored at the key since it was lost; empty if there is none, or it
             is not known.
         trouble: the error of the last renewal, or None if that succeeded.
-        may_live_until: when the key expires by the last ``extend``, which may have got no reply, by ``clock.now()``.
-        late_ttl: the fewest seconds that an ``extend`` gives which was sent twice, and may yet come.
-        on_its_way: when the key expires by a renewal that has got no reply, by ``clock.now()``.
-        renewer: what renews the lease, and tells its run of a loss; None before it does.
+        may_live_until: until when the key may live because of the last ``extend``, answered or not, by ``clock.now()``.
+        late_ttl: the fewest seconds that an ``extend`` gave which was sent twice: the first command may yet arrive.
+        on_its_way: until when a renewal without a reply so far lets the key live, by ``clock.now()``.
+        renewer: the object that renews the lease and tells its run of a loss; None before that begins.
     """
 
     reason: str | None = None
@@ -67,7 +67,7 @@ class Lease:
         self.ends_at = asked_at + limit
         self.renews = ttl < limit
         self.lives_on(asked_at, ttl)
-        # A list of at most one, because `pop` gives it to one thread only.
+        # A list of one function at most, because `pop` gives it to one thread only.
         self.on_loss: list[Callable[[LockLost], None]] = []
 
     @property
@@ -83,7 +83,7 @@ class Lease:
     def lives_on(self, sent: float, ttl: float) -> None:
         """Note that the server lets the key live for ``ttl`` seconds, by a command that was sent at ``sent``."""
         self.expires_at = sent + ttl
-        # After a third of it; the last one is not renewed any more.
+        # After a third of the time. A lease that lasts until the end is renewed no more.
         self.renew_at = sent + ttl / 3 if self.renews and self.expires_at < self.ends_at else self.ends_at
 
     @property
@@ -114,11 +114,11 @@ class Lease:
         return "overrun" if moment >= self.ends_at else "expired"
 
     def reason_by(self, reply: object) -> str:
-        """Why the key is lost, by a reply that says what is stored there; None if nothing is."""
+        """Why the key is lost, by the value that is stored there; None if there is no value."""
         if reply is not None:
             return "taken"
         moment = now()
-        # It may have expired while the command was on its way.
+        # The key may have expired while the command was on its way.
         return "deleted" if moment < self.expires_at else self.reason_by_time(moment)
 
     def lose(self, reason: str, value: bytes = b"") -> str:
@@ -152,7 +152,7 @@ class Lease:
         self.ensure_held()
         if ends_at == inf:
             return
-        asked, known, on_its_way = now(), self.expires_at, self.on_its_way
+        asked, expired_at, on_its_way = now(), self.expires_at, self.on_its_way
         ttl = min(self.ttl, ends_at - asked) if self.renews else ends_at - asked
         least, unanswered_before = min(ttl, self.late_ttl), unanswered.get()
         self.may_live_until = asked + ttl
@@ -161,8 +161,9 @@ class Lease:
         finally:
             if unanswered.get() != unanswered_before:
                 self.late_ttl = least
-        # A renewal that was on its way may have come after it, or an earlier `extend` may yet come, and gives less.
-        renewed_until = inf if self.expires_at == known else self.expires_at
+        # The server may have carried out a renewal after this command, or an earlier `extend` that was sent twice may
+        # yet arrive. Each gives less time, so the least counts.
+        renewed_until = inf if self.expires_at == expired_at else self.expires_at
         expires_at = min(asked + least, on_its_way, self.on_its_way, renewed_until)
         self.ends_at = ends_at
         self.lives_on(expires_at - ttl, ttl)
@@ -185,7 +186,8 @@ class Lease:
         fence = self._fence
         if fence is None:
             asked: int = self._ask(FENCE, beside=(f"{{{self.key}}}:fence",))
-            fence = vars(self).setdefault("_fence", asked)  # another thread of the run may have asked meanwhile
+            # Atomic: if another thread of the run has asked meanwhile, both get its fencing token.
+            fence = vars(self).setdefault("_fence", asked)
         return fence
 
     def _ask(self, script: Script, *args: int, beside: tuple[str, ...] = ()) -> Any:
@@ -199,8 +201,8 @@ class Lease:
         commands = evaluate(script, self.key, self.token, *args, beside=beside)
         reply = drive(self.server.client, commands) if self.server else time.time_ns() // 1000
         if not isinstance(reply, int):
-            self.renewer.lost(self, self.reason_by(reply), reply or b"")
-        if self.reason is not None:  # or it was noted as lost while we waited for the reply
+            self.renewer.note_loss(self, self.reason_by(reply), reply or b"")
+        if self.reason is not None:  # the key is lost by this reply, or was lost while we waited for it
             self.ensure_held()
         return reply
 

@@ -12,8 +12,7 @@ from .token import active_tokens, process_start, this_process
 def is_dead(value: bytes) -> bool:
     """Whether the run that ``value`` encodes has certainly ended without releasing its key, or will never begin.
 
-    Either its process, of this machine, is gone; or its process is this one, and no such call is
-    under way here.
+    It is dead if its process, of this machine, is gone; or if its process is this one, and no such call is under way.
     A holder of another machine, a kept key and an unknown value are not dead.
     """
     process = this_process()
@@ -33,11 +32,11 @@ def is_gone(value: bytes) -> bool:
 def _has_gone(holder: Holder) -> bool:
     """Whether there is no process with the holder's id, or only one that began at another time."""
     try:
-        if holder.pid > 0:  # else it would be a process group, and no holder has such an id
+        if holder.pid > 0:  # `kill` takes any other number for a process group, and no holder has such an id
             os.kill(holder.pid, 0)
     except ProcessLookupError:
         return True
-    except (PermissionError, OverflowError):  # not ours to ask
+    except (PermissionError, OverflowError):  # another user's process, or a number that can be none
         pass
     return not _may_have_begun(holder.pid, holder.process_start, int(now()))
 

@@ -1,4 +1,4 @@
-"""Pending releases: what must still happen is done in the background, repeatedly, until it is certain."""
+"""Pending releases: releases that are repeated in the background until it is certain that the token is gone."""
 
 import time
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _MOST = 10_000
 
 @dataclass(eq=False)
 class PendingRelease:
-    """A release that must still happen: of a key that may hold a token, or may yet hold it if a SET is still to come.
+    """A release that must still happen, because a token may be stored at a key, or may yet be by a delayed SET.
 
     Attributes:
         lasts: seconds for which the token may be stored, from now on.
@@ -27,9 +27,9 @@ class PendingRelease:
         key: the key as it is in Redis.
         token: the value that may be stored there; another value is left alone.
         until: when to give up, because the key has expired by itself, by ``clock.now()``.
-        no_write_in_flight: whether the server has finished every command that may store the token: "gone" is final
-            then.
-        retained: the value to store in place of the token; None, or no time left, to release the key.
+        no_write_in_flight: whether the server has finished every command that may store the token. Only then is the
+            result "gone" final.
+        retained: the value to store in place of the token. The key is released if it is None, or has no time left.
     """
 
     server: Server
@@ -60,10 +60,10 @@ class PendingRelease:
         moment = now()
         is_unanswered = isinstance(reply, Exception) and not isinstance(reply, ResponseError)
         if is_unanswered and not self.no_write_in_flight:
-            # A server that is frozen carries out a SET that waits there when it goes on, and answers only then.
+            # A frozen server may have a SET that it will carry out when it goes on.
             self.until = max(self.until, moment + self.lasts)
-        # "Missing" is not final: a delayed SET may still arrive. Check again after twice the time, so that a token
-        # that comes late stays no longer than it was late.
+        # "Missing" is not final: a delayed SET may still arrive. The pauses double, so that a token that arrives late
+        # stays no longer than it was late.
         self.pause *= 2
         if isinstance(reply, Exception):
             self.pause = min(self.pause, 1.0)
@@ -75,15 +75,15 @@ class PendingReleases(dict[bytes, PendingRelease]):
     """The pending releases of one process, by token."""
 
     def add(self, pending: PendingRelease) -> None:
-        """Add a release. At the limit the oldest is forgotten, because its key has the least time left to do harm."""
+        """Add a release. At the limit the oldest is forgotten, because its key has the least time left."""
         if len(self) >= _MOST:
-            self.end(next(iter([*self.values()]), pending))  # of a copy: other threads change it
+            self.end(next(iter([*self.values()]), pending))  # of a copy, because other threads change the dict
         self[pending.token] = pending
 
     def end(self, pending: PendingRelease) -> None:
-        """Remove a release, unless another of its token has been added meanwhile.
+        """Remove a release, unless another one for the same token has been added meanwhile.
 
-        Its token may have been active still, so that no call in this process took over its key.
+        The token of a retained value stays active until now, so that no call in this process takes over its key.
         """
         if self.get(pending.token) is pending:
             self.pop(pending.token, None)
@@ -93,7 +93,7 @@ class PendingReleases(dict[bytes, PendingRelease]):
         """Try all releases that are due, in one trip to each node."""
         moment = now()
         due_now = [each for each in list(self.values()) if each.try_at <= moment]
-        # In order, or those that are tried again and again would keep others from their first turn.
+        # The longest due come first: else releases that are repeated would keep new ones from their first turn.
         for node, due in trips(sorted(due_now, key=lambda each: each.try_at)):
             # While a node is down, one trip at a time finds out whether it still is.
             if node.backs_off_until > now():
@@ -105,7 +105,7 @@ class PendingReleases(dict[bytes, PendingRelease]):
                 return
 
     def release(self, node: Node, due: list[PendingRelease]) -> list[PendingRelease]:
-        """Try once to release keys of one node, in one trip; returns those for which the server did nothing."""
+        """Try once to release keys of one node, in one trip; returns the releases whose reply was an error."""
         commands = [each.command() for each in due]
         undone = []
         for pending, command, reply in zip(due, commands, node.send(commands), strict=True):
@@ -117,10 +117,10 @@ class PendingReleases(dict[bytes, PendingRelease]):
 
     def finish(self) -> None:
         """At the end of the process, release the keys that could not be released at the end of a run."""
-        limit = now() + 2  # seconds that the process waits for it at the most
+        limit = now() + 2  # seconds for which the process waits at most
         left = list(self.values())
         while left and now() < limit:
             left = [pending for node, due in trips(left) for pending in self.release(node, due)]
             if left:
                 time.sleep(_FIRST_PAUSE)
-        self.clear()  # it may be called again, and has waited long enough
+        self.clear()  # so that a second call does not wait again

@@ -15,7 +15,7 @@ from . import commands
 
 
 class _Common:
-    """The code that both locks share: all but the sending, which one of them awaits.
+    """The code that both locks share: all but the sending of commands, which ``AsyncLock`` awaits.
 
     Attributes:
         features: which commands the server knows.
@@ -25,7 +25,7 @@ class _Common:
     local: Any
 
     def __init__(self, *args: Any, features: Features | None = None, **kwargs: Any) -> None:
-        """See redis-py; ``features`` is shared by all locks in a server."""
+        """See redis-py; ``features`` are those of the server, which all its locks share."""
         super().__init__(*args, **kwargs)
         self.features = features or Features()
         self.expires_at = math.inf
@@ -52,15 +52,15 @@ class _Common:
         return self._living_until(now() + (self.timeout or math.inf), super().do_reacquire())  # type: ignore[misc]
 
     def _acquire(self: Any, token: bytes) -> Commands[bool]:
-        # Counted from before the command is sent: the key never outlives what its holder believes.
+        # Counted from before the command is sent, so the holder never takes the key for its own after the expiry.
         self.expires_at = now() + (self.timeout or math.inf)
         return (yield from commands.acquire(self.features, self.name, token, self.timeout or None)) is None
 
     def _release(self: Any, token: bytes) -> Commands[None]:
-        became = yield from commands.release(self.features, self.name, token)
-        # A key that is gone before its time was deleted by a release of ours whose reply was lost.
-        has_expired = became.status == "gone" and now() >= self.expires_at
-        if has_expired or became.status == "taken":
+        result = yield from commands.release(self.features, self.name, token)
+        # A key that is missing before its expiry was deleted by a release of ours whose reply was lost.
+        has_expired = result.status == "gone" and now() >= self.expires_at
+        if has_expired or result.status == "taken":
             msg = "Cannot release a lock that's no longer owned"
             raise LockNotOwnedError(msg)
 

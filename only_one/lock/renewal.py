@@ -29,29 +29,42 @@ from .pending_releases import PendingRelease, PendingReleases
 
 _LOOKED_AT_AGAIN_AFTER = 60.0
 
-# They import now, not at the first host name or connection: a child forked meanwhile would wait for ever.
+# Both calls import modules. If a thread imported them later, at the first host name or connection, a child that is
+# forked meanwhile would wait for the import for ever.
 "".encode("idna")
 redis.ConnectionPool().make_connection()  # which does not connect
 
 
 class _Renewer:
-    """The thread of one process, and the leases and pending releases in its care."""
+    """The thread of one process, and the leases and pending releases in its care.
+
+    Attributes:
+        leases: the leases by token. The references are weak, so an interrupted run, whose lease is collected, is
+            renewed no more.
+        pending_releases: the releases that the thread repeats.
+        not_looked_at: the servers that must be asked for their eviction policy, each with one of its keys.
+        woken: the earlier times to wake up that others have asked for, by ``clock.now()``.
+        wakes_at: when the thread wakes up by itself, by ``clock.now()``.
+        vacancy: empty while a thread runs: of several that start, one pops the item. ``pop`` is atomic, and unlike a
+            lock it is the same under gevent and eventlet.
+        is_ending: whether the thread must end.
+        ended: gets an item when the thread has ended.
+        is_finished_by_multiprocessing: whether a child of ``multiprocessing`` calls ``finish_pending_releases``.
+    """
 
     def __init__(self) -> None:
-        # Weak references: a lease lives as long as its run, and an interrupted run ends its renewal too.
         self.leases: dict[bytes, ref[Lease]] = {}
         self.pending_releases = PendingReleases()
-        self.unknown: dict[Server, str] = {}
+        self.not_looked_at: dict[Server, str] = {}
         self.woken: SimpleQueue[float] = SimpleQueue()
         self.wakes_at = -math.inf
-        # Until a thread has taken it; by `pop`, which is atomic, whatever gevent and the like do to locks.
         self.vacancy = {"for": "a thread"}
         self.is_ending = False
         self.ended: SimpleQueue[None] = SimpleQueue()
         self.is_finished_by_multiprocessing = False
 
     def see_to_it_by(self, due: float) -> None:
-        """Wake the thread in time for a new lease or pending release."""
+        """Have the thread awake at ``due``, for a new lease or pending release."""
         if self.start_thread():
             log(logging.WARNING, "no thread can be started: until one can, no key is renewed, nor released later")
         elif due < self.wakes_at:
@@ -70,14 +83,14 @@ class _Renewer:
             return  # another was started at the same time
         while not self.is_ending:
             self.take_turn()
-        self.is_ending, self.vacancy = False, {"for": "a thread"}  # who needs one from now on starts another
+        self.is_ending, self.vacancy = False, {"for": "a thread"}  # from now on another thread is started if needed
         self.ended.put(None)
 
     def end(self) -> None:
-        """End the thread, and wait for that for a second.
+        """End the thread, and wait up to a second for its end.
 
-        With a hub of gevent's it may crash a process that exits. With eventlet, who waits for one of its locks, as the
-        end of the process may do, is never woken.
+        Under gevent, a thread that has a hub may crash the process at exit. Under eventlet, a wait for one of the
+        thread's locks, as at the end of the process, would never end.
         """
         if not self.vacancy:
             self.is_ending = True
@@ -96,44 +109,47 @@ class _Renewer:
             try:
                 step()
             except BaseException:  # noqa: BLE001 - all later leases need this thread
-                with suppress(Exception):  # no memory for that either
+                with suppress(Exception):  # there may be no memory for the log either
                     log_beside(logging.ERROR, "the thread that renews goes on after:\n%s", traceback.format_exc())
                 time.sleep(LONG_TURN)
 
     def sleep(self) -> None:
         """Sleep until something is due, including leases and pending releases that are added meanwhile.
 
-        A lease that comes and goes again does not wake the thread twice: a wake costs a run more than all else here.
+        A lease that comes and goes wakes the thread once at most: a wake costs a run more than all else here.
         """
         self.wakes_at = due = self.next_due()
-        # A run adds a lease and then reads `wakes_at`; here it is set and then the leases are read. So one sees it.
+        # A run adds its lease first and then reads `wakes_at`; the thread sets `wakes_at` first and then reads the
+        # leases again. So one of the two sees the other.
         self.wakes_at = due = min(due, self.next_due())
         while (pause := due - now()) > 0:
             with suppress(Empty):
                 self.wakes_at = due = min(due, self.woken.get_nowait())
                 continue
-            # Its lock is taken now. Were it not, CPython would wait without limit if the time were over before it is.
+            # After `get_nowait` the queue's lock is taken. Else CPython would wait without a limit if the time were
+            # over before it has taken the lock.
             with suppress(Empty):
                 self.wakes_at = due = min(due, self.woken.get(timeout=min(pause, threading.TIMEOUT_MAX)))
 
     def held(self) -> list[Lease]:
         """The leases of the runs that are under way."""
-        # Of a copy that is made in one step: until Python 3.11, what is collected meanwhile lets other threads run.
+        # The copy is made in one step: until Python 3.11, other threads may run while objects are collected.
         leases = {token: reference() for token, reference in self.leases.copy().items()}
         for token in [token for token, lease in leases.items() if lease is None]:
             self.leases.pop(token, None)
         return [lease for lease in leases.values() if lease is not None and lease.reason is None]
 
     def next_due(self) -> float:
+        """When the next step is due, by ``clock.now()``."""
         dues = [lease.renew_at for lease in self.held()]
         dues += [pending.try_at for pending in list(self.pending_releases.values())]
-        return -math.inf if self.unknown else min(dues, default=math.inf)
+        return -math.inf if self.not_looked_at else min(dues, default=math.inf)
 
     def look_at_a_new_server(self) -> None:
         """Log a warning if a new server may evict keys."""
-        if not self.unknown:
+        if not self.not_looked_at:
             return
-        server, key = self.unknown.popitem()
+        server, key = self.not_looked_at.popitem()
         node = server.node_of(key)
         try:
             if warning := eviction_warning(node.client):
@@ -147,17 +163,17 @@ class _Renewer:
             pass
 
     def renew_what_is_due(self) -> bool:
-        """Renew the leases that are due, in one trip to each node.
+        """Renew the leases that are due, in one trip to each node, for as long as a turn may take.
 
         Returns:
-            Whether some are left because it has taken long: leases that have become due go first.
+            Whether some leases are left. Leases that have become due meanwhile may go before them.
         """
         moment = now()
         due: list[Lease] = []
         for lease in self.held():
             if moment >= min(lease.expires_at, lease.ends_at):
-                self.lost(lease, lease.reason_by_time(moment))
-            # It may come early by a fiftieth of the lease, to go with others in one trip.
+                self.note_loss(lease, lease.reason_by_time(moment))
+            # A renewal may come early by a fiftieth of the lease, to go with others in one trip.
             elif lease.renews and lease.renew_at <= moment + lease.ttl / 50:
                 due.append(lease)
         left, until = trips(due), now() + LONG_TURN
@@ -197,14 +213,14 @@ class _Renewer:
             lease.on_its_way = math.inf
         else:
             value = reply if isinstance(reply, bytes) else b""
-            self.lost(lease, lease.reason_by(reply), value)
+            self.note_loss(lease, lease.reason_by(reply), value)
 
-    def lost(self, lease: Lease, reason: str, value: bytes = b"") -> None:
+    def note_loss(self, lease: Lease, reason: str, value: bytes = b"") -> None:
         """Stop renewing, and tell the run of its loss: in another thread, because the policy is the user's code.
 
         If no thread can be started, the run is told at its end.
         """
-        # No thread if the run has ended meanwhile, or for each task that has begun since a worker received it.
+        # No thread if nobody listens: the run has ended, or a task that was received has begun and taken over its key.
         if lease.lose(reason, value) == reason and lease.on_loss:
             start_native_thread("only_one-lost", lease.tell_loss, lease.loss())
 
@@ -233,7 +249,7 @@ def log_beside(level: int, message: str, *args: object, **options: Any) -> None:
 
 _renewer = _Renewer()
 
-# The parent's keys are not the child's to renew, and threads do not survive a fork.
+# A forked child renews none of the parent's keys, and has none of its threads.
 in_each_child(lambda: _Renewer.__init__(_renewer))
 
 
@@ -257,12 +273,12 @@ def hold(lease: Lease) -> None:
     server = lease.server
     if server is not None and server.looked_at_from <= lease.asked_at:
         server.looked_at_from = math.inf
-        _renewer.unknown[server] = lease.key
-    _renewer.see_to_it_by(lease.asked_at if _renewer.unknown else lease.renew_at)
+        _renewer.not_looked_at[server] = lease.key
+    _renewer.see_to_it_by(lease.asked_at if _renewer.not_looked_at else lease.renew_at)
 
 
 def let_go(lease: Lease) -> None:
-    """Renew ``lease`` no more: its run is over, and its result must not live until garbage is collected."""
+    """Renew ``lease`` no more. The run's result must not live until garbage is collected, so ``on_loss`` is emptied."""
     _renewer.leases.pop(lease.token, None)
     lease.on_loss.clear()
 
@@ -272,6 +288,6 @@ def release_later(pending: PendingRelease) -> None:
     util = sys.modules.get("multiprocessing.util")
     if util is not None and not _renewer.is_finished_by_multiprocessing:
         _renewer.is_finished_by_multiprocessing = True
-        util.Finalize(None, finish_pending_releases, exitpriority=0)  # it ends its children past `atexit`
+        util.Finalize(None, finish_pending_releases, exitpriority=0)  # its children end without `atexit`
     _renewer.pending_releases.add(pending)
     _renewer.see_to_it_by(pending.try_at)

@@ -18,13 +18,13 @@ from only_one.holder import FORMAT
 
 
 class _Process:
-    """This process, as its tokens name it: serialized once, because it is most of a token's cost.
+    """This process, as its tokens name it. It is serialized once, which is most of a token's cost.
 
     Attributes:
-        machine: the name of the machine in its values; the host's if the machine is unknown.
-        serialized: the part that its tokens have in common.
-        mark: the beginning of its values.
-        machine_mark: the beginning of the values of this machine; of no value if the machine is unknown.
+        machine: the name of the machine in its tokens; the host's name if the machine is unknown.
+        serialized: the JSON that its tokens have in common.
+        mark: the beginning of all its tokens.
+        machine_mark: the beginning of all tokens of this machine; if the machine is unknown, no token begins so.
         numbers: the numbers of its tokens.
     """
 
@@ -43,32 +43,37 @@ _made: dict[str, _Process] = {}
 
 def this_process() -> _Process:
     """The one ``_Process`` of this process, made on first use, and anew in a forked child."""
-    # By `setdefault`, which is atomic: two threads that are the first must not be two processes.
-    return _made.get("this") or _made.setdefault("this", _Process())
+    process = _made.get("this")
+    if process is None:
+        process = _made.setdefault("this", _Process())  # atomic: if two threads come first, both get the same
+    return process
 
 
 active_tokens: dict[bytes, object] = {}
-"""The tokens of this process whose calls have not ended, with the callers; its other tokens are held by nobody.
+"""The tokens of this process whose calls have not ended, with the callers. No run holds another token of this process.
 
 A forked child begins without any: a call that was under way at the fork stays the parent's.
 """
-
 
 in_each_child(_made.clear)
 in_each_child(active_tokens.clear)
 
 
 def _task_fields(task_id: str | None, attempt: int | None, replacement: int, **of_job: str | int | None) -> str:
-    task = encode_basestring_ascii(task_id) if type(task_id) is str else json.dumps(task_id)  # the same, sooner
+    """The JSON of the fields that name the work, in the order in which scripts look for them: see ``words_of``.
+
+    A field that was added later is there only if it is needed, so a worker of the first version, which refuses unknown
+    fields, can read all other values.
+    """
+    # The encoder of `json.dumps` gives the same in less time.
+    task = encode_basestring_ascii(task_id) if type(task_id) is str else json.dumps(task_id)
     fields = f'"task_id":{task},"attempt":{"null" if attempt is None else attempt},'
-    # Only if needed: a worker of the first version, which refuses unknown fields, reads the other values, too.
-    # Scripts look for these fields in this order, up to `limit`: see `words_of`.
     added = {"replacement": replacement or None, **of_job}
     return fields + "".join(f'"{name}":{json.dumps(value)},' for name, value in added.items() if value is not None)
 
 
 def words_of(task_id: str, replacement: int, attempt: int) -> bytes:
-    """The words that all values have that name this work of a task, and no other values; a script looks for them."""
+    """The part of a value that names this work of a task, and is in no value of other work. A script looks for it."""
     return f'{_task_fields(task_id, attempt, replacement)}"limit":'.encode()
 
 
@@ -89,7 +94,7 @@ class TokenFactory:
         """See ``Holder`` for the arguments; those of a job are ``queue`` and ``job_pid``."""
         task = _task_fields(task_id, attempt, replacement, **of_job)
         self._serialized = f"{_serialize(state=state, name=name)},{task}"
-        # The common beginning of tokens, and the process and limit for which it was made: at first none.
+        # The last beginning of a token, after the process and the deadline for which it was made; at first none.
         self._head: tuple[_Process | None, float | None, bytes] = (None, None, b"")
 
     def token(self, deadline_in: float | None) -> bytes:
@@ -106,11 +111,11 @@ class TokenFactory:
         process = this_process()
         if made_by is not process or limit != deadline_in:
             milliseconds = "null" if deadline_in is None else round(deadline_in * 1000)
-            # Parts that change in each call come last, so the rest is serialized once.
+            # The parts that change in each call come last, so the rest is serialized once.
             head = f'{{{process.serialized},{self._serialized}"limit":{milliseconds},"number":'.encode()
             self._head = process, deadline_in, head
-        # Whole milliseconds: a float takes longer to serialize than the rest of the token. The nanoseconds that are
-        # left tell it from that of a clone of this process, in a virtual machine that was cloned: it counts as we do.
+        # In whole milliseconds: a float takes longer to serialize than the rest of the token. The nanoseconds that are
+        # left go into the number: in a clone of the virtual machine, this process counts the same numbers.
         since, left = divmod(time.time_ns(), 1_000_000)
         return head + b'%d%06d,"since":%d}' % (next(process.numbers), left, since)
 
@@ -122,15 +127,15 @@ def _serialize(**values: object) -> str:
 
 
 def machine() -> str | None:
-    """This machine, as far as process ids mean the same in it: host, boot, pid and time namespace.
+    """The name of this machine, in which a process id has one meaning: host, boot, pid namespace and time namespace.
 
-    None if that cannot be read, or belongs to others, as in a container that sees its host's /proc.
+    None if it cannot be read, or if /proc is not this process's own, as in a container that sees its host's.
     """
     try:
         if Path("/proc/self").readlink() != Path(str(os.getpid())):
             return None
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().decode().strip()
-        # The namespace of time shifts when a process seems to have begun; older kernels have none.
+        # In another time namespace, a process seems to have begun at another time. Older kernels have none.
         links = [Path(f"/proc/self/ns/{kind}") for kind in ("pid", "time")]
         namespaces = [str(link.readlink()) if link.is_symlink() else "" for link in links]
         return "/".join([socket.gethostname(), boot, *namespaces])
@@ -143,7 +148,7 @@ def machine() -> str | None:
 def process_start(pid: int) -> int | None:
     """When process ``pid`` began, in clock ticks since boot; None if that cannot be read."""
     try:
-        # The command's name, second in the line, is in parentheses and may hold anything, blanks included.
+        # Split after the command's name, the second field: it is in parentheses, and may have blanks.
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
     except (OSError, IndexError, ValueError) as error:
         if is_of_signal_handler(error):

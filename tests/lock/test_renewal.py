@@ -71,7 +71,7 @@ def test_a_lease_that_is_lost_by_the_clock(
     assert eventually(lambda: told == [(reason, "only_one-lost")])
     assert watch.renewer.held() == []
     lock.on_loss.append(print)
-    watch.renewer.lost(lock, "deleted")  # the reason that was noted first counts
+    watch.renewer.note_loss(lock, "deleted")  # the reason that was noted first counts
     assert lock.on_loss
 
 
@@ -208,12 +208,12 @@ def test_a_node_that_backs_off_is_not_asked(watch: Watch, redis_url: str) -> Non
 
 def test_a_server_that_cannot_be_looked_at_is_in_a_minute(watch: Watch) -> None:
     server = watch.server(DOWN)
-    watch.renewer.unknown[server] = "k"
+    watch.renewer.not_looked_at[server] = "k"
     assert watch.renewer.next_due() == -math.inf
     watch.renewer.look_at_a_new_server()
     assert server.looked_at_from == MOMENT + 60
     assert node(server).backs_off_until == pytest.approx(MOMENT + 0.05)
-    assert watch.renewer.unknown == {}
+    assert watch.renewer.not_looked_at == {}
     assert watch.renewer.next_due() == math.inf
 
 
@@ -306,14 +306,14 @@ def test_a_new_lease_wakes_the_thread_only_if_something_is_due_sooner(watch: Wat
     renewer.wakes_at = lease.renew_at
     server.looked_at_from = math.nextafter(MOMENT, math.inf)
     renewal.hold(lease)
-    assert (renewer.unknown, renewer.woken.empty()) == ({}, True)
+    assert (renewer.not_looked_at, renewer.woken.empty()) == ({}, True)
     server.looked_at_from = MOMENT
     renewal.hold(lease)
-    assert (renewer.unknown, server.looked_at_from) == ({server: lease.key}, math.inf)
+    assert (renewer.not_looked_at, server.looked_at_from) == ({server: lease.key}, math.inf)
     assert renewer.woken.get_nowait() == lease.asked_at
-    renewer.unknown.clear()
+    renewer.not_looked_at.clear()
     renewal.hold(lease)
-    assert (renewer.unknown, renewer.woken.empty()) == ({}, True)
+    assert (renewer.not_looked_at, renewer.woken.empty()) == ({}, True)
 
 
 @pytest.mark.timeout(LIMIT)
