@@ -16,31 +16,31 @@ from typing import Any
 from uuid import UUID
 
 VERSION = b"\xff1"
-"""The beginning of every encoding but a lone str's. It changes with the encoding, and a golden file pins both.
+"""The beginning of the encoding of every value, except a str by itself: no UTF-8 text begins with this byte.
 
-No UTF-8 text begins with this byte, so no str is encoded like anything else.
+It changes with the encoding, and a golden file pins both.
 """
 
 _SHORT = 200
-"""The most characters of a str whose digest is remembered; longer ones would take the memory."""
+"""The most characters of a str whose digest is remembered; longer ones would take much memory."""
 
 _hash = hashlib.md5
-with suppress(ImportError):  # a third of OpenSSL's time for short texts
+with suppress(ImportError):  # for short texts it takes a third of OpenSSL's time
     _hash = import_module("_md5").md5
 md5 = partial(_hash, usedforsecurity=False)
 
 
 def utf8(text: str) -> bytes:
-    """Encode a str; half of a surrogate pair stands in the name of a file that is not UTF-8."""
+    """Encode a str, with lone surrogates, as Python reads them from the name of a file that is not UTF-8."""
     return str.encode(text, "utf-8", "surrogatepass")
 
 
 class UnknownType(Exception):
-    """Raised with the name of a type that has no canonical encoding."""
+    """A value has no canonical encoding; raised with the name of its type."""
 
 
 def importable_name(module: str, namespace: Mapping[str, Any]) -> str:
-    """The name by which other programs import a module, also if it is the program that was started with ``-m``.
+    """The name by which other programs import a module, also a module that was started as a program with ``-m``.
 
     Args:
         module: the name that the module has in this process.
@@ -82,7 +82,7 @@ def digest(value: Any) -> str:
 
 @lru_cache(maxsize=4096)
 def _digest_of_short(text: str) -> str:
-    """Remember the digests of short texts, because calls come again with the same arguments."""
+    """The digest of a short str. It is remembered, because calls come again with the same arguments."""
     return md5(utf8(text)).hexdigest()
 
 
@@ -97,7 +97,7 @@ def _encode(value: object) -> bytes:
     """The canonical encoding of one value: a letter for the type, a length, and the content."""
     kind = type(value)
     if kind not in _ENCODERS:
-        # By its real class: a lazy object tells of another's, and has none of its methods.
+        # By the type, because `isinstance` believes the `__class__` of a lazy object, which lacks its methods.
         kind = next(each for each in _ENCODERS if issubclass(kind, each))
     return _ENCODERS[kind](value)
 
@@ -138,16 +138,16 @@ def _dataclass(value: Any) -> bytes:
         raise UnknownType(type_name(value))
     try:
         compared = {field.name: getattr(value, field.name) for field in fields(value) if field.compare}
-    except AttributeError:  # one that is not set yet
+    except AttributeError:  # a field is not set yet
         raise UnknownType(type_name(value)) from None
     kind = type(value)
     namespace = getattr(sys.modules.get(kind.__module__), "__dict__", {})
-    is_of_module = kind.__qualname__.partition(".")[0] in namespace  # and was not pickled by value, in another program
+    is_of_module = kind.__qualname__.partition(".")[0] in namespace  # else it was pickled by value, in another program
     module = importable_name(kind.__module__, namespace if is_of_module else {})
     return _sized(b"C", _encode(f"{module}.{kind.__qualname__}") + _dict(compared))
 
 
-# The order counts for subclasses: an Enum may be a str, a datetime is a date, a bool is an int, all are objects.
+# The first class that fits a subclass counts: an Enum may be a str, a datetime is a date, all are objects.
 _ENCODERS: dict[type, Callable[[Any], bytes]] = {
     Enum: lambda member: _encode(plain(member)),
     str: lambda value: _text(b"s", value),

@@ -1,7 +1,7 @@
 """The fields of a key template, such as ``{name}``, ``{md5}`` and ``{user.id}``: checked, read and escaped.
 
-The arguments of a call are read by parameter, with defaults: ``f(1)``, ``f(a=1)`` and ``f(1, b=2)`` are one call if
-the default of ``b`` is 2.
+A field has the value of a parameter, however the argument is given: ``f(1)``, ``f(a=1)`` and ``f(1, b=2)`` have the
+same key if the default of ``b`` is 2.
 """
 
 import inspect
@@ -59,7 +59,7 @@ class Field(NamedTuple):
 
 
 class Arguments:
-    """Reads the calls of one signature. ``Signature.bind`` is slow, so it is used only if nothing else is right.
+    """Reads the arguments of calls of one signature. It avoids ``Signature.bind`` where it can, because that is slow.
 
     Attributes:
         call: the signature.
@@ -69,6 +69,7 @@ class Arguments:
         self.call = call
         parameters = list(call.parameters.values())
         positions = sum(each.kind in BY_POSITION for each in parameters)
+        # By the number of arguments that are given by position.
         self._others = [_others(parameters[given:]) for given in range(positions + 1)]
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundArguments:
@@ -99,9 +100,9 @@ class Arguments:
 
 
 def _others(parameters: list[Parameter]) -> tuple[list[str], list[Any], frozenset[str], frozenset[str]]:
-    """The parameters that are not given by position: their names, defaults, and those that must and may be keywords.
+    """Of parameters that are not given by position: all names, all defaults, the required names, the allowed keywords.
 
-    ``*args`` and ``**kwargs`` must be, but may not: calls of a function that has them are bound.
+    ``*args`` and ``**kwargs`` count as required and not as allowed, so that every call of such a function is bound.
     """
     required = frozenset(each.name for each in parameters if each.default is Parameter.empty)
     allowed = frozenset(each.name for each in parameters if each.kind in BY_NAME)
@@ -147,7 +148,7 @@ def make_text(field: Field, arguments: Arguments, escape: Callable[[str], str]) 
     name, parameters, missing = field.parameter, arguments.call.parameters, Parameter.empty
     kind, default = parameters[name].kind, parameters[name].default
     position = list(parameters).index(name) if kind in BY_POSITION else sys.maxsize
-    keyword: Any = name if kind in BY_NAME else None  # which is the name of no argument
+    keyword: Any = name if kind in BY_NAME else None  # no argument has the name None
 
     def text(_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         value = args[position] if position < len(args) else kwargs.get(keyword, default)
@@ -162,13 +163,15 @@ def make_text(field: Field, arguments: Arguments, escape: Callable[[str], str]) 
 
 
 def _text_of_all(arguments: Arguments) -> MakeKey:
+    """The function that gives the text of ``{md5}``."""
+
     def text(_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         values = arguments.values(args, kwargs)
         try:
             return digest(values)
         except UnknownType as error:
             culprit, value = "", None
-            # Each in a list with its name: a value that is too deep among all must be too deep here as well.
+            # Each value is digested in a list, as all are above, so that a value that was nested too deeply is again.
             with suppress(UnknownType):
                 for culprit, value in zip(arguments.call.parameters, values, strict=True):
                     digest([culprit, value])
@@ -186,7 +189,7 @@ def _identity(path: str, value: object) -> str:
     """The advice to write what identifies a value; empty if the value has nothing by which it is usually identified."""
     if isinstance(value, Mapping):
         steps = [f"[{name}]" for name in _IDENTITIES if isinstance(value.get(name), (str, int))]
-    else:  # without a call of the user's code, such as of a property that asks a database; and methods do not count
+    else:  # statically, because a property is the user's code, and may ask a database; a method identifies nothing
         steps = [f".{name}" for name in _IDENTITIES if not callable(inspect.getattr_static(value, name, print))]
     return f"what identifies it, such as {{{path}{steps[0]}}}, or " if steps else ""
 
@@ -204,12 +207,13 @@ def _serializer(field: Field, escape: Callable[[str], str]) -> Callable[[Any], s
 
 
 def _follow(field: Field, steps: list[tuple[str, str]], value: Any) -> Any:
+    """The attribute or item at the field's path, from the value of its parameter."""
     try:
         for attribute, item in steps:
             if attribute:
                 value = getattr(value, attribute)
             else:
-                is_key = isinstance(value, Mapping) and item in value  # which the broker may have made a str
+                is_key = isinstance(value, Mapping) and item in value  # the broker makes each key a str
                 value = value[int(item) if item.isdecimal() and not is_key else item]
     except (AttributeError, LookupError, TypeError) as error:
         problem = f"{field} cannot be read from the parameter {field.parameter!r} ({type(error).__name__}: {error})"
@@ -218,7 +222,7 @@ def _follow(field: Field, steps: list[tuple[str, str]], value: Any) -> Any:
 
 
 def _has_stable_text(value: object) -> bool:
-    """Whether equal values have equal texts: a set's order differs by process, a tuple's brackets by the broker."""
+    """Whether equal values have equal texts. A set's order differs by process, and the broker makes a tuple a list."""
     return not isinstance(value, Iterable) and type(value).__str__ is not object.__str__
 
 
@@ -241,7 +245,7 @@ def _formatted(field: Field, spec: str, value: object) -> str:
         kind = str if field.conversion else type(value)
         problem = f"{field} cannot format the parameter {field.parameter!r}, a {kind.__qualname__} ({error})"
         raise _unkeyable(problem, "write another format, or key=callable") from error
-    # The address of an object is another in every process.
+    # A text with the address of an object differs by process.
     if not is_textual and re.search(r"0x[0-9a-fA-F]{6,}", converted if field.conversion else text):
         raise UnknownType(type_name(value))
     return text
@@ -250,8 +254,8 @@ def _formatted(field: Field, spec: str, value: object) -> str:
 def escaper(separators: Iterable[str] = ()) -> Callable[[str], str]:
     """A function that percent-encodes reserved characters in a value, as in a URL, and shortens an overlong text.
 
-    Surrogates are encoded too, because no client could send them.
-    No escaped text contains ``%~``, so a shortened text is equal to no other.
+    Surrogates are encoded too, because no client can send them.
+    A shortened text has ``%~``, which no other escaped text has, so it differs from all others.
 
     Args:
         separators: the characters that end a value.
@@ -266,5 +270,5 @@ def escaper(separators: Iterable[str] = ()) -> Callable[[str], str]:
 
 
 def percent_encoded(match: re.Match[str]) -> str:
-    """What is matched, as a URL has it."""
+    """The matched text, percent-encoded as in a URL."""
     return "".join(f"%{byte:02X}" for byte in utf8(match[0]))

@@ -55,12 +55,13 @@ def has_field(key: object, name: str) -> bool:
 
 
 def _computed(key: Callable[..., Any], call: Signature) -> MakeKey:
+    """The function that makes the key by calling the user's ``key``."""
     if is_async(key):
         msg = "key= is async: write a plain one, the key is made before anything is awaited"
         raise KeyTemplateError(msg)
     compute, escape = compile_call("key", key, call), escaper()
 
-    def make(_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    def make(_name: str, args: Args, kwargs: Kwargs) -> str:
         computed = compute(args, kwargs)
         if not isinstance(computed, str) or not computed:
             msg = f"key={_label(key)} returned {computed!r}: return a str that is not empty"
@@ -99,7 +100,7 @@ def _check_parameters(label: str, key: Callable[..., Any], arguments: Arguments)
     try:
         accepted = signature(key)
     except (TypeError, ValueError):
-        return False  # builtins such as str.join have none to check
+        return False  # a builtin such as str.join has no signature
     parameters = arguments.call.parameters
     example = arguments.call.bind_partial()
     example.arguments = {name: None for name, each in parameters.items() if each.kind in BY_POSITION + BY_NAME}
@@ -116,7 +117,7 @@ def _check_parameters(label: str, key: Callable[..., Any], arguments: Arguments)
 
 
 def _split(template: str) -> tuple[list[str], list[Field]]:
-    """The fields of a template, and the literals around them: one more than there are fields."""
+    """The literals and the fields of a template: a literal, maybe an empty one, stands before and after each field."""
     if not template:
         msg = "the key template is empty: write a name for the lock, such as 'nightly-report', or '{name}:{md5}'"
         raise KeyTemplateError(msg)
@@ -134,6 +135,7 @@ def _split(template: str) -> tuple[list[str], list[Field]]:
 
 
 def _template(template: str, arguments: Arguments) -> MakeKey:
+    """The function that makes the key of a template."""
     literals, fields = _split(template)
     between = literals[1 : len(fields)]
     problems = [*map(_separator_problem, fields, between, fields[1:])]
@@ -148,7 +150,7 @@ def _template(template: str, arguments: Arguments) -> MakeKey:
     texts = [make_text(field, arguments, escape) for field in fields]
     parts = list(zip(texts, tails, strict=True))
     named = [parts.pop(0)] if fields[0].path == "name" else []
-    # With the literals around it the name is most of a key, so that is made once per name.
+    # The beginning of a key, up to the first field that is not `{name}`, is made once for each name.
     head = functools.cache(lambda name: start + "".join([text(name, (), {}) + after for text, after in named]))
     if len(parts) == 1:
         ((text, tail),) = parts
@@ -157,7 +159,10 @@ def _template(template: str, arguments: Arguments) -> MakeKey:
 
 
 def _separator_problem(left: Field, separator: str, right: Field) -> str | None:
-    """What is wrong with the literal between two fields. Its first character is escaped in the values."""
+    """What is wrong with the literal between two fields; None for one that can work.
+
+    The first character of the literal is escaped in the values, so that it ends them.
+    """
     if not separator:
         return f"nothing stands between {left} and {right}, write {left}:{right}"
     if separator[0] in RESERVED:
