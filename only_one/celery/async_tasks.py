@@ -15,7 +15,7 @@ from only_one.call.effective_options import refuse
 from only_one.errors import ConfigurationError
 from only_one.events import log
 
-from .delivery import called
+from .delivery import under_way
 from .task_functions import decorations_of, functions_of, module_of
 
 
@@ -87,7 +87,7 @@ def _keep_task_in_threads(kind: Any) -> None:
 
     @functools.wraps(call)
     def keeps_task(task: Any, *args: Any, **kwargs: Any) -> Any:
-        with called(task):
+        with under_way(task):
             return call(task, *args, **kwargs)
 
     kind.__call__ = keeps_task

@@ -1,4 +1,4 @@
-"""A task's run: whether a call is one, and its behaviour when its key is busy, before it begins and when it ends.
+"""The delivery of a task's message to a worker, and its run: when the key is busy, before the run and at its end.
 
 A task is never skipped because of its own lock.
 """
@@ -30,67 +30,72 @@ from only_one.policies import Retry as RetryPolicy
 from . import coalescing, redelivery
 from .broker import marks_redeliveries, remembered_for, waits_for
 from .requeue import Header, end_delivery, header_of, publish
-from .task_functions import TaskCaller, functions_of, functions_with_bases, task_of_items
-from .work import Work, work_held_by, work_of
+from .task_functions import TaskCaller, functions_of, functions_with_bases, key_of_message, task_of_items
+from .work import STATE, DeliveryState, Work, state_of, work_held_by, work_of
 
-_called: ContextVar[Any] = ContextVar("only_one_called", default=(None, None))
-"""A task and its request, for the threads to which the context is copied: Celery's stack of tasks is of one thread."""
+_task_in_context: ContextVar[tuple[Any, Any]] = ContextVar("only_one_task", default=(None, None))
+"""A task that is under way, and its request. Threads to which the context is copied have it, too.
+
+Celery's own stack of tasks belongs to one thread.
+"""
 
 
 @contextmanager
-def called(task: Any) -> Iterator[None]:
-    """A block in which a task calls its function, perhaps in another thread."""
-    before = _called.set((task, task.request))
+def under_way(task: Any) -> Iterator[None]:
+    """A block in which ``current_task`` gives the task, also in threads to which the context is copied."""
+    before = _task_in_context.set((task, task.request))
     try:
         yield
     finally:
-        _called.reset(before)
+        _task_in_context.reset(before)
 
 
 def current_task() -> Any:
-    """The task of Celery that is under way here; None if there is none."""
-    return unwrapped(_state.get_current_task() or _called.get()[0])
+    """The Celery task that is under way here; None if there is none."""
+    return unwrapped(_state.get_current_task() or _task_in_context.get()[0])
 
 
 def unwrapped(task: Any) -> Any:
-    """The task itself: New Relic's agent has Celery run an object that wraps it. A task wraps its function."""
-    wrapped = getattr(task, "__wrapped__", None)
+    """The task itself: where New Relic's agent is installed, Celery runs an object that wraps the task."""
+    wrapped = getattr(task, "__wrapped__", None)  # a task's own `__wrapped__` is its function
     return wrapped if isinstance(wrapped, Task) else task
 
 
 def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Caller:
-    """The caller of ``wrapper``: the current task if this is its run, else a plain function.
+    """The caller of ``wrapper``: the current task if the call is the task's run, else a plain function.
 
-    A function that is called directly, or from another task's run, is none of that task's; but by ``map`` and the like.
+    If the task's function is called directly, or by the run of another task, that call is no run of the task.
+    Exception: ``map``, ``starmap`` and ``chunks`` run the task for each of their items.
 
     Raises:
-        Ignore: if an earlier call has ended this delivery by it, and somebody above has caught that to call once more.
+        Ignore: if the task's message was requeued or dropped in this delivery. Code between Celery and the function has
+            caught the first ``Ignore``, and calls the function once more.
     """
     bound = bool(args) and isinstance(args[0], Task) and wrapper in functions_with_bases(args[0])
-    is_its_run = task is not None and (wrapper in functions_of(task) or (bound and args[0] is task))
     plain = decoration.plain_bound if bound else decoration.plain
+    is_its_run = task is not None and (wrapper in functions_of(task) or (bound and args[0] is task))
     if task is None or not is_its_run:
         return plain
-    request = task.request if _state.get_current_task() else _called.get()[1]
-    if "only_one_is_over" in vars(request):
+    request = task.request if _state.get_current_task() else _task_in_context.get()[1]
+    state = vars(request).get(STATE) or DeliveryState()
+    if state.is_over:
         raise Ignore
     if request.called_directly:
         running = _state.get_current_worker_task()
         if running is None or task_of_items(running, running.request.kwargs) != task.name:
             return plain
         return ItemCaller(task, running.request, bound=bound)
-    under_way = vars(request).get("only_one_under_way")
-    is_inside = under_way and decoration in under_way.values()  # a call from inside its own run
-    if is_inside or request.is_eager:  # which has no message
+    is_inside = decoration in state.runs.values()  # the task's run calls its own function
+    if is_inside or request.is_eager:  # no message was delivered for the call
         return TaskCaller(task, work_of(request).token_factory(task), bound=bound)
-    return Delivery(task, request, bound=bound, decoration=decoration)
+    return TaskRun(task, request, bound=bound, decoration=decoration)
 
 
 class ItemCaller(JobCaller):
-    """The call of a task's function by ``map``, ``starmap`` or ``chunks``: one of those of the list's message.
+    """The run of a task for one item of ``map``, ``starmap`` or ``chunks``, whose message has the whole list.
 
-    If that is delivered again, its items meet those of the first delivery, and wait for them. By default they fail then
-    where another run has the key: an item has no message of its own that could wait, and its run may have been killed.
+    If the message is redelivered, an item waits for its run in the first delivery. If another run has its key, it fails
+    by default: it has no message of its own to requeue, and a skip would lose its work if its first run was killed.
     """
 
     check = TaskCaller.check
@@ -109,40 +114,34 @@ class ItemCaller(JobCaller):
 
 
 class Delivery(TaskCaller):
-    """The run of a task's message in a worker: one delivery, among others with the same task id and attempt.
+    """One delivery of a task's message to a worker, and what its message says. Other deliveries may have its work.
 
     Attributes:
-        header: our header in the message.
         work: the work of the message.
-        under_way: the keys that runs of this message hold, one of each decorator of the task; None for a run that is
-            over. The task may call it once more in this delivery, as a base's ``__call__`` does that tries again.
+        header: our header in the message.
+        state: what has become of this delivery so far.
         is_redelivered: whether the broker says that it has delivered the message before, or that it was rejected.
-        is_superseded: whether it has the key, but a newer task that ``buffer_one`` coalesces does the work.
     """
-
-    is_superseded = False
 
     def __init__(self, task: Any, request: Any, *, bound: bool = False, decoration: Decoration) -> None:
         self.work = work_of(request)
         super().__init__(task, self.work.token_factory(task), bound=bound)
-        self.header = header_of(request, self.work)
-        # In the copy that Celery makes for a call from inside, all that it does not know would be headers: where there
-        # are none, the next message would carry what we note here, and could not be serialized.
-        request.headers = request.headers or {}
-        self.under_way: dict[str, Decoration | None] = vars(request).setdefault("only_one_under_way", {})
+        self._request = request
         self._decoration = decoration
+        self.state = state_of(request)
+        self.header = header_of(request, self.work)
         if decoration.is_unique:
             self.key = self.header.key
             self.queued = self.header.token.encode() if self.header.token else None
-        died = (request.headers or {}).get("x-death") or ()
-        # It comes back by a dead-letter queue; one that has only expired in a queue is delayed, and has not begun.
-        was_rejected = any(each.get("reason") in {"rejected", "delivery_limit"} for each in died)
+        # A dead-letter queue brings back what was rejected. It also delays messages by their expiry: they are no such.
+        deaths = (request.headers or {}).get("x-death") or ()
+        was_rejected = any(each.get("reason") in {"rejected", "delivery_limit"} for each in deaths)
         self.is_redelivered = was_rejected or bool((request.delivery_info or {}).get("redelivered"))
-        has_waited = self.header.times and not self.header.lineage  # an earlier version says so of a redelivery
-        if self.is_redelivered or has_waited:  # as a message that is requeued, it is none for the broker
+        # A message that was requeued is a new one for the broker, so its header says that it was redelivered before.
+        # If it has no lineage, it was no new work for certain; an earlier version says it by this alone.
+        may_have_begun = self.header.times and not self.header.lineage
+        if self.is_redelivered or may_have_begun:
             self.header = self.header._replace(has_begun=True)
-        self._request = request
-        self._began = now()
 
     @property
     def may_be_redelivered(self) -> bool:
@@ -150,67 +149,129 @@ class Delivery(TaskCaller):
         return self.is_redelivered or not marks_redeliveries(self.app)
 
     @property
-    def is_first_delivery(self) -> bool:
-        """Whether this is new work for certain, also under an id that was used before: no redelivery, no requeue."""
+    def is_new_work(self) -> bool:
+        """Whether no message of this work was delivered before, for certain; its task id may have been used before."""
         return not (self.header.times or self.may_be_redelivered)
 
-    def on_busy(self, call: Call, value: bytes) -> Policy:
-        """The policy for a key that holds ``value``; if the holder is this very task, the message waits in the queue.
+    def key_in_message(self, prefix: str, args: Any, kwargs: Any) -> str | None:
+        """The key of the run, as far as its message tells it; see ``key_of_message`` for the arguments."""
+        return self.key or key_of_message(self._task, self._decoration, prefix, args, kwargs)
 
-        By default that is ``skip``. Exceptions: a retry or a redelivery is requeued, and a task whose result others
-        receive fails.
+    def marker(self, key: str) -> str:
+        """The name of the completion marker."""
+        return self.work.marker(key, self.header.lineage)
+
+    def arrive(self, call: Call, token: str, *, begins: bool) -> int:
+        """Number this task for ``buffer_one``; see ``coalescing.arrive`` for the arguments and the result."""
+        # A retry, a replacement and a second call in one delivery keep the number of their task id. All other work that
+        # is delivered for the first time is newer than all before it. The last task of a chain that replaces a task has
+        # that task's id, and is such other work.
+        is_replacement = self.work.replacement and self._request.parent_id == self.work.id
+        keeps_number = self.work.attempt or is_replacement or call.key in self.state.runs
+        is_newest = self.is_new_work and not keeps_number
+        trigger = self.header.trigger
+        if trigger is None and is_newest:
+            trigger = coalescing.NEWEST
+        given = (call.server, call.key, self.app, self.work.id, trigger, uuid(), token)
+        return coalescing.arrive(*given, begins=begins)
+
+    def retained_value(self, call: Call) -> Retained | None:
+        """The value that keeps a unique task's key while its retry waits, or its message for another decorator's key.
+
+        Returns:
+            The value; None if no message waits, if its arguments have another key, or if it has expired.
+        """
+        ended_by = call.ended_by
+        again = ended_by.sig if isinstance(ended_by, Retry) else self.state.requeued
+        if again is None or not self._decoration.is_unique:
+            return None
+        if not self.keeps_key(self._decoration, call.key, self._request, again.args, again.kwargs):
+            return None
+        begins_in = getattr(ended_by, "when", None) or again.options.get("countdown")
+        expires = again.options.get("expires", self._request.expires)
+        seconds = waits_for(self.app, call.options.queue_timeout, expires, begins_in)
+        if seconds <= 0:
+            return None
+        work = self.work._replace(attempt=again.options.get("retries", self.work.attempt + 1))
+        token = work.token_factory(self._task, "queued").token(seconds)
+        return Retained(token, now() + seconds, note_of(call.key, *work))
+
+
+class TaskRun(Delivery):
+    """The run of a delivered message: what a call does when its key is busy, before the run and at its end.
+
+    Attributes:
+        is_superseded: whether the call has the key, but a newer task that ``buffer_one`` coalesces does the work.
+    """
+
+    is_superseded = False
+
+    def __init__(self, task: Any, request: Any, *, bound: bool, decoration: Decoration) -> None:
+        super().__init__(task, request, bound=bound, decoration=decoration)
+        self._began = now()
+
+    def on_busy(self, call: Call, value: bytes) -> Policy:
+        """The policy for a key that holds ``value``.
 
         Raises:
-            Ignore: if the holder is this task: a message whose work is done is dropped, the others are requeued.
+            Ignore: if the holder is this very task. If the work is done, the message is dropped; else it is requeued.
         """
-        if self.under_way.get(call.key) is not None:  # two decorators of the task have the same key
+        if self.state.runs.get(call.key) is not None:  # two decorators of the task have the same key
             return super().on_busy(call, value)
         self._carry_key(call)
-        request, holder = self._request, Holder.parse(value)
+        holder = Holder.parse(value)
         held = work_held_by(holder)
         if held is not None and held.id == self.work.id:
-            is_kept = holder is not None and holder.state == "kept"
-            self._wait_for_own(call, held, is_kept=is_kept)
-        # A task of a chain or group that replaces another has an id of its own.
-        is_of_replaced = held is not None and held.id == request.parent_id and held.replacement < self.work.replacement
-        if call.options.when_busy is not None and not is_of_replaced:
-            # Where its run has ended, no policy puts another result in the place of the run's.
-            if self.header.has_begun and call.key not in self.under_way:
-                with redelivery.unless_down(self.work.id):
-                    self._wait_for_result(call)
-            return call.options.when_busy
+            self._wait_for_own(call, held, is_kept=holder is not None and holder.state == "kept")
+        if call.options.when_busy is None or self._has_replaced(held):
+            return self._default_when_busy()
+        # A redelivery whose run has ended is dropped: a policy would put another result in the place of the run's.
+        if self.header.has_begun and call.key not in self.state.runs:
+            with redelivery.unless_down(self.work.id):
+                self._wait_for_result(call)
+        return call.options.when_busy
+
+    def _has_replaced(self, held: Work | None) -> bool:
+        """Whether the holder is the task that this one, of a chain or group, has replaced. Their ids differ."""
+        return held is not None and held.id == self._request.parent_id and held.replacement < self.work.replacement
+
+    def _default_when_busy(self) -> Policy:
+        """The policy for a busy key by default.
+
+        It is ``skip``. Exceptions: a retry, a replacement and a redelivery are requeued, because their work has begun;
+        and a task whose result other tasks receive fails.
+        """
         is_continued = bool(self.work.attempt or self.work.replacement)
         if is_continued or self.header.has_begun:
             return retry()
-        return fail if request.chord or request.chain else skip
+        return fail if self._request.chord or self._request.chain else skip
 
     def on_down(self, call: Call) -> Policy:
         """The policy for a server that could not be asked; a redelivery waits, because its run may be under way."""
-        return retry() if self.header.has_begun and call.options.when_down is not carry_on else call.options.when_down
+        when_down = call.options.when_down
+        return retry() if self.header.has_begun and when_down is not carry_on else when_down
 
     def _wait_for_own(self, call: Call, held: Work, *, is_kept: bool) -> None:
-        """End this delivery, because work with its task id holds the key; or return if ``when_busy`` must decide.
+        """End this delivery, because work with its task id holds the key; return if ``when_busy`` must decide.
 
         Raises:
             Ignore: the message is requeued after earlier work, and while its own runs; it is dropped after later work.
         """
-        has_to_wait = isinstance(call.options.when_busy, RetryPolicy)
-        # A kept key may be that of earlier work with this id, for which a message waits that is requeued by now.
-        may_be_new = self.is_first_delivery or (is_kept and not self.may_be_redelivered)
-        decides = has_to_wait and may_be_new
+        # A retained value may be that of earlier work with this id, of which a message was requeued meanwhile.
+        may_be_new = self.is_new_work or (is_kept and not self.may_be_redelivered)
+        decides = may_be_new and isinstance(call.options.when_busy, RetryPolicy)
         if decides and held >= self.work:
             return
         # A message that was requeued as new work, and is no redelivery, has not run: the other work has only its id.
         may_have_run = self.may_be_redelivered or not self.header.lineage
-        is_late = held > self.work and may_have_run
-        if is_late:
+        if may_have_run and held > self.work:
             self._drop(call, "it is out of date")
         if held == self.work:
             self._wait_for_run(call, is_kept=is_kept)
         self.requeue(call, RequeueRequest(AlreadyRunning(call.key), retry()))
 
     def _wait_for_run(self, call: Call, *, is_kept: bool) -> NoReturn:
-        """Requeue this redelivery until its run has ended, and its result is stored; drop it if both is so.
+        """Requeue this redelivery until its run has ended and its result is stored; then drop it.
 
         Raises:
             Ignore: so that this delivery ends without a result.
@@ -221,7 +282,7 @@ class Delivery(TaskCaller):
         if is_kept and not ended:
             self._drop(call, "it is out of date")
         self._request.expires = None  # it has begun in time
-        self._request.only_one_markers = []  # as where a delivery is dropped for a later message
+        self.state.markers = []  # the result of an earlier call in this delivery is not stored
         self._publish_again(call, self.header, None)
 
     def requeue(self, call: Call, how: RequeueRequest) -> Any:
@@ -237,14 +298,15 @@ class Delivery(TaskCaller):
         header, policy = self.header, how.policy
         if policy.max_retries is not None and header.times >= policy.max_retries:
             raise how.error from how.error.__cause__  # not in the context of the request
-        # An earlier call in this delivery may have noted that its run has ended: what is requeued is none of that run.
-        if self.is_first_delivery or call.key in self.under_way:
+        # The completion marker may say that the run of an earlier call in this delivery has ended. It is not asked for
+        # the message that is published now, because that message has another lineage.
+        if self.is_new_work or call.key in self.state.runs:
             header = header._replace(lineage=uuid())
         if isinstance(how.error, LockUnavailable):  # asking again would take as long again
             publish(self._task, self._request, header, policy.countdown)
             raise Ignore
         with redelivery.unless_down(self.work.id):
-            if not self.is_first_delivery:
+            if not self.is_new_work:
                 self._check_marker(call)
             if isinstance(policy, BufferOne):
                 held_by: str = getattr(how.error, "value", "")
@@ -254,7 +316,7 @@ class Delivery(TaskCaller):
         self._publish_again(call, header, policy.countdown)
 
     def _publish_again(self, call: Call, header: Header, countdown: float | None) -> NoReturn:
-        """Publish the message, and note in the completion marker how often that was done.
+        """Publish the message; store in the completion marker how often, and for ``buffer_one`` that it is pending.
 
         Raises:
             Ignore: so that this delivery ends without a result.
@@ -265,24 +327,11 @@ class Delivery(TaskCaller):
             noted = evaluate(redelivery.REQUEUED, call.key, header.times + 1, milliseconds, beside=beside)
             drive(call.server.client, noted)
             if header.trigger is not None:
-                requeued = self._request.only_one_requeued.options
-                most = waits_for(self.app, inf, requeued.get("expires"), None)
-                seconds = coalescing.trusted_for(self.app, most, requeued.get("countdown"))
+                options = self.state.requeued.options
+                most = waits_for(self.app, inf, options.get("expires"), None)
+                seconds = coalescing.trusted_for(self.app, most, options.get("countdown"))
                 coalescing.note_published(call.server, call.key, self.app, header.trigger, seconds)
         raise Ignore
-
-    def arrive(self, call: Call, token: str, *, begins: bool) -> int:
-        """Number this task; see ``coalescing.arrive`` for the arguments and the result."""
-        trigger = self.header.trigger
-        # A retry, a replacement and another call in one delivery go on with what their task's id has; new work is newer
-        # than all before it. So is the last task of a chain that replaces another, and has that one's id.
-        is_replacement = self.work.replacement and self._request.parent_id == self.work.id
-        is_the_first = not (self.work.attempt or is_replacement or call.key in self.under_way)
-        is_new = is_the_first and self.is_first_delivery
-        if trigger is None and is_new:
-            trigger = coalescing.NEWEST
-        given = (call.server, call.key, self.app, self.work.id, trigger, uuid(), token)
-        return coalescing.arrive(*given, begins=begins)
 
     def claim_work(self, call: Call) -> bool:
         """Whether the work is still to be done, now that the key is ours.
@@ -291,12 +340,12 @@ class Delivery(TaskCaller):
             Ignore: for a redelivery that is dropped, or requeued until the result of its run is stored.
         """
         self._carry_key(call)
-        # Where the task is not unique any more, the key in its message may be another: that is withdrawn at the end.
+        # If the task is not unique any more, its message may have another key, which is withdrawn at the end.
         if self.header.key in (None, call.key):
-            self._request.only_one_has_begun = True
+            self.state.withdraws = False
+        # If this delivery has called the function before, the completion marker may be that of the earlier call.
+        is_first_call = call.key not in self.state.runs
         is_unmarked = self._task.acks_late and self.may_be_redelivered
-        # What has been noted of the work since an earlier call in this delivery began was noted by that call.
-        is_first_call = call.key not in self.under_way
         may_be_redelivery = is_first_call and (self.header.times or self.is_redelivered or is_unmarked)
         with redelivery.unless_down(self.work.id):
             if may_be_redelivery and self._wait_for_result(call).ended:
@@ -307,11 +356,14 @@ class Delivery(TaskCaller):
                 if self.header.trigger is None and trigger:  # another decorator of it would give it a later number
                     self._carry(self.header._replace(trigger=trigger))
         if not self.is_superseded:
-            self.under_way[call.key] = self._decoration
+            self.state.runs[call.key] = self._decoration
         return not self.is_superseded
 
     def _wait_for_result(self, call: Call) -> redelivery.CompletionMarker:
-        """End this delivery if its run has ended, and has stored its result or may yet do so; else read its marker.
+        """End this delivery if its run has ended, and has stored its result or may yet store it.
+
+        Returns:
+            The completion marker, if the delivery goes on.
 
         Raises:
             Ignore: the message is dropped, or requeued until the result is stored.
@@ -320,50 +372,6 @@ class Delivery(TaskCaller):
         if marker.age < redelivery.STORES_WITHIN and not is_gone(marker.ended):
             self._publish_again(call, self.header, None)
         return marker
-
-    def _carry_key(self, call: Call) -> None:
-        """A task that was sent with an id of its own has no key in its message: its later messages have it."""
-        if self._decoration.is_unique and self.header.key is None:
-            self._carry(self.header._replace(key=call.key))
-
-    def _carry(self, header: Header) -> None:
-        """Have the task's later calls and messages find this header."""
-        self.header = header
-        self._request.headers = {**self._request.headers, **header.as_headers()}
-        vars(self._request).update(header.as_headers())  # in the place of the message's, if it had one
-
-    def can_take_queued(self, call: Call, value: bytes) -> bool:  # noqa: ARG002
-        """A retry of this very task goes first; no other task that waits in a queue has begun."""
-        queued = work_held_by(Holder.parse(value))
-        return queued is None or queued.id != self.work.id or queued <= self.work
-
-    def at_end(self, call: Call) -> AtEnd:
-        """The retained value for a retry, and the marker that tells redeliveries that the run has ended."""
-        if call.key in self.under_way:
-            self.under_way[call.key] = None
-        marker = None
-        # Where nothing has run, a redelivery finds that out, too, and stores the result that this one may not store.
-        if self._task.acks_late and not self.is_superseded:
-            marker = redelivery.marker_update(self._task, self.marker(call.key), call.ended_by, now() - self._began)
-        return self.retained_value(call), marker
-
-    def retained_value(self, call: Call) -> Retained | None:
-        """The value that keeps a unique task's key while its message waits for a retry, or another decorator's key."""
-        if not self._decoration.is_unique:
-            return None
-        request, ended_by = self._request, call.ended_by
-        sig = ended_by.sig if isinstance(ended_by, Retry) else vars(request).get("only_one_requeued")
-        if sig is None:
-            return None
-        if not self.keeps_key(self._decoration, call.key, request, sig.args, sig.kwargs):
-            return None
-        begins_in = getattr(ended_by, "when", None) or sig.options.get("countdown")
-        expires = sig.options.get("expires", request.expires)
-        seconds = waits_for(self.app, call.options.queue_timeout, expires, begins_in)
-        work = self.work._replace(attempt=sig.options.get("retries", self.work.attempt + 1))
-        token = work.token_factory(self._task, "queued").token(seconds)
-        note = note_of(call.key, *work)
-        return Retained(token, now() + seconds, note) if seconds > 0 else None
 
     def _check_marker(self, call: Call, waits: float = 0) -> redelivery.CompletionMarker:
         """Read the completion marker of this work, and drop this delivery if it has no work to do.
@@ -376,36 +384,58 @@ class Delivery(TaskCaller):
             Ignore: if this delivery is dropped: its run has ended, or its message was requeued more often.
         """
         marker = drive(call.server.client, redelivery.read_marker(call.key, self.marker(call.key), waits))
-        if marker.is_stored or self.header.times < marker.times:
-            reason = "its run has ended" if marker.is_stored else "a later message waits"
-            self._drop(call, reason, waits_no_more=marker.is_stored)
+        if marker.is_stored:
+            self._drop(call, "its run has ended", is_done=True)
+        if self.header.times < marker.times:
+            self._drop(call, "a later message waits")
         return marker
 
-    def on_marked(self, call: Call) -> None:
-        """Have ``ended_tasks`` note in the marker when the result is stored, too."""
-        markers = vars(self._request).setdefault("only_one_markers", [])
-        markers.append((call.server, call.key, self.marker(call.key)))
-
-    def marker(self, key: str) -> str:
-        """The name of the completion marker."""
-        return self.work.marker(key, self.header.lineage)
-
-    def _drop(self, call: Call, reason: str, *, waits_no_more: bool = False) -> NoReturn:
+    def _drop(self, call: Call, reason: str, *, is_done: bool = False) -> NoReturn:
         """End this delivery without a run, and log why.
 
         Args:
             call: the call.
             reason: why, for the log.
-            waits_no_more: whether no other message of this work waits either: so a call that has requeued this message
-                must not store its value now. Else another message has begun, whose key this one leaves alone.
+            is_done: whether the work is done. Then the task's key is withdrawn, so that no call that has taken it over
+                stores the task's value again. Else another message of the work has the key, or waits for it.
 
         Raises:
             Ignore: always.
         """
-        self._request.only_one_has_begun = not waits_no_more
+        self.state.withdraws = is_done
+        if not is_done:
+            self.state.markers = []  # the result of an earlier call in this delivery is not stored
         end_delivery(self._request)
-        if not waits_no_more:  # an earlier call in this delivery has ended, and what comes of the work is not stored
-            self._request.only_one_markers = []
         extra = {"only_one_key": call.key}
         log(INFO, "redelivery of %s[%s] dropped: %s", self.name, self.header.id, reason, extra=extra)
         raise Ignore
+
+    def _carry_key(self, call: Call) -> None:
+        """Put a unique task's key into its header, if its message has none: it was sent with an id of its own."""
+        if self._decoration.is_unique and self.header.key is None:
+            self._carry(self.header._replace(key=call.key))
+
+    def _carry(self, header: Header) -> None:
+        """Put a header into the request, for later calls in this delivery and for later messages of the task."""
+        self.header = header
+        self._request.headers = {**self._request.headers, **header.as_headers()}
+        vars(self._request).update(header.as_headers())  # which comes before the headers, if the message has one
+
+    def can_take_queued(self, call: Call, value: bytes) -> bool:  # noqa: ARG002
+        """Whether the key may be taken over from ``value``, a task that is queued: not from a retry of this task."""
+        queued = work_held_by(Holder.parse(value))
+        return queued is None or queued.id != self.work.id or queued <= self.work
+
+    def at_end(self, call: Call) -> AtEnd:
+        """The retained value for a retry, and the marker that tells redeliveries that the run has ended."""
+        if call.key in self.state.runs:
+            self.state.runs[call.key] = None
+        marker = None
+        # A redelivery of a task that is superseded finds that out by itself, and stores the result if this one cannot.
+        if self._task.acks_late and not self.is_superseded:
+            marker = redelivery.marker_update(self._task, self.marker(call.key), call.ended_by, now() - self._began)
+        return self.retained_value(call), marker
+
+    def on_marked(self, call: Call) -> None:
+        """Have ``ended_tasks`` write into the marker when the result is stored, too."""
+        self.state.markers.append((call.server, call.key, self.marker(call.key)))

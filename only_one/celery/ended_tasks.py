@@ -24,7 +24,7 @@ from .killed_runs import release_when_dead
 from .received_tasks import begun_request, warn_once
 from .requeue import header_of
 from .task_functions import key_of_message, queue_options_of, unique_decoration_of
-from .work import work_of
+from .work import state_of, work_of
 
 
 def withdrawal_of(task: Any, request: Any, app: Any = None) -> Withdrawal | None:
@@ -110,7 +110,7 @@ def _on_retry(sender: Any, request: Any, reason: Any = None, **_: Any) -> None:
     """The process was lost, and Celery has sent the task again: ``retry_on_worker_lost``."""
     if isinstance(getattr(reason, "exc", None), WorkerLostError):
         again = sender.signature_from_request(request, countdown=reason.when, retries=request.retries + 1)
-        request.only_one_requeued = again
+        state_of(request).requeued = again
         if withdrawal := withdrawal_of(sender, request):
             release_later(withdrawal.of_a_retry())
         release_when_dead(sender, request.args, request.kwargs, request)
@@ -127,14 +127,15 @@ def _on_end(sender: Any, task: Any, state: Any = None, **_: Any) -> None:
     Celery drops what is raised here, as a soft time limit may be, and asks the next receiver: it does all again.
     """
     request, error = task.request, sys.exc_info()[1]
-    if vars(request).get("only_one_end_is_noted"):
+    delivery = state_of(request)
+    if delivery.end_is_noted:
         return
-    for server, key, marker in vars(request).get("only_one_markers", ()) if _is_stored(task, state, error) else ():
+    for server, key, marker in delivery.markers if _is_stored(task, state, error) else ():
         with redelivery.unless_down(request.id):
             drive(server.client, evaluate(redelivery.STORED, key, beside=(marker,)))
-    if not vars(request).get("only_one_has_begun"):  # a signal handler, `before_start` or a base class has prevented it
+    if delivery.withdraws:  # a signal handler, `before_start` or a base class has prevented the run
         withdraw(unwrapped(sender), request)
-    request.only_one_end_is_noted = True
+    delivery.end_is_noted = True
 
 
 def _is_stored(task: Any, state: Any, error: BaseException | None) -> bool:

@@ -8,7 +8,7 @@ from celery import Task
 from kombu.serialization import registry
 
 from .broker import longest_countdown, way_back
-from .work import Work, work_of
+from .work import Work, state_of, work_of
 
 HEADER = "only_one"
 
@@ -106,13 +106,15 @@ def publish(task: Task, request: Any, header: Header, countdown: float | None) -
     )
     # Past the task's own `apply_async`, which may take it for new work: celery-once's drops it as a duplicate.
     Task.apply_async(task, again.args, again.kwargs, **again.options)
-    request.only_one_requeued, request.only_one_has_begun = again, True  # it goes on, and waits for its key
+    state = state_of(request)
+    state.requeued, state.withdraws = again, False
     end_delivery(request)
 
 
 def end_delivery(request: Any) -> None:
-    """Have no call run, and no ``self.retry()`` publish, after the ``Ignore`` that follows: a base may catch it."""
-    request.only_one_is_over = request.called_directly = True  # by the second, Celery raises its error again
+    """Let no later call in the delivery run, and no ``self.retry()`` publish: a base may catch the ``Ignore``."""
+    state_of(request).is_over = True
+    request.called_directly = True  # then `self.retry()` raises its error again
 
 
 def keep_content_type(request: Any) -> None:

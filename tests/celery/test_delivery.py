@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -19,7 +19,7 @@ import celery
 import pytest
 from celery import Celery, Task
 from celery.app.task import Context
-from celery.exceptions import Retry
+from celery.exceptions import Ignore, Retry
 
 from only_one import AlreadyRunning, KeyTemplateError, Lost, buffer_one, carry_on, configure, current_lock, fail, retry
 from only_one.celery import delivery
@@ -252,7 +252,16 @@ def test_a_run_that_is_hard_to_see_is_its_tasks(queue: Queue, keys: Keys, way: s
     assert delivery.current_task() is None
 
 
-@pytest.mark.parametrize("again", [{}, {"again": Task.__call__}], ids=["run", "__call__"])
+def called_until_it_is_not_ignored(task: Any) -> Any:
+    """As a base's ``__call__`` does that tries again after any exception."""
+    with suppress(Ignore):
+        Task.__call__(task)
+    return Task.__call__(task)
+
+
+@pytest.mark.parametrize(
+    "again", [{}, {"again": Task.__call__}, {"again": called_until_it_is_not_ignored}], ids=["run", "__call__", "both"]
+)
 def test_a_second_call_after_its_own_run_has_ended_waits_as_the_first(queue: Queue, keys: Keys, again: Any) -> None:
     def meanwhile(_: Any) -> None:
         keys["k"] = "somebody else"

@@ -29,7 +29,7 @@ from only_one import buffer_one, configure, settings
 from only_one.call.owed_key import note_of
 from only_one.celery import ended_tasks, killed_runs, received_tasks
 from only_one.celery.requeue import Header
-from only_one.celery.work import Work
+from only_one.celery.work import DeliveryState, Work
 from only_one.connections.server import Server, find_server
 from only_one.lock import renewal
 from only_one.lock.commands import WAITS_NO_MORE
@@ -480,7 +480,7 @@ def test_a_task_that_has_ended_without_having_begun_has_no_key(
         end_without_a_run(unique_task, **request)
         assert keys["k"] == value
     keys["k"] = value = queued("mine", 1)
-    end_without_a_run(unique_task, only_one_has_begun=True, **request)
+    end_without_a_run(unique_task, only_one_delivery=DeliveryState(withdraws=False), **request)
     end_without_a_run(unique_task, retries=1)
     with configure(active=False):
         end_without_a_run(unique_task, **request)
