@@ -117,6 +117,7 @@ class Delivery(TaskCaller):
     """One delivery of a task's message to a worker, and what its message says. Other deliveries may have its work.
 
     Attributes:
+        decoration: the decoration of the task's function.
         work: the work of the message.
         header: our header in the message.
         state: what has become of this delivery so far.
@@ -127,7 +128,7 @@ class Delivery(TaskCaller):
         self.work = work_of(request)
         super().__init__(task, self.work.token_factory(task), bound=bound)
         self._request = request
-        self._decoration = decoration
+        self.decoration = decoration
         self.state = state_of(request)
         self.header = header_of(request, self.work)
         if decoration.is_unique:
@@ -155,7 +156,7 @@ class Delivery(TaskCaller):
 
     def key_in_message(self, prefix: str, args: Any, kwargs: Any) -> str | None:
         """The key of the run, as far as its message tells it; see ``key_of_message`` for the arguments."""
-        return self.key or key_of_message(self._task, self._decoration, prefix, args, kwargs)
+        return self.key or key_of_message(self._task, self.decoration, prefix, args, kwargs)
 
     def marker(self, key: str) -> str:
         """The name of the completion marker."""
@@ -183,9 +184,9 @@ class Delivery(TaskCaller):
         """
         ended_by = call.ended_by
         again = ended_by.sig if isinstance(ended_by, Retry) else self.state.requeued
-        if again is None or not self._decoration.is_unique:
+        if again is None or not self.decoration.is_unique:
             return None
-        if not self.keeps_key(self._decoration, call.key, self._request, again.args, again.kwargs):
+        if not self.keeps_key(self.decoration, call.key, self._request, again.args, again.kwargs):
             return None
         begins_in = getattr(ended_by, "when", None) or again.options.get("countdown")
         expires = again.options.get("expires", self._request.expires)
@@ -356,7 +357,7 @@ class TaskRun(Delivery):
                 if self.header.trigger is None and trigger:  # another decorator of it would give it a later number
                     self._carry(self.header._replace(trigger=trigger))
         if not self.is_superseded:
-            self.state.runs[call.key] = self._decoration
+            self.state.runs[call.key] = self.decoration
         return not self.is_superseded
 
     def _wait_for_result(self, call: Call) -> redelivery.CompletionMarker:
@@ -412,7 +413,7 @@ class TaskRun(Delivery):
 
     def _carry_key(self, call: Call) -> None:
         """Put a unique task's key into its header, if its message has none: it was sent with an id of its own."""
-        if self._decoration.is_unique and self.header.key is None:
+        if self.decoration.is_unique and self.header.key is None:
             self._carry(self.header._replace(key=call.key))
 
     def _carry(self, header: Header) -> None:
