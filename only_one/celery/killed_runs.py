@@ -1,7 +1,8 @@
-"""Killed runs: a run that was killed cannot release its key, so the worker's main process does, once Celery tells it.
+"""Killed runs: the worker's main process releases the key of a run that was killed, once Celery tells it.
 
-Its renewing thread asks for the key: a child that is forked meanwhile would inherit the locks of any other thread.
-A caller on this machine would take the key over anyhow; on others it would wait for the lease, or for ``timeout``.
+A caller on this machine would take the key over anyhow. On other machines it would wait for the lease, or for
+``timeout``. The renewing thread of the main process sends the commands, because a child that is forked meanwhile would
+inherit the locks of any other thread.
 """
 
 import os
@@ -22,7 +23,7 @@ from only_one.lock.token import machine
 
 from .delivery import Delivery
 from .received_tasks import warn_once
-from .task_functions import decorations_of, key_of_message, task_of_items
+from .task_functions import decorations_of, task_of_items
 from .work import work_held_by
 
 _NOT_RELEASED = "a key of {}, whose run was killed or revoked, could not be released"
@@ -30,20 +31,20 @@ _NOT_RELEASED = "a key of {}, whose run was killed or revoked, could not be rele
 _LOOKS_AGAIN_AFTER = 0.02
 
 _PATIENCE = 10.0
-"""Seconds for which a process may live on: Celery tells that it kills a process before it does so."""
+"""Seconds for which a process may live on. Celery tells us before it kills the process."""
 
 _WAITS_FOR_A_SERVER = 300.0
 """Seconds for which a server that is away is asked again."""
 
 _AT_ONCE = 1000
-"""Keys that the server goes through for one reply."""
+"""Keys that the server goes through for one reply to ``SCAN``."""
 
 
 def release_when_dead(task: Any, args: Any, kwargs: Any, request: Any) -> None:
-    """Have the keys of a run released as soon as its process is dead, by its message's arguments and request."""
+    """Release the keys of a run as soon as its process is dead; ``args`` and ``kwargs`` are those of its message."""
     arguments: tuple[Any, Any] | None = (args or (), kwargs or {})
     if name := task_of_items(task, kwargs):
-        task, arguments = task.app.tasks.get(name), None  # which of its items was under way is not known
+        task, arguments = task.app.tasks.get(name), None  # nobody knows which of the items was under way
     for decoration in decorations_of(task) if task else ():
         try:
             _watch_run(task, decoration, arguments, request)
@@ -52,28 +53,28 @@ def release_when_dead(task: Any, args: Any, kwargs: Any, request: Any) -> None:
 
 
 def _watch_run(task: Any, decoration: Decoration, arguments: tuple[Any, Any] | None, request: Any) -> None:
-    """The same for one decoration of the task."""
+    """Release the key of one decoration of the task; if ``arguments`` do not give it, search for it by its holder."""
     delivery = Delivery(task, request, decoration=decoration)
     options = decoration.options_for(delivery)
     if options.server is None:
         return
     key = None
     if arguments is not None:
-        key = delivery.key or key_of_message(task, decoration, options.prefix, *arguments)
+        key = delivery.key_in_message(options.prefix, *arguments)
     if key is None:
-        release_later(_SearchEverywhere(options.server, options.prefix, delivery, options))
+        release_later(_SearchOfServer(options.server, options.prefix, delivery, options))
     else:
         for_retry = delivery.retained_value(Call(options, options.server, key))
-        release_later(_Ending(options.server, key, delivery, options, for_retry))
+        release_later(_KilledRun(options.server, key, delivery, options, for_retry))
 
 
-class _Ending(PendingRelease):
-    """The release of a key as soon as the process of its run is dead, which the renewing thread asks for.
+class _KilledRun(PendingRelease):
+    """The release of a killed run's key: the renewing thread asks for the holder until its process is dead.
 
     Attributes:
         delivery: the delivery whose run it was.
         options: the effective options of the run.
-        for_retry: the value that keeps the key, if the message is sent again.
+        for_retry: the value to store in place of the token, if the message is sent again.
     """
 
     def __init__(
@@ -89,70 +90,75 @@ class _Ending(PendingRelease):
         return ("GET", self.key)
 
     def note_reply(self, command: Command, reply: Any) -> bool:  # noqa: ARG002
-        """Do what is due by the reply; returns whether nothing is left to do, or the time for it is over."""
+        """Act on the reply; returns whether nothing is left to do, or the time for it is over."""
         self.try_at = now() + _LOOKS_AGAIN_AFTER
-        if isinstance(reply, MovedError):  # the node that has the slot by now is asked next
+        if isinstance(reply, MovedError):  # the next command goes to the node that has the slot by now
             return now() >= self.until
         if isinstance(reply, Exception):
             warn_once(_NOT_RELEASED.format(self.delivery.name), reply, log_beside)
             if not isinstance(reply, ResponseError):  # the server is away, and may be back soon
                 self.until = min(now() + _PATIENCE, self._gives_up)
-        elif self.is_over(reply):
+        elif self.act_on(reply):
             return True
         return now() >= self.until
 
-    def is_over(self, reply: Any) -> bool:
-        """Release the key if its process is dead, or store the value for the retry; whether nothing is left to do."""
+    def act_on(self, reply: Any) -> bool:
+        """Release the key if its process is dead, or store the value for the retry.
+
+        Returns:
+            Whether nothing is left to do.
+        """
         value: bytes = reply or b""
         holder = Holder.parse(value)
         if holder is None or holder.task_id != self.delivery.work.id:
             return True
         held = work_held_by(holder)
         is_of_a_retry = held is not None and held > self.delivery.work
-        if is_of_a_retry:  # which the run had published before it was killed
+        if is_of_a_retry:  # the run had published the retry before it was killed
             return True
-        if not self.options.takeover and not is_queued(value):
+        is_waiting = is_queued(value)
+        if not self.options.takeover and not is_waiting:
             return True
-        # A task that is queued may just have begun: then its process is waited for.
-        has_ended = is_queued(value) or is_dead(value) or _has_ended(holder)
+        has_ended = is_waiting or is_dead(value) or _is_unreaped(holder)
         if has_ended:
             until = now() + max(self.options.ttl, self.options.queue_timeout)
             release_later(PendingRelease(self.server, self.key, value, until, retained=self.for_retry))
+        # The task that waits may begin between the reply and the release. Then its process is waited for.
         return has_ended and self.for_retry is not None
 
 
-class _SearchEverywhere(_Ending):
-    """The search on each node, begun by the renewing thread: it asks a cluster's nodes where keys are by now."""
+class _SearchOfServer(_KilledRun):
+    """A search for the key of a killed run whose message does not give the key: on each node that the server has."""
 
-    def is_over(self, reply: Any) -> bool:  # noqa: ARG002
-        """Begin it."""
+    def act_on(self, reply: Any) -> bool:  # noqa: ARG002
+        """Begin the searches; in the renewing thread, because a cluster is asked for its nodes."""
         for node in self.server.nodes():
-            release_later(_Search(node, self.options.prefix, self.delivery, self.options))
+            release_later(_SearchOfNode(node, self.options.prefix, self.delivery, self.options))
         return True
 
 
-class _Search(_Ending):
-    """The same for all keys of a node that begin with a prefix: the message does not give its run's."""
+class _SearchOfNode(_KilledRun):
+    """A search among the keys of a node, whose ``key`` is the prefix of the keys."""
 
     _cursor = 0
 
     def command(self) -> Command:
-        """The command that gives more of the keys, those with a string."""
+        """The command that gives more of the keys at which a string is stored."""
         pattern = "".join(f"\\{each}" for each in self.key) + "*"  # the prefix has no wildcards
         return ("SCAN", self._cursor, "MATCH", pattern, "COUNT", _AT_ONCE, "TYPE", "string")
 
-    def is_over(self, reply: Any) -> bool:
-        """See to these keys, before more are asked for; whether they were the last."""
+    def act_on(self, reply: Any) -> bool:
+        """Release each of the keys if it is the run's; returns whether these keys were the last."""
         cursor, keys = reply
         for key in keys:
-            release_later(_Ending(self.options.server, key, self.delivery, self.options))
+            release_later(_KilledRun(self.options.server, key, self.delivery, self.options))
         self._cursor = int(cursor)
         return not self._cursor
 
 
-def _has_ended(holder: Holder) -> bool:
-    """Whether it is a child of ours that has ended; it seems alive until Celery waits for it, which may take 5 s."""
-    with suppress(ChildProcessError, AttributeError):  # another's; or macOS, Python < 3.13
+def _is_unreaped(holder: Holder) -> bool:
+    """Whether the holder is a child of ours that has ended, though Celery waits for it only after up to 5 s."""
+    with suppress(ChildProcessError, AttributeError):  # it is no child of ours; macOS before Python 3.13
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return holder.machine == machine() and os.waitid(os.P_PID, holder.pid, options) is not None
     return False

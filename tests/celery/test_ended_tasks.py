@@ -130,7 +130,7 @@ def test_a_key_is_released_when_its_process_is_dead(
             keys["k"] = value
         options: Any = SimpleNamespace(takeover=takeover, ttl=HOUR, queue_timeout=HOUR)
         delivery: Any = SimpleNamespace(work=Work("mine", 0, attempt))
-        is_over = killed_runs._Ending(server, f"{keys.prefix}k", delivery, options).is_over(keys["k"])
+        is_over = killed_runs._KilledRun(server, f"{keys.prefix}k", delivery, options).act_on(keys["k"])
         renewal.finish_pending_releases()
         return is_over, "k" not in keys
 
@@ -163,7 +163,7 @@ def test_the_death_of_a_process_is_waited_for(
     monkeypatch.setattr(killed_runs, "now", lambda: moment)
     options: Any = SimpleNamespace(takeover=True)
     delivery: Any = SimpleNamespace(work=Work("mine", 0, 0))
-    ending = killed_runs._Ending(server, "k", delivery, options)
+    ending = killed_runs._KilledRun(server, "k", delivery, options)
     for moment, is_over in ((0.0, False), (PATIENCE - 1, False), (PATIENCE, True)):
         assert ending.note_reply(ending.command(), held_by(child.pid)) == is_over
         assert ending.try_at == moment + 0.02
@@ -171,7 +171,7 @@ def test_the_death_of_a_process_is_waited_for(
 
 def endings() -> list[Any]:
     """What the renewing thread still has to see to for runs that were killed."""
-    return [each for each in renewal._renewer.pending_releases.values() if isinstance(each, killed_runs._Ending)]
+    return [each for each in renewal._renewer.pending_releases.values() if isinstance(each, killed_runs._KilledRun)]
 
 
 def fail(task: Any, key: str, error: Exception | None = None, task_id: Any = "mine") -> None:
@@ -285,7 +285,7 @@ def found(server: Server, prefix: str, monkeypatch: pytest.MonkeyPatch) -> list[
     with monkeypatch.context() as patch:
         patch.setattr(killed_runs, "release_later", looked_at.append)
         for node in server.nodes():
-            search = killed_runs._Search(node, prefix, delivery, options)
+            search = killed_runs._SearchOfNode(node, prefix, delivery, options)
             is_over = False
             while not is_over:
                 command = search.command()
@@ -315,7 +315,7 @@ def test_all_keys_of_a_cluster_are_looked_at(task: Any, dead: bytes, monkeypatch
 @pytest.mark.usefixtures("app")
 def test_a_key_whose_slot_has_moved_is_asked_for_again_without_a_warning(server: Server) -> None:
     delivery: Any = SimpleNamespace(work=Work("mine", 0, 0), name="work")
-    ending = killed_runs._Ending(server, "k", delivery, options=delivery)
+    ending = killed_runs._KilledRun(server, "k", delivery, options=delivery)
     assert not ending.note_reply(ending.command(), MovedError("5 127.0.0.1:7"))
     assert not received_tasks._warned
 
