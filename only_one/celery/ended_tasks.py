@@ -1,4 +1,4 @@
-"""Ended tasks: the keys of tasks that were killed, revoked or never begun, and the results that are stored."""
+"""Ended tasks: the keys of tasks that were killed, revoked or never begun, and the note that a result is stored."""
 
 import sys
 from contextlib import suppress
@@ -28,12 +28,12 @@ from .work import state_of, work_of
 
 
 def withdrawal_of(task: Any, request: Any, app: Any = None) -> Withdrawal | None:
-    """The withdrawal of a unique task that has ended without having begun, also if a call has taken its key over.
+    """The withdrawal of a unique task that has ended before it began, also if a call has taken its key over.
 
     Args:
-        task: the task; None if it is known only to another version of the code, which has sent it.
-        request: its request.
-        app: the app, if there is no task.
+        task: the task; None if this version of the code has no such task.
+        request: the task's request.
+        app: the worker's app, if there is no task.
 
     Returns:
         The withdrawal; None if the task has no key.
@@ -43,7 +43,8 @@ def withdrawal_of(task: Any, request: Any, app: Any = None) -> Withdrawal | None
     if key is None:
         return None
     options = queue_options_of(task) if task else None
-    if options is None:  # in that other version it is unique; what its decorator said of the server is not known here
+    # The message's key says that the task is unique in another version. That decorator's own server is not known here.
+    if options is None:
         options = effective_options({}, *app_options(app or task.app))
     if options.server is None:
         return None
@@ -59,9 +60,10 @@ def withdrawal_of(task: Any, request: Any, app: Any = None) -> Withdrawal | None
 
 
 def _key_by_arguments(task: Any, request: Any) -> str | None:
-    """The key that a unique task may have though its message has none; None if that is not known.
+    """The key that the arguments of a unique task give, if its message has none; None if that cannot be known.
 
-    Celery has sent it again because its process was lost, or its own ``apply_async`` has given it another id.
+    The message has none if Celery has sent it again because a process was lost, or if the task's own ``apply_async``
+    has given it another id.
     """
     decoration = unique_decoration_of(task) if task else None
     if decoration is not None:
@@ -72,28 +74,29 @@ def _key_by_arguments(task: Any, request: Any) -> str | None:
 
 
 def withdraw(task: Any, request: Any) -> None:
-    """Release the key of a unique task that has ended without having begun; in the background, if that fails."""
+    """Release the key of a unique task that has ended before it began; in the background, if that fails."""
     withdrawal = withdrawal_of(task, request)
     if withdrawal is None:
         return
     try:
         withdrawal.server.client.execute_command(*withdrawal.command(), **RAW)
-    except Exception as error:  # noqa: BLE001 - nobody to raise it to
+    except Exception as error:  # noqa: BLE001 - nobody would catch it
         warn_once(f"a key of {task.name}, which ended without it, could not be released yet", error)
         release_later(withdrawal)
 
 
 def withdraw_later(task: Any, request: Any, app: Any = None) -> None:
-    """The same in the background at once: the worker has other messages, and the server may not answer."""
+    """The same in the background: the server may not answer, and the worker's main process has other messages."""
     if withdrawal := withdrawal_of(task, request, app):
         release_later(withdrawal)
 
 
 def _on_failure(sender: Any, task_id: str, exception: Any, args: Any, kwargs: Any, **_: Any) -> None:
     if isinstance(exception, (TimeLimitExceeded, WorkerLostError)):
-        # Older releases of Celery do not have the request at hand here; that of a unique task is known all the same.
+        # Older releases of Celery do not give the request here. `begun_request` knows that of a unique task. For any
+        # other task it is taken to be the last attempt.
         request = sender.request if sender.request.id == task_id else begun_request(task_id)
-        request = request or Context(id=task_id, retries=sys.maxsize)  # the last attempt, if it is not known which
+        request = request or Context(id=task_id, retries=sys.maxsize)
         withdraw_later(sender, request)
         release_when_dead(sender, args, kwargs, request)
 
@@ -101,13 +104,13 @@ def _on_failure(sender: Any, task_id: str, exception: Any, args: Any, kwargs: An
 def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None:  # noqa: FBT001
     """The task was revoked, or has expired."""
     withdraw_later(sender, request)
-    may_have_begun = (request.delivery_info or {}).get("redelivered")  # in a process that was killed
+    may_have_begun = (request.delivery_info or {}).get("redelivered")  # and its process have been killed
     if terminated or may_have_begun:
         release_when_dead(sender, request.args, request.kwargs, request)
 
 
 def _on_retry(sender: Any, request: Any, reason: Any = None, **_: Any) -> None:
-    """The process was lost, and Celery has sent the task again: ``retry_on_worker_lost``."""
+    """The task is retried; the main process hears of it if a process was lost and Celery has sent the task again."""
     if isinstance(getattr(reason, "exc", None), WorkerLostError):
         again = sender.signature_from_request(request, countdown=reason.when, retries=request.retries + 1)
         state_of(request).requeued = again
@@ -124,7 +127,8 @@ def _on_unknown(sender: Any, message: Any, **found: Any) -> None:
 def _on_end(sender: Any, task: Any, state: Any = None, **_: Any) -> None:
     """Note that the result is stored, or withdraw a task that never began.
 
-    Celery drops what is raised here, as a soft time limit may be, and asks the next receiver: it does all again.
+    Celery drops an exception that is raised here, as by a soft time limit, and calls the next receiver. So this
+    function is connected twice, and does all again if the first call did not come to its end.
     """
     request, error = task.request, sys.exc_info()[1]
     delivery = state_of(request)
@@ -133,15 +137,16 @@ def _on_end(sender: Any, task: Any, state: Any = None, **_: Any) -> None:
     for server, key, marker in delivery.markers if _is_stored(task, state, error) else ():
         with redelivery.unless_down(request.id):
             drive(server.client, evaluate(redelivery.STORED, key, beside=(marker,)))
-    if delivery.withdraws:  # a signal handler, `before_start` or a base class has prevented the run
+    if delivery.withdraws:  # as where a signal handler, `before_start` or a base class has prevented the run
         withdraw(unwrapped(sender), request)
     delivery.end_is_noted = True
 
 
 def _is_stored(task: Any, state: Any, error: BaseException | None) -> bool:
-    """Whether what came of a run is stored, or its message acknowledged without; else a redelivery does the work.
+    """Whether no redelivery will do the work: the result is stored, or the message is acknowledged without.
 
-    Its process may be told to exit before, as by SIGTERM. And a result may fail to be stored: then the task has failed.
+    The result is not stored if the process was told to exit before, as by SIGTERM. If storing it has failed, the task
+    counts as failed.
     """
     if error is not None and not isinstance(error, Exception):
         return False
@@ -155,5 +160,5 @@ signals.task_retry.connect(_on_retry)
 signals.task_revoked.connect(_on_revoked)
 signals.task_postrun.connect(_on_end)
 signals.task_postrun.connect(_on_end, dispatch_uid="only_one: once more")
-# A child of the pool ends without calling what is registered with `atexit`.
+# In a child of the pool, Python does not call the functions that are registered with `atexit`.
 signals.worker_process_shutdown.connect(lambda **_: finish_pending_releases(), weak=False)

@@ -1,8 +1,8 @@
-"""Redelivery: the broker delivers a task's message again, while its run is under way or after it has ended.
+"""Redelivery: the broker delivers a task's message again, while its run is under way or after the run has ended.
 
 A redelivery waits for the run, is dropped when the run has ended, and does the work if the run was killed.
 It learns this from the completion marker, a hash in Redis beside the key: the redelivery asks, the release answers.
-The result backend is not asked: there may be none, and it is written after the release.
+The result backend cannot tell: there may be none, and the result is stored there after the release.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from only_one.lock.commands import MarkerUpdate, Script, evaluate
 from .broker import redelivers_at_any_time, remembered_for, visibility_timeout
 
 STORES_WITHIN = 30
-"""Seconds within which an ended run has stored its result, or never does, if nobody can see its process."""
+"""Seconds within which an ended run stores its result, or never will. They count if nobody can see its process."""
 
 _READ = Script("""
 if tonumber(ARGV[1]) > 0 then
@@ -30,7 +30,7 @@ if tonumber(ARGV[1]) > 0 then
 end
 local found = redis.call('hmget', KEYS[2], 'number', 'ended', 'stored', 'ended_at')
 value = {found[1] or 0, found[2] or '', found[3] or 0, redis.call('time')[1] - (found[4] or 0)}""")
-# The token of the run is not needed by then, and takes most of the memory.
+# The token of the run takes most of the memory, and is not needed once the result is stored.
 STORED = Script("value = redis.call('exists', KEYS[2]) == 1 and redis.call('hset', KEYS[2], 'stored', 1, 'ended', '')")
 """Notes that the result of the run that has ended is stored."""
 REQUEUED = Script("""
@@ -38,11 +38,11 @@ if tonumber(redis.call('hget', KEYS[2], 'number') or 0) <= tonumber(ARGV[1]) the
     redis.call('hset', KEYS[2], 'number', ARGV[1])
     redis.call('pexpire', KEYS[2], ARGV[2])
 end""")
-"""Notes how often the message was requeued that has just been published, and for how many milliseconds that counts."""
+"""Notes how often a message was requeued that has just been published, and keeps that for so many milliseconds."""
 
 
 class CompletionMarker(NamedTuple):
-    """What is known of the messages of one attempt of a task.
+    """What the completion marker says of the messages of one work.
 
     Attributes:
         times: how often the latest of them was requeued; the others do not count.
@@ -58,12 +58,12 @@ class CompletionMarker(NamedTuple):
 
 
 def read_marker(key: str, marker: str, waits: float) -> Commands[CompletionMarker]:
-    """Read the completion marker of one attempt.
+    """Read the completion marker of one work.
 
     Args:
         key: the key as it is in Redis.
         marker: the name of the marker.
-        waits: seconds for which the run that holds the key is told that a redelivery waits for its end; 0 if none does.
+        waits: seconds for which the marker tells the run that a redelivery waits for its end; 0 if none does.
 
     Returns:
         The fields of the marker.
@@ -75,9 +75,9 @@ def read_marker(key: str, marker: str, waits: float) -> Commands[CompletionMarke
 def marker_update(task: Any, marker: str, ended_by: BaseException | None, seconds: float) -> MarkerUpdate | None:
     """The completion marker that the release of a task with acks_late sets, if the run has ended.
 
-    A run that was rejected, ignored or interrupted by a signal has not ended: a redelivery does its work.
-    Nor has a run that failed, if its message is not acknowledged then.
-    A run that was replaced has ended, because its replacement is published.
+    A run has ended if it has returned, is retried, or is replaced, because its next message is published.
+    It has not ended if it was rejected, ignored or interrupted by a signal: a redelivery does its work. If it has
+    failed, that depends on whether its message is acknowledged then.
 
     Args:
         task: the task.
@@ -90,26 +90,26 @@ def marker_update(task: Any, marker: str, ended_by: BaseException | None, second
         has_ended = acks_failures(task)
     if not has_ended:
         return None
-    # There may be a redelivery that could not ask, because it waits for a free place in a worker.
+    # A redelivery may not have asked yet, because it waits for a free process of a worker.
     may_be_unseen = redelivers_at_any_time(task.app) or seconds > visibility_timeout(task.app) / 2
     return MarkerUpdate(marker, round(1000 * remembered_for(task.app)) if may_be_unseen else 0)
 
 
 def acks_failures(task: Any) -> bool:
-    """Whether the message of a run that has failed is acknowledged; else it may come back by a dead-letter queue."""
-    # Since Celery 5.7 a task has the first, which is filled from the other.
+    """Whether the message of a run that has failed is acknowledged. Else a dead-letter queue may bring it back."""
+    # A task has `acks_on_failure` since Celery 5.7.
     return bool(getattr(task, "acks_on_failure", task.acks_on_failure_or_timeout))
 
 
 def _is_replaced(ended_by: BaseException) -> bool:
-    """Whether Celery has raised the exception because the task is replaced: it is an ``Ignore`` like any other."""
+    """Whether Celery has raised the exception because the task is replaced; only its traceback tells it from others."""
     replaces = Task.on_replace.__code__
     return isinstance(ended_by, Ignore) and any(f.f_code is replaces for f, _ in walk_tb(ended_by.__traceback__))
 
 
 @contextmanager
 def unless_down(task_id: str) -> Iterator[None]:
-    """Go on if the server cannot be asked: the message is published, or the work done, all the same."""
+    """A block that is left if the server does not answer: the message is published, or the work done, all the same."""
     try:
         yield
     except TROUBLE as error:

@@ -1,4 +1,4 @@
-"""Requeue: publish a task's message again, with the same id and all that it carries; the delay until it returns."""
+"""Requeue: publish a task's message again, with the same id and all that it carries, after a delay."""
 
 from contextlib import suppress
 from random import SystemRandom
@@ -16,7 +16,7 @@ _DELAYS = (1.0, 2.0, 4.0, 8.0, 10.0)
 """Seconds of delay by the number of requeues so far; half of it is left to chance."""
 
 _OF_THE_BROKER = ("x-death", "x-first-death-", "x-last-death-", "x-delivery-count")
-"""The beginnings of headers in which RabbitMQ counts; it drops a message that seems to go round in a circle."""
+"""The beginnings of headers in which RabbitMQ counts. By them it drops a message that seems to go in circles."""
 
 _random = SystemRandom()
 
@@ -25,15 +25,16 @@ class Header(NamedTuple):
     """The header of only_one in a task's message.
 
     Attributes:
-        id: the id of the task for which it was made; other tasks may be sent with copied headers.
-        attempt: the attempt that was requeued; for another one of the task, only ``trigger`` and ``key`` count.
-        times: how often it was requeued; of the messages of one work only that with the highest number counts.
-        replacement: how often the task was replaced, like ``attempt``.
-        trigger: its number among the tasks that ``buffer_one`` coalesces.
+        id: the id of the task for which the header was made. Other tasks may be sent with copied headers.
+        attempt: the attempt of the message. For another attempt of the task, only ``trigger`` and ``key`` count.
+        times: how often the message was requeued. Of all messages of one work, only the one requeued most often counts.
+        replacement: how often the task was replaced. It counts like ``attempt``.
+        trigger: the number of the task among those that ``buffer_one`` coalesces.
         key: the key as it is in Redis, of a task that is unique from queued to finished.
-        token: the value that was stored there when it was queued.
-        lineage: a random id of the message that was requeued first; later work may have the same task id again.
-        has_begun: whether a run of it may have begun, because it was a redelivery when it was requeued.
+        token: the value that was stored at the key when the task was queued.
+        lineage: a random id that the first requeue gives to all later messages, because later work may have the same
+            task id.
+        has_begun: whether a run of the work may have begun, because a redelivery of it was requeued.
     """
 
     id: str
@@ -53,38 +54,39 @@ class Header(NamedTuple):
 
 
 def header_of(request: Any, work: Work | None = None) -> Header:
-    """The header in a message, whose work may be known; of the header of other work only what may be this one's."""
+    """The header in a message, whose work may be given. Of the header of other work, only what holds is kept."""
     work = work or work_of(request)
-    header = none = Header(work.id, work.attempt, _times_in(request), work.replacement)
+    header = without = Header(work.id, work.attempt, _times_in(request), work.replacement)
     # Others, such as Sentry's SDK, may put headers of their own in the place of those that Celery hands on.
     carried = vars(request).get(HEADER) or (request.headers or {}).get(HEADER)
     if carried is None:
-        return none
-    with suppress(TypeError):  # by somebody else
+        return without
+    with suppress(TypeError):  # somebody else's header
         header = Header(**{name: carried[name] for name in Header._fields if name in carried})
     if header.id != work.id:
-        # Copied; or the task's own `apply_async` has given it another id, and the key has the message's token still.
-        return none._replace(token=header.token)
+        # The header may be copied from another task. Or the task's own `apply_async` has given it another id: then the
+        # message's token is stored at the key.
+        return without._replace(token=header.token)
     if (header.replacement, header.attempt) == (work.replacement, work.attempt):
-        return header._replace(times=max(header.times, none.times))
+        return header._replace(times=max(header.times, without.times))
     key = header.key if header.replacement == work.replacement else None  # a replacement may have other arguments
-    return none._replace(trigger=header.trigger, key=key)
+    return without._replace(trigger=header.trigger, key=key)
 
 
 def _times_in(request: Any) -> int:
-    """How often the message itself says that it was requeued, whatever header somebody has put into it."""
+    """How often the message was requeued by its AMQP properties, in which nobody puts another task's headers."""
     mark, _, times = str((vars(request).get("properties") or {}).get("message_id")).partition(":")
     return int(times) if mark == HEADER and times.isdecimal() else 0
 
 
 def publish(task: Task, request: Any, header: Header, countdown: float | None) -> None:
-    """Publish the message again, and note in the request that this was done.
+    """Publish the message again, and end this delivery.
 
     Args:
         task: the task.
-        request: its current request.
+        request: the task's current request.
         header: the message's header until now.
-        countdown: seconds until the message is delivered, or None for a second that doubles to ten.
+        countdown: seconds until the message is delivered; None for one second, doubled by each requeue up to ten.
     """
     longest = longest_countdown(task.app)
     delay = _delay(header.times, longest) if countdown is None else min(countdown, longest)
@@ -92,19 +94,20 @@ def publish(task: Task, request: Any, header: Header, countdown: float | None) -
     seconds = max(1, round(delay)) if "queue" in way else delay  # RabbitMQ may keep it
     headers = {name: value for name, value in (request.headers or {}).items() if not name.startswith(_OF_THE_BROKER)}
     headers |= header._replace(times=header.times + 1, token=None).as_headers()
-    # The message's setting, else the task's; the default of the request's class is nobody's choice.
-    # Celery itself carries it on since 5.7 only.
+    # What the message says, else the task. The request's attribute may be the default of its class, which nobody chose.
+    # Celery carries it on by itself since 5.7 only.
     ignores = vars(request).get("ignore_result")
     ignores = task.ignore_result if ignores is None else ignores
     # A signal handler may hand on the headers of this delivery, and with them an earlier count.
     kept = {"message_id": f"{HEADER}:{header.times + 1}", "compression": vars(request).get("compression")}
-    kept |= {name: vars(request).get(name) for name in ("argsrepr", "kwargsrepr")}  # which may hide something
-    # Without one it is the app's.
+    # The representations that the sender gave may hide secrets of the arguments.
+    kept |= {name: vars(request).get(name) for name in ("argsrepr", "kwargsrepr")}
+    # None is the app's serializer.
     kept["serializer"] = registry.type_to_name.get((vars(request).get("properties") or {}).get("content_type"))
     again: Any = task.signature_from_request(
         request, countdown=seconds, headers=headers, ignore_result=ignores, **kept, **way
     )
-    # Past the task's own `apply_async`, which may take it for new work: celery-once's drops it as a duplicate.
+    # The task's own `apply_async` may take the message for new work: that of celery-once drops it as a duplicate.
     Task.apply_async(task, again.args, again.kwargs, **again.options)
     state = state_of(request)
     state.requeued, state.withdraws = again, False
@@ -118,11 +121,11 @@ def end_delivery(request: Any) -> None:
 
 
 def keep_content_type(request: Any) -> None:
-    """Put the content type of a message where its run finds it, in any pool: it is requeued in the same format."""
+    """Put the content type of a message where its run finds it in any pool, so that a requeue keeps the format."""
     properties = {**request.request_dict["properties"], "content_type": request.content_type}
     request.request_dict["properties"] = properties
 
 
 def _delay(times: int, longest: float) -> float:
-    # Jitter comes last: delays cut off at the longest would all end at the same time.
+    # Jitter comes last: if delays were cut off at the longest after it, many would end at the same time.
     return min(_DELAYS[min(times, len(_DELAYS) - 1)], longest) * _random.uniform(0.5, 1)
