@@ -195,10 +195,10 @@ class _Renewer:
         replies = node.send(commands, _pause(leases))
         news: dict[str, list[Lease]] = {}
         for (lease, ttl), reply in zip(ttls.items(), replies, strict=True):
-            before = repr(lease.trouble)
+            before = _described(lease.trouble)
             self.note(lease, sent, ttl, reply)
-            if lease.trouble is not None and repr(lease.trouble) != before:
-                news.setdefault(repr(lease.trouble), []).append(lease)
+            if lease.trouble is not None and (reason := _described(lease.trouble)) != before:
+                news.setdefault(reason, []).append(lease)
         for those in news.values():
             _explain(those)
 
@@ -225,6 +225,11 @@ class _Renewer:
             start_native_thread("only_one-lost", lease.tell_loss, lease.loss())
 
 
+def _described(error: Exception | None) -> str:
+    """The type and the text of an error: redis-py's errors have no text in their ``repr``."""
+    return f"{type(error).__name__}: {error}"
+
+
 def _explain(leases: list[Lease]) -> None:
     """Log why leases could not be renewed, all for the same reason."""
     keys = f"{leases[0].key} and {len(leases) - 1} others" if len(leases) > 1 else leases[0].key
@@ -233,7 +238,8 @@ def _explain(leases: list[Lease]) -> None:
         text = "%s cannot be renewed, and will be lost, as the server refuses a command to its user: %s: %s"
         log_beside(logging.WARNING, text, keys, leases[0].trouble, advice)
     else:
-        log_beside(logging.DEBUG, "%s could not be renewed, and will be tried again: %r", keys, leases[0].trouble)
+        reason = _described(leases[0].trouble)
+        log_beside(logging.DEBUG, "%s could not be renewed, and will be tried again: %s", keys, reason)
 
 
 def _pause(leases: list[Lease]) -> float:
