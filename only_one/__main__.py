@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m on
     Returns:
         The exit status: 0 if all was done, 1 if a key was not freed or not found, 2 for wrong use and trouble.
     """
-    given = _parser(program).parse_args(arguments)
+    given = _parser(program).parse_args(arguments, argparse.Namespace(redis=UNSET, prefix=UNSET))
     sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()  # closed, as by `>&-`
     out: Any = sys.stdout
     if hasattr(out, "reconfigure"):
@@ -65,21 +65,26 @@ def _print(line: str, *, is_problem: bool = False) -> None:
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(program, description="Look at the keys that only_one holds, and free them.")
-    add = parser.add_argument
-    add("--redis", default=UNSET, metavar="URL", help="the server, if it is another than the configured one")
-    add("--prefix", default=UNSET, help="what the keys begin with, if it is not what is configured")
+    # Before the command or after it; so there is no default, or that would replace what was written before it.
+    everywhere = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    add = everywhere.add_argument
+    add("--redis", metavar="URL", help="the server, if it is another than the configured one")
+    add("--prefix", help="what the keys begin with, if it is not what is configured")
+    about = "Look at the keys that only_one holds, and free them."
+    parser = argparse.ArgumentParser(program, description=about, parents=[everywhere])
     commands = parser.add_subparsers(required=True, dest="command", metavar="|".join(_COMMANDS))
 
-    add = commands.add_parser("list", help="the keys that are held, and by whom").add_argument
+    about = "the keys that are held, and by whom"
+    add = commands.add_parser("list", help=about, parents=[everywhere]).add_argument
     add("--match", default="*", metavar="PATTERN", help="a pattern of keys without the prefix: *, ?, [abc]")
     add("--json", action="store_true", help="one line of JSON for each key")
 
-    add = commands.add_parser("show", help="all that is known of a key").add_argument
+    add = commands.add_parser("show", help="all that is known of a key", parents=[everywhere]).add_argument
     add("key", help="the key, with or without the prefix")
     add("--json", action="store_true", help="one line of JSON")
 
-    add = commands.add_parser("release", help="release keys; the runs that hold them go on, and learn it").add_argument
+    about = "release keys; the runs that hold them go on, and learn it"
+    add = commands.add_parser("release", help=about, parents=[everywhere]).add_argument
     add("keys", nargs="*", metavar="key", help="a key, with or without the prefix")
     add("--force", action="store_true", help="also where the holder is not known to be dead")
     add("--dead", action="store_true", help="all keys whose holder is certainly dead, seen from here")

@@ -80,6 +80,18 @@ def test_a_list_is_plain_rows_or_json(redis: Redis, prefix: str, busy: Busy, dea
     assert 0 <= int(age) < LIMIT
 
 
+def test_the_server_and_the_prefix_are_written_before_a_command_or_after_it(
+    redis_url: str, prefix: str, dead: str, capsys: Out
+) -> None:
+    server, begins = ["--redis", redis_url], ["--prefix", prefix]
+    with configure(redis=CLOSED, prefix="another:"):
+        for command in (["list", "--match", "dead"], ["show", "dead", "--json"], ["release", "dead"]):
+            written = ([*server, *begins, *command], [*command, *server, *begins], [*begins, *command, *server])
+            answers = [(main(arguments), capsys.readouterr()) for arguments in written]
+            assert [status for status, _ in answers] == ([0, 1, 1] if command[0] == "release" else [0, 0, 0])
+            assert all(dead in shown.out or "it is free" in shown.err for _, shown in answers)
+
+
 def test_foreign_values_are_shown_escaped(redis: Redis, prefix: str, capsys: Out) -> None:
     redis.set(f"{prefix}\x1b[2J", b"\x1b]0;owned\x07\xff\n" + b"x" * 10_000)
 
