@@ -16,7 +16,7 @@ from .call.run import run, run_async
 from .connections.server import Source
 from .errors import AlreadyRunning, ConfigurationError, KeyTemplateError, LockLost, LockUnavailable
 from .keys.digest import importable_name
-from .keys.template import has_field
+from .keys.template import check_name, has_field
 from .option_values import Seconds
 from .policies import carry_on, fail
 from .settings import CHECKS, UNSET, Options, Unset, check
@@ -223,6 +223,7 @@ def wrap(function: Any, key: Any, options: Options, task: Any = None) -> Any:
         ConfigurationError: for an object that cannot be decorated.
     """
     signature = signature_of(function)
+    check_name(key, signature)
     decorated = getattr(function, "__only_one__", None)
     if decorated is not None and decorated.template == key:  # it would find itself busy in every call
         msg = f"{function.__qualname__} is decorated with key={key!r} twice: write one @only_one, or another key"

@@ -409,6 +409,8 @@ TEMPLATES = [
         *((template, function, words) for template, words in TEMPLATES),
         ("{md5[x]}", named, "key=callable"),
         ("{name}", lambda: 1, "key=lambda"),
+        ("sync:{name}", named, "not its parameter that is called so: rename the parameter or write key=callable"),
+        ("{name}", app().task(lazy=False, name="called")(named), "not its parameter that is called so"),
         (None, function, "write a template such as"),
         (lambda: "k", two, "key=<lambda> takes () ("),
         (lambda x, y, z: "k", two, "all parameters"),

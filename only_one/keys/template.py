@@ -54,6 +54,20 @@ def has_field(key: object, name: str) -> bool:
     return isinstance(key, str) and any(field.path == name for field in _split(key)[1])
 
 
+def check_name(key: object, call: Signature) -> None:
+    """Refuse ``{name}`` where it may be meant as a parameter of that name, and no field has the parameter's value.
+
+    Raises:
+        KeyTemplateError: for such a template, by which calls with different values would share their key.
+    """
+    has_name_alone = has_field(key, "name") and not has_field(key, "md5")
+    if has_name_alone and "name" in call.parameters:
+        problem = "{name} is the function's own name, and not its parameter that is called so"
+        instead = "rename the parameter or write key=callable, or write the function's name out if that is meant"
+        msg = f"key template {key!r}: {problem}: {instead}"
+        raise KeyTemplateError(msg)
+
+
 def _computed(key: Callable[..., Any], call: Signature) -> MakeKey:
     """The function that makes the key by calling the user's ``key``."""
     if is_async(key):
