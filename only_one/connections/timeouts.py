@@ -8,9 +8,6 @@ from weakref import finalize
 import redis
 from redis import backoff, retry
 
-OUR_TIMEOUTS: dict[str, Any] = {"socket_timeout": 0.9, "socket_connect_timeout": 0.5}
-"""Seconds that our own client waits for a reply and a connection; with one retry, it knows in 2 s of a dead server."""
-
 NO_NOTICES: dict[str, Any] = {}
 """The option that switches maintenance notifications off, from redis-py 7 on.
 
@@ -22,6 +19,9 @@ with suppress(ImportError):
     from redis.maint_notifications import MaintNotificationsConfig
 
     NO_NOTICES["maint_notifications_config"] = MaintNotificationsConfig(enabled=False)
+
+OUR_TIMEOUTS: dict[str, Any] = {"socket_timeout": 0.9, "socket_connect_timeout": 0.5, **NO_NOTICES}
+"""Seconds that our own client waits for a reply and a connection; with one retry, it knows in 2 s of a dead server."""
 
 
 def with_short_timeouts(client: Any) -> Any:

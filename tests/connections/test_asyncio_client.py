@@ -22,7 +22,7 @@ from redis import asyncio as redis_asyncio
 
 from only_one import LockUnavailable, current_lock, only_one
 from only_one.connections.asyncio_client import AsyncClient, make_async_client
-from only_one.connections.server import Server
+from only_one.connections.server import Server, find_server
 from only_one.connections.timeouts import with_short_timeouts
 from only_one.driver import RAW, ServerTimeout
 from rigs.proxy import Proxy
@@ -169,13 +169,19 @@ def test_a_client_is_closed_again_whose_command_ends_or_is_interrupted_meanwhile
 
 @pytest.mark.parametrize("said", [{}, {"enabled": False}, {"enabled": True}, {"enabled": "auto"}])
 def test_our_own_connections_hear_no_news_of_maintenance(redis_url: str, said: dict[str, Any]) -> None:
-    """Whatever the user's own client does: redis-py's pool would act on them, and has none of an event loop's."""
+    """Whatever the user's own client does: redis-py's pool would act on them, and has none of an event loop's.
+
+    With a client of ours, from a URL, a server that is frozen after such news would be known in ten seconds.
+    """
     notices = pytest.importorskip("redis.maint_notifications")
     options = {"maint_notifications_config": notices.MaintNotificationsConfig(**said)} if said else {}
     pool: Any = redis_py.ConnectionPool.from_url(redis_url, protocol=3, **options)
     of_the_thread: Any = with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
     assert not of_the_thread.maint_notifications_enabled()
-    assert of_the_thread.make_connection()._maint_notifications_connection_handler is None
+    from_url: Any = find_server(f"{redis_url}?protocol=3").client.connection_pool
+    assert not from_url.maint_notifications_enabled()
+    for our_pool in (of_the_thread, from_url):
+        assert our_pool.make_connection()._maint_notifications_connection_handler is None
     pytest.importorskip("redis.asyncio.maint_notifications")
 
     async def main() -> None:
