@@ -109,6 +109,8 @@ def only_one(  # pyright: ignore[reportInconsistentOverload] - a key by position
     It stands directly above the ``def``, and below every other decorator except Celery's.
     Exception: above one that commits when the function has returned, such as Django's
     ``transaction.atomic``; or the key would be free before the commit.
+    Above one that registers the function as it is, such as a route of FastAPI or Flask, it would
+    have no effect there.
 
     Args:
         function_or_key: the first positional argument: the function, if the decorator is used
