@@ -195,13 +195,13 @@ def _announce_redelivery(delivery: Delivery, options: EffectiveOptions, request:
     is_needed = is_redelivery and not redelivers_at_any_time(request.app)
     if options.server is None or not is_needed:
         return
-    key = delivery.key
-    # Arguments may have no key. If they are changed on their way to the run, nobody reads this marker.
-    with suppress(Exception):
-        key = key or key_of_arguments(request.task, delivery.decoration, options.prefix, request.args, request.kwargs)
+    given = (options.prefix, request.args, request.kwargs)
+    key = delivery.key_in_message(*given)
+    if key is None:
+        with suppress(Exception):  # of arguments that have no key until they are changed on their way to the run
+            key = key_of_arguments(request.task, delivery.decoration, *given)  # if it is not the run's, it does no harm
     if key is not None:
-        waits = remembered_for(request.app)
-        drive(options.server.client, read_marker(key, delivery.marker(key), waits))
+        drive(options.server.client, read_marker(key, delivery.marker(key), waits=remembered_for(request.app)))
 
 
 def _number(delivery: Delivery, options: EffectiveOptions, request: Any) -> None:
