@@ -129,8 +129,9 @@ class Delivery(TaskCaller):
         super().__init__(task, self.work.token_factory(task), bound=bound)
         self._request = request
         self.decoration = decoration
+        self._began = now()
         self.state = state_of(request)
-        self.header = header_of(request, self.work)
+        self.header = header_of(request)
         if decoration.is_unique:
             self.key = self.header.key
             self.queued = self.header.token.encode() if self.header.token else None
@@ -159,8 +160,10 @@ class Delivery(TaskCaller):
         return self.key or key_of_message(self._task, self.decoration, prefix, args, kwargs)
 
     def marker(self, key: str) -> str:
-        """The name of the completion marker."""
-        return self.work.marker(key, self.header.lineage)
+        """The name of the completion marker of the message's work for a key."""
+        replacement = f".{self.work.replacement}" if self.work.replacement else ""
+        lineage = f":{self.header.lineage}" if self.header.lineage else ""
+        return f"{{{key}}}:copy:{self.work.id}:{self.work.attempt}{replacement}{lineage}"
 
     def arrive(self, call: Call, token: str, *, begins: bool) -> int:
         """Number this task for ``buffer_one``; see ``coalescing.arrive`` for the arguments and the result."""
@@ -206,10 +209,6 @@ class TaskRun(Delivery):
     """
 
     is_superseded = False
-
-    def __init__(self, task: Any, request: Any, *, bound: bool, decoration: Decoration) -> None:
-        super().__init__(task, request, bound=bound, decoration=decoration)
-        self._began = now()
 
     def on_busy(self, call: Call, value: bytes) -> Policy:
         """The policy for a key that holds ``value``.

@@ -23,7 +23,7 @@ from .delivery import unwrapped
 from .killed_runs import release_when_dead
 from .received_tasks import begun_request, warn_once
 from .requeue import header_of
-from .task_functions import key_of_message, queue_options_of, unique_decoration_of
+from .task_functions import key_of_message, unique_decoration_of
 from .work import state_of, work_of
 
 
@@ -39,14 +39,19 @@ def withdrawal_of(task: Any, request: Any, app: Any = None) -> Withdrawal | None
         The withdrawal; None if the task has no key.
     """
     header, work = header_of(request), work_of(request)
-    key = header.key or _key_by_arguments(task, request)
-    if key is None:
+    key, decoration = header.key, unique_decoration_of(task) if task else None
+    if decoration is not None:
+        options = decoration.options_for(decoration.plain)
+        # Celery has sent the message again because a process was lost, or the task's own `apply_async` has given it
+        # another id: then it has no key. Arguments may have none, either.
+        with suppress(Exception):
+            key = key or key_of_message(task, decoration, options.prefix, request.args, request.kwargs)
+    elif key is None:
         return None
-    options = queue_options_of(task) if task else None
-    # The message's key says that the task is unique in another version. That decorator's own server is not known here.
-    if options is None:
+    else:
+        # The task is unique in another version of the code. The server that its decorator names is not known here.
         options = effective_options({}, *app_options(app or task.app))
-    if options.server is None:
+    if key is None or options.server is None:
         return None
     return Withdrawal(
         options.server,
@@ -57,20 +62,6 @@ def withdrawal_of(task: Any, request: Any, app: Any = None) -> Withdrawal | None
         triggers=coalescing.triggers_of(key),
         number=header.trigger,
     )
-
-
-def _key_by_arguments(task: Any, request: Any) -> str | None:
-    """The key that the arguments of a unique task give, if its message has none; None if that cannot be known.
-
-    The message has none if Celery has sent it again because a process was lost, or if the task's own ``apply_async``
-    has given it another id.
-    """
-    decoration = unique_decoration_of(task) if task else None
-    if decoration is not None:
-        with suppress(Exception):  # of arguments that have no key
-            prefix = decoration.options_for(decoration.plain).prefix
-            return key_of_message(task, decoration, prefix, request.args, request.kwargs)
-    return None
 
 
 def withdraw(task: Any, request: Any) -> None:
@@ -128,18 +119,16 @@ def _on_end(sender: Any, task: Any, state: Any = None, **_: Any) -> None:
     """Note that the result is stored, or withdraw a task that never began.
 
     Celery drops an exception that is raised here, as by a soft time limit, and calls the next receiver. So this
-    function is connected twice, and does all again if the first call did not come to its end.
+    function is connected twice: the second call does what the first one has left.
     """
     request, error = task.request, sys.exc_info()[1]
     delivery = state_of(request)
-    if delivery.end_is_noted:
-        return
     for server, key, marker in delivery.markers if _is_stored(task, state, error) else ():
         with redelivery.unless_down(request.id):
             drive(server.client, evaluate(redelivery.STORED, key, beside=(marker,)))
     if delivery.withdraws:  # as where a signal handler, `before_start` or a base class has prevented the run
         withdraw(unwrapped(sender), request)
-    delivery.end_is_noted = True
+    delivery.markers, delivery.withdraws = [], False
 
 
 def _is_stored(task: Any, state: Any, error: BaseException | None) -> bool:

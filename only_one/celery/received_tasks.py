@@ -34,9 +34,9 @@ from only_one.settings import DEFAULT_LEASE
 from .broker import redelivers_at_any_time, remembered_for, waits_for
 from .delivery import Delivery
 from .redelivery import read_marker
-from .requeue import header_of, keep_content_type
-from .task_functions import decorations_of, key_of_arguments, queue_options_of
-from .work import Work, work_held_by, work_of
+from .requeue import keep_content_type
+from .task_functions import decorations_of, key_of_arguments
+from .work import Work, work_held_by
 
 _warned: set[tuple[str, type]] = set()
 
@@ -127,10 +127,10 @@ def _on_received(sender: Any, request: Any, **_: Any) -> None:
             if lease.is_over and lease.request() is None:
                 _waiting.pop(lease.token, None)  # the renewing thread may have removed it meanwhile
     try:
-        _receive(sender, request)
         for decoration in decorations:
             delivery = Delivery(request.task, Context(request.request_dict), decoration=decoration)
             options = decoration.options_for(delivery)
+            _store_received(delivery, options, sender, request)
             _announce_redelivery(delivery, options, request)
             _number(delivery, options, request)
     except Exception as error:  # noqa: BLE001 - the task runs all the same; its key expires
@@ -139,17 +139,13 @@ def _on_received(sender: Any, request: Any, **_: Any) -> None:
             _backs_off_until = now() + 10  # the worker has other messages to receive
 
 
-def _receive(consumer: Any, request: Any) -> None:
+def _store_received(delivery: Delivery, options: EffectiveOptions, consumer: Any, request: Any) -> None:
     """Store the value of a received task at the key with which it was queued, and renew it while the task waits."""
-    options = queue_options_of(request.task)
-    if options is None or options.server is None:
+    header, work = delivery.header, delivery.work
+    key = delivery.key if header.token or header.attempt else None  # the task was queued without it
+    if key is None or options.server is None:
         return
-    context = Context(request.request_dict)
-    header, work = header_of(context), work_of(context)
-    was_queued_with_it = header.token or header.attempt
-    if header.key is None or not was_queued_with_it:
-        return
-    lease = _WaitingLease(options.server, header.key, options.queue_timeout, request, work)
+    lease = _WaitingLease(options.server, key, options.queue_timeout, request, work)
     seconds = min(DEFAULT_LEASE + waits_for(request.app, 0, None, request.eta), lease.may_wait())
     if seconds <= 0:  # it has expired
         return
@@ -157,18 +153,18 @@ def _receive(consumer: Any, request: Any) -> None:
     lease.lives_on(lease.asked_at + seconds - lease.ttl, lease.ttl)
     # Also if the server is away: `begun_request` looks for the request of a killed run here.
     _waiting[lease.token] = lease
-    queued = header.token.encode() if header.token else b""
-    became = drive(options.server.client, replace(header.key, queued, lease.token, seconds))
+    became = drive(options.server.client, replace(key, delivery.queued or b"", lease.token, seconds))
     held = work_held_by(Holder.parse(became.value))
     if held is not None and held.id == work.id:  # stored for a retry, by an earlier worker or by the previous attempt
         if is_queued(became.value) and held == work:
-            became = drive(options.server.client, replace(header.key, became.value, lease.token, seconds))
+            became = drive(options.server.client, replace(key, became.value, lease.token, seconds))
         elif held < work:  # the previous attempt has not ended yet
             consumer.timer.call_after(1, _on_received, (consumer, request))
     # A run that has taken the key over may store our value again at its end.
     is_lent = became.status == "taken" and lease.is_lent_to(became.value)
     if became.status == "held":
-        request.request_dict.update(header._replace(token=lease.token.decode()).as_headers())
+        delivery.header = header._replace(token=lease.token.decode())
+        request.request_dict.update(delivery.header.as_headers())
         hold(lease)
     elif not is_lent:
         _waiting.pop(lease.token, None)

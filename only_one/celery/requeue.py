@@ -8,7 +8,7 @@ from celery import Task
 from kombu.serialization import registry
 
 from .broker import longest_countdown, way_back
-from .work import Work, state_of, work_of
+from .work import state_of, work_of
 
 HEADER = "only_one"
 
@@ -53,9 +53,9 @@ class Header(NamedTuple):
         return {HEADER: {**fields, "number": self.times}}  # for workers of earlier versions
 
 
-def header_of(request: Any, work: Work | None = None) -> Header:
-    """The header in a message, whose work may be given. Of the header of other work, only what holds is kept."""
-    work = work or work_of(request)
+def header_of(request: Any) -> Header:
+    """The header in a message. Of a header that was made for other work, only what holds for this one is kept."""
+    work = work_of(request)
     header = without = Header(work.id, work.attempt, _times_in(request), work.replacement)
     # Others, such as Sentry's SDK, may put headers of their own in the place of those that Celery hands on.
     carried = vars(request).get(HEADER) or (request.headers or {}).get(HEADER)

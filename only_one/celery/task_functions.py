@@ -44,12 +44,6 @@ def unique_decoration_of(task: Any) -> Decoration | None:
     return next((decoration for decoration in decorations_of(task) if decoration.is_unique), None)
 
 
-def queue_options_of(task: Any) -> EffectiveOptions | None:
-    """The options of a task that is unique from queued to finished; None for any other."""
-    decoration = unique_decoration_of(task)
-    return decoration.options_for(decoration.plain) if decoration else None
-
-
 def module_of(function: Any) -> Any:
     """The name of the module in which a function was written; None if that is not known."""
     return getattr(function, "__globals__", {}).get("__name__")

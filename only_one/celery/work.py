@@ -32,12 +32,6 @@ class Work(NamedTuple):
         """Return what makes the tokens with which ``task`` acquires a key for this work."""
         return TokenFactory(task.name, self.id, self.attempt, state, self.replacement)
 
-    def marker(self, key: str, lineage: str | None) -> str:
-        """The name of the completion marker of this work for ``key``; see ``Header`` for ``lineage``."""
-        replacement = f".{self.replacement}" if self.replacement else ""
-        name = f"{{{key}}}:copy:{self.id}:{self.attempt}{replacement}"
-        return f"{name}:{lineage}" if lineage else name
-
 
 def work_of(request: Any) -> Work:
     """The work of the message that Celery's request is about."""
@@ -66,7 +60,6 @@ class DeliveryState:
         requeued: the signature by which the message was published again; None if it was not.
         withdraws: whether a unique task's key is withdrawn at the end, because no run has begun and no message waits.
         is_over: whether the message was requeued or dropped, so that no later call runs.
-        end_is_noted: whether ``ended_tasks`` has seen to the end.
     """
 
     runs: dict[str, Decoration | None] = field(default_factory=dict)
@@ -74,7 +67,6 @@ class DeliveryState:
     requeued: Any = None
     withdraws: bool = True
     is_over: bool = False
-    end_is_noted: bool = False
 
 
 def state_of(request: Any) -> DeliveryState:
