@@ -21,12 +21,12 @@ _import_by_name: Callable[[Any], Any] = symbol_by_name
 
 
 def current_app() -> Celery | None:
-    """The app whose settings a plain function has, too: the only one of this process, or else Celery's default.
+    """The app whose settings plain functions have, too: this process's only app, or else Celery's default app.
 
-    It is not the thread's current app, because a function would have other keys in other threads.
-    The app is not made to load its configuration, because it may be given more first: until then, this is a copy.
+    It is not the thread's current app, with which a function would have other keys in other threads.
+    If the app has not loaded its configuration, this is a copy of it: the user may yet configure the app itself.
     """
-    # At once: other threads may make apps meanwhile.
+    # Copied, because other threads may make apps meanwhile.
     active: Any = _state._get_active_apps()  # noqa: SLF001 - the only list of them
     apps = {app for app in (reference() for reference in active.data.copy()) if app is not None and app.set_as_current}
     for app in apps if len(apps) == 1 else apps & {_state.default_app}:
@@ -49,13 +49,13 @@ def app_options(app: Celery | None) -> tuple[Options, Callable[[], Source | None
     configured: dict[str, Any] = {name: app.conf.get(f"only_one_{name}") for name in CONFIGURABLE}
     _warn_of_others(app)
     path = configured["when_busy"]
-    try:  # what is no str stays as it is
+    try:  # this returns a value that is no name as it is
         configured["when_busy"] = _import_by_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         instead = "write 'only_one.fail' or 'package.module.name'"
         msg = f"only_one_when_busy={path!r} cannot be imported ({error}): {instead}"
         raise ConfigurationError(msg) from None
-    # A settings module that takes a value from the environment has None where the environment has no such value.
+    # A setting that is None counts as unset: settings modules have it for a variable that the environment lacks.
     given = {name: value for name, value in configured.items() if value is not None}
     try:
         return check(given, {}), functools.partial(server_of, app)
@@ -65,7 +65,10 @@ def app_options(app: Celery | None) -> tuple[Options, Callable[[], Source | None
 
 
 def _warn_of_others(app: Celery) -> None:
-    """Warn once of each setting that is not read: in another namespace or in none, misspelt, or a decorator's alone."""
+    """Warn once of each setting of ours that is not read.
+
+    It may be in another namespace or in none, be misspelt, or be an option that only the decorator takes.
+    """
     namespace = f"{app.namespace.rstrip('_')}_" if app.namespace else ""
     spell = str.upper if namespace.isupper() else str.lower
     ours = [f"only_one_{name}" for name in CONFIGURABLE]
@@ -98,10 +101,10 @@ def server_of(app: Celery) -> Source | None:
     names = ("use_ssl", "host", "port", "user", "password", "vhost")
     if url and _says_all(url, app, "broker", names):
         return url
-    # Celery reads a URL in capitals, too; where there is none, this may be `broker_host`.
+    # Celery reads a URL in capitals, too. Without a URL, `broker` may be a host, and the transport says the kind.
     kind = broker if "://" in str(broker) else app.conf.broker_transport
     if str(kind).lower().startswith(("redis", "sentinel")):
-        # Not localhost: on each machine that would be another server.
+        # The default, localhost, would be another server on each machine.
         msg = (
             f"the broker of the app {app.main!r} is a Redis whose URL does not say all, because of sentinels, "
             "broker_use_ssl, a credential provider, or broker_host and the like: "
@@ -112,7 +115,7 @@ def server_of(app: Celery) -> Source | None:
 
 
 def _says_all(url: str, app: Celery, kind: str, names: tuple[str, ...]) -> bool:
-    """Whether nothing of a server's address is in settings of these names, or in a class of which Celery makes one."""
+    """Whether a URL says all of a server's address: no setting of these names adds to it, nor a credential provider."""
     return "credential_provider=" not in url and not any(app.conf.get(f"{kind}_{name}") for name in names)
 
 

@@ -1,4 +1,4 @@
-"""Tasks of a decorated async function: refused where Celery would not await it, else found in the thread that does."""
+"""Tasks of a decorated async function: refused if Celery would not await it; else the function finds its task."""
 
 import functools
 import inspect
@@ -20,16 +20,16 @@ from .task_functions import decorations_of, functions_of, module_of
 
 
 def refuse_async_tasks() -> None:
-    """Have each task that is made of a decorated async function raise an error whenever it is called.
+    """Refuse each task of a decorated async function that nobody would await: its calls raise an error.
 
-    A decorated function does not know whether ``@app.task`` stands above it. The apps tell us when they make a task.
+    A decorator does not see whether ``@app.task`` stands above it, so the apps tell us when they make a task.
     """
     for app in _state._get_active_apps():  # noqa: SLF001 - as `shared_task` does
         app.annotations = _Annotations(app)
 
 
 def _refuse_in_app(app: Celery) -> None:
-    """The same for an app that is created later, which may have made tasks by now."""
+    """Do the same in an app that is created later, also for the tasks that it has made by now."""
     app.annotations = annotations = _Annotations(app)
     for task in app.tasks.values():
         annotations.annotate(type(task))
@@ -40,13 +40,13 @@ _state.connect_on_app_finalize(_refuse_in_app)
 
 @dataclass
 class _Annotations:
-    """Celery's ``task_annotations`` of an app: those that are configured, and before them one of ours."""
+    """An app's ``task_annotations``, through which Celery shows us each task: ours first, then the configured ones."""
 
     app: Celery
 
     def __iter__(self) -> Iterator[Any]:
         yield self
-        yield from prepare(self.app.conf.task_annotations)  # not earlier, because it loads the configuration
+        yield from prepare(self.app.conf.task_annotations)  # only now, because this loads the configuration
 
     def annotate(self, kind: Any) -> None:
         """Called by Celery with the class of each task that it makes."""
@@ -55,14 +55,15 @@ class _Annotations:
                 prepare_async_run(kind)
         except ConfigurationError as error:
             log(ERROR, "%s", error)
-            # A worker calls the class's `__call__`, if the class has its own; and `run` may yet be replaced.
+            # `run` may be replaced later. A worker calls the class's own `__call__`, if there is one.
             kind.__call__ = kind.apply_async = staticmethod(functools.partial(refuse, error))
 
 
 def prepare_async_run(kind: Any) -> None:
-    """Prepare a class of tasks whose ``run`` is an async function for that; other classes are left alone.
+    """Prepare a class of tasks whose ``run`` is an async function; other classes are left alone.
 
-    A ``__call__`` of the class's own may await the function, perhaps in another thread: there it finds its task, too.
+    If the class has its own ``__call__``, that may await the function in another thread: the function finds its task
+    there, too.
 
     Raises:
         ConfigurationError: if nobody would await the function; the message says what to write instead.
@@ -73,7 +74,7 @@ def prepare_async_run(kind: Any) -> None:
         return
     if kind.__call__ != Task.__call__:
         _keep_task_in_threads(kind)
-    elif "celery_aio_pool" not in sys.modules:  # whose pool awaits it
+    elif "celery_aio_pool" not in sys.modules:  # the pool of that package awaits the function
         msg = (
             f"{function.__module__}.{function.__qualname__} is the async function of a task, which Celery does not "
             "await, so it would never run: write @only_one and @app.task above a def that calls asyncio.run(...)"
@@ -82,7 +83,7 @@ def prepare_async_run(kind: Any) -> None:
 
 
 def _keep_task_in_threads(kind: Any) -> None:
-    """Have the function find its task where ``__call__`` awaits it in another thread, as by asgiref's async_to_sync."""
+    """Let the function find its task if ``__call__`` awaits it in another thread, as by asgiref's async_to_sync."""
     call = kind.__call__
 
     @functools.wraps(call)

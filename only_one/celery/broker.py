@@ -1,4 +1,4 @@
-"""The broker: its visibility timeout, the longest countdown, how long a message waits, quorum queues that delay."""
+"""The broker: its visibility timeout, the longest countdown, how long a message waits, and its way back to a queue."""
 
 import re
 from contextlib import suppress
@@ -21,7 +21,7 @@ def visibility_timeout(app: Celery) -> float:
 
 
 def longest_countdown(app: Celery) -> float:
-    """Seconds for which a message may wait in a worker: the broker would redeliver one that waits longer."""
+    """Seconds for which a message may wait in a worker. If it waited longer, the broker might redeliver it."""
     return visibility_timeout(app) / 3
 
 
@@ -61,16 +61,16 @@ def redelivers_at_any_time(app: Celery) -> bool:
 
 
 def marks_redeliveries(app: Celery) -> bool:
-    """Whether a message says that it is redelivered; a message of SQS does not."""
+    """Whether a redelivered message says so. A message of SQS does not."""
     return _facts(app)[1] in {"amqp", "redis"}
 
 
 def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
     """Options that send a message back to where it came from, and nowhere else; none if Celery's own are right.
 
-    RabbitMQ with quorum queues delays a message that is sent through a topic exchange. A message that came by another
-    exchange would be lost, or go to the default queue: it goes back without RabbitMQ's help, and a worker keeps the
-    delay.
+    With quorum queues, RabbitMQ delays a message that is sent through a topic exchange. A message that came by another
+    exchange would be lost, or go to the default queue: it goes back without a delay of RabbitMQ's, and a worker delays
+    it.
     A message that came by a fanout exchange goes back to this worker's queue, or each worker would get it once more.
 
     Args:
@@ -80,7 +80,7 @@ def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigurationError: for a message of a fanout exchange of Redis, which has no queue of this worker's.
     """
-    # Before the routing key of a message that RabbitMQ delays, Celery puts the seconds, in binary.
+    # Celery puts the seconds of a delay by RabbitMQ before the routing key: 28 binary digits.
     exchange, key = came_by.get("exchange") or "", re.sub(r"^(?:[01]\.){28}", "", came_by.get("routing_key") or "")
     kind = _facts(app)[1]
     own = _own_queue(app, exchange, key)
@@ -95,22 +95,22 @@ def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
     exchanges = [each.exchange for queue in app.amqp.queues.values() for each in (queue, *(queue.bindings or ()))]
     topics = {each.name: each for each in exchanges if each and each.type == "topic"}
     if not detect_quorum_queues(app, kind)[0]:
-        # In a child of the pool that has not declared it, Redis takes a topic exchange for a direct one.
+        # In a child of the pool that has not declared a topic exchange, kombu's Redis takes it for a direct one.
         return {"declare": [topics[exchange]]} if exchange in topics and kind != "amqp" else {}
     if not exchange:  # it was sent to the queue itself
         with suppress(KeyError):  # raised if Celery must not create queues
             if (queue := app.amqp.queues[key]).exchange.type != "direct":
                 return {"queue": queue}
         return {}
-    is_topic = exchange in topics or exchange.startswith("celery_delayed_")  # on its way here, by RabbitMQ
-    # Celery asks the queue whether the broker delays the message, but sends by the options beside it.
+    is_topic = exchange in topics or exchange.startswith("celery_delayed_")  # RabbitMQ has delayed it before
+    # By the queue Celery decides whether RabbitMQ delays the message. It is sent by the options beside the queue.
     beside: dict[str, Any] = {} if is_topic else {"exchange": exchange, "routing_key": key, "declare": []}
     source = _kombu.Exchange(exchange, type="topic" if is_topic else "direct")
     return {"queue": _kombu.Queue(exchange=source, routing_key=key), **beside}
 
 
 def _own_queue(app: Celery, exchange: str, key: str) -> str | None:
-    """The name of this worker's queue of a fanout exchange, if a message came by either; None for other messages."""
+    """The name of this worker's queue of a fanout exchange, if a message came by the two; None for other messages."""
     for queue in app.amqp.queues.consume_from.values():
         source = queue.exchange
         if source is None or source.type != "fanout":
@@ -126,8 +126,8 @@ def refuse_long_countdown(app: Celery, countdown: float | None) -> None:
     Raises:
         ConfigurationError: for such a countdown; the message says what to write instead.
     """
-    vars(app).pop("only_one_broker", None)  # it may have been configured since
-    # Not before there is one: a task that is only called needs no transport.
+    vars(app).pop("only_one_broker", None)  # the app may have been configured since
+    # A task that is only called needs no transport, so the timeout is not read if there is no countdown.
     if countdown is not None and countdown > (longest := longest_countdown(app)):
         msg = (
             f"countdown={countdown:g} is more than a third of the broker's visibility timeout, "
@@ -144,9 +144,9 @@ def _facts(app: Celery) -> tuple[float, str]:
         url = app.conf.broker_read_url  # `broker_url`, if not configured
         transport = _kombu.Connection(url, transport=app.conf.broker_transport).get_transport_cls()
         channel = getattr(transport, "Channel", None)
-        # The second is that of SQS.
+        # SQS has the second name.
         defaults = [getattr(channel, name, None) for name in ("visibility_timeout", "default_visibility_timeout")]
-        # RabbitMQ's, and for brokers that do not say.
+        # RabbitMQ's default, which also stands in for brokers that do not say.
         default = next((each for each in defaults if isinstance(each, (int, float))), 1800)
         configured = (app.conf.broker_transport_options or {}).get("visibility_timeout")
         facts = vars(app)["only_one_broker"] = float(configured or default), transport.driver_type

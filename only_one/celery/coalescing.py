@@ -1,6 +1,6 @@
 """Coalescing, the latest wins: ``buffer_one`` numbers tasks in Redis, so only the newest of those that wait runs.
 
-Each task with the key is numbered when a worker first receives it; its message carries the number.
+Each task with the key is numbered when it is queued or first received; its message carries the number.
 The number is the server's time in microseconds.
 A sorted set beside the key has the latest number, the pending (published) one, the begun one, and that of each id.
 A pending task's message may be lost: after a while an equal call is published with its number, and one of them runs.
@@ -20,7 +20,7 @@ from .broker import remembered_for, waits_for
 _TRUSTED_FOR = 30.0
 """Seconds for which a pending task is trusted to wait, from when it may begin: equal calls get its result.
 
-Its message may be lost, or its worker killed, and no key says so. A worker that requeues it has seen it.
+Its message may be lost, or its worker killed, and no key says so. The time begins anew when a worker requeues it.
 """
 
 # The set forgets what is older than the time for which a message may still be delivered.
@@ -90,7 +90,7 @@ elseif begins then
 end
 {_END}""")
 _NOTE_PUBLISHED = Script(f"""{_COMMON}
--- By this clock alone, as its sender's may be another.
+-- By the server's clock alone, because the sender's may differ.
 local unseen = math.min(now - number, ARGV[4] * 1000)
 local trusted_for = math.max(ARGV[3] * 1000, unseen)
 raise('pending')
@@ -98,7 +98,7 @@ for _, digest in ipairs(with('same:', number)) do set('until:' .. digest, now + 
 {_END}""")
 
 NEWEST = -1
-"""In place of a trigger: a task that has just been sent, and is newer than all, also if its id was used before."""
+"""In place of a trigger: that of a task which is newer than all before it, also if its id was used before."""
 
 
 def arrive(
@@ -111,10 +111,10 @@ def arrive(
         key: the key as it is in Redis.
         app: the task's app.
         task_id: the task's id.
-        trigger: its number, if its message carries one; ``NEWEST`` for a new number; None for that which its id has.
-        call: what tells this command from all others: it numbers a task once, also if it is sent, and arrives, twice.
-        token: the value that is stored at the key: that of the run behind which the task waits, or of its own; empty
-            where that is not known, as when a worker receives the task.
+        trigger: its number, if its message carries one; ``NEWEST`` for a new number; None for the number of its id.
+        call: a random id of this command: if the command arrives twice, it numbers the task once.
+        token: the value that is stored at the key, which names the run behind which the task waits, or its own run;
+            empty if that is not known, as when a worker receives the task.
         begins: whether it has the key.
 
     Returns:
@@ -132,7 +132,7 @@ def queue_anew(server: Server, key: str, app: Celery, task_id: str, digest: str)
         key: the key as it is in Redis.
         app: the task's app.
         task_id: the task's id.
-        digest: what its name and arguments give, by which equal calls are known; empty if they cannot be compared.
+        digest: the digest of its name and arguments, the same for equal calls; empty if they cannot be compared.
 
     Returns:
         Its number; the id of the pending task if that is the newest, has the same digest, and is trusted to wait.
@@ -149,10 +149,10 @@ def note_published(server: Server, key: str, app: Celery, trigger: int, seconds:
         key: the key as it is in Redis.
         app: the task's app.
         trigger: the task's number.
-        seconds: for so long it is trusted to wait, and equal calls get its result.
-        most: the most seconds that it is trusted instead if one with its number was published so long ago. With a rate
-            limit a task may wait for long, and each that is published beside it waits behind it: so each is trusted
-            for as long as all before.
+        seconds: seconds for which the task is trusted to wait: equal calls get its result.
+        most: the most seconds for which it is trusted if a task with its number was first published longer ago than
+            ``seconds``. With a rate limit a task may wait for long, and a task that is published beside it waits
+            behind it: so that one is trusted for as long as all before it have waited.
     """
     _send(server, key, app, _NOTE_PUBLISHED, trigger, round(seconds * 1000), round(most * 1000))
 
@@ -162,7 +162,7 @@ def trusted_for(app: Celery, most: float, until: Any) -> float:
 
     Args:
         app: the task's app.
-        most: the most seconds, as of a task that expires.
+        most: the most seconds, as for a task that expires.
         until: when it may begin, in seconds or as a time; None for at once.
     """
     return min(most, waits_for(app, _TRUSTED_FOR, None, until))

@@ -171,13 +171,11 @@ class Delivery(TaskCaller):
         # is delivered for the first time is newer than all before it. The last task of a chain that replaces a task has
         # that task's id, and is such other work.
         is_replacement = self.work.replacement and self._request.parent_id == self.work.id
-        keeps_number = self.work.attempt or is_replacement or call.key in self.state.runs
-        is_newest = self.is_new_work and not keeps_number
+        is_newest = self.is_new_work and not (self.work.attempt or is_replacement or call.key in self.state.runs)
         trigger = self.header.trigger
         if trigger is None and is_newest:
             trigger = coalescing.NEWEST
-        given = (call.server, call.key, self.app, self.work.id, trigger, uuid(), token)
-        return coalescing.arrive(*given, begins=begins)
+        return coalescing.arrive(call.server, call.key, self.app, self.work.id, trigger, uuid(), token, begins=begins)
 
     def retained_value(self, call: Call) -> Retained | None:
         """The value that keeps a unique task's key while its retry waits, or its message for another decorator's key.

@@ -23,7 +23,7 @@ from .delivery import unwrapped
 from .killed_runs import release_when_dead
 from .received_tasks import begun_request, warn_once
 from .requeue import header_of
-from .task_functions import key_of_message, unique_decoration_of
+from .task_functions import decorations_of, key_of_message
 from .work import state_of, work_of
 
 
@@ -39,7 +39,8 @@ def withdrawal_of(task: Any, request: Any, app: Any = None) -> Withdrawal | None
         The withdrawal; None if the task has no key.
     """
     header, work = header_of(request), work_of(request)
-    key, decoration = header.key, unique_decoration_of(task) if task else None
+    key, decorations = header.key, decorations_of(task) if task else []
+    decoration = next((each for each in decorations if each.is_unique), None)
     if decoration is not None:
         options = decoration.options_for(decoration.plain)
         # Celery has sent the message again because a process was lost, or the task's own `apply_async` has given it
@@ -103,8 +104,8 @@ def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None: 
 def _on_retry(sender: Any, request: Any, reason: Any = None, **_: Any) -> None:
     """The task is retried; the main process hears of it if a process was lost and Celery has sent the task again."""
     if isinstance(getattr(reason, "exc", None), WorkerLostError):
-        again = sender.signature_from_request(request, countdown=reason.when, retries=request.retries + 1)
-        state_of(request).requeued = again
+        retry = sender.signature_from_request(request, countdown=reason.when, retries=request.retries + 1)
+        state_of(request).requeued = retry
         if withdrawal := withdrawal_of(sender, request):
             release_later(withdrawal.of_a_retry())
         release_when_dead(sender, request.args, request.kwargs, request)

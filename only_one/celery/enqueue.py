@@ -24,7 +24,6 @@ from only_one.lock.commands import Retained, release_now, replace
 from only_one.lock.liveness import is_dead
 from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import release_later
-from only_one.lock.token import TokenFactory
 from only_one.policies import BufferOne, RequeueRequest
 
 from . import coalescing, redelivery
@@ -38,6 +37,7 @@ _UNTIL_PUBLISHED = 30.0
 """Seconds for which the key is acquired at first, so a producer that dies before it has published blocks nobody."""
 
 _warned: WeakSet[Any] = WeakSet()
+"""The apps for which a duplicate's result that may never come was warned of."""
 
 
 class Publication(TaskCaller):
@@ -50,7 +50,7 @@ class Publication(TaskCaller):
     def __init__(self, task: Task, publish: Callable[..., Any], args: Any, kwargs: Any, options: Any) -> None:
         """See ``apply_async`` for the arguments; ``publish`` is the task's own ``apply_async``."""
         self.id = str(options.get("task_id") or uuid())
-        super().__init__(task, TokenFactory(task.name or "", self.id, 0, "queued"))
+        super().__init__(task, Work(self.id, 0, 0).token_factory(task, "queued"))
         self._apply_async = publish
         self._args = args
         self._kwargs = kwargs
@@ -71,8 +71,8 @@ class Publication(TaskCaller):
         try:
             result = self._queue(decoration)
         except OnlyOneError:
-            # At the end of a task Celery calls a linked one with this option. An error here would have that task fail,
-            # whose work is done: the linked one is published, and the worker decides.
+            # Celery calls a linked task with `parent_id`, at the end of the task that it is linked to. That task has
+            # done its work, and an error here would make it fail: the linked task is published, and the worker decides.
             if not self._options.get("parent_id"):
                 raise
             result = self._publish()
@@ -93,25 +93,26 @@ class Publication(TaskCaller):
 
     def _queue(self, decoration: Decoration) -> Any:
         given = self._options
-        # Headers that were copied from another task's message have that task's id.
         carried = dict(given.get("headers") or {}).get(HEADER)
-        if isinstance(carried, dict) and carried.get("id") == self.id:  # it was requeued
+        # A header with this task's id: the task is requeued or retried. Others are copied from another task's message.
+        if isinstance(carried, dict) and carried.get("id") == self.id:
             self._forget_key_of_other_arguments(decoration, carried)
             return self._publish()
         task = current_task() if given.get("replaced_task_nesting") else None
-        is_replacement = task is not None and str(task.request.id) == self.id  # which is as old as its task
+        is_replacement = task is not None and str(task.request.id) == self.id  # the running task replaces itself
         is_sent_again = given.get("retries") or is_replacement
         are_accepted = isinstance(self._args or (), (list, tuple)) and isinstance(self._kwargs or {}, Mapping)
-        goes_past = is_sent_again or not are_accepted  # by Celery
+        goes_past = is_sent_again or not are_accepted  # Celery refuses other arguments by itself
         if goes_past or self.app.conf["task_always_eager"]:  # as an attribute it takes twice as long
             return self._publish()
         options = decoration.options_for(self)
         delay, expires = given.get("countdown") or given.get("eta"), given.get("expires", self._task.expires)
         seconds = waits_for(self.app, options.queue_timeout, expires, delay)
         only_newest = isinstance(options.when_busy, BufferOne)
-        # Somebody waits for a task that is called with one of these: it is always published, and the worker decides.
+        # A task that is called with one of these options has somebody who waits for it: it is always published, and the
+        # worker decides.
         is_waited_for = any(given.get(each) for each in ("task_id", "link", "link_error", "chain", "chord", "group_id"))
-        is_expired = seconds * 1000 < 1  # the worker says so
+        is_expired = seconds * 1000 < 1  # the worker revokes it
         always = is_expired or (is_waited_for and not only_newest)
         if options.server is None or always:
             return self._publish()
@@ -121,7 +122,7 @@ class Publication(TaskCaller):
         call = LockedCall(until_published, options.server, key, self)
         if not only_newest:
             return self._queue_first(call)
-        digest = ""  # one that is like no other
+        digest = ""  # equal to no other call's
         if not is_waited_for:
             with suppress(OnlyOneError):  # its arguments cannot be compared
                 digest = decoration.digest(args, kwargs)
@@ -134,13 +135,13 @@ class Publication(TaskCaller):
 
     def can_take_queued(self, call: Call, value: bytes) -> bool:
         """A task that waits in its queue keeps its key, unless a worker has received it and died."""
-        # A duplicate must not pay for parsing again.
+        # A duplicate should not pay for parsing the value twice, so this looks for the word in it first.
         return call.options.takeover and b'"received"' in value and is_dead(value)
 
     def requeue(self, call: Call, how: RequeueRequest) -> Any:
-        """Nothing can be requeued yet: ``retry()``, also one that is configured for all tasks, is for those that run.
+        """Give a duplicate its result: nothing can be requeued yet. ``retry()`` may be configured for all tasks.
 
-        For ``buffer_one`` within a policy of the user's own the task is published, and the worker has it wait.
+        If a policy of the user's own ends in ``buffer_one``, the task is published, and waits for its key in a worker.
 
         Raises:
             OnlyOneError: if it is not about a busy key.
@@ -150,11 +151,11 @@ class Publication(TaskCaller):
         return self._publish() if isinstance(how.policy, BufferOne) else self._existing(how.error)
 
     def _existing(self, error: Any) -> Any:
-        """The result of the existing task; for a holder that is no task, publish, and the worker decides."""
+        """The result of the existing task. If the holder is no task, the task is published, and the worker decides."""
         return self._publish() if work_held_by(self._holder) is None else self._task.AsyncResult(error.task_id)
 
     def _forget_key_of_other_arguments(self, decoration: Decoration, carried: dict[str, Any]) -> None:
-        """Publish a retry without its task's key if its arguments give another: that is made when the retry begins."""
+        """Drop the task's key from the header of a retry whose arguments give another key, made when it begins."""
         request: Any = self._task.request
         key = carried.get("key") if str(request.id) == self.id else None
         if key and not self.keeps_key(decoration, key, request, self._args, self._kwargs):
@@ -169,7 +170,7 @@ class Publication(TaskCaller):
         return self._apply_async(self._args, self._kwargs, **{**self._options, "task_id": self.id, "headers": headers})
 
     def _as_sent(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """The arguments as the worker will see them, for a task with pydantic's models."""
+        """The arguments as the worker will see them: of pydantic's models, Celery sends the dumps."""
         args, kwargs = self._args, self._kwargs
         dump = getattr(self._task, "_dump_pydantic_arguments", None)
         if dump is not None and self._options.get("serializer", self._task.serializer) != "pickle":
@@ -188,11 +189,11 @@ class Publication(TaskCaller):
                 is_over = isinstance(result, EagerResult)
             finally:
                 if is_over:
-                    # At once, so that it can be published again; if publishing has failed, and this fails, in the
-                    # background, when ``call`` is left.
+                    # Now, so that the task can be published again at once. If publishing has raised and this release
+                    # fails, `call` releases the key in the background.
                     with suppress(*TROUBLE):
                         release_now(call.server.client, call.server.features, call.key, call.token)
-        # A task's own `apply_async` may have run it, or published nothing, a group, or the task under an id of its own.
+        # A task's own `apply_async` may have run the task, or have published nothing, a group, or a task of another id.
         task_id = None if isinstance(result, (EagerResult, ResultSet)) else getattr(result, "id", None)
         if task_id is not None:
             self._lengthen(call, str(task_id))
@@ -200,22 +201,21 @@ class Publication(TaskCaller):
 
     def _lengthen(self, call: LockedCall, task_id: str) -> None:
         """Let the key of the published task live for as long as the task may wait; in the background, if that fails."""
-        limit, token = call.options.timeout or 0, call.token  # `_queue` gives a time
-        if task_id != self.id:
-            token = TokenFactory(self._task.name, task_id, 0, "queued").token(limit)
-        # It compares with the token of a task that is queued: a worker may have begun it, and have its own lease.
+        limit, work = call.options.timeout or 0, Work(task_id, 0, 0)  # `_queue` has set the `timeout`
+        token = call.token if task_id == self.id else work.token_factory(self._task, "queued").token(limit)
+        # Only in place of the queued token: a worker may have begun the task, and renews the key itself.
         try:
             drive(call.server.client, replace(call.key, call.token, token, limit))
         except TROUBLE as error:
             level = logging.WARNING if isinstance(error, ResponseError) else logging.DEBUG  # else it may be back soon
             log(level, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
-            retained = Retained(token, now() + limit, note_of(call.key, *Work(task_id, 0, 0)))
+            retained = Retained(token, now() + limit, note_of(call.key, *work))
             release_later(PendingRelease(call.server, call.key, call.token, retained.until, retained=retained))
             if is_of_signal_handler(error):
                 raise
 
     def _queue_newest(self, call: LockedCall, digest: str, most: float, until: Any) -> Any:
-        """Publish the task with its number; or, if the newest task is equal, give that task's result."""
+        """Publish the task with its number; or give the newest task's result, if that is an equal call which waits."""
         try:
             trigger = coalescing.queue_anew(call.server, call.key, self.app, self.id, digest)
         except TROUBLE as error:
@@ -228,7 +228,7 @@ class Publication(TaskCaller):
         seconds = coalescing.trusted_for(self.app, most, until)
         replacement = self._options.get("replaced_task_nesting", 0)
         result = self._publish(Header(self.id, 0, key=call.key, trigger=trigger, replacement=replacement))
-        # Else a task's own `apply_async` has run it, or given it another id, or not published it yet.
+        # A task's own `apply_async` may have run the task, have given it another id, or not have published it yet.
         if getattr(result, "id", None) == self.id and not isinstance(result, EagerResult):
             with redelivery.unless_down(self.id):
                 coalescing.note_published(call.server, call.key, self.app, trigger, seconds, most)
@@ -236,7 +236,7 @@ class Publication(TaskCaller):
 
 
 def _in_one_line(record: logging.LogRecord) -> bool:
-    """Log beat's message about a duplicate that it does not send without traceback and stack: nothing is wrong."""
+    """Log beat's message about a busy task in one line, without its traceback: nothing is wrong."""
     error = record.exc_info[1] if record.exc_info else None
     if error is not None and isinstance(error.__cause__ or error.__context__, AlreadyRunning):
         record.msg, record.args, record.exc_info = str(error), (), None

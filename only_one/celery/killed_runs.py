@@ -58,9 +58,7 @@ def _watch_run(task: Any, decoration: Decoration, arguments: tuple[Any, Any] | N
     options = decoration.options_for(delivery)
     if options.server is None:
         return
-    key = None
-    if arguments is not None:
-        key = delivery.key_in_message(options.prefix, *arguments)
+    key = delivery.key_in_message(options.prefix, *arguments) if arguments else None
     if key is None:
         release_later(_SearchOfServer(options.server, options.prefix, delivery, options))
     else:
@@ -92,10 +90,9 @@ class _KilledRun(PendingRelease):
     def note_reply(self, command: Command, reply: Any) -> bool:  # noqa: ARG002
         """Act on the reply; returns whether nothing is left to do, or the time for it is over."""
         self.try_at = now() + _LOOKS_AGAIN_AFTER
-        if isinstance(reply, MovedError):  # the next command goes to the node that has the slot by now
-            return now() >= self.until
         if isinstance(reply, Exception):
-            warn_once(_NOT_RELEASED.format(self.delivery.name), reply, log_beside)
+            if not isinstance(reply, MovedError):  # after which the next command goes to the node that has the slot
+                warn_once(_NOT_RELEASED.format(self.delivery.name), reply, log_beside)
             if not isinstance(reply, ResponseError):  # the server is away, and may be back soon
                 self.until = min(now() + _PATIENCE, self._gives_up)
         elif self.act_on(reply):
@@ -113,13 +110,11 @@ class _KilledRun(PendingRelease):
         if holder is None or holder.task_id != self.delivery.work.id:
             return True
         held = work_held_by(holder)
-        is_of_a_retry = held is not None and held > self.delivery.work
-        if is_of_a_retry:  # the run had published the retry before it was killed
+        if held is not None and held > self.delivery.work:  # a retry, which the run had published before it was killed
             return True
-        is_waiting = is_queued(value)
-        if not self.options.takeover and not is_waiting:
+        if not self.options.takeover and not is_queued(value):
             return True
-        has_ended = is_waiting or is_dead(value) or _is_unreaped(holder)
+        has_ended = is_queued(value) or is_dead(value) or _is_unreaped(holder)
         if has_ended:
             until = now() + max(self.options.ttl, self.options.queue_timeout)
             release_later(PendingRelease(self.server, self.key, value, until, retained=self.for_retry))

@@ -1,4 +1,4 @@
-"""Lazy tasks: the proxy of a task that Celery makes later, and the copies that Celery makes of a task in other apps."""
+"""Lazy tasks: the proxy of a task that Celery makes later, and the copies of a task in other apps."""
 
 import inspect
 from collections.abc import Callable
@@ -12,16 +12,17 @@ from .task_functions import functions_of
 
 
 def task_behind(task_or_proxy: Any) -> Any:
-    """The task, which is evaluated if it was not yet."""
-    # Celery documents the method.
+    """The task; a proxy's task is evaluated now, if it was not before."""
+    # Celery documents `_get_current_object`.
     return task_or_proxy if issubclass(type(task_or_proxy), Task) else task_or_proxy._get_current_object()  # noqa: SLF001
 
 
 def check_lazy(proxy: Any, key: Any, signature_of: Callable[..., Any]) -> tuple[Any, str | None]:
-    """Refuse now what will be refused when the task is evaluated.
+    """Refuse a key or a function now that would be refused when the task is evaluated.
 
     Returns:
-        The function of which Celery will make the task, and the task's name if it has one; None if they are hidden.
+        The function of which Celery will make the task, and the task's name if it was given one. Both are None if
+        the proxy does not show them.
     """
     try:
         given = object.__getattribute__(proxy, "_Proxy__args")
@@ -34,8 +35,7 @@ def check_lazy(proxy: Any, key: Any, signature_of: Callable[..., Any]) -> tuple[
     except (AttributeError, KeyError, TypeError):
         return None, None
     signature = signature_of(function)
-    # A shared task does not say whether it is its function's first argument.
-    if takes_task is None:
+    if takes_task is None:  # the proxy of a shared task does not show `bind`
         takes_task = next(iter(signature.parameters), None) == "self"
     if takes_task:
         signature = inspect.Signature(list(signature.parameters.values())[1:])
@@ -44,9 +44,9 @@ def check_lazy(proxy: Any, key: Any, signature_of: Callable[..., Any]) -> tuple[
 
 
 def install_in_apps(function: Any, name: str | None, install: Callable[[Task], None]) -> None:
-    """Call ``install`` with the task in each app, as soon as it is there, perhaps more than once.
+    """Call ``install`` with the task of each app, as soon as the app has made it, perhaps more than once.
 
-    Celery copies the tasks of one app into all others, unless they have ``shared=False``.
+    Celery makes a task in every app, unless it has ``shared=False``.
     """
 
     def install_in(sender: Celery, **_: Any) -> None:

@@ -1,4 +1,4 @@
-"""A task's functions: their decorations, the caller of one outside of a run, and the key that a message gives."""
+"""A task's functions: their decorations, the caller of a function outside of a run, and the key of a message."""
 
 import inspect
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from .broker import refuse_long_countdown
 
 
 def functions_of(task: Any) -> Iterator[Any]:
-    """The task's ``run``, and the functions that it wraps: Celery wraps it for autoretry and pydantic."""
+    """The task's ``run``, and the functions that it wraps; Celery itself wraps ``run`` for autoretry and pydantic."""
     return _with_wrapped(task.run)
 
 
 def functions_with_bases(task: Any) -> Iterator[Any]:
-    """The same, and those of its bases' ``run``, which may be called by ``super()``, and of their ``__call__``."""
+    """The same, and the functions of its bases' ``run``, which ``super()`` may call, and of their ``__call__``."""
     yield from _with_wrapped(task.run)
     for kind in type(task).__mro__:
         for name in ("run", "__call__"):
@@ -34,14 +34,10 @@ def _with_wrapped(function: Any) -> Iterator[Any]:
 
 
 def decorations_of(task: Any) -> list[Decoration]:
-    """The decorations of a task's functions, each once: a wrapper copies the attributes of its function."""
+    """The decorations of a task's functions, the outermost first."""
+    # Each once: a function that wraps a decorated function may have copied its attributes.
     functions = functions_with_bases(task)
     return list(dict.fromkeys(each.__only_one__ for each in functions if hasattr(each, "__only_one__")))
-
-
-def unique_decoration_of(task: Any) -> Decoration | None:
-    """The decoration of a task that is unique from queued to finished; None for any other."""
-    return next((decoration for decoration in decorations_of(task) if decoration.is_unique), None)
 
 
 def module_of(function: Any) -> Any:
@@ -58,7 +54,7 @@ def task_of_items(task: Any, kwargs: Any) -> str | None:
 
 
 class TaskCaller(Caller):
-    """A call of a task's function: it has its app's settings, and is otherwise like the call of a plain function."""
+    """The caller of a task's function: a plain function's, but with the settings of the task's app."""
 
     def __init__(self, task: Task, token_factory: TokenFactory | None = None, *, bound: bool = False) -> None:
         self._task: Any = task  # whose name is None for type checkers
@@ -75,9 +71,9 @@ class TaskCaller(Caller):
             refuse_long_countdown(self.app, getattr(policy, "countdown", None))
 
     def keeps_key(self, decoration: Decoration, key: str, request: Any, args: Any, kwargs: Any) -> bool:
-        """Whether a retry with these arguments has the key of its task, which ``request`` is about.
+        """Whether a retry with these arguments has the key of its task, whose request is ``request``.
 
-        The same arguments have the same key, whatever a worker or a base's ``__call__`` has made of them for the run.
+        Arguments that equal the request's have the task's key, also if something has changed them for the run.
         """
         with suppress(Exception):  # of arguments that have no digest, or cannot be compared
             if list(args or ()) == list(request.args or ()) and (kwargs or {}) == (request.kwargs or {}):
@@ -88,29 +84,30 @@ class TaskCaller(Caller):
 
 
 def caller_from_outside(task: Any, decoration: Decoration) -> Caller:
-    """The caller for a task's function outside of its run, with arguments without ``self``."""
+    """The caller of a task's function outside of the task's run, for arguments without ``self``."""
     bound = not decoration.is_unique and not isinstance(inspect.getattr_static(type(task), "run"), staticmethod)
     return TaskCaller(task, bound=bound)
 
 
 def key_of_message(task: Any, decoration: Decoration, prefix: str, args: Any, kwargs: Any) -> str | None:
-    """The key of the message's run; None if that may have had another than the message's arguments give.
+    """The key that a message's run has; None if the message's arguments may give another key than the run's.
 
-    What may change them (pydantic, a base's ``__call__``, a function in between) is the user's, and is not called here.
-    And a callable may read what only the run has, such as a context variable.
+    Pydantic, a base's ``__call__`` or a function above the decorated one may change the arguments for the run. That
+    code is the user's, and is not called here. And a callable key may read what only the run has, such as a context
+    variable.
     """
-    # The wrapper of `autoretry_for` hands on what it is given.
+    # The wrapper of `autoretry_for` does not change the arguments.
     functions = [each for each in functions_of(task) if module_of(each) != "celery.app.autoretry"]
     is_innermost = decoration.is_unique or functions[1:2] == [decoration.function]
-    # The first class that has a `__call__`; that of Celery's class is another in a worker.
-    is_called_by = next(kind for kind in type(task).__mro__ if "__call__" in vars(kind))
-    may_change = not is_innermost or is_called_by is not Task
+    # Functions cannot be compared here: a worker replaces the `__call__` of Celery's class.
+    class_with_call = next(kind for kind in type(task).__mro__ if "__call__" in vars(kind))
+    may_change = not is_innermost or class_with_call is not Task
     if may_change or callable(decoration.template):
         return None
     return key_of_arguments(task, decoration, prefix, args, kwargs)
 
 
 def key_of_arguments(task: Any, decoration: Decoration, prefix: str, args: Any, kwargs: Any) -> str:
-    """The key that the message's arguments give: its run's, unless something changes them on their way to it."""
+    """The key that a message's arguments give: that of its run, unless something changes them before the run."""
     caller = caller_from_outside(task, decoration)
     return prefix + decoration.make_key(caller, (task, *args) if caller.bound else tuple(args), kwargs)

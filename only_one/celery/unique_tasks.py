@@ -1,4 +1,4 @@
-"""Make a Celery task unique from queued to finished: its ``apply_async`` and its ``run`` are decorated."""
+"""Tasks that are unique from queued to finished: their ``apply_async`` and their ``run`` are decorated."""
 
 import functools
 from collections.abc import Callable
@@ -25,9 +25,9 @@ def decorate_task(task_or_proxy: Any, key: Any, options: Options, signature_of: 
     Args:
         task_or_proxy: a task, or Celery's proxy of one.
         key: a key template, or a callable.
-        options: the decorator's.
+        options: the decorator's options.
         signature_of: gives the signature of a function, and refuses a function that cannot be decorated.
-        wrap: decorates the function that is a task's ``run``.
+        wrap: decorates a task's ``run``.
 
     Returns:
         ``task_or_proxy``; its ``apply_async`` and ``run`` are decorated.
@@ -42,16 +42,16 @@ def decorate_task(task_or_proxy: Any, key: Any, options: Options, signature_of: 
             "write @only_one below @app.task, or buffer_one()"
         )
         raise ConfigurationError(msg)
-    # The key and its options, in words that are the same when a module is loaded again.
+    # If the module is loaded again, functions among the key and the options are new objects with the same names.
     values: tuple[Any, ...] = (key, *options, *options.values())
-    words = [f"{each.__module__}.{each.__qualname__}" if hasattr(each, "__qualname__") else each for each in values]
+    names = [f"{each.__module__}.{each.__qualname__}" if hasattr(each, "__qualname__") else each for each in values]
     decorate = functools.partial(wrap, key=key, options=options)
-    install = functools.partial(_install_late, decorate, repr(words))
-    kind = type(task_or_proxy)  # any other question evaluates it
+    install = functools.partial(_install_late, decorate, repr(names))
+    kind = type(task_or_proxy)  # any other question would evaluate a lazy task
     is_evaluated = hasattr(kind, "__then__") and task_or_proxy.__evaluated__()
     if is_evaluated or issubclass(kind, Task):
         task = task_behind(task_or_proxy)
-        _install(decorate, repr(words), task)
+        _install(decorate, repr(names), task)
         function, name = [*functions_of(task)][-1], task.name
     else:
         function, name = check_lazy(task_or_proxy, key, signature_of)
@@ -63,12 +63,18 @@ def decorate_task(task_or_proxy: Any, key: Any, options: Options, signature_of: 
 
 
 _POSITIONS = ("args", "kwargs", "task_id", "producer", "link", "link_error", "shadow")
+"""The positional parameters of Celery's ``apply_async``, in order."""
 
 
 def _install(decorate: Callable[..., Any], configured: str, task: Task) -> None:
+    """Decorate a task's ``run`` and ``apply_async``; ``configured`` names the key and the options.
+
+    Raises:
+        ConfigurationError: for a task that cannot be decorated, or is decorated with another key or other options.
+    """
     installed = vars(task).get("only_one_configured")
     if installed == configured:
-        return  # installed; or its module is loaded again, and Celery keeps the first task
+        return  # it is installed already, or its module is loaded again and Celery keeps the first task
     if installed is not None:
         msg = f"{task.name} is unique from queued to finished already: write one @only_one above @app.task"
         raise ConfigurationError(msg)
@@ -78,7 +84,7 @@ def _install(decorate: Callable[..., Any], configured: str, task: Task) -> None:
         raise ConfigurationError(msg)
     prepare_async_run(type(task))
     wrapper, set_on_the_task = decorate(task.run, task=task), vars(task).get("apply_async")
-    # Called directly, it has its app's settings.
+    # A direct call of the task has the settings of its app.
     wrapper.__only_one__.plain = wrapper.__only_one__.plain_bound = TaskCaller(task)
 
     @functools.wraps(task.apply_async)
@@ -86,8 +92,8 @@ def _install(decorate: Callable[..., Any], configured: str, task: Task) -> None:
         """Publish the task, unless it is a duplicate."""
         given = {**dict(zip(_POSITIONS, args, strict=False)), **options}
         if len(given) < len(args) + len(options):
-            return task.__class__.apply_async(task, *args, **options)  # which refuses them
-        # A method that has replaced its class's since, as by instrumentation, is called, too.
+            return task.__class__.apply_async(task, *args, **options)  # it refuses an argument that is given twice
+        # The class's method is looked up in each call, because instrumentation may have replaced it since.
         original = set_on_the_task or functools.partial(type(task).apply_async, task)
         publication = Publication(task, original, given.pop("args", None), given.pop("kwargs", None), given)
         return publication.queue(wrapper.__only_one__)
@@ -97,11 +103,11 @@ def _install(decorate: Callable[..., Any], configured: str, task: Task) -> None:
 
 
 def _install_late(decorate: Callable[..., Any], configured: str, task: Task) -> None:
-    """The same after the decorator has returned: an error is logged, and every call of the task raises it."""
+    """Install after the decorator has returned: an error is logged, and every call of the task raises it."""
     try:
         _install(decorate, configured, task)
     except OnlyOneError as error:
-        # Where the module is loaded a second time, it is the first error that is told.
+        # If the module is loaded again, this error stays.
         vars(task)["only_one_configured"] = configured
         log(ERROR, "%s cannot be decorated: %s", task.name, error)
         task.run = task.apply_async = functools.partial(refuse, error)
