@@ -296,8 +296,8 @@ class TaskRun(Delivery):
         header, policy = self.header, how.policy
         if policy.max_retries is not None and header.times >= policy.max_retries:
             raise how.error from how.error.__cause__  # not in the context of the request
-        # The completion marker may say that the run of an earlier call in this delivery has ended. It is not asked for
-        # the message that is published now, because that message has another lineage.
+        # The lineage of new work tells its completion marker from those of earlier work with its id. A second call in
+        # this delivery gets another one, too: the marker may say that the run of the first call has ended.
         if self.is_new_work or call.key in self.state.runs:
             header = header._replace(lineage=uuid())
         if isinstance(how.error, LockUnavailable):  # asking again would take as long again

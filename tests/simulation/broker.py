@@ -1,6 +1,6 @@
-"""The broker of the world of messages and its workers: Celery's strategy, requests and tracer are the real ones.
+"""The broker and the workers of the world of messages.
 
-The transport below them, the pool and the timer are ours.
+Celery's strategy, requests and tracer are the real ones. The transport below them, the pool and the timer are ours.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .tracing import Tracer
 
 _virtual: Any = virtual
 _common: Any = common
-_common.get_node_id()  # now: the first history in a process is to draw the same choices as later ones
+_common.get_node_id()  # drawn once in a process, and so before the first history, which must draw what later ones do
 _PREFETCHED = 4
 _SOFT_SHUTDOWN = 1.0
 """Seconds for which a soft shutdown waits for runs (``worker_soft_shutdown_timeout``)."""
@@ -48,22 +48,23 @@ class Channel(virtual.Channel):
 
 
 _RECEIVING = SimpleNamespace(no_ack_consumers=None, decode_body=partial(_virtual.Channel.decode_body, Channel))
-"""What a message needs of the channel on which it is received."""
+"""Stands in for the channel on which a message is received."""
 
 TRANSPORTS: dict[str, Any] = {
     name: type(name, (virtual.Transport,), {"Channel": Channel, "driver_type": name, "driver_name": name})
     for name in ("redis", "amqp")
 }
-"""The transports by which Celery publishes, by the name that they have."""
+"""By name, the transports with which Celery publishes."""
 
 
 class Results(CacheBackend):  # type: ignore[misc]
-    """A result backend that may take its time to store the result of a run that has returned, and may be away."""
+    """A result backend that may take its time to store a result, and may be away."""
 
     def store_result(self, task_id: str, result: Any, state: str, *args: Any, **kwargs: Any) -> Any:
         if state == "SUCCESS":
             playing().sleep(playing().choose(f"storing of {this().name}", [0.0, 0.0, 0.0, 0.4]))
-        is_child = "." in this().name  # what fails in the main process is the worker's own affair, and logged
+        # In a worker's main process, Celery only logs that a result could not be stored.
+        is_child = "." in this().name
         if is_child and playing().fault(f"storing fails of {this().name}", playing().plan.store_fails):
             playing().not_stored(state)
             raise ConnectionRefusedError
@@ -92,7 +93,7 @@ billiard.einfo.Traceback = lambda _: None
 
 
 class Work(NamedTuple):
-    """The work of a message, as the checker tells it from other work: not by its id, which may be used again."""
+    """The identity of a message's work for the checker. It has no task id, because an id may be used again."""
 
     trigger: str
     replacement: int
@@ -104,15 +105,15 @@ class Delivery:
 
     Attributes:
         payload: the message.
-        number: its number; a redelivery has the same.
-        is_work: whether its task is decorated.
-        worker: the worker that has received it.
-        received_at: when it has.
-        is_done: whether it is acknowledged.
-        request: Celery's request for it.
-        child: the child that has begun it.
-        thread: its run there.
-        if_terminated: how it ends if its child is told to exit.
+        number: the message's number; a redelivery has the same.
+        is_work: whether the message's task is decorated.
+        worker: the worker that has received the message.
+        received_at: when the worker has received it.
+        is_done: whether the message is acknowledged.
+        request: Celery's request for the message.
+        child: the child that has begun the task.
+        thread: the thread in which the child runs the task.
+        if_terminated: how the delivery ends if the child is told to exit.
         message: kombu's message, once a worker has received it.
     """
 
@@ -161,11 +162,11 @@ class Delivery:
         self.thread.tracer = before
         sys.settrace(before)
         has_failed, value, _runtime = result
-        self.worker.world.told(self, _name_of_error(value) if has_failed else value.strip("[]"))
+        self.worker.world.ended(self, _name_of_error(value) if has_failed else value.strip("[]"))
         self.worker.do(lambda: self._ready(result))
 
     def terminate(self, end: str, patience: float | None = None) -> None:
-        """Tell its child to exit, by SIGTERM; and kill it if it does not, as in a C call, or has no more time."""
+        """Tell the child to exit, by SIGTERM. Kill it if it does not, as in a C call, or not within ``patience``."""
         if self.is_terminated:
             return
         self.is_terminated = True
@@ -191,17 +192,17 @@ class Delivery:
         self.worker.do(lambda: self.ends(end))
 
     def _ready(self, result: Any) -> None:
-        if self.callbacks:  # else it has ended meanwhile
+        if self.callbacks:  # else the delivery has ended meanwhile
             self.callbacks["callback"](result)
             self._over()
 
     def ends(self, how: str) -> None:
-        """End without a result of the child."""
-        self.worker.world.told(self, how)
+        """End the delivery without a result of the child."""
+        self.worker.world.ended(self, how)
         self._over()
 
     def _over(self) -> None:
-        with suppress(ValueError):  # it was killed, or has exceeded its time meanwhile
+        with suppress(ValueError):  # the child was killed, or its time limit was over meanwhile
             self.worker.jobs.remove(self)
             self.forget()
             self.worker.recycle(self.child)
@@ -210,7 +211,7 @@ class Delivery:
             self.worker.do(lambda: None)
 
     def forget(self) -> None:
-        """Drop the request, which no collector of garbage frees within a history."""
+        """Drop the request, because no garbage is collected within a history."""
         self.request: Any = None
         self.target: Any = None
         self.callbacks: dict[str, Any] = {}
@@ -225,10 +226,10 @@ class Delivery:
     def lost(self) -> None:
         if self in self.worker.jobs:
             self._fails(WorkerLostError("Worker exited prematurely: signal 9 (SIGKILL)"))
-            if self.is_done:  # not redelivered: it is retried, or a success of this id was stored before
+            if self.is_done:  # Celery has sent a retry, or a success was stored with this id before
                 later = self.work._replace(attempt=self.work.attempt + 1)
                 is_retried = any(each.work == later for each in self.worker.broker.published)
-                self.worker.world.told(self, "Retry" if is_retried else "stored")
+                self.worker.world.ended(self, "Retry" if is_retried else "stored")
             self._over()
 
     def _fails(self, error: Exception) -> None:
@@ -240,9 +241,9 @@ class Broker:
 
     Attributes:
         lost: the work of messages that were lost on their way, and when each might have begun.
-        dropped: the work of messages that were acknowledged, and that their worker has not ended: when that has
-            received them, and when it ended itself.
-        dead: the work of rejected messages that come back by a dead-letter queue, and when they were rejected.
+        dropped: the work of messages that were acknowledged, and that their worker has not ended; when the worker has
+            received each, and when the worker itself ended.
+        dead: the work of rejected messages that come back by a dead-letter queue, and when each was rejected.
     """
 
     def __init__(self, world: Any, kind: str) -> None:
@@ -272,7 +273,7 @@ class Broker:
     def _arrive(self, delivery: Delivery) -> None:
         if self.world.fault("message lost", self.world.plan.message_loss):  # as by a purge
             self.world.note("broker", "loses", f"#{delivery.number}")
-            eta = delivery.payload["headers"]["eta"]  # it is trusted to wait until then
+            eta = delivery.payload["headers"]["eta"]  # until then the task is trusted to wait
             waits = (datetime.fromisoformat(eta) - Clock.now()).total_seconds() if eta else 0.0
             self.lost[delivery.work] = self.world.now + waits
             self.published[delivery.number].is_done = delivery.is_done = True
@@ -281,7 +282,7 @@ class Broker:
         self.deliver()
 
     def deliver(self) -> None:
-        """Give messages to workers that have room."""
+        """Give messages to workers that have room for them."""
         while self.queue and (ready := [each for each in self.workers if each.has_room()]):
             in_order = self.world.plan.in_order or len(self.queue) == 1
             delivery = self.queue.pop(0 if in_order else self.world.choose("which first", [*range(len(self.queue))]))
@@ -295,7 +296,7 @@ class Broker:
                 self.world.after(self.world.choose("seconds unseen", [0.5, 2.0, 6.0]), partial(self.again, delivery))
 
     def again(self, delivery: Delivery) -> None:
-        """Deliver a message once more, which its worker may still have."""
+        """Deliver a message once more. Its worker may still have it."""
         if delivery not in self.unacked:
             return
         self.unacked.remove(delivery)
@@ -307,7 +308,7 @@ class Broker:
         self._arrive(Delivery(payload, delivery.number))
 
     def ack(self, delivery: Delivery, *_: Any) -> None:
-        # Redis knows a message by its tag, which a redelivery has, too; AMQP by the connection on which it came.
+        # Redis knows a message by its tag, and a redelivery has the same tag. AMQP knows it by its connection.
         known_by_tag = delivery.number if self.kind == "redis" else None
         self.unacked = [each for each in self.unacked if each is not delivery and each.number != known_by_tag]
         self.published[delivery.number].is_done = delivery.is_done = True
@@ -331,17 +332,17 @@ class Broker:
             self.world.after(1.0, lambda: self._arrive(dead))
 
     def restore(self, worker: Any) -> None:
-        """Redeliver all that a worker has not acknowledged, because its connection is lost."""
+        """Redeliver all messages that a worker has not acknowledged, because its connection is lost."""
         for delivery in [each for each in self.unacked if each.worker is worker]:
             self.again(delivery)
 
     @property
     def jobs(self) -> list[Delivery]:
-        """What the workers have."""
+        """The deliveries that workers have."""
         return [job for worker in self.workers for job in worker.jobs]
 
     def alive(self) -> list[Delivery]:
-        """The messages that wait, or are in a worker."""
+        """The deliveries that wait, or that a worker has."""
         in_workers = [job for worker in self.workers if not worker.main.is_dead for job in worker.jobs]
         return [*(each for each in self.published if not each.is_done), *self.queue, *self.unacked, *in_workers]
 
@@ -400,26 +401,26 @@ class Worker:
         self.do(lambda: self._receive(job))
 
     def _receive(self, job: Delivery) -> None:
-        """As the worker's consumer does with a message: the strategy of Celery decides."""
+        """Hand a message to Celery's strategy, as the worker's consumer does."""
         if job not in self.jobs:
-            return  # the connection was lost on which it came
+            return  # the connection on which it came was lost
         job.received_at = self.world.now
         job.message = message = _virtual.Message(job.payload, channel=_RECEIVING)
         self.receiving, receive = job, self._strategy(job.task)
         acknowledge, reject = partial(self.broker.ack, job), partial(self.broker.reject, job)
         receive(message, None, acknowledge, reject, [], to_timestamp=lambda eta, *_: eta.timestamp())
-        self.receiving = None  # a request that nobody needs any more is forgotten
-        if job not in self.jobs:  # its connection was lost meanwhile, which a worker sees when it is done with it
+        self.receiving = None
+        if job not in self.jobs:  # the connection was lost meanwhile: the worker sees that after this message
             self._forget(job)
-        elif job.request is None:  # a revoked task is not even received
+        elif job.request is None:  # the task is revoked: Celery sends no signal that it was received
             job.ends("TaskRevoked")
         else:
             self.world.received(job)
 
-    # how it ends
+    # how a worker ends
 
     def kill(self) -> None:
-        """``kill -9`` of the main process and all children; the broker notices the lost connection."""
+        """``kill -9`` of the main process and all children. The broker notices the lost connection later."""
         if self.main.is_dead:
             return
         self.world.note(self.hostname, "is killed")
@@ -437,7 +438,7 @@ class Worker:
         self.jobs.clear()
 
     def lose_connection(self) -> None:
-        """Lose the connection to the broker: the worker drops what has not begun, and goes on with what has."""
+        """Lose the connection to the broker: the worker drops the jobs that have not begun, and goes on with others."""
         if self.consumes and not self.main.is_dead:
             self.world.note(self.hostname, "loses its connection to the broker")
             for job in [job for job in self.jobs if not job.child]:
@@ -454,7 +455,7 @@ class Worker:
         job.forget()
 
     def _cancel(self) -> None:
-        """End what runs and was not acknowledged; at a shutdown, also what was acknowledged at its begin."""
+        """Cancel the runs whose message is not acknowledged; at a shutdown, also those acknowledged at their begin."""
         for job in [job for job in self.jobs if job.child]:
             is_late = job.request.task.acks_late
             comes_again = is_late and not job.request.acknowledged
@@ -488,7 +489,7 @@ class Worker:
         if how == "Warm":
             signals.worker_shutdown.send(sender=self)
         self.world.end_in_order(self.main)
-        self._drop_jobs()  # it does nothing more
+        self._drop_jobs()  # the worker does nothing more
         self._inbox.items.clear()
         self.world.after(1, self.begin)
 
@@ -504,7 +505,7 @@ class Worker:
 
     def call_after(self, seconds: float, do: Any, args: Any = (), **_: Any) -> None:
         life, is_limited = self.main.life, do == self._schedule_bucket_request
-        # As much later as time goes on at least: the bucket asks for what is left by rounding, again and again.
+        # Later by the smallest step of time: by rounding, the bucket asks for less than that, again and again.
         seconds += 1e-6 * is_limited
 
         def call() -> None:
@@ -521,7 +522,7 @@ class Worker:
     def _execute(self, request: Any) -> None:
         job = next((job for job in self.jobs if job.request is request), None)
         if job is None:
-            return  # it was dropped when the connection was lost
+            return  # the job was dropped when the connection was lost
         try:
             request.execute_using_pool(self)
         except TaskRevokedError:
@@ -533,7 +534,7 @@ class Worker:
         self.assign()
 
     def assign(self) -> None:
-        """Give jobs to children that are free."""
+        """Give jobs to free children."""
         if self.world.now < self.occupied_until:
             return
         busy = {job.child for job in self.jobs} | self.ending
@@ -545,13 +546,13 @@ class Worker:
             job.begin(child)
 
     def occupy(self, seconds: float) -> None:
-        """Have other work take all children that are free, or become so: what the worker has received waits."""
+        """Let other work occupy all children as soon as they are free: received tasks wait for that long."""
         self.world.note(self.hostname, "has no free child for", seconds)
         self.occupied_until = self.world.now + seconds
         self.world.after(seconds, lambda: self.do(self.assign))
 
     def recycle(self, child: Process | None) -> None:
-        """Let a child end that has ended a task, as with ``max_tasks_per_child=1``."""
+        """End a child that has ended a task, as with ``max_tasks_per_child=1``."""
         if not (self.world.plan.recycles and self.consumes and child) or child.is_dead:
             return
 
@@ -570,7 +571,7 @@ class Worker:
             job.terminate(job.if_terminated)
 
     def kill_child(self, child: Process) -> None:
-        """``kill -9`` of a child that has a task: the main process notices."""
+        """``kill -9`` of a child that has a task. The main process notices it later."""
         job = next((job for job in self.jobs if job.child is child), None)
         if job is not None and not self.main.is_dead and not child.is_dead:
             self.world.kill(child)
@@ -579,7 +580,7 @@ class Worker:
 
 def _name_of_error(info: Any) -> str:
     error = info.exception
-    error = getattr(error, "exc", error)  # of a retry, and of one with a traceback
+    error = getattr(error, "exc", error)  # retries, and errors with a remote traceback, wrap another error
     if getattr(error, "requeue", False):
         return "requeue"
     return getattr(error, "exc_cls_name", type(error).__name__)

@@ -11,20 +11,20 @@ from math import inf
 from typing import Any
 
 _UNIQUE = ("delay", "countdown", "long countdown", "soft limit", "hard limit")
-"""Ways to send a task of which a second one is not published."""
+"""Ways to send a unique task by which a duplicate is not published."""
 LISTS = ["map", "starmap", "chunks"]
 """Ways to send a list, of two items each."""
 CALLS = ["call", "apply"]
-"""Ways to call a task here and now: without a message."""
+"""Ways to call a task directly, without a message."""
 _IS_NUMBERED_ANEW = {"retry elsewhere", "replace by a chain"}
-"""Ends after which other work goes on: with another key, or with another id."""
+"""Ends of a run after which other work goes on, with another key or another id."""
 _GIVE_UP_THEIR_KEY = {*_IS_NUMBERED_ANEW, "replace", "retry unraised", "retry swallowed", "requeue"}
-"""Ends after which a message of the task may wait without its key: other work has it by then."""
+"""Ends of a run after which a message of the task may wait without its key, because other work has the key."""
 _WAITS = {"Ignore", "Retry", "None", "requeue"}
 """Outcomes of a delivery that tell nobody of a failure."""
 _JUST_NOW = 0.1
 _ONE_COMMAND = 0.01
-"""Seconds that a command takes at most, unless it is late."""
+"""The most seconds that a command takes, unless a fault delays it."""
 _TRUSTED_FOR = 31.0
 """Seconds after which a call whose equal waits in the queue has a message of its own."""
 
@@ -52,7 +52,7 @@ class MessageChecker:
                 self.problem(kind, text)
 
     def last_call(self, trigger: Any) -> None:
-        """When all is over, a call runs: what has happened before keeps none from it."""
+        """When all is over, a call runs: nothing that has happened before prevents it."""
         is_duplicate = not trigger.is_sent and self.history.store.get(b"only_one:k") is not None
         if not (trigger.runs or is_duplicate):
             self.problem("the last call did not run", f"{trigger.error!r}")
@@ -67,7 +67,7 @@ class MessageChecker:
 
     @property
     def was_unreachable(self) -> bool:
-        """Whether some commands to the server were not answered, or late."""
+        """Whether some commands to the server were not answered, or answered late."""
         return self.had("cut", "late", "server away")
 
     def has_forgotten(self, since: float, until: float) -> bool:
@@ -79,7 +79,7 @@ class MessageChecker:
         return any(since - latest < at < until for at in self.history.forgot_at)
 
     def killed_since(self, since: float) -> bool:
-        """Whether a run was killed since then, or its process before it began: its key may stay for its lease."""
+        """Whether a run was killed since then, or its process was before it began: the key may stay for the lease."""
         return any(at > since for at in self.history.killed_at.values())
 
     def overran(self, run: Any, now: float) -> bool:
@@ -89,16 +89,22 @@ class MessageChecker:
 
     @property
     def late_commands(self) -> int:
-        """How many messages to the server came late; a late reply changes nothing there."""
+        """How many commands came late to the server. A late reply is none: it changes nothing at the server."""
         return sum("late of" in fault and " up#" in fault for fault in self.history.faults)
 
     def may_leave(self, value: bytes) -> bool:
         """Whether a key may name a queued task at the end, because the docs say so.
 
-        Both commands of a ``delay()`` were sent twice. Or its message was lost. Or its worker was killed, which had
-        acknowledged it, and another run, as of the attempt before, had the key when it came. Or a version in which the
-        task is not unique has ended it, and its message names no key; or at its hard limit; or was killed. Or it has
-        ended without its key while the server was away, and its process has ended before it could withdraw it.
+        That is so if one of these has happened:
+
+        - Both commands of a ``delay()`` were sent twice.
+        - The task's message was lost.
+        - The task's worker had acknowledged the message, and was killed; and when the worker received the message,
+          another run had the key, such as that of the previous attempt.
+        - A version in which the task is not unique has ended the task, and its message names no key; or has ended it at
+          its hard limit; or was killed.
+        - The task has ended without its key while the server was away, and its process has ended before it could
+          withdraw the task.
         """
         triggers = self.history.triggers.values()
         tasks = [each for each in triggers if each.id is not None and each.id.encode() in value]
@@ -117,12 +123,12 @@ class MessageChecker:
 
     @property
     def may_release_nothing(self) -> bool:
-        """Whether a process may have ended while the server was away, to which it had yet to tell of a release."""
+        """Whether a process may have ended with a release that the server, which was away, was yet to be told."""
         return self.had("server away") and bool(self.plan.recycles or self.had("killed", "shutdown"))
 
     @property
     def may_drop_unstored(self) -> bool:
-        """Whether a redelivery may be dropped though its run has stored no result: the key is kept, and no marker."""
+        """Whether a redelivery may be dropped though its run has stored no result: a key is kept without a marker."""
         return bool(self.plan.at_least) and self.plan.broker == "redis"
 
     # while it happens
@@ -146,7 +152,7 @@ class MessageChecker:
             self.problem("a queued task has lost its key", name)
 
     def _note_takeover(self, after: Any) -> None:
-        """Who is killed with a waiting task's key cannot store that task's value again."""
+        """Note if a run that has taken over a waiting task's key is killed: it cannot store the task's value again."""
         before, self._at_key = self._at_key, json.loads(after or b"{}")
         if before in self._took_over and before["pid"] in self.history.killed:
             self._killed_with_another_s_key = True
@@ -161,20 +167,22 @@ class MessageChecker:
 
     @property
     def _may_forget(self) -> bool:
-        """Whether a run that was sent past the check may take a waiting task's key, and keep its own for `at_least`.
+        """Whether a task may wait without its key.
 
-        And while an item of a list or a plain call holds the key, a task is published without it: that is no task.
+        A run that was sent past the check may take over a waiting task's key, and keep its own for ``at_least``. And
+        while an item of a list or a plain call holds the key, a task is published without it, because that holder is
+        no task.
         """
         ways = {each.how for each in self.history.triggers.values()}
         return not ways.isdisjoint([*LISTS, *CALLS]) or (bool(self.plan.at_least) and not ways <= set(_UNIQUE))
 
     def _waiting(self) -> set[str]:
-        """The unique tasks whose message waits, and was not begun."""
+        """The unique tasks whose message waits, and has not begun."""
         history = self.history
         there = {each.work for each in history.broker.published if not each.is_done}
         begun = {job.work for job in history.broker.jobs if job.child}
         triggers = [history.triggers[work.trigger] for work in there - begun - history.outcomes.keys()]
-        # In `before_start` one may have given up its key.
+        # A task that has done something in `before_start` may have given up its key.
         triggers = [each for each in triggers if each.how in _UNIQUE and not (each.runs or each.hooked)]
         return {each.name for each in triggers if each.is_sent and each.name not in history.begun_and_killed}
 
@@ -185,7 +193,7 @@ class MessageChecker:
 
     @contextmanager
     def sending(self, trigger: Any) -> Iterator[None]:
-        """A task has no second message, and, where nothing goes wrong, a duplicate is one of a task that is alive."""
+        """A unique task has no second message. If nothing goes wrong, a duplicate's task waits or runs."""
         before = self._alive()
         self.being_sent.add(trigger.name)
         yield
@@ -203,15 +211,15 @@ class MessageChecker:
         after, triggers = self._alive() - {trigger.name}, self.history.triggers.values()
         since = self.history.now - _JUST_NOW
         just_ended = {run.trigger.name for run in self.history.runs if run.ended is not None and run.ended > since}
-        just_ended |= {name for name, told_at in self.history.told_at.items() if told_at > since}  # without a run
+        just_ended |= {name for name, ended_at in self.history.ended_at.items() if ended_at > since}  # without a run
         triggers = [each for each in triggers if each.how in _UNIQUE and not each.hooked]
         keep = {each.name for each in triggers if _GIVE_UP_THEIR_KEY.isdisjoint(each.ends)}
         keep &= {each.work.trigger for each in self.history.broker.published} - just_ended
-        # A message whose child was killed has no key until it is delivered again; one whose run has ended needs none.
+        # A message whose child was killed has no key until it is redelivered. A message whose run has ended needs none.
         keep -= self.history.begun_and_killed
         keep -= {run.trigger.name for run in self.history.runs if self.overran(run, self.history.now)}
         keep -= {run.trigger.name for run in self.history.runs if run.end not in (None, "Retry", "Ignore", "Reject")}
-        # A soft time limit, or an exit, may have ended one before its run, of which the worker is not told yet.
+        # A soft time limit, or an exit, may have ended a task before its run, and the worker does not know it yet.
         begun = [job for job in self.history.broker.jobs if job.child]
         keep -= {job.work.trigger for job in begun if job.limits[0] or job.is_terminated}
         if trigger.is_sent and (others := before & after & keep) and not self._may_forget:
@@ -228,33 +236,33 @@ class MessageChecker:
         return {end for work, ends in self.history.outcomes.items() if work.trigger in names for end in ends}
 
     def is_alone(self, trigger: Any) -> bool:
-        """Whether no other task was there at the same time; the key of a run that was killed stays for a lease.
+        """Whether no other task waited, ran or had its key at the same time.
 
-        That of a run that has succeeded stays for ``at_least``.
+        The key of a run that was killed stays for a lease, and that of a run that has succeeded for ``at_least``.
         """
         stays = _TRUSTED_FOR if self.had("kill", "revoke", "shutdown") or not self.plan.takeover else _JUST_NOW
         stays += self.plan.at_least or 0.0
-        ends = {each: self.history.told_at.get(name, inf) + stays for name, each in self.history.triggers.items()}
-        for run in self.history.runs:  # a replacement runs after the end of the first one was told
+        ends = {each: self.history.ended_at.get(name, inf) + stays for name, each in self.history.triggers.items()}
+        for run in self.history.runs:  # a replacement runs after the task that it replaces has ended
             ends[run.trigger] = max(ends[run.trigger], (run.ended or inf) + stays)
         own = trigger.asked, ends.pop(trigger)
         return all(own[1] < each.asked or end < own[0] for each, end in ends.items())
 
     def has_lost_retry(self, task_id: str | None) -> bool:
-        """Whether the message of a retry with this id was lost, or a requeued one: it has its key for an hour."""
+        """Whether the message of a retry with this id, or a requeued message, was lost: its key stays for an hour."""
         works = [each.work for each in self.broker.published if each.id == task_id]
         lost = [each for each in works if each in self.broker.lost and (each.attempt or works.count(each) > 1)]
         return any(self.plan.unique) and bool(lost)
 
     def was_lost(self, trigger: Any) -> bool:
-        """Whether a message of it was lost, or acknowledged by a worker that has not ended it."""
+        """Whether a message of the trigger was lost, or acknowledged by a worker that has not ended it."""
         return any(work.trigger == trigger.name for work in (*self.broker.lost, *self.broker.dropped))
 
     def was_redelivered(self, trigger: Any) -> bool:
         return any(work.trigger == trigger.name for work in self.history.broker.last_redelivered_at)
 
 
-# at the end: each reads what has happened, and gives the problems
+# at the end: each function reads what has happened, and yields the problems
 
 
 def _no_message_waits(history: Any, checker: MessageChecker) -> Problems:
@@ -288,37 +296,37 @@ def _exceptions_are_documented(history: Any, checker: MessageChecker) -> Problem
 
 
 def _no_task_is_lost(history: Any, checker: MessageChecker) -> Problems:
-    """All work that was published is done or told: also a later attempt, and what an id is used for again."""
+    """All work that was published is done, or its failure is known; also later attempts, and work of a used id."""
     published = {each.work: None for each in history.broker.published if each.is_work}
     for work in published:
         trigger, outcomes = history.triggers[work.trigger], set(history.outcomes[work])
-        # What came of a second call may be stored already when its child is killed, which tells nobody.
+        # The result of a second call may be stored when its child is killed: then no delivery ends with it.
         begun = [run.delivery for run in trigger.runs if run.work == work]
         outcomes |= {each.end for each in history.not_run if each.delivery in begun}
         ends = {run.end for run in trigger.runs if run.work == work} - {"killed", "calls again", "SystemExit"}
         has_ended = bool(ends) and (ends != {"Reject"} or trigger.ends == ("reject",) or not checker.plan.acks_late)
         ends_there = ("ignore", "retry soon") if checker.plan.acks_late else ("ignore", "retry soon", "requeue")
         has_ended |= trigger.hooked == work and trigger.in_hook[1] in ends_there
-        # What a run, or a worker for it, has published in its own place is work of its own, if it was killed then.
+        # A run, or the worker of a killed run, has published later work in its place, which is checked by itself.
         has_ended |= any(each.trigger == work.trigger and each > work for each in published)
-        was_told = bool(outcomes - _WAITS) or trigger.id in history.revoked
-        was_lost = work in history.broker.lost or work in history.broker.dropped  # as Celery has it
-        if not (has_ended or was_told or was_lost or _may_end(history, checker, trigger, outcomes)):
+        is_known = bool(outcomes - _WAITS) or trigger.id in history.revoked
+        was_lost = work in history.broker.lost or work in history.broker.dropped  # Celery loses it without us, too
+        if not (has_ended or is_known or was_lost or _may_end(history, checker, trigger, outcomes)):
             yield "a task is lost", f"{work}: {history.outcomes[work]}"
 
 
 def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[str]) -> bool:
-    """Whether it may end without a run, as is documented."""
+    """Whether a task may end without a run, because the docs say so."""
     plan = history.plan
     if trigger.how == "hard limit" and checker.had("killed worker"):
-        return True  # Celery acknowledges first, and tells then
-    # One decorator has skipped it; the other one keeps the key, and the child was killed before None was stored.
+        return True  # Celery acknowledges the message before it stores the failure
+    # One decorator has skipped the task, the other one keeps its key, and the child was killed before None was stored.
     has_two = not {"both", "two below"}.isdisjoint(each.placement for each in history.versions)
     if checker.may_drop_unstored and has_two and trigger.name in history.begun_and_killed:
         return True
-    # A redelivery of the message is taken for one of an earlier message with this id. Or the key is held by a task with
-    # the same id, because it is kept, its run was killed, its retry or release lost, or a command came late.
-    # To tell the two apart could cost a result.
+    # A redelivery of the message is taken for that of an earlier message with this id. Or earlier work with this id
+    # holds the key: the key is kept, its run was killed, its retry or release was lost, or a command came late.
+    # A rule that tells the two apart could cost a result.
     may_be_ignored = checker.was_redelivered(trigger) or bool(plan.at_least or checker.late_commands)
     may_be_ignored |= checker.has_lost_retry(trigger.id)
     have_run = [run for run in history.runs if run.trigger.id == trigger.id and run.trigger is not trigger]
@@ -354,17 +362,17 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
         ends = {run.end for run in trigger.runs}
         if received or expected not in ends:
             continue
-        # Another delivery or attempt of the task fails: it could not be requeued; or it was redelivered, which the
-        # first one cannot know, and the server was away or the key was busy.
-        # Or its child was killed when its success was stored already: for Celery all is done then.
+        # Another delivery or attempt of the task has failed. It could not be requeued; or it was a redelivery, of which
+        # the first delivery cannot know, and the server was away or the key was busy.
+        # Or the child was killed when its success was stored already: then all is done for Celery.
         failures = {"OperationalError", "stored", "ConnectionRefusedError"}
         if checker.was_redelivered(trigger):
             failures |= {"LockUnavailable", "AlreadyRunning", "Reject", "requeue"}
         has_failed = bool(checker.outcomes_of(trigger.name) & failures)
         has_failed |= checker.may_drop_unstored and any(_was_killed(history, run, history.now) for run in trigger.runs)
-        # A chord has failed with the first of its header that fails, also if a hook has it tried again. And Celery
-        # counts how often they return: one that does so twice, as after a redelivery, stands for another.
-        own = [end for work, told in history.outcomes.items() if work.trigger == trigger.name for end in told]
+        # A chord fails with the first failure of a task in its header, also if a hook retries that task. And Celery
+        # counts returns: a task that returns twice, as after a redelivery, counts for another task.
+        own = [end for work, ends in history.outcomes.items() if work.trigger == trigger.name for end in ends]
         returned = sum(end.startswith("'") for end in own)
         is_counted_right = returned == 1 and history.beside[trigger.name] == ["'other'"]
         has_failed |= trigger.how == "chord" and ("ValueError" in ends or not is_counted_right)
@@ -373,7 +381,7 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
 
 
 def _results_are_stored(history: Any, checker: MessageChecker) -> Problems:
-    """What a run that has returned has not stored, as it was killed, its redelivery does."""
+    """If a run has returned and was killed before it stored its result, its redelivery stores one."""
     if not history.plan.acks_late or checker.may_drop_unstored or checker.had("storing fails"):
         return
     app = next(iter(history.apps.values()))
@@ -392,39 +400,40 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         may_run_again |= trigger.how == "hard limit" and not history.acks_failures
         if count > 1 + (trigger.how in LISTS) and not may_run_again and checker.only("publishing fails"):
             yield "a run too many", f"{work} ran {count} times"
-    # Not where the marker could not be asked.
+    # If the marker could not be asked, a redelivery may run.
     if not history.plan.acks_late or checker.was_unreachable:
         return
-    # Nor does a message that begins after the run's end put a result of its own in the place of the run's.
+    # A message that begins after the run's end stores no result over the run's, either.
     others = [(run, each) for run in history.runs for each in history.not_run if each.began > (run.ended or inf)]
     for first, later in [*combinations(history.runs, 2), *others]:
         # A list has no marker: its items run again.
         is_again = first.work == later.work and first.trigger.how not in LISTS
         is_again &= first.trigger.name not in history.broker.redelivered_before_a_run
         is_again &= first.trigger.in_hook[1] != "retry soon"  # which the run may have sent, too
-        # Its run is done, and fails all the same, if the release is interrupted: then this hook rejects the message.
+        # If its release is interrupted, a run that is done fails all the same, and this hook rejects the message.
         is_again &= not (first.trigger.in_hook == ("on_failure", "requeue") and first.trigger.how == "soft limit")
-        # A version in which it is not unique sends the key of its queued message with that.
+        # A version in which the task is not unique sends the key of the queued message with such a retry.
         is_again &= "retry elsewhere" not in first.trigger.ends or len({*history.plan.unique}) == 1
-        # Celery sends a retry for a redelivery whose child was killed, also while its run goes on, which sends one too.
+        # Celery sends a retry for a redelivery whose child was killed, also while the first run goes on. That run sends
+        # a retry, too.
         is_killed = first.trigger.name in history.begun_and_killed
         is_again &= not (is_killed and "retry_on_worker_lost" in history.plan.options)
-        # It has acquired the key when that was lost, just before the run's end was noted.
+        # The later run has acquired the key when the first had lost it, just before the first run's end was noted.
         is_again &= not (checker.had("key lost") and later.began < (first.ended or inf) + _ONE_COMMAND)
-        # Of its two calls one may wait for the other delivery's.
+        # Of the two calls in one delivery, one may wait for a call of the other delivery.
         is_again &= all(run.end != "calls again" for run in first.trigger.runs)
         is_replaced = first.end == "Ignore" and str(first.trigger.action_for(first)).startswith("replace")
         has_ended = is_replaced or first.end in ("done", "Retry")
-        # As where Celery could not publish a retry, or store a result.
+        # Celery has rejected it, because it could not publish a retry or store a result.
         is_rejected = "Reject" in history.outcomes[first.work]
         is_again &= history.acks_failures or not checker.had("storing fails")
         has_ended |= first.end == "ValueError" and history.acks_failures and not is_rejected
-        # What a run that is killed has sent is sent again by its redelivery.
+        # If a run was killed, its redelivery does all again, and sends again what that run has sent.
         until_then = [each for each in history.runs if each.trigger is first.trigger and each.began <= first.began]
-        # Nor does a run that loses its key, or its completion marker, keep its redelivery from doing the work.
+        # If a run has lost its key or its completion marker, its redelivery does the work, too.
         is_again &= not any(checker.overran(each, later.began) for each in until_then)
         is_again &= not checker.has_forgotten(until_then[0].began, later.began)
-        # With Redis, a message that comes back while its result is being stored is as good as new, with all it sends.
+        # With Redis, a message that comes back while its result is being stored runs as if it were new.
         redelivered_at = history.broker.last_redelivered_at
         have_come_late = [redelivered_at.get(each.work, -inf) > each.ended - _ONE_COMMAND for each in until_then]
         comes_late = history.plan.broker == "redis" and any(have_come_late)
@@ -438,7 +447,7 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
 
 
 def _what_comes_back_runs(history: Any, checker: MessageChecker) -> Problems:
-    """A message whose run has returned, and whose result could not be stored, does its work when it comes back."""
+    """If the result of a run that has returned could not be stored, its message does the work when it comes back."""
     for work, rejected_at in history.broker.dead.items():
         trigger, stored_at = history.triggers[work.trigger], history.unstored.get(work, inf)
         runs = [run for run in trigger.runs if run.work == work]
@@ -457,12 +466,12 @@ def _was_killed(history: Any, run: Any, until: float) -> bool:
 
 
 def _no_call_is_skipped_for_its_own_delivery(history: Any, checker: MessageChecker) -> Problems:
-    """A task is skipped for other work only: also an item of a list, and the second call of a task in one delivery."""
-    if checker.was_unreachable:  # a key may stay for a while
+    """A task is skipped for other work only. So are an item of a list, and the second call in one delivery."""
+    if checker.was_unreachable:  # an own key may stay for a while
         return
     for work, outcomes in history.outcomes.items():
         trigger = history.triggers[work.trigger]
-        # An item waits for a lease at most where its list is delivered again; and the one before it may keep its key.
+        # An item of a redelivered list waits for no longer than a lease, and the item before it may keep its key.
         may_skip_items = trigger.how in LISTS and (history.plan.at_least or checker.was_redelivered(trigger))
         if may_skip_items or not checker.is_alone(trigger):
             continue
@@ -479,7 +488,8 @@ def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
     if history.plan.policies != {"buffer_one"}:
         return
     published = {each.work.trigger for each in history.broker.published}
-    sent = [each for name, each in history.triggers.items() if each.id or name in published]  # not so if killed before
+    # A producer may have been killed before it published.
+    sent = [each for name, each in history.triggers.items() if each.id or name in published]
     sent = [each for each in sent if each.error is None and each.how not in CALLS]
     if not sent or any(run.began >= sent[-1].asked or run.trigger is sent[-1] for run in history.runs):
         return
@@ -488,30 +498,30 @@ def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
     same = sent[-1:] if sent[-1].is_sent else same
     ends_itself = {"ignore"} if history.plan.acks_late else {"ignore", "requeue"}
     if any(not ends_itself.isdisjoint((*each.ends[:1], *each.in_hook)) for each in same):
-        return  # and those before it were dropped for it
-    # They are numbered as they arrive, so one that was sent before may be the newest: at one time, or on a slow line.
+        return  # the tasks before it were dropped for it
+    # Tasks are numbered as they arrive, so a task that was sent at the same time, or on a slow line, may be the newest.
     newest = [name for name, each in history.triggers.items() if each.asked > sent[-1].asked - _JUST_NOW]
     newest += [each.name for each in same]
     outcomes = checker.outcomes_of(*newest)
-    at_once = [name for name, at in history.told_at.items() if at >= sent[-1].asked]
+    at_once = [name for name, at in history.ended_at.items() if at >= sent[-1].asked]
     others = checker.outcomes_of(*at_once) & {"LockUnavailable", "OperationalError", "TaskRevoked"}
-    # A number that got no answer may be drawn after it; and what `_may_end` says of an id that is used again.
+    # A number whose reply was lost may be drawn after the newest. And `_may_end` says what may befall a used id.
     may_be_overtaken = checker.had("cut") and checker.had("late")
     may_be_overtaken |= sent[-1].how == "id" and checker.was_redelivered(sent[-1])
     may_be_overtaken |= history.plan.when_down == "skip" and checker.was_unreachable
-    was_told = history.revoked or outcomes - _WAITS or others
-    # One that its time limit has killed before its run began is trusted to wait, as one whose message was lost.
+    is_known = history.revoked or outcomes - _WAITS or others
+    # A task that its time limit has killed before its run began is trusted to wait, like one whose message was lost.
     limited = [name for name, each in history.triggers.items() if each.how == "hard limit" and not each.runs]
-    lost_at = [history.told_at.get(name, -inf) for name in limited]
+    lost_at = [history.ended_at.get(name, -inf) for name in limited]
     lost_at += [*history.broker.lost.values(), *(ended_at for _, ended_at in history.broker.dropped.values())]
     may_be_lost = any(each > sent[-1].asked - _TRUSTED_FOR for each in lost_at)
-    if not (may_be_lost or may_be_overtaken or was_told):
+    if not (may_be_lost or may_be_overtaken or is_known):
         yield "the newest did not run", sent[-1].name
 
 
 def _none_runs_after_a_newer_one(history: Any, checker: MessageChecker) -> Problems:
-    """One that had begun, or of which a delivery had ended, when another was sent is older than that."""
-    # Where a command gets no answer, a task goes on, though nobody knows its number.
+    """A task that had begun, or had a delivery that has ended, when another was sent does not run after that one."""
+    # If the command for its number gets no answer, a task goes on without a number.
     if history.plan.policies != {"buffer_one"} or checker.was_unreachable:
         return
     for newer, older in combinations(history.runs, 2):
@@ -527,7 +537,7 @@ def _at_least(history: Any, checker: MessageChecker) -> Problems:
     if not history.plan.at_least or checker.was_unreachable or checker.had("key lost", "server forgets"):
         return
     for run, later in pairwise(history.runs):
-        # A limit or a kill may have come before its release.
+        # A time limit or a kill may have come before the release.
         was_interrupted = "limit" in run.trigger.how or _was_killed(history, run, later.began)
         is_due = run.end == "done" and later.lock.key == run.lock.key and not was_interrupted
         if is_due and later.began - run.began < history.plan.at_least - _JUST_NOW:

@@ -29,13 +29,16 @@ from .message_checker import CALLS, LISTS, MessageChecker
 from .process import Machine, Process, playing, this, thread
 
 Given = dict[str, Any]
-"""What a task is called with: its first key is the name of the trigger. So equal calls differ in the order alone.
-The last is the key of the task.
+"""The argument of a task. Its first key is the name of the trigger, so equal calls differ in the order of keys alone.
+The last item is the key of the lock.
 """
 
 
 def _limit() -> Any:
-    """A time limit. Most are over while a task begins or ends; but one that comes back then is to end some time."""
+    """A time limit. Most are over while a task begins or ends.
+
+    If a failed task comes back, its limit must let it end at some time.
+    """
     return playing().choose("limit", [0.002, 0.004, 0.008, 0.016, 0.032, 1] if playing().acks_failures else [1])
 
 
@@ -64,8 +67,6 @@ HOW: dict[str, Callable[[Any, Any, Given], Any]] = {
 _HOW = [*[each for each in HOW if each not in [*LISTS, "chord"]], *["delay"] * 7, *["id"] * 3]
 _HOW += ["chain", "soft limit", "hard limit"]
 
-# How the runs of a task end: the first, the second, and so on; those after the last return.
-
 _ENDS = [
     *[()] * 10,
     *[("fail",), ("ignore",), ("replace", "replace"), ("retry unraised",)] * 2,
@@ -73,13 +74,14 @@ _ENDS = [
     *[("reject",), ("requeue",), ("replace",), ("retry swallowed",), ("replace by a chain",)],
     *[("retry elsewhere",), ("retry soon", "retry elsewhere"), ("retry elsewhere", "retry soon")],
 ]
+"""How the runs of a task end: the first run, the second, and so on. Later runs return."""
 
 
 _WIDE_FROM = 320_000_000
-"""Of the seeds from here on, every fourth has more options and faults; so earlier ones play what they have played."""
+"""Every fourth seed from here on has more options and faults. Lower seeds play what they have always played."""
 
 _WIDER_FROM = 356_000_000
-"""Of those from here on, every fourth has chords, and clients of the user's in place of a URL."""
+"""Every fourth seed from here on also has chords, and clients of the user's in place of a URL."""
 
 _LOST = {"reject_on_worker_lost": False}
 _AUTORETRY = {"autoretry_for": (ValueError,), "retry_kwargs": {"countdown": 0.1}}
@@ -88,7 +90,7 @@ _PLACES = ["below", "below", "above", "above", "two below", "both"]
 _POLICIES = ["default", "retry", "buffer_one", "skip", "fail"]
 _OTHERS: list[Any] = [{"placement": place, "when_busy": policy} for place in _PLACES for policy in _POLICIES]
 _HOOKS = ["before_start", "on_success", "on_retry", "on_failure", "after_return"]
-"""What Celery calls before a run, and after it."""
+"""Methods of a task that Celery calls before a run, and after it."""
 _IN_HOOKS = [*((when, do) for when in ("run", *_HOOKS) for do in ("delay", *CALLS))]
 _IN_HOOKS += [(when, do) for when in _HOOKS for do in ("fail", "ignore", "reject", "requeue")]
 _IN_HOOKS += [(when, "retry soon") for when in _HOOKS if when != "on_retry"]
@@ -98,7 +100,7 @@ _URL = "redis://server:6379/0?protocol=2"
 
 
 class Hooked(Task):  # type: ignore[misc]
-    """Does in one of its hooks, once, what its trigger says."""
+    """A task that does once, in one of its hooks, what its trigger says."""
 
     abstract = True
     default_retry_delay = 1
@@ -113,7 +115,7 @@ for _each in _HOOKS:
 
 
 def _end(action: str, task: Any, trigger: Trigger) -> None:
-    """End a run of a task's work, other than by returning; or send or call another, and go on."""
+    """End a run of a task other than by returning; or send or call another task, and go on."""
     if action in ("delay", *CALLS):
         playing().send(this().name, f"{trigger.name}00", action)
         return
@@ -141,14 +143,14 @@ class Trigger:
 
     Attributes:
         given: the task's argument.
-        ends: how its runs end.
-        how: how it is sent.
-        in_hook: in which of its task's hooks something is done, and what.
-        hooked: the work in which this was done; it is done once.
-        error: what the call has raised.
+        ends: how the task's runs end.
+        how: how the task is sent.
+        in_hook: the hook of the task in which something is done, and what is done.
+        hooked: the work in whose hook that was done; None before.
+        error: the exception that the call has raised.
         is_sent: whether the call has returned, and has published a message.
-        received: what the task after it, or its ``link``, was called with.
-        runs: the runs of its messages.
+        received: the arguments with which the next task of the chain, or the linked task, was called.
+        runs: the runs of the call's messages.
     """
 
     name: str
@@ -166,7 +168,7 @@ class Trigger:
     runs: list[Run] = field(default_factory=list)
 
     def action_for(self, run: Run) -> str | None:
-        """How a run ends, other than by returning."""
+        """How a run ends; None if it returns."""
         step = list(dict.fromkeys(each.work for each in self.runs)).index(run.work)
         action = self.ends[step] if step < len(self.ends) else None
         return None if action == "requeue" and len(self.runs) > 1 else action
@@ -196,7 +198,7 @@ class MessageWorld(History):
         "lease": [None, 3.0],
         "at_least": [None, None, 3.0],
         "workers": [1, 2],
-        "cancels": [False, False, True],  # what a worker has begun and not acknowledged, if it loses its connection
+        "cancels": [False, False, True],  # whether a worker cancels unacknowledged runs if it loses its connection
         "limited_at": ["a time", "a time", "a line"],  # when, or where, a soft time limit comes
         "triggers": [2, 3, 4, 6],
         "broker": ["redis", "amqp"],
@@ -207,10 +209,10 @@ class MessageWorld(History):
         "tasks": [_TASKS[:1], _TASKS[:1], _TASKS],
         "calls": ["different", "equal"],
         "message_loss": [*[0.0] * 9, 0.2],
-        "lists": [1.0, 0.3, *[0.0] * 10],  # how probable it is that a call is one
+        "lists": [1.0, 0.3, *[0.0] * 10],  # how probable it is that a call sends a list
         "hooks": [0.0, 0.0, 0.5],  # how probable it is that a task does something in a hook
         "kind": [*["function"] * 5, "class", "class that calls again", "class with a decorated call"],
-        "other": [*[{}] * 30, *_OTHERS],  # in a rolling deploy, what is not the same in the other version of the app
+        "other": [*[{}] * 30, *_OTHERS],  # the options that differ in the other version of a rolling deploy
     }
     WIDE_PLAN: ClassVar[dict[str, list[Any]]] = {
         "timeout": [None, None, 10.0, 3.5],
@@ -219,13 +221,13 @@ class MessageWorld(History):
         "when_down": ["default", "retry", "carry_on", "skip"],
         "recycles": [False, False, True],  # whether a child ends when it has ended a task
         "rate_limit": [None, None, "60/m"],
-        "in_order": [True, False],  # else as where messages have priorities
+        "in_order": [True, False],  # False is the order of messages with priorities
         "store_fails": [0.0, 0.0, 0.1],  # how probable it is that no result can be stored
         "dead_letters": [0.0, 0.7],  # how probable it is that a rejected message comes back, with RabbitMQ
     }
     WIDER_PLAN: ClassVar[dict[str, list[Any]]] = {
         "deployment": [None, None, None, Cluster, Cluster, Sentinels, OwnClient],
-        "chords": [0.0, 0.2],  # how probable it is that a task is one of a chord's header
+        "chords": [0.0, 0.2],  # how probable it is that a task is in a chord's header
     }
     FAULTS: ClassVar[dict[str, list[float]]] = {
         "killed child": [0.15, 0.15],
@@ -255,13 +257,13 @@ class MessageWorld(History):
         self.plan.unique = [each.is_unique for each in versions]
         self.plan.deduplicate = [each.is_unique and each.when_busy != "buffer_one" for each in versions]
         if "buffer_one" in self.plan.policies or self.plan.kind not in ("function", "class"):
-            self.plan.lists = 0.0  # no item of a list is numbered, or known if a class calls it
+            self.plan.lists = 0.0  # an item of a list is not numbered, and not known if a class's `__call__` calls it
         self.apps: dict[tuple[Process, int], Any] = {}
         self.deployed: dict[str, Any] = {}
         self.machines = [Machine("alpha"), Machine("beta")]
         self.triggers: dict[str, Trigger] = {}
         self.outcomes: defaultdict[Work, list[str]] = defaultdict(list)
-        self.told_at: dict[str, float] = {}
+        self.ended_at: dict[str, float] = {}
         self.arrived_at: dict[str, float] = {}
         self.runs: list[Run] = []
         self.not_run: list[Run] = []
@@ -318,7 +320,7 @@ class MessageWorld(History):
     def _is_drained(self) -> bool:
         return not self.broker.alive() and not self.running
 
-    # faults: each happens at some time in some histories
+    # faults: each happens in some histories
 
     def _worker(self) -> Any:
         return self.choose("which worker", self.broker.workers)
@@ -362,7 +364,8 @@ class MessageWorld(History):
         celery.worker.state.revoked.add(revoked)
         jobs = [job for job in self.broker.jobs if terminates and job.request]
         for job in [job for job in jobs if job.request.id == revoked]:
-            job.worker.do(lambda job=job: job.request and job.request.terminate(job.worker))  # it may have ended
+            # The job may have ended by then.
+            job.worker.do(lambda job=job: job.request and job.request.terminate(job.worker))
 
     # processes, apps and tasks
 
@@ -376,7 +379,7 @@ class MessageWorld(History):
         self.begun_and_killed |= {job.work.trigger for job in self.broker.jobs if job.child is process}
 
     def app_of(self, process: Process) -> Any:
-        """The app of a process; when it is first asked for, the task is decorated anew."""
+        """The app of a process. When a process asks for the first time, its tasks are decorated."""
         key = process, process.life
         if key in self.apps:
             return self.apps[key]
@@ -386,7 +389,7 @@ class MessageWorld(History):
         plan, package = self.deployed[name], process.package
         app = self.apps[key] = _app(process, plan.broker, acks_late=plan.acks_late)
         app.conf.maps[0]["only_one_redis"] = self.deployment.client if self.deployment else _URL
-        # A direct call has the settings of the process's only app; that of another process would be the second.
+        # A direct call has the settings of its process's only app. Here all processes' apps are in one process.
         vars(process.modules["only_one.celery.app_settings"])["current_app"] = lambda: app
         policies = {"retry": package.retry(**plan.retry), "buffer_one": package.buffer_one(), "default": None}
         policies |= {each: getattr(package, each) for each in ("skip", "fail", "carry_on")}
@@ -417,7 +420,7 @@ class MessageWorld(History):
 
     def _produce(self, producer: str, names: list[str], left: list[str]) -> None:
         for name in names:
-            # Runs are longer than an equal call trusts a message that was lost, and so are the pauses between calls.
+            # If messages are lost, runs and pauses are longer than an equal call trusts a lost message to wait.
             pauses = [0.01, 1.0, 33.0] if self.plan.message_loss else [0.0, 0.01, 1.0, 3.0]
             self.sleep(self.choose(f"pause before {name}", pauses))
             if not self.is_left_out(f"call {name}"):
@@ -441,7 +444,7 @@ class MessageWorld(History):
         equals = [f"t{number}" for number in range(self.plan.triggers)] if self.plan.calls == "equal" else []
         given = {**dict.fromkeys([name, *equals], 0), "key": "k"}
         task, task_id = self.choose(f"task of {name}", self.plan.tasks), "same-id" if how == "id" else None
-        if how in CALLS and name[:-2] in self.triggers:  # in the run or a hook of that
+        if how in CALLS and name[:-2] in self.triggers:  # the call is made in the run or a hook of that trigger
             task = next(each for each in _TASKS if each != self.triggers[name[:-2]].task)
         trigger = self.triggers[name] = Trigger(name, task, given, ends, how, self.now, task_id, in_hook)
         self.note(producer, "sends", name, how, *ends, *in_hook)
@@ -456,7 +459,7 @@ class MessageWorld(History):
             self.note(producer, "has sent", name, "published" if trigger.is_sent else f"duplicate {trigger.error}")
 
     def _wait_for_the_last_with_that_id(self) -> None:
-        """An id is used again for new work when the work before has ended."""
+        """Wait until the last work with the id has ended, because only then the id is used again for new work."""
 
         def is_alive() -> bool:
             being_sent = {self.triggers[name].id for name in self.checker.being_sent}
@@ -484,7 +487,7 @@ class MessageWorld(History):
             self.in_hook(task, "run", name)
             if self.fault(f"key lost of {name}", 0.3 * self.checker.was_redelivered(trigger)):
                 for each in self.running:
-                    if each.lock.key == run.lock.key:  # it may be another's by now
+                    if each.lock.key == run.lock.key:  # another run may have the key by now
                         each.end = "key lost"  # until it has ended
                 self.store.set(run.lock.key.encode(), None)
             if action := trigger.action_for(run):
@@ -501,7 +504,7 @@ class MessageWorld(History):
         return f"done {name}"
 
     def in_hook(self, task: Any, when: str, name: str) -> None:
-        """Do what is to be done in this hook of a task; the worker itself calls one after the hard time limit."""
+        """Do what the trigger says in this hook of a task. After the hard time limit, the worker itself calls one."""
         trigger = self.triggers[name]
         is_possible = not task.request.called_directly or trigger.in_hook[1] in ("delay", *CALLS)
         if trigger.in_hook[0] != when or trigger.hooked or not is_possible:
@@ -512,13 +515,13 @@ class MessageWorld(History):
         _end(action, task, trigger)
 
     def calls_again(self, run: Run) -> bool:
-        """Whether the delivery that has begun a run, which has failed now, begins it again."""
+        """Whether the delivery of a run that has failed now begins another run."""
         is_first = [each.delivery for each in run.trigger.runs].count(run.delivery) == 1
         return self.plan.kind == "class that calls again" and run.end == "ValueError" and is_first
 
     def stores(self, result: Any) -> None:
-        """Note a result that is not that of a run: where the key is busy, or cannot be asked for."""
-        # Celery wraps what cannot be pickled, as an exception of a copy of the package.
+        """Note a result that comes of no run: the key is busy, or the server cannot be asked."""
+        # Celery wraps exceptions that cannot be pickled, as those of a copy of the package.
         name = getattr(result, "exc_cls_name", type(result).__name__)
         is_one = result is None or name in ("AlreadyRunning", "LockUnavailable")
         if is_one and all(run.end == "calls again" for run in self.runs if run.delivery is thread()):
@@ -532,12 +535,15 @@ class MessageWorld(History):
             self.unstored[job.work] = self.now
 
     def received(self, delivery: Delivery) -> None:
-        """Note that a worker has received a task, unless that has to wait for its time, or only its run has the key."""
+        """Note that a worker has received a task, if its number for ``buffer_one`` is known by then.
+
+        It is not if the task has an ``eta``, or if only the run gives its key.
+        """
         is_due = delivery.is_work and not delivery.payload["headers"]["eta"]
         if is_due and self.plan.kind in ("function", "class"):
             self.arrived_at.setdefault(delivery.work.trigger, self.now)
 
-    def told(self, delivery: Delivery, end: str) -> None:
+    def ended(self, delivery: Delivery, end: str) -> None:
         """Note how a delivery has ended for Celery."""
         self.note(this().name, "ends", *delivery.work, end)
         if not delivery.is_work:
@@ -545,14 +551,14 @@ class MessageWorld(History):
         if delivery.is_work:
             self.outcomes[delivery.work].append(end)
             if end != "Retry":  # after which the task goes on
-                self.told_at[delivery.work.trigger] = self.now
-            # Else its function was perhaps not called.
+                self.ended_at[delivery.work.trigger] = self.now
+            # If a hook has ended it or its child was killed, its function was perhaps not called.
             if not self.triggers[delivery.work.trigger].hooked and delivery.work.trigger not in self.begun_and_killed:
                 self.arrived_at.setdefault(delivery.work.trigger, self.now)
 
 
 def _version_of(plan: dict[str, Any]) -> Any:
-    """A version of the app; of two in a rolling deploy each worker and producer has one."""
+    """A version of the app. In a rolling deploy, each worker and producer has one of two."""
     version = SimpleNamespace(**plan, is_unique=plan["placement"] in ("above", "both"))
     if version.is_unique and version.when_busy == "retry":  # which is refused there
         version.when_busy = "default"
@@ -561,7 +567,7 @@ def _version_of(plan: dict[str, Any]) -> Any:
 
 @functools.cache
 def _app(_process: Process, broker: str, *, acks_late: bool) -> Any:
-    """An app, made once: that takes longer than a history."""
+    """The app of a process, made once, because that takes longer than a history."""
     app = App("world", broker="sim://", backend=f"{__package__}.broker:Results+memory://", set_as_current=False)
     app.conf.update(
         broker_transport=TRANSPORTS[broker],
@@ -571,7 +577,7 @@ def _app(_process: Process, broker: str, *, acks_late: bool) -> Any:
         task_publish_retry=False,
     )
     app.finalize()
-    app.conf.__dict__["maps"] = [dict(app.conf)]  # Celery looks in several for each setting, under several names
+    app.conf.__dict__["maps"] = [dict(app.conf)]  # faster: Celery would look in several maps for each setting
 
     def tail(result: Any, given: Given) -> Any:
         playing().triggers[next(iter(given))].received.append(result)
@@ -582,7 +588,7 @@ def _app(_process: Process, broker: str, *, acks_late: bool) -> Any:
 
 
 def _task_of(app: Any, name: str, function: Callable[..., Any], kind: str, **options: Any) -> Any:
-    """The task that runs a function: made of it, or of a class whose ``run`` or ``__call__`` it is."""
+    """The task that runs a function: made of the function, or of a class whose ``run`` or ``__call__`` it is."""
     if kind == "function":
         return app.task(bind=True, name=name, shared=False, base=Hooked, **options)(function)
 
