@@ -135,7 +135,7 @@ class Delivery(TaskCaller):
         if decoration.is_unique:
             self.key = self.header.key
             self.queued = self.header.token.encode() if self.header.token else None
-        # A dead-letter queue brings back what was rejected. It also delays messages by their expiry: they are no such.
+        # A dead-letter queue brings back rejected messages. Messages that it delays by their expiry have not begun.
         deaths = (request.headers or {}).get("x-death") or ()
         was_rejected = any(each.get("reason") in {"rejected", "delivery_limit"} for each in deaths)
         self.is_redelivered = was_rejected or bool((request.delivery_info or {}).get("redelivered"))
@@ -192,11 +192,9 @@ class Delivery(TaskCaller):
         begins_in = getattr(ended_by, "when", None) or again.options.get("countdown")
         expires = again.options.get("expires", self._request.expires)
         seconds = waits_for(self.app, call.options.queue_timeout, expires, begins_in)
-        if seconds <= 0:
-            return None
         work = self.work._replace(attempt=again.options.get("retries", self.work.attempt + 1))
         token = work.token_factory(self._task, "queued").token(seconds)
-        return Retained(token, now() + seconds, note_of(call.key, *work))
+        return Retained(token, now() + seconds, note_of(call.key, *work)) if seconds > 0 else None
 
 
 class TaskRun(Delivery):

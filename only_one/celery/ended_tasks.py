@@ -41,18 +41,19 @@ def withdrawal_of(task: Any, request: Any, app: Any = None) -> Withdrawal | None
     header, work = header_of(request), work_of(request)
     key, decorations = header.key, decorations_of(task) if task else []
     decoration = next((each for each in decorations if each.is_unique), None)
+    # Celery has sent the message again because a process was lost, or the task's own `apply_async` has given it another
+    # id: then it has no key.
+    if decoration is not None and key is None:
+        with suppress(Exception):  # of arguments that have no key, either
+            prefix = decoration.options_for(decoration.plain).prefix
+            key = key_of_message(task, decoration, prefix, request.args, request.kwargs)
+    if key is None:
+        return None
     if decoration is not None:
         options = decoration.options_for(decoration.plain)
-        # Celery has sent the message again because a process was lost, or the task's own `apply_async` has given it
-        # another id: then it has no key. Arguments may have none, either.
-        with suppress(Exception):
-            key = key or key_of_message(task, decoration, options.prefix, request.args, request.kwargs)
-    elif key is None:
-        return None
-    else:
-        # The task is unique in another version of the code. The server that its decorator names is not known here.
+    else:  # it is unique in another version of the code; the server that its decorator names is not known here
         options = effective_options({}, *app_options(app or task.app))
-    if key is None or options.server is None:
+    if options.server is None:
         return None
     return Withdrawal(
         options.server,
