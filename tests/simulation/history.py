@@ -1,4 +1,4 @@
-"""What histories of both worlds have, and the processes in which they are played."""
+"""Histories: what those of both worlds have in common, and the processes in which they are played."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class History(World):
     """A history: one server, some processes, and what they do.
 
     Attributes:
-        PLAN: what a history is made of; of each the seed chooses one. Its ``trouble`` is how probable it is for each
-            message that its connection is cut, and that it is late.
-        FAULTS: which happen at some time in some histories, and how probable each is, once, twice and so on.
-            Each is a method with that name.
+        PLAN: the options of a history; of the values of each, the seed chooses one. ``trouble`` is how probable it is
+            for each message that its connection is cut, and that it is late.
+        FAULTS: the faults that happen in some histories, and how probable each is, once, twice and so on. Each has a
+            method with its name.
         of_host: the faults that only the first host suffers.
-        whose: the process in whose message a fault happens; None if it happens at some time.
-        deployment: the several servers that its hosts are, if they are.
-        greets: whether each connection begins with redis-py's name: two messages, which are half of all.
+        whose: the process in whose message a fault happens; None if the fault happens at a time.
+        deployment: the cluster or other deployment of the hosts; None if each host is a server by itself.
+        greets: whether each connection begins with redis-py's name. These two messages would be half of all.
     """
 
     PLAN: ClassVar[dict[str, list[Any]]]
@@ -74,7 +74,7 @@ class History(World):
             each.deployment = self.deployment
 
     def stop_a_host(self, seconds: float) -> None:
-        """Stop the server; another takes its place at once, if there are several."""
+        """Stop the server. In a deployment, another server takes its place at once."""
         host = self.hosts[self.deployment.fail_over()] if self.deployment else self.host
         host.stop(seconds)
 
@@ -88,7 +88,7 @@ class History(World):
             for probability in probabilities:
                 if self.fault(label, probability):
                     self.after(self.uniform(f"time of {label}", 0, seconds), self._trouble, do)
-            if self.fault(f"{label} of a message", 0.03):  # at the moment when it is sent
+            if self.fault(f"{label} of a message", 0.03):  # at the moment when a message is sent
                 self.host.at_message[int(self.uniform(f"message of {label}", 1, 80))] = partial(self._trouble, do)
 
     def _trouble(self, do: Callable[[], None], whose: Process | None = None) -> None:
@@ -98,7 +98,7 @@ class History(World):
             do()
 
     def trouble_ends(self, host: Host) -> float:
-        """When nothing stands still, and nothing is cut off or refused, of this host and of all processes."""
+        """The time from which this host and all processes are neither stopped nor cut off, and refuse nothing."""
         processes = [max(each.paused_until, each.cut_off_until) for each in self.processes]
         is_settled_at = self.deployment.is_settled_at if self.deployment else 0.0
         return max(host.frozen_until, host.down_until, host.refused[2], is_settled_at, *processes)
@@ -108,7 +108,7 @@ class History(World):
         return max(each.latest for each in self.hosts.values())
 
     def is_calm(self, since: float, host: Host) -> bool:
-        """Whether nothing has gone wrong since then with this host, and nothing that did before was still to come."""
+        """Whether nothing has gone wrong with this host since then, and no earlier fault has a late effect."""
         troubled_at = max(self.troubled_at, host.troubled_at)
         return max(self.trouble_ends(host), troubled_at + self.latest) < since
 
@@ -121,7 +121,7 @@ class History(World):
         self.note(process.name, "is killed")
 
     def end_in_order(self, process: Process) -> None:
-        """Wait for the threads of a process that are no daemons, and do what is registered for its end."""
+        """Wait for the threads of a process that are no daemons, and call the functions registered with ``atexit``."""
         for each in self.threads:
             if each.process is process and each.lives and not (each.is_daemon or each.dead):
                 self.wait(each.joined.append, None)
@@ -132,7 +132,7 @@ class History(World):
 
 
 _SLIPS = (AttributeError, LookupError, NameError, TypeError)
-"""Errors that no server gives, and no user of the worlds raises: mistakes of our own, of which only a log tells."""
+"""Errors that no server gives, and no user of the worlds raises: mistakes of our own, which only a log shows."""
 
 
 class _Errors(logging.Handler):
@@ -142,13 +142,14 @@ class _Errors(logging.Handler):
         if record.levelno < logging.ERROR:
             return
         if record.exc_info and isinstance(record.exc_info[1], (Interrupted, BodyFails)):
-            return  # it was raised in a user's hook or policy, whose errors are logged
+            return  # a user's hook or policy has raised the error, and it is only logged
         playing().problem("an error in the log", record.getMessage()[-300:])
 
 
 logging.getLogger("only_one").addHandler(_Errors())
-logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # which nobody reads
-vars(logging)["_srcfile"] = None  # nor where something is logged
+# Nobody reads where something was logged, and to find it takes time.
+logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+vars(logging)["_srcfile"] = None
 logging.getLogger("only_one").setLevel(logging.DEBUG)
 
 
@@ -156,19 +157,19 @@ class Histories:
     """Plays histories, one after another, in the same processes.
 
     Attributes:
-        greets: whether connections begin with redis-py's name in each history; else in one of eight.
+        greets: whether connections begin with redis-py's name in each history; if not, in one of eight.
     """
 
     def __init__(self, kind: Any, processes: int, package: Path, *, greets: bool = False) -> None:
         self.processes = [Process(package) for _ in range(processes)]
         self.kind, self.greets = kind, greets
-        # What is collected after a history, Python and asyncio complain about: its tasks have not ended.
+        # Python and asyncio complain about the garbage of a history, because its tasks have not ended.
         sys.unraisablehook = lambda _: None
         logging.getLogger("asyncio").disabled = True
         warnings.simplefilter("ignore")
-        gc.disable()  # leases are weakly referenced: when they end must not be left to chance
+        gc.disable()  # leases are weakly referenced, and must not end by chance
         gc.collect()
-        gc.freeze()  # what outlives all histories is not looked at between them
+        gc.freeze()  # collections between histories need not look at objects that outlive all histories
 
     def play(self, seed: int, left_out: frozenset[str] = frozenset(), branches: Any = None) -> Any:
         history = self.kind(self.processes, seed, left_out)
@@ -176,5 +177,5 @@ class Histories:
         history.greets |= self.greets
         begin_history(history)
         history.play()
-        vars(multiprocessing.util)["_finalizer_registry"].clear()  # which this process is not to call at its own end
+        vars(multiprocessing.util)["_finalizer_registry"].clear()  # else this process would call them at its own end
         return history

@@ -17,18 +17,18 @@ class Host:
     """A host with a server.
 
     Attributes:
-        store: what its server stores.
-        deployment: of which it is a part; None if its server is alone.
-        frozen_until: until when it does nothing, as with SIGSTOP.
-        down_until: until when it refuses connections.
-        refused: the text with which it refuses some commands, and which, until when.
-        troubled_at: when the last fault happened to it.
-        latest: the most seconds that the network held up a message to or from it.
+        store: the keys that the server stores.
+        deployment: the cluster or other deployment to which the host belongs; None if its server is alone.
+        frozen_until: until when the server does nothing, as with SIGSTOP.
+        down_until: until when the server refuses connections.
+        refused: the text with which the server refuses some commands, these commands, and until when.
+        troubled_at: when the last fault happened to the host.
+        latest: the most seconds for which the network held up a message to or from the host.
         loses: how probable it is for each message that the connection is cut instead.
         delays: how probable it is for each message that it is late.
-        answers: when a reply, or the end of a connection, reached a process, and which.
-        messages: how many were sent, to it and by it.
-        at_message: what happens, to a process, when the message with this number is sent.
+        answers: when a reply, or the end of a connection, reached a process, and the process.
+        messages: how many messages were sent, to the host and by it.
+        at_message: by a message's number, what happens to the message's process when it is sent.
     """
 
     def __init__(self, world: World, store: Store, name: str) -> None:
@@ -60,7 +60,7 @@ class Host:
 
 
 class Link:
-    """A connection: in order in each direction; what was sent may arrive long after the client has closed it."""
+    """A connection, which keeps the order in each direction. A message may arrive long after the client's close."""
 
     def __init__(self, world: Any, process: Any) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Link:
         self._last = {"up": 0.0, "down": 0.0, "frozen": 0.0}
 
     def open(self, host: str) -> float:
-        """Connect to a host, and return the seconds that it takes.
+        """Connect to a host, and return the seconds that the connecting takes.
 
         Raises:
             ConnectionRefusedError: if no server listens.
@@ -101,13 +101,14 @@ class Link:
         if world.fault(f"late {whose}", host.delays):
             delay = world.choose(f"delay {whose}", _DELAYS)
         host.latest = max(host.latest, delay)
-        # Later than the last by a moment: what arrives at one time arrives in any order.
+        # Later than the last message by a moment, because events of one time happen in any order.
         self._last[way] = max(self._last[way] + 1e-7, world.now + delay, self.process.cut_off_until)
         world.at(self._last[way], self.reset if is_lost else arrive, what)
 
     def _arrive(self, command: list[bytes]) -> None:
         if self.host.frozen_until > self.world.now:
-            self._last["frozen"] = max(self._last["frozen"] + 1e-7, self.host.frozen_until)  # in their order
+            # In the order in which the commands have arrived.
+            self._last["frozen"] = max(self._last["frozen"] + 1e-7, self.host.frozen_until)
             self.world.at(self._last["frozen"], self._arrive, command)
         elif not self.is_reset:
             self._travel("down", self._deliver, self.host.execute(self, command))
@@ -123,10 +124,10 @@ class Link:
         raise NotImplementedError
 
     def take(self, count: int | None = None) -> bytes:
-        """Take what has arrived.
+        """Take the bytes that have arrived.
 
         Raises:
-            ConnectionResetError: if nothing has, because the connection is reset.
+            ConnectionResetError: if none have arrived, because the connection is reset.
         """
         data = bytes(self.inbox[:count])
         del self.inbox[:count]

@@ -1,7 +1,7 @@
-"""Processes of the world: each is a copy of the package of its own, whose clock, threads and process table are fakes.
+"""Processes of the world: each has a copy of the package, whose clock, threads and process table are fakes.
 
-The fakes stand in the place of Python's modules while a copy is imported, so the package itself knows nothing of them.
-What redis-py does is the world's for good: a Python process that plays histories does nothing else.
+The fakes stand in for Python's modules while a copy is imported, so the package itself knows nothing of them.
+redis-py is changed for good: a Python process that plays histories does nothing else.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def thread() -> Thread | None:
 
 
 def this() -> Any:
-    """The process that runs, or is imported."""
+    """The process that runs now, or whose package is being imported."""
     running = thread()
     return running.process if running else (_importing[-1] if _importing else None)
 
@@ -92,7 +92,7 @@ def _urandom(count: int) -> bytes:
 
 
 def _on_fork(*, before: Any = None, after_in_child: Any = None, **_: Any) -> None:
-    if before is None:  # else it is a lock, that is held meanwhile
+    if before is None:  # others register a lock that is held during a fork
         _importing[-1].after_fork.append(after_in_child)
 
 
@@ -119,7 +119,7 @@ class FakeThread:
 
 
 class _Waited:
-    """Something for which threads wait."""
+    """An object for which threads wait."""
 
     def __init__(self) -> None:
         self._waiting: list[Callable[[Any], None]] = []
@@ -193,7 +193,7 @@ class FakeQueue(_Waited):
 
 
 class FakePath(str):
-    """``Path`` of the files below /proc that tell processes apart."""
+    """``Path``, for the files below /proc by which machines and processes are known."""
 
     __slots__ = ()
 
@@ -250,14 +250,14 @@ _import = builtins.__import__
 
 
 def _import_own(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:  # noqa: A002
-    """Functions that import when they are called get the modules of their own copy."""
+    """Import the modules of the same copy in functions that import when they are called."""
     if globals is not None and "__process__" in globals and fromlist and name in globals["__process__"].modules:
         return globals["__process__"].modules[name]
     return _import(name, globals, locals, fromlist, level)
 
 
 def _remembered(function: Any) -> Any:
-    """A function of constants that is called once for each argument; but where lines are traced, they are the same."""
+    """A function of constants, called once for each argument. If lines are traced, each call has the same lines."""
     remember = cache(function)
 
     def remembered(*given: Any) -> Any:
@@ -272,7 +272,7 @@ _driver = redis.driver_info.resolve_driver_info
 
 
 def _driver_info(*given: Any) -> Any:
-    return _driver(*given) if getattr(playing(), "greets", False) else None  # nobody plays yet when a process begins
+    return _driver(*given) if getattr(playing(), "greets", False) else None  # no history plays when a process begins
 
 
 _CHANGES: list[tuple[Any, str, Any]] = [
@@ -286,11 +286,11 @@ _CHANGES: list[tuple[Any, str, Any]] = [
     *[(each, "key_slot", slot_of) for each in (redis.cluster, redis.asyncio.cluster)],
     *[(each, "REDIS_CLUSTER_HASH_SLOTS", SLOTS) for each in (redis.cluster, redis.asyncio.cluster)],
     (redis.cluster, "threading", _fake(threading, Lock=FakeLock, RLock=FakeRLock)),
-    (redis.retry.AbstractRetry, "__deepcopy__", lambda retry, _: copy(retry)),  # it has no other state of its own
-    # What is computed anew for each call, client, connection or command, but from constants.
+    (redis.retry.AbstractRetry, "__deepcopy__", lambda retry, _: copy(retry)),  # a retry has no other state of its own
+    # Faster: redis-py computes these for each call, client, connection or command, from constants.
     (inspect, "signature", lru_cache(inspect.signature)),
     (redis.utils, "get_lib_version", lambda: "0"),
-    (redis.utils, "_get_filterable_args", lambda *_: {}),  # of which it would say that they are deprecated
+    (redis.utils, "_get_filterable_args", lambda *_: {}),  # for warnings of deprecated arguments
     (redis.client.CaseInsensitiveDict, "__init__", dict.update),  # a client's replies: all are in upper case
     (redis.event.EventDispatcher, "__init__", lambda dispatcher, *_: dispatcher.__dict__.update(_dispatcher)),
     (redis.connection, "parse_url", lambda url: {**_parsed(url)}),
@@ -307,7 +307,7 @@ for _module, _name, _value in _CHANGES:
 
 
 class Machine:
-    """A machine: process ids mean the same to all its processes, if these can know which machine it is."""
+    """A machine. Its processes have one table of process ids, if they can know which machine it is."""
 
     def __init__(self, name: str, *, is_known: bool = True) -> None:
         self.name, self.is_known = name, is_known
@@ -323,7 +323,7 @@ _connect = Signal.connect
 
 
 def _connect_own(signal: Any, receiver: Any, **_: Any) -> Any:
-    """Celery's signals reach only the receivers of the process that sends them."""
+    """Connect a receiver to a signal of Celery's, but only to signals that its own process sends."""
     process = this()
 
     def own(*args: Any, **kwargs: Any) -> Any:
@@ -337,9 +337,9 @@ class Process:
 
     Attributes:
         package: the copy of ``only_one``.
-        modules: its modules by name.
-        at_exit: what it does when it ends in order.
-        after_fork: what it does when it finds itself to be a forked child.
+        modules: the modules of the copy, by name.
+        at_exit: the functions that are called when the process ends in order.
+        after_fork: the functions that are called in a forked child.
     """
 
     def __init__(self, path: Path) -> None:
@@ -368,7 +368,7 @@ class Process:
         _importing.append(self)
         with own_modules, own_path, patch.object(Signal, "connect", _connect_own):
             importlib.import_module("only_one.inspection")
-            celery = importlib.import_module("only_one.celery")  # what the package itself imports later
+            celery = importlib.import_module("only_one.celery")  # the package itself would import this room later
             for module in pkgutil.iter_modules(celery.__path__, "only_one.celery."):
                 importlib.import_module(module.name)
             own = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "only_one"}
@@ -376,12 +376,12 @@ class Process:
         return own
 
     def begin(self, machine: Machine, pid: int, name: str) -> None:
-        """Begin anew, as a process that has just been started."""
+        """Begin anew as a process that has just been started."""
         self.machine, self.name = machine, name
         self.is_dead = self.has_ended = False
         self.paused_until = self.cut_off_until = self.no_thread = 0.0
         self.died_at = inf
-        self.job: Any = None  # what a queue has it do
+        self.job: Any = None  # the job that a queue has given to the process
         self.life += 1
         for values, first in self._at_first:
             values.update(first)
@@ -393,7 +393,7 @@ class Process:
         self._begin_as_child(pid)
 
     def fork(self, pid: int) -> None:
-        """Go on as a child with another id, and with all that the parent knows; the parent is gone."""
+        """Go on as a child with another id and with the parent's state; the parent is gone."""
         self.machine.processes[self.pid] = SimpleNamespace(is_dead=True)
         self._begin_as_child(pid)
 

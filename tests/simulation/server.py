@@ -80,7 +80,7 @@ class Store:
         try:
             return do(*command[1:])
         except Refusal as refusal:
-            return refusal.with_traceback(None)  # which would keep the history alive
+            return refusal.with_traceback(None)  # the traceback would keep the history alive
 
     # strings
 
@@ -216,7 +216,7 @@ _UNKNOWN["redis7"] = _UNKNOWN["redis6"] = ["do_delex", "do_delifeq"]
 
 @cache
 def _compiled(text: bytes) -> Any:
-    """A function of what executes a command, the keys and the arguments."""
+    """A script as a function of three: what executes a command, the keys, and the arguments."""
     return _lua.execute(b"return function(call, KEYS, ARGV) local redis = {call = call} " + text + b" end")
 
 
@@ -247,7 +247,7 @@ def encode(reply: Any) -> bytes:
 
 
 def commands_in(buffer: bytearray) -> Iterator[Command]:
-    """Take the complete commands out of a buffer; no part of them has the end of a line in it."""
+    """Take the complete commands out of a buffer. No part of a command contains the end of a line."""
     lines = bytes(buffer).split(b"\r\n")
     begin = 0
     while lines[begin] and len(lines) > (end := begin + 1 + 2 * int(lines[begin][1:])):

@@ -1,4 +1,4 @@
-"""Shrink a history that is red: leave out what it does not need, and show the rest as a timeline."""
+"""Shrink a history that is red: leave out the faults and steps that it does not need, and show its timeline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _parts(history: Any) -> list[str]:
 
 
 def timeline(history: Any) -> str:
-    """What has happened, a line each; what only opens connections is left out."""
+    """The events of a history, a line each, without the commands that only open connections."""
     lines = []
     for seconds, who, what, *details in history.log:
         text = " ".join([what, *map(shown, details)])

@@ -1,4 +1,4 @@
-"""The branches that histories take through the lock's code, and exceptions at its lines, as of a signal handler."""
+"""The branches that histories take through the lock's code, and exceptions at its lines, as by a signal handler."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Interrupted(Exception):
 
 
 class TimeIsOver(Interrupted, TimeoutError):
-    """The same, of a class that the system's own errors have, too: redis-py takes it for one of these."""
+    """The same, but a class of the system's own errors: redis-py takes it for one of the system's."""
 
 
 def handle_signal(error: BaseException, _interrupted: Any) -> None:
-    """Raise an exception, as a signal handler does, which is called with the frame that it interrupts."""
+    """Raise an exception as a signal handler does, which Python calls with the interrupted frame."""
     raise error
 
 
@@ -35,11 +35,11 @@ class Tracer:
 
     Attributes:
         met: how often each branch was taken, by file, line and next line; None if nobody counts.
-        left: lines until it raises; none if it is not positive.
-        kind: what it raises.
-        rooms: where it does.
-        world: what it troubles when it raises.
-        raised: what it has raised, unless Python or redis-py drops that.
+        left: the lines until the tracer raises; it never does if this is not positive.
+        kind: the class of the exception.
+        rooms: the folders in whose lines it raises.
+        world: the world, which is troubled then.
+        raised: the exception that was raised, unless Python or redis-py drops it.
     """
 
     rooms: tuple[str, ...] = ("/only_one/", "/redis/")
@@ -55,7 +55,7 @@ class Tracer:
         raises = may_raise and self.left > 0 and frame.f_code.co_name not in ("__del__", "_drop")
         if met is None or not is_counted:
             return self._count_down if raises else None
-        last = frame.f_lineno if frame.f_lineno != first else -first  # a generator goes on where it was
+        last = frame.f_lineno if frame.f_lineno != first else -first  # a generator goes on at its last line
 
         def step(frame: Any, what: str, arg: Any) -> Any:
             nonlocal last
@@ -82,9 +82,10 @@ class Tracer:
 
 
 def _is_dropped(frame: Any, *, retries: bool) -> bool:
-    """Whether what is raised here is dropped: by Python while it collects, by redis-py while it checks or closes.
+    """Whether an exception that is raised here is dropped.
 
-    And by ``retries`` of a client of the user's, which take it for the server's.
+    Python drops it while it collects garbage, redis-py while it checks or closes a connection. A user's client with
+    ``retries`` takes it for an error of the server, and tries again.
     """
     drops = _DROPS + "|/redis/(cluster.py _execute_command|retry.py call_with_retry) " * retries
     code = frame.f_code
@@ -101,7 +102,7 @@ _DROPS = "/redis/observability/|/redis/cluster.py initialize | (__del__|_drop|ca
 
 @cache
 def _kind_of(file: str, rooms: tuple[str, ...]) -> tuple[bool, bool]:
-    """Whether its branches are counted, and whether its lines may raise."""
+    """Whether the branches of a file are counted, and whether its lines may raise."""
     return any(room in file for room in ROOMS), any(room in file for room in rooms)
 
 

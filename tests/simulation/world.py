@@ -31,11 +31,11 @@ class Thread(greenlet.greenlet):  # type: ignore[misc]
 
     Attributes:
         life: the life of the process when the thread began.
-        interrupt: what is raised when the thread goes on.
-        waiting: counts its waits, so that a late wake is known.
-        is_daemon: whether its process ends without waiting for it.
-        began_in: the context in which another thread has begun it.
-        joined: each wakes a thread that waits for the end of this one.
+        interrupt: the exception that is raised when the thread goes on; None if none is.
+        waiting: counts the thread's waits, so that a late wake is known.
+        is_daemon: whether the thread's process ends without waiting for it.
+        began_in: the context in which another thread has begun this one.
+        joined: functions, each of which wakes a thread that waits for the end of this one.
     """
 
     interrupt: BaseException | None = None
@@ -52,7 +52,7 @@ class Thread(greenlet.greenlet):  # type: ignore[misc]
 
     @property
     def lives(self) -> bool:
-        """Whether its process does: neither killed, nor another one that has begun since."""
+        """Whether the thread's process lives: it was not killed, and no other process has begun in its place."""
         return self.life == self.process.life and not self.process.is_dead
 
     def _run(self, *_: object) -> None:
@@ -73,14 +73,14 @@ class World:
     """What happens in one history, and when.
 
     Attributes:
-        now: seconds, by the clock that nobody sets.
+        now: the seconds of the clock that nobody sets.
         log: what has happened: the time, who, what, and details.
-        faults: the faults that have happened, by label and number.
-        steps: what else can be left out.
+        faults: the names of the faults that have happened: label and number.
+        steps: the names of other things that can be left out.
         met: how often each kind of thing has happened.
-        branches: those that were taken, if they are counted.
+        branches: how often each branch was taken; None if branches are not counted.
         quiet: whether no fault happens any more.
-        problems: what must not happen, and has: which kind, and a text.
+        problems: what has happened and must not: the kind, and a text.
         troubled_at: when the last fault happened.
     """
 
@@ -109,7 +109,7 @@ class World:
         return int.from_bytes(self.digest(label), "big") / 2**56
 
     def digest(self, label: str) -> bytes:
-        """As ``draw``, as bytes."""
+        """The same as ``draw``, in bytes."""
         self._numbers[label] += 1
         drawn = self._seeded.copy()
         drawn.update(f"{label}#{self._numbers[label]}".encode())
@@ -129,7 +129,7 @@ class World:
         if name in self.left_out:
             return False
         self.faults.append(name)
-        if not label.startswith("no thread"):  # which must lose no key
+        if not label.startswith("no thread"):  # a fault by which no key may be lost
             self.troubled_at = self.now
         self.met[f"fault: {label.partition(' of ')[0]}"] += 1
         return True
@@ -142,7 +142,7 @@ class World:
     # time
 
     def at(self, time: float, do: Callable[..., object], *args: Any) -> None:
-        """Let something happen at a time; in which order, if it is one of several, the seed chooses."""
+        """Let something happen at a time. Among events of one time, the seed chooses the order."""
         heapq.heappush(self._events, (max(time, self.now), self.digest("order"), do, args))
 
     def after(self, seconds: float, do: Callable[..., object], *args: Any) -> None:
@@ -170,7 +170,7 @@ class World:
         return thread
 
     def resume(self, thread: Thread, waiting: int, value: object) -> None:
-        """Let a thread go on, unless its wait is over, its process is killed, or stands still."""
+        """Let a thread go on, unless its wait is over or its process is killed; later, if its process stands still."""
         if thread.dead or thread.waiting != waiting or not thread.lives:
             return
         if thread.process.paused_until > self.now:
@@ -200,7 +200,7 @@ class World:
         return value
 
     def _switch_from(self, loop: Any) -> Any:
-        """Let others go on: what Python keeps of a loop for each thread of the system is put aside meanwhile."""
+        """Let others go on, without this event loop's entries in Python's state of the system's thread."""
         hooks = sys.get_asyncgen_hooks()
         asyncio._set_running_loop(None)
         sys.set_asyncgen_hooks(None, None)
